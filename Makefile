@@ -1,0 +1,43 @@
+# Every target stands alone: it makes .venv, installs what it needs there, and runs.
+# PYTHON=python3.12 chooses the interpreter; LAPWING_DATA=folder the data sets (without it, what needs them is skipped by name).
+PYTHON ?= python3
+BIN := .venv/bin
+
+# a folder of data sets beside the checkout is found by itself; an empty LAPWING_DATA turns that off
+ifeq ($(origin LAPWING_DATA),undefined)
+ifneq ($(wildcard ../shared/data/.),)
+export LAPWING_DATA := $(abspath ../shared/data)
+endif
+endif
+
+.PHONY: demo test test-slow lint bench
+
+demo: .venv/installed
+	$(BIN)/python examples/demo.py
+
+test: .venv/installed
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: .venv/installed
+	$(BIN)/python -m pytest -m slow
+
+bench: .venv/installed
+	$(BIN)/python -m benchmarks.run
+
+lint: .venv/installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "lapwing needs Python 3.10 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+
+.venv/installed: pyproject.toml constraints.txt | $(BIN)/pip
+	$(BIN)/python -m pip install -q -c constraints.txt "torch==2.13.0"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[eval,test]"
+	@touch $@
+
+.venv/installed-lint: .venv/installed
+	$(BIN)/python -m pip install -q -c constraints.txt ruff mypy
+	@touch $@

@@ -1,0 +1,7 @@
+"""Measuring how good predictions and their error bars are; needs ``pip install lapwing[eval]`` for some of it."""
+
+from __future__ import annotations
+
+from lapwing.evaluation import metrics
+
+__all__ = ["metrics"]

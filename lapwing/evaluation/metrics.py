@@ -1,0 +1,377 @@
+"""Metrics of predictions: pure functions from tensors to one number, computed in float64 on the CPU.
+
+Letters: N data, C classes or outputs. Every function returns a float64 tensor of shape (), takes no gradient, and costs
+O(N C) time and memory (plus a sort of N values where it says so).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import LapwingError
+
+_SQRT_HALF = math.sqrt(0.5)
+
+
+def accuracy(probs: Tensor, labels: Tensor) -> Tensor:
+    """Compute the fraction of samples whose most probable class is the label.
+
+    Args:
+        probs: class probabilities (N, C), rows summing to 1.
+        labels: integer classes (N,) in 0..C-1.
+
+    Raises:
+        LapwingError: shapes, dtypes or values are not as above.
+
+    Example:
+        >>> accuracy(torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 0])).item()
+        0.5
+    """
+    probs, labels = _classification("accuracy", probs, labels)
+    return (probs.argmax(1) == labels).double().mean()
+
+
+def nll(log_prob: Tensor) -> Tensor:
+    """Compute the mean negative log-likelihood, ``-1/N Σ_n log p(y_n | x_n)``, in nats.
+
+    Args:
+        log_prob: log p(y_n | x_n) of shape (N,), as ``prediction.log_prob(y)`` gives it; -inf is allowed and gives inf.
+
+    Raises:
+        LapwingError: the shape is not (N,), N is 0, or a value is NaN or +inf.
+
+    Example:
+        >>> nll(torch.tensor([-1.0, -3.0])).item()
+        2.0
+    """
+    log_prob = _double(log_prob)
+    if log_prob.ndim != 1 or log_prob.numel() == 0:
+        raise LapwingError(
+            f"nll averages one log-probability a sample, and log_prob has shape {tuple(log_prob.shape)}; it takes "
+            "shape (N,) with N > 0: nll(prediction.log_prob(y))."
+        )
+    bad = int((log_prob.isnan() | (log_prob == math.inf)).sum())
+    if bad:
+        raise LapwingError(
+            f"nll averages log-probabilities, and {bad} of {log_prob.numel()} values of log_prob are NaN or +inf; "
+            "finite values and -inf are accepted: find the samples with log_prob.isnan() | log_prob.isposinf()."
+        )
+    return -log_prob.mean()
+
+
+def negative_log_likelihood(probs: Tensor, labels: Tensor) -> Tensor:
+    """Compute the mean negative log-probability of the labels, ``-1/N Σ_n log p_n,y_n``, in nats.
+
+    A label of probability 0 gives inf: nothing is clipped. Probabilities from a float32 softmax reach 0 by underflow;
+    ``nll(prediction.log_prob(y))`` does not.
+
+    Args:
+        probs: class probabilities (N, C), rows summing to 1.
+        labels: integer classes (N,) in 0..C-1.
+
+    Raises:
+        LapwingError: shapes, dtypes or values are not as above.
+
+    Example:
+        >>> round(negative_log_likelihood(torch.tensor([[0.25, 0.75]]), torch.tensor([1])).item(), 4)
+        0.2877
+    """
+    probs, labels = _classification("negative_log_likelihood", probs, labels)
+    return -probs.gather(1, labels[:, None]).log().mean()  # (N, 1)
+
+
+def brier(probs: Tensor, labels: Tensor) -> Tensor:
+    """Compute the Brier score ``1/N Σ_n Σ_c (p_nc - 1[c = y_n])²``, between 0 (best) and 2.
+
+    For two classes this is twice the score of the positive class alone (Brier 1950 sums over classes, as here).
+
+    Args:
+        probs: class probabilities (N, C), rows summing to 1.
+        labels: integer classes (N,) in 0..C-1.
+
+    Raises:
+        LapwingError: shapes, dtypes or values are not as above.
+
+    Example:
+        >>> brier(torch.tensor([[0.5, 0.5]]), torch.tensor([0])).item()
+        0.5
+    """
+    probs, labels = _classification("brier", probs, labels)
+    distance = probs.clone()
+    distance[torch.arange(len(labels)), labels] -= 1.0  # (N, C)
+    return distance.square().sum(1).mean()
+
+
+def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
+    """Compute the expected calibration error ``Σ_b |B_b|/N · |accuracy(B_b) - confidence(B_b)|``.
+
+    The bins ``[b/bins, (b+1)/bins)`` hold the samples by confidence, the largest probability; a confidence of exactly 1
+    belongs to the last bin. Computed by torchmetrics, in float32.
+
+    Args:
+        probs: class probabilities (N, C), rows summing to 1.
+        labels: integer classes (N,) in 0..C-1.
+        bins: number of bins of equal width, at least 1.
+
+    Raises:
+        LapwingError: shapes, dtypes or values are not as above.
+        ModuleNotFoundError: torchmetrics is missing (``pip install lapwing[eval]``).
+
+    Example:
+        >>> round(expected_calibration_error(torch.tensor([[0.8, 0.2], [0.8, 0.2]]), torch.tensor([0, 1])).item(), 4)
+        0.3
+    """
+    from torchmetrics.functional.classification import multiclass_calibration_error
+
+    probs, labels = _classification("expected_calibration_error", probs, labels)
+    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
+        raise LapwingError(
+            f"expected_calibration_error sorts confidences into bins, and bins is {bins!r}; it takes an integer of at "
+            "least 1: expected_calibration_error(probs, labels, bins=15)."
+        )
+    # torchmetrics takes values above 1 for logits, and gives a confidence of exactly 1 a bin of its own
+    probs = probs.clamp(0.0, 1.0 - 2.0**-24)
+    return multiclass_calibration_error(probs, labels, num_classes=probs.shape[1], n_bins=bins, norm="l1").double()
+
+
+def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
+    """Compute ``P(s_out > s_in) + 1/2 P(s_out = s_in)``, the area under the ROC curve of a detector of ``out``.
+
+    Out-of-distribution samples are the positive class, so a score is an *uncertainty*: larger means stranger. Any
+    monotone score does (entropy, variance, 1 - confidence). Sorts the scores.
+
+    Args:
+        scores_in: finite scores of in-distribution samples (N_in,).
+        scores_out: finite scores of out-of-distribution samples (N_out,).
+
+    Raises:
+        LapwingError: shapes or values are not as above.
+        ModuleNotFoundError: scikit-learn is missing (``pip install lapwing[eval]``).
+
+    Example:
+        >>> auroc(torch.tensor([0.1, 0.2, 0.6]), torch.tensor([0.5, 0.9])).item()  # 5 of 6 pairs in order
+        0.8333333333333334
+    """
+    from sklearn.metrics import roc_auc_score
+
+    scores = {"scores_in": _double(scores_in), "scores_out": _double(scores_out)}
+    for name, value in scores.items():
+        if value.ndim != 1 or value.numel() == 0:
+            raise LapwingError(
+                f"auroc compares one score a sample, and {name} has shape {tuple(value.shape)}; it takes shape (N,) "
+                "with N > 0: auroc(posterior.predict(x_in).entropy(), posterior.predict(x_out).entropy())."
+            )
+        _check_finite("auroc", name, value)
+    # torchmetrics would squash scores outside [0, 1] by a sigmoid, which ties large ones
+    is_out = torch.cat([torch.zeros_like(scores["scores_in"]), torch.ones_like(scores["scores_out"])])
+    joined = torch.cat([scores["scores_in"], scores["scores_out"]])
+    return torch.tensor(float(roc_auc_score(is_out.numpy(), joined.numpy())), dtype=torch.float64)
+
+
+def gaussian_nll(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+    """Compute ``1/N Σ_n Σ_c 1/2 [log 2π v_nc + (y_nc - m_nc)²/v_nc]``, in nats, constants included.
+
+    With several outputs the log-densities are summed over outputs (taken as independent) and averaged over samples.
+
+    Args:
+        mean: predictive means (N,) or (N, C).
+        variance: predictive variances of y (not of the latent function), positive, shape of ``mean``.
+        y: targets, shape of ``mean``.
+
+    Raises:
+        LapwingError: shapes or values are not as above.
+
+    Example:
+        >>> round(gaussian_nll(torch.zeros(1), torch.ones(1), torch.zeros(1)).item(), 4)
+        0.9189
+    """
+    mean, variance, y = _regression("gaussian_nll", mean=mean, variance=variance, y=y)
+    _check_positive("gaussian_nll", "variance", variance)
+    per_output = 0.5 * ((2.0 * math.pi * variance).log() + (y - mean).square() / variance)  # (N,) or (N, C)
+    return per_output.reshape(len(y), -1).sum(1).mean()
+
+
+def rmse(mean: Tensor, y: Tensor) -> Tensor:
+    """Compute the root of the mean squared error over all samples and outputs, in the unit of y.
+
+    Args:
+        mean: predictive means (N,) or (N, C).
+        y: targets, shape of ``mean``.
+
+    Raises:
+        LapwingError: shapes or values are not as above.
+
+    Example:
+        >>> rmse(torch.tensor([1.0, 1.0]), torch.tensor([1.0, 3.0])).item() ** 2
+        2.0000000000000004
+    """
+    mean, y = _regression("rmse", mean=mean, y=y)
+    return (mean - y).square().mean().sqrt()
+
+
+def crps_gaussian(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
+    """Compute the continuous ranked probability score of Gaussian predictions, in the unit of y; smaller is better.
+
+    ``CRPS = ∫ (F(t) - 1[t ≥ y])² dt = s [ z (2Φ(z) - 1) + 2φ(z) - 1/√π ]`` with ``z = (y - m)/s`` (Gneiting and Raftery
+    2007, Section 4.2, with the sign turned), averaged over all samples and outputs.
+
+    Args:
+        mean: predictive means (N,) or (N, C).
+        std: predictive standard deviations of y, positive, shape of ``mean``.
+        y: targets, shape of ``mean``.
+
+    Raises:
+        LapwingError: shapes or values are not as above.
+
+    Example:
+        >>> round(crps_gaussian(torch.zeros(1), torch.ones(1), torch.zeros(1)).item(), 4)
+        0.2337
+    """
+    mean, std, y = _regression("crps_gaussian", mean=mean, std=std, y=y)
+    _check_positive("crps_gaussian", "std", std)
+    z = (y - mean) / std
+    density = (-0.5 * z.square()).exp() / math.sqrt(2.0 * math.pi)
+    return (std * (z * torch.erf(z * _SQRT_HALF) + 2.0 * density - 1.0 / math.sqrt(math.pi))).mean()
+
+
+def cqm(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
+    """Compute the centred quantile metric ``∫₀¹ |P(y ∈ I(x, α)) - α| dα`` of Gaussian predictions, in [0, 1/2].
+
+    ``I(x, α)`` is the open interval around the mean with probability α (VaLLA, equations 51 and 60), so 0 is perfect
+    calibration and 1/2 is intervals that are far too wide or far too narrow. A target lies inside for every α above its
+    level ``|2Φ(z) - 1| = erf(|z|/√2)``, so P is the distribution function of the levels, a staircase, and the integral
+    is computed exactly: no grid. At α = 1 the interval is the whole line and the integrand is 0; the paper's published
+    values, on a grid of 11 points, took it as 1 there and are 0.05 too high. Samples and outputs are pooled. Sorts the
+    levels.
+
+    Args:
+        mean: predictive means (N,) or (N, C).
+        std: predictive standard deviations of y, positive, shape of ``mean``.
+        y: targets, shape of ``mean``.
+
+    Raises:
+        LapwingError: shapes or values are not as above.
+
+    Example:
+        >>> round(cqm(torch.zeros(2), torch.full((2,), 1e9), torch.tensor([-1.0, 1.0])).item(), 4)
+        0.5
+    """
+    mean, std, y = _regression("cqm", mean=mean, std=std, y=y)
+    _check_positive("cqm", "std", std)
+    levels = torch.erf((y - mean).abs() / std * _SQRT_HALF).flatten().sort().values
+    count = levels.numel()
+    edges = torch.cat([torch.zeros_like(levels[:1]), levels, torch.ones_like(levels[:1])])  # (count + 2,)
+    height = torch.arange(count + 1, dtype=torch.float64) / count  # P between two edges
+    above, below = edges[1:] - height, edges[:-1] - height
+    return 0.5 * (above * above.abs() - below * below.abs()).sum()  # ∫|α - h| dα = (α - h)|α - h|/2
+
+
+def interval_coverage(lower: Tensor, upper: Tensor, y: Tensor) -> Tensor:
+    """Compute the fraction of targets with ``lower ≤ y ≤ upper``, over all samples and outputs.
+
+    Args:
+        lower: lower ends (N,) or (N, C); -inf is allowed.
+        upper: upper ends, shape of ``lower`` and nowhere below it; +inf is allowed.
+        y: targets, shape of ``lower``.
+
+    Raises:
+        LapwingError: shapes or values are not as above.
+
+    Example:
+        >>> interval_coverage(torch.zeros(2), torch.ones(2), torch.tensor([0.5, 2.0])).item()
+        0.5
+    """
+    lower, upper, y = _regression("interval_coverage", finite=("y",), lower=lower, upper=upper, y=y)
+    crossed = int((~(lower <= upper)).sum())  # NaN ends count
+    if crossed:
+        raise LapwingError(
+            f"interval_coverage counts the targets in [lower, upper], and {crossed} of {y.numel()} intervals have a "
+            "NaN end or lower > upper; it takes lower <= upper: interval_coverage(*prediction.interval(0.9), y)."
+        )
+    return ((lower <= y) & (y <= upper)).double().mean()
+
+
+def _double(value: Tensor) -> Tensor:
+    """Return the values without their graph, as float64 on the CPU."""
+    return torch.as_tensor(value).detach().cpu().double()
+
+
+def _classification(asked: str, probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Check probabilities (N, C) and labels (N,); return them as float64 and int64 on the CPU."""
+    half = torch.as_tensor(probs).dtype in (torch.float16, torch.bfloat16)
+    probs, labels = _double(probs), torch.as_tensor(labels).detach().cpu()
+    if probs.ndim != 2 or probs.shape[0] == 0 or probs.shape[1] < 2:
+        raise LapwingError(
+            f"{asked} needs a probability for each class, and probs has shape {tuple(probs.shape)}; it takes shape "
+            "(N, C) with N > 0 and C > 1: for one column p of two classes pass torch.stack([1 - p, p], dim=1)."
+        )
+    rows, classes = probs.shape
+    if labels.shape != (rows,):
+        raise LapwingError(
+            f"{asked} needs one label for each of the {rows} rows of probs, and labels has shape {tuple(labels.shape)}"
+            f"; it takes shape ({rows},): for one-hot labels pass labels.argmax(1), for a column labels[:, 0]."
+        )
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise LapwingError(
+            f"{asked} needs labels as class numbers, and labels has dtype {labels.dtype}; it takes an integer dtype: "
+            "pass labels.long()."
+        )
+    labels = labels.long()
+    if int(labels.min()) < 0 or int(labels.max()) >= classes:
+        raise LapwingError(
+            f"{asked} needs labels in 0..{classes - 1} for the {classes} columns of probs, and labels go from "
+            f"{int(labels.min())} to {int(labels.max())}; leave the others out: keep = (labels >= 0) & (labels < "
+            f"{classes})."
+        )
+    tolerance = 0.05 if half else 1e-3
+    wrong = ~((probs >= 0.0).all(1) & (probs <= 1.0 + tolerance).all(1) & ((probs.sum(1) - 1.0).abs() <= tolerance))
+    if wrong.any():
+        first = int(wrong.nonzero()[0, 0])
+        raise LapwingError(
+            f"{asked} needs probabilities, and {int(wrong.sum())} of {rows} rows of probs are not between 0 and 1 with "
+            f"sum 1 (row {first} has minimum {float(probs[first].min()):.4g} and sum {float(probs[first].sum()):.4g}); "
+            "for logits pass logits.softmax(1)."
+        )
+    return probs, labels
+
+
+def _regression(asked: str, finite: tuple[str, ...] | None = None, **values: Tensor) -> list[Tensor]:
+    """Check that all values have one shape, (N,) or (N, C), and are finite (those named); return them as float64."""
+    found = {name: _double(value) for name, value in values.items()}
+    shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in found.items())
+    y = found["y"]
+    if len({value.shape for value in found.values()}) > 1:
+        raise LapwingError(
+            f"{asked} compares its arguments entry by entry, and their shapes differ: {shapes}; one shape is accepted, "
+            "(N,) or (N, C), and nothing is broadcast: for a column of outputs pass y[:, None]."
+        )
+    if y.ndim not in (1, 2) or y.numel() == 0:
+        raise LapwingError(
+            f"{asked} averages over samples, and the shapes are {shapes}; it takes (N,) or (N, C) with N > 0: for "
+            "several positions a sample pass y.flatten(1), and the others likewise."
+        )
+    for name in found if finite is None else finite:
+        _check_finite(asked, name, found[name])
+    return list(found.values())
+
+
+def _check_finite(asked: str, name: str, value: Tensor) -> None:
+    bad = int((~value.isfinite()).sum())
+    if bad:
+        raise LapwingError(
+            f"{asked} needs finite values, and {bad} of {value.numel()} values of {name} are NaN or infinite; find "
+            f"them with (~{name}.isfinite()).nonzero()."
+        )
+
+
+def _check_positive(asked: str, name: str, value: Tensor) -> None:
+    bad = int((value <= 0.0).sum())
+    if bad:
+        raise LapwingError(
+            f"{asked} needs a positive {name}, and {bad} of {value.numel()} values are 0 or less (the smallest is "
+            f"{float(value.min()):.4g}); the {name} of y holds the noise: pass that of posterior.predict(x): "
+            f"prediction.{name}."
+        )

@@ -1,0 +1,61 @@
+"""Likelihoods: what the network's outputs mean, their Fisher information, links, and the distribution of y."""
+
+from __future__ import annotations
+
+from lapwing.errors import LapwingError
+from lapwing.likelihoods.base import Likelihood, NoiselessLikelihood
+from lapwing.likelihoods.categorical import Categorical
+from lapwing.likelihoods.gaussian import Gaussian
+from lapwing.likelihoods.links import ClassLink, ExactLink, LaplaceBridge, Link, Probit, SampledLink
+from lapwing.likelihoods.predictions import ClassPrediction, MixturePrediction, Prediction, RegressionPrediction
+
+__all__ = [
+    "Categorical",
+    "ClassLink",
+    "ClassPrediction",
+    "ExactLink",
+    "Gaussian",
+    "LaplaceBridge",
+    "Likelihood",
+    "Link",
+    "MixturePrediction",
+    "NoiselessLikelihood",
+    "Prediction",
+    "Probit",
+    "RegressionPrediction",
+    "SampledLink",
+    "resolve",
+]
+
+_BY_NAME: dict[str, type[Likelihood]] = {"categorical": Categorical, "gaussian": Gaussian}
+
+
+def resolve(likelihood: str | Likelihood) -> Likelihood:
+    """Return the likelihood for a plain label, or the given one.
+
+    Args:
+        likelihood: "categorical", "gaussian", or an instance.
+
+    Returns:
+        The likelihood.
+
+    Raises:
+        LapwingError: for an unknown label, a class in place of an instance, or anything else.
+
+    Example:
+        >>> resolve("gaussian")
+        Gaussian(noise_variance=None)
+    """
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    if isinstance(likelihood, str) and likelihood in _BY_NAME:
+        return _BY_NAME[likelihood]()
+    labels = ", ".join(f'"{label}"' for label in _BY_NAME)
+    if isinstance(likelihood, type):
+        raise LapwingError(
+            f"A likelihood is an instance, found the class {likelihood.__name__}; write `{likelihood.__name__}()`."
+        )
+    raise LapwingError(
+        f"A likelihood is one of {labels} or an instance of Likelihood, found {likelihood!r}; "
+        'write likelihood="categorical" for integer labels, likelihood="gaussian" for real targets.'
+    )

@@ -1,0 +1,158 @@
+"""The likelihood protocol: all that fitting, tuning and prediction ask of p(y | f).
+
+A new likelihood without a noise variance extends `NoiselessLikelihood` with a name, its links and six functions; one
+with a noise variance extends `Likelihood`. Both are abstract, and what extends them is final: a frozen dataclass.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import LapwingError
+from lapwing.likelihoods.links import LatentLike, Link, weight_draws
+from lapwing.likelihoods.predictions import Prediction
+
+
+class Likelihood(ABC):
+    """p(y | f) at network outputs f (B, C), its Fisher information Λ through a root, and the way to predictions.
+
+    Λ = E_{y~p(y|f)}[-∂² log p(y|f)] = R Rᵀ, always at unit noise; `curvature_scale` multiplies it. Roots come in the
+    dtype of the outputs, log probabilities in float32 or better, statistics in float64.
+    """
+
+    name: ClassVar[str]
+    """The plain label, such as "categorical"."""
+    links: ClassVar[tuple[type[Link], ...]]
+    """The link classes that `predict` accepts."""
+    default_link: ClassVar[Link]
+    """The link of a Gaussian latent when none is asked for."""
+
+    @abstractmethod
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Check targets against outputs (B, C).
+
+        Raises:
+            LapwingError: for NaN targets, or a wrong range, shape, dtype or device.
+        """
+
+    @abstractmethod
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return ``log p(y|f)`` with all its constants, (B,); targets are taken as checked."""
+
+    @abstractmethod
+    def statistics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return float64 scalars that add over data and suffice for `log_likelihood` at any noise."""
+
+    @abstractmethod
+    def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
+        """Return the sum over data of ``log p(y|f)`` from added statistics, a float64 scalar."""
+
+    @abstractmethod
+    def fisher_root(self, outputs: Tensor) -> Tensor:
+        """Return R (B, C, R) with ``R Rᵀ = Λ`` at unit noise."""
+
+    @abstractmethod
+    def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        """Return one Monte-Carlo column r (B, C, 1) with ``E[r rᵀ] = Λ`` at unit noise."""
+
+    @property
+    @abstractmethod
+    def curvature_scale(self) -> float:
+        """What multiplies the unit Λ: 1/σ² for Gaussian noise, 1 otherwise."""
+
+    @property
+    @abstractmethod
+    def noise_variance(self) -> float | None:
+        """σ², or None where there is none or it is still to be tuned."""
+
+    @abstractmethod
+    def with_noise_variance(self, noise_variance: float | None) -> Likelihood:
+        """Return the likelihood at another σ²."""
+
+    @abstractmethod
+    def predict(
+        self, latent: LatentLike, link: Link | None = None, generator: torch.Generator | None = None
+    ) -> Prediction:
+        """Return the distribution of y under a latent.
+
+        Args:
+            latent: Gaussian over the outputs, or outputs under weight draws.
+            link: One of `links`; None takes `default_link`, or for weight draws the average over them.
+            generator: Source of randomness for links that draw; None means seed 0.
+
+        Returns:
+            The prediction.
+
+        Raises:
+            LapwingError: for a link that the likelihood or the latent does not allow.
+        """
+
+    def choose_link(self, latent: LatentLike, link: Link | None) -> Link:
+        """Return the link to use, checked against the likelihood and the kind of latent.
+
+        Args:
+            latent: Gaussian over the outputs, or outputs under weight draws.
+            link: What the user asked for, or None.
+
+        Returns:
+            The link.
+
+        Raises:
+            LapwingError: for a class in place of an instance, or a link that does not fit.
+        """
+        drawn = weight_draws(latent) is not None
+        usable = [accepted for accepted in self.links if accepted.accepts_draws or not drawn]
+        if link is None:
+            return self.default_link if isinstance(self.default_link, tuple(usable)) else usable[0]()
+        if isinstance(link, tuple(usable)):
+            return link
+        kind = "a latent made of weight draws" if drawn else "a Gaussian latent"
+        names = " or ".join(f"{accepted.__name__}()" for accepted in usable)
+        raise LapwingError(
+            f"The {self.name} likelihood cannot turn {kind} into a prediction with link={_shown(link)}; "
+            f"write link={names}, or leave link=None."
+        )
+
+
+class NoiselessLikelihood(Likelihood):
+    """A likelihood without a noise variance: Λ has no scale and the statistic is the log likelihood itself."""
+
+    def statistics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return ``{"log_likelihood": Σ log p(y|f)}``, a float64 scalar."""
+        return {"log_likelihood": self.log_prob(outputs.double(), targets).sum()}
+
+    def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
+        """Return the sum itself."""
+        return statistics["log_likelihood"]
+
+    @property
+    def curvature_scale(self) -> float:
+        """1: Λ has no scale."""
+        return 1.0
+
+    @property
+    def noise_variance(self) -> None:
+        """None: there is no noise variance."""
+        return
+
+    def with_noise_variance(self, noise_variance: float | None) -> Likelihood:
+        """Return the likelihood itself for None.
+
+        Raises:
+            LapwingError: for a number.
+        """
+        if noise_variance is not None:
+            raise LapwingError(
+                f"The {self.name} likelihood has no noise variance, found noise_variance={noise_variance}; leave it "
+                "out, or for real targets write `likelihood=lw.Gaussian(noise_variance=...)`."
+            )
+        return self
+
+
+def _shown(link: object) -> str:
+    """Name what was given as a link, a class by its name."""
+    return f"{link.__name__} (a class, not an instance)" if isinstance(link, type) else repr(link)

@@ -1,0 +1,80 @@
+"""Categorical likelihood for classification: softmax over the outputs, integer labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from lapwing.likelihoods.base import NoiselessLikelihood
+from lapwing.likelihoods.links import (
+    ClassLink,
+    LaplaceBridge,
+    LatentLike,
+    Link,
+    Probit,
+    SampledLink,
+    at_least_float32,
+)
+from lapwing.likelihoods.predictions import ClassPrediction
+from lapwing.likelihoods.targets import check_labels
+
+
+@dataclass(frozen=True)
+class Categorical(NoiselessLikelihood):
+    """``y ~ softmax(f)`` with integer labels (B,) from 0 to C - 1; Λ = diag(p) - p pᵀ.
+
+    Example:
+        >>> import torch
+        >>> Categorical().fisher_root(torch.zeros(4, 3)).shape
+        torch.Size([4, 3, 3])
+    """
+
+    name: ClassVar[str] = "categorical"
+    links: ClassVar[tuple[type[Link], ...]] = (Probit, LaplaceBridge, SampledLink)
+    default_link: ClassVar[Link] = Probit()
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Check integer labels (B,) from 0 to C - 1.
+
+        Raises:
+            LapwingError: for NaN labels, or a wrong range, shape, dtype or device.
+        """
+        check_labels("Categorical", outputs.shape, outputs.device, targets)
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return ``f_y - log Σ_c exp f_c``, (B,)."""
+        return torch.log_softmax(at_least_float32(outputs), -1).gather(-1, targets.long()[:, None]).squeeze(-1)
+
+    def fisher_root(self, outputs: Tensor) -> Tensor:
+        """Return ``(I - p 1ᵀ) diag(√p)``, (B, C, C): column k is √p_k (e_k - p)."""
+        logs = torch.log_softmax(at_least_float32(outputs), -1)
+        probs, roots = logs.exp(), (0.5 * logs).exp()
+        return (torch.diag_embed(roots) - probs[:, :, None] * roots[:, None, :]).to(outputs.dtype)  # (B, C, C)
+
+    def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        """Return ``e_y - p`` for a label y drawn from p, (B, C, 1)."""
+        probs = at_least_float32(outputs).softmax(-1)
+        labels = torch.multinomial(probs.detach(), 1, generator=generator)  # (B, 1)
+        return (torch.zeros_like(probs).scatter(-1, labels, 1.0) - probs).unsqueeze(-1).to(outputs.dtype)
+
+    def predict(
+        self, latent: LatentLike, link: Link | None = None, generator: torch.Generator | None = None
+    ) -> ClassPrediction:
+        """Return class probabilities by the probit link, or the one asked for; weight draws are averaged.
+
+        Args:
+            latent: Gaussian over the logits, or logits under weight draws.
+            link: ``Probit()``, ``LaplaceBridge()`` or ``SampledLink()``; only the last for weight draws.
+            generator: Source of randomness for ``SampledLink``; None means seed 0.
+
+        Returns:
+            The prediction.
+
+        Raises:
+            LapwingError: for a link that does not fit.
+        """
+        chosen = cast("ClassLink", self.choose_link(latent, link))
+        return ClassPrediction(chosen.log_probs(latent, generator), latent, chosen)

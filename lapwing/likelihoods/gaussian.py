@@ -1,0 +1,129 @@
+"""Gaussian likelihood for regression: one noise variance for all outputs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import LapwingError
+from lapwing.likelihoods.base import Likelihood
+from lapwing.likelihoods.links import ExactLink, LatentLike, Link, at_least_float32
+from lapwing.likelihoods.predictions import RegressionPrediction
+from lapwing.likelihoods.targets import aligned_targets, check_real_targets
+
+
+@dataclass(frozen=True)
+class Gaussian(Likelihood):
+    """``y ~ N(f, σ² I)`` with one σ² for all C outputs; Λ = I / σ², at unit noise I.
+
+    Targets are (B, C), or (B,) when C = 1.
+
+    Args:
+        noise_variance: σ², a **variance** in squared units of y. A number is kept; None is tuned by ``fit``.
+
+    Raises:
+        LapwingError: if ``noise_variance`` is not positive and finite.
+
+    Example:
+        >>> import torch
+        >>> Gaussian(noise_variance=0.25).log_prob(torch.zeros(3, 1), torch.zeros(3)).shape
+        torch.Size([3])
+    """
+
+    noise_variance: float | None = None
+    name: ClassVar[str] = "gaussian"
+    links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
+    default_link: ClassVar[Link] = ExactLink()
+
+    def __post_init__(self) -> None:
+        """Check the noise variance."""
+        if self.noise_variance is not None and not 0.0 < self.noise_variance < math.inf:
+            raise LapwingError(
+                f"Gaussian accepts a positive finite noise variance, found noise_variance={self.noise_variance}; "
+                "write Gaussian(noise_variance=0.1), or Gaussian() to have it tuned."
+            )
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Check real targets (B, C) or, when C = 1, (B,).
+
+        Raises:
+            LapwingError: for NaN or infinite targets, or a wrong shape, dtype or device.
+        """
+        check_real_targets("Gaussian", outputs.shape, outputs.device, targets)
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return ``-1/2 [‖y - f‖²/σ² + C log(2πσ²)]``, (B,).
+
+        Raises:
+            LapwingError: if σ² is not set, or shapes do not fit.
+        """
+        variance = self._set_noise("log_prob()")
+        outputs = at_least_float32(outputs)
+        squares = (aligned_targets("Gaussian", outputs, targets) - outputs).square().sum(-1)
+        return -0.5 * (squares / variance + outputs.shape[-1] * math.log(2.0 * math.pi * variance))
+
+    def statistics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return ``{"count": number of observed values, "squared_error": Σ (y - f)²}``, float64 scalars."""
+        outputs = outputs.double()
+        error = aligned_targets("Gaussian", outputs, targets) - outputs
+        return {
+            "count": torch.tensor(error.numel(), dtype=torch.float64, device=outputs.device),
+            "squared_error": error.square().sum(),
+        }
+
+    def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
+        """Return ``-1/2 [Σ (y - f)²/σ² + count log(2πσ²)]``, a float64 scalar.
+
+        Raises:
+            LapwingError: if σ² is not set.
+        """
+        variance = self._set_noise("log_likelihood()")
+        constant = statistics["count"] * math.log(2.0 * math.pi * variance)
+        return -0.5 * (statistics["squared_error"] / variance + constant)
+
+    def fisher_root(self, outputs: Tensor) -> Tensor:
+        """Return the identity at every input, (B, C, C), without copies."""
+        batch, size = outputs.shape
+        return torch.eye(size, dtype=outputs.dtype, device=outputs.device).expand(batch, size, size)
+
+    def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        """Return a standard normal column, (B, C, 1): the score of a drawn y at unit noise."""
+        noise = torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype, device=outputs.device)
+        return noise.unsqueeze(-1)
+
+    @property
+    def curvature_scale(self) -> float:
+        """1/σ².
+
+        Raises:
+            LapwingError: if σ² is not set.
+        """
+        return 1.0 / self._set_noise("curvature_scale")
+
+    def with_noise_variance(self, noise_variance: float | None) -> Gaussian:
+        """Return a Gaussian with another σ²; None is "to be tuned"."""
+        return Gaussian(noise_variance)
+
+    def predict(
+        self, latent: LatentLike, link: Link | None = None, generator: torch.Generator | None = None
+    ) -> RegressionPrediction:
+        """Return the exact predictive: latent plus noise; ``generator`` is not used.
+
+        Raises:
+            LapwingError: if σ² is not set, or for any link but ExactLink.
+        """
+        self.choose_link(latent, link)
+        return RegressionPrediction(latent, self._set_noise("predict()"))
+
+    def _set_noise(self, asked: str) -> float:
+        """Return σ², refusing one that is still to be tuned."""
+        if self.noise_variance is None:
+            raise LapwingError(
+                f"Gaussian {asked} needs a noise variance, found noise_variance=None (to be tuned); "
+                "write Gaussian(noise_variance=0.1), or let fit() tune it."
+            )
+        return self.noise_variance

@@ -1,0 +1,234 @@
+"""Links: pure functions that take the latent Gaussian at the outputs to class probabilities, in log space.
+
+A link reads a latent only through ``mean``, ``variance``, ``covariance``, ``joint``, ``sample`` and, for network
+outputs under weight draws, ``draws``. Probit and the Laplace bridge touch ``mean`` and ``variance`` alone, so no
+(B, C, C) covariance is ever built for them.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import LapwingError
+
+_CHUNK_NUMBERS = 2**23  # latent values held at once while averaging over draws: 64 MiB in float64
+
+
+class LatentLike(Protocol):
+    """What links and predictions read of a latent: B inputs, C outputs; optionally also ``draws`` (S, B, C)."""
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of the outputs, (B, C)."""
+
+    @property
+    def variance(self) -> Tensor:
+        """Marginal variances, (B, C)."""
+
+    @property
+    def covariance(self) -> Tensor:
+        """Covariance (B, C, C) per input, or (B, C, B, C) when ``joint``."""
+
+    @property
+    def joint(self) -> bool:
+        """Whether covariances between inputs are kept."""
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw outputs, (n, B, C)."""
+
+
+def weight_draws(latent: LatentLike) -> Tensor | None:
+    """Return the network outputs (S, B, C) under weight draws that the latent holds, or None for a Gaussian latent."""
+    return getattr(latent, "draws", None)
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """Cast half precision to float32 and leave wider types alone: a log of a sum needs the digits."""
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
+
+
+def seeded(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
+    """Return the given generator, or a new one with seed 0 on ``device``: the same call gives the same answer."""
+    return torch.Generator(device=device).manual_seed(0) if generator is None else generator
+
+
+def draw_chunks(latent: LatentLike, count: int, generator: torch.Generator | None = None) -> Iterator[Tensor]:
+    """Yield latent draws in chunks (s, B, C) with sum of s = ``count``; all the weight draws where the latent has them.
+
+    Args:
+        latent: Gaussian over outputs, or network outputs under weight draws (then ``count`` is not used).
+        count: Number of draws.
+        generator: Source of randomness; None takes seed 0 on the latent's device.
+
+    Yields:
+        Draws of at least float32, (s, B, C).
+    """
+    held = weight_draws(latent)
+    mean = latent.mean
+    step = max(1, _CHUNK_NUMBERS // max(1, mean.numel()))
+    if held is not None:
+        yield from (at_least_float32(chunk) for chunk in held.split(step))
+        return
+    generator = seeded(generator, mean.device)
+    for start in range(0, count, step):
+        yield at_least_float32(latent.sample(min(step, count - start), generator))
+
+
+def latent_draws(latent: LatentLike, count: int, generator: torch.Generator | None = None) -> Tensor:
+    """Return ``draw_chunks`` as one tensor (S, B, C)."""
+    return torch.cat(list(draw_chunks(latent, count, generator)))
+
+
+# ---- the maths
+
+
+def probit_log_probs(mean: Tensor, variance: Tensor) -> Tensor:
+    """Return ``log softmax_c(m_c / sqrt(1 + π/8 v_c))``, MacKay's probit approximation with one scale an output.
+
+    Args:
+        mean: Latent means m, (B, C).
+        variance: Latent variances v, (B, C).
+
+    Returns:
+        Log probabilities, (B, C). Time and memory O(B C).
+    """
+    return torch.log_softmax(mean * torch.rsqrt(1.0 + (math.pi / 8.0) * variance), dim=-1)
+
+
+def laplace_bridge_log_concentration(mean: Tensor, variance: Tensor) -> Tensor:
+    """Return ``log α`` of the Dirichlet that the Laplace bridge fits to a Gaussian over logits.
+
+    ``α_c = (1 - 2/C + e^{μ_c} / C² Σ_l e^{-μ_l}) / V_c`` (Hobbhahn, Kristiadi and Hennig 2022, after MacKay 1998),
+    where μ and V belong to the logits minus their average, since the bridge lives on vectors that sum to 0 and the
+    softmax sees nothing else: ``μ = m - mean(m)``, ``V_c = (1 - 2/C) v_c + Σ_l v_l / C²`` for independent logits.
+    That V inverts the bridge exactly: from a Dirichlet's ``m = log α`` and ``v = 1/α`` it gives back α. (The authors
+    *condition* on the sum being 0 instead, which changes the distribution of the softmax unless all v are equal, and is
+    several times further from its integral.)
+
+    Args:
+        mean: Latent means m, (B, C) with C >= 2.
+        variance: Latent variances v, (B, C); zeros are taken as the smallest normal number.
+
+    Returns:
+        Log concentration, (B, C). Time and memory O(B C).
+    """
+    classes = mean.shape[-1]
+    rest = 1.0 - 2.0 / classes
+    centred = mean - mean.mean(-1, keepdim=True)
+    variance = variance.clamp_min(torch.finfo(variance.dtype).tiny * classes**2)
+    projected = rest * variance + variance.sum(-1, keepdim=True) / classes**2
+    grown = centred + torch.logsumexp(-centred, -1, keepdim=True) - 2.0 * math.log(classes)
+    if classes > 2:  # for two classes 1 - 2/C is 0
+        grown = torch.logaddexp(grown, torch.full_like(grown, math.log(rest)))
+    return grown - projected.log()
+
+
+def averaged_softmax_log_probs(chunks: Iterator[Tensor]) -> Tensor:
+    """Return ``log 1/S Σ_s softmax(f_s)`` from chunks of draws (s, B, C), never leaving log space.
+
+    Args:
+        chunks: Draws f, chunk by chunk.
+
+    Returns:
+        Log probabilities, (B, C).
+    """
+    total, count = None, 0
+    for draws in chunks:
+        part = torch.log_softmax(draws, -1).logsumexp(0)  # (s, B, C) -> (B, C)
+        total = part if total is None else torch.logaddexp(total, part)
+        count += len(draws)
+    if total is None:
+        raise LapwingError("An average of softmax over draws needs at least 1 draw, found 0; write SampledLink(512).")
+    return total - math.log(count)
+
+
+# ---- the options
+
+
+class Link(ABC):
+    """A way from the latent to the observed; subclasses are frozen dataclasses of options."""
+
+    accepts_draws: ClassVar[bool]
+    """Whether the link works from network outputs under weight draws, which are not Gaussian."""
+
+
+class ClassLink(Link):
+    """A link whose result is class probabilities."""
+
+    @abstractmethod
+    def log_probs(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
+        """Return log probabilities (B, C); ``generator`` None means seed 0 where draws are needed."""
+
+
+@dataclass(frozen=True)
+class Probit(ClassLink):
+    """Probit link: ``softmax(f_c / sqrt(1 + π/8 Σ_cc))``. Closed form, time and memory O(B C)."""
+
+    accepts_draws: ClassVar[bool] = False
+
+    def log_probs(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
+        """Return log probabilities (B, C); reads ``mean`` and ``variance`` only and draws nothing."""
+        return probit_log_probs(at_least_float32(latent.mean), at_least_float32(latent.variance))
+
+
+@dataclass(frozen=True)
+class LaplaceBridge(ClassLink):
+    """Laplace bridge: the mean of a Dirichlet fitted in closed form, time and memory O(B C).
+
+    It treats the logits as independent. It is good where the variance is of the size that a Dirichlet with these
+    probabilities would have, and too flat for confident outputs with little or a great deal of variance; prefer
+    `Probit` or `SampledLink` there.
+    """
+
+    accepts_draws: ClassVar[bool] = False
+
+    def log_probs(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
+        """Return log probabilities ``log α - log Σ α`` (B, C); reads ``mean`` and ``variance`` only."""
+        mean, variance = at_least_float32(latent.mean), at_least_float32(latent.variance)
+        return torch.log_softmax(laplace_bridge_log_concentration(mean, variance), -1)
+
+    def concentration(self, latent: LatentLike) -> Tensor:
+        """Return the Dirichlet's parameters α, (B, C)."""
+        mean, variance = at_least_float32(latent.mean), at_least_float32(latent.variance)
+        return laplace_bridge_log_concentration(mean, variance).exp()
+
+
+@dataclass(frozen=True)
+class SampledLink(ClassLink):
+    """Average of the softmax over joint latent draws; over the latent's own weight draws where it has them.
+
+    Unbiased, with a standard error of at most ``1 / (2 sqrt(draws))`` a probability. Time O(draws B C) after the
+    latent's own sampling; draws are taken in chunks.
+
+    Args:
+        draws: Number of draws from a Gaussian latent.
+
+    Raises:
+        LapwingError: if ``draws`` is below 1.
+    """
+
+    draws: int = 512
+    accepts_draws: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Check the number of draws."""
+        if self.draws < 1:
+            raise LapwingError(f"SampledLink needs at least 1 draw, found draws={self.draws}; write SampledLink(512).")
+
+    def log_probs(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
+        """Return log probabilities (B, C); ``generator`` None means seed 0."""
+        return averaged_softmax_log_probs(draw_chunks(latent, self.draws, generator))
+
+
+@dataclass(frozen=True)
+class ExactLink(Link):
+    """No approximation: the distribution of y is known in closed form (Gaussian noise on a Gaussian latent)."""
+
+    accepts_draws: ClassVar[bool] = True

@@ -1,0 +1,103 @@
+"""The only Cholesky, eigendecomposition and orthonormalisation of the library, with their repairs said aloud."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from .errors import LapwingError
+
+log = logging.getLogger("lapwing")
+
+RANK_CUT = 1e-11  # relative singular value below which a direction of explicit float64 rows is rounding noise
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype sums are kept in: float32, or float64 where the model is float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Decomposes a PSD matrix `M = U diag(λ) Uᵀ` in float64, rounding noise below zero clamped to 0.
+
+    Args:
+        matrix: (..., n, n), symmetric positive semi-definite up to rounding.
+
+    Returns:
+        λ (..., n) ascending and U (..., n, n), float64.
+
+    Raises:
+        LapwingError: if the matrix holds NaN or infinite entries.
+
+    Cost: time O(n³), memory O(n²).
+    """
+    matrix = matrix.double()
+    if not torch.isfinite(matrix).all():
+        bad = int((~torch.isfinite(matrix)).sum())
+        raise LapwingError(
+            f"Asked to decompose a curvature matrix of shape {tuple(matrix.shape)}, found {bad} NaN or infinite entries; "
+            "finite gradients are needed: check the network's outputs and weights for overflow, or run the model in "
+            "float32 with model.float()."
+        )
+    values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+    return values.clamp_min(0.0), vectors
+
+
+def cholesky(matrix: Tensor) -> Tensor:
+    """Factorises a positive definite matrix `M = L Lᵀ`, adding jitter only where that fails, and saying so.
+
+    Args:
+        matrix: (..., n, n).
+
+    Returns:
+        L (..., n, n), lower triangular.
+
+    Raises:
+        LapwingError: if M is not positive definite even with a relative jitter of 1e-4.
+    """
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    if not info.any():
+        return factor
+    scale = matrix.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    jitter = 10 * torch.finfo(matrix.dtype).eps
+    while jitter < 1e-4:
+        failed = (info > 0)[..., None, None]
+        factor, info = torch.linalg.cholesky_ex(matrix + failed * jitter * scale[..., None, None] * eye)
+        if not info.any():
+            log.info("Cholesky needed a jitter of %.1e times the mean diagonal", jitter)
+            return factor
+        jitter *= 10
+    raise LapwingError(
+        f"Asked for the Cholesky factor of a matrix of shape {tuple(matrix.shape)}, found it not positive definite even "
+        "with a relative jitter of 1e-4; a positive prior precision makes it so: pass prior_precision=1.0."
+    )
+
+
+def psd_root(matrix: Tensor) -> Tensor:
+    """Returns a root `R` with `R Rᵀ = M` of a possibly singular PSD matrix (..., n, n), by eigendecomposition."""
+    values, vectors = symmetric_eigen(matrix)
+    return (vectors * values.sqrt()[..., None, :]).to(matrix.dtype)
+
+
+def orthonormal_rows(rows: Tensor, rank: int | None = None) -> Tensor:
+    """Returns the top right singular vectors of explicit rows, `rows = L diag(s) V`, as V (K, P) with `V Vᵀ = I`.
+
+    Directions with `s < 1e-11 s_max` are cut. Where the rows are wide (M < P) the Gram matrix proposes the basis and
+    one QR in float64 makes it orthonormal.
+
+    Args:
+        rows: (M, P), cast to float64.
+        rank: keep at most this many directions; all of them when None.
+
+    Returns:
+        V (K, P) float64, by falling singular value.
+
+    Cost: time O(M P min(M, P)), memory O(M P) in float64.
+    """
+    rows = rows.double()
+    _, values, basis = torch.linalg.svd(rows, full_matrices=False)
+    keep = int((values > RANK_CUT * values[0].clamp_min(torch.finfo(torch.float64).tiny)).sum()) if values.numel() else 0
+    return basis[: keep if rank is None else min(rank, keep)]

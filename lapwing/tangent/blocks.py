@@ -1,0 +1,105 @@
+"""A block: the parameters that one layer treats jointly, and their layout as one flat vector."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+Vectors = dict[str, Tensor]
+"""A vector over the weights: block name -> (..., P_block)."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The matrix layout of a weight: G groups of (O, I), the bias as one more input column (homogeneous coordinate).
+
+    `W.flatten()` of one group without bias is row-major (O, I), so a Kronecker block on it is `torch.kron(Γ, A)`.
+    """
+
+    groups: int
+    outputs: int
+    inputs: int  # the bias column not counted
+    transposed: bool = False  # stored as (I, O), as Hugging Face's Conv1D does
+
+
+@dataclass(frozen=True)
+class Block:
+    """The parameters of one layer seen as one vector of P entries.
+
+    Attributes:
+        name: the module's name, or the parameter's where it stands alone.
+        parameters: parameter names, weight before bias.
+        shapes: their shapes.
+        matrix: the matrix layout of weight (and bias), or None where the vector is the plain concatenation.
+        bias: whether the matrix layout has a bias column.
+        family: "linear", "conv", "norm", "scale", "shift", "embedding" or "generic".
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    family: str
+    matrix: Matrix | None = None
+    bias: bool = False
+
+    @property
+    def size(self) -> int:
+        """P, the number of weights."""
+        return sum(prod(shape) for shape in self.shapes)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        """(G, O, I) with the bias column counted; (1, 1, P) for a plain vector."""
+        if self.matrix is None:
+            return 1, 1, self.size
+        columns = self.matrix.inputs if self.has_weight else 0
+        return self.matrix.groups, self.matrix.outputs, columns + self.bias
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether the matrix layout holds a weight (not a bias alone)."""
+        return len(self.parameters) > int(self.bias)
+
+    def join(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Lays parameters (..., *shape) out as the block's vector (..., P)."""
+        values = [parameters[name] for name in self.parameters]
+        lead = values[0].shape[: values[0].ndim - len(self.shapes[0])]
+        if self.matrix is None:
+            return torch.cat([value.reshape(*lead, -1) for value in values], -1)
+        m, columns = self.matrix, []
+        if self.has_weight:
+            weight = values[0].mT if m.transposed else values[0]
+            columns.append(weight.reshape(*lead, m.groups, m.outputs, m.inputs))
+        if self.bias:
+            columns.append(values[-1].reshape(*lead, m.groups, m.outputs, 1))
+        return torch.cat(columns, -1).flatten(-3)
+
+    def split(self, vector: Tensor) -> dict[str, Tensor]:
+        """Cuts the block's vector (..., P) into its parameters (..., *shape); the inverse of `join`."""
+        lead = vector.shape[:-1]
+        if self.matrix is None:
+            parts = vector.split([prod(shape) for shape in self.shapes], -1)
+            return {n: p.reshape(*lead, *s) for n, p, s in zip(self.parameters, parts, self.shapes, strict=True)}
+        matrix, out = vector.reshape(*lead, *self.matrix_shape), {}
+        if self.has_weight:
+            weight = matrix[..., : self.matrix.inputs]
+            if self.matrix.transposed:
+                weight = weight.flatten(-3, -2).mT
+            out[self.parameters[0]] = weight.reshape(*lead, *self.shapes[0])
+        if self.bias:
+            out[self.parameters[-1]] = matrix[..., -1].reshape(*lead, *self.shapes[-1])
+        return out
+
+
+def join(blocks: Sequence[Block], parameters: Mapping[str, Tensor]) -> Vectors:
+    """Lays parameters out as one vector a block."""
+    return {block.name: block.join(parameters) for block in blocks}
+
+
+def split(blocks: Sequence[Block], vectors: Vectors) -> dict[str, Tensor]:
+    """Cuts vectors, one a block, into parameters."""
+    return {name: value for block in blocks for name, value in block.split(vectors[block.name]).items()}

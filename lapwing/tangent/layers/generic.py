@@ -1,0 +1,107 @@
+"""Any parameter of any module: per-sample gradients restricted to it, by vmap where the network allows it, else by loops."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+
+from ...batches import Forward, call, take, tensors
+from ..eager import eager_math
+
+_LOCK = threading.RLock()  # parameters are swapped in the module itself for the length of a call, and put back
+
+
+class _Wrapped(nn.Module):
+    """Lets `functional_call` reach a network through the user's own `forward=`."""
+
+    def __init__(self, model: nn.Module, forward: Forward | None) -> None:
+        super().__init__()
+        self.model, self._forward = model, forward
+
+    def forward(self, inputs: Any) -> Tensor:
+        return call(self.model, inputs, self._forward)
+
+
+def call_with(model: nn.Module, forward: Forward | None, parameters: Mapping[str, Tensor], inputs: Any) -> Tensor:
+    """Runs the network with other values for some parameters, and leaves it as it was.
+
+    Returns:
+        Outputs (B, C).
+    """
+    wrapped = _Wrapped.__new__(_Wrapped)  # no registration: the user's module is only looked through
+    nn.Module.__init__(wrapped)
+    wrapped._modules["model"], wrapped._forward, wrapped.training = model, forward, model.training
+    with _LOCK, eager_math():
+        return functional_call(wrapped, {f"model.{name}": value for name, value in parameters.items()}, (inputs,))
+
+
+def per_sample_rows(
+    model: nn.Module, forward: Forward | None, parameters: Mapping[str, Tensor], inputs: Any, cotangents: Tensor
+) -> dict[str, Tensor]:
+    """Returns `J[n, r] = uᵀ ∂f(x_n)/∂θ` of each parameter.
+
+    Args:
+        model: the network.
+        forward: how it is called.
+        parameters: name -> value of the parameters to differentiate.
+        inputs: B samples.
+        cotangents: u (B, R, C).
+
+    Returns:
+        name -> rows (B, R, P).
+
+    Cost: R backward passes a sample, memory O(B R P) beside the vectorised forward pass.
+    """
+    parameters = {name: value.detach() for name, value in parameters.items()}
+    samples = cotangents.shape[0]
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop")  # torch loops over that operation itself
+            return _vectorised(model, forward, parameters, inputs, cotangents)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError):  # data-dependent control flow, no batching rule
+        rows = [
+            _looped(model, forward, parameters, take(inputs, slice(n, n + 1)) if samples > 1 else inputs, cotangents[n])
+            for n in range(samples)
+        ]
+        return {name: torch.stack([row[name] for row in rows]) for name in parameters}
+
+
+def _vectorised(
+    model: nn.Module, forward: Forward | None, parameters: dict[str, Tensor], inputs: Any, cotangents: Tensor
+) -> dict[str, Tensor]:
+    samples = cotangents.shape[0]
+    leaves, spec = torch.utils._pytree.tree_flatten(dict(inputs) if isinstance(inputs, Mapping) else inputs)
+    batched = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == samples for leaf in leaves]
+
+    def one(cotangent: Tensor, *slices: Tensor) -> dict[str, Tensor]:
+        rest = iter(slices)
+        filled = [next(rest)[None] if is_batched else leaf for leaf, is_batched in zip(leaves, batched, strict=True)]
+        sample = torch.utils._pytree.tree_unflatten(filled, spec)
+        _, pull = vjp(lambda values: call_with(model, forward, values, sample)[0], parameters)
+        return vmap(lambda u: pull(u)[0])(cotangent)
+
+    slices = [leaf for leaf, is_batched in zip(leaves, batched, strict=True) if is_batched]
+    rows = vmap(one, randomness="error")(cotangents, *slices)
+    return {name: value.flatten(2) for name, value in rows.items()}
+
+
+def _looped(
+    model: nn.Module, forward: Forward | None, parameters: dict[str, Tensor], sample: Any, cotangents: Tensor
+) -> dict[str, Tensor]:
+    leaves = {name: value.clone().requires_grad_() for name, value in parameters.items()}
+    keep = any(leaf.requires_grad for leaf in tensors(sample)) and torch.is_grad_enabled()
+    with torch.enable_grad():
+        out = call_with(model, forward, leaves, sample)[0]  # (C,)
+        rows = [
+            torch.autograd.grad(
+                out, list(leaves.values()), u, retain_graph=True, create_graph=keep, allow_unused=True, materialize_grads=True
+            )
+            for u in cotangents
+        ]
+    return {name: torch.stack([row[i].flatten() for row in rows]) for i, name in enumerate(leaves)}

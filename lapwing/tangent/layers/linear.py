@@ -1,0 +1,69 @@
+"""Linear layers: `F.linear` (so `nn.Linear`, attention projections, functional reuse), Hugging Face's `Conv1D`, `x @ W`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..blocks import Matrix
+from ..outer import Outer, SharedOuter
+from .use import BatchAxis, Handler, Use, Watched, outer_jacobian, with_bias_column
+
+
+class LinearUse(Use):
+    """`out = a Wᵀ + b` over the last dimension, at any number of positions."""
+
+    family = "linear"
+
+    def __init__(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> None:
+        super().__init__(inputs, weight, bias)
+        self.transposed = transposed
+        self.sample_dims = inputs.ndim - 1
+
+    def matrix(self) -> Matrix:
+        """One group, (O, I), or stored transposed."""
+        outputs, inputs = self.parameters["weight"].shape[:: -1 if self.transposed else 1]
+        return Matrix(1, outputs, inputs, self.transposed)
+
+    def jacobian(
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype
+    ) -> Outer | SharedOuter:
+        """Positions are all dimensions between the samples and the features."""
+        a = axis.front(self.inputs, samples).reshape(samples, -1, self.inputs.shape[-1]).to(dtype)  # (B, T, I)
+        a = with_bias_column(a, roles)[:, :, None]
+        outputs = self.matrix().outputs
+        if g is not None:
+            g = axis.front(g, samples, 1).reshape(g.shape[0], samples, -1, outputs).transpose(0, 1).to(dtype)
+            g = g[:, :, :, None]  # (B, R, T, 1, O)
+        return outer_jacobian(a, g, outputs)
+
+
+def _linear(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
+    names = ("input", "weight", "bias")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    inputs = given["input"]
+    return LinearUse(inputs, given["weight"], given.get("bias"), False) if inputs.ndim > 1 else None
+
+
+def _addmm(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
+    if kwargs or len(args) != 3 or args[0].ndim != 1 or args[0].shape[0] != args[2].shape[-1]:
+        return None
+    return LinearUse(args[1], args[2], args[0], True)
+
+
+def _matmul(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
+    if kwargs or len(args) != 2 or not isinstance(args[1], Tensor) or args[1].ndim != 2 or args[0].ndim < 2:
+        return None
+    return LinearUse(args[0], args[1], None, True)
+
+
+HANDLERS: dict[object, Handler] = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    torch.matmul: _matmul,
+    torch.mm: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.mm: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+}

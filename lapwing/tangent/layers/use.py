@@ -1,0 +1,91 @@
+"""One use of a layer's parameters in a forward pass: the protocol every layer family follows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..blocks import Matrix
+from ..jacobian import BlockJacobian
+from ..outer import Outer, SharedOuter
+
+
+@dataclass(frozen=True)
+class BatchAxis:
+    """Where a layer's tensors hold the samples: in dimension `axis`, of size B k, batch-major or (`inner`) position-major."""
+
+    axis: int = 0
+    inner: bool = False
+
+    def front(self, tensor: Tensor, samples: int, lead: int = 0) -> Tensor:
+        """Moves the samples to dimension `lead`: (lead..., B, rest...), the k positions of the axis kept among the rest."""
+        axis = self.axis + lead
+        if tensor.shape[axis] == samples:
+            return tensor.movedim(axis, lead)
+        positions = tensor.shape[axis] // samples
+        shape = (positions, samples) if self.inner else (samples, positions)
+        return tensor.unflatten(axis, shape).movedim(axis + self.inner, lead)
+
+    def fits(self, shape: torch.Size | tuple[int, ...], samples: int) -> bool:
+        """Whether a tensor of this shape can hold the samples on this axis."""
+        return self.axis < len(shape) and shape[self.axis] >= samples and shape[self.axis] % samples == 0
+
+
+class Use(ABC):
+    """What one call of a layer saw.
+
+    Attributes:
+        family: the layer family's name.
+        parameters: role ("weight", "bias") -> the parameter tensor itself, as the call got it.
+        inputs: the layer's input.
+        sample_dims: how many leading dimensions of the output may hold the samples.
+    """
+
+    family: str
+    sample_dims: int
+
+    def __init__(self, inputs: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> None:
+        self.inputs = inputs
+        self.parameters = {k: v for k, v in (("weight", weight), ("bias", bias)) if isinstance(v, Tensor)}
+
+    def matrix(self) -> Matrix | None:
+        """Returns the matrix layout of the weight, or None for a layer whose rows are explicit."""
+        return None
+
+    @abstractmethod
+    def jacobian(self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype) -> BlockJacobian:
+        """Returns the block Jacobian of this use.
+
+        Args:
+            g: (R, *out.shape), gradients of the cotangents at the layer's output; None says it is the network's output.
+            axis: where the samples are.
+            samples: B.
+            roles: which of weight and bias are treated.
+            dtype: the dtype to contract in.
+        """
+
+
+Watched = Callable[[object], bool]
+"""Tells whether a tensor is one of the parameters that are recorded."""
+
+Handler = Callable[[tuple, dict, Watched], Use | None]
+"""Reads a function call's arguments as a use, or returns None where the family does not cover it."""
+
+
+def with_bias_column(a: Tensor, roles: frozenset[str]) -> Tensor:
+    """Returns inputs (..., I) with the homogeneous coordinate: [a, 1], a, or 1 as weight, bias or both are treated."""
+    ones = a.new_ones(*a.shape[:-1], 1)
+    if "weight" not in roles:
+        return ones
+    return torch.cat([a, ones], -1) if "bias" in roles else a
+
+
+def outer_jacobian(a: Tensor, g: Tensor | None, outputs: int) -> Outer | SharedOuter:
+    """Builds the Jacobian of a matrix weight from a (B, T, G, I) and g (B, R, T, G, O)."""
+    if a.shape[1] == a.shape[2] == 1:
+        return Outer(a[:, 0, 0], None if g is None else g[:, :, 0, 0], outputs)
+    return SharedOuter(a, g)

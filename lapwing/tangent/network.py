@@ -1,0 +1,276 @@
+"""The tangent: a network surveyed once, then seen through its Jacobian chunk by chunk.
+
+`Tangent.survey` runs the network on the first batch, finds which parameters the layer families cover, checks them
+against autograd (the probe), and lays them out as blocks. `Tangent.records` then gives `Record`s: outputs and the block
+Jacobians of a chunk of samples, from which everything else in the library is contracted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import batches
+from ..batches import Forward
+from ..errors import LapwingError
+from ..numerics import accumulation_dtype
+from .blocks import Block
+from .eager import uncompiled
+from .jacobian import BlockJacobian, Rows, SumOfUses
+from .layers import BatchAxis
+from .layers.embedding import OneHot
+from .layers.generic import per_sample_rows
+from .outer import Outer, SharedOuter
+from .probe import Coverage, Plan, check_mode, probe
+from .record import Noted, output_gradients, run, wants_gradient
+from .selection import LastLayer, Predicate, everything
+
+log = logging.getLogger("lapwing")
+
+DEFAULT_MEMORY = 2**30
+"""Budget in bytes for what the library holds of one chunk of samples: 1 GiB."""
+
+Cotangents = Callable[[Tensor], Tensor] | Tensor | None
+
+
+@dataclass(frozen=True)
+class Tangent:
+    """A network and its treated parameters, ready to be contracted.
+
+    Attributes:
+        model: the uncompiled network, never written.
+        forward: how it is called, or None.
+        blocks: the treated parameters, in order of use.
+        coverage: which family covers each block, and why not where it is generic.
+        outputs: C.
+        memory: budget in bytes for one chunk.
+    """
+
+    model: nn.Module
+    forward: Forward | None
+    blocks: tuple[Block, ...]
+    plan: Plan = field(repr=False)
+    coverage: Coverage
+    outputs: int
+    memory: int
+
+    @classmethod
+    def survey(
+        cls,
+        model: nn.Module,
+        inputs: Any,
+        params: Predicate | LastLayer = everything,
+        forward: Forward | None = None,
+        memory: int | None = None,
+    ) -> Tangent:
+        """Runs the network on a few samples, finds and checks what covers each parameter.
+
+        Args:
+            model: a trained network in eval mode.
+            inputs: a first batch.
+            params: which parameters to treat.
+            forward: `forward(model, inputs)` where plain calling does not do.
+            memory: budget in bytes for one chunk; 1 GiB when None.
+
+        Raises:
+            LapwingError: cases 1, 2, 5, 7, 10, 11, 12, 14 and 15 of bad input.
+
+        Cost: three forward passes and C + 3 backward passes on at most four samples.
+        """
+        memory = DEFAULT_MEMORY if memory is None else memory
+        if not isinstance(memory, int) or memory < 2**24:
+            raise LapwingError(
+                f"Asked to work within memory={memory!r} bytes; an int of at least {2**24} (16 MiB) is needed: "
+                "write memory=2**30 for 1 GiB."
+            )
+        model = uncompiled(model)
+        check_mode(model)
+        parameters = dict(model.named_parameters())
+        if not parameters:
+            raise LapwingError(
+                f"Asked to treat the parameters of {type(model).__name__}, found that it has none; a network with "
+                "trained weights is needed: pass the nn.Module that holds them."
+            )
+        batches.check_inputs(inputs, next(iter(parameters.values())), "the inputs of the first batch")
+        surveyed = probe(model, parameters, inputs, params, forward)
+        return cls(model, forward, surveyed.blocks, surveyed.plan, surveyed.coverage, surveyed.outputs, memory)
+
+    @property
+    def size(self) -> int:
+        """P, the number of treated weights."""
+        return sum(block.size for block in self.blocks)
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Name -> the model's own treated parameters (not copies)."""
+        named = dict(self.model.named_parameters())
+        return {name: named[name] for block in self.blocks for name in block.parameters}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that sums are kept in."""
+        return accumulation_dtype(next(iter(self.parameters.values())).dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(iter(self.parameters.values())).device
+
+    def mean(self) -> dict[str, Tensor]:
+        """Returns the trained weights as one vector a block (P_block,), in the accumulation dtype."""
+        parameters = {name: value.detach().to(self.dtype) for name, value in self.parameters.items()}
+        return {block.name: block.join(parameters) for block in self.blocks}
+
+    def outputs_of(self, inputs: Any) -> Tensor:
+        """Returns the network's outputs (B, C), without gradients."""
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            return batches.call(self.model, inputs, self.forward).to(self.dtype)
+
+    def record(self, inputs: Any, cotangents: Cotangents = None, dtype: torch.dtype | None = None) -> Record:
+        """Sees one chunk of samples through the Jacobian.
+
+        Args:
+            inputs: B samples.
+            cotangents: u (B, C, R), or a function of the outputs that gives it; the C outputs themselves when None.
+            dtype: contract in this dtype; the accumulation dtype when None.
+
+        Returns:
+            A record; differentiable in the inputs where they require gradients.
+
+        Raises:
+            LapwingError: NaN or infinite inputs or outputs; a network that calls its layers in another order than on
+                the first batch.
+
+        Cost: one forward and R backward passes of activations; memory O(R) times the activations.
+        """
+        dtype = dtype or self.dtype
+        batches.check_inputs(inputs, next(iter(self.parameters.values())), "the inputs")
+        differentiable = wants_gradient(inputs)
+        named = dict(self.model.named_parameters())
+        watched = {id(named[name]): name for name in self.plan.watched}
+        outputs, noted = run(self.model, inputs, self.forward, watched)
+        batches.check_outputs(outputs, "these inputs")
+        samples = outputs.shape[0]
+        self.plan.check_order([use.names for use in noted], samples, type(self.model).__name__)
+        if callable(cotangents):
+            cotangents = cotangents(outputs if differentiable else outputs.detach())
+        gradients = output_gradients(outputs, noted, cotangents, differentiable)
+        if not differentiable:
+            outputs = outputs.detach()
+            for use in noted:
+                use.use.inputs = use.use.inputs.detach()
+        generic_names = [n for block in self.blocks if block.family == "generic" for n in block.parameters]
+        rows: dict[str, Tensor] = {}
+        if generic_names:
+            width = outputs.shape[1]
+            u = cotangents
+            if u is None:
+                u = torch.eye(width, dtype=outputs.dtype, device=outputs.device).expand(samples, -1, -1)
+            values = {name: named[name] for name in generic_names}
+            rows = per_sample_rows(self.model, self.forward, values, inputs, u.mT.to(outputs.dtype))
+        count = outputs.shape[1] if cotangents is None else cotangents.shape[-1]
+        return Record(self, outputs.to(self.dtype), samples, count, dtype, noted, gradients, rows)
+
+    def records(
+        self, inputs: Any, cotangents: Cotangents = None, dtype: torch.dtype | None = None, rows_held: int = 0
+    ) -> Iterator[tuple[slice, Record]]:
+        """Yields records of consecutive chunks of samples that fit the memory budget.
+
+        Args:
+            inputs: B samples.
+            cotangents: as in `record`; a function, or None (a tensor cannot be cut along).
+            dtype: as in `record`.
+            rows_held: further numbers that the caller holds a sample, in units of `dtype`.
+        """
+        for part, chunk in batches.chunks(inputs, self.chunk_length(cotangents, dtype, rows_held)):
+            yield part, self.record(chunk, cotangents, dtype)
+
+    def chunk_length(self, cotangents: Cotangents = None, dtype: torch.dtype | None = None, rows_held: int = 0) -> int:
+        """Returns how many samples fit the memory budget at once, at least one."""
+        dtype = dtype or self.dtype
+        count = self.outputs if cotangents is None else getattr(cotangents, "columns", self.outputs)
+        generic = sum(block.size for block in self.blocks if block.family == "generic")
+        numbers = self.plan.numbers_per_sample(count) + 3 * count * generic + rows_held
+        return max(1, int(self.memory // (numbers * dtype.itemsize)))
+
+
+class Record(Mapping[str, BlockJacobian]):
+    """One chunk of samples, seen through the network's Jacobian: block name -> `BlockJacobian`, built when asked for.
+
+    Attributes:
+        outputs: f (B, C).
+        samples: B.
+        cotangents: R.
+    """
+
+    def __init__(
+        self,
+        tangent: Tangent,
+        outputs: Tensor,
+        samples: int,
+        cotangents: int,
+        dtype: torch.dtype,
+        noted: list[Noted],
+        gradients: list[Tensor | None],
+        rows: dict[str, Tensor],
+    ) -> None:
+        self._tangent, self._noted, self._gradients, self._rows = tangent, noted, gradients, rows
+        self.outputs, self.samples, self.cotangents, self.dtype = outputs, samples, cotangents, dtype
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterates over block names."""
+        return (block.name for block in self._tangent.blocks)
+
+    def __len__(self) -> int:
+        """Number of blocks."""
+        return len(self._tangent.blocks)
+
+    def __getitem__(self, name: str) -> BlockJacobian:
+        """Builds the Jacobian of one block; patches are unfolded here and freed with the result."""
+        block = next(block for block in self._tangent.blocks if block.name == name)
+        if block.family == "generic":
+            return Rows(torch.cat([self._rows[parameter] for parameter in block.parameters], -1).to(self.dtype))
+        forms = [
+            self._noted[i].use.jacobian(self._gradients[i], axis, self.samples, roles, self.dtype)
+            for i, axis, roles in self._tangent.plan.uses[name]
+        ]
+        if len(forms) == 1:
+            return forms[0]
+        if block.matrix is None:
+            native = [
+                _native(form, self._noted[i].use.matrix())
+                for form, (i, _, _) in zip(forms, self._tangent.plan.uses[name], strict=True)
+            ]
+            return SumOfUses(native)
+        return _concatenate(forms)
+
+    def rows(self) -> Tensor:
+        """Returns the whole Jacobian (B, R, P), blocks in order."""
+        return torch.cat([self[name].rows() for name in self], -1)
+
+
+def _native(form: BlockJacobian, matrix: Any) -> BlockJacobian:
+    """Gives rows in the parameter's own row-major order, for weights whose uses disagree about their layout."""
+    if matrix is None or not matrix.transposed:
+        return form
+    rows = form.rows().unflatten(-1, (matrix.outputs, matrix.inputs)).mT
+    return Rows(rows.flatten(2))
+
+
+def _concatenate(forms: list[Any]) -> BlockJacobian:
+    """Joins several uses of one matrix weight: their positions are added, for `J = Σ_uses Σ_t g a`."""
+    if isinstance(forms[0], OneHot):
+        tokens, g = torch.cat([f.tokens for f in forms], 1), torch.cat([f.unmerged for f in forms], 2)
+        return OneHot(tokens, g, forms[0].vocabulary)
+    if all(isinstance(form, (Outer, SharedOuter)) for form in forms):
+        shared = [SharedOuter(f.a[:, None, None], f.g[:, :, None, None]) if isinstance(f, Outer) else f for f in forms]
+        return SharedOuter(torch.cat([f.a for f in shared], 1), torch.cat([f.g for f in shared], 2))
+    return SumOfUses(forms)
+
+
+__all__ = ["BatchAxis", "Record", "Tangent"]

@@ -1,0 +1,189 @@
+"""Jacobians of matrix weights as sums of outer products, `J[n, r] = Σ_t g[n, r, t] a[n, t]ᵀ`, and their fast contractions.
+
+`Outer` is a layer used at one position (T = 1), where J never needs to be formed; `SharedOuter` is a layer used at T
+positions (convolution, tokens, several calls) or in G groups, formed one slice of its output channels at a time.
+Weights (P,) and vectors (K, P) are laid out as (G, O, I), the bias as the last input column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .jacobian import SLICE_BYTES, BlockJacobian
+
+
+class Outer(BlockJacobian):
+    """One position a sample: inputs a (B, I) and output gradients g (B, R, O).
+
+    `g=None` says that the layer's output *is* the network's output, so that g is the identity and R = O.
+    """
+
+    groups = 1
+
+    def __init__(self, a: Tensor, g: Tensor | None, outputs: int) -> None:
+        self.a, self._g = a, g
+        self.outputs, self.inputs = outputs, a.shape[-1]
+        self.batch, self.size = a.shape[0], outputs * a.shape[-1]
+        self.cotangents = outputs if g is None else g.shape[1]
+
+    @property
+    def is_output(self) -> bool:
+        """Whether the layer's output is the network's output."""
+        return self._g is None
+
+    @property
+    def g(self) -> Tensor:
+        """Output gradients (B, R, O), the identity written out where the layer is the output."""
+        if self._g is None:
+            return torch.eye(self.outputs, dtype=self.a.dtype, device=self.a.device).expand(self.batch, -1, -1)
+        return self._g
+
+    def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yields outer products for slices of the output channels."""
+        step = _slice_length(self.batch * self.cotangents * self.inputs * self.a.element_size(), self.outputs)
+        g = self.g
+        for start in range(0, self.outputs, step):
+            rows = g[:, :, start : start + step, None] * self.a[:, None, None, :]  # (B, R, o, I)
+            yield slice(start * self.inputs, (start + rows.shape[2]) * self.inputs), rows.flatten(2)
+
+    def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> Outer:
+        """Returns J in another basis: a U_in and g U_out, for U_in (1, I, I) and U_out (1, O, O)."""
+        a = self.a if inputs is None else self.a @ inputs[0]
+        g = self.g if outputs is None else self.g @ outputs[0]
+        return Outer(a, g, self.outputs)
+
+    def input_scale(self, weights: Tensor) -> Tensor:
+        """Returns `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O), all that a diagonal weighting needs to know of the inputs."""
+        return self.a.square() @ weights.reshape(self.outputs, self.inputs).T
+
+    def weighted_factor(self, weights: Tensor) -> Tensor:
+        """Returns `g √s` (B, R, O): a diagonal weighting is a thin factor. Time O(B O (I + R))."""
+        scale = self.input_scale(weights)
+        return self.g * scale.clamp_min(torch.finfo(scale.dtype).tiny).sqrt()[:, None, :]  # the root has no slope at 0
+
+    def weighted_gram(self, weights: Tensor) -> Tensor:
+        """Returns `(g√s)(g√s)ᵀ` (B, R, R). Time O(B O (I + R²))."""
+        factor = self.weighted_factor(weights)
+        return factor @ factor.mT
+
+    def squared_sum(self) -> Tensor:
+        """Returns `(Σ_r g²)ᵀ a²` (P,). Time O(B O I)."""
+        return (self.g.square().sum(1).T @ self.a.square()).flatten()
+
+    def squared_norm(self) -> Tensor:
+        """Returns `Σ_n |a|² Σ_r |g|²` ()."""
+        return (self.a.square().sum(-1) * self.g.square().sum((1, 2))).sum()
+
+    def sum_rows(self) -> Tensor:
+        """Returns `gᵀ a` summed over samples (R, P)."""
+        return torch.einsum("nro,ni->roi", self.g, self.a).flatten(1)
+
+    def jvp(self, vectors: Tensor) -> Tensor:
+        """Returns `gᵀ (V_k a)` (B, R, K). Time O(B K O (I + R))."""
+        pushed = self.a @ vectors.reshape(-1, self.inputs).T  # (B, K O)
+        pushed = pushed.reshape(self.batch, -1, self.outputs)  # (B, K, O)
+        return pushed.mT if self.is_output else self.g @ pushed.mT
+
+    def gram(self, other: BlockJacobian) -> Tensor:
+        """Returns `(a·a')(g·g')` (B, R, B', R')."""
+        if not isinstance(other, Outer):
+            return super().gram(other)
+        inputs = self.a @ other.a.T  # (B, B')
+        gradients = self.g.flatten(0, 1) @ other.g.flatten(0, 1).T
+        shape = (self.batch, self.cotangents, other.batch, other.cotangents)
+        return gradients.reshape(shape) * inputs[:, None, :, None]
+
+    def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
+        """Returns `A = Σ a aᵀ` (1, I, I), `Γ = Σ g gᵀ` (1, O, O) and their count of positions."""
+        g = self.g.flatten(0, 1)
+        return (self.a.T @ self.a)[None], (g.T @ g)[None], self.batch
+
+    def second_moment(self) -> Tensor:
+        """Returns `Σ_n,r J²` laid out as (G, O, I)."""
+        return self.squared_sum().reshape(1, self.outputs, self.inputs)
+
+
+class SharedOuter(BlockJacobian):
+    """T positions a sample in G groups: inputs a (B, T, G, I) and output gradients g (B, R, T, G, O)."""
+
+    is_output = False
+
+    def __init__(self, a: Tensor, g: Tensor) -> None:
+        self.a, self.g = a, g
+        self.batch, self.positions, self.groups, self.inputs = a.shape
+        self.cotangents, self.outputs = g.shape[1], g.shape[-1]
+        self.size = self.groups * self.outputs * self.inputs
+
+    def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yields `Σ_t g a` for slices of the output channels, one product of (R o, T) by (T, I) a sample."""
+        per_output = self.batch * self.cotangents * self.inputs * self.a.element_size()
+        step = _slice_length(per_output, self.outputs)
+        for group in range(self.groups):
+            a = self.a[:, :, group]  # (B, T, I)
+            for start in range(0, self.outputs, step):
+                g = self.g[:, :, :, group, start : start + step]  # (B, R, T, o)
+                rows = g.transpose(2, 3).flatten(1, 2) @ a  # (B, R o, I)
+                first = (group * self.outputs + start) * self.inputs
+                yield slice(first, first + g.shape[-1] * self.inputs), rows.reshape(self.batch, self.cotangents, -1)
+
+    def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> SharedOuter:
+        """Returns J in another basis: a U_in and g U_out, for U_in (G, I, I) and U_out (G, O, O)."""
+        a = self.a if inputs is None else _by_group(self.a, inputs)
+        g = self.g if outputs is None else _by_group(self.g, outputs)
+        return SharedOuter(a, g)
+
+    def jvp(self, vectors: Tensor) -> Tensor:
+        """Returns `J V` (B, R, K) by rows or by `gᵀ(V_k a)`, whichever takes fewer products."""
+        count = vectors.shape[0]
+        by_rows = self.cotangents * self.inputs * (self.positions + count)
+        by_push = count * self.positions * (self.inputs + self.cotangents)
+        if by_rows <= by_push:
+            return super().jvp(vectors)
+        vectors = vectors.reshape(count, self.groups, self.outputs, self.inputs)
+        per_vector = self.batch * self.positions * self.groups * self.outputs * self.a.element_size()
+        step, parts = _slice_length(per_vector, count), []
+        for start in range(0, count, step):
+            pushed = torch.einsum("ntgi,kgoi->nktgo", self.a, vectors[start : start + step])
+            parts.append(self.g.flatten(2) @ pushed.flatten(2).mT)  # (B, R, k)
+        return torch.cat(parts, -1)
+
+    def sum_rows(self) -> Tensor:
+        """Returns `Σ_n,t g a` (R, P)."""
+        return torch.einsum("nrtgo,ntgi->rgoi", self.g, self.a).flatten(1)
+
+    def squared_norm(self) -> Tensor:
+        """Returns `Σ J²` by rows, or by the positions' Gram matrices `Σ_tt' (a_t·a_t')(g_t·g_t')` where T is small."""
+        by_rows = self.cotangents * self.outputs * self.inputs
+        by_positions = self.positions * (self.inputs + self.cotangents * self.outputs)
+        if by_rows <= by_positions:
+            return sum(rows.square().sum() for _, rows in self.row_slices())
+        inputs = torch.einsum("ntgi,nsgi->ngts", self.a, self.a)
+        gradients = torch.einsum("nrtgo,nrsgo->ngts", self.g, self.g)
+        return (inputs * gradients).sum()
+
+    def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
+        """Returns `A` (G, I, I), `Γ` (G, O, O) and the count: #(n, t) with expand, N with reduce.
+
+        Reduce takes the mean of a and the sum of g over positions; expand treats every position as a sample.
+        """
+        a, g = (self.a.mean(1, keepdim=True), self.g.sum(2, keepdim=True)) if reduce else (self.a, self.g)
+        a = a.permute(2, 0, 1, 3).flatten(1, 2)  # (G, B T, I)
+        g = g.permute(3, 0, 1, 2, 4).flatten(1, 3)  # (G, B R T, O)
+        return a.mT @ a, g.mT @ g, self.batch * (1 if reduce else self.positions)
+
+    def second_moment(self) -> Tensor:
+        """Returns `Σ_n,r J²` laid out as (G, O, I)."""
+        return self.squared_sum().reshape(self.groups, self.outputs, self.inputs)
+
+
+def _by_group(values: Tensor, basis: Tensor) -> Tensor:
+    """Multiplies (..., G, I) by (G, I, I) group by group."""
+    return values @ basis[0] if basis.shape[0] == 1 else torch.einsum("...gi,gij->...gj", values, basis)
+
+
+def _slice_length(bytes_per_item: int, items: int) -> int:
+    """Returns how many of `items` fit in one slice, at least one."""
+    return max(1, min(items, SLICE_BYTES // max(1, bytes_per_item)))

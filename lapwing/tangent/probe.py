@@ -1,0 +1,312 @@
+"""The probe: which layer family covers each parameter, where its tensors hold the samples, and whether that is true.
+
+On a few samples it compares `Jᵀu` of every parameter, contracted from the recorded uses, with autograd's, and requires
+that the gradients of one sample's outputs are zero at all other samples. What fails goes generic, with the reason kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from os.path import commonprefix
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import batches
+from ..batches import Forward
+from ..errors import LapwingError
+from ..numerics import accumulation_dtype
+from .blocks import Block, Matrix
+from .layers import BatchAxis
+from .layers.generic import call_with
+from .record import Noted, output_gradients, run
+from .selection import LastLayer, Predicate, select
+
+PROBED_SAMPLES = 4
+MATRIX_FAMILIES = ("linear", "conv", "embedding")
+
+
+@dataclass(frozen=True)
+class Covered:
+    """One line of the coverage report."""
+
+    block: str
+    parameters: tuple[str, ...]
+    weights: int
+    family: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Which layer family treats each block of parameters; `generic` is slower, never wrong."""
+
+    lines: tuple[Covered, ...]
+
+    @property
+    def generic(self) -> tuple[Covered, ...]:
+        """The blocks that no family covers."""
+        return tuple(line for line in self.lines if line.family == "generic")
+
+    def __str__(self) -> str:
+        """A table: block, number of weights, family, and the reason where it is generic."""
+        width = max(len(line.block) for line in self.lines)
+        rows = [f"{line.block:<{width}}  {line.weights:>10,}  {line.family:<9}  {line.reason}" for line in self.lines]
+        return "\n".join(row.rstrip() for row in rows)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to read a recording: which parameters are watched, and which uses make up each block.
+
+    Attributes:
+        watched: names of covered parameters.
+        order: the names of each watched use by role, in order.
+        uses: block name -> its uses as (index, where the samples are, roles treated).
+        single_sample: the survey saw one sample only, so that batch axes are guesses.
+        sizes: a watched use's (out numel, patches numel) a sample.
+    """
+
+    watched: tuple[str, ...] = ()
+    order: tuple[tuple[tuple[str, str], ...], ...] = ()
+    uses: dict[str, list[tuple[int, BatchAxis, frozenset[str]]]] = field(default_factory=dict)
+    single_sample: bool = False
+    sizes: tuple[tuple[int, int], ...] = ()
+
+    def check_order(self, names: Sequence[dict[str, str]], samples: int, model: str) -> None:
+        """Raises when a recording differs from the survey's, or shows the batch axes that one sample could not."""
+        found = tuple(tuple(sorted(use.items())) for use in names)
+        if found != self.order:
+            raise LapwingError(
+                f"Asked to run {model} as on the first batch, where it used its covered parameters {len(self.order)} "
+                f"times, found {len(found)} uses or another order; the same layers must run on every batch: leave "
+                "conditional layers out with params=lambda name, parameter: ..."
+            )
+        if self.single_sample and samples > 1:
+            raise LapwingError(
+                f"Asked to run {model} on {samples} samples, found that the first batch had one sample, which cannot "
+                "show where the layers hold the batch; begin with a batch of two or more: put a larger batch first."
+            )
+
+    def numbers_per_sample(self, cotangents: int) -> int:
+        """Estimates the numbers held a sample: all g, twice over, and the patches and rotated gradients of one layer."""
+        all_g = sum(out for out, _ in self.sizes)
+        largest = max((2 * patches + 3 * cotangents * out for out, patches in self.sizes), default=0)
+        return 2 * cotangents * all_g + largest + 1
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What the probe found."""
+
+    blocks: tuple[Block, ...]
+    plan: Plan
+    coverage: Coverage
+    outputs: int
+
+
+def check_mode(model: nn.Module) -> None:
+    """Raises for batch norm (case 12) and dropout (case 11) in training mode."""
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        kind = type(module).__name__
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise LapwingError(
+                f"Asked to treat {type(model).__name__}, found its layer {name or kind} ({kind}) in training mode, where a "
+                "sample's output depends on the rest of the batch; running statistics are needed: call model.eval() first."
+            )
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise LapwingError(
+                f"Asked to treat {type(model).__name__}, found its layer {name or kind} ({kind}, p={module.p}) in training "
+                "mode, where two identical calls differ; a deterministic network is needed: call model.eval() first."
+            )
+
+
+def probe(
+    model: nn.Module, parameters: dict[str, Tensor], inputs: Any, params: Predicate | LastLayer, forward: Forward | None
+) -> Survey:
+    """Surveys a network on a few samples.
+
+    Args:
+        model: the uncompiled network, checked to be in eval mode.
+        parameters: name -> parameter, tied ones once.
+        inputs: a first batch; at most four samples of it are used.
+        params: the selection.
+        forward: how the network is called.
+
+    Returns:
+        Blocks, the plan to read recordings with, and the coverage report.
+
+    Raises:
+        LapwingError: no parameter selected; outputs that change between calls or with the rest of the batch.
+    """
+    few = batches.take(inputs, slice(0, PROBED_SAMPLES))
+    outputs, noted = run(model, few, forward, {id(value): name for name, value in parameters.items()})
+    batches.check_outputs(outputs, "the first batch")
+    last = next((use for use in reversed(noted) if use.use.family in MATRIX_FAMILIES[:2]), None)
+    last_names = tuple(last.names[role] for role in ("weight", "bias") if role in last.names) if last else ()
+    names = select(params, parameters, last_names, type(model).__name__)
+    samples = outputs.shape[0]
+    _check_repeatable(model, few, forward, outputs.detach())
+
+    generator = torch.Generator(outputs.device).manual_seed(0)
+    u = torch.randn(samples, outputs.shape[1], 3, generator=generator, dtype=outputs.dtype, device=outputs.device)
+    u[1:, :, 0] = 0  # cotangent 0 looks at the first sample, 1 at the last, 2 at all
+    u[: samples - 1, :, 1] = 0
+    chosen = [use for use in noted if set(use.names.values()) & set(names)]
+    gradients = output_gradients(outputs, chosen, u, differentiable=False)
+    axes = [_batch_axis(use, g, samples) for use, g in zip(chosen, gradients, strict=True)]
+    truth = _autograd_rows(model, forward, {n: parameters[n] for n in names}, few, u[:, :, 2])
+
+    reasons: dict[str, str] = {name: "no layer family saw it" for name in names}
+    for use, axis in zip(chosen, axes, strict=True):
+        for name in use.names.values():
+            reasons[name] = "" if axis is not None and reasons.get(name) != "its samples cannot be told apart" else (
+                "its samples cannot be told apart"
+            )
+            if use.stale:
+                reasons[name] = "its layer's input is modified in place"
+    _compare_with_autograd(chosen, gradients, axes, samples, names, truth, reasons)
+    covered = [name for name in names if not reasons[name]]
+    blocks, uses, order = _blocks([u for u in chosen if set(u.names.values()) & set(covered)], covered, parameters)
+    axis_of = {id(use): axis for use, axis in zip(chosen, axes, strict=True)}
+    kept = [use for use in chosen if set(use.names.values()) & set(covered)]
+    indexed = {
+        name: [(i, axis_of[id(kept[i])] or BatchAxis(), roles) for i, roles in found] for name, found in uses.items()
+    }
+    blocks += [
+        Block(name, (name,), (tuple(parameters[name].shape),), "generic") for name in names if reasons[name]
+    ]
+    plan = Plan(tuple(covered), order, indexed, samples == 1, tuple(_numbers(use, samples) for use in kept))
+    lines = tuple(
+        Covered(block.name, block.parameters, block.size, block.family, reasons[block.parameters[0]]) for block in blocks
+    )
+    return Survey(tuple(blocks), plan, Coverage(lines), outputs.shape[1])
+
+
+def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, outputs: Tensor) -> None:
+    """Requires the same outputs again (case 11), and for the first sample alone."""
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        again = batches.call(model, inputs, forward)
+        alone = batches.call(model, batches.take(inputs, slice(0, 1)), forward)
+    tolerance = 3 * torch.finfo(outputs.dtype).eps ** 0.5 * outputs.abs().max().clamp_min(1.0)
+    if again.shape != outputs.shape or (again - outputs).abs().max() > tolerance:
+        raise LapwingError(
+            f"Asked to run {type(model).__name__} twice on the same batch, found outputs that differ by "
+            f"{float((again - outputs).abs().max()):.2g}; a deterministic network is needed: call model.eval(), and turn off "
+            "sampling and noise inside forward()."
+        )
+    if alone.shape[1:] != outputs.shape[1:] or (alone[0] - outputs[0]).abs().max() > tolerance:
+        raise LapwingError(
+            f"Asked to run {type(model).__name__} on one sample, found that its output changes with the rest of the batch "
+            f"(by {float((alone[0] - outputs[0]).abs().max()):.2g}); samples must be independent and lie along the first "
+            "dimension of inputs and outputs: call model.eval(), use running statistics in batch norm, or wrap the model "
+            "so that the batch comes first."
+        )
+
+
+def _batch_axis(noted: Noted, g: Tensor, samples: int) -> BatchAxis | None:
+    """Finds the axis on which the gradients of the first (last) sample's outputs are zero at all other samples."""
+    shape = noted.out.shape
+    for axis in range(noted.use.sample_dims):
+        for inner in (False, True):
+            candidate = BatchAxis(axis, inner)
+            if not candidate.fits(shape, samples) or (inner and shape[axis] == samples):
+                continue
+            first, last = candidate.front(g, samples, 1)[:2].flatten(2)  # (B, rest)
+            if not first[1:].any() and not last[: samples - 1].any():
+                return candidate
+    return None
+
+
+def _autograd_rows(
+    model: nn.Module, forward: Forward | None, parameters: dict[str, Tensor], inputs: Any, u: Tensor
+) -> dict[str, Tensor]:
+    """Returns autograd's `Jᵀu`, name -> the parameter's shape."""
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in parameters.items()}
+    with torch.enable_grad():
+        outputs = call_with(model, forward, leaves, inputs)
+        if not outputs.requires_grad:
+            return {name: torch.zeros_like(value) for name, value in leaves.items()}
+        found = torch.autograd.grad(outputs, list(leaves.values()), u, allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
+
+
+def _compare_with_autograd(
+    noted: list[Noted],
+    gradients: list[Tensor | None],
+    axes: list[BatchAxis | None],
+    samples: int,
+    names: Sequence[str],
+    truth: dict[str, Tensor],
+    reasons: dict[str, str],
+) -> None:
+    """Marks parameters whose recorded uses do not add up to autograd's gradient."""
+    for name in names:
+        total = torch.zeros_like(truth[name], dtype=accumulation_dtype(truth[name].dtype))
+        for use, g, axis in zip(noted, gradients, axes, strict=True):
+            for role, found in use.names.items():
+                if found == name and axis is not None:
+                    jacobian = use.use.jacobian(g[2:], axis, samples, frozenset((role,)), total.dtype)
+                    single = _single(name, use, role, tuple(total.shape))
+                    total = total + single.split(jacobian.sum_rows()[0])[name]
+        eps = torch.finfo(truth[name].dtype).eps
+        allowed = 3 * eps**0.5 * truth[name].to(total.dtype).norm() + 100 * eps * total.numel() ** 0.5
+        if not reasons[name] and (total - truth[name]).norm() > allowed:
+            reasons[name] = "its recorded uses do not add up to autograd's gradient"
+
+
+def _single(name: str, use: Noted, role: str, shape: tuple[int, ...]) -> Block:
+    return Block(name, (name,), (shape,), use.use.family, use.use.matrix(), role == "bias" and use.use.matrix() is not None)
+
+
+def _blocks(
+    noted: list[Noted], covered: list[str], parameters: dict[str, Tensor]
+) -> tuple[list[Block], dict[str, list[tuple[int, frozenset[str]]]], tuple[tuple[tuple[str, str], ...], ...]]:
+    """Groups covered parameters: weight and bias that always go together are one block, others stand alone."""
+    order = tuple(tuple(sorted((r, n) for r, n in use.names.items() if n in covered)) for use in noted)
+    by_name: dict[str, list[int]] = {}
+    for i, roles in enumerate(order):
+        for _, name in roles:
+            by_name.setdefault(name, []).append(i)
+    blocks, uses, done = [], {}, set()
+    for i, roles in enumerate(order):
+        for role, name in sorted(roles, reverse=True):  # weight before bias
+            if name in done:
+                continue
+            partner = dict(roles).get("bias") if role == "weight" else None
+            joint = partner is not None and partner not in done and by_name[partner] == by_name[name]
+            matrices = {noted[j].use.matrix() for j in by_name[name]}
+            members = (name, partner) if joint and len(matrices) == 1 else (name,)
+            done.update(members)
+            block = _single(name, noted[i], role, tuple(parameters[name].shape))
+            if len(matrices) > 1:
+                block = replace(block, matrix=None, bias=False)
+            shapes = tuple(tuple(parameters[m].shape) for m in members)
+            joined = len(members) == 2 and block.matrix is not None
+            block = replace(block, name=_block_name(members), parameters=members, shapes=shapes, bias=joined or block.bias)
+            blocks.append(block)
+            uses[block.name] = [(j, frozenset(r for r, n in order[j] if n in members)) for j in by_name[name]]
+    return blocks, uses, order
+
+
+def _block_name(members: tuple[str, ...]) -> str:
+    if len(members) == 1:
+        return members[0].removesuffix(".weight")
+    return commonprefix(members).rstrip("._") or members[0]
+
+
+def _numbers(noted: Noted, samples: int) -> tuple[int, int]:
+    """Returns (outputs, unfolded inputs) a sample, in numbers."""
+    out = noted.out.numel() // samples
+    matrix: Matrix | None = noted.use.matrix()
+    if matrix is None or noted.use.family == "embedding":
+        return out, out
+    positions = out // (matrix.groups * matrix.outputs)
+    return out, positions * matrix.groups * (matrix.inputs + 1)
+
+
+__all__ = ["Coverage", "Covered", "Plan", "Survey", "check_mode", "probe"]

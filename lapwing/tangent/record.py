@@ -1,0 +1,148 @@
+"""One forward pass that notes, for every use of every watched parameter, the layer's input and its place in the graph.
+
+Calls are seen as torch functions (`F.linear(x, W, b)`, `conv2d`, ...), not as modules: functional reuse of a weight,
+attention projections and modules without a hook are seen like any other. Parameters are recognised by identity. The
+graph starts at the first watched output, so a frozen or unselected trunk costs a plain forward pass.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ..batches import Forward, call, tensors
+from .eager import EagerMode
+from .layers import HANDLERS, Use
+
+BATCHED_BACKWARD = 2**24
+"""All cotangents go back in one batched pass while their activations' gradients have at most this many entries, else one by one."""
+
+
+@dataclass
+class Noted:
+    """One watched use: what the layer saw, the names of its parameters by role, and where its output is in the graph."""
+
+    use: Use
+    names: dict[str, str]
+    edge: GradientEdge
+    out: Tensor
+    versions: tuple[int, int]
+
+    @property
+    def stale(self) -> bool:
+        """Whether the layer's input was modified in place after the call."""
+        return self.use.inputs._version != self.versions[0]
+
+
+class Recorder(EagerMode):
+    """Notes the uses of parameters while the network runs."""
+
+    def __init__(self, watched: Mapping[int, str]) -> None:
+        super().__init__()
+        self._watched = watched
+        self.noted: list[Noted] = []
+
+    def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs a function; where it uses watched parameters, notes it and starts the graph at its output if need be."""
+        handler = HANDLERS.get(function)
+        use = handler(args, kwargs, self._is_watched) if handler is not None else None
+        if use is None:
+            return function(*args, **kwargs)
+        names = {role: self._watched[id(p)] for role, p in use.parameters.items() if id(p) in self._watched}
+        if not names:
+            return function(*args, **kwargs)
+        constant = {id(p): p.detach() for p in use.parameters.values()}
+        out = function(
+            *(constant.get(id(arg), arg) for arg in args),
+            **{key: constant.get(id(arg), arg) for key, arg in kwargs.items()},
+        )
+        if not out.requires_grad:
+            out = out.detach().requires_grad_().clone()  # the clone may be modified in place, a leaf may not
+        self.noted.append(Noted(use, names, get_gradient_edge(out), out, (use.inputs._version, out._version)))
+        return out
+
+    def _is_watched(self, value: Any) -> bool:
+        return id(value) in self._watched
+
+
+def run(model: nn.Module, inputs: Any, forward: Forward | None, watched: Mapping[int, str]) -> tuple[Tensor, list[Noted]]:
+    """Runs the network once, recording.
+
+    Args:
+        model: the uncompiled network.
+        inputs: a batch.
+        forward: how the network is called.
+        watched: id(parameter) -> name.
+
+    Returns:
+        Outputs (B, C), with their graph, and the uses in order.
+    """
+    recorder = Recorder(watched)
+    with torch.enable_grad(), torch.compiler.set_stance("force_eager"), recorder:
+        return call(model, inputs, forward), recorder.noted
+
+
+def wants_gradient(inputs: Any) -> bool:
+    """Whether the caller asks for results differentiable in the inputs."""
+    return torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors(inputs))
+
+
+def output_gradients(
+    outputs: Tensor, noted: Sequence[Noted], cotangents: Tensor | None, differentiable: bool
+) -> list[Tensor | None]:
+    """Computes the gradients of R cotangents at the outputs of the noted uses.
+
+    Args:
+        outputs: f (B, C) with its graph.
+        noted: the uses.
+        cotangents: u (B, C, R), or None for the C outputs themselves.
+        differentiable: keep the graph of the gradients.
+
+    Returns:
+        g (R, *out.shape) a use; None where the use's output is f itself and the cotangents are its entries.
+
+    Cost: R backward passes of activations only, none for a use that is the output.
+    """
+    is_output = [
+        use.out is outputs and use.out._version == use.versions[1] and use.use.family == "linear" for use in noted
+    ]
+    u = None if cotangents is None else cotangents.permute(2, 0, 1).to(outputs.dtype)  # (R, B, C)
+    behind = [use for use, last in zip(noted, is_output, strict=True) if not last]
+    if behind and u is None:
+        eye = torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
+        grads = _backward(outputs, behind, eye[:, None].expand(-1, *outputs.shape), differentiable)
+    else:
+        grads = _backward(outputs, behind, u, differentiable) if behind else []
+    rest = iter(grads)
+    return [u if last else next(rest) for last in is_output]
+
+
+def _backward(outputs: Tensor, noted: Sequence[Noted], u: Tensor, differentiable: bool) -> list[Tensor]:
+    count = u.shape[0]
+    if not outputs.requires_grad:
+        return [use.out.new_zeros(count, *use.out.shape) for use in noted]
+    edges = [use.edge for use in noted]
+    options = {"retain_graph": True, "create_graph": differentiable, "allow_unused": True}
+    grads = None
+    if 1 < count and count * sum(use.out.numel() for use in noted) <= BATCHED_BACKWARD:
+        grads = _batched_backward(outputs, edges, u, options)
+    if grads is None:
+        steps = [torch.autograd.grad(outputs, edges, row, **options) for row in u]
+        grads = [None if step[0] is None else torch.stack(step) for step in zip(*steps, strict=True)]
+    return [use.out.new_zeros(count, *use.out.shape) if g is None else g for g, use in zip(grads, noted, strict=True)]
+
+
+def _batched_backward(outputs: Tensor, edges: list[GradientEdge], u: Tensor, options: dict) -> Sequence[Tensor | None] | None:
+    """Takes all cotangents back at once; None where an operation has no batching rule at all."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")  # torch loops over that operation itself
+        try:
+            return torch.autograd.grad(outputs, edges, u, is_grads_batched=True, **options)
+        except RuntimeError:
+            return None

@@ -1,0 +1,80 @@
+"""Which parameters are treated: `everything`, `last_layer`, `matching("*.lora_*")`, or a predicate `(name, parameter) -> bool`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import Tensor
+
+from ..errors import LapwingError
+
+Predicate = Callable[[str, Tensor], bool]
+
+
+@dataclass(frozen=True)
+class Everything:
+    """Every parameter that the model trains (`requires_grad=True`)."""
+
+    def __call__(self, name: str, parameter: Tensor) -> bool:
+        """Whether the parameter is trained."""
+        return parameter.requires_grad
+
+
+@dataclass(frozen=True)
+class LastLayer:
+    """Weight and bias of the last linear or convolution layer that the forward pass runs, frozen or not."""
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Parameters whose name matches one of the shell patterns, frozen or not."""
+
+    patterns: tuple[str, ...]
+
+    def __call__(self, name: str, parameter: Tensor) -> bool:
+        """Whether the name matches."""
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+
+everything = Everything()
+last_layer = LastLayer()
+
+
+def matching(*patterns: str) -> Matching:
+    """Selects parameters by shell patterns on their names: `matching("*.lora_*", "head.*")`."""
+    return Matching(patterns)
+
+
+def select(
+    params: Predicate | LastLayer, parameters: Mapping[str, Tensor], last_use: tuple[str, ...], model_name: str
+) -> tuple[str, ...]:
+    """Returns the names of the selected parameters.
+
+    Args:
+        params: a selection.
+        parameters: name -> parameter, tied ones once.
+        last_use: names of the last matrix layer's parameters.
+        model_name: for the error.
+
+    Raises:
+        LapwingError: case 10, none selected.
+    """
+    if isinstance(params, LastLayer):
+        names = last_use
+    elif callable(params):
+        names = tuple(name for name, value in parameters.items() if params(name, value) and value.is_floating_point())
+    else:
+        raise LapwingError(
+            f"Asked to treat params={params!r}; accepted are lw.everything, lw.last_layer, lw.matching('*.weight') and a "
+            "predicate: write params=lambda name, parameter: name.startswith('head')."
+        )
+    if names:
+        return names
+    frozen = sum(not value.requires_grad for value in parameters.values())
+    raise LapwingError(
+        f"Asked to treat {params!r} of {model_name}, found no such parameter among {len(parameters)} ({frozen} frozen; "
+        f"names: {', '.join(list(parameters)[:4]) or 'none'}{', ...' if len(parameters) > 4 else ''}); at least one is "
+        "needed: pass params=lw.matching('*') to treat frozen parameters too, or name some with params=lw.matching(...)."
+    )

@@ -1,0 +1,36 @@
+"""What every test gets: a fixed seed, two threads, and the folder of data sets where there is one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(2)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs the data sets, so that ``-m "not data"`` leaves it out."""
+    for item in items:
+        if "data_folder" in getattr(item, "fixturenames", ()):
+            item.add_marker("data")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def data_folder(request: pytest.FixtureRequest) -> Path:
+    """Give the folder of data sets that LAPWING_DATA names; without one the test is skipped by its name."""
+    named = os.environ.get("LAPWING_DATA")
+    if not named:
+        pytest.skip(f"{request.node.name} needs data sets: set LAPWING_DATA to their folder")
+    folder = Path(named)
+    if not folder.is_dir():
+        pytest.fail(f"LAPWING_DATA is {named!r}, which is no folder")
+    return folder

@@ -1,0 +1,269 @@
+"""Metrics against hand computation, loops, numerical integration and scikit-learn."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import integrate, stats
+from sklearn.metrics import brier_score_loss, log_loss, roc_auc_score
+
+from lapwing.errors import LapwingError
+from lapwing.evaluation import metrics
+
+OF_PROBS = (metrics.accuracy, metrics.negative_log_likelihood, metrics.brier, metrics.expected_calibration_error)
+
+
+def random_classification(n: int = 400, classes: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    probs = (2.0 * torch.randn(n, classes, dtype=torch.float64)).softmax(1)
+    return probs, torch.randint(classes, (n,))
+
+
+def random_regression(shape: tuple[int, ...] = (60,)) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    mean, std = torch.randn(shape, dtype=torch.float64), torch.rand(shape, dtype=torch.float64) + 0.1
+    return mean, std, mean + 1.7 * std * torch.randn(shape, dtype=torch.float64)
+
+
+class TestClassification:
+    def test_accuracy_by_hand(self):
+        probs = torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.3, 0.5], [0.1, 0.8, 0.1], [0.6, 0.3, 0.1]])
+        assert metrics.accuracy(probs, torch.tensor([0, 2, 0, 0])).item() == 0.75
+
+    def test_negative_log_likelihood_by_hand_and_by_sklearn(self):
+        probs = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.125, 0.75]])
+        by_hand = -(math.log(0.25) + math.log(0.125)) / 2
+        assert metrics.negative_log_likelihood(probs, torch.tensor([1, 0])).item() == pytest.approx(by_hand, abs=1e-12)
+        probs, labels = random_classification()
+        ours = metrics.negative_log_likelihood(probs, labels).item()
+        assert ours == pytest.approx(log_loss(labels.numpy(), probs.numpy(), labels=range(5)), abs=1e-12)
+        assert ours == pytest.approx(metrics.nll(probs.log()[torch.arange(len(labels)), labels]).item(), abs=1e-12)
+
+    def test_a_label_of_probability_zero_costs_infinity(self):
+        assert metrics.negative_log_likelihood(torch.tensor([[1.0, 0.0]]), torch.tensor([1])).item() == math.inf
+        assert metrics.nll(torch.tensor([-math.inf, 0.0])).item() == math.inf
+
+    def test_brier_by_hand_and_twice_the_binary_one(self):
+        probs = torch.tensor([[0.7, 0.2, 0.1], [0.2, 0.3, 0.5]], dtype=torch.float64)
+        by_hand = ((0.3**2 + 0.2**2 + 0.1**2) + (0.8**2 + 0.3**2 + 0.5**2)) / 2
+        before = probs.clone()
+        assert metrics.brier(probs, torch.tensor([0, 0])).item() == pytest.approx(by_hand, abs=1e-12)
+        assert torch.equal(probs, before)
+        probs, labels = random_classification(classes=2)
+        binary = brier_score_loss(labels.numpy(), probs[:, 1].numpy())
+        assert metrics.brier(probs, labels).item() == pytest.approx(2 * binary, abs=1e-12)
+
+    def test_brier_limits(self):
+        labels = torch.tensor([0, 1])
+        assert metrics.brier(torch.eye(2), labels).item() == 0.0
+        assert metrics.brier(torch.eye(2).flip(0), labels).item() == 2.0
+
+    @pytest.mark.parametrize("bins", [1, 7, 15])
+    def test_expected_calibration_error_is_the_loop(self, bins):
+        probs, labels = random_classification()
+        confidence, predicted = probs.max(1)
+        total = 0.0
+        for b in range(bins):
+            inside = [n for n in range(len(labels)) if min(int(confidence[n] * bins), bins - 1) == b]
+            if inside:
+                right = sum(float(predicted[n] == labels[n]) for n in inside)
+                total += abs(right - sum(float(confidence[n]) for n in inside)) / len(labels)
+        ours = metrics.expected_calibration_error(probs, labels, bins=bins).item()
+        assert ours == pytest.approx(total, abs=1e-6)
+
+    def test_a_confidence_of_one_shares_the_last_bin(self):
+        probs = torch.tensor([[1.0, 0.0], [0.96, 0.04]])
+        # one bin, accuracy 1/2 and confidence 0.98; bins of their own would give (0 + 0.96)/2
+        assert metrics.expected_calibration_error(probs, torch.tensor([0, 1])).item() == pytest.approx(0.48, abs=1e-6)
+
+    def test_rounding_above_one_is_not_taken_for_logits(self):
+        probs = torch.tensor([[1.0 + 1e-6, 0.0]] * 4)
+        assert metrics.expected_calibration_error(probs, torch.zeros(4, dtype=torch.long)).item() < 1e-6
+
+    def test_calibrated_labels_have_a_small_error_and_overconfident_ones_a_large_one(self):
+        probs, _ = random_classification(20_000)
+        labels = torch.multinomial(probs, 1)[:, 0]
+        assert metrics.expected_calibration_error(probs, labels).item() < 0.02
+        sharp = probs.pow(4) / probs.pow(4).sum(1, keepdim=True)
+        assert metrics.expected_calibration_error(sharp, labels).item() > 0.1
+
+    def test_half_precision_probabilities_are_accepted(self):
+        probs = torch.randn(8, 1000).softmax(1).to(torch.bfloat16)
+        assert metrics.accuracy(probs, probs.float().argmax(1)).item() == 1.0
+
+    def test_result_is_a_float64_scalar_without_a_graph(self):
+        logits = torch.randn(6, 3, requires_grad=True)
+        labels = torch.randint(3, (6,), dtype=torch.int32)
+        for metric in OF_PROBS:
+            value = metric(logits.softmax(1), labels)
+            assert value.shape == ()
+            assert value.dtype == torch.float64
+            assert not value.requires_grad
+
+    @pytest.mark.parametrize(
+        ("probs", "labels", "message"),
+        [
+            (torch.full((3,), 0.5), torch.zeros(3, dtype=torch.long), r"shape \(3,\).*torch.stack"),
+            (torch.ones(3, 1), torch.zeros(3, dtype=torch.long), r"shape \(3, 1\).*C > 1"),
+            (torch.zeros(0, 2), torch.zeros(0, dtype=torch.long), r"shape \(0, 2\).*N > 0"),
+            (torch.full((3, 2), 0.5), torch.zeros(3, 1, dtype=torch.long), r"labels has shape \(3, 1\)"),
+            (torch.full((3, 2), 0.5), torch.zeros(3), r"torch.float32.*labels.long"),
+            (torch.full((3, 2), 0.5), torch.tensor([0, 1, 2]), r"labels in 0\.\.1.*from 0 to 2"),
+            (torch.full((3, 2), 0.5), torch.tensor([0, 1, -1]), r"from -1 to 1"),
+            (torch.tensor([[0.5, 0.5], [2.0, -1.0]]), torch.tensor([0, 1]), r"1 of 2 rows.*row 1.*logits.softmax"),
+            (torch.tensor([[math.nan, 0.5], [0.5, 0.5]]), torch.tensor([0, 1]), r"1 of 2 rows.*row 0"),
+        ],
+    )
+    def test_bad_input_gets_one_clear_sentence(self, probs, labels, message):
+        for metric in OF_PROBS:
+            with pytest.raises(LapwingError, match=f"^{metric.__name__} needs .*{message}"):
+                metric(probs, labels)
+
+    @pytest.mark.parametrize("bins", [0, 2.5, True])
+    def test_bad_bins(self, bins):
+        with pytest.raises(LapwingError, match=f"bins is {bins!r}"):
+            metrics.expected_calibration_error(*random_classification(), bins=bins)
+
+    @pytest.mark.parametrize(
+        "log_prob", [torch.zeros(2, 2), torch.zeros(0), torch.tensor([math.nan]), torch.tensor([math.inf])]
+    )
+    def test_bad_log_prob(self, log_prob):
+        with pytest.raises(LapwingError, match="^nll averages"):
+            metrics.nll(log_prob)
+
+
+class TestAuroc:
+    def test_perfect_reversed_and_uninformed(self):
+        low, high = torch.linspace(0, 1, 7), torch.linspace(2, 3, 5)
+        assert metrics.auroc(low, high).item() == 1.0
+        assert metrics.auroc(high, low).item() == 0.0
+        assert metrics.auroc(torch.ones(4), torch.ones(9)).item() == 0.5
+        assert metrics.auroc(torch.randn(5000), torch.randn(5000)).item() == pytest.approx(0.5, abs=0.02)
+
+    def test_pairs_counted_by_hand_with_ties_and_large_scores(self):
+        inside = torch.tensor([100.0, 200.0, 300.0, 300.0])
+        outside = torch.tensor([300.0, 150.0, 400.0])
+        wins = sum(float(o > i) + 0.5 * float(o == i) for o in outside for i in inside)
+        assert metrics.auroc(inside, outside).item() == pytest.approx(wins / 12, abs=1e-12)
+        assert wins / 12 == pytest.approx(roc_auc_score([0] * 4 + [1] * 3, torch.cat([inside, outside]).numpy()))
+
+    def test_any_increasing_map_of_the_scores_gives_the_same(self):
+        inside, outside = torch.randn(50, dtype=torch.float64), torch.randn(40, dtype=torch.float64) + 1
+        assert metrics.auroc(inside, outside) == metrics.auroc(inside.exp(), outside.exp())
+
+    @pytest.mark.parametrize("bad", [torch.zeros(0), torch.zeros(3, 1), torch.tensor([0.0, math.nan])])
+    def test_bad_scores(self, bad):
+        with pytest.raises(LapwingError, match="^auroc .* scores_out "):
+            metrics.auroc(torch.zeros(3), bad)
+        with pytest.raises(LapwingError, match="^auroc .* scores_in "):
+            metrics.auroc(bad, torch.zeros(3))
+
+
+class TestRegression:
+    def test_gaussian_nll_is_scipys_density_summed_over_outputs(self):
+        mean, std, y = random_regression((20, 3))
+        expected = -stats.norm(mean.numpy(), std.numpy()).logpdf(y.numpy()).sum(1).mean()
+        assert metrics.gaussian_nll(mean, std.square(), y).item() == pytest.approx(expected, abs=1e-12)
+        mean, std, y = random_regression()
+        expected = -stats.norm(mean.numpy(), std.numpy()).logpdf(y.numpy()).mean()
+        assert metrics.gaussian_nll(mean, std.square(), y).item() == pytest.approx(expected, abs=1e-12)
+
+    def test_rmse_by_hand(self):
+        value = metrics.rmse(torch.tensor([[0.0, 1.0]]), torch.tensor([[3.0, 5.0]])).item()
+        assert value == pytest.approx(math.sqrt(12.5), abs=1e-12)
+
+    @pytest.mark.parametrize("y", [-3.0, 0.2, 0.5, 4.0])
+    def test_crps_is_its_integral(self, y):
+        mean, std = 0.5, 0.8
+        cdf = stats.norm(mean, std).cdf
+        left, _ = integrate.quad(lambda t: cdf(t) ** 2, -12, y, epsabs=1e-11)
+        right, _ = integrate.quad(lambda t: (1 - cdf(t)) ** 2, y, 12, epsabs=1e-11)
+        ours = metrics.crps_gaussian(*(torch.tensor([v], dtype=torch.float64) for v in (mean, std, y))).item()
+        assert ours == pytest.approx(left + right, abs=1e-8)
+
+    def test_crps_of_a_sharp_prediction_is_the_absolute_error(self):
+        mean, _, y = random_regression()
+        ours = metrics.crps_gaussian(mean, torch.full_like(mean, 1e-9), y)
+        assert ours.item() == pytest.approx((y - mean).abs().mean().item(), abs=1e-8)
+
+    def test_interval_coverage_counts_ends_and_infinite_intervals(self):
+        y = torch.tensor([0.0, 1.0, 1.5, -7.0])
+        lower, upper = torch.tensor([0.0, 0.0, 0.0, -math.inf]), torch.tensor([1.0, 1.0, 1.0, math.inf])
+        assert metrics.interval_coverage(lower, upper, y).item() == 0.75
+
+    def test_interval_coverage_of_calibrated_predictions(self):
+        y = torch.randn(20_000, dtype=torch.float64)
+        half = torch.full_like(y, stats.norm.ppf(0.95))
+        assert metrics.interval_coverage(-half, half, y).item() == pytest.approx(0.9, abs=0.01)
+
+    def test_shapes_are_not_broadcast(self):
+        column, row = torch.ones(4, 1), torch.ones(4)
+        calls = (
+            lambda: metrics.rmse(column, row),
+            lambda: metrics.gaussian_nll(column, column, row),
+            lambda: metrics.crps_gaussian(column, row, row),
+            lambda: metrics.cqm(column, column, row),
+            lambda: metrics.interval_coverage(row, row, column),
+        )
+        for call in calls:
+            with pytest.raises(LapwingError, match=r"shapes differ: .*y \(4,( 1)?\).*nothing is broadcast"):
+                call()
+
+    @pytest.mark.parametrize("shape", [(0,), (), (2, 2, 2)])
+    def test_shapes_that_are_no_samples(self, shape):
+        with pytest.raises(LapwingError, match=r"^rmse averages over samples"):
+            metrics.rmse(torch.ones(shape), torch.ones(shape))
+
+    def test_values_that_are_not_usable(self):
+        good, bad = torch.ones(3), torch.tensor([1.0, math.nan, math.inf])
+        with pytest.raises(LapwingError, match=r"^rmse needs finite values, and 2 of 3 values of y"):
+            metrics.rmse(good, bad)
+        with pytest.raises(LapwingError, match=r"^gaussian_nll needs a positive variance, and 3 of 3.*smallest is 0"):
+            metrics.gaussian_nll(good, torch.zeros(3), good)
+        for metric in (metrics.crps_gaussian, metrics.cqm):
+            with pytest.raises(LapwingError, match=r"needs a positive std, and 3 of 3.*prediction.std"):
+                metric(good, -good, good)
+        with pytest.raises(LapwingError, match=r"3 of 3 intervals"):
+            metrics.interval_coverage(good, -good, good)
+        with pytest.raises(LapwingError, match=r"1 of 3 intervals"):
+            metrics.interval_coverage(torch.tensor([math.nan, 0.0, 0.0]), good, good)
+
+
+class TestCqm:
+    def test_is_the_integral_of_the_definition(self):
+        mean, std, y = random_regression()
+        grid = (np.arange(200_000) + 0.5) / 200_000  # midpoints: the integrand jumps
+        half = stats.norm.ppf((1 + grid) / 2)
+        distance = ((y - mean).abs() / std).numpy()
+        inside = np.searchsorted(np.sort(distance), half) / len(distance)  # P(y in I(x, alpha))
+        assert metrics.cqm(mean, std, y).item() == pytest.approx(np.abs(inside - grid).mean(), abs=1e-5)
+
+    def test_calibrated_is_near_zero_and_exact_quantiles_reach_the_least_a_staircase_can(self):
+        y = torch.randn(50_000, dtype=torch.float64)
+        assert metrics.cqm(torch.zeros_like(y), torch.ones_like(y), y).item() < 0.01
+        n = 100
+        y = torch.from_numpy(stats.norm.ppf((1 + (np.arange(n) + 0.5) / n) / 2))
+        assert metrics.cqm(torch.zeros_like(y), torch.ones_like(y), y).item() == pytest.approx(1 / (4 * n), abs=1e-12)
+
+    def test_far_too_wide_and_far_too_narrow_are_one_half(self):
+        y = torch.randn(100, dtype=torch.float64)
+        for std in (1e-9, 1e9):
+            value = metrics.cqm(torch.zeros_like(y), torch.full_like(y, std), y).item()
+            assert value == pytest.approx(0.5, abs=1e-6)
+
+    def test_grows_with_the_error_of_the_scale_on_both_sides(self):
+        y = torch.randn(5000, dtype=torch.float64)
+        values = [metrics.cqm(torch.zeros_like(y), torch.full_like(y, s), y).item() for s in (0.25, 0.5, 1.0, 2.0, 4.0)]
+        assert values[0] > values[1] > values[2] < values[3] < values[4]
+
+    def test_the_papers_grid_of_eleven_points_with_the_last_point_wrong_is_a_twentieth_higher(self):
+        y = torch.randn(50_000, dtype=torch.float64)
+        alpha = np.linspace(0, 1, 11)
+        half = stats.norm.ppf((1 + alpha) / 2) * 1.5  # std 1.5: too wide
+        gap = np.abs((y.abs().numpy()[:, None] < half).mean(0) - alpha)
+        assert gap[-1] == 0.0
+        ours = metrics.cqm(torch.zeros_like(y), torch.full_like(y, 1.5), y).item()
+        assert ours == pytest.approx(np.trapezoid(gap, alpha), abs=2e-3)
+        gap[-1] = 1.0
+        assert np.trapezoid(gap, alpha) - ours == pytest.approx(0.05, abs=2e-3)

@@ -1,0 +1,241 @@
+"""The likelihood protocol: constants, Fisher roots against autograd, statistics, and a likelihood added by a user."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from scipy.integrate import quad
+from torch import distributions as dist
+
+from lapwing.errors import LapwingError
+from lapwing.likelihoods import (
+    Categorical,
+    Gaussian,
+    Likelihood,
+    MixturePrediction,
+    NoiselessLikelihood,
+    SampledLink,
+    resolve,
+)
+from lapwing.likelihoods.links import latent_draws
+from lapwing.likelihoods.targets import aligned_targets, check_real_targets
+from tests.likelihoods.fakes import random_latent
+
+F64 = torch.float64
+
+
+@dataclass(frozen=True)
+class Poisson(NoiselessLikelihood):
+    """Counts with a log link, ``y ~ Poisson(e^f)``, from the protocol alone."""
+
+    name: ClassVar[str] = "poisson"
+    links: ClassVar[tuple] = (SampledLink,)
+    default_link: ClassVar[SampledLink] = SampledLink()
+
+    def check(self, outputs, targets):
+        check_real_targets("Poisson", outputs.shape, outputs.device, targets)
+
+    def log_prob(self, outputs, targets):
+        return dist.Poisson(outputs.exp()).log_prob(aligned_targets("Poisson", outputs, targets)).sum(-1)
+
+    def fisher_root(self, outputs):
+        return torch.diag_embed((0.5 * outputs).exp())
+
+    def sampled_fisher_root(self, outputs, generator):
+        return (torch.poisson(outputs.exp(), generator) - outputs.exp()).unsqueeze(-1)
+
+    def predict(self, latent, link=None, generator=None):
+        draws = latent_draws(latent, self.choose_link(latent, link).draws, generator).transpose(0, 1)
+        return MixturePrediction(dist.Independent(dist.Poisson(draws.exp()), 1))
+
+
+def outputs_and_targets(likelihood, batch=5, size=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    outputs = torch.randn(batch, size, generator=generator, dtype=F64)
+    if likelihood.name == "categorical":
+        return outputs, torch.randint(size, (batch,), generator=generator)
+    if likelihood.name == "poisson":
+        return outputs, torch.poisson(outputs.exp(), generator)
+    return outputs, torch.randn(batch, size, generator=generator, dtype=F64)
+
+
+ALL = pytest.mark.parametrize("likelihood", [Gaussian(0.3), Categorical(), Poisson()], ids=lambda value: value.name)
+
+
+def expected_hessian(likelihood, output):
+    """E_{y~p(y|f)}[-∂² log p(y|f)] at one output (C,), over every label or integers around the mean."""
+
+    def hessian(target):
+        return torch.autograd.functional.hessian(lambda f: -likelihood.log_prob(f[None], target)[0], output)
+
+    if likelihood.name == "categorical":
+        probs = output.softmax(-1)
+        return sum(p * hessian(torch.tensor([label])) for label, p in enumerate(probs))
+    centre = output.exp() if likelihood.name == "poisson" else output
+    # these Hessians are affine in y, so their average over y is their value at its mean, reached here from integers
+    low, high = centre.floor(), centre.floor() + 1
+    result = torch.zeros(len(output), len(output), dtype=F64)
+    for c in range(len(output)):
+        weight = (centre - low)[c]
+        result[c] = (1 - weight) * hessian(low[None])[c] + weight * hessian(high[None])[c]
+    return result
+
+
+@ALL
+def test_fisher_root_is_a_root_of_the_expected_hessian(likelihood):
+    outputs, _ = outputs_and_targets(likelihood)
+    root = likelihood.fisher_root(outputs)
+    fisher = likelihood.curvature_scale * root @ root.mT
+    torch.testing.assert_close(fisher, torch.stack([expected_hessian(likelihood, output) for output in outputs]))
+
+
+@ALL
+def test_sampled_root_has_the_right_expectation(likelihood):
+    """100 000 draws; the tolerance is six standard errors of what was drawn, entry by entry."""
+    outputs, _ = outputs_and_targets(likelihood, batch=2)
+    many = outputs.repeat_interleave(100_000, 0)
+    column = likelihood.sampled_fisher_root(many, torch.Generator().manual_seed(1))
+    assert column.shape == (200_000, 3, 1)
+    products = (column @ column.mT).reshape(2, 100_000, 3, 3)
+    root = likelihood.fisher_root(outputs)
+    error = (products.mean(1) - root @ root.mT).abs()
+    assert (error <= 6 * products.std(1) / math.sqrt(100_000) + 1e-12).all()
+
+
+@ALL
+def test_sampled_root_repeats_with_its_seed(likelihood):
+    outputs, _ = outputs_and_targets(likelihood)
+    first, second = (likelihood.sampled_fisher_root(outputs, torch.Generator().manual_seed(5)) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_gaussian_log_prob_integrates_to_one():
+    likelihood, outputs = Gaussian(0.3), torch.tensor([[0.7]], dtype=F64)
+    density = lambda y: float(likelihood.log_prob(outputs, torch.tensor([y], dtype=F64)).exp())  # noqa: E731
+    assert quad(density, -6, 7, epsabs=1e-12)[0] == pytest.approx(1, abs=1e-9)
+    torch.testing.assert_close(
+        likelihood.log_prob(torch.zeros(1, 4, dtype=F64), torch.ones(1, 4, dtype=F64)),
+        dist.Normal(torch.zeros(4, dtype=F64), math.sqrt(0.3)).log_prob(torch.ones(4, dtype=F64)).sum()[None],
+    )
+
+
+def test_categorical_log_prob_sums_to_one():
+    outputs, _ = outputs_and_targets(Categorical())
+    total = sum(Categorical().log_prob(outputs, torch.full((5,), label)).exp() for label in range(3))
+    torch.testing.assert_close(total, torch.ones(5, dtype=F64))
+
+
+@ALL
+def test_statistics_add_over_batches_and_give_the_log_likelihood(likelihood):
+    outputs, targets = outputs_and_targets(likelihood, batch=11)
+    whole = likelihood.statistics(outputs, targets)
+    parts = [likelihood.statistics(f, y) for f, y in zip(outputs.split(4), targets.split(4), strict=True)]
+    added = {key: sum(part[key] for part in parts) for key in whole}
+    assert all(value.dtype == F64 and value.shape == () for value in whole.values())
+    for statistics in (whole, added):
+        total = likelihood.log_likelihood(statistics)
+        torch.testing.assert_close(total, likelihood.log_prob(outputs, targets).sum())
+
+
+def test_gaussian_statistics_serve_every_noise():
+    outputs, targets = outputs_and_targets(Gaussian())
+    statistics = Gaussian().statistics(outputs, targets)
+    for variance in (0.01, 1.0, 7.0):
+        likelihood = Gaussian().with_noise_variance(variance)
+        torch.testing.assert_close(likelihood.log_likelihood(statistics), likelihood.log_prob(outputs, targets).sum())
+
+
+@ALL
+def test_statistics_are_float64_sums_of_half_precision_outputs(likelihood):
+    outputs, targets = outputs_and_targets(likelihood)
+    statistics = likelihood.statistics(outputs.bfloat16(), targets)
+    assert all(value.dtype == F64 for value in statistics.values())
+
+
+@pytest.mark.parametrize("likelihood", [Gaussian(0.3), Categorical()], ids=lambda value: value.name)
+def test_roots_keep_the_dtype_of_the_outputs_and_log_probs_do_not(likelihood):
+    outputs, targets = outputs_and_targets(likelihood)
+    outputs = outputs.bfloat16()
+    assert likelihood.fisher_root(outputs).dtype == torch.bfloat16
+    assert likelihood.sampled_fisher_root(outputs, torch.Generator().manual_seed(0)).dtype == torch.bfloat16
+    assert likelihood.log_prob(outputs, targets).dtype == torch.float32
+
+
+def test_categorical_root_is_finite_and_differentiable_at_certainty():
+    outputs = torch.tensor([[500.0, 0.0, -500.0]], requires_grad=True)
+    root = Categorical().fisher_root(outputs)
+    root.square().sum().backward()
+    assert root.isfinite().all()
+    assert outputs.grad.isfinite().all()
+
+
+def test_noise_variance():
+    assert Gaussian().noise_variance is None
+    assert Gaussian(0.25).curvature_scale == 4.0
+    assert Gaussian().with_noise_variance(0.5) == Gaussian(0.5)
+    assert Gaussian(0.5).with_noise_variance(None) == Gaussian()
+    assert Categorical().noise_variance is None
+    assert Categorical().curvature_scale == 1.0
+    assert Categorical().with_noise_variance(None) == Categorical()
+    with pytest.raises(LapwingError, match=r"categorical .* no noise variance, found noise_variance=0.1"):
+        Categorical().with_noise_variance(0.1)
+    for bad in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(LapwingError, match=r"positive finite .* write Gaussian\(noise_variance=0.1\)"):
+            Gaussian(bad)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda g: g.curvature_scale,
+        lambda g: g.log_prob(torch.zeros(1, 1), torch.zeros(1)),
+        lambda g: g.log_likelihood(g.statistics(torch.zeros(1, 1), torch.zeros(1))),
+        lambda g: g.predict(random_latent()),
+    ],
+)
+def test_untuned_noise_is_refused_where_a_number_is_needed(use):
+    with pytest.raises(
+        LapwingError, match=r"noise_variance=None \(to be tuned\); write Gaussian\(noise_variance=0.1\)"
+    ):
+        use(Gaussian())
+
+
+def test_resolve():
+    assert resolve("gaussian") == Gaussian()
+    assert resolve("categorical") == Categorical()
+    poisson = Poisson()
+    assert resolve(poisson) is poisson
+    with pytest.raises(LapwingError, match=r'"categorical", "gaussian".*found \'softmax\''):
+        resolve("softmax")
+    with pytest.raises(LapwingError, match=r"found the class Gaussian; write `Gaussian\(\)`"):
+        resolve(Gaussian)
+    with pytest.raises(LapwingError, match="found 3"):
+        resolve(3)
+
+
+def test_likelihood_is_abstract():
+    for kind in (Likelihood, NoiselessLikelihood):
+        with pytest.raises(TypeError, match="abstract"):
+            kind()
+
+
+def test_an_added_likelihood_predicts():
+    """Poisson: the mean of y is ``exp(m + v/2)`` under the latent Gaussian; 50 000 draws."""
+    latent = random_latent(size=1, scale=0.2)
+    prediction = Poisson().predict(latent, SampledLink(50_000))
+    exact = torch.exp(latent.mean + 0.5 * latent.variance)
+    torch.testing.assert_close(prediction.mean, exact, rtol=0.02, atol=0)
+    total = sum(prediction.log_prob(torch.full((4, 1), float(count))).exp() for count in range(80))
+    torch.testing.assert_close(total, torch.ones(4, dtype=F64), rtol=0, atol=1e-6)
+    prediction = Poisson().predict(latent)
+    state = torch.get_rng_state()
+    draws = prediction.sample(20_000)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert draws.shape == (20_000, 4, 1)
+    assert torch.equal(draws, prediction.sample(20_000))
+    torch.testing.assert_close(draws.mean(0), prediction.mean, rtol=0.05, atol=0)
+    torch.testing.assert_close(draws.var(0), prediction.variance, rtol=0.1, atol=0)

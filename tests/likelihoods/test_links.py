@@ -1,0 +1,175 @@
+"""Links against numerical integration of the softmax under the latent Gaussian."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy.integrate import quad
+
+from lapwing.errors import LapwingError
+from lapwing.likelihoods import Categorical, ExactLink, LaplaceBridge, Probit, SampledLink
+from lapwing.likelihoods import links as links_module
+from tests.likelihoods.fakes import FakeDraws, FakeLatent, MarginalLatent, gauss_hermite, random_latent
+
+F64 = torch.float64
+
+
+def integrated(latent, nodes=40):
+    """The exact probabilities, (B, C)."""
+    return torch.stack(
+        [
+            gauss_hermite(lambda f: f.softmax(-1), mean, covariance, nodes)
+            for mean, covariance in zip(latent.mean, latent.covariance, strict=True)
+        ]
+    )
+
+
+def test_the_integration_itself_agrees_with_quad_for_two_classes():
+    latent = random_latent(batch=3, size=2)
+    for mean, covariance, probs in zip(latent.mean, latent.covariance, integrated(latent), strict=True):
+        gap = float(mean[0] - mean[1])
+        std = math.sqrt(float(covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]))
+        density = lambda z, gap=gap, std=std: (  # noqa: E731
+            math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi) / (1 + math.exp(-gap - std * z))
+        )
+        assert float(probs[0]) == pytest.approx(quad(density, -12, 12, epsabs=1e-13)[0], abs=1e-9)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
+def test_sampled_link_is_unbiased(size, scale):
+    """200 000 draws: a standard error of at most 0.0011; five of them."""
+    latent = random_latent(size=size, scale=scale)
+    probs = SampledLink(draws=200_000).log_probs(latent).exp()
+    torch.testing.assert_close(probs, integrated(latent), atol=5.5e-3, rtol=0)
+    torch.testing.assert_close(probs.sum(-1), torch.ones(4, dtype=F64))
+
+
+@pytest.mark.parametrize(
+    ("size", "scale", "tolerance"), [(2, 0.1, 0.01), (2, 1.0, 0.05), (3, 0.1, 0.01), (3, 1.0, 0.05)]
+)
+def test_probit_approximates_independent_logits(size, scale, tolerance):
+    """The tolerance is the approximation's own, for logits of order 1 and variances up to ``scale``."""
+    latent = random_latent(batch=16, size=size)
+    variance = scale * torch.rand(16, size, generator=torch.Generator().manual_seed(1), dtype=F64)
+    latent = FakeLatent(latent.mean, torch.diag_embed(variance))
+    probs = Probit().log_probs(latent).exp()
+    torch.testing.assert_close(probs, integrated(latent), atol=tolerance, rtol=0)
+
+
+def test_probit_formula():
+    latent = random_latent()
+    variance = latent.covariance.diagonal(dim1=1, dim2=2)
+    expected = torch.softmax(latent.mean / torch.sqrt(1 + math.pi / 8 * variance), -1)
+    torch.testing.assert_close(Probit().log_probs(latent).exp(), expected)
+
+
+@pytest.mark.parametrize("size", [2, 3, 10])
+def test_bridge_inverts_the_bridge_of_a_dirichlet(size):
+    """Laplace's approximation of Dirichlet(α) in the softmax basis has ``f ~ N(log α, diag 1/α)`` up to a constant."""
+    alpha = 0.5 + 5 * torch.rand(6, size, generator=torch.Generator().manual_seed(0), dtype=F64)
+    latent = MarginalLatent(alpha.log() + 3.0, 1 / alpha)
+    torch.testing.assert_close(LaplaceBridge().concentration(latent), alpha)
+    torch.testing.assert_close(LaplaceBridge().log_probs(latent).exp(), alpha / alpha.sum(-1, keepdim=True))
+
+
+def test_bridge_formula():
+    """α_c = (1 - 2/C + e^{μ_c}/C² Σ e^{-μ_l}) / V_c with μ and V of the centred logits, by explicit projection."""
+    latent = random_latent(size=4)
+    variance = latent.covariance.diagonal(dim1=1, dim2=2)
+    centre = torch.eye(4, dtype=F64) - 0.25
+    mean = latent.mean @ centre
+    projected = (centre @ torch.diag_embed(variance) @ centre).diagonal(dim1=1, dim2=2)
+    alpha = (1 - 2 / 4 + mean.exp() / 16 * (-mean).exp().sum(-1, keepdim=True)) / projected
+    torch.testing.assert_close(LaplaceBridge().concentration(latent), alpha)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_bridge_approximates_where_a_dirichlet_fits(size):
+    """Within 0.1 for concentrations from 0.5 to 8, the bridge's own ground; the authors' conditioning is 0.2 off."""
+    alpha = 0.5 + 7.5 * torch.rand(12, size, generator=torch.Generator().manual_seed(2), dtype=F64)
+    latent = FakeLatent(alpha.log(), torch.diag_embed(1 / alpha))
+    torch.testing.assert_close(LaplaceBridge().log_probs(latent).exp(), integrated(latent), atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("link", [Probit(), LaplaceBridge()])
+def test_closed_links_read_mean_and_variance_only(link):
+    latent = MarginalLatent(torch.randn(2, 1000, generator=torch.Generator().manual_seed(0)), torch.ones(2, 1000))
+    logs = link.log_probs(latent)
+    assert logs.shape == (2, 1000)
+    torch.testing.assert_close(logs.exp().sum(-1), torch.ones(2))
+
+
+@pytest.mark.parametrize("link", [Probit(), LaplaceBridge(), SampledLink(64)])
+def test_links_keep_log_accuracy_where_probabilities_underflow(link):
+    mean = torch.tensor([[0.0, -60.0, -400.0]])
+    logs = link.log_probs(FakeLatent(mean, 1e-4 * torch.eye(3)[None]))
+    assert logs.isfinite().all()
+    assert logs.argmax(-1).item() == 0
+    if not isinstance(link, LaplaceBridge):
+        torch.testing.assert_close(
+            logs, mean.log_softmax(-1), atol=2e-2 if isinstance(link, SampledLink) else 1e-6, rtol=1e-3
+        )
+
+
+@pytest.mark.parametrize("link", [Probit(), LaplaceBridge()])
+def test_zero_variance_is_finite_and_ordered(link):
+    logs = link.log_probs(MarginalLatent(torch.tensor([[1.0, 0.0, -2.0]]), torch.zeros(1, 3)))
+    assert logs.isfinite().all()
+    assert logs[0].argsort(descending=True).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("link", [Probit(), LaplaceBridge(), SampledLink(16)])
+def test_links_are_differentiable_in_mean_and_covariance(link):
+    latent = random_latent(batch=2, size=3)
+
+    def log_probs(mean, root):
+        return link.log_probs(FakeLatent(mean, root @ root.mT))
+
+    root = torch.linalg.cholesky(latent.covariance)
+    assert torch.autograd.gradcheck(log_probs, (latent.mean.requires_grad_(), root.requires_grad_()))
+
+
+@pytest.mark.parametrize("link", [Probit(), LaplaceBridge(), SampledLink(8)])
+def test_half_precision_latents_are_worked_on_in_float32(link):
+    draws = torch.randn(8, 2, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    latent = FakeDraws(draws) if isinstance(link, SampledLink) else MarginalLatent(draws[0], draws[1].abs())
+    assert link.log_probs(latent).dtype == torch.float32
+
+
+def test_sampled_link_averages_the_weight_draws():
+    draws = torch.randn(7, 4, 3, generator=torch.Generator().manual_seed(0), dtype=F64)
+    prediction = Categorical().predict(FakeDraws(draws))
+    assert prediction.link == SampledLink()
+    torch.testing.assert_close(prediction.probs, draws.softmax(-1).mean(0))
+
+
+def test_chunks_do_not_change_the_average(monkeypatch):
+    draws = torch.randn(7, 4, 3, generator=torch.Generator().manual_seed(0), dtype=F64)
+    whole = SampledLink().log_probs(FakeDraws(draws))
+    monkeypatch.setattr(links_module, "_CHUNK_NUMBERS", 24)
+    torch.testing.assert_close(SampledLink().log_probs(FakeDraws(draws)), whole)
+
+
+def test_sampled_link_is_deterministic_without_a_generator():
+    latent = random_latent()
+    link = SampledLink(32)
+    assert torch.equal(link.log_probs(latent), link.log_probs(latent))
+    assert not torch.equal(link.log_probs(latent), link.log_probs(latent, torch.Generator().manual_seed(1)))
+
+
+def test_default_link_and_refused_links():
+    latent, draws = random_latent(), FakeDraws(torch.zeros(5, 4, 3))
+    assert Categorical().predict(latent).link == Probit()
+    with pytest.raises(
+        LapwingError, match=r"categorical .* weight draws .* link=Probit\(\); write link=SampledLink\(\)"
+    ):
+        Categorical().predict(draws, Probit())
+    with pytest.raises(LapwingError, match=r"a Gaussian latent .*Probit\(\) or LaplaceBridge\(\) or SampledLink\(\)"):
+        Categorical().predict(latent, ExactLink())
+    with pytest.raises(LapwingError, match=r"Probit \(a class, not an instance\)"):
+        Categorical().predict(latent, Probit)
+    with pytest.raises(LapwingError, match=r"at least 1 draw, found draws=0"):
+        SampledLink(0)

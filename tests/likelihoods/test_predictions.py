@@ -1,0 +1,335 @@
+"""Predictions against brute force, integration and torch.distributions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy.integrate import dblquad, quad
+from scipy.stats import multivariate_normal
+
+from lapwing.errors import LapwingError
+from lapwing.likelihoods import Categorical, ClassPrediction, Gaussian, LaplaceBridge, Prediction, Probit, SampledLink
+from lapwing.likelihoods.mixtures import mixture_quantile
+from tests.likelihoods.fakes import (
+    FakeDraws,
+    FakeLatent,
+    MarginalLatent,
+    gauss_hermite,
+    joint_latent,
+    random_latent,
+)
+
+F64 = torch.float64
+
+
+def some_draws(count=9, batch=3, size=2, seed=0, joint=False):
+    generator = torch.Generator().manual_seed(seed)
+    return FakeDraws(2 * torch.randn(count, batch, size, generator=generator, dtype=F64), joint)
+
+
+# ---- classes
+
+
+def test_class_prediction_numbers():
+    latent = random_latent(batch=5)
+    prediction = Categorical().predict(latent)
+    probs = prediction.probs
+    assert isinstance(prediction, Prediction)
+    torch.testing.assert_close(probs.sum(-1), torch.ones(5, dtype=F64))
+    torch.testing.assert_close(prediction.confidence, probs.max(-1).values)
+    assert torch.equal(prediction.classes, probs.argmax(-1))
+    reference = prediction.distribution()
+    torch.testing.assert_close(prediction.entropy(), reference.entropy())
+    labels = torch.tensor([0, 1, 2, 1, 0])
+    torch.testing.assert_close(prediction.log_prob(labels), reference.log_prob(labels))
+    assert "5 inputs, 3 classes, link=Probit()" in repr(prediction)
+
+
+def test_entropy_is_finite_at_certainty():
+    latent = MarginalLatent(torch.tensor([[300.0, 0.0]], requires_grad=True), torch.zeros(1, 2))
+    entropy = Categorical().predict(latent).entropy()
+    entropy.sum().backward()
+    assert entropy.item() == pytest.approx(0, abs=1e-6)
+    assert latent.mean.grad.isfinite().all()
+
+
+def test_labels_are_drawn_with_their_probabilities():
+    """40 000 draws: a standard error of at most 0.0025; five of them."""
+    prediction = Categorical().predict(random_latent())
+    labels = prediction.sample(40_000)
+    assert labels.shape == (40_000, 4)
+    assert labels.dtype == torch.int64
+    assert torch.equal(labels, prediction.sample(40_000))
+    assert not torch.equal(labels, prediction.sample(40_000, torch.Generator().manual_seed(1)))
+    frequencies = torch.nn.functional.one_hot(labels, 3).double().mean(0)
+    torch.testing.assert_close(frequencies, prediction.probs, atol=0.0125, rtol=0)
+
+
+def test_labels_of_a_joint_latent_are_drawn_together():
+    """Two inputs with one and the same uncertain logits: labels agree more often than independent ones would."""
+    block = 4 * torch.eye(2, dtype=F64)
+    covariance = block[None, :, None, :].expand(2, 2, 2, 2) + 1e-6 * torch.eye(4, dtype=F64).reshape(2, 2, 2, 2)
+    latent = FakeLatent(torch.zeros(2, 2, dtype=F64), covariance, joint=True)
+    labels = Categorical().predict(latent).sample(20_000)
+    agreement = (labels[:, 0] == labels[:, 1]).double().mean()
+    exact = gauss_hermite(lambda f: f.softmax(-1).square().sum(-1), torch.zeros(2, dtype=F64), block)
+    assert labels.shape == (20_000, 2)
+    assert float(agreement) == pytest.approx(float(exact), abs=0.018)
+    assert float(exact) > 0.6
+
+
+@pytest.mark.parametrize("link", [Probit(), LaplaceBridge(), SampledLink(16)])
+def test_mutual_information_of_a_gaussian_latent_against_integration(link):
+    """20 000 draws against Gauss-Hermite, whatever the link; stated tolerance 0.01 nats."""
+    latent = random_latent(size=2, scale=2.0)
+    information = Categorical().predict(latent, link).mutual_information(draws=20_000)
+
+    def entropy(probs):
+        return torch.special.entr(probs).sum(-1)
+
+    for value, mean, covariance in zip(information, latent.mean, latent.covariance, strict=True):
+        average = gauss_hermite(lambda f: f.softmax(-1), mean, covariance)
+        inside = gauss_hermite(lambda f: entropy(f.softmax(-1)), mean, covariance)
+        assert float(value) == pytest.approx(float(entropy(average) - inside), abs=0.01)
+
+
+def test_mutual_information_of_weight_draws_against_brute_force():
+    latent = some_draws(size=3)
+    information = Categorical().predict(latent).mutual_information()
+    probs = latent.draws.softmax(-1)
+    for b in range(3):
+        mean = probs[:, b].mean(0)
+        brute = sum(float((p * (p / mean).log()).sum()) for p in probs[:, b]) / len(probs)
+        assert float(information[b]) == pytest.approx(brute, abs=1e-12)
+
+
+def test_mutual_information_limits_and_randomness():
+    latent = random_latent()
+    prediction = Categorical().predict(latent)
+    first = prediction.mutual_information(draws=64)
+    assert torch.equal(first, prediction.mutual_information(draws=64))
+    assert not torch.equal(first, prediction.mutual_information(draws=64, generator=torch.Generator().manual_seed(3)))
+    certain = FakeDraws(torch.zeros(4, 2, 3) + torch.tensor([5.0, 0.0, -80.0]))
+    assert (Categorical().predict(certain).mutual_information() < 1e-12).all()
+    assert (first >= 0).all()
+    assert (first <= math.log(3)).all()
+    with pytest.raises(LapwingError, match="draws=0"):
+        prediction.mutual_information(draws=0)
+    with pytest.raises(LapwingError, match="n=0"):
+        prediction.sample(0)
+
+
+def test_class_prediction_is_differentiable():
+    mean = random_latent().mean.requires_grad_()
+    variance = torch.rand(4, 3, dtype=F64).add(0.1).requires_grad_()
+
+    def numbers(mean, variance):
+        prediction = Categorical().predict(FakeLatent(mean, torch.diag_embed(variance)))
+        labels = torch.tensor([0, 1, 2, 0])
+        return (
+            prediction.confidence,
+            prediction.entropy(),
+            prediction.mutual_information(draws=8),
+            prediction.log_prob(labels),
+        )
+
+    assert torch.autograd.gradcheck(numbers, (mean, variance))
+
+
+def test_a_prediction_can_stand_on_log_probs_alone():
+    prediction = ClassPrediction(torch.zeros(2, 4).log_softmax(-1), None, Probit())
+    torch.testing.assert_close(prediction.entropy(), torch.full((2,), math.log(4)))
+
+
+# ---- regression, Gaussian latent
+
+
+def test_regression_moments_and_interval():
+    latent = random_latent()
+    prediction = Gaussian(0.3).predict(latent)
+    assert isinstance(prediction, Prediction)
+    torch.testing.assert_close(prediction.epistemic_variance, latent.variance)
+    torch.testing.assert_close(prediction.aleatoric_variance, torch.full((4, 3), 0.3, dtype=F64))
+    torch.testing.assert_close(prediction.variance, latent.variance + 0.3)
+    torch.testing.assert_close(prediction.std, (latent.variance + 0.3).sqrt())
+    lower, upper = prediction.interval(0.9)
+    normal = torch.distributions.Normal(prediction.mean, prediction.std)
+    torch.testing.assert_close(normal.cdf(lower), torch.full((4, 3), 0.05, dtype=F64))
+    torch.testing.assert_close(normal.cdf(upper), torch.full((4, 3), 0.95, dtype=F64))
+    assert "4 inputs, 3 outputs, noise_variance=0.3" in repr(prediction)
+    for level in (0.0, 1.0, 90):
+        with pytest.raises(LapwingError, match=r"between 0 and 1, found .*interval\(0.9\)"):
+            prediction.interval(level)
+
+
+def test_regression_moments_need_no_covariance():
+    prediction = Gaussian(0.3).predict(MarginalLatent(torch.zeros(2, 5), torch.ones(2, 5)))
+    assert prediction.interval()[0].shape == prediction.std.shape == (2, 5)
+    single = Gaussian(0.3).predict(MarginalLatent(torch.zeros(2, 1), torch.ones(2, 1)))
+    assert single.log_prob(torch.zeros(2)).shape == (2,)
+    assert single.distribution().batch_shape == (2,)
+
+
+def test_log_prob_uses_the_covariance_between_outputs():
+    latent, targets = random_latent(), torch.randn(4, 3, dtype=F64)
+    log_prob = Gaussian(0.3).predict(latent).log_prob(targets)
+    for b in range(4):
+        covariance = latent.covariance[b] + 0.3 * torch.eye(3, dtype=F64)
+        assert float(log_prob[b]) == pytest.approx(
+            multivariate_normal(latent.mean[b], covariance.numpy()).logpdf(targets[b])
+        )
+
+
+def test_log_prob_integrates_to_one():
+    one = Gaussian(0.3).predict(random_latent(batch=1, size=1))
+    mass = quad(lambda y: float(one.log_prob(torch.tensor([y], dtype=F64)).exp()), -15, 15)[0]
+    assert mass == pytest.approx(1, abs=1e-7)
+    two = Gaussian(0.3).predict(random_latent(batch=1, size=2))
+    density = lambda y, x: float(two.log_prob(torch.tensor([[x, y]], dtype=F64)).exp())  # noqa: E731
+    assert dblquad(density, -8, 8, -8, 8, epsabs=1e-4)[0] == pytest.approx(1, abs=1e-3)
+
+
+def test_log_prob_accepts_flat_targets_for_one_output_only():
+    prediction = Gaussian(0.3).predict(random_latent(size=1))
+    targets = torch.randn(4, dtype=F64)
+    torch.testing.assert_close(prediction.log_prob(targets), prediction.log_prob(targets[:, None]))
+    with pytest.raises(LapwingError, match=r"RegressionPrediction.log_prob accepts targets of shape \(4, 3\)"):
+        Gaussian(0.3).predict(random_latent()).log_prob(targets)
+
+
+def test_log_prob_survives_a_tiny_noise_in_float32():
+    """Two almost perfectly correlated outputs and σ² = 1e-4: float32 would lose the digits in its Cholesky factor."""
+    covariance = torch.tensor([[[1.0, 0.9999], [0.9999, 1.0]]])
+    targets = torch.tensor([[0.1, 0.11]])
+    value = Gaussian(1e-4).predict(FakeLatent(torch.zeros(1, 2), covariance)).log_prob(targets)
+    exact = multivariate_normal([0, 0], covariance[0].double().numpy() + 1e-4 * torch.eye(2).double().numpy())
+    assert value.dtype == torch.float32
+    assert float(value) == pytest.approx(exact.logpdf(targets[0].double()), rel=1e-5)
+
+
+def test_samples_have_the_predictive_covariance():
+    """100 000 draws: relative standard error of a covariance below 0.5 %; tolerance 0.05 on entries of order 1."""
+    latent = random_latent()
+    prediction = Gaussian(0.3).predict(latent)
+    draws = prediction.sample(100_000)
+    assert draws.shape == (100_000, 4, 3)
+    assert torch.equal(draws[:10], prediction.sample(100_000)[:10])
+    centred = draws - draws.mean(0)
+    covariance = torch.einsum("nbc,nbd->bcd", centred, centred) / 100_000
+    torch.testing.assert_close(draws.mean(0), latent.mean, atol=0.03, rtol=0)
+    torch.testing.assert_close(covariance, latent.covariance + 0.3 * torch.eye(3, dtype=F64), atol=0.05, rtol=0)
+
+
+def test_distribution_agrees_with_log_prob():
+    targets = torch.randn(4, 3, dtype=F64)
+    for size in (1, 3):
+        prediction = Gaussian(0.3).predict(random_latent(size=size))
+        reference = prediction.distribution()
+        torch.testing.assert_close(reference.log_prob(targets[:, :size]), prediction.log_prob(targets[:, :size]))
+        torch.testing.assert_close(reference.mean, prediction.mean)
+        torch.testing.assert_close(reference.variance, prediction.variance)
+
+
+def test_joint_latent_separate_log_probs_and_joint_distribution():
+    latent = joint_latent(batch=3, size=2)
+    prediction = Gaussian(0.3).predict(latent)
+    targets = torch.randn(3, 2, dtype=F64)
+    blocks = torch.stack([latent.covariance[b, :, b] for b in range(3)])
+    separate = Gaussian(0.3).predict(FakeLatent(latent.mean, blocks))
+    torch.testing.assert_close(prediction.log_prob(targets), separate.log_prob(targets))
+    whole = prediction.distribution()
+    assert whole.event_shape == (6,)
+    dense = latent.covariance.reshape(6, 6) + 0.3 * torch.eye(6, dtype=F64)
+    exact = multivariate_normal(latent.mean.flatten(), dense.numpy()).logpdf(targets.flatten())
+    assert float(whole.log_prob(targets.flatten())) == pytest.approx(exact)
+    draws = prediction.sample(100_000).flatten(1)
+    torch.testing.assert_close(draws.T.cov(), dense, atol=0.06, rtol=0)
+
+
+def test_regression_prediction_is_differentiable():
+    latent = random_latent()
+    root = torch.linalg.cholesky(latent.covariance).requires_grad_()
+    targets = torch.zeros(4, 3, dtype=F64)
+
+    def numbers(mean, root):
+        prediction = Gaussian(0.3).predict(FakeLatent(mean, root @ root.mT))
+        return (
+            prediction.mean,
+            prediction.std,
+            *prediction.interval(),
+            prediction.log_prob(targets),
+            prediction.sample(2),
+        )
+
+    assert torch.autograd.gradcheck(numbers, (latent.mean.requires_grad_(), root))
+
+
+# ---- regression, weight draws
+
+
+def test_mixture_log_prob_against_brute_force():
+    latent, targets = some_draws(), torch.randn(3, 2, dtype=F64)
+    prediction = Gaussian(0.3).predict(latent)
+    value = prediction.log_prob(targets)
+    for b in range(3):
+        densities = [multivariate_normal(draw[b], 0.3).pdf(targets[b]) for draw in latent.draws]
+        assert float(value[b]) == pytest.approx(math.log(sum(densities) / len(densities)))
+    torch.testing.assert_close(prediction.distribution().log_prob(targets), value)
+    far = prediction.log_prob(targets + 1e4)  # underflows outside log space
+    assert far.isfinite().all()
+
+
+def test_mixture_moments():
+    latent = some_draws()
+    prediction = Gaussian(0.3).predict(latent)
+    reference = prediction.distribution()
+    torch.testing.assert_close(prediction.mean, reference.mean)
+    torch.testing.assert_close(prediction.variance, reference.variance)
+
+
+@pytest.mark.parametrize("level", [0.5, 0.9, 0.999])
+@pytest.mark.parametrize("noise", [1e-4, 0.3, 10.0])
+def test_mixture_interval_is_exact(level, noise):
+    latent = some_draws()
+    lower, upper = Gaussian(noise).predict(latent).interval(level)
+
+    def below(y):
+        return torch.special.ndtr((y - latent.draws) / math.sqrt(noise)).mean(0)
+
+    torch.testing.assert_close(below(lower), torch.full((3, 2), 0.5 - 0.5 * level, dtype=F64), atol=1e-9, rtol=0)
+    torch.testing.assert_close(below(upper), torch.full((3, 2), 0.5 + 0.5 * level, dtype=F64), atol=1e-9, rtol=0)
+
+
+def test_mixture_interval_of_one_draw_is_gaussian():
+    draws = torch.randn(1, 3, 2, dtype=F64)
+    mixture = Gaussian(0.3).predict(FakeDraws(draws)).interval(0.8)
+    normal = Gaussian(0.3).predict(MarginalLatent(draws[0], torch.zeros(3, 2, dtype=F64))).interval(0.8)
+    torch.testing.assert_close(mixture, normal)
+
+
+def test_mixture_quantile_between_far_components_stays_in_its_bracket():
+    """Half the mass at -100 and half at 100: the median is anywhere between them, and must not leap away."""
+    draws = torch.tensor([-100.0, 100.0], dtype=F64).reshape(2, 1, 1)
+    assert abs(float(mixture_quantile(draws, 0.01, 0.5))) <= 100
+
+
+def test_mixture_numbers_are_differentiable():
+    latent = some_draws(count=4, batch=2, size=1)
+
+    def numbers(draws):
+        prediction = Gaussian(0.3).predict(FakeDraws(draws))
+        return prediction.mean, prediction.variance, *prediction.interval(), prediction.log_prob(torch.zeros(2))
+
+    assert torch.autograd.gradcheck(numbers, latent.draws.requires_grad_())
+
+
+def test_joint_draws_make_one_mixture_over_all_inputs():
+    latent = some_draws(joint=True)
+    prediction = Gaussian(0.3).predict(latent)
+    targets = torch.randn(3, 2, dtype=F64)
+    densities = [multivariate_normal(draw.flatten(), 0.3).pdf(targets.flatten()) for draw in latent.draws]
+    value = prediction.distribution().log_prob(targets.flatten())
+    assert float(value) == pytest.approx(math.log(sum(densities) / len(densities)))
+    assert prediction.sample(5).shape == (5, 3, 2)

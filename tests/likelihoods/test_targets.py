@@ -1,0 +1,102 @@
+"""Every label and target error: what it counts, where it points, and the line that it tells to write."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from lapwing.errors import LapwingError
+from lapwing.likelihoods import Categorical, ClassPrediction, Gaussian, Probit
+
+LABELS = [
+    # outputs' shape, labels, what the message must say
+    ((4, 3), torch.tensor([0, -100, 2, -100]), ["labels 0 to 2", "2 of 4", "index 1: -100", "keep = y != -100"]),
+    ((4, 3), torch.tensor([0, 1, -1, 2]), ["1 of 4", "index 2: -1", "keep = (y >= 0) & (y < 3)"]),
+    ((4, 3), torch.tensor([1, 2, 3, 3]), ["2 of 4", "index 2: 3", "y = y - 1"]),
+    ((4, 2), torch.tensor([-1, 1, 1, -1]), ["2 of 4", "index 0: -1", "y = (y + 1) // 2"]),
+    ((4, 3), torch.tensor([0, 7, 1, 2], dtype=torch.int32), ["1 of 4", "index 1: 7", "torch.int32", "features, 8)"]),
+    ((4, 3), torch.tensor([0.0, 1.0, 2.0, 0.0]), ["all 4", "torch.float32", "(4,)", "y.long()", '"gaussian"']),
+    ((4, 2), torch.tensor([True, False, True, True]), ["torch.bool", "y.long()"]),
+    ((4, 3), torch.tensor([0.0, float("nan"), 1.0, float("nan")]), ["2 of 4", "NaN", "index 1", "~y.isnan()"]),
+    ((4, 3), torch.tensor([[0], [1], [2], [0]]), ["(4,)", "(4, 1)", "torch.int64", "y.squeeze(1)"]),
+    ((4, 3), torch.eye(3)[[0, 1, 2, 0]], ["(4,)", "(4, 3)", "y.argmax(1)"]),
+    ((4, 3), torch.tensor([0, 1]), ["(4,)", "(2,)", "one label an input"]),
+    ((4, 1), torch.tensor([0, 1, 0, 1]), ["at least 2 outputs", "(4, 1)", "features, 2)"]),
+    ((4, 5, 3), torch.zeros(4, 5, dtype=torch.long), ["(4, 5, 3)", "(4, 5)", "f.reshape(-1, C)"]),
+    ((4, 3), torch.zeros(4, dtype=torch.long, device="meta"), ["cpu", "meta", 'y.to("cpu")']),
+    ((4, 3), [0, 1, 2, 0], ["list", "torch.as_tensor(y)"]),
+]
+TARGETS = [
+    ((4, 1), torch.tensor([0.0, float("nan"), 1.0, float("inf")]), ["2 of 4", "index 1: nan", "keep = y.isfinite()"]),
+    (
+        (4, 2),
+        torch.tensor([[0.0, 1], [1, float("inf")], [0, 0], [0, 0]]),
+        ["1 of 8", "(1, 1): inf", "isfinite().all(1)"],
+    ),
+    ((4, 2), torch.zeros(4), ["(4, 2)", "(4,)", "torch.float32", "torch.nn.Linear(features, 1)"]),
+    ((4, 3), torch.zeros(4, dtype=torch.long), ["(4, 3)", "(4,)", "torch.int64", '"categorical"']),
+    ((4, 1), torch.zeros(3, 1), ["(4, 1) or (4,)", "(3, 1)", "one target an output"]),
+    ((4, 1), torch.zeros(4, 2), ["(4, 1) or (4,)", "(4, 2)"]),
+    ((4, 1), torch.zeros(1, 4), ["(1, 4)", "y.T"]),
+    ((4, 2), torch.zeros(2, 4), ["(2, 4)", "y.T"]),
+    ((4, 6), torch.zeros(4, 2, 3), ["(4, 2, 3)", "y.reshape(len(y), 6)"]),
+    ((4, 1), torch.zeros(4, dtype=torch.bool), ["torch.bool", "y.float()"]),
+    ((4, 1), torch.zeros(4, dtype=torch.complex64), ["torch.complex64", "y.real"]),
+    ((4, 1), torch.zeros(4, device="meta"), ["meta", 'y.to("cpu")']),
+]
+
+
+def is_one_sentence(message: str) -> bool:
+    return message.endswith(".") and not re.search(r"\. [A-Z]", message)
+
+
+@pytest.mark.parametrize(("shape", "labels", "said"), LABELS)
+def test_label_errors(shape, labels, said):
+    with pytest.raises(LapwingError) as caught:
+        Categorical().check(torch.zeros(shape), labels)
+    message = str(caught.value)
+    assert message.startswith("Categorical")
+    assert all(part in message for part in said), message
+    assert is_one_sentence(message), message
+
+
+@pytest.mark.parametrize(("shape", "targets", "said"), TARGETS)
+def test_target_errors(shape, targets, said):
+    with pytest.raises(LapwingError) as caught:
+        Gaussian().check(torch.zeros(shape), targets)
+    message = str(caught.value)
+    assert message.startswith("Gaussian")
+    assert all(part in message for part in said), message
+    assert is_one_sentence(message), message
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_good_labels_pass_in_every_integer_dtype(dtype):
+    labels = torch.tensor([0, 2, 1], dtype=dtype)
+    Categorical().check(torch.zeros(3, 3), labels)
+    assert Categorical().log_prob(torch.zeros(3, 3), labels).shape == (3,)
+
+
+@pytest.mark.parametrize("targets", [torch.zeros(4), torch.zeros(4, 1), torch.zeros(4, dtype=torch.long)])
+def test_good_targets_pass(targets):
+    Gaussian().check(torch.zeros(4, 1), targets)
+
+
+def test_targets_never_broadcast_against_outputs():
+    outputs, targets = torch.arange(4.0)[:, None], torch.arange(4.0)
+    assert Gaussian(1.0).statistics(outputs, targets)["squared_error"] == 0
+    with pytest.raises(LapwingError, match=r"\(4, 2\)"):
+        Gaussian(1.0).log_prob(torch.zeros(4, 2), torch.zeros(4))
+
+
+def test_predictions_check_their_labels_too():
+    prediction = ClassPrediction(torch.zeros(2, 3).log_softmax(-1), None, Probit())
+    with pytest.raises(LapwingError, match="index 1: 5"):
+        prediction.log_prob(torch.tensor([0, 5]))
+
+
+def test_empty_batches_pass():
+    Categorical().check(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long))
+    Gaussian().check(torch.zeros(0, 1), torch.zeros(0))

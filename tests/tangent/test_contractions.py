@@ -1,0 +1,75 @@
+"""Every contraction of every network of the zoo against the dense Jacobian of `torch.func.jacrev`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lapwing import tangent as tn
+from tests import oracle
+from tests.zoo import ZOO
+
+EVERY = tn.matching("*")
+
+
+def survey(case, samples: int = 5, params=EVERY):
+    model = case.build()
+    x = case.inputs(samples, 1)
+    return model, x, tn.Tangent.survey(model, x, params)
+
+
+def dense(model, x, tangent) -> torch.Tensor:
+    """The oracle's Jacobian (B, C, P), columns in the order of the tangent's blocks."""
+    names = [name for block in tangent.blocks for name in block.parameters]
+    jacobian = oracle.jacobian(model, x, names)
+    sizes = [tangent.parameters[name].numel() for name in names]
+    parts = dict(zip(names, jacobian.split(sizes, -1), strict=True))
+    shaped = {n: p.unflatten(-1, tangent.parameters[n].shape) for n, p in parts.items()}
+    return torch.cat([block.join(shaped) for block in tangent.blocks], -1)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_rows_equal_jacrev(name):
+    model, x, tangent = survey(ZOO[name])
+    record = tangent.record(x)
+    expected = dense(model, x, tangent)
+    torch.testing.assert_close(record.rows(), expected, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(record.outputs, oracle.outputs(model, x).reshape(record.outputs.shape))
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_contractions_equal_dense_products(name):
+    case = ZOO[name]
+    model, x, tangent = survey(case)
+    other = case.inputs(3, 7)
+    u = torch.randn(5, case.outputs, 2, dtype=torch.float64)
+    for cotangents in (None, u):
+        record, second = tangent.record(x, cotangents), tangent.record(other)
+        for block in tangent.blocks:
+            jacobian = record[block.name]
+            rows = jacobian.rows()  # (B, R, P)
+            theirs = second[block.name]
+            weights = torch.rand(block.size, dtype=torch.float64) + 0.1
+            vectors = torch.randn(4, block.size, dtype=torch.float64)
+            weighted = (rows * weights) @ rows.mT
+            flat = rows.flatten(0, 1)
+            close = lambda found, wanted: torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)  # noqa: E731
+            close(jacobian.weighted_gram(weights), weighted)
+            factor = jacobian.weighted_factor(weights)
+            if factor is not None:
+                close(factor @ factor.mT, weighted)
+            close(jacobian.squared_sum(), rows.square().sum((0, 1)))
+            close(jacobian.squared_norm(), rows.square().sum())
+            close(jacobian.sum_rows(), rows.sum(0))
+            close(jacobian.jvp(vectors), rows @ vectors.T)
+            close(jacobian.joint_weighted_gram(weights).flatten(2).flatten(0, 1), (flat * weights) @ flat.T)
+            close(jacobian.gram(theirs).flatten(2).flatten(0, 1), flat @ theirs.rows().flatten(0, 1).T)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "attention", "vit", "tied"])
+def test_chunks_and_order_do_not_matter(name):
+    case = ZOO[name]
+    _, x, tangent = survey(case, 7)
+    whole = tangent.record(x).rows()
+    small = torch.cat([tangent.record(c).rows() for _, c in tn.network.batches.chunks(x, 3)])
+    torch.testing.assert_close(small, whole, rtol=1e-9, atol=1e-11)

@@ -1,0 +1,200 @@
+"""Checks of the zoo and of the oracle by themselves, without the library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import oracle
+from tests.zoo import ZOO, Case
+
+B = 3
+cases = pytest.mark.parametrize("case", ZOO.values(), ids=ZOO.keys())
+
+
+def _combine(combine: Callable[[Tensor, Tensor], Tensor], x: Any, z: Any) -> Any:
+    """Apply a function of two tensors to two batches of one structure."""
+    if isinstance(x, Tensor):
+        return combine(x, z)
+    if isinstance(x, dict):
+        return {key: combine(x[key], z[key]) for key in x}
+    return tuple(map(combine, x, z))
+
+
+def _close(actual: Tensor, expected: Tensor, rtol: float = 1e-12, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+def _hessian(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
+    """Compute a Hessian by reverse mode over reverse mode (`torch.func.hessian` warns: forward mode uses torch.jit)."""
+    return torch.func.jacrev(torch.func.jacrev(function))(at)
+
+
+def _direction(model: nn.Module, seed: int) -> Tensor:
+    """Random unit direction over the parameters, zero on padding rows, which take no gradient by convention: (P,)."""
+    names = oracle.unique_parameter_names(model)
+    direction = torch.randn(len(oracle.flat_parameters(model)), generator=torch.Generator().manual_seed(seed)).double()
+    for name, where in oracle.parameter_slices(model, names).items():
+        module = oracle.uncompiled(model).get_submodule(name.rpartition(".")[0])
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            direction[where].view_as(module.weight)[module.padding_idx] = 0
+    return direction / direction.norm()
+
+
+def _moved_outputs(case: Case, x: Any, step: Tensor) -> Tensor:
+    """Compute the outputs of a fresh model whose parameters moved by a step (P,), without `functional_call`."""
+    model = case.build()
+    named = dict(oracle.uncompiled(model).named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, where in oracle.parameter_slices(model).items():
+            named[name] += step[where].view_as(named[name])
+    return oracle.outputs(model, x)
+
+
+@cases
+def test_build_is_deterministic_and_leaves_the_global_generator_alone(case: Case) -> None:
+    state = torch.get_rng_state()
+    first, second = case.build(), case.build()
+    assert torch.equal(torch.get_rng_state(), state)
+    _close(oracle.flat_parameters(first), oracle.flat_parameters(second), rtol=0, atol=0)
+    assert not any(module.training for module in first.modules())
+    tensors = [*first.parameters(), *first.buffers()]
+    assert all(tensor.dtype == torch.float64 for tensor in tensors if tensor.is_floating_point())
+    assert 20 <= len(oracle.flat_parameters(first)) <= 2500
+
+
+@cases
+def test_forward_is_repeatable_and_has_the_stated_shapes(case: Case) -> None:
+    model, x = case.build(), case.inputs(B, 0)
+    reference = oracle.outputs(model, x)
+    assert reference.shape == (B, case.outputs)
+    assert reference.dtype == torch.float64
+    assert torch.isfinite(reference).all()
+    assert reference.std() > 1e-3
+    with torch.no_grad():
+        _close(oracle.call(model, x), reference, rtol=1e-10, atol=1e-10)  # default kernels, fused paths
+        _close(oracle.call(model, x), oracle.call(model, x), rtol=0, atol=0)
+        if case.squeezed:
+            assert model(x).shape == (B,)
+    y = case.targets(B, 0)
+    assert torch.equal(y, case.targets(B, 0))
+    if case.classification:
+        assert y.dtype == torch.int64
+        assert y.shape == (B,)
+        assert 0 <= y.min() <= y.max() < case.outputs
+    else:
+        assert y.dtype == torch.float64
+        assert y.shape == ((B,) if case.squeezed else (B, case.outputs))
+
+
+@cases
+def test_samples_are_independent_and_inputs_unchanged(case: Case) -> None:
+    model, x, other = case.build(), case.inputs(B, 0), case.inputs(B, 1)
+    before = _combine(lambda a, _: a.clone(), x, x)
+    mixed = _combine(lambda a, b: torch.cat([a[:1], b[1:]]), x, other)
+    f, f_mixed = oracle.outputs(model, x), oracle.outputs(model, mixed)
+    _close(f_mixed[0], f[0])
+    assert not torch.allclose(f_mixed[1:], f[1:])
+    _close(oracle.outputs(model, oracle.take(x, slice(0, 1))), f[:1])
+    _combine(lambda a, b: _close(a, b, rtol=0, atol=0), x, before)
+
+
+@cases
+def test_jacobian_agrees_with_central_differences(case: Case) -> None:
+    model, x = case.build(), case.inputs(B, 0)
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    before = oracle.flat_parameters(model)
+    J = oracle.jacobian(model, x)
+    assert J.shape == (B, case.outputs, len(before))
+    direction, step = _direction(model, 7), 1e-5
+    difference = (_moved_outputs(case, x, step * direction) - _moved_outputs(case, x, -step * direction)) / (2 * step)
+    derivative = J @ direction  # (B, C)
+    assert (derivative - difference).norm() < 1e-5 * difference.norm()
+    assert [parameter.requires_grad for parameter in model.parameters()] == flags
+    _close(oracle.flat_parameters(model), before, rtol=0, atol=0)
+
+
+def test_jacobian_follows_the_given_names_and_forward() -> None:
+    case = ZOO["mlp"]
+    model, x = case.build(), case.inputs(B, 0)
+    J, where = oracle.jacobian(model, x), oracle.parameter_slices(model)
+    chosen = torch.cat([J[..., where["4.bias"]], J[..., where["0.weight"]]], 2)
+    _close(oracle.jacobian(model, x, ["4.bias", "0.weight"]), chosen)
+    _close(oracle.jacobian(model, x, forward=lambda m, z: 2 * m(z)[:, :1]), 2 * J[:, :1])
+
+
+def test_names_count_tied_parameters_once_and_ignore_compilation() -> None:
+    tied = oracle.unique_parameter_names(ZOO["tied"].build())
+    assert tied == ["embedding.weight", "mix.weight", "mix.bias", "head.bias"]
+    assert oracle.unique_parameter_names(ZOO["compiled"].build()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert oracle.unique_parameter_names(ZOO["frozen_trunk"].build(), trainable_only=True) == ["2.weight", "2.bias"]
+    assert oracle.unique_parameter_names(ZOO["all_frozen"].build(), trainable_only=True) == []
+
+
+def test_fast_path_switch_is_restored_after_an_exception() -> None:
+    before = torch.backends.mha.get_fastpath_enabled()
+
+    def fail() -> None:
+        with oracle.reference_kernels():
+            assert not torch.backends.mha.get_fastpath_enabled()
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fail()
+    assert torch.backends.mha.get_fastpath_enabled() == before
+
+
+def test_softmax_fisher_is_the_hessian_of_the_cross_entropy() -> None:
+    f = ZOO["mlp"].inputs(B, 0)
+    for logits, block in zip(f, oracle.softmax_fisher(f), strict=True):
+        _close(block, _hessian(lambda z: -torch.log_softmax(z, 0)[1], logits))
+
+
+def test_ggn_of_a_linear_model_is_the_hessian_of_its_loss() -> None:
+    model = nn.Linear(3, 2).double()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+    y = torch.tensor([0, 1, 1, 0, 1])
+
+    def loss(theta: Tensor) -> Tensor:
+        return -oracle.categorical_log_likelihood(x @ theta[:6].view(2, 3).T + theta[6:], y)
+
+    G = oracle.ggn(oracle.jacobian(model, x), oracle.softmax_fisher(oracle.outputs(model, x)))
+    _close(G, _hessian(loss, oracle.flat_parameters(model)))
+
+
+def test_linear_regression_has_its_closed_form_evidence_and_predictive_covariance() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    y = torch.randn(6, 1, generator=generator, dtype=torch.float64)
+    noise, delta = 0.3, 0.5 + torch.rand(4, generator=generator, dtype=torch.float64)
+    mean0 = torch.full((4,), 0.2, dtype=torch.float64)
+    model = nn.Linear(4, 1, bias=False).double()
+    J = oracle.jacobian(model, x)
+    G = oracle.ggn(J, oracle.gaussian_fisher(y, noise))
+    Sigma = oracle.laplace_covariance(G, delta)
+    mode = Sigma @ (x.T @ y[:, 0] / noise + delta * mean0)
+    with torch.no_grad():
+        model.weight.copy_(mode[None])
+    likelihood = oracle.gaussian_log_likelihood(oracle.outputs(model, x), y, noise)
+    kernel = x @ torch.diag(1 / delta) @ x.T
+    observed = kernel + noise * torch.eye(6, dtype=torch.float64)
+    marginal = torch.distributions.MultivariateNormal(x @ mean0, observed).log_prob(y[:, 0])
+    _close(oracle.evidence(likelihood, mode, G, delta, mean0), marginal)
+    expected = kernel - kernel @ torch.linalg.solve(observed, kernel)  # Gaussian-process posterior
+    _close(oracle.joint_output_covariance(J, Sigma)[:, 0, :, 0], expected)
+    _close(oracle.output_covariance(J, Sigma)[:, 0, 0], expected.diag())
+
+
+def test_padding_row_is_used_but_has_no_gradient() -> None:
+    case = ZOO["embedding_bag_of_tokens"]
+    model, x = case.build(), case.inputs(B, 0)
+    assert (x == 0).any()
+    assert max(torch.bincount(x[0])) > 1  # a token repeats within a sample
+    J = oracle.jacobian(model, x)[..., oracle.parameter_slices(model)["embedding.weight"]].reshape(B, 3, -1, 5)
+    assert J[:, :, 0].abs().max() == 0
+    assert J[:, :, 1:].abs().max() > 0
