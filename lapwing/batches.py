@@ -56,12 +56,14 @@ def inputs_of(batch: Any) -> Any:
         return batch
     if isinstance(batch, Mapping):
         return {key: value for key, value in batch.items() if key not in LABEL_KEYS}
+    if isinstance(batch, (tuple, list)) and len(batch) == 1:
+        return batch[0]
     return split(batch)[0]
 
 
 def is_loader(x: Any) -> bool:
-    """Tells a loader (an iterable of batches) from one batch of inputs (tensors in a tensor, list, tuple or mapping)."""
-    return not isinstance(x, (Tensor, Mapping, tuple, list)) and hasattr(x, "__iter__")
+    """Tells a loader (a list or another iterable of batches) from one batch of inputs (a tensor, tuple or mapping)."""
+    return not isinstance(x, (Tensor, Mapping, tuple)) and hasattr(x, "__iter__")
 
 
 def _tree(inputs: Any) -> Any:
@@ -84,7 +86,7 @@ def size(inputs: Any) -> int:
     )
 
 
-def take(inputs: Any, rows: slice) -> Any:
+def take(inputs: Any, rows: slice | Tensor) -> Any:
     """Returns the samples `rows` of every tensor whose first dimension is the batch; the rest is passed on as it is."""
     count = size(inputs)
 

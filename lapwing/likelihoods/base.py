@@ -69,6 +69,15 @@ class Likelihood(ABC):
     def noise_variance(self) -> float | None:
         """σ², or None where there is none or it is still to be tuned."""
 
+    @property
+    @abstractmethod
+    def needs_noise(self) -> bool:
+        """Whether there is a σ² and it is still to be tuned."""
+
+    @abstractmethod
+    def residual_variance(self, statistics: dict[str, Tensor]) -> float | None:
+        """Return the σ² of highest likelihood for added statistics, where tuning starts; None where there is none."""
+
     @abstractmethod
     def with_noise_variance(self, noise_variance: float | None) -> Likelihood:
         """Return the likelihood at another σ²."""
@@ -137,6 +146,15 @@ class NoiselessLikelihood(Likelihood):
     @property
     def noise_variance(self) -> None:
         """None: there is no noise variance."""
+        return
+
+    @property
+    def needs_noise(self) -> bool:
+        """False: there is nothing to tune."""
+        return False
+
+    def residual_variance(self, statistics: dict[str, Tensor]) -> None:
+        """Return None: there is no noise variance."""
         return
 
     def with_noise_variance(self, noise_variance: float | None) -> Likelihood:

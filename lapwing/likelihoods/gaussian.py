@@ -104,6 +104,15 @@ class Gaussian(Likelihood):
         """
         return 1.0 / self._set_noise("curvature_scale")
 
+    @property
+    def needs_noise(self) -> bool:
+        """Whether σ² is None."""
+        return self.noise_variance is None
+
+    def residual_variance(self, statistics: dict[str, Tensor]) -> float:
+        """Return the mean squared residual."""
+        return max(float(statistics["squared_error"] / statistics["count"]), 1e-12)
+
     def with_noise_variance(self, noise_variance: float | None) -> Gaussian:
         """Return a Gaussian with another σ²; None is "to be tuned"."""
         return Gaussian(noise_variance)

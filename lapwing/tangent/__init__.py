@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from .blocks import Block, Matrix, Vectors, join, split
 from .jacobian import BlockJacobian, Rows
-from .network import Record, Tangent
+from .network import Record, Tangent, coverage
 from .outer import Outer, SharedOuter
 from .probe import Coverage
 from .selection import LastLayer, Predicate, everything, last_layer, matching
 
 __all__ = [
     "Block", "BlockJacobian", "Coverage", "LastLayer", "Matrix", "Outer", "Predicate", "Record", "Rows", "SharedOuter",
-    "Tangent", "Vectors", "everything", "join", "last_layer", "matching", "split",
+    "Tangent", "Vectors", "coverage", "everything", "join", "last_layer", "matching", "split",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,13 @@ class Block:
     family: str
     matrix: Matrix | None = None
     bias: bool = False
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Block:
+        """Rebuilds a block from `dataclasses.asdict`, with its lists as tuples again."""
+        matrix = None if data["matrix"] is None else Matrix(**data["matrix"])
+        shapes = tuple(tuple(shape) for shape in data["shapes"])
+        return cls(data["name"], tuple(data["parameters"]), shapes, data["family"], matrix, data["bias"])
 
     @property
     def size(self) -> int:

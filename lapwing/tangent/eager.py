@@ -6,6 +6,7 @@ The mode is local to the thread and to the `with` block; no global flag is touch
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -69,8 +70,15 @@ class EagerMode(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+def without_compiled() -> contextlib.AbstractContextManager[None]:
+    """Runs the block with compiled modules run eagerly; costs nothing in a process that never compiled."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
 @contextlib.contextmanager
 def eager_math() -> Iterator[None]:
     """Runs the block with `EagerMode` and without compiled submodules."""
-    with torch.compiler.set_stance("force_eager"), EagerMode():
+    with without_compiled(), EagerMode():
         yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -20,13 +20,12 @@ from ..batches import Forward
 from ..errors import LapwingError
 from ..numerics import accumulation_dtype
 from .blocks import Block
-from .eager import uncompiled
+from .eager import uncompiled, without_compiled
 from .jacobian import BlockJacobian, Rows, SumOfUses
-from .layers import BatchAxis
 from .layers.embedding import OneHot
 from .layers.generic import per_sample_rows
 from .outer import Outer, SharedOuter
-from .probe import Coverage, Plan, check_mode, probe
+from .probe import Coverage, Covered, Plan, check_mode, probe
 from .record import Noted, output_gradients, run, wants_gradient
 from .selection import LastLayer, Predicate, everything
 
@@ -100,6 +99,33 @@ class Tangent:
         surveyed = probe(model, parameters, inputs, params, forward)
         return cls(model, forward, surveyed.blocks, surveyed.plan, surveyed.coverage, surveyed.outputs, memory)
 
+    def to_json(self) -> dict[str, Any]:
+        """Returns everything but the network and the budget, as JSON."""
+        return {"blocks": [asdict(b) for b in self.blocks], "plan": self.plan.to_json(), "outputs": self.outputs,
+                "coverage": [asdict(line) for line in self.coverage.lines]}  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any], model: nn.Module, forward: Forward | None, memory: int | None) -> Tangent:
+        """Rebuilds the tangent around a network, without running it.
+
+        Raises:
+            LapwingError: if the network lacks one of the parameters, or has it in another shape.
+        """
+        model = uncompiled(model)
+        check_mode(model)
+        named = dict(model.named_parameters())
+        blocks = tuple(Block.from_json(block) for block in data["blocks"])
+        for block in blocks:
+            for name, shape in zip(block.parameters, block.shapes, strict=True):
+                found = tuple(named[name].shape) if name in named else "no such parameter"
+                if found != shape:
+                    raise LapwingError(
+                        f"Asked to load a posterior over the parameter {name} {shape} around {type(model).__name__}, found "
+                        f"{found}; the network of the fit is needed: build it with the same options."
+                    )
+        coverage = Coverage(tuple(Covered(**{**line, "parameters": tuple(line["parameters"])}) for line in data["coverage"]))
+        return cls(model, forward, blocks, Plan.from_json(data["plan"]), coverage, data["outputs"], memory or DEFAULT_MEMORY)
+
     @property
     def size(self) -> int:
         """P, the number of treated weights."""
@@ -128,7 +154,7 @@ class Tangent:
 
     def outputs_of(self, inputs: Any) -> Tensor:
         """Returns the network's outputs (B, C), without gradients."""
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with torch.no_grad(), without_compiled():
             return batches.call(self.model, inputs, self.forward).to(self.dtype)
 
     def record(self, inputs: Any, cotangents: Cotangents = None, dtype: torch.dtype | None = None) -> Record:
@@ -273,4 +299,25 @@ def _concatenate(forms: list[Any]) -> BlockJacobian:
     return SumOfUses(forms)
 
 
-__all__ = ["BatchAxis", "Record", "Tangent"]
+
+def coverage(
+    model: nn.Module, batch: Any, params: Predicate | LastLayer = everything, forward: Forward | None = None
+) -> Coverage:
+    """Says which layer family treats each parameter, and why the generic one treats the rest.
+
+    Args:
+        model: a network in eval mode.
+        batch: a batch of inputs, or of (inputs, targets) as a loader yields them in a dict.
+        params: which parameters.
+        forward: as in `lw.fit`.
+
+    Returns:
+        A report that prints as a table.
+
+    Raises:
+        LapwingError: for bad input.
+
+    Cost: three forward passes and a few backward passes on four samples.
+    """
+    inputs = batches.inputs_of(batch) if isinstance(batch, Mapping) else batch
+    return Tangent.survey(model, inputs, params, forward).coverage

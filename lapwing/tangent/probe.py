@@ -7,7 +7,7 @@ that the gradients of one sample's outputs are zero at all other samples. What f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from os.path import commonprefix
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..batches import Forward
 from ..errors import LapwingError
 from ..numerics import accumulation_dtype
 from .blocks import Block, Matrix
+from .eager import without_compiled
 from .layers import BatchAxis
 from .layers.generic import call_with
 from .record import Noted, output_gradients, run
@@ -74,6 +75,22 @@ class Plan:
     uses: dict[str, list[tuple[int, BatchAxis, frozenset[str]]]] = field(default_factory=dict)
     single_sample: bool = False
     sizes: tuple[tuple[int, int], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the plan as JSON."""
+        uses = {n: [[i, axis.axis, axis.inner, sorted(roles)] for i, axis, roles in u] for n, u in self.uses.items()}
+        return {**{f.name: getattr(self, f.name) for f in fields(self)}, "uses": uses}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        """Rebuilds the plan, with its lists as tuples again."""
+        uses = {
+            name: [(i, BatchAxis(axis, inner), frozenset(roles)) for i, axis, inner, roles in found]
+            for name, found in data["uses"].items()
+        }
+        order = tuple(tuple(tuple(pair) for pair in use) for use in data["order"])
+        sizes = tuple(tuple(pair) for pair in data["sizes"])
+        return cls(tuple(data["watched"]), order, uses, data["single_sample"], sizes)
 
     def check_order(self, names: Sequence[dict[str, str]], samples: int, model: str) -> None:
         """Raises when a recording differs from the survey's, or shows the batch axes that one sample could not."""
@@ -189,7 +206,7 @@ def probe(
 
 def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, outputs: Tensor) -> None:
     """Requires the same outputs again (case 11), and for the first sample alone."""
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with torch.no_grad(), without_compiled():
         again = batches.call(model, inputs, forward)
         alone = batches.call(model, batches.take(inputs, slice(0, 1)), forward)
     tolerance = 3 * torch.finfo(outputs.dtype).eps ** 0.5 * outputs.abs().max().clamp_min(1.0)

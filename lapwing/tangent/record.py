@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..batches import Forward, call, tensors
-from .eager import EagerMode
+from .eager import EagerMode, without_compiled
 from .layers import HANDLERS, Use
 
 BATCHED_BACKWARD = 2**24
@@ -84,7 +84,7 @@ def run(model: nn.Module, inputs: Any, forward: Forward | None, watched: Mapping
         Outputs (B, C), with their graph, and the uses in order.
     """
     recorder = Recorder(watched)
-    with torch.enable_grad(), torch.compiler.set_stance("force_eager"), recorder:
+    with torch.enable_grad(), without_compiled(), recorder:
         return call(model, inputs, forward), recorder.noted
 
 

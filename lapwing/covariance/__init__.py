@@ -1,0 +1,20 @@
+"""PSD structures over the weights, and the latent Gaussian they give at the network's outputs."""
+
+from __future__ import annotations
+
+from .base import Covariance, LayerBlock, PrecisionCovariance, PriorCovariance
+from .blockwise import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, Structure
+from .dense import DenseCovariance
+from .low_rank import Basis, ExplicitBasis, LowRank, LowRankWithResidual
+from .output import AnyLatent, JointLatent, Latent, LatentDraws, Term
+
+COVARIANCES: dict[str, type[Covariance]] = {
+    cls.__name__: cls for cls in (Blockwise, DenseCovariance, LowRank, LowRankWithResidual)
+}
+"""Class name -> class, for reading files."""
+
+__all__ = [
+    "COVARIANCES", "AnyLatent", "Basis", "Blockwise", "Covariance", "DenseBlock", "DenseCovariance", "DiagonalBlock",
+    "ExplicitBasis", "JointLatent", "KroneckerBlock", "Latent", "LatentDraws", "LayerBlock", "LowRank",
+    "LowRankWithResidual", "PrecisionCovariance", "PriorCovariance", "Structure", "Term",
+]  # fmt: skip

@@ -1,0 +1,138 @@
+"""What a covariance over the weights can do: three protocols, each a step more.
+
+A vector over the weights is a dict: block name -> (..., P_block). A structure lacks what it cannot do.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..tangent import Block, Record, Vectors
+from .output import Term
+
+
+class LayerBlock(ABC):
+    """The covariance of one layer's matrix weight (O, I), bias column included, as streamlined prediction needs it."""
+
+    @abstractmethod
+    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
+        """Returns `Σ_ii' M_ii' Cov[W_ji, W_j'i']` with `M = E[a aᵀ]`, what the weights add to a layer's output.
+
+        Args:
+            mean: m (B, I), the layer's mean input, a one appended for the bias.
+            variance: what M has beside `m mᵀ`: variances (B, I) on its diagonal, covariances (B, I, I), or None for a
+                certain input.
+            full: whether to return covariances (B, O, O), or variances (B, O).
+        """
+
+
+class Covariance(ABC):
+    """A PSD matrix Σ over the weights of some blocks.
+
+    Attributes:
+        blocks: the blocks, in order.
+        record_dtype: the dtype records must be contracted in, or None for the usual one.
+    """
+
+    blocks: tuple[Block, ...]
+    record_dtype: torch.dtype | None = None
+
+    @property
+    def size(self) -> int:
+        """P."""
+        return sum(block.size for block in self.blocks)
+
+    @abstractmethod
+    def mv(self, vectors: Vectors) -> Vectors:
+        """Returns `Σ v`."""
+
+    @abstractmethod
+    def sample(self, count: int, generator: torch.Generator) -> Vectors:
+        """Returns draws of `N(0, Σ)`, (n, P_block) a block."""
+
+    @abstractmethod
+    def diagonal(self) -> Vectors:
+        """Returns the marginal variances, (P_block,) a block."""
+
+    @abstractmethod
+    def output_covariance(self, record: Record) -> tuple[Term, ...]:
+        """Returns `J Σ Jᵀ` of each sample as terms that add up."""
+
+    @abstractmethod
+    def joint_output_covariance(self, record: Record) -> Tensor:
+        """Returns `J Σ Jᵀ` across samples, (B, R, B, R)."""
+
+    @abstractmethod
+    def layer_block(self, name: str) -> LayerBlock:
+        """Returns the covariance of one block with a matrix layout."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns all tensors that make up the covariance, by name, for saving."""
+
+    @classmethod
+    @abstractmethod
+    def from_tensors(cls, blocks: tuple[Block, ...], tensors: dict[str, Tensor], extra: dict[str, Any]) -> Covariance:
+        """Rebuilds the covariance from `tensors()` and `extra()`."""
+
+    def extra(self) -> dict[str, Any]:
+        """Returns what is not a tensor, as JSON."""
+        return {}
+
+    def to_dense(self) -> Tensor:
+        """Returns Σ (P, P), blocks in order. Memory O(P²): for small networks."""
+        eye = torch.eye(self.size, dtype=self.dtype, device=self.device)
+        parts = eye.split([block.size for block in self.blocks], -1)
+        columns = self.mv({block.name: part for block, part in zip(self.blocks, parts, strict=True)})
+        return torch.cat([columns[block.name] for block in self.blocks], -1)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the covariance's tensors."""
+        return next(iter(self.tensors().values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the covariance's tensors."""
+        return next(iter(self.tensors().values())).device
+
+
+class PriorCovariance(Covariance):
+    """A covariance made of a curvature G and a Gaussian prior, whose prior can be changed without another pass.
+
+    Attributes:
+        precision: prior precision δ of each block (n_blocks,), float64.
+        scale: s, what multiplies the curvature of unit noise: 1/(σ² τ).
+    """
+
+    precision: Tensor
+    scale: float
+
+    @abstractmethod
+    def with_prior(self, precision: Tensor, scale: float) -> PriorCovariance:
+        """Returns the covariance under another prior precision (n_blocks,) and scale of the curvature."""
+
+    @abstractmethod
+    def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
+        """Returns `logdet(I + s Δ^(-1/2) G Δ^(-1/2))` at any prior precision, differentiable in both arguments."""
+
+    def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
+        """Returns `s tr((I - VVᵀ) Δ^(-1/2) G Δ^(-1/2))`, the curvature a subspace does not see; 0 for other structures."""
+        return torch.zeros((), dtype=torch.float64, device=precision.device)
+
+
+class PrecisionCovariance(PriorCovariance):
+    """A covariance of the form `(s G + Δ)⁻¹`, which can also be solved with."""
+
+    @abstractmethod
+    def solve(self, vectors: Vectors) -> Vectors:
+        """Returns `Σ⁻¹ v`."""
+
+    def logdet(self) -> Tensor:
+        """Returns `logdet Σ`."""
+        sizes = torch.tensor([block.size for block in self.blocks], dtype=torch.float64, device=self.precision.device)
+        return -(sizes * self.precision.log()).sum() - self.log_det_ratio(self.precision, self.scale)

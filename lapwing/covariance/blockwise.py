@@ -1,0 +1,328 @@
+"""Block-diagonal covariances `(s G + Δ)⁻¹`: each block diagonal, Kronecker-factored or dense in its own eigenbasis.
+
+A structure of one block is a curvature `U diag(λ) Uᵀ`, with an orthonormal U that is the identity, a Kronecker product or
+a dense matrix. Every function of it is a weighting `w(λ)` of that basis, so a prior never refactorises anything.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..tangent import Block, BlockJacobian, Record, Vectors
+from ..tangent.jacobian import SLICE_BYTES
+from .base import LayerBlock, PrecisionCovariance
+from .output import Dense, Rotated, Term, Thin
+
+
+class Structure(ABC):
+    """The curvature of one block, `U diag(λ) Uᵀ`.
+
+    Attributes:
+        eigenvalues: λ, in any shape of P entries; weights w have the same shape.
+    """
+
+    kind: str
+    eigenvalues: Tensor
+
+    @abstractmethod
+    def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
+        """Returns `Uᵀ v` (or `U v`) for v (..., P), in the shape (..., *λ.shape) on the rotated side."""
+
+    @abstractmethod
+    def diagonal(self, weights: Tensor) -> Tensor:
+        """Returns the diagonal of `U diag(w) Uᵀ` (P,)."""
+
+    @abstractmethod
+    def output(self, jacobian: BlockJacobian, weights: Tensor) -> Term:
+        """Returns `J U diag(w) Uᵀ Jᵀ` of each sample."""
+
+    @abstractmethod
+    def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
+        """Returns `J U diag(w) Uᵀ Jᵀ` across samples (B, R, B, R)."""
+
+    @abstractmethod
+    def push(self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
+        """Returns `LayerBlock.push` for a weight of shape (O, I)."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors that make up the structure."""
+
+
+class DiagonalBlock(Structure):
+    """`diag(λ)`."""
+
+    kind = "diagonal"
+
+    def __init__(self, eigenvalues: Tensor) -> None:
+        self.eigenvalues = eigenvalues
+
+    def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
+        """Returns v: the basis is the identity."""
+        return vectors
+
+    def diagonal(self, weights: Tensor) -> Tensor:
+        """Returns w."""
+        return weights
+
+    def output(self, jacobian: BlockJacobian, weights: Tensor) -> Term:
+        """Returns a diagonal for an output layer, a thin factor for one position, else a matrix."""
+        if getattr(jacobian, "is_output", False):
+            return Rotated(None, jacobian.input_scale(weights))
+        factor = jacobian.weighted_factor(weights)
+        return Dense(jacobian.weighted_gram(weights)) if factor is None else Thin(factor)
+
+    def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
+        """Returns the weighted Gram matrix across samples."""
+        return jacobian.joint_weighted_gram(weights)
+
+    def push(self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
+        """Returns `(m² + v) wᵀ`: covariances of the input do not count beside their diagonal."""
+        moment = mean.square()
+        if variance is not None:
+            moment = moment + (variance if variance.ndim == 2 else variance.diagonal(dim1=-2, dim2=-1))
+        pushed = moment @ weights.reshape(shape).T  # (B, O)
+        return torch.diag_embed(pushed) if full else pushed
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns λ."""
+        return {"eigenvalues": self.eigenvalues}
+
+
+class KroneckerBlock(Structure):
+    """`(U_out ⊗ U_in) diag(λ) (U_out ⊗ U_in)ᵀ` in G groups, with U_in None where A is diagonal (embeddings).
+
+    KFAC has `λ_ji = α_i γ_j`; EKFAC the second moments of the rotated Jacobian.
+
+    Attributes:
+        eigenvalues: λ (G, O, I).
+        inputs: U_in (G, I, I) or None.
+        outputs: U_out (G, O, O).
+    """
+
+    kind = "kronecker"
+
+    def __init__(self, eigenvalues: Tensor, inputs: Tensor | None, outputs: Tensor) -> None:
+        self.eigenvalues, self.inputs, self.outputs = eigenvalues, inputs, outputs
+
+    def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
+        """Returns `U_outᵀ M U_in` for v seen as M (G, O, I), or its inverse."""
+        matrix = vectors if back else vectors.unflatten(-1, self.eigenvalues.shape)
+        outputs = self.outputs if back else self.outputs.mT
+        matrix = outputs @ matrix
+        if self.inputs is not None:
+            matrix = matrix @ (self.inputs.mT if back else self.inputs)
+        return matrix.flatten(-3) if back else matrix
+
+    def diagonal(self, weights: Tensor) -> Tensor:
+        """Returns `U_out² w (U_in²)ᵀ` (P,)."""
+        spread = self.outputs.square() @ weights
+        return (spread if self.inputs is None else spread @ self.inputs.square().mT).flatten()
+
+    def output(self, jacobian: BlockJacobian, weights: Tensor) -> Term:
+        """Rotates a and g, then weights them; an output layer keeps `U_out diag(s) U_outᵀ` as factors."""
+        if jacobian.is_output:
+            return Rotated(self.outputs[0], jacobian.rotate(self.inputs, None).input_scale(weights.flatten()))
+        rotated = jacobian.rotate(self.inputs, self.outputs)
+        factor = rotated.weighted_factor(weights.flatten())
+        return Dense(rotated.weighted_gram(weights.flatten())) if factor is None else Thin(factor)
+
+    def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
+        """Rotates a and g, then takes the weighted Gram matrix across samples."""
+        return jacobian.rotate(self.inputs, self.outputs).joint_weighted_gram(weights.flatten())
+
+    def push(self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
+        """Returns `U_out diag_j(Σ_i (U_inᵀ M U_in)_ii w_ji) U_outᵀ`: the exact form of Streamlined Prediction's equation 10."""
+        basis = self.inputs[0]
+        moment = (mean @ basis).square()
+        if variance is not None:
+            moment = moment + (
+                variance @ basis.square() if variance.ndim == 2 else ((variance @ basis) * basis).sum(-2)
+            )
+        rotated = Rotated(self.outputs[0], moment @ weights[0].T)
+        return rotated.dense() if full else rotated.variance()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns λ and the bases."""
+        named = {"eigenvalues": self.eigenvalues, "inputs": self.inputs, "outputs": self.outputs}
+        return {key: value for key, value in named.items() if value is not None}
+
+
+class DenseBlock(Structure):
+    """`U diag(λ) Uᵀ` with a dense U (P, P)."""
+
+    kind = "dense"
+
+    def __init__(self, eigenvalues: Tensor, basis: Tensor) -> None:
+        self.eigenvalues, self.basis = eigenvalues, basis
+
+    def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
+        """Returns `Uᵀ v` or `U v`."""
+        return vectors @ (self.basis.T if back else self.basis)
+
+    def diagonal(self, weights: Tensor) -> Tensor:
+        """Returns `U² w`."""
+        return self.basis.square() @ weights
+
+    def output(self, jacobian: BlockJacobian, weights: Tensor) -> Term:
+        """Forms the rows."""
+        factor = jacobian.rows() @ (self.basis * weights.sqrt())
+        return Dense(factor @ factor.mT) if factor.shape[-1] > factor.shape[-2] else Thin(factor)
+
+    def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
+        """Forms the rows."""
+        factor = jacobian.rows() @ (self.basis * weights.sqrt())
+        return torch.einsum("brk,csk->brcs", factor, factor)
+
+    def push(self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
+        """Contracts the dense block."""
+        return push_factor((self.basis * weights.sqrt()).T.reshape(-1, *shape), mean, variance, full)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns λ and U."""
+        return {"eigenvalues": self.eigenvalues, "basis": self.basis}
+
+
+STRUCTURES: dict[str, type[Structure]] = {cls.kind: cls for cls in (DiagonalBlock, KroneckerBlock, DenseBlock)}
+
+
+def push_factor(factor: Tensor, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
+    """Returns `LayerBlock.push` for the covariance `Σ_k F_k F_kᵀ` of F (K, O, I), a slice of F at a time."""
+    covariances = full and variance is not None and variance.ndim == 3
+    numbers = mean.shape[0] * factor.shape[1] * (factor.shape[2] if covariances else 1)
+    total = mean.new_zeros(())
+    for rows in factor.split(max(1, SLICE_BYTES // (numbers * mean.element_size()))):
+        means = torch.einsum("koi,bi->bko", rows, mean)
+        total = total + (means.mT @ means if full else means.square().sum(1))
+        if covariances:
+            total = total + torch.einsum("bkoj,kpj->bop", torch.einsum("koi,bij->bkoj", rows, variance), rows)
+    if variance is None or covariances:
+        return total
+    if full:
+        return total + torch.einsum("koi,kpi,bi->bop", factor, factor, variance)
+    if variance.ndim == 2:
+        return total + variance @ factor.square().sum(0).T
+    return total + torch.einsum("koi,koj,bij->bo", factor, factor, variance)
+
+
+class _Layer(LayerBlock):
+    def __init__(self, structure: Structure, weights: Tensor, shape: tuple[int, int]) -> None:
+        self._structure, self._weights, self._shape = structure, weights, shape
+
+    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
+        return self._structure.push(self._weights, self._shape, mean, variance, full)
+
+
+class Blockwise(PrecisionCovariance):
+    """`Σ = blockdiag_b (s U_b diag(λ_b) U_bᵀ + δ_b I)⁻¹`, exact in each block's eigenbasis.
+
+    Args:
+        blocks: the blocks.
+        structures: block name -> its curvature at unit noise.
+        precision: δ (n_blocks,).
+        scale: s.
+    """
+
+    def __init__(
+        self, blocks: tuple[Block, ...], structures: dict[str, Structure], precision: Tensor, scale: float
+    ) -> None:
+        self.blocks, self.structures = blocks, structures
+        self.precision, self.scale = precision, scale
+        self._weights = {
+            block.name: 1 / (scale * structures[block.name].eigenvalues + delta)
+            for block, delta in zip(blocks, precision.tolist(), strict=True)
+        }
+
+    def with_prior(self, precision: Tensor, scale: float) -> Blockwise:
+        """Returns the covariance under another prior: no refactorisation, time O(P)."""
+        return Blockwise(self.blocks, self.structures, precision, scale)
+
+    def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
+        """Returns `Σ log(1 + s λ/δ)`."""
+        terms = [
+            torch.log1p(scale * self.structures[block.name].eigenvalues.double() / delta).sum()
+            for block, delta in zip(self.blocks, precision, strict=True)
+        ]
+        return torch.stack(terms).sum()
+
+    def _apply(self, vectors: Vectors, weights: Vectors) -> Vectors:
+        return {
+            name: structure.rotate(structure.rotate(vectors[name]) * weights[name], back=True)
+            for name, structure in self.structures.items()
+        }
+
+    def mv(self, vectors: Vectors) -> Vectors:
+        """Returns `Σ v`."""
+        return self._apply(vectors, self._weights)
+
+    def solve(self, vectors: Vectors) -> Vectors:
+        """Returns `Σ⁻¹ v`."""
+        return self._apply(vectors, {name: 1 / weights for name, weights in self._weights.items()})
+
+    def sample(self, count: int, generator: torch.Generator) -> Vectors:
+        """Returns `U √w z`."""
+        draws = {}
+        for name, structure in self.structures.items():
+            weights = self._weights[name]
+            shape = (count, *weights.shape)
+            noise = torch.randn(shape, generator=generator, dtype=weights.dtype, device=weights.device)
+            draws[name] = structure.rotate(noise * weights.sqrt(), back=True)
+        return draws
+
+    def diagonal(self) -> Vectors:
+        """Returns the marginal variances."""
+        return {name: structure.diagonal(self._weights[name]) for name, structure in self.structures.items()}
+
+    def output_covariance(self, record: Record) -> tuple[Term, ...]:
+        """Returns one term a block, matrices added up as they come."""
+        terms: list[Term] = []
+        total: Tensor | None = None
+        for name, structure in self.structures.items():
+            term = structure.output(record[name], self._weights[name])
+            if isinstance(term, Dense):
+                total = term.matrix if total is None else total + term.matrix
+            else:
+                terms.append(term)
+        return (*terms, Dense(total)) if total is not None else tuple(terms)
+
+    def joint_output_covariance(self, record: Record) -> Tensor:
+        """Sums over blocks."""
+        return sum(
+            structure.joint_output(record[name], self._weights[name]) for name, structure in self.structures.items()
+        )
+
+    def layer_block(self, name: str) -> LayerBlock:
+        """Returns one block's covariance."""
+        block = next(block for block in self.blocks if block.name == name)
+        return _Layer(self.structures[name], self._weights[name], block.matrix_shape[1:])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns every structure's tensors, `block/name`."""
+        parts = {
+            f"{name}/{key}": value for name, s in self.structures.items() for key, value in s.tensors().items()
+        }
+        return {**parts, "precision": self.precision}
+
+    def extra(self) -> dict[str, Any]:
+        """Returns the scale and each block's kind of structure."""
+        return {"scale": self.scale, "kinds": {name: s.kind for name, s in self.structures.items()}}
+
+    @classmethod
+    def from_tensors(cls, blocks: tuple[Block, ...], tensors: dict[str, Tensor], extra: dict[str, Any]) -> Blockwise:
+        """Rebuilds the covariance."""
+        structures = {}
+        for name, kind in extra["kinds"].items():
+            parts = {k.removeprefix(f"{name}/"): v for k, v in tensors.items() if k.rpartition("/")[0] == name}
+            if kind == "kronecker":
+                parts.setdefault("inputs", None)
+            structures[name] = STRUCTURES[kind](**parts)
+        return cls(blocks, structures, tensors["precision"], extra["scale"])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the structures."""
+        return next(iter(self.structures.values())).eigenvalues.dtype

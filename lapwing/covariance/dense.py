@@ -1,0 +1,142 @@
+"""The dense covariance `(s G + Δ)⁻¹` over all blocks at once: small networks, and the oracle of the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..numerics import cholesky, symmetric_eigen
+from ..tangent import Block, Record, Vectors
+from .base import LayerBlock, PrecisionCovariance
+from .blockwise import push_factor
+from .output import Dense, Term, Thin
+
+
+def expand(blocks: tuple[Block, ...], values: Tensor) -> Tensor:
+    """Repeats one value a block (n_blocks,) over the block's weights (P,)."""
+    counts = torch.tensor([block.size for block in blocks], device=values.device)
+    return values.repeat_interleave(counts)
+
+
+def concatenate(blocks: tuple[Block, ...], vectors: Vectors) -> Tensor:
+    """Joins a vector's blocks into (..., P)."""
+    return torch.cat([vectors[block.name] for block in blocks], -1)
+
+
+def cut(blocks: tuple[Block, ...], flat: Tensor) -> Vectors:
+    """Cuts (..., P) into blocks."""
+    parts = flat.split([block.size for block in blocks], -1)
+    return {block.name: part for block, part in zip(blocks, parts, strict=True)}
+
+
+class _Layer(LayerBlock):
+    def __init__(self, root: Tensor) -> None:
+        self._root = root  # (K, O, I)
+
+    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
+        return push_factor(self._root, mean, variance, full)
+
+
+class DenseCovariance(PrecisionCovariance):
+    """`Σ = Δ^(-1/2) U diag(1/(s λ + 1)) Uᵀ Δ^(-1/2)` from the eigenpairs of `Δ^(-1/2) G Δ^(-1/2)`.
+
+    A scalar prior precision reuses the eigenpairs; one that changes the ratio between blocks refactorises, O(P³).
+
+    Args:
+        blocks: the blocks.
+        curvature: G (P, P) at unit noise.
+        precision: δ (n_blocks,).
+        scale: s.
+        eigen: eigenpairs at a precision of the same ratios, as (λ, U, that precision).
+    """
+
+    def __init__(
+        self,
+        blocks: tuple[Block, ...],
+        curvature: Tensor,
+        precision: Tensor,
+        scale: float,
+        eigen: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> None:
+        self.blocks, self.curvature, self.precision, self.scale = blocks, curvature, precision, scale
+        if eigen is None or not torch.allclose(eigen[2] / eigen[2][0], precision / precision[0], rtol=1e-12):
+            root = expand(blocks, precision).rsqrt()
+            eigen = (*symmetric_eigen(root[:, None] * curvature.double() * root), precision)
+        values, vectors, at = eigen
+        self._eigen = eigen
+        values = values * (at[0] / precision[0])
+        delta = expand(blocks, precision)
+        dtype = curvature.dtype
+        self._delta_root = delta.rsqrt().to(dtype)
+        self._root = ((vectors * (scale * values + 1).rsqrt()) * delta.rsqrt()[:, None]).to(dtype)  # Σ = R Rᵀ
+        self._precision_root = ((vectors * (scale * values + 1).sqrt()) * delta.sqrt()[:, None]).to(dtype)
+        self._values = values
+
+    def with_prior(self, precision: Tensor, scale: float) -> DenseCovariance:
+        """Returns the covariance under another prior; see the class for what refactorises."""
+        return DenseCovariance(self.blocks, self.curvature, precision, scale, self._eigen)
+
+    def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
+        """Returns `Σ log(1 + s λ)` where the ratios between blocks are unchanged, else a Cholesky factor's log determinant."""
+        values, _, at = self._eigen
+        ratio = (precision / at).detach()
+        if torch.allclose(ratio, ratio[0].expand_as(ratio), rtol=1e-12) and not (
+            precision.requires_grad and len(precision) > 1
+        ):
+            return torch.log1p(scale * values * at[0] / precision[0]).sum()
+        root = expand(self.blocks, precision).rsqrt()
+        matrix = scale * root[:, None] * self.curvature.double() * root
+        eye = torch.eye(self.size, dtype=torch.float64, device=matrix.device)
+        return 2 * cholesky(eye + matrix).diagonal().log().sum()
+
+    def mv(self, vectors: Vectors) -> Vectors:
+        """Returns `Σ v`."""
+        return cut(self.blocks, (concatenate(self.blocks, vectors) @ self._root) @ self._root.T)
+
+    def solve(self, vectors: Vectors) -> Vectors:
+        """Returns `Σ⁻¹ v`."""
+        flat = concatenate(self.blocks, vectors)
+        return cut(self.blocks, (flat @ self._precision_root) @ self._precision_root.T)
+
+    def sample(self, count: int, generator: torch.Generator) -> Vectors:
+        """Returns `R z`."""
+        shape = (count, self.size)
+        noise = torch.randn(shape, generator=generator, dtype=self._root.dtype, device=self._root.device)
+        return cut(self.blocks, noise @ self._root.T)
+
+    def diagonal(self) -> Vectors:
+        """Returns the marginal variances."""
+        return cut(self.blocks, self._root.square().sum(-1))
+
+    def output_covariance(self, record: Record) -> tuple[Term, ...]:
+        """Forms `J R` (B, R, P)."""
+        factor = record.rows() @ self._root
+        return (Dense(factor @ factor.mT) if factor.shape[-1] > factor.shape[-2] else Thin(factor),)
+
+    def joint_output_covariance(self, record: Record) -> Tensor:
+        """Forms `J R` (B, R, P)."""
+        factor = record.rows() @ self._root
+        return torch.einsum("brk,csk->brcs", factor, factor)
+
+    def layer_block(self, name: str) -> LayerBlock:
+        """Returns one block's covariance; correlations with other layers are left out."""
+        block = next(block for block in self.blocks if block.name == name)
+        root = cut(self.blocks, self._root.T)[name]  # (P, P_block)
+        return _Layer(root.reshape(-1, *block.matrix_shape[1:]))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns G, the prior and the eigenpairs."""
+        values, vectors, at = self._eigen
+        return {"curvature": self.curvature, "precision": self.precision, "values": values, "vectors": vectors, "at": at}
+
+    def extra(self) -> dict[str, Any]:
+        """Returns the scale."""
+        return {"scale": self.scale}
+
+    @classmethod
+    def from_tensors(cls, blocks: tuple[Block, ...], tensors: dict[str, Tensor], extra: dict[str, Any]) -> DenseCovariance:
+        """Rebuilds the covariance."""
+        eigen = (tensors["values"], tensors["vectors"], tensors["at"])
+        return cls(blocks, tensors["curvature"], tensors["precision"], extra["scale"], eigen)

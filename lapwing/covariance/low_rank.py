@@ -1,0 +1,325 @@
+"""Subspace covariances: what ELLA, optimal subspaces, subsets, VaLLA and the dual form of Full have in common.
+
+A basis of K directions W (K, P) in weight space, the curvature `H = W G Wᵀ` on it, and the prior's `S = W Δ Wᵀ`. The
+generalised eigenpairs `H q = h S q` with `qᵀ S q = 1` give directions `W̃ = Qᵀ W`, orthonormal in whitened weights
+(`V = W̃ Δ^(1/2)`), in which everything is diagonal:
+
+    without residual   Σ = W̃ᵀ diag(1/(s h + 1)) W̃                        directions outside the span have variance 0
+    with residual      Σ = Δ⁻¹ - W̃ᵀ diag(s h/(s h + 1)) W̃                 directions outside keep the prior
+
+Any prior, scalar or per block, needs K x K work only: the span stays, the coordinates change.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..numerics import cholesky, symmetric_eigen
+from ..tangent import Block, Record, Vectors
+from .base import LayerBlock, PrecisionCovariance, PriorCovariance
+from .blockwise import push_factor
+from .output import Dense, Term, Thin
+
+
+class Basis(ABC):
+    """K directions in weight space.
+
+    Attributes:
+        grams: `W_b W_bᵀ` of each block (n_blocks, K, K), float64.
+        dtype: the dtype of the directions.
+    """
+
+    grams: Tensor
+    dtype: torch.dtype
+
+    @abstractmethod
+    def project(self, record: Record) -> Tensor:
+        """Returns `J Wᵀ` (B, R, K)."""
+
+    @abstractmethod
+    def combine(self, coefficients: Tensor) -> Vectors:
+        """Returns `c W`, (n, P_block) a block, for c (n, K)."""
+
+    @abstractmethod
+    def inner(self, vectors: Vectors) -> Tensor:
+        """Returns `v Wᵀ` (n, K)."""
+
+
+class ExplicitBasis(Basis):
+    """Directions stored as rows, (K, P_block) a block."""
+
+    def __init__(self, vectors: Vectors) -> None:
+        self.vectors = vectors
+        self.dtype = next(iter(vectors.values())).dtype
+        self.grams = torch.stack([v.double() @ v.double().T for v in vectors.values()])
+
+    def project(self, record: Record) -> Tensor:
+        """Sums the blocks' products."""
+        return sum(record[name].jvp(rows.to(record.dtype)) for name, rows in self.vectors.items())
+
+    def combine(self, coefficients: Tensor) -> Vectors:
+        """Multiplies out."""
+        return {name: coefficients.to(rows.dtype) @ rows for name, rows in self.vectors.items()}
+
+    def inner(self, vectors: Vectors) -> Tensor:
+        """Sums over blocks."""
+        return sum(vectors[name].to(rows.dtype) @ rows.T for name, rows in self.vectors.items())
+
+
+class _Coordinates:
+    """The diagonalised subspace at one prior: h (K,), Q (K, K), and the functions of them that both structures use."""
+
+    def __init__(self, basis: Basis, curvature: Tensor, precision: Tensor) -> None:
+        self.basis, self.curvature, self.precision = basis, curvature, precision
+        root = cholesky(torch.einsum("b,bkl->kl", precision, basis.grams))  # S = L Lᵀ
+        whitened = torch.linalg.solve_triangular(root, curvature, upper=False)
+        whitened = torch.linalg.solve_triangular(root, whitened.T, upper=False)
+        self.values, rotation = symmetric_eigen(whitened)
+        self.rotation = torch.linalg.solve_triangular(root.T, rotation, upper=True)  # Q = L⁻ᵀ U
+
+    def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
+        """Returns `Σ log(1 + s h)` at any prior, as `logdet(S + s H) - logdet S`."""
+        prior = torch.einsum("b,bkl->kl", precision, self.basis.grams)
+        with_data, without = cholesky(prior + scale * self.curvature), cholesky(prior)
+        return 2 * (with_data.diagonal().log() - without.diagonal().log()).sum()
+
+    def gap(self, precision: Tensor, scale: Tensor | float, traces: Tensor) -> Tensor:
+        """Returns `s [Σ_b tr(G_b)/δ_b - tr(S⁻¹ H)]`."""
+        prior = torch.einsum("b,bkl->kl", precision, self.basis.grams)
+        inside = torch.cholesky_solve(self.curvature, cholesky(prior)).diagonal().sum()
+        return scale * ((traces / precision).sum() - inside).clamp_min(0)
+
+    def project(self, record: Record) -> Tensor:
+        """Returns `J W̃ᵀ` (B, R, K)."""
+        return self.basis.project(record) @ self.rotation.to(record.dtype)
+
+    def directions(self) -> Vectors:
+        """Returns W̃, (K, P_block) a block."""
+        return self.basis.combine(self.rotation.T)
+
+    def weighted(self, vectors: Vectors, weights: Tensor) -> Vectors:
+        """Returns `W̃ᵀ diag(w) W̃ v`."""
+        dtype = self.basis.dtype
+        inner = self.basis.inner(vectors) @ self.rotation.to(dtype)  # (n, K)
+        return self.basis.combine((inner * weights.to(dtype)) @ self.rotation.T.to(dtype))
+
+
+class _Layer(LayerBlock):
+    """One layer's rows of the subspace, F (K, O, I)."""
+
+    def __init__(self, factor: Tensor) -> None:
+        self._factor = factor
+
+    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
+        return push_factor(self._factor.to(mean.dtype), mean, variance, full)
+
+
+class _LayerWithResidual(LayerBlock):
+    """One layer's prior variance less what the data took from it, F (K, O, I)."""
+
+    def __init__(self, prior_variance: float, taken: Tensor) -> None:
+        self._prior_variance, self._taken = prior_variance, taken
+
+    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
+        moment = mean.square().sum(-1)  # (B,), the trace of M
+        if variance is not None:
+            moment = moment + (variance if variance.ndim == 2 else variance.diagonal(dim1=-2, dim2=-1)).sum(-1)
+        prior = (self._prior_variance * moment)[:, None].expand(-1, self._taken.shape[1])
+        taken = push_factor(self._taken.to(mean.dtype), mean, variance, full)
+        return torch.diag_embed(prior) - taken if full else (prior - taken).clamp_min(0)
+
+
+class LowRank(PriorCovariance):
+    """`Σ = W̃ᵀ diag(1/(s h + 1)) W̃`: the subspace alone.
+
+    Args:
+        blocks: the blocks.
+        basis: W.
+        curvature: H = W G Wᵀ (K, K) at unit noise, float64.
+        traces: tr G of each block (n_blocks,), float64, for the lower bound of the evidence.
+        precision: δ (n_blocks,).
+        scale: s.
+    """
+
+    def __init__(
+        self, blocks: tuple[Block, ...], basis: Basis, curvature: Tensor, traces: Tensor, precision: Tensor, scale: float
+    ) -> None:
+        self.blocks, self.basis, self.curvature, self.traces = blocks, basis, curvature, traces
+        self.precision, self.scale = precision, scale
+        self._at = _Coordinates(basis, curvature, precision)
+        self._weights = 1 / (scale * self._at.values + 1)
+
+    def with_prior(self, precision: Tensor, scale: float) -> LowRank:
+        """Returns the covariance on the same span under another prior: K x K work. To choose the span anew, fit anew."""
+        return LowRank(self.blocks, self.basis, self.curvature, self.traces, precision, scale)
+
+    def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
+        """Returns the log determinant on the subspace."""
+        return self._at.log_det_ratio(precision, scale)
+
+    def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
+        """Returns the trace of the curvature outside the subspace."""
+        return self._at.gap(precision, scale, self.traces)
+
+    def mv(self, vectors: Vectors) -> Vectors:
+        """Returns `Σ v`."""
+        return self._at.weighted(vectors, self._weights)
+
+    def sample(self, count: int, generator: torch.Generator) -> Vectors:
+        """Returns `W̃ᵀ √w ε` with ε in R^K."""
+        shape = (count, len(self._weights))
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64, device=self._weights.device)
+        return self.basis.combine((noise * self._weights.sqrt()) @ self._at.rotation.T)
+
+    def diagonal(self) -> Vectors:
+        """Returns the marginal variances."""
+        return {n: (w.square() * self._weights[:, None].to(w.dtype)).sum(0) for n, w in self._at.directions().items()}
+
+    def output_covariance(self, record: Record) -> tuple[Term, ...]:
+        """Returns the thin factor `J W̃ᵀ √w` (B, R, K)."""
+        factor = self._at.project(record)
+        return (Thin(factor * self._weights.sqrt().to(factor.dtype)),)
+
+    def joint_output_covariance(self, record: Record) -> Tensor:
+        """Returns the factor's Gram matrix across samples."""
+        factor = self._at.project(record)
+        factor = factor * self._weights.sqrt().to(factor.dtype)
+        return torch.einsum("brk,csk->brcs", factor, factor)
+
+    def layer_block(self, name: str) -> LayerBlock:
+        """Returns one block's covariance; correlations with other layers are left out."""
+        block = next(block for block in self.blocks if block.name == name)
+        rows = self._at.directions()[name]
+        factor = rows * self._weights.sqrt()[:, None].to(rows.dtype)
+        return _Layer(factor.reshape(-1, *block.matrix_shape[1:]))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the basis, the curvature on it, the traces and the prior."""
+        return _tensors(self)
+
+    def extra(self) -> dict[str, Any]:
+        """Returns the scale."""
+        return {"scale": self.scale}
+
+    @classmethod
+    def from_tensors(cls, blocks: tuple[Block, ...], tensors: dict[str, Tensor], extra: dict[str, Any]) -> LowRank:
+        """Rebuilds the covariance."""
+        return cls(*_arguments(blocks, tensors, extra))
+
+
+class LowRankWithResidual(PrecisionCovariance):
+    """`Σ = Δ⁻¹ - W̃ᵀ diag(s h/(s h + 1)) W̃`: the prior outside the subspace. Arguments as for `LowRank`.
+
+    It subtracts nearly equal numbers, so records are contracted in float64.
+    """
+
+    record_dtype = torch.float64
+
+    def __init__(
+        self, blocks: tuple[Block, ...], basis: Basis, curvature: Tensor, traces: Tensor, precision: Tensor, scale: float
+    ) -> None:
+        self.blocks, self.basis, self.curvature, self.traces = blocks, basis, curvature, traces
+        self.precision, self.scale = precision, scale
+        self._at = _Coordinates(basis, curvature, precision)
+        self._weights = 1 / (scale * self._at.values + 1)
+        self._removed = scale * self._at.values * self._weights
+        self._delta = {block.name: delta for block, delta in zip(blocks, precision.tolist(), strict=True)}
+
+    def with_prior(self, precision: Tensor, scale: float) -> LowRankWithResidual:
+        """Returns the covariance on the same span under another prior: K x K work. To choose the span anew, fit anew."""
+        return LowRankWithResidual(self.blocks, self.basis, self.curvature, self.traces, precision, scale)
+
+    def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
+        """Returns the log determinant on the subspace; outside it the posterior is the prior."""
+        return self._at.log_det_ratio(precision, scale)
+
+    def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
+        """Returns the trace of the curvature outside the subspace."""
+        return self._at.gap(precision, scale, self.traces)
+
+    def mv(self, vectors: Vectors) -> Vectors:
+        """Returns `Σ v`."""
+        taken = self._at.weighted(vectors, self._removed)
+        return {name: vector / self._delta[name] - taken[name] for name, vector in vectors.items()}
+
+    def solve(self, vectors: Vectors) -> Vectors:
+        """Returns `Δ v + Δ W̃ᵀ diag(s h) W̃ Δ v`."""
+        scaled = {name: vector * self._delta[name] for name, vector in vectors.items()}
+        added = self._at.weighted(scaled, self.scale * self._at.values)
+        return {name: vector + added[name] * self._delta[name] for name, vector in scaled.items()}
+
+    def sample(self, count: int, generator: torch.Generator) -> Vectors:
+        """Returns `Δ^(-1/2) z + W̃ᵀ (√w - 1) W̃ Δ^(1/2) z`."""
+        roots = {name: delta**0.5 for name, delta in self._delta.items()}
+        noise = {
+            block.name: torch.randn(
+                (count, block.size), generator=generator, dtype=self.dtype, device=self._weights.device
+            )
+            for block in self.blocks
+        }
+        moved = self._at.weighted({n: z * roots[n] for n, z in noise.items()}, self._weights.sqrt() - 1)
+        return {name: z / roots[name] + moved[name] for name, z in noise.items()}
+
+    def diagonal(self) -> Vectors:
+        """Returns the marginal variances."""
+        return {
+            name: 1 / self._delta[name] - (w.square() * self._removed[:, None].to(w.dtype)).sum(0)
+            for name, w in self._at.directions().items()
+        }
+
+    def output_covariance(self, record: Record) -> tuple[Term, ...]:
+        """Returns `J Δ⁻¹ Jᵀ - φ diag(s h/(s h + 1)) φᵀ`, `φ = J W̃ᵀ`, from one float64 record."""
+        prior = 0
+        for block in self.blocks:
+            jacobian = record[block.name]
+            weights = torch.full((block.size,), 1 / self._delta[block.name], dtype=record.dtype, device=self.device)
+            prior = prior + jacobian.weighted_gram(weights)
+        factor = self._at.project(record)
+        return (Dense(prior - (factor * self._removed.to(factor.dtype)) @ factor.mT),)
+
+    def joint_output_covariance(self, record: Record) -> Tensor:
+        """The same across samples, with the NTK for the prior's part."""
+        prior = 0
+        for block in self.blocks:
+            jacobian = record[block.name]
+            prior = prior + jacobian.gram(jacobian) / self._delta[block.name]
+        factor = self._at.project(record)
+        return prior - torch.einsum("brk,csk->brcs", factor * self._removed.to(factor.dtype), factor)
+
+    def layer_block(self, name: str) -> LayerBlock:
+        """Returns one block's covariance; correlations with other layers are left out."""
+        block = next(block for block in self.blocks if block.name == name)
+        rows = self._at.directions()[name]
+        factor = rows * self._removed.sqrt()[:, None].to(rows.dtype)
+        return _LayerWithResidual(1 / self._delta[name], factor.reshape(-1, *block.matrix_shape[1:]))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the basis, the curvature on it, the traces and the prior."""
+        return _tensors(self)
+
+    def extra(self) -> dict[str, Any]:
+        """Returns the scale."""
+        return {"scale": self.scale}
+
+    @classmethod
+    def from_tensors(
+        cls, blocks: tuple[Block, ...], tensors: dict[str, Tensor], extra: dict[str, Any]
+    ) -> LowRankWithResidual:
+        """Rebuilds the covariance."""
+        return cls(*_arguments(blocks, tensors, extra))
+
+
+def _tensors(covariance: LowRank | LowRankWithResidual) -> dict[str, Tensor]:
+    basis = {f"basis/{name}": rows for name, rows in covariance.basis.vectors.items()}
+    return {
+        **basis, "curvature": covariance.curvature, "traces": covariance.traces, "precision": covariance.precision,
+    }  # fmt: skip
+
+
+def _arguments(blocks: tuple[Block, ...], tensors: dict[str, Tensor], extra: dict[str, Any]) -> tuple:
+    basis = ExplicitBasis({block.name: tensors[f"basis/{block.name}"] for block in blocks})
+    return blocks, basis, tensors["curvature"], tensors["traces"], tensors["precision"], extra["scale"]

@@ -1,0 +1,220 @@
+"""The latent Gaussian at the network's outputs: its covariance kept as a sum of factors, expanded only when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..errors import LapwingError
+from ..numerics import psd_root
+
+
+@dataclass(frozen=True)
+class Thin:
+    """`F Fᵀ` for a factor F (B, C, K)."""
+
+    factor: Tensor
+
+    def variance(self) -> Tensor:
+        """Returns the diagonal (B, C)."""
+        return self.factor.square().sum(-1)
+
+    def dense(self) -> Tensor:
+        """Returns (B, C, C)."""
+        return self.factor @ self.factor.mT
+
+    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+        """Returns draws (n, B, C) from K normals each."""
+        shape = (count, self.factor.shape[0], self.factor.shape[-1], 1)
+        noise = torch.randn(shape, generator=generator, dtype=self.factor.dtype, device=self.factor.device)
+        return (self.factor @ noise)[..., 0]
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """`U diag(s) Uᵀ` for one U (C, C), or the identity when None, and s (B, C): a last layer, at any number of classes."""
+
+    basis: Tensor | None
+    scale: Tensor
+
+    def variance(self) -> Tensor:
+        """Returns the diagonal (B, C): time O(B C²), or nothing without rotation."""
+        return self.scale if self.basis is None else self.scale @ self.basis.square().T
+
+    def dense(self) -> Tensor:
+        """Returns (B, C, C): time O(B C³) with a rotation."""
+        if self.basis is None:
+            return torch.diag_embed(self.scale)
+        return (self.basis * self.scale[:, None, :]) @ self.basis.T
+
+    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+        """Returns draws (n, B, C)."""
+        shape = (count, *self.scale.shape)
+        noise = torch.randn(shape, generator=generator, dtype=self.scale.dtype, device=self.scale.device)
+        noise = noise * self.scale.sqrt()
+        return noise if self.basis is None else noise @ self.basis.T
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A matrix (B, C, C)."""
+
+    matrix: Tensor
+
+    def variance(self) -> Tensor:
+        """Returns the diagonal (B, C)."""
+        return self.matrix.diagonal(dim1=-2, dim2=-1)
+
+    def dense(self) -> Tensor:
+        """Returns the matrix."""
+        return self.matrix
+
+    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+        """Returns draws (n, B, C) through a root by eigendecomposition, so that singular matrices are fine."""
+        return Thin(psd_root(self.matrix)).sample(count, generator)
+
+
+Term = Thin | Rotated | Dense
+
+
+def concatenate(parts: Sequence[Sequence[Term]]) -> tuple[Term, ...]:
+    """Joins the terms of consecutive chunks of samples."""
+    joined: list[Term] = []
+    for terms in zip(*parts, strict=True):
+        first = terms[0]
+        if isinstance(first, Thin) and len({term.factor.shape[-1] for term in terms}) > 1:  # texts of other lengths
+            joined.append(Dense(torch.cat([term.dense() for term in terms])))
+        elif isinstance(first, Thin):
+            joined.append(Thin(torch.cat([term.factor for term in terms])))
+        elif isinstance(first, Rotated):
+            joined.append(Rotated(first.basis, torch.cat([term.scale for term in terms])))
+        else:
+            joined.append(Dense(torch.cat([term.matrix for term in terms])))
+    return tuple(joined)
+
+
+def _generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(0) if generator is None else generator
+
+
+@dataclass(frozen=True)
+class Latent:
+    """`f(x) ~ N(mean, Σ_terms)` independently for each of B inputs.
+
+    Attributes:
+        mean: (B, C), the network's outputs.
+        terms: what the covariance is the sum of.
+    """
+
+    mean: Tensor
+    terms: tuple[Term, ...]
+    joint = False
+
+    @cached_property
+    def variance(self) -> Tensor:
+        """Marginal variances (B, C); the covariance is not expanded for them."""
+        return sum(term.variance() for term in self.terms).clamp_min(0)
+
+    @property
+    def std(self) -> Tensor:
+        """Marginal standard deviations (B, C)."""
+        return self.variance.sqrt()
+
+    @cached_property
+    def covariance(self) -> Tensor:
+        """Covariances of each input's outputs (B, C, C), expanded on first reading."""
+        return sum(term.dense() for term in self.terms)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws outputs (n, B, C), inputs independent of each other; `generator=None` means seed 0."""
+        generator = _generator(generator, self.mean.device)
+        return self.mean + sum(term.sample(n, generator) for term in self.terms)
+
+
+@dataclass(frozen=True)
+class JointLatent:
+    """`f(x_1..B) ~ N(mean, covariance)` with the covariances across inputs.
+
+    Attributes:
+        mean: (B, C).
+        covariance: (B, C, B, C).
+    """
+
+    mean: Tensor
+    covariance: Tensor
+    joint = True
+
+    @property
+    def variance(self) -> Tensor:
+        """Marginal variances (B, C)."""
+        size = self.mean.numel()
+        return self.covariance.reshape(size, size).diagonal().reshape(self.mean.shape).clamp_min(0)
+
+    @property
+    def std(self) -> Tensor:
+        """Marginal standard deviations (B, C)."""
+        return self.variance.sqrt()
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws outputs (n, B, C), joint across inputs and outputs; `generator=None` means seed 0."""
+        size = self.mean.numel()
+        root = Thin(psd_root(self.covariance.reshape(1, size, size)))
+        draws = root.sample(n, _generator(generator, self.mean.device))
+        return self.mean + draws.reshape(n, *self.mean.shape)
+
+
+@dataclass(frozen=True)
+class LatentDraws:
+    """Network outputs under S draws of the weights.
+
+    Attributes:
+        draws: (S, B, C).
+    """
+
+    draws: Tensor
+    joint: bool = False
+
+    def __post_init__(self) -> None:
+        if self.draws.shape[0] < 2:
+            raise LapwingError(
+                f"Asked for the moments of {self.draws.shape[0]} weight draw; at least two are needed: write "
+                "via=lw.MonteCarlo(draws=50)."
+            )
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean over draws (B, C)."""
+        return self.draws.mean(0)
+
+    @property
+    def variance(self) -> Tensor:
+        """Unbiased variance over draws (B, C)."""
+        return self.draws.var(0)
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviation over draws (B, C)."""
+        return self.draws.std(0)
+
+    @property
+    def covariance(self) -> Tensor:
+        """Unbiased covariance over draws: (B, C, C), or (B, C, B, C) when joint."""
+        centred = self.draws - self.mean
+        if self.joint:
+            flat = centred.flatten(1)  # (S, B C)
+            shape = (*self.mean.shape, *self.mean.shape)
+            return (flat.T @ flat / (len(flat) - 1)).reshape(shape)
+        return torch.einsum("sbc,sbd->bcd", centred, centred) / (len(centred) - 1)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Returns n of the draws, picked with replacement (n, B, C)."""
+        generator = _generator(generator, self.draws.device)
+        picked = torch.randint(len(self.draws), (n,), generator=generator, device=self.draws.device)
+        return self.draws[picked]
+
+
+AnyLatent = Latent | JointLatent | LatentDraws

@@ -1,0 +1,14 @@
+"""The methods: each chooses a structure of Σ and finds it in passes over the data."""
+
+from __future__ import annotations
+
+from .diagonal import Diagonal
+from .ella import ELLA
+from .full import Full
+from .kfac import EKFAC, KFAC
+from .passes import Batch, FisherRoot, IteratePass, Method, Pass, Passes, Problem, State, SumPass
+
+__all__ = [
+    "EKFAC", "ELLA", "KFAC", "Batch", "Diagonal", "FisherRoot", "Full", "IteratePass", "Method", "Pass", "Passes",
+    "Problem", "State", "SumPass",
+]  # fmt: skip

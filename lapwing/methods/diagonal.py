@@ -1,0 +1,44 @@
+"""Diagonal Laplace: the exact diagonal of the GGN, in one pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..covariance import Blockwise, DiagonalBlock
+from .passes import Batch, Method, Passes, Problem, State, SumPass
+
+
+@dataclass(frozen=True)
+class Diagonal(Method):
+    """Diagonal Laplace, `Σ = (diag(G)/τ + δI)⁻¹` with the exact diagonal of the GGN.
+
+    Cost: one pass of C backward passes of activations; memory O(P).
+
+    Example:
+        >>> import lapwing as lw
+        >>> lw.Diagonal()
+        Diagonal()
+    """
+
+    def passes(self, problem: Problem) -> Passes:
+        """One sum pass."""
+        state = yield _SquaredSums(problem)
+        structures = {block.name: DiagonalBlock(state[block.name]) for block in problem.tangent.blocks}
+        return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale)
+
+
+class _SquaredSums(SumPass):
+    """`Σ_n,r (RᵀJ)²`, (P_block,) a block."""
+
+    label = "diagonal of the GGN"
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
+    def init(self) -> State:
+        return {block.name: self._problem.zeros(block.size) for block in self._problem.tangent.blocks}
+
+    def update(self, state: State, batch: Batch) -> None:
+        for _, record in batch.records(self._problem.root):
+            for name, total in state.items():
+                total += record[name].squared_sum()

@@ -1,0 +1,97 @@
+"""Full Laplace: the dense GGN posterior, in weight space or, exactly the same, in function space (dual)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..covariance import DenseCovariance, LowRankWithResidual
+from .passes import Batch, Method, Passes, Problem, State, SumPass, check_choice
+from .subspace import basis_of_rows
+
+
+@dataclass(frozen=True)
+class Full(Method):
+    """Full Laplace, `Ψ = (G/τ + δI)⁻¹` over all treated weights.
+
+    The dual form works with the NC rows of `RᵀJ`: their right singular vectors span G, so `V C Vᵀ + δ⁻¹(I - VVᵀ)` is Ψ
+    exactly. It makes Full the reference for networks of tens of thousands of weights and some hundred samples.
+
+    Args:
+        form: "auto" (dual when NC < P), "primal" or "dual".
+
+    Raises:
+        LapwingError: for another label.
+
+    Cost: one pass. Primal: memory O(P²), time O(P³) once. Dual: memory O(NC P), time O((NC)² P) once.
+
+    Example:
+        >>> import lapwing as lw
+        >>> lw.Full(form="dual")
+        Full(form='dual')
+    """
+
+    form: Literal["auto", "primal", "dual"] = "auto"
+
+    def __post_init__(self) -> None:
+        """Checks the label."""
+        check_choice("Full", "form", self.form, ("auto", "primal", "dual"))
+
+    def passes(self, problem: Problem) -> Passes:
+        """One sum pass: the GGN, or all rows."""
+        tangent, size = problem.tangent, problem.tangent.size
+        rows = problem.count() * problem.root.columns
+        if self.form == "primal" or (self.form == "auto" and rows >= size):
+            problem.require("Full", 24 * size**2, f"a dense covariance of {size} weights", "use lw.KFAC()")
+            state = yield _DenseCurvature(problem)
+            return DenseCovariance(tangent.blocks, state["G"], problem.precision, problem.scale)
+        needed = 16 * rows * size
+        problem.require("Full(form='dual')", needed, f"{rows} rows of {size} weights", "use lw.KFAC() or fewer samples")
+        state = yield _AllRows(problem, rows)
+        basis = basis_of_rows(problem, state["rows"], None, torch.float64)
+        projected = basis.inner(dict(zip(basis.vectors, state["rows"].split([b.size for b in tangent.blocks], -1), strict=True)))
+        curvature = projected.T @ projected  # (K, K): W G Wᵀ exactly, no second pass
+        traces = torch.stack([part.square().sum() for part in state["rows"].split([b.size for b in tangent.blocks], -1)])
+        return LowRankWithResidual(tangent.blocks, basis, curvature, traces, problem.precision, problem.scale)
+
+
+class _DenseCurvature(SumPass):
+    """`G = Σ (RᵀJ)ᵀ(RᵀJ)` (P, P)."""
+
+    label = "dense GGN"
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
+    def init(self) -> State:
+        return {"G": self._problem.zeros(self._problem.tangent.size, self._problem.tangent.size)}
+
+    def update(self, state: State, batch: Batch) -> None:
+        held = 2 * self._problem.root.columns * self._problem.tangent.size
+        for _, record in batch.records(self._problem.root, rows_held=held):
+            rows = record.rows().flatten(0, 1)
+            state["G"].addmm_(rows.T, rows)
+
+
+class _AllRows(SumPass):
+    """Every row of `RᵀJ`, each in its own slot (N R, P)."""
+
+    label = "rows of the Jacobian"
+
+    def __init__(self, problem: Problem, rows: int) -> None:
+        self._problem, self._rows = problem, rows
+
+    def init(self) -> State:
+        return {"rows": self._problem.zeros(self._rows, self._problem.tangent.size, dtype=torch.float64)}
+
+    def update(self, state: State, batch: Batch) -> None:
+        columns = self._problem.root.columns
+        held = 2 * columns * self._problem.tangent.size
+        for part, record in batch.records(self._problem.root, torch.float64, held):
+            first = (batch.start + part.start) * columns
+            rows = record.rows().flatten(0, 1)
+            state["rows"][first : first + len(rows)] += rows
+
+

@@ -1,0 +1,181 @@
+"""The contract between a method and `fitting.py`: what a pass over the data is, and what a method may know.
+
+A method is a frozen dataclass whose `passes` is a generator: it yields passes, receives the finished state of each, and
+returns a covariance. Two kinds of pass:
+
+- a **sum** pass has a state that adds over data. That one fact gives batching, several processes (sum the states over
+  ranks), checkpoints (write state and number of batches consumed) and resuming; none of it is the method's business.
+- an **iterate** pass has a state of tensors and a step; gradients, not states, are summed over ranks.
+
+A state is a dict of tensors and nothing else, so that one piece of code writes and reads it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..covariance import Covariance
+from ..errors import LapwingError
+from ..likelihoods import Likelihood
+from ..tangent import Record, Tangent
+
+State = dict[str, Tensor]
+
+EXACT_FISHER_OUTPUTS = 1000
+"""Up to this many outputs Λ is exact; above, one Monte-Carlo draw a sample stands for it."""
+
+
+class FisherRoot:
+    """Cotangents R (B, C, R) with `R Rᵀ = Λ` at the network's outputs: exact, or one Monte-Carlo column for many outputs.
+
+    Attributes:
+        columns: R.
+    """
+
+    def __init__(self, likelihood: Likelihood, outputs: int, generator: torch.Generator) -> None:
+        self._likelihood, self._generator = likelihood, generator
+        self._exact = outputs <= EXACT_FISHER_OUTPUTS
+        self.columns = outputs if self._exact else 1
+
+    def __call__(self, outputs: Tensor) -> Tensor:
+        """Returns the root at outputs (B, C)."""
+        if self._exact:
+            return self._likelihood.fisher_root(outputs)
+        return self._likelihood.sampled_fisher_root(outputs, self._generator)
+
+
+@dataclass
+class Batch:
+    """One batch of a pass.
+
+    Attributes:
+        tangent: the network.
+        inputs: B samples.
+        targets: their targets.
+        start: the number of samples before this batch.
+        outputs: outputs met on the way, as (samples, f) for the bookkeeping of `fitting.py`.
+    """
+
+    tangent: Tangent
+    inputs: Any
+    targets: Tensor
+    start: int
+    outputs: list[tuple[slice, Tensor]] = field(default_factory=list)
+
+    def records(
+        self, cotangents: Any = None, dtype: torch.dtype | None = None, rows_held: int = 0
+    ) -> Iterator[tuple[slice, Record]]:
+        """Yields records of the batch's chunks, as `Tangent.records` does."""
+        for part, record in self.tangent.records(self.inputs, cotangents, dtype, rows_held):
+            self.outputs.append((part, record.outputs))
+            yield part, record
+
+
+class SumPass(ABC):
+    """A pass whose state adds over data."""
+
+    label: str
+
+    @abstractmethod
+    def init(self) -> State:
+        """Returns the state of no data."""
+
+    @abstractmethod
+    def update(self, state: State, batch: Batch) -> None:
+        """Adds a batch to the state, in place."""
+
+
+class IteratePass(ABC):
+    """A pass that takes steps, cycling through the data.
+
+    Attributes:
+        steps: how many.
+    """
+
+    label: str
+    steps: int
+
+    @abstractmethod
+    def init(self) -> State:
+        """Returns the first state."""
+
+    @abstractmethod
+    def step(self, state: State, batch: Batch, generator: torch.Generator) -> None:
+        """Takes one step, in place."""
+
+
+Pass = SumPass | IteratePass
+Passes = Generator[Pass, State, Covariance]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a method may know of the fit.
+
+    Attributes:
+        tangent: the network.
+        likelihood: the likelihood, its noise possibly still None.
+        root: cotangents whose outer products give Λ at unit noise.
+        precision: prior precision (n_blocks,) float64: the user's, or ones to be tuned.
+        scale: what multiplies a curvature of unit noise at that prior.
+        traces_wanted: whether the evidence's lower bound will be asked for.
+        seed: of every random choice.
+        count: returns n, the number of samples that the loader shows (the first call goes through the loader).
+    """
+
+    tangent: Tangent
+    likelihood: Likelihood
+    root: FisherRoot
+    precision: Tensor
+    scale: float
+    traces_wanted: bool
+    seed: int
+    count: Callable[[], int]
+
+    def generator(self) -> torch.Generator:
+        """Returns a fresh CPU generator with the fit's seed."""
+        return torch.Generator().manual_seed(self.seed)
+
+    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns zeros in the accumulation dtype, where the weights are."""
+        return torch.zeros(shape, dtype=dtype or self.tangent.dtype, device=self.tangent.device)
+
+    def require(self, method: str, needed: int, what: str, instead: str) -> None:
+        """Raises where a method's own tensors do not fit the memory budget."""
+        if needed > self.tangent.memory:
+            raise LapwingError(
+                f"{method} needs {needed / 2**30:.1f} GiB for {what}, found a budget of "
+                f"{self.tangent.memory / 2**30:.1f} GiB; pass memory={2 ** (needed - 1).bit_length()} if the machine "
+                f"has it, or {instead}."
+            )
+
+
+class Method(ABC):
+    """A structure of Σ and the way it is found; subclasses are frozen dataclasses of hyper-parameters."""
+
+    @abstractmethod
+    def passes(self, problem: Problem) -> Passes:
+        """Yields passes, receives their finished states, and returns the covariance."""
+
+
+def check_count(method: str, name: str, value: Any) -> None:
+    """Raises for a hyper-parameter that is no positive whole number (case 15)."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise LapwingError(
+            f"Asked for {method}({name}={value!r}); a whole number of at least 1 is needed: write {method}({name}=20)."
+        )
+
+
+def check_choice(method: str, name: str, value: Any, accepted: tuple[Any, ...]) -> None:
+    """Raises for a hyper-parameter that is not one of the accepted labels (case 15)."""
+    if value not in accepted:
+        raise LapwingError(
+            f"Asked for {method}({name}={value!r}); accepted are {', '.join(map(repr, accepted))}: write "
+            f"{method}({name}={accepted[0]!r})."
+        )

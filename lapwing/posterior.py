@@ -1,0 +1,531 @@
+"""The posterior: a Gaussian over the weights, the likelihood it was fitted with, and everything asked of them. Immutable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import batches, storage
+from .batches import Forward
+from .covariance import COVARIANCES, AnyLatent, Covariance, JointLatent, Latent, LatentDraws, PriorCovariance
+from .covariance.output import concatenate
+from .errors import LapwingError
+from .likelihoods import Likelihood, Link, Prediction, resolve
+from .prediction import Linearized, Way
+from .tangent import Tangent, Vectors, join, split
+from .tangent.record import wants_gradient
+
+
+@dataclass(frozen=True)
+class Prior:
+    """`θ ~ N(μ0, Δ⁻¹)`, one precision a block.
+
+    Attributes:
+        precision: δ (n_blocks,) float64, in 1/weight².
+        mean: μ0, one vector a block.
+        given: whether the user gave δ; otherwise it is tuned.
+    """
+
+    precision: Tensor
+    mean: Vectors = field(repr=False)
+    given: bool
+
+    @classmethod
+    def read(
+        cls, tangent: Tangent, precision: float | Mapping[str, float] | None, mean: float | Mapping[str, Tensor] = 0.0
+    ) -> Prior:
+        """Reads what the user wrote: a number, {block or parameter pattern: number}, or None.
+
+        Raises:
+            LapwingError: for a pattern that matches nothing, a block without a precision, or a number that is not positive.
+        """
+        values = torch.ones(len(tangent.blocks), dtype=torch.float64, device=tangent.device)
+        if isinstance(precision, Mapping):
+            values = _by_pattern(tangent, precision, values * torch.nan)
+        elif precision is not None:
+            values = values * precision
+        return cls(values, _prior_mean(tangent, mean), precision is not None)
+
+
+def _by_pattern(tangent: Tangent, precision: Mapping[str, float], values: Tensor) -> Tensor:
+    for pattern, value in precision.items():
+        hits = [
+            i
+            for i, block in enumerate(tangent.blocks)
+            if any(fnmatchcase(name, pattern) for name in (block.name, *block.parameters))
+        ]
+        if not hits or not value > 0:
+            raise LapwingError(
+                f"Asked for prior_precision={{{pattern!r}: {value}}}; patterns must match a treated block and numbers be "
+                f"positive: the blocks are {', '.join(block.name for block in tangent.blocks)}."
+            )
+        values[hits] = float(value)
+    missing = [block.name for block, value in zip(tangent.blocks, values.tolist(), strict=True) if value != value]
+    if missing:
+        raise LapwingError(
+            f"Asked for prior_precision by block, found none for {', '.join(missing)}; every treated block needs one: add "
+            f"'*': 1.0 first, later patterns override it."
+        )
+    return values
+
+
+def _prior_mean(tangent: Tangent, mean: float | Mapping[str, Tensor]) -> Vectors:
+    own = tangent.parameters
+    if isinstance(mean, Mapping):
+        unknown = [name for name in mean if name not in own]
+        wrong = [name for name, value in mean.items() if name in own and value.shape != own[name].shape]
+        if unknown or wrong:
+            raise LapwingError(
+                f"Asked for prior_mean of {', '.join(unknown + wrong)}, found no treated parameter of that name and shape; "
+                f"accepted are {', '.join(f'{name} {tuple(value.shape)}' for name, value in list(own.items())[:4])}...: "
+                "write prior_mean={name: tensor}."
+            )
+        full = {n: mean.get(n, torch.zeros_like(p)).detach().to(p.device, tangent.dtype) for n, p in own.items()}
+    elif isinstance(mean, (int, float)) and not isinstance(mean, bool):
+        full = {n: torch.full_like(p, float(mean), dtype=tangent.dtype, requires_grad=False) for n, p in own.items()}
+    else:
+        raise LapwingError(
+            f"Asked for prior_mean of type {type(mean).__name__}; a number or {{parameter: tensor}} is accepted: write "
+            "prior_mean=0.0."
+        )
+    return join(tangent.blocks, full)
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """`θ ~ N(θ̂, Σ)` around a trained network, with its likelihood and prior.
+
+    Made by `lw.fit` or `lw.load`; never changes. The network is used, not copied: it must keep the weights it was fitted
+    with, which is checked.
+
+    Attributes:
+        tangent: the network and its treated blocks.
+        covariance: Σ.
+        likelihood: with its noise variance.
+        prior: δ and μ0.
+        statistics: sums over the data that give the log likelihood at any noise.
+        samples: n, how many training points were seen.
+        data_factor: N/n.
+        temperature: τ.
+        method: the method's name and options, as text.
+    """
+
+    tangent: Tangent
+    covariance: Covariance
+    likelihood: Likelihood
+    prior: Prior
+    statistics: dict[str, Tensor] = field(repr=False)
+    samples: int
+    data_factor: float
+    temperature: float
+    method: str
+    noise_given: bool
+    _versions: tuple[int, ...] = field(repr=False)
+
+    @classmethod
+    def assemble(
+        cls,
+        tangent: Tangent,
+        covariance: Covariance,
+        likelihood: Likelihood,
+        prior: Prior,
+        statistics: dict[str, Tensor],
+        samples: int,
+        data_size: int | None,
+        temperature: float,
+        method: object,
+    ) -> Posterior:
+        """Puts a fit's results together; δ and σ² that are None are still to be tuned."""
+        factor = 1.0 if data_size is None else data_size / samples
+        if factor < 1:
+            raise LapwingError(
+                f"Asked for data_size={data_size}, found {samples} samples in the loader; N must be at least as many: leave "
+                "data_size out, or give the size of the whole training set."
+            )
+        given = not likelihood.needs_noise
+        posterior = cls(
+            tangent, covariance, likelihood, prior, statistics, samples, factor, temperature, repr(method), given,
+            _versions(tangent),
+        )  # fmt: skip
+        return posterior.at(prior.precision, likelihood.noise_variance) if given else posterior
+
+    @property
+    def tuned(self) -> bool:
+        """Whether both δ and σ² are the user's."""
+        return self.prior.given and self.noise_given
+
+    @property
+    def prior_precision(self) -> float | dict[str, float]:
+        """δ: one number where all blocks agree, else {block: number}."""
+        values = self.prior.precision.tolist()
+        if all(value == values[0] for value in values):
+            return values[0]
+        return {block.name: value for block, value in zip(self.tangent.blocks, values, strict=True)}
+
+    @property
+    def noise_variance(self) -> float | None:
+        """σ² of a Gaussian likelihood, else None."""
+        return self.likelihood.noise_variance
+
+    def scale_at(self, likelihood: Likelihood) -> float:
+        """Returns s, what multiplies the curvature of unit noise: `N/(n σ² τ)`."""
+        return likelihood.curvature_scale * self.data_factor / self.temperature
+
+    def at(self, precision: Tensor, noise_variance: float | None) -> Posterior:
+        """Returns the posterior at another prior precision (n_blocks,) and noise; the curvature is kept."""
+        if not isinstance(self.covariance, PriorCovariance):
+            raise LapwingError(
+                f"Asked for another prior of a {type(self.covariance).__name__}, found that it has none; fit anew with "
+                "prior_precision=..., or use lw.KFAC()."
+            )
+        likelihood = self.likelihood.with_noise_variance(noise_variance)
+        covariance = self.covariance.with_prior(precision, self.scale_at(likelihood))
+        return replace(
+            self, covariance=covariance, likelihood=likelihood, prior=replace(self.prior, precision=precision)
+        )
+
+    def with_prior(
+        self, prior_precision: float | Mapping[str, float], noise_variance: float | None = None
+    ) -> Posterior:
+        """Returns the posterior under another prior precision, and noise variance if given.
+
+        Subspace methods keep their span; to choose it anew, fit anew.
+
+        Args:
+            prior_precision: δ, a number or {block or parameter pattern: number}.
+            noise_variance: σ², or None to keep it.
+
+        Returns:
+            A new posterior; this one is unchanged.
+
+        Raises:
+            LapwingError: for numbers that are not positive.
+        """
+        if not isinstance(prior_precision, Mapping) and not (
+            isinstance(prior_precision, (int, float)) and 0 < prior_precision < float("inf")
+        ):
+            raise LapwingError(
+                f"Asked for with_prior({prior_precision!r}); a positive finite number is needed: write with_prior(10.0)."
+            )
+        prior = Prior.read(self.tangent, prior_precision)
+        noise = self.noise_variance if noise_variance is None else noise_variance
+        return self.at(prior.precision, noise)
+
+    def with_defaults(self) -> Posterior:
+        """Returns the posterior with δ = 1 and σ² the mean squared residual where they were not given."""
+        noise = self.noise_variance if self.noise_given else self.likelihood.residual_variance(self.statistics)
+        return self.at(self.prior.precision, noise)
+
+    def log_evidence(self, precision: Tensor, likelihood: Likelihood, lower_bound: bool) -> Tensor:
+        """Returns `log Z` at any prior precision (n_blocks,) and noise; differentiable in the precision.
+
+        See `log_marginal_likelihood`; this is the function that tuning maximises.
+        """
+        covariance: PriorCovariance = self.covariance
+        scale = self.scale_at(likelihood)
+        fit = self.data_factor / self.temperature * likelihood.log_likelihood(self.statistics)
+        distance = torch.stack(
+            [(m - self.prior.mean[name]).double().square().sum() for name, m in self.tangent.mean().items()]
+        )
+        value = fit - (precision * distance).sum() / 2 - covariance.log_det_ratio(precision, scale) / 2
+        return value - covariance.evidence_gap(precision, scale) / 2 if lower_bound else value
+
+    def log_marginal_likelihood(
+        self,
+        *,
+        lower_bound: bool = False,
+        linearised_mode: bool = False,
+        loader: Iterable[Any] | None = None,
+    ) -> float:
+        """Returns the Laplace evidence, all constants of the likelihood included, in nats:
+
+        `log Z = log p(y|θ̂) - 1/2 (θ̂-μ0)ᵀΔ(θ̂-μ0) - 1/2 logdet(I + Δ^(-1/2) G Δ^(-1/2))`.
+
+        Under a temperature the likelihood's part is divided by τ, and with `data_size` multiplied by N/n.
+
+        Args:
+            lower_bound: for subspaces, subtract half the trace of the curvature outside the subspace: a lower bound of
+                Full's evidence that grows with the subspace. Needs a fit with `tune=lw.Evidence()`.
+            linearised_mode: add `1/2 gᵀΣg`, g the gradient of the log joint at θ̂: exact for the linearised model also
+                where θ̂ is not its mode. Needs the training `loader` again.
+            loader: the training data.
+
+        Returns:
+            log Z.
+
+        Raises:
+            LapwingError: if the structure has no prior, or the loader is missing.
+
+        Cost: O(P) or less; one pass over the data with `linearised_mode`.
+        """
+        if not isinstance(self.covariance, PriorCovariance):
+            raise LapwingError(
+                f"Asked for the evidence of a {type(self.covariance).__name__}, found no prior in it; fit with lw.KFAC()."
+            )
+        value = self.log_evidence(self.prior.precision, self.likelihood, lower_bound)
+        if linearised_mode:
+            if loader is None:
+                raise LapwingError(
+                    "Asked for the evidence at the linearised mode, found no loader; the training data are needed: write "
+                    "posterior.log_marginal_likelihood(linearised_mode=True, loader=loader)."
+                )
+            gradient = self._log_joint_gradient(loader)
+            moved = self.covariance.mv(gradient)
+            value = value + sum((gradient[name] * moved[name]).sum() for name in gradient).double() / 2
+        return float(value)
+
+    def _log_joint_gradient(self, loader: Iterable[Any]) -> Vectors:
+        """Returns the gradient of `log p(y|θ) + log p(θ)` at θ̂."""
+        dtype = self.covariance.dtype
+        mean = self.tangent.mean()
+        total = {
+            block.name: -delta * (mean[block.name] - self.prior.mean[block.name]).to(dtype)
+            for block, delta in zip(self.tangent.blocks, self.prior.precision.tolist(), strict=True)
+        }
+        factor = self.data_factor / self.temperature
+        for batch in loader:
+            inputs, targets = batches.split(batch)
+
+            def score(outputs: Tensor, targets: Tensor = targets) -> Tensor:
+                with torch.enable_grad():
+                    leaf = outputs.detach().requires_grad_()
+                    return torch.autograd.grad(self.likelihood.log_prob(leaf, targets).sum(), leaf)[0][:, :, None]
+
+            record = self.tangent.record(inputs, score, dtype)
+            for name in total:
+                total[name] = total[name] + factor * record[name].sum_rows()[0]
+        return total
+
+    def latent(self, x: Any, via: Way = Linearized(), joint: bool = False) -> AnyLatent:  # noqa: B008 (frozen)
+        """Returns the latent distribution of the outputs f(x).
+
+        Args:
+            x: a batch of inputs, or a loader.
+            via: the way through the network.
+            joint: keep covariances across inputs: `.covariance` is then (B, C, B, C).
+
+        Returns:
+            `.mean .variance .std` (B, C), `.covariance` (B, C, C), `.sample(n)`; differentiable in x where x requires
+            gradients.
+
+        Raises:
+            LapwingError: for bad inputs, or weights that changed since the fit.
+
+        Cost: the way's.
+        """
+        self._check_weights()
+        if not isinstance(via, Way):
+            raise LapwingError(
+                f"Asked for via={via!r}; accepted are lw.Linearized(), lw.MonteCarlo(draws=50) and lw.Streamlined(): write "
+                "via=lw.Linearized()."
+            )
+        if batches.is_loader(x):
+            parts = [self._latent(batches.inputs_of(batch), via, False) for batch in x]
+            if joint or not parts:
+                raise LapwingError(
+                    f"Asked for latents of a loader with joint={joint}, found {len(parts)} batches; joint covariances need "
+                    "all inputs in one batch, and others at least one batch: pass a tensor."
+                )
+            return _together(parts)
+        return self._latent(batches.inputs_of(x) if isinstance(x, Mapping) else x, via, joint)
+
+    def _latent(self, inputs: Any, via: Way, joint: bool) -> AnyLatent:
+        with torch.set_grad_enabled(wants_gradient(inputs)):
+            return via.latent(self.tangent, self.covariance, inputs, joint)
+
+    def predict(
+        self,
+        x: Any,
+        via: Way = Linearized(),  # noqa: B008 (frozen)
+        link: Link | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """Returns the predictive distribution of y.
+
+        Args:
+            x: a batch of inputs, or a loader.
+            via: the way through the network.
+            link: from the latent Gaussian to class probabilities; the likelihood's default when None.
+            generator: of links that draw; seed 0 when None.
+
+        Returns:
+            Classification: `.probs .confidence .entropy() .mutual_information()`; regression: `.mean .std .variance
+            .interval(0.9) .epistemic_variance .aleatoric_variance`; both: `.log_prob(y) .sample(n) .distribution()`.
+
+        Raises:
+            LapwingError: for bad inputs, or a link that does not fit.
+
+        Cost: the way's, and the link's.
+        """
+        return self.likelihood.predict(self.latent(x, via), link, generator)
+
+    def sample(self, n: int, seed: int = 0) -> dict[str, Tensor]:
+        """Draws weights `θ ~ N(θ̂, Σ)`.
+
+        Args:
+            n: number of draws.
+            seed: of the draws.
+
+        Returns:
+            parameter name -> (n, *shape), for `torch.func.functional_call`; the model is not written.
+        """
+        generator = torch.Generator(self.covariance.device).manual_seed(seed)
+        mean, own = self.tangent.mean(), self.tangent.parameters
+        drawn = self.covariance.sample(n, generator)
+        vectors = {name: mean[name] + draw.to(mean[name].dtype) for name, draw in drawn.items()}
+        return {name: value.to(own[name].dtype) for name, value in split(self.tangent.blocks, vectors).items()}
+
+    def diagnose(self) -> Diagnosis:
+        """Returns what was fitted, in numbers: sizes, coverage, prior, noise, evidence, effective number of parameters."""
+        effective = evidence = None
+        if isinstance(self.covariance, PriorCovariance):
+            scale = torch.tensor(self.covariance.scale, dtype=torch.float64, requires_grad=True)
+            with torch.enable_grad():
+                ratio = self.covariance.log_det_ratio(self.prior.precision, scale)
+            effective = float(torch.autograd.grad(ratio, scale)[0]) * self.covariance.scale
+            evidence = self.log_marginal_likelihood()
+        return Diagnosis(
+            self.method, self.tangent.size, self.samples, self.prior_precision, self.noise_variance, evidence, effective,
+            str(self.tangent.coverage),
+        )  # fmt: skip
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the posterior (not the network) to one safetensors file, whole or not at all.
+
+        Args:
+            path: for instance "posterior.safetensors".
+        """
+        tensors = {f"covariance/{name}": tensor for name, tensor in self.covariance.tensors().items()}
+        tensors |= {f"prior_mean/{name}": tensor for name, tensor in self.prior.mean.items()}
+        tensors |= {f"statistics/{name}": tensor for name, tensor in self.statistics.items()}
+        tensors |= {f"weights/{name}": _fingerprint(value) for name, value in self.tangent.parameters.items()}
+        header = {
+            "tangent": self.tangent.to_json(),
+            "covariance": {"class": type(self.covariance).__name__, "extra": self.covariance.extra()},
+            "likelihood": {"name": self.likelihood.name, "noise_variance": self.noise_variance},
+            "given": [self.prior.given, self.noise_given],
+            "samples": self.samples,
+            "data_factor": self.data_factor,
+            "temperature": self.temperature,
+            "method": self.method,
+        }
+        storage.write(path, tensors, header)
+
+    def _check_weights(self) -> None:
+        if _versions(self.tangent) != self._versions:
+            raise LapwingError(
+                f"Asked to predict with a posterior around {type(self.tangent.model).__name__}, found that the model's weights "
+                "were written after the fit; it describes the weights it was fitted with: fit again, or load them back and "
+                "use lw.load(path, model)."
+            )
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a posterior is, in numbers; prints as a small report.
+
+    Attributes:
+        method: the method and its options.
+        weights: P.
+        samples: n.
+        prior_precision: δ.
+        noise_variance: σ².
+        log_evidence: log Z in nats.
+        effective_parameters: `Σ s λ/(s λ + δ)`, how many directions the data determined.
+        coverage: the table of layer families.
+    """
+
+    method: str
+    weights: int
+    samples: int
+    prior_precision: float | dict[str, float]
+    noise_variance: float | None
+    log_evidence: float | None
+    effective_parameters: float | None
+    coverage: str
+
+    def __str__(self) -> str:
+        """The report."""
+        lines = [f"{self.method} over {self.weights:,} weights, {self.samples:,} samples"]
+        lines.append(f"prior precision {self.prior_precision}")
+        if self.noise_variance is not None:
+            lines.append(f"noise variance {self.noise_variance:.4g}")
+        if self.log_evidence is not None:
+            lines.append(f"log evidence {self.log_evidence:.2f}")
+            lines.append(f"effective number of parameters {self.effective_parameters:.1f}")
+        return "\n".join([*lines, self.coverage])
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    likelihood: Likelihood | None = None,
+    forward: Forward | None = None,
+    memory: int | None = None,
+) -> Posterior:
+    """Reads a posterior written by `Posterior.save`, around the same trained network.
+
+    Args:
+        path: the file.
+        model: the network with the weights of the fit, in eval mode.
+        likelihood: needed for one that is not built in.
+        forward: as in `lw.fit`, if it was given there.
+        memory: budget in bytes; 1 GiB when None.
+
+    Returns:
+        The posterior.
+
+    Raises:
+        LapwingError: for a truncated, foreign or newer file, or a model with other weights.
+    """
+    tensors, header = storage.read(path)
+
+    def part(prefix: str) -> dict[str, Tensor]:
+        return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+    tangent = Tangent.from_json(header["tangent"], model, forward, memory)
+    for name, value in tangent.parameters.items():
+        if not torch.allclose(_fingerprint(value).cpu(), part("weights/")[name], rtol=1e-6, atol=1e-12):
+            raise LapwingError(
+                f"Asked to load {path} around {type(model).__name__}, found other values in its parameter {name} "
+                f"{tuple(value.shape)}; the weights of the fit are needed: load their checkpoint into the model first."
+            )
+    device = tangent.device
+    covariance = COVARIANCES[header["covariance"]["class"]].from_tensors(
+        tangent.blocks, {k: v.to(device) for k, v in part("covariance/").items()}, header["covariance"]["extra"]
+    )
+    if likelihood is None:
+        likelihood = resolve(header["likelihood"]["name"])
+        likelihood = likelihood.with_noise_variance(header["likelihood"]["noise_variance"])
+    given, noise_given = header["given"]
+    mean = {name: value.to(device) for name, value in part("prior_mean/").items()}
+    prior = Prior(part("covariance/")["precision"].to(device), mean, given)
+    statistics = {name: value.to(device) for name, value in part("statistics/").items()}
+    return Posterior(
+        tangent, covariance, likelihood, prior, statistics, header["samples"], header["data_factor"], header["temperature"],
+        header["method"], noise_given, _versions(tangent),
+    )  # fmt: skip
+
+
+def _fingerprint(value: Tensor) -> Tensor:
+    value = value.detach().double()
+    return torch.stack([value.sum(), value.square().sum(), value.flatten()[:: max(1, value.numel() // 7)].sum()])
+
+
+def _versions(tangent: Tangent) -> tuple[int, ...]:
+    return tuple(value._version for value in tangent.parameters.values() if not value.is_inference())
+
+
+def _together(parts: list[AnyLatent]) -> AnyLatent:
+    """Joins the latents of consecutive batches."""
+    if isinstance(parts[0], LatentDraws):
+        return LatentDraws(torch.cat([part.draws for part in parts], 1))
+    assert not any(isinstance(part, JointLatent) for part in parts)
+    return Latent(torch.cat([part.mean for part in parts]), concatenate([part.terms for part in parts]))

@@ -1,0 +1,10 @@
+"""Ways through the network: from a Gaussian over the weights to a distribution of the outputs."""
+
+from __future__ import annotations
+
+from .linearized import Linearized
+from .montecarlo import MonteCarlo
+from .streamlined import Streamlined
+from .way import Way
+
+__all__ = ["Linearized", "MonteCarlo", "Streamlined", "Way"]

@@ -1,0 +1,54 @@
+"""Linearised prediction: `f(x) ~ N(f(x, θ̂), J(x) Σ J(x)ᵀ)`, exact for the linearised network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..covariance import AnyLatent, Covariance, JointLatent, Latent, Term
+from ..covariance.output import Dense, Rotated, Thin, concatenate
+from ..tangent import Tangent
+from .way import Way
+
+
+@dataclass(frozen=True)
+class Linearized(Way):
+    """`f(x) ~ N(f(x, θ̂), J(x) Σ J(x)ᵀ)` (Immer et al. 2021, equation 6), without forming J where a layer allows.
+
+    Cost: one forward and C backward passes of activations, and the structure's contractions; chunked under the memory
+    budget. Differentiable in inputs that require gradients.
+
+    Example:
+        >>> import lapwing as lw
+        >>> lw.Linearized()
+        Linearized()
+    """
+
+    def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
+        """Returns the latent Gaussian; (B, C, B, C) covariances from one record of the whole batch when joint."""
+        dtype = covariance.record_dtype
+        if joint:
+            record = tangent.record(inputs, dtype=dtype)
+            matrix = covariance.joint_output_covariance(record)
+            return JointLatent(record.outputs, matrix.to(tangent.dtype))
+        means, terms = [], []
+        for _, record in tangent.records(inputs, dtype=dtype):
+            means.append(record.outputs)
+            terms.append([_cast(term, tangent.dtype) for term in covariance.output_covariance(record)])
+        return Latent(torch.cat(means), concatenate(terms))
+
+
+def _cast(term: Term, dtype: torch.dtype) -> Term:
+    """Brings a term back from the float64 that some structures are contracted in."""
+
+    def to(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(dtype)
+
+    if isinstance(term, Thin):
+        return Thin(to(term.factor))
+    if isinstance(term, Rotated):
+        return Rotated(to(term.basis), to(term.scale))
+    return Dense(to(term.matrix))

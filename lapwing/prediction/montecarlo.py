@@ -1,0 +1,61 @@
+"""Monte Carlo: the network itself under draws of the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import batches
+from ..covariance import AnyLatent, Covariance, LatentDraws
+from ..errors import LapwingError
+from ..tangent import Tangent, split
+from ..tangent.layers.generic import call_with
+from .way import Way
+
+
+@dataclass(frozen=True)
+class MonteCarlo(Way):
+    """`f(x, θ_s)` for draws `θ_s ~ N(θ̂, Σ)`, the weights passed in functionally: the model is never written.
+
+    Every call draws the same weights (same seed), so predictions for different inputs belong together.
+
+    Args:
+        draws: S, at least 2.
+        seed: of the draws.
+
+    Raises:
+        LapwingError: for fewer than two draws.
+
+    Cost: S forward passes, memory O(P) for one draw at a time.
+
+    Example:
+        >>> import lapwing as lw
+        >>> lw.MonteCarlo(draws=30)
+        MonteCarlo(draws=30, seed=0)
+    """
+
+    draws: int = 50
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks the number of draws."""
+        if isinstance(self.draws, bool) or not isinstance(self.draws, int) or self.draws < 2:
+            raise LapwingError(
+                f"Asked for MonteCarlo(draws={self.draws!r}); a whole number of at least 2 is needed: write "
+                "lw.MonteCarlo(draws=50)."
+            )
+
+    def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
+        """Returns the outputs under each draw; draws are joint across inputs by nature."""
+        batches.check_inputs(inputs, next(iter(tangent.parameters.values())), "the inputs")
+        generator = torch.Generator(covariance.device).manual_seed(self.seed)
+        own = tangent.parameters
+        mean, outputs = tangent.mean(), []
+        for _ in range(self.draws):
+            drawn = covariance.sample(1, generator)
+            weights = split(tangent.blocks, {name: mean[name] + draw[0].to(mean[name].dtype) for name, draw in drawn.items()})
+            weights = {name: value.to(own[name].dtype) for name, value in weights.items()}
+            outputs.append(call_with(tangent.model, tangent.forward, weights, inputs).to(tangent.dtype))
+        return LatentDraws(torch.stack(outputs), joint)

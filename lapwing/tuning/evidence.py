@@ -1,0 +1,146 @@
+"""Tuning by the evidence: prior precision (scalar or per layer) and noise variance together, without validation data."""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..covariance import PriorCovariance
+from ..posterior import Posterior
+
+log = logging.getLogger("lapwing")
+
+LOWEST, HIGHEST = -8.0, 10.0
+"""Decades that the prior precision is searched in."""
+
+
+class Tuning(ABC):
+    """A way to choose what the user left None; subclasses are frozen dataclasses."""
+
+    @abstractmethod
+    def tune(self, posterior: Posterior) -> Posterior:
+        """Returns the posterior with its free numbers chosen; what the user gave is kept."""
+
+
+@dataclass(frozen=True)
+class Evidence(Tuning):
+    """Maximises the Laplace evidence over δ and σ² (MacKay 1992; Immer et al. 2021, section 3).
+
+    Subspace posteriors maximise its lower bound, which charges them for the curvature they do not see: their own evidence
+    would tune δ wrongly.
+
+    Args:
+        per_layer: one δ for each block instead of one for all.
+
+    Cost: no pass over the data; some hundred evaluations of a log determinant from eigenvalues.
+
+    Example:
+        >>> import lapwing as lw
+        >>> lw.Evidence(per_layer=True)
+        Evidence(per_layer=True)
+    """
+
+    per_layer: bool = False
+
+    def tune(self, posterior: Posterior) -> Posterior:
+        """Returns the posterior at the maximum of the evidence."""
+        if not isinstance(posterior.covariance, PriorCovariance):
+            return posterior
+        precision, noise = posterior.prior.precision, posterior.noise_variance
+        if not posterior.noise_given:
+            noise = posterior.likelihood.residual_variance(posterior.statistics)
+        free_prior = not posterior.prior.given
+        value = -math.inf
+        for _ in range(100):  # coordinate ascent; one round where σ² is given
+            if free_prior:
+                precision = self._best_precision(posterior, noise)
+            if posterior.noise_given:
+                break
+            noise = self._best_noise(posterior, precision, noise)
+            new = self._value(posterior, precision, noise)
+            if new - value < 1e-7 * (1 + abs(new)):
+                break
+            value = new
+        if free_prior and self.per_layer and len(precision) > 1:
+            precision = self._per_layer(posterior, precision, noise)
+            if not posterior.noise_given:
+                noise = self._best_noise(posterior, precision, noise)
+                precision = self._per_layer(posterior, precision, noise)
+        return posterior.at(precision, noise)
+
+    def _value(self, posterior: Posterior, precision: Tensor, noise: float | None) -> float:
+        likelihood = posterior.likelihood.with_noise_variance(noise)
+        return float(posterior.log_evidence(precision, likelihood, lower_bound=True))
+
+    def _best_precision(self, posterior: Posterior, noise: float | None) -> Tensor:
+        """Searches the whole range on a grid, then refines around the best point."""
+        ones = torch.ones_like(posterior.prior.precision)
+        best = maximise(lambda log10: self._value(posterior, ones * 10**log10, noise), LOWEST, HIGHEST, 37)
+        if best in (LOWEST, HIGHEST):
+            log.warning("The evidence has no maximum inside the searched range: prior precision %.0e", 10**best)
+        return ones * 10**best
+
+    def _best_noise(self, posterior: Posterior, precision: Tensor, noise: float) -> float:
+        start = math.log10(noise)
+        best = maximise(lambda log10: self._value(posterior, precision, 10**log10), start - 1.5, start + 1.5, 13)
+        return 10**best
+
+    def _per_layer(self, posterior: Posterior, precision: Tensor, noise: float | None) -> Tensor:
+        """Ascends in log δ of all blocks together by L-BFGS."""
+        likelihood = posterior.likelihood.with_noise_variance(noise)
+        start = precision.log().clone()
+        logs = start.clone().requires_grad_()
+        optimiser = torch.optim.LBFGS([logs], max_iter=200, tolerance_change=1e-10, line_search_fn="strong_wolfe")
+
+        def loss() -> Tensor:
+            optimiser.zero_grad()
+            bounded = logs.clamp(LOWEST * math.log(10), HIGHEST * math.log(10))
+            value = -posterior.log_evidence(bounded.exp(), likelihood, lower_bound=True)
+            value.backward()
+            return value
+
+        with torch.enable_grad():
+            before = float(loss().detach())
+            optimiser.step(loss)
+            after = float(loss().detach())
+        found = logs.detach() if after <= before else start
+        return found.clamp(LOWEST * math.log(10), HIGHEST * math.log(10)).exp()
+
+
+def maximise(function: Callable[[float], float], low: float, high: float, points: int) -> float:
+    """Maximises a function of one number: a grid, then golden sections around its best point to 1e-6.
+
+    Args:
+        function: of one float.
+        low: left end.
+        high: right end.
+        points: of the grid.
+
+    Returns:
+        The best point; an end of the range if the function is best there.
+    """
+    grid = [low + (high - low) * i / (points - 1) for i in range(points)]
+    values = [function(x) for x in grid]
+    best = max(range(points), key=lambda i: values[i] if not math.isnan(values[i]) else -math.inf)
+    if best in (0, points - 1):
+        return grid[best]
+    left, right = grid[best - 1], grid[best + 1]
+    golden = (math.sqrt(5) - 1) / 2
+    inner, outer = right - golden * (right - left), left + golden * (right - left)
+    at_inner, at_outer = function(inner), function(outer)
+    while right - left > 1e-6:
+        if at_inner >= at_outer:
+            right, outer, at_outer = outer, inner, at_inner
+            inner = right - golden * (right - left)
+            at_inner = function(inner)
+        else:
+            left, inner, at_inner = inner, outer, at_outer
+            outer = left + golden * (right - left)
+            at_outer = function(outer)
+    return (left + right) / 2
