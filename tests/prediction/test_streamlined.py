@@ -325,9 +325,9 @@ def test_activation_slopes_equal_autograd(kind):
 
 def test_inputs_and_model_are_left_alone():
     x = torch.randn(3, 4, dtype=F64)
-    between = (nn.ELU(inplace=True), nn.PReLU())
-    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 5), *between, nn.Linear(5, 2)).double()
-    tangent = survey(model, x.clone(), tn.matching("1.*"))
+    layers = (nn.Linear(4, 4), nn.Linear(4, 5), nn.ELU(inplace=True), nn.PReLU(), nn.Linear(5, 2))
+    model = nn.Sequential(nn.ReLU(inplace=True), *layers).double()
+    tangent = survey(model, x.clone(), tn.matching("2.*"))
     before = x.clone().requires_grad_()
     latent = Streamlined().latent(tangent, build(tangent, "kronecker"), before, joint=False)
     torch.testing.assert_close(before.detach(), x)
@@ -420,6 +420,8 @@ def test_altered_modules_and_shared_weights_are_named():
     refuse(hooked, x, r"'1' \(Tanh\) with forward hooks")
     normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3).double()))
     refuse(normed, x, r"'0' \(ParametrizedLinear\) with treated parameters 0.bias, 0.parametrizations")
+    generic = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 3))
+    refuse(generic, x.clone(), r"'1' \(Linear\) with .* \(in the generic family: its layer's input is modified")
     layer = nn.Linear(4, 4)
     refuse(nn.Sequential(layer, nn.Tanh(), layer), x, "'2' and '0' share the treated parameters 0.weight, 0.bias")
 

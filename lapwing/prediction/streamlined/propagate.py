@@ -68,7 +68,7 @@ def read(tangent: Tangent, covariance: Covariance, full: bool) -> tuple[Step, ..
             rule = _rule(module)
             block = _block(module, mine, blocks, names)
             if rule is None or (mine and (block is None or block.family != rule.family)):
-                raise _unsupported(tangent.model, path, module, mine, next(iter(seen.values()), None))
+                raise _unsupported(tangent, path, module, mine, next(iter(seen.values()), None))
             if block is not None:
                 if block.name in seen:
                     raise LapwingError(
@@ -166,12 +166,15 @@ def _block(module: nn.Module, mine: list[str], blocks: dict[str, Block], names: 
     return block if block.matrix is not None and not block.matrix.transposed else None
 
 
-def _unsupported(model: nn.Module, path: str, module: nn.Module, treated: list[str], first: str | None) -> LapwingError:
+def _unsupported(tangent: Tangent, path: str, module: nn.Module, treated: list[str], first: str | None) -> LapwingError:
     what = f"{path!r} ({type(module).__name__})" if path else f"the network itself ({type(module).__name__})"
     if _altered(module):
         what += " with forward hooks or a forward of its own"
     where = f"with treated parameters {', '.join(treated[:4])}" if treated else f"after the treated layer {first!r}"
+    reasons = [line.reason for line in tangent.coverage.lines if line.reason and set(line.parameters) & set(treated)]
+    if reasons:
+        where += f" (in the generic family: {reasons[0]})"
     return LapwingError(
-        f"Asked for streamlined prediction through {type(model).__name__}, found {what} {where}, for which there is no "
-        f"moment rule; {ACCEPTED}"
+        f"Asked for streamlined prediction through {type(tangent.model).__name__}, found {what} {where}, for which "
+        f"there is no moment rule; {ACCEPTED}"
     )
