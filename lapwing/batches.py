@@ -18,7 +18,7 @@ LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 def describe(value: Any) -> str:
     """Names a value by its structure and shapes, for error messages: `tuple(Tensor (8, 3) float32, ...)`."""
     if isinstance(value, Tensor):
-        return f"Tensor {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        return f"Tensor {tuple(value.shape)} {_short(value.dtype)}"
     if isinstance(value, Mapping):
         return "dict(" + ", ".join(f"{key}={describe(item)}" for key, item in value.items()) + ")"
     if isinstance(value, (tuple, list)):
@@ -38,27 +38,38 @@ def split(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, Mapping):
         found = [key for key in LABEL_KEYS if key in batch]
         if found and len(batch) > 1:
-            return {key: value for key, value in batch.items() if key != found[0]}, batch[found[0]]
+            return plain({key: value for key, value in batch.items() if key != found[0]}), plain(batch[found[0]])
     elif isinstance(batch, (tuple, list)) and len(batch) >= 2:
         inputs, targets = batch[:-1], batch[-1]
         if isinstance(targets, Tensor):
-            return (inputs[0] if len(inputs) == 1 else tuple(inputs)), targets
+            return plain(inputs[0] if len(inputs) == 1 else tuple(inputs)), plain(targets)
     raise LapwingError(
-        f"Asked to read inputs and targets from a batch, found {describe(batch)}; accepted are (inputs, targets), "
-        f"(input_1, ..., targets) and a dict with one of the keys {', '.join(LABEL_KEYS)}. Let the loader yield "
-        "(inputs, targets) pairs, where inputs may be anything if you pass forward=lambda model, inputs: model(...)."
+        f"Asked to read inputs and targets from a batch, found {describe(batch)}; accepted are (inputs, targets) and "
+        f"(input_1, ..., targets) with targets a tensor, and a dict with one of the keys {', '.join(LABEL_KEYS)}. Let the "
+        "loader yield (inputs, targets) pairs, where inputs may be any tuple, list or dict of tensors if you pass "
+        "forward=lambda model, inputs: model(...)."
     )
 
 
 def inputs_of(batch: Any) -> Any:
-    """Returns a batch's inputs for prediction: labels, where there are any, are dropped from pairs and dictionaries."""
+    """Returns a batch's inputs for prediction: labels, where there are any, are dropped from pairs and dictionaries.
+
+    Raises:
+        LapwingError: case 14, a structure that is not understood.
+    """
     if isinstance(batch, Tensor):
         return batch
     if isinstance(batch, Mapping):
         return {key: value for key, value in batch.items() if key not in LABEL_KEYS}
     if isinstance(batch, (tuple, list)) and len(batch) == 1:
         return batch[0]
-    return split(batch)[0]
+    if isinstance(batch, (tuple, list)) and len(batch) > 1 and isinstance(batch[-1], Tensor):
+        return split(batch)[0]
+    raise LapwingError(
+        f"Asked to read inputs from a batch of the loader, found {describe(batch)}; accepted are a tensor, (inputs, "
+        "targets) and a dict of tensors. Let the loader yield one of them, or predict each batch with posterior.predict(x), "
+        "where x may be any tuple or dict of tensors if you pass forward=lambda model, inputs: model(...) to lw.fit."
+    )
 
 
 def is_loader(x: Any) -> bool:
@@ -75,14 +86,22 @@ def tensors(inputs: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(_tree(inputs)) if isinstance(leaf, Tensor)]
 
 
+def plain(inputs: Any) -> Any:
+    """Returns inputs with copies in place of tensors made in `torch.inference_mode()`, which no graph can hold."""
+    if not any(leaf.is_inference() for leaf in tensors(inputs)):
+        return inputs
+    return pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) and x.is_inference() else x, _tree(inputs))
+
+
 def size(inputs: Any) -> int:
     """Returns B, the number of samples: the first dimension of the first tensor with one."""
     for leaf in tensors(inputs):
         if leaf.ndim:
             return leaf.shape[0]
     raise LapwingError(
-        f"Asked for the number of samples of the inputs, found {describe(inputs)}; at least one tensor whose first "
-        "dimension is the batch is needed: yield (inputs, targets) with inputs a tensor, tuple or dict of tensors."
+        f"Asked for the number of samples of the inputs, found {describe(inputs)}; a tensor whose first dimension is the "
+        "batch is needed, alone or within tuples, lists and dicts: give such inputs (torch.as_tensor(x) makes one), with "
+        "forward=lambda model, inputs: model(...) to turn them into what the network takes."
     )
 
 
@@ -116,21 +135,15 @@ def call(model: nn.Module, inputs: Any, forward: Forward | None = None) -> Tenso
         Outputs (B, C); (B,) becomes (B, 1); `.logits` of a Hugging Face output is taken.
 
     Raises:
-        LapwingError: case 14, inputs the model cannot be called with; case 5, outputs that are no (B, C) matrix.
+        LapwingError: case 14, inputs the model cannot be called with; cases 5 and 6, inputs of a shape or dtype that it
+            does not take, and outputs that are no (B, C) matrix.
     """
-    if forward is not None:
-        out = forward(model, inputs)
-    elif isinstance(inputs, Tensor):
-        out = model(inputs)
-    elif isinstance(inputs, Mapping):
-        out = model(**inputs)
-    elif isinstance(inputs, (tuple, list)):
-        out = model(*inputs)
-    else:
-        raise LapwingError(
-            f"Asked to run {type(model).__name__} on inputs of type {type(inputs).__name__}; accepted are a tensor, a "
-            "tuple or a dict of tensors. Pass forward=lambda model, inputs: model(...) to say how it is called."
-        )
+    try:
+        out = _called(model, inputs, forward)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if _blames_inputs(error):
+            raise _refused(model, inputs, forward, error) from error
+        raise
     if not isinstance(out, Tensor):
         out = getattr(out, "logits", out["logits"] if isinstance(out, Mapping) and "logits" in out else None)
     if isinstance(out, Tensor) and out.ndim == 1:
@@ -142,7 +155,69 @@ def call(model: nn.Module, inputs: Any, forward: Forward | None = None) -> Tenso
             "matrix is needed. Pass forward=lambda model, inputs: model(inputs)... to return one (for sequences or "
             "images, flatten or pool the positions there)."
         )
+    if out.shape[0] != size(inputs):
+        raise LapwingError(
+            f"Asked for outputs of {type(model).__name__} at {size(inputs)} samples, {describe(inputs)}, found outputs of "
+            f"shape {tuple(out.shape)}; one row a sample is needed, inputs and outputs with the batch first: give a single "
+            "sample as x[None], or pass forward=lambda model, inputs: model(inputs)... to return such a matrix."
+        )
     return out
+
+
+def _called(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
+    if forward is not None:
+        return forward(model, inputs)
+    if isinstance(inputs, Tensor):
+        return model(inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, (tuple, list)):
+        return model(*inputs)
+    raise LapwingError(
+        f"Asked to run {type(model).__name__} on inputs of type {type(inputs).__name__}; accepted are a tensor, a tuple or "
+        "a dict of tensors. Pass forward=lambda model, inputs: model(...) to say how it is called."
+    )
+
+
+def _blames_inputs(error: Exception) -> bool:
+    """Whether an exception out of the network is about how it was called, or about shapes, dtypes and indices."""
+    if isinstance(error, (LapwingError, torch.OutOfMemoryError, NotImplementedError)):
+        return False
+    words = ("argument",) if isinstance(error, TypeError) else ("shape", "size", "dtype", "scalar type", "dimension", "index")
+    return any(word in str(error) for word in words)
+
+
+def _refused(model: nn.Module, inputs: Any, forward: Forward | None, error: Exception) -> LapwingError:
+    """Says what the network did not take: how it was called, or what it was given."""
+    call_of = {True: "model(x)", False: "model(*inputs)"}[isinstance(inputs, Tensor)]
+    how = "forward(model, inputs)" if forward is not None else "model(**inputs)" if isinstance(inputs, Mapping) else call_of
+    weight = next((value.dtype for value in model.parameters() if value.is_floating_point()), torch.float32)
+    found = tensors(inputs)
+    other = any(leaf.dtype != weight for leaf in found if leaf.is_floating_point() or len(found) == 1)
+    if isinstance(error, TypeError):
+        line = "inputs that this call takes, without targets, are needed: pass forward=lambda model, inputs: model(...)."
+    elif other and ("dtype" in str(error) or "scalar type" in str(error)):
+        line = f"inputs in the dtype of its weights, {_short(weight)}, are needed: write x.to({weight})."
+    else:
+        line = (
+            "inputs of the shape and range that it was trained with, the batch first, are needed: check what the loader "
+            "yields, and give a single sample as x[None]."
+        )
+    first = str(error).strip().partition("\n")[0].rstrip(".")
+    return LapwingError(
+        f"Asked to run {type(model).__name__} as {how} on {describe(inputs)}, found that it raised "
+        f"{type(error).__name__} ({first}); {line}"
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _finite(values: Tensor) -> bool:
+    """Whether all values are finite: one fast sum, and a look at each where that overflows or is not finite."""
+    values = values.detach()
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
 
 def check_inputs(inputs: Any, like: Tensor, where: str) -> None:
@@ -153,7 +228,7 @@ def check_inputs(inputs: Any, like: Tensor, where: str) -> None:
                 f"Asked to run the model, whose weights are on {like.device}, found {where} on {leaf.device}; both must "
                 f"be on one device: move the inputs with x.to('{like.device}')."
             )
-        if leaf.is_floating_point() and not torch.isfinite(leaf).all():
+        if leaf.is_floating_point() and not _finite(leaf):
             bad = (~torch.isfinite(leaf)).flatten(1).any(1) if leaf.ndim > 1 else ~torch.isfinite(leaf)
             first = int(bad.nonzero()[0]) if bad.ndim else 0
             raise LapwingError(
@@ -165,7 +240,7 @@ def check_inputs(inputs: Any, like: Tensor, where: str) -> None:
 
 def check_outputs(outputs: Tensor, where: str) -> None:
     """Raises for NaN or infinite outputs (case 2)."""
-    if not torch.isfinite(outputs).all():
+    if not _finite(outputs):
         bad = (~torch.isfinite(outputs)).any(-1)
         raise LapwingError(
             f"Asked for the outputs at {where}, found NaN or infinite values for {int(bad.sum())} of {len(bad)} samples "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from . import batches
@@ -18,13 +19,15 @@ from .covariance import Covariance
 from .errors import LapwingError
 from .likelihoods import Categorical, Gaussian, Likelihood, resolve
 from .methods import KFAC, Batch, FisherRoot, IteratePass, Method, Pass, Problem, State, SumPass
-from .posterior import Posterior, Prior
+from .posterior import Posterior, Prior, is_positive
 from .tangent import LastLayer, Predicate, Tangent, everything, last_layer
+from .tangent.eager import outside_inference
 from .tuning import Evidence, Tuning
 
 log = logging.getLogger("lapwing")
 
 
+@outside_inference
 def fit(
     model: nn.Module,
     loader: Iterable[Any],
@@ -79,19 +82,15 @@ def fit(
     """
     method, params = _method_and_params(method, params)
     _check_numbers(prior_precision, weight_decay, temperature, data_size, seed)
+    _check_choices(tune, forward)
+    seed = int(seed)
     first = _first_batch(loader)
     inputs, targets = batches.split(first)
     likelihood = _infer_likelihood(targets) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(model, inputs, params, forward, memory)
-    counted: list[int] = []
-
-    def count() -> int:
-        if not counted:
-            counted.append(sum(batches.size(batches.split(batch)[0]) for batch in loader))
-        return counted[0]
-
+    runner = _Runner(loader, progress)
     if weight_decay is not None:
-        prior_precision = (data_size or count()) * weight_decay
+        prior_precision = (data_size or runner.count()) * weight_decay
     prior = Prior.read(tangent, prior_precision, prior_mean)
     scale = 1.0 if likelihood.needs_noise else likelihood.curvature_scale
     generator = torch.Generator(tangent.device).manual_seed(seed)
@@ -99,12 +98,11 @@ def fit(
     if tangent.outputs > root.columns:
         log.info("%d outputs: the Fisher information is sampled, one draw an input", tangent.outputs)
     problem = Problem(
-        tangent, likelihood, root, prior.precision, scale / temperature, isinstance(tune, Evidence), seed, count
+        tangent, likelihood, root, prior.precision, scale / temperature, tune is not None, seed, runner.count
     )
-    runner = _Runner(problem, loader, progress)
-    covariance = runner.run(method)
+    covariance = runner.run(method, problem)
     posterior = Posterior.assemble(
-        tangent, covariance, likelihood, prior, runner.statistics, runner.samples, data_size, temperature, method
+        tangent, covariance, likelihood, prior, runner.statistics, runner.samples, data_size, float(temperature), method
     )
     return posterior if posterior.tuned else (tune.tune(posterior) if tune is not None else posterior.with_defaults())
 
@@ -115,84 +113,118 @@ class _Runner:
     It is the one place that knows batches consumed and states, so checkpoints and ranks belong here and nowhere else.
     """
 
-    def __init__(self, problem: Problem, loader: Iterable[Any], progress: bool | None) -> None:
-        self._problem, self._loader = problem, loader
+    def __init__(self, loader: Iterable[Any], progress: bool | None) -> None:
+        self._loader = loader
         self._bar = sys.stderr.isatty() if progress is None else progress
+        self._expected: int | None = None
         self.statistics: dict[str, Tensor] = {}
         self.samples = 0
 
-    def run(self, method: Method) -> Covariance:
+    def count(self) -> int:
+        """Returns n; goes through the loader where no pass has."""
+        if self._expected is None:
+            self._check_size(sum(batches.size(batches.split(batch)[0]) for batch in self._loader), "to count its samples")
+        return self._expected
+
+    def run(self, method: Method, problem: Problem) -> Covariance:
         """Runs all passes; returns what the method makes of them."""
-        passes = method.passes(self._problem)
+        passes = method.passes(problem)
         state: State | None = None
         while True:
             try:
                 step = passes.send(state)
             except StopIteration as stop:
+                if not self.samples:
+                    self._sum(_NoPass(), problem)
                 return stop.value
-            state = self._sum(step) if isinstance(step, SumPass) else self._iterate(step)
+            state = self._sum(step, problem) if isinstance(step, SumPass) else self._iterate(step, problem)
 
-    def _sum(self, step: SumPass) -> State:
+    def _sum(self, step: SumPass, problem: Problem) -> State:
         state = step.init()
         start = 0
         with torch.no_grad():
-            for inputs, targets in self._batches(step):
-                batch = Batch(self._problem.tangent, inputs, targets, start)
+            for batch in self._batches(step, problem):
                 step.update(state, batch)
-                start += batches.size(inputs)
+                start += batches.size(batch.inputs)
                 if not self.samples:
-                    self._note(batch)
-        self._check_size(start, step)
+                    self._note(batch, problem)
+        self._finish(start, step)
         return state
 
-    def _iterate(self, step: IteratePass) -> State:
+    def _iterate(self, step: IteratePass, problem: Problem) -> State:
         state = step.init()
-        generator = torch.Generator(self._problem.tangent.device).manual_seed(self._problem.seed)
+        generator = torch.Generator(problem.tangent.device).manual_seed(problem.seed)
         taken = 0
         while taken < step.steps:
             start = 0
-            for inputs, targets in self._batches(step):
-                if taken == step.steps and self.samples:
+            for batch in self._batches(step, problem):
+                if taken >= step.steps and self.samples:
                     return state
-                batch = Batch(self._problem.tangent, inputs, targets, start)
                 if taken < step.steps:
                     step.step(state, batch, generator)
-                start, taken = start + batches.size(inputs), taken + 1
+                start, taken = start + batches.size(batch.inputs), taken + 1
                 if not self.samples:
-                    self._note(batch)
-            self._check_size(start, step)
+                    self._note(batch, problem)
+            self._finish(start, step)
         return state
 
-    def _batches(self, step: Pass) -> Iterator[tuple[Any, Tensor]]:
-        total = len(self._loader) if hasattr(self._loader, "__len__") else None
-        for batch in tqdm(self._loader, desc=step.label, total=total, disable=not self._bar, leave=False):
-            yield batches.split(batch)
+    def _batches(self, step: Pass, problem: Problem) -> Iterator[Batch]:
+        """Goes through the loader once."""
+        try:
+            total = len(self._loader)  # type: ignore[arg-type]
+        except TypeError:  # none, or a DataLoader over an iterable data set
+            total = None
+        start, weight = 0, next(iter(problem.tangent.parameters.values()))
+        bar = tqdm(self._loader, desc=step.label, total=total, disable=not self._bar, leave=False)
+        for number, raw in enumerate(bar, 1):
+            inputs, targets = batches.split(raw)
+            samples = batches.size(inputs)
+            batches.check_inputs(inputs, weight, f"the inputs of batch number {number}")
+            if self._expected is not None and start + samples > self._expected:
+                self._check_size(start + samples, f"for the pass '{step.label}'")
+            if samples:
+                yield Batch(problem.tangent, inputs, targets, start)
+            start += samples
 
-    def _note(self, batch: Batch) -> None:
+    def _note(self, batch: Batch, problem: Problem) -> None:
         """Checks a batch's targets and adds its statistics, from outputs met on the way or a forward pass."""
         met = sum(part.stop - part.start for part, _ in batch.outputs)
         if met == batches.size(batch.inputs):
             outputs = torch.cat([outputs for _, outputs in sorted(batch.outputs, key=lambda item: item[0].start)])
         else:
-            batches.check_inputs(batch.inputs, next(iter(batch.tangent.parameters.values())), "the inputs")
             outputs = batch.tangent.outputs_of(batch.inputs)
             batches.check_outputs(outputs, "these inputs")
-        likelihood = self._problem.likelihood
+        likelihood = problem.likelihood
         likelihood.check(outputs, batch.targets)
         for name, value in likelihood.statistics(outputs, batch.targets).items():
             self.statistics[name] = self.statistics.get(name, 0) + value
 
-    def _check_size(self, samples: int, step: Pass) -> None:
-        """Notes n after the first pass; raises when a later pass shows another number (case 9)."""
-        if not self.samples:
-            self.samples = samples
-        if samples == self.samples:
+    def _finish(self, samples: int, step: Pass) -> None:
+        self._check_size(samples, f"for the pass '{step.label}'")
+        self.samples = samples
+
+    def _check_size(self, samples: int, why: str) -> None:
+        """Notes n the first time; raises when the loader shows nothing, or another number (case 9)."""
+        if samples and samples == (self._expected or samples):
+            self._expected = samples
             return
+        before = "a first batch" if self._expected is None else f"{self._expected} samples"
         raise LapwingError(
-            f"Asked to go through the loader again for the pass '{step.label}', found {samples} samples after "
-            f"{self.samples} the first time; every pass needs the same data: pass a DataLoader or a list of batches, not "
-            "a generator."
+            f"Asked to go through the loader again {why}, found {samples} samples after {before} the first time; every "
+            "pass needs the same data: pass a DataLoader or a list of batches, not a generator."
         )
+
+
+class _NoPass(SumPass):
+    """What a method that needs no pass still gets: the likelihood's statistics."""
+
+    label = "likelihood"
+
+    def init(self) -> State:
+        return {}
+
+    def update(self, state: State, batch: Batch) -> None:
+        """Adds nothing."""
 
 
 def _method_and_params(method: Any, params: Any) -> tuple[Method, Predicate | LastLayer]:
@@ -215,24 +247,39 @@ def _check_numbers(
     prior_precision: Any, weight_decay: float | None, temperature: float, data_size: int | None, seed: Any
 ) -> None:
     """Raises for numbers out of range (case 15)."""
-    numbers = {"weight_decay": weight_decay, "temperature": temperature, "data_size": data_size}
+    numbers = {"weight_decay": weight_decay, "temperature": temperature}
     if not isinstance(prior_precision, Mapping):
         numbers["prior_precision"] = prior_precision
     for name, value in numbers.items():
-        good = value is None or (
-            isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
-        )
-        if not good:
+        if not (is_positive(value) or (value is None and name != "temperature")):
             raise LapwingError(
                 f"Asked for {name}={value!r}; a positive finite number is needed: write {name}=1.0, or leave it out."
             )
+    if data_size is not None and not (is_positive(data_size) and isinstance(data_size, Integral)):
+        raise LapwingError(
+            f"Asked for data_size={data_size!r}; a whole number, the size of the training set, is needed: write "
+            "data_size=len(dataset), or leave it out."
+        )
     if prior_precision is not None and weight_decay is not None:
         raise LapwingError(
             f"Asked for prior_precision={prior_precision} and weight_decay={weight_decay}; one of them is accepted, "
             "since weight_decay sets the prior precision to N times itself: leave one out."
         )
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise LapwingError(f"Asked for seed={seed!r}; a whole number is needed: write seed=0.")
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**63:
+        raise LapwingError(f"Asked for seed={seed!r}; a whole number from 0 to 2**63 - 1 is needed: write seed=0.")
+
+
+def _check_choices(tune: Any, forward: Any) -> None:
+    """Raises for a tuning or a forward that is none (case 15)."""
+    if tune is not None and not isinstance(tune, Tuning):
+        raise LapwingError(
+            f"Asked for tune={tune!r}; accepted are lw.Evidence(), lw.Validation(loader) and None: write tune=lw.Evidence()."
+        )
+    if forward is not None and not callable(forward):
+        raise LapwingError(
+            f"Asked for forward={forward!r}; a function of the model and a batch's inputs is needed: write forward=lambda "
+            "model, inputs: model(inputs)."
+        )
 
 
 def _first_batch(loader: Any) -> Any:
@@ -247,12 +294,13 @@ def _first_batch(loader: Any) -> Any:
             f"Asked to fit on a loader, found one batch, {batches.describe(loader)}; an iterable of batches is needed: "
             "write [(x, y)]."
         )
-    for batch in loader:
-        if iter(loader) is loader:
-            raise LapwingError(
-                f"Asked to fit on a loader of type {type(loader).__name__}, found that it can be gone through once only; "
-                "every pass needs the same data: pass a DataLoader or a list of batches, not a generator."
-            )
+    iterator = iter(loader)
+    if iterator is loader or (not isinstance(loader, DataLoader) and iter(loader) is iterator):
+        raise LapwingError(
+            f"Asked to fit on a loader of type {type(loader).__name__}, found that it can be gone through once only; every "
+            "pass needs the same data: pass a DataLoader or a list of batches, not a generator."
+        )
+    for batch in iterator:
         if batches.size(batches.split(batch)[0]) == 0:
             raise LapwingError(
                 "Asked to fit on a loader, found a first batch without samples; at least one is needed: check the "

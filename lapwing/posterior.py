@@ -6,6 +6,9 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from math import inf, isfinite
+from numbers import Integral, Real
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +22,10 @@ from .errors import LapwingError
 from .likelihoods import Likelihood, Link, Prediction, resolve
 from .prediction import Linearized, Way
 from .tangent import Tangent, Vectors, join, split
+from .tangent.eager import outside_inference
+from .tangent.probe import check_mode
 from .tangent.record import wants_gradient
+from .tangent.stamp import Stamp, fingerprint
 
 
 @dataclass(frozen=True)
@@ -49,8 +55,13 @@ class Prior:
         if isinstance(precision, Mapping):
             values = _by_pattern(tangent, precision, values * torch.nan)
         elif precision is not None:
-            values = values * precision
+            values = values * float(precision)
         return cls(values, _prior_mean(tangent, mean), precision is not None)
+
+
+def is_positive(value: Any) -> bool:
+    """Whether a value is a positive finite number, numpy's included."""
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < inf
 
 
 def _by_pattern(tangent: Tangent, precision: Mapping[str, float], values: Tensor) -> Tensor:
@@ -60,10 +71,11 @@ def _by_pattern(tangent: Tangent, precision: Mapping[str, float], values: Tensor
             for i, block in enumerate(tangent.blocks)
             if any(fnmatchcase(name, pattern) for name in (block.name, *block.parameters))
         ]
-        if not hits or not value > 0:
+        if not hits or not is_positive(value):
             raise LapwingError(
-                f"Asked for prior_precision={{{pattern!r}: {value}}}; patterns must match a treated block and numbers be "
-                f"positive: the blocks are {', '.join(block.name for block in tangent.blocks)}."
+                f"Asked for prior_precision={{{pattern!r}: {value!r}}}, found {len(hits)} treated blocks that match; a pattern "
+                "must match a block or parameter and its number be positive and finite: the blocks are "
+                f"{', '.join(block.name for block in tangent.blocks)}, write {{{tangent.blocks[0].name!r}: 1.0}}."
             )
         values[hits] = float(value)
     missing = [block.name for block, value in zip(tangent.blocks, values.tolist(), strict=True) if value != value]
@@ -79,20 +91,23 @@ def _prior_mean(tangent: Tangent, mean: float | Mapping[str, Tensor]) -> Vectors
     own = tangent.parameters
     if isinstance(mean, Mapping):
         unknown = [name for name in mean if name not in own]
-        wrong = [name for name, value in mean.items() if name in own and value.shape != own[name].shape]
+        wrong = [
+            name for name, value in mean.items()
+            if name in own and not (isinstance(value, Tensor) and value.shape == own[name].shape and value.isfinite().all())
+        ]  # fmt: skip
         if unknown or wrong:
             raise LapwingError(
-                f"Asked for prior_mean of {', '.join(unknown + wrong)}, found no treated parameter of that name and shape; "
-                f"accepted are {', '.join(f'{name} {tuple(value.shape)}' for name, value in list(own.items())[:4])}...: "
+                f"Asked for prior_mean of {', '.join(unknown + wrong)}, found no treated parameter of that name and "
+                f"shape, or values that are not finite; accepted are {', '.join(f'{name} {tuple(value.shape)}' for name, value in list(own.items())[:4])}...: "
                 "write prior_mean={name: tensor}."
             )
         full = {n: mean.get(n, torch.zeros_like(p)).detach().to(p.device, tangent.dtype) for n, p in own.items()}
-    elif isinstance(mean, (int, float)) and not isinstance(mean, bool):
+    elif isinstance(mean, Real) and not isinstance(mean, bool) and isfinite(mean):
         full = {n: torch.full_like(p, float(mean), dtype=tangent.dtype, requires_grad=False) for n, p in own.items()}
     else:
         raise LapwingError(
-            f"Asked for prior_mean of type {type(mean).__name__}; a number or {{parameter: tensor}} is accepted: write "
-            "prior_mean=0.0."
+            f"Asked for prior_mean={batches.describe(mean) if isinstance(mean, Tensor) else repr(mean)}; a finite number or "
+            "{parameter: tensor} is accepted: write prior_mean=0.0."
         )
     return join(tangent.blocks, full)
 
@@ -114,6 +129,8 @@ class Posterior:
         data_factor: N/n.
         temperature: τ.
         method: the method's name and options, as text.
+        noise_given: whether the user gave σ²; otherwise it is tuned.
+        stamp: the state of the network that this is a posterior of.
     """
 
     tangent: Tangent
@@ -126,7 +143,7 @@ class Posterior:
     temperature: float
     method: str
     noise_given: bool
-    _versions: tuple[int, ...] = field(repr=False)
+    stamp: Stamp = field(repr=False)
 
     @classmethod
     def assemble(
@@ -151,7 +168,7 @@ class Posterior:
         given = not likelihood.needs_noise
         posterior = cls(
             tangent, covariance, likelihood, prior, statistics, samples, factor, temperature, repr(method), given,
-            _versions(tangent),
+            Stamp.of(tangent.state()),
         )  # fmt: skip
         return posterior.at(prior.precision, likelihood.noise_variance) if given else posterior
 
@@ -177,6 +194,7 @@ class Posterior:
         """Returns s, what multiplies the curvature of unit noise: `N/(n σ² τ)`."""
         return likelihood.curvature_scale * self.data_factor / self.temperature
 
+    @outside_inference
     def at(self, precision: Tensor, noise_variance: float | None) -> Posterior:
         """Returns the posterior at another prior precision (n_blocks,) and noise; the curvature is kept."""
         if not isinstance(self.covariance, PriorCovariance):
@@ -190,6 +208,7 @@ class Posterior:
             self, covariance=covariance, likelihood=likelihood, prior=replace(self.prior, precision=precision)
         )
 
+    @outside_inference
     def with_prior(
         self, prior_precision: float | Mapping[str, float], noise_variance: float | None = None
     ) -> Posterior:
@@ -207,11 +226,14 @@ class Posterior:
         Raises:
             LapwingError: for numbers that are not positive.
         """
-        if not isinstance(prior_precision, Mapping) and not (
-            isinstance(prior_precision, (int, float)) and 0 < prior_precision < float("inf")
-        ):
+        if not isinstance(prior_precision, Mapping) and not is_positive(prior_precision):
             raise LapwingError(
                 f"Asked for with_prior({prior_precision!r}); a positive finite number is needed: write with_prior(10.0)."
+            )
+        if noise_variance is not None and not is_positive(noise_variance):
+            raise LapwingError(
+                f"Asked for with_prior(noise_variance={noise_variance!r}); a positive finite number is needed: write "
+                f"with_prior({prior_precision!r}, noise_variance=0.1), or leave it out to keep it."
             )
         prior = Prior.read(self.tangent, prior_precision)
         noise = self.noise_variance if noise_variance is None else noise_variance
@@ -236,6 +258,7 @@ class Posterior:
         value = fit - (precision * distance).sum() / 2 - covariance.log_det_ratio(precision, scale) / 2
         return value - covariance.evidence_gap(precision, scale) / 2 if lower_bound else value
 
+    @outside_inference
     def log_marginal_likelihood(
         self,
         *,
@@ -264,6 +287,7 @@ class Posterior:
 
         Cost: O(P) or less; one pass over the data with `linearised_mode`.
         """
+        self._check_network()
         if not isinstance(self.covariance, PriorCovariance):
             raise LapwingError(
                 f"Asked for the evidence of a {type(self.covariance).__name__}, found no prior in it; fit with lw.KFAC()."
@@ -288,18 +312,28 @@ class Posterior:
             block.name: -delta * (mean[block.name] - self.prior.mean[block.name]).to(dtype)
             for block, delta in zip(self.tangent.blocks, self.prior.precision.tolist(), strict=True)
         }
-        factor = self.data_factor / self.temperature
+        factor, samples = self.data_factor / self.temperature, 0
+        length = self.tangent.chunk_length(SimpleNamespace(columns=1), dtype)
         for batch in loader:
             inputs, targets = batches.split(batch)
+            for rows, chunk in batches.chunks(inputs, length):
 
-            def score(outputs: Tensor, targets: Tensor = targets) -> Tensor:
-                with torch.enable_grad():
-                    leaf = outputs.detach().requires_grad_()
-                    return torch.autograd.grad(self.likelihood.log_prob(leaf, targets).sum(), leaf)[0][:, :, None]
+                def score(outputs: Tensor, targets: Tensor = targets[rows]) -> Tensor:
+                    self.likelihood.check(outputs, targets)
+                    with torch.enable_grad():
+                        leaf = outputs.detach().requires_grad_()
+                        return torch.autograd.grad(self.likelihood.log_prob(leaf, targets).sum(), leaf)[0][:, :, None]
 
-            record = self.tangent.record(inputs, score, dtype)
-            for name in total:
-                total[name] = total[name] + factor * record[name].sum_rows()[0]
+                record = self.tangent.record(chunk, score, dtype)
+                samples += record.samples
+                for name in total:
+                    total[name] = total[name] + factor * record[name].sum_rows()[0]
+        if samples != self.samples:
+            raise LapwingError(
+                f"Asked for the evidence at the linearised mode, found {samples} samples in the loader, after "
+                f"{self.samples} in the fit; the training data of the fit are needed: pass the same loader, one that can be "
+                "gone through again."
+            )
         return total
 
     def latent(self, x: Any, via: Way = Linearized(), joint: bool = False) -> AnyLatent:  # noqa: B008 (frozen)
@@ -319,7 +353,7 @@ class Posterior:
 
         Cost: the way's.
         """
-        self._check_weights()
+        self._check_network()
         if not isinstance(via, Way):
             raise LapwingError(
                 f"Asked for via={via!r}; accepted are lw.Linearized(), lw.MonteCarlo(draws=50) and lw.Streamlined(): write "
@@ -335,9 +369,24 @@ class Posterior:
             return _together(parts)
         return self._latent(batches.inputs_of(x) if isinstance(x, Mapping) else x, via, joint)
 
+    @outside_inference
     def _latent(self, inputs: Any, via: Way, joint: bool) -> AnyLatent:
+        inputs = batches.plain(inputs)
+        if isinstance(inputs, Tensor) and not inputs.ndim or batches.size(inputs) == 0:
+            raise LapwingError(
+                f"Asked for the latent at {batches.describe(inputs)}, found no samples in it; at least one is needed: give a "
+                "single sample as x[None], and leave empty batches out."
+            )
+        batches.check_inputs(inputs, next(iter(self.tangent.parameters.values())), "the inputs")
         with torch.set_grad_enabled(wants_gradient(inputs)):
-            return via.latent(self.tangent, self.covariance, inputs, joint)
+            latent = via.latent(self.tangent, self.covariance, inputs, joint)
+        if latent.mean.shape[1] != self.tangent.outputs:
+            raise LapwingError(
+                f"Asked for the {self.tangent.outputs} outputs of {type(self.tangent.model).__name__} at "
+                f"{batches.describe(inputs)}, found outputs of shape {tuple(latent.mean.shape)}; as many as in the fit are "
+                "needed: check the shape of the inputs, and give a single sample as x[None]."
+            )
+        return latent
 
     def predict(
         self,
@@ -363,6 +412,11 @@ class Posterior:
 
         Cost: the way's, and the link's.
         """
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise LapwingError(
+                f"Asked for predict(generator={generator!r}); a torch.Generator is needed: write "
+                "generator=torch.Generator().manual_seed(0), or leave it out for seed 0."
+            )
         return self.likelihood.predict(self.latent(x, via), link, generator)
 
     def sample(self, n: int, seed: int = 0) -> dict[str, Tensor]:
@@ -374,13 +428,24 @@ class Posterior:
 
         Returns:
             parameter name -> (n, *shape), for `torch.func.functional_call`; the model is not written.
+
+        Raises:
+            LapwingError: for numbers that are not whole, or weights that changed since the fit.
         """
-        generator = torch.Generator(self.covariance.device).manual_seed(seed)
+        for name, value, least in (("n", n, 1), ("seed", seed, 0)):
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+                raise LapwingError(
+                    f"Asked for sample({name}={value!r}); a whole number of at least {least} is needed: write "
+                    "posterior.sample(5, seed=0)."
+                )
+        self._check_network()
+        generator = torch.Generator(self.covariance.device).manual_seed(int(seed))
         mean, own = self.tangent.mean(), self.tangent.parameters
         drawn = self.covariance.sample(n, generator)
         vectors = {name: mean[name] + draw.to(mean[name].dtype) for name, draw in drawn.items()}
         return {name: value.to(own[name].dtype) for name, value in split(self.tangent.blocks, vectors).items()}
 
+    @outside_inference
     def diagnose(self) -> Diagnosis:
         """Returns what was fitted, in numbers: sizes, coverage, prior, noise, evidence, effective number of parameters."""
         effective = evidence = None
@@ -400,11 +465,16 @@ class Posterior:
 
         Args:
             path: for instance "posterior.safetensors".
+
+        Raises:
+            LapwingError: for a path that cannot be written, or weights that changed since the fit.
         """
+        self._check_network()
         tensors = {f"covariance/{name}": tensor for name, tensor in self.covariance.tensors().items()}
         tensors |= {f"prior_mean/{name}": tensor for name, tensor in self.prior.mean.items()}
         tensors |= {f"statistics/{name}": tensor for name, tensor in self.statistics.items()}
-        tensors |= {f"weights/{name}": _fingerprint(value) for name, value in self.tangent.parameters.items()}
+        state = self.tangent.state()
+        tensors |= {f"weights/{name}": fingerprint(value) for name, value in state.items()}
         header = {
             "tangent": self.tangent.to_json(),
             "covariance": {"class": type(self.covariance).__name__, "extra": self.covariance.extra()},
@@ -414,15 +484,19 @@ class Posterior:
             "data_factor": self.data_factor,
             "temperature": self.temperature,
             "method": self.method,
+            "forward": self.tangent.forward is not None,
+            "dtypes": {name: str(value.dtype) for name, value in state.items()},
         }
         storage.write(path, tensors, header)
 
-    def _check_weights(self) -> None:
-        if _versions(self.tangent) != self._versions:
+    def _check_network(self) -> None:
+        check_mode(self.tangent.model)
+        changed = self.stamp.changed(self.tangent.state())
+        if changed is not None:
             raise LapwingError(
-                f"Asked to predict with a posterior around {type(self.tangent.model).__name__}, found that the model's weights "
-                "were written after the fit; it describes the weights it was fitted with: fit again, or load them back and "
-                "use lw.load(path, model)."
+                f"Asked to use a posterior around {type(self.tangent.model).__name__}, found that {changed} was written or "
+                "replaced after the fit; a posterior describes the weights it was fitted with: fit again, or load them back "
+                "into the model and use lw.load(path, model)."
             )
 
 
@@ -462,6 +536,7 @@ class Diagnosis:
         return "\n".join([*lines, self.coverage])
 
 
+@outside_inference
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -486,41 +561,85 @@ def load(
         LapwingError: for a truncated, foreign or newer file, or a model with other weights.
     """
     tensors, header = storage.read(path)
+    likelihood = None if likelihood is None else resolve(likelihood)
+    try:
+        return _rebuilt(path, tensors, header, model, likelihood, forward, memory)
+    except (KeyError, TypeError, IndexError, StopIteration) as error:
+        raise LapwingError(
+            f"Asked to load {path}, found a file whose parts do not make a posterior of this version "
+            f"({type(error).__name__}: {error}); a file written by posterior.save(path) is needed: save it again, or upgrade "
+            "with pip install -U lapwing."
+        ) from error
 
+
+def _rebuilt(
+    path: str | os.PathLike[str],
+    tensors: dict[str, Tensor],
+    header: dict[str, Any],
+    model: nn.Module,
+    likelihood: Likelihood | None,
+    forward: Forward | None,
+    memory: int | None,
+) -> Posterior:
     def part(prefix: str) -> dict[str, Tensor]:
         return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
+    if header["forward"] != (forward is not None):
+        raise LapwingError(
+            f"Asked to load {path} {'without' if forward is None else 'with'} forward=, found that the fit was made "
+            f"{'with' if forward is None else 'without'} it; the network must be called as in the fit: write lw.load(path, "
+            f"model{', forward=forward' if forward is None else ''})."
+        )
     tangent = Tangent.from_json(header["tangent"], model, forward, memory)
-    for name, value in tangent.parameters.items():
-        if not torch.allclose(_fingerprint(value).cpu(), part("weights/")[name], rtol=1e-6, atol=1e-12):
-            raise LapwingError(
-                f"Asked to load {path} around {type(model).__name__}, found other values in its parameter {name} "
-                f"{tuple(value.shape)}; the weights of the fit are needed: load their checkpoint into the model first."
-            )
+    _check_same(path, tangent, part("weights/"), header["dtypes"])
     device = tangent.device
     covariance = COVARIANCES[header["covariance"]["class"]].from_tensors(
         tangent.blocks, {k: v.to(device) for k, v in part("covariance/").items()}, header["covariance"]["extra"]
     )
-    if likelihood is None:
-        likelihood = resolve(header["likelihood"]["name"])
-        likelihood = likelihood.with_noise_variance(header["likelihood"]["noise_variance"])
+    saved = header["likelihood"]
+    likelihood = likelihood or resolve(saved["name"])
+    if likelihood.name != saved["name"]:
+        raise LapwingError(
+            f"Asked to load {path} with likelihood={likelihood!r}, found that the fit had a {saved['name']} one; the "
+            "likelihood of the fit is needed: leave it out, or give an instance of that class."
+        )
     given, noise_given = header["given"]
-    mean = {name: value.to(device) for name, value in part("prior_mean/").items()}
+    means = part("prior_mean/")
+    mean = {block.name: means[block.name].to(device) for block in tangent.blocks}
     prior = Prior(part("covariance/")["precision"].to(device), mean, given)
     statistics = {name: value.to(device) for name, value in part("statistics/").items()}
+    likelihood = likelihood.with_noise_variance(saved["noise_variance"])
+    likelihood.log_likelihood(statistics)  # a KeyError where one is missing
     return Posterior(
-        tangent, covariance, likelihood, prior, statistics, header["samples"], header["data_factor"], header["temperature"],
-        header["method"], noise_given, _versions(tangent),
+        tangent, covariance, likelihood, prior, statistics,
+        header["samples"], header["data_factor"], header["temperature"], header["method"], noise_given,
+        Stamp.of(tangent.state()),
     )  # fmt: skip
 
 
-def _fingerprint(value: Tensor) -> Tensor:
-    value = value.detach().double()
-    return torch.stack([value.sum(), value.square().sum(), value.flatten()[:: max(1, value.numel() // 7)].sum()])
-
-
-def _versions(tangent: Tangent) -> tuple[int, ...]:
-    return tuple(value._version for value in tangent.parameters.values() if not value.is_inference())
+def _check_same(
+    path: str | os.PathLike[str], tangent: Tangent, prints: dict[str, Tensor], dtypes: dict[str, str]
+) -> None:
+    """Raises where the network's state, treated or not, is not that of the fit."""
+    state, network = tangent.state(), type(tangent.model).__name__
+    for name in (*prints, *state):
+        if name not in prints or name not in state:
+            raise LapwingError(
+                f"Asked to load {path} around {network}, found {name} only in the {'network' if name in state else 'file'}; "
+                "the network of the fit is needed: build it with the same options."
+            )
+        value, wanted = state[name], dtypes[name]
+        what = f"{name} {tuple(value.shape)}"
+        if str(value.dtype) != wanted:
+            raise LapwingError(
+                f"Asked to load {path} around {network}, found its {what} in {value.dtype}, where the fit had {wanted}; the "
+                f"dtype of the fit is needed: write model.to({wanted}), or fit again."
+            )
+        if not torch.allclose(fingerprint(value), prints[name], rtol=1e-6, atol=1e-12, equal_nan=True):
+            raise LapwingError(
+                f"Asked to load {path} around {network}, found other values in its {what}; the weights of the fit are "
+                "needed: load their checkpoint into the model first."
+            )
 
 
 def _together(parts: list[AnyLatent]) -> AnyLatent:

@@ -27,9 +27,14 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict
         header: JSON.
 
     Raises:
-        LapwingError: if the folder does not exist.
+        LapwingError: if the folder does not exist, or the path is one.
     """
     path = Path(path)
+    if path.is_dir():
+        raise LapwingError(
+            f"Asked to save to {path}, found that it is a folder; a file's name is needed: write "
+            f"{str(path / 'posterior.safetensors')!r}."
+        )
     if not path.parent.is_dir():
         raise LapwingError(
             f"Asked to save to {path}, found no folder {path.parent}; an existing folder is needed: create it with "
@@ -65,15 +70,24 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
             f"Asked to load {path}, found a file that is no safetensors file or is truncated ({error}); a file written by "
             "posterior.save(path) is needed: save it again."
         ) from error
-    if KEY not in metadata:
+    header = _header(metadata.get(KEY))
+    if header is None:
         raise LapwingError(
             f"Asked to load {path}, found a safetensors file of another origin; a file written by posterior.save(path) is "
             "needed: pass that path to lw.load(path, model)."
         )
-    header = json.loads(metadata[KEY])
     if header["format"] > FORMAT:
         raise LapwingError(
             f"Asked to load {path}, found format {header['format']}, newer than the {FORMAT} this version reads; a newer "
             "lapwing is needed: pip install -U lapwing."
         )
     return tensors, header
+
+
+def _header(text: str | None) -> dict[str, Any] | None:
+    """Returns the JSON header with its format number, or None where there is no such thing."""
+    try:
+        header = json.loads(text or "")
+    except json.JSONDecodeError:
+        return None
+    return header if isinstance(header, dict) and isinstance(header.get("format"), int) else None

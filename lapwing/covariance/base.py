@@ -6,6 +6,7 @@ A vector over the weights is a dict: block name -> (..., P_block). A structure l
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -119,6 +120,10 @@ class PriorCovariance(Covariance):
     @abstractmethod
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns `logdet(I + s Δ^(-1/2) G Δ^(-1/2))` at any prior precision, differentiable in both arguments."""
+
+    def output_covariances(self, record: Record, candidates: Sequence[PriorCovariance]) -> list[tuple[Term, ...]]:
+        """Returns `J Σ_i Jᵀ` for several priors of this curvature (from `with_prior`), sharing what they can."""
+        return [candidate.output_covariance(record) for candidate in candidates]
 
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns `s tr((I - VVᵀ) Δ^(-1/2) G Δ^(-1/2))`, the curvature a subspace does not see; 0 for other structures."""

@@ -7,6 +7,7 @@ a dense matrix. Every function of it is a weighting `w(λ)` of that basis, so a 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from ..tangent import Block, BlockJacobian, Record, Vectors
 from ..tangent.jacobian import SLICE_BYTES
 from .base import LayerBlock, PrecisionCovariance
-from .output import Dense, Rotated, Term, Thin
+from .output import Dense, Rotated, Term, Thin, smaller
 
 
 class Structure(ABC):
@@ -37,8 +38,8 @@ class Structure(ABC):
         """Returns the diagonal of `U diag(w) Uᵀ` (P,)."""
 
     @abstractmethod
-    def output(self, jacobian: BlockJacobian, weights: Tensor) -> Term:
-        """Returns `J U diag(w) Uᵀ Jᵀ` of each sample."""
+    def outputs_at(self, jacobian: BlockJacobian, candidates: Sequence[Tensor]) -> list[Term]:
+        """Returns `J U diag(w) Uᵀ Jᵀ` of each sample, for several weights w: J is rotated, or its rows formed, once."""
 
     @abstractmethod
     def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
@@ -69,12 +70,11 @@ class DiagonalBlock(Structure):
         """Returns w."""
         return weights
 
-    def output(self, jacobian: BlockJacobian, weights: Tensor) -> Term:
-        """Returns a diagonal for an output layer, a thin factor for one position, else a matrix."""
+    def outputs_at(self, jacobian: BlockJacobian, candidates: Sequence[Tensor]) -> list[Term]:
+        """Returns diagonals for an output layer, thin factors for one position, else matrices."""
         if getattr(jacobian, "is_output", False):
-            return Rotated(None, jacobian.input_scale(weights))
-        factor = jacobian.weighted_factor(weights)
-        return Dense(jacobian.weighted_gram(weights)) if factor is None else Thin(factor)
+            return [Rotated(None, jacobian.input_scale(weights)) for weights in candidates]
+        return _weighted(jacobian, candidates)
 
     def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
         """Returns the weighted Gram matrix across samples."""
@@ -123,13 +123,13 @@ class KroneckerBlock(Structure):
         spread = self.outputs.square() @ weights
         return (spread if self.inputs is None else spread @ self.inputs.square().mT).flatten()
 
-    def output(self, jacobian: BlockJacobian, weights: Tensor) -> Term:
+    def outputs_at(self, jacobian: BlockJacobian, candidates: Sequence[Tensor]) -> list[Term]:
         """Rotates a and g, then weights them; an output layer keeps `U_out diag(s) U_outᵀ` as factors."""
+        flat = [weights.flatten() for weights in candidates]
         if jacobian.is_output:
-            return Rotated(self.outputs[0], jacobian.rotate(self.inputs, None).input_scale(weights.flatten()))
-        rotated = jacobian.rotate(self.inputs, self.outputs)
-        factor = rotated.weighted_factor(weights.flatten())
-        return Dense(rotated.weighted_gram(weights.flatten())) if factor is None else Thin(factor)
+            rotated = jacobian.rotate(self.inputs, None)
+            return [Rotated(self.outputs[0], rotated.input_scale(weights)) for weights in flat]
+        return _weighted(jacobian.rotate(self.inputs, self.outputs), flat)
 
     def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
         """Rotates a and g, then takes the weighted Gram matrix across samples."""
@@ -168,10 +168,10 @@ class DenseBlock(Structure):
         """Returns `U² w`."""
         return self.basis.square() @ weights
 
-    def output(self, jacobian: BlockJacobian, weights: Tensor) -> Term:
-        """Forms the rows."""
-        factor = jacobian.rows() @ (self.basis * weights.sqrt())
-        return Dense(factor @ factor.mT) if factor.shape[-1] > factor.shape[-2] else Thin(factor)
+    def outputs_at(self, jacobian: BlockJacobian, candidates: Sequence[Tensor]) -> list[Term]:
+        """Forms the rows and rotates them."""
+        rows = jacobian.rows() @ self.basis
+        return [smaller(rows * weights.sqrt()) for weights in candidates]
 
     def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
         """Forms the rows."""
@@ -185,6 +185,14 @@ class DenseBlock(Structure):
     def tensors(self) -> dict[str, Tensor]:
         """Returns λ and U."""
         return {"eigenvalues": self.eigenvalues, "basis": self.basis}
+
+
+def _weighted(jacobian: BlockJacobian, candidates: Sequence[Tensor]) -> list[Term]:
+    """Returns `J diag(w) Jᵀ` as thin factors where the layer has them, else as matrices."""
+    factors = [jacobian.weighted_factor(weights) for weights in candidates]
+    if factors[0] is not None:
+        return [Thin(factor) for factor in factors]
+    return [Dense(gram) for gram in jacobian.weighted_grams(candidates)]
 
 
 STRUCTURES: dict[str, type[Structure]] = {cls.kind: cls for cls in (DiagonalBlock, KroneckerBlock, DenseBlock)}
@@ -279,15 +287,21 @@ class Blockwise(PrecisionCovariance):
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
         """Returns one term a block, matrices added up as they come."""
-        terms: list[Term] = []
-        total: Tensor | None = None
+        return self.output_covariances(record, [self])[0]
+
+    def output_covariances(self, record: Record, candidates: Sequence[Blockwise]) -> list[tuple[Term, ...]]:
+        """Contracts each block once for all candidates."""
+        terms: list[list[Term]] = [[] for _ in candidates]
+        totals: list[Tensor | None] = [None] * len(candidates)
         for name, structure in self.structures.items():
-            term = structure.output(record[name], self._weights[name])
-            if isinstance(term, Dense):
-                total = term.matrix if total is None else total + term.matrix
-            else:
-                terms.append(term)
-        return (*terms, Dense(total)) if total is not None else tuple(terms)
+            found = structure.outputs_at(record[name], [candidate._weights[name] for candidate in candidates])
+            for i, term in enumerate(found):
+                if isinstance(term, Dense):
+                    totals[i] = term.matrix if totals[i] is None else totals[i] + term.matrix
+                else:
+                    terms[i].append(term)
+        dense = [() if total is None else (Dense(total),) for total in totals]
+        return [(*some, *rest) for some, rest in zip(terms, dense, strict=True)]
 
     def joint_output_covariance(self, record: Record) -> Tensor:
         """Sums over blocks."""

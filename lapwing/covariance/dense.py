@@ -11,7 +11,7 @@ from ..numerics import cholesky, symmetric_eigen
 from ..tangent import Block, Record, Vectors
 from .base import LayerBlock, PrecisionCovariance
 from .blockwise import push_factor
-from .output import Dense, Term, Thin
+from .output import Term, smaller
 
 
 def expand(blocks: tuple[Block, ...], values: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class DenseCovariance(PrecisionCovariance):
         eigen: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> None:
         self.blocks, self.curvature, self.precision, self.scale = blocks, curvature, precision, scale
-        if eigen is None or not torch.allclose(eigen[2] / eigen[2][0], precision / precision[0], rtol=1e-12):
+        if eigen is None or not torch.allclose(eigen[2] / eigen[2][0], precision / precision[0], rtol=1e-12, atol=0):
             root = expand(blocks, precision).rsqrt()
             eigen = (*symmetric_eigen(root[:, None] * curvature.double() * root), precision)
         values, vectors, at = eigen
@@ -82,7 +82,7 @@ class DenseCovariance(PrecisionCovariance):
         """Returns `Σ log(1 + s λ)` where the ratios between blocks are unchanged, else a Cholesky factor's log determinant."""
         values, _, at = self._eigen
         ratio = (precision / at).detach()
-        if torch.allclose(ratio, ratio[0].expand_as(ratio), rtol=1e-12) and not (
+        if torch.allclose(ratio, ratio[0].expand_as(ratio), rtol=1e-12, atol=0) and not (
             precision.requires_grad and len(precision) > 1
         ):
             return torch.log1p(scale * values * at[0] / precision[0]).sum()
@@ -112,8 +112,7 @@ class DenseCovariance(PrecisionCovariance):
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
         """Forms `J R` (B, R, P)."""
-        factor = record.rows() @ self._root
-        return (Dense(factor @ factor.mT) if factor.shape[-1] > factor.shape[-2] else Thin(factor),)
+        return (smaller(record.rows() @ self._root),)
 
     def joint_output_covariance(self, record: Record) -> Tensor:
         """Forms `J R` (B, R, P)."""

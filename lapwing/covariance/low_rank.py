@@ -13,11 +13,13 @@ Any prior, scalar or per block, needs K x K work only: the span stays, the coord
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import LapwingError
 from ..numerics import cholesky, symmetric_eigen
 from ..tangent import Block, Record, Vectors
 from .base import LayerBlock, PrecisionCovariance, PriorCovariance
@@ -88,7 +90,16 @@ class _Coordinates:
         return 2 * (with_data.diagonal().log() - without.diagonal().log()).sum()
 
     def gap(self, precision: Tensor, scale: Tensor | float, traces: Tensor) -> Tensor:
-        """Returns `s [Σ_b tr(G_b)/δ_b - tr(S⁻¹ H)]`."""
+        """Returns `s [Σ_b tr(G_b)/δ_b - tr(S⁻¹ H)]`.
+
+        Raises:
+            LapwingError: if the fit did not sum the traces.
+        """
+        if self.curvature.any() and not traces.any():
+            raise LapwingError(
+                "Asked for the lower bound of a subspace's evidence, found a fit with tune=None, which does not sum the trace "
+                "of the curvature that it needs; fit with tune=lw.Evidence(), beside prior_precision=... to keep that."
+            )
         prior = torch.einsum("b,bkl->kl", precision, self.basis.grams)
         inside = torch.cholesky_solve(self.curvature, cholesky(prior)).diagonal().sum()
         return scale * ((traces / precision).sum() - inside).clamp_min(0)
@@ -181,8 +192,13 @@ class LowRank(PriorCovariance):
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
         """Returns the thin factor `J W̃ᵀ √w` (B, R, K)."""
-        factor = self._at.project(record)
-        return (Thin(factor * self._weights.sqrt().to(factor.dtype)),)
+        return self.output_covariances(record, [self])[0]
+
+    def output_covariances(self, record: Record, candidates: Sequence[LowRank]) -> list[tuple[Term, ...]]:
+        """Projects J on the basis once for all candidates."""
+        projected = self.basis.project(record)
+        roots = [candidate._at.rotation * candidate._weights.sqrt() for candidate in candidates]  # (K, K)
+        return [(Thin(projected @ root.to(projected.dtype)),) for root in roots]
 
     def joint_output_covariance(self, record: Record) -> Tensor:
         """Returns the factor's Gram matrix across samples."""
@@ -214,14 +230,26 @@ class LowRank(PriorCovariance):
 class LowRankWithResidual(PrecisionCovariance):
     """`Σ = Δ⁻¹ - W̃ᵀ diag(s h/(s h + 1)) W̃`: the prior outside the subspace. Arguments as for `LowRank`.
 
-    It subtracts nearly equal numbers, so records are contracted in float64.
+    It subtracts nearly equal numbers, so records are contracted in float64. Where the curvature lies in the span of known
+    rows, `from_rows` makes it exact at every prior.
+
+    Args:
+        rows: U and M with `G = Uᵀ M U`, of which W and H were made for this prior, or None.
     """
 
     record_dtype = torch.float64
 
     def __init__(
-        self, blocks: tuple[Block, ...], basis: Basis, curvature: Tensor, traces: Tensor, precision: Tensor, scale: float
+        self,
+        blocks: tuple[Block, ...],
+        basis: Basis,
+        curvature: Tensor,
+        traces: Tensor,
+        precision: Tensor,
+        scale: float,
+        rows: tuple[ExplicitBasis, Tensor] | None = None,
     ) -> None:
+        self._rows = rows
         self.blocks, self.basis, self.curvature, self.traces = blocks, basis, curvature, traces
         self.precision, self.scale = precision, scale
         self._at = _Coordinates(basis, curvature, precision)
@@ -229,16 +257,57 @@ class LowRankWithResidual(PrecisionCovariance):
         self._removed = scale * self._at.values * self._weights
         self._delta = {block.name: delta for block, delta in zip(blocks, precision.tolist(), strict=True)}
 
+    @classmethod
+    def from_rows(
+        cls,
+        blocks: tuple[Block, ...],
+        rows: ExplicitBasis,
+        curvature: Tensor,
+        traces: Tensor,
+        precision: Tensor,
+        scale: float,
+    ) -> LowRankWithResidual:
+        """Builds the covariance of a curvature `G = Uᵀ M U`, exact at this prior and at any other.
+
+        The span that holds all of G is `W = U Δ⁻¹`, for which `H = S M S` with `S = U Δ⁻¹ Uᵀ`.
+
+        Args:
+            blocks: the blocks.
+            rows: U (K, P), linearly independent.
+            curvature: M (K, K).
+            traces: tr G of each block.
+            precision: δ (n_blocks,).
+            scale: s.
+        """
+        ratios = precision / precision[0]
+        inner = torch.einsum("b,bkl->kl", 1 / ratios, rows.grams)
+        basis = rows
+        if not torch.equal(ratios, torch.ones_like(ratios)):
+            basis = ExplicitBasis({n: u / r for (n, u), r in zip(rows.vectors.items(), ratios.tolist(), strict=True)})
+        return cls(blocks, basis, inner @ curvature @ inner, traces, precision, scale, (rows, curvature))
+
     def with_prior(self, precision: Tensor, scale: float) -> LowRankWithResidual:
-        """Returns the covariance on the same span under another prior: K x K work. To choose the span anew, fit anew."""
-        return LowRankWithResidual(self.blocks, self.basis, self.curvature, self.traces, precision, scale)
+        """Returns the covariance under another prior: K x K work on the same span, which only a new fit chooses anew.
+
+        One made by `from_rows` follows the ratios between blocks at O(K P).
+        """
+        if self._rows is not None and not torch.equal(precision / precision[0], self.precision / self.precision[0]):
+            return self.from_rows(self.blocks, *self._rows, self.traces, precision, scale)
+        return LowRankWithResidual(self.blocks, self.basis, self.curvature, self.traces, precision, scale, self._rows)
 
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns the log determinant on the subspace; outside it the posterior is the prior."""
-        return self._at.log_det_ratio(precision, scale)
+        if self._rows is None:
+            return self._at.log_det_ratio(precision, scale)
+        rows, curvature = self._rows
+        root = cholesky(torch.einsum("b,bkl->kl", 1 / precision, rows.grams))
+        eye = torch.eye(len(root), dtype=root.dtype, device=root.device)
+        return 2 * cholesky(eye + scale * root.T @ curvature @ root).diagonal().log().sum()
 
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns the trace of the curvature outside the subspace."""
+        if self._rows is not None:
+            return torch.zeros((), dtype=torch.float64, device=precision.device)
         return self._at.gap(precision, scale, self.traces)
 
     def mv(self, vectors: Vectors) -> Vectors:
@@ -273,13 +342,22 @@ class LowRankWithResidual(PrecisionCovariance):
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
         """Returns `J Δ⁻¹ Jᵀ - φ diag(s h/(s h + 1)) φᵀ`, `φ = J W̃ᵀ`, from one float64 record."""
-        prior = 0
+        return self.output_covariances(record, [self])[0]
+
+    def output_covariances(self, record: Record, candidates: Sequence[LowRankWithResidual]) -> list[tuple[Term, ...]]:
+        """Projects J on the basis, and takes each block's `J Jᵀ`, once for all candidates on the same basis."""
+        if any(candidate.basis is not self.basis for candidate in candidates):
+            return [candidate.output_covariance(record) for candidate in candidates]
+        projected = self.basis.project(record)
+        roots = [candidate._at.rotation * candidate._removed.sqrt() for candidate in candidates]  # (K, K)
+        factors = [projected @ root.to(projected.dtype) for root in roots]
+        totals = [-factor @ factor.mT for factor in factors]
         for block in self.blocks:
-            jacobian = record[block.name]
-            weights = torch.full((block.size,), 1 / self._delta[block.name], dtype=record.dtype, device=self.device)
-            prior = prior + jacobian.weighted_gram(weights)
-        factor = self._at.project(record)
-        return (Dense(prior - (factor * self._removed.to(factor.dtype)) @ factor.mT),)
+            ones = torch.ones(block.size, dtype=record.dtype, device=self.device)
+            gram = record[block.name].weighted_gram(ones)
+            for total, candidate in zip(totals, candidates, strict=True):
+                total += gram / candidate._delta[block.name]
+        return [(Dense(total),) for total in totals]
 
     def joint_output_covariance(self, record: Record) -> Tensor:
         """The same across samples, with the NTK for the prior's part."""
@@ -298,19 +376,20 @@ class LowRankWithResidual(PrecisionCovariance):
         return _LayerWithResidual(1 / self._delta[name], factor.reshape(-1, *block.matrix_shape[1:]))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the basis, the curvature on it, the traces and the prior."""
-        return _tensors(self)
+        """Returns the basis (or rows), the curvature on it, the traces and the prior."""
+        basis, curvature = self._rows or (self.basis, self.curvature)
+        return {**_tensors(self), **{f"basis/{n}": u for n, u in basis.vectors.items()}, "curvature": curvature}
 
     def extra(self) -> dict[str, Any]:
-        """Returns the scale."""
-        return {"scale": self.scale}
+        """Returns the scale, and whether the basis are rows that hold all of the curvature."""
+        return {"scale": self.scale, "rows": self._rows is not None}
 
     @classmethod
     def from_tensors(
         cls, blocks: tuple[Block, ...], tensors: dict[str, Tensor], extra: dict[str, Any]
     ) -> LowRankWithResidual:
         """Rebuilds the covariance."""
-        return cls(*_arguments(blocks, tensors, extra))
+        return (cls.from_rows if extra["rows"] else cls)(*_arguments(blocks, tensors, extra))
 
 
 def _tensors(covariance: LowRank | LowRankWithResidual) -> dict[str, Tensor]:

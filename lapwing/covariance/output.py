@@ -23,6 +23,10 @@ class Thin:
         """Returns the diagonal (B, C)."""
         return self.factor.square().sum(-1)
 
+    def centred_variance(self) -> Tensor:
+        """Returns the diagonal (B, C) of `H F Fᵀ H`, `H = I - 11ᵀ/C`."""
+        return (self.factor - self.factor.mean(1, keepdim=True)).square().sum(-1)
+
     def dense(self) -> Tensor:
         """Returns (B, C, C)."""
         return self.factor @ self.factor.mT
@@ -44,6 +48,13 @@ class Rotated:
     def variance(self) -> Tensor:
         """Returns the diagonal (B, C): time O(B C²), or nothing without rotation."""
         return self.scale if self.basis is None else self.scale @ self.basis.square().T
+
+    def centred_variance(self) -> Tensor:
+        """Returns the diagonal (B, C) of `H U diag(s) Uᵀ H`, `H = I - 11ᵀ/C`."""
+        if self.basis is None:
+            classes = self.scale.shape[-1]
+            return (1 - 2 / classes) * self.scale + self.scale.sum(-1, keepdim=True) / classes**2
+        return self.scale @ (self.basis - self.basis.mean(0)).square().T
 
     def dense(self) -> Tensor:
         """Returns (B, C, C): time O(B C³) with a rotation."""
@@ -69,6 +80,11 @@ class Dense:
         """Returns the diagonal (B, C)."""
         return self.matrix.diagonal(dim1=-2, dim2=-1)
 
+    def centred_variance(self) -> Tensor:
+        """Returns the diagonal (B, C) of `H M H`, `H = I - 11ᵀ/C`."""
+        rows = self.matrix.mean(-1)  # (B, C)
+        return self.variance() - 2 * rows + rows.mean(-1, keepdim=True)
+
     def dense(self) -> Tensor:
         """Returns the matrix."""
         return self.matrix
@@ -81,8 +97,15 @@ class Dense:
 Term = Thin | Rotated | Dense
 
 
+def smaller(factor: Tensor) -> Thin | Dense:
+    """Returns `F Fᵀ` as the factor (B, C, K), or multiplied out where that holds fewer numbers."""
+    return Dense(factor @ factor.mT) if factor.shape[-1] > factor.shape[-2] else Thin(factor)
+
+
 def concatenate(parts: Sequence[Sequence[Term]]) -> tuple[Term, ...]:
     """Joins the terms of consecutive chunks of samples."""
+    if len({tuple(type(term) for term in terms) for terms in parts}) > 1:  # texts of one token beside longer ones
+        return (Dense(torch.cat([sum(term.dense() for term in terms) for terms in parts])),)
     joined: list[Term] = []
     for terms in zip(*parts, strict=True):
         first = terms[0]
@@ -125,6 +148,11 @@ class Latent:
         return self.variance.sqrt()
 
     @cached_property
+    def centred_variance(self) -> Tensor:
+        """Variances (B, C) of the outputs minus their average, all that a softmax sees; not expanded either."""
+        return sum(term.centred_variance() for term in self.terms).clamp_min(0)
+
+    @cached_property
     def covariance(self) -> Tensor:
         """Covariances of each input's outputs (B, C, C), expanded on first reading."""
         return sum(term.dense() for term in self.terms)
@@ -153,6 +181,12 @@ class JointLatent:
         """Marginal variances (B, C)."""
         size = self.mean.numel()
         return self.covariance.reshape(size, size).diagonal().reshape(self.mean.shape).clamp_min(0)
+
+    @property
+    def centred_variance(self) -> Tensor:
+        """Variances (B, C) of the outputs minus their average, all that a softmax sees."""
+        own = self.covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0)  # (B, C, C)
+        return Dense(own).centred_variance().clamp_min(0)
 
     @property
     def std(self) -> Tensor:

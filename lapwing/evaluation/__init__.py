@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from lapwing.evaluation import metrics
+from lapwing.evaluation.comparison import Comparison, compare
 
-__all__ = ["metrics"]
+__all__ = ["Comparison", "compare", "metrics"]

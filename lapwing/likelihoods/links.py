@@ -102,19 +102,32 @@ def probit_log_probs(mean: Tensor, variance: Tensor) -> Tensor:
     return torch.log_softmax(mean * torch.rsqrt(1.0 + (math.pi / 8.0) * variance), dim=-1)
 
 
+def centred_variance(latent: LatentLike) -> Tensor:
+    """Return the variances of the outputs minus their average, ``diag(H Σ H)`` with ``H = I - 11ᵀ/C``, (B, C).
+
+    The softmax sees nothing else. A latent that does not offer them is taken to have independent outputs:
+    ``(1 - 2/C) v_c + Σ_l v_l / C²``.
+    """
+    given = getattr(latent, "centred_variance", None)
+    if given is not None:
+        return at_least_float32(given)
+    variance = at_least_float32(latent.variance)
+    classes = variance.shape[-1]
+    return (1.0 - 2.0 / classes) * variance + variance.sum(-1, keepdim=True) / classes**2
+
+
 def laplace_bridge_log_concentration(mean: Tensor, variance: Tensor) -> Tensor:
     """Return ``log α`` of the Dirichlet that the Laplace bridge fits to a Gaussian over logits.
 
     ``α_c = (1 - 2/C + e^{μ_c} / C² Σ_l e^{-μ_l}) / V_c`` (Hobbhahn, Kristiadi and Hennig 2022, after MacKay 1998),
     where μ and V belong to the logits minus their average, since the bridge lives on vectors that sum to 0 and the
-    softmax sees nothing else: ``μ = m - mean(m)``, ``V_c = (1 - 2/C) v_c + Σ_l v_l / C²`` for independent logits.
-    That V inverts the bridge exactly: from a Dirichlet's ``m = log α`` and ``v = 1/α`` it gives back α. (The authors
+    softmax sees nothing else: ``μ = m - mean(m)``, V from `centred_variance`. That V inverts the bridge exactly: from a Dirichlet's ``m = log α`` and ``v = 1/α`` it gives back α. (The authors
     *condition* on the sum being 0 instead, which changes the distribution of the softmax unless all v are equal, and is
     several times further from its integral.)
 
     Args:
         mean: Latent means m, (B, C) with C >= 2.
-        variance: Latent variances v, (B, C); zeros are taken as the smallest normal number.
+        variance: Variances V of the centred logits, (B, C); zeros are taken as the smallest normal number.
 
     Returns:
         Log concentration, (B, C). Time and memory O(B C).
@@ -122,12 +135,11 @@ def laplace_bridge_log_concentration(mean: Tensor, variance: Tensor) -> Tensor:
     classes = mean.shape[-1]
     rest = 1.0 - 2.0 / classes
     centred = mean - mean.mean(-1, keepdim=True)
-    variance = variance.clamp_min(torch.finfo(variance.dtype).tiny * classes**2)
-    projected = rest * variance + variance.sum(-1, keepdim=True) / classes**2
+    variance = variance.clamp_min(torch.finfo(variance.dtype).tiny)
     grown = centred + torch.logsumexp(-centred, -1, keepdim=True) - 2.0 * math.log(classes)
     if classes > 2:  # for two classes 1 - 2/C is 0
         grown = torch.logaddexp(grown, torch.full_like(grown, math.log(rest)))
-    return grown - projected.log()
+    return grown - variance.log()
 
 
 def averaged_softmax_log_probs(chunks: Iterator[Tensor]) -> Tensor:
@@ -169,20 +181,35 @@ class ClassLink(Link):
 
 @dataclass(frozen=True)
 class Probit(ClassLink):
-    """Probit link: ``softmax(f_c / sqrt(1 + π/8 Σ_cc))``. Closed form, time and memory O(B C)."""
+    """Probit link on one-against-the-rest logits, in closed form: time and memory O(B C) beside the variances.
 
+    ``softmax_c(f'_c / sqrt(1 + π/8 v_c))`` with ``f' = f - mean(f)`` and ``v_c = Var[f_c - mean_{k≠c} f_k]``. The softmax does
+    not see a shift common to all outputs, and the data say nothing of it, so its prior variance must not count; for two
+    classes this is the exact binary probit. The textbook form reads the marginal variances Σ_cc instead, which include
+    that shift.
+
+    Args:
+        marginal: Take the textbook form, ``softmax(f_c / sqrt(1 + π/8 Σ_cc))``.
+    """
+
+    marginal: bool = False
     accepts_draws: ClassVar[bool] = False
 
     def log_probs(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
-        """Return log probabilities (B, C); reads ``mean`` and ``variance`` only and draws nothing."""
-        return probit_log_probs(at_least_float32(latent.mean), at_least_float32(latent.variance))
+        """Return log probabilities (B, C); reads the mean and variances only and draws nothing."""
+        mean = at_least_float32(latent.mean)
+        if self.marginal:
+            return probit_log_probs(mean, at_least_float32(latent.variance))
+        classes = mean.shape[-1]
+        contrast = centred_variance(latent) * (classes / (classes - 1)) ** 2
+        return probit_log_probs(mean - mean.mean(-1, keepdim=True), contrast)
 
 
 @dataclass(frozen=True)
 class LaplaceBridge(ClassLink):
     """Laplace bridge: the mean of a Dirichlet fitted in closed form, time and memory O(B C).
 
-    It treats the logits as independent. It is good where the variance is of the size that a Dirichlet with these
+    It sees the variances of the centred logits, not their correlations. It is good where the variance is of the size that a Dirichlet with these
     probabilities would have, and too flat for confident outputs with little or a great deal of variance; prefer
     `Probit` or `SampledLink` there.
     """
@@ -190,13 +217,13 @@ class LaplaceBridge(ClassLink):
     accepts_draws: ClassVar[bool] = False
 
     def log_probs(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
-        """Return log probabilities ``log α - log Σ α`` (B, C); reads ``mean`` and ``variance`` only."""
-        mean, variance = at_least_float32(latent.mean), at_least_float32(latent.variance)
+        """Return log probabilities ``log α - log Σ α`` (B, C); reads the mean and variances only."""
+        mean, variance = at_least_float32(latent.mean), centred_variance(latent)
         return torch.log_softmax(laplace_bridge_log_concentration(mean, variance), -1)
 
     def concentration(self, latent: LatentLike) -> Tensor:
         """Return the Dirichlet's parameters α, (B, C)."""
-        mean, variance = at_least_float32(latent.mean), at_least_float32(latent.variance)
+        mean, variance = at_least_float32(latent.mean), centred_variance(latent)
         return laplace_bridge_log_concentration(mean, variance).exp()
 
 

@@ -7,9 +7,10 @@ from typing import Literal
 
 import torch
 
-from ..covariance import DenseCovariance, LowRankWithResidual
+from ..covariance import DenseCovariance, ExplicitBasis, LowRankWithResidual
+from ..covariance.dense import cut
 from .passes import Batch, Method, Passes, Problem, State, SumPass, check_choice
-from .subspace import basis_of_rows
+from .subspace import orthonormal_span
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Full(Method):
     """Full Laplace, `Ψ = (G/τ + δI)⁻¹` over all treated weights.
 
     The dual form works with the NC rows of `RᵀJ`: their right singular vectors span G, so `V C Vᵀ + δ⁻¹(I - VVᵀ)` is Ψ
-    exactly. It makes Full the reference for networks of tens of thousands of weights and some hundred samples.
+    exactly, at this prior precision and at any other. It makes Full the reference for networks of tens of thousands of
+    weights and some hundred samples.
 
     Args:
         form: "auto" (dual when NC < P), "primal" or "dual".
@@ -50,11 +52,12 @@ class Full(Method):
         needed = 16 * rows * size
         problem.require("Full(form='dual')", needed, f"{rows} rows of {size} weights", "use lw.KFAC() or fewer samples")
         state = yield _AllRows(problem, rows)
-        basis = basis_of_rows(problem, state["rows"], None, torch.float64)
-        projected = basis.inner(dict(zip(basis.vectors, state["rows"].split([b.size for b in tangent.blocks], -1), strict=True)))
-        curvature = projected.T @ projected  # (K, K): W G Wᵀ exactly, no second pass
-        traces = torch.stack([part.square().sum() for part in state["rows"].split([b.size for b in tangent.blocks], -1)])
-        return LowRankWithResidual(tangent.blocks, basis, curvature, traces, problem.precision, problem.scale)
+        basis = ExplicitBasis(cut(tangent.blocks, orthonormal_span(state["rows"])))
+        parts = cut(tangent.blocks, state["rows"])
+        projected = basis.inner(parts)  # (NC, K)
+        traces = torch.stack([part.square().sum() for part in parts.values()])
+        curvature = projected.T @ projected  # G = Uᵀ M U exactly, no second pass
+        return LowRankWithResidual.from_rows(tangent.blocks, basis, curvature, traces, problem.precision, problem.scale)
 
 
 class _DenseCurvature(SumPass):
@@ -93,5 +96,3 @@ class _AllRows(SumPass):
             first = (batch.start + part.start) * columns
             rows = record.rows().flatten(0, 1)
             state["rows"][first : first + len(rows)] += rows
-
-

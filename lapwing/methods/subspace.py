@@ -37,17 +37,25 @@ def basis_of_rows(problem: Problem, rows: Tensor, rank: int | None, dtype: torch
     """
     blocks = problem.tangent.blocks
     root = expand(blocks, problem.precision / problem.precision[0]).rsqrt()
-    whitened = rows * root.to(rows.dtype)
-    if rows.numel() <= SVD_NUMBERS:
-        directions = orthonormal_rows(whitened, rank)
-    else:
-        gram = whitened.double() @ whitened.double().T if rows.numel() <= 2**27 else _gram(whitened)
-        values, vectors = symmetric_eigen(gram)
-        keep = (values > max(RANK_CUT, len(values) * torch.finfo(rows.dtype).eps) * values[-1]).sum().item()
-        keep = keep if rank is None else min(rank, keep)
-        vectors = vectors[:, -keep:].flip(-1)
-        directions = torch.linalg.qr((vectors.T.to(rows.dtype) @ whitened).double().T)[0].T
+    directions = orthonormal_span(rows * root.to(rows.dtype), rank)
     return ExplicitBasis(cut(blocks, (directions * root).to(dtype)))
+
+
+def orthonormal_span(rows: Tensor, rank: int | None = None) -> Tensor:
+    """Returns the top right singular vectors of rows (M, P) as (K, P), by SVD or, for many numbers, by Gram matrix and QR.
+
+    Args:
+        rows: (M, P).
+        rank: at most this many directions.
+    """
+    if rows.numel() <= SVD_NUMBERS:
+        return orthonormal_rows(rows, rank)
+    gram = rows.double() @ rows.double().T if rows.numel() <= 2**27 else _gram(rows)
+    values, vectors = symmetric_eigen(gram)
+    keep = (values > max(RANK_CUT, len(values) * torch.finfo(rows.dtype).eps) * values[-1]).sum().item()
+    keep = keep if rank is None else min(rank, keep)
+    vectors = vectors[:, -keep:].flip(-1)
+    return torch.linalg.qr((vectors.T.to(rows.dtype) @ rows).double().T)[0].T
 
 
 def _gram(rows: Tensor) -> Tensor:

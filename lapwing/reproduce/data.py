@@ -43,7 +43,7 @@ class Images:
 
 def available(*names: str) -> bool:
     """Tells whether LAPWING_DATA is set and its folder holds these files, such as "mnist.npz"."""
-    folder = os.environ.get(VARIABLE)
+    folder = os.environ.get(VARIABLE, "")
     return bool(folder) and all((Path(folder) / name).is_file() for name in names)
 
 
@@ -57,7 +57,7 @@ def file(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
     Raises:
         LapwingError: if no folder is named, or it holds no such file.
     """
-    named = os.environ.get(VARIABLE) if folder is None else folder
+    named = folder or os.environ.get(VARIABLE, "")
     if not named:
         raise LapwingError(
             f"Asked for {name}, found neither a folder nor the variable {VARIABLE}; the folder of data sets is needed: "
@@ -66,7 +66,8 @@ def file(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
     path = Path(named) / name
     if not path.is_file():
         raise LapwingError(
-            f"Asked for {name}, found no such file in {Path(named)}; a folder that holds it is needed: set {VARIABLE} to it."
+            f"Asked for {name}, found no such file in {Path(named)}; a folder that holds it is needed: set "
+            f"{VARIABLE} to it."
         )
     return path
 
@@ -74,8 +75,8 @@ def file(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
 def arrays(name: str, folder: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     """Reads `name.npz` as numpy arrays; encoded entries are decoded.
 
-    `K.image` and `K.utf8` hold concatenated bytes, and `K.offsets` where each piece ends; together they are the entry K:
-    images uint8 (N, H, W, 3), or texts as an object array.
+    `K.image` and `K.utf8` hold concatenated bytes, and `K.offsets` where each piece begins and ends; together they are
+    the entry K: images uint8 (N, H, W, 3), or texts as an object array.
 
     Args:
         name: without the suffix.
@@ -93,13 +94,13 @@ def arrays(name: str, folder: str | os.PathLike[str] | None = None) -> dict[str,
     found: dict[str, Any] = {}
     with np.load(file(f"{name}.npz", folder), allow_pickle=False) as packed:
         for entry in packed.files:
-            stem, dot, kind = entry.rpartition(".")
-            if not dot:
-                found[entry] = packed[entry]
-            elif kind == "image":
+            stem, _, kind = entry.rpartition(".")
+            if kind == "image":
                 found[stem] = np.stack([_pixels(piece) for piece in _pieces(packed, stem, kind)])
             elif kind == "utf8":
                 found[stem] = np.array([piece.decode() for piece in _pieces(packed, stem, kind)], dtype=object)
+            elif kind != "offsets":
+                found[entry] = packed[entry]
     return found
 
 
@@ -143,6 +144,4 @@ def images(name: str, folder: str | os.PathLike[str] | None = None) -> Images:
     def labels(array: Any) -> Tensor:
         return torch.as_tensor(array).long()
 
-    return Images(
-        pixels(found["x_train"]), labels(found["y_train"]), pixels(found["x_test"]), labels(found["y_test"])
-    )
+    return Images(pixels(found["x_train"]), labels(found["y_train"]), pixels(found["x_test"]), labels(found["y_test"]))

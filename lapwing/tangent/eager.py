@@ -1,20 +1,27 @@
 """Runs a network operation by operation: no fused attention, no fast paths, no compiled graphs, and nothing left switched.
 
-The mode is local to the thread and to the `with` block; no global flag is touched.
+The mode is local to the thread and to the `with` block. What is not (parameters swapped in the module for the length of a
+call, the stance of `torch.compile`) is used under one lock and put back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+LOCK = threading.RLock()
+"""Held while any network runs or its parameters are looked up: several threads may use one posterior."""
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -49,6 +56,36 @@ def _math_attention(
     )[0]
 
 
+@contextlib.contextmanager
+def batching_quiet() -> Iterator[None]:
+    """Silences torch's warning that it loops over an operation without a batching rule; filters are global, so locked."""
+    with LOCK, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        yield
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the network's own parameters by name, not those that another thread has swapped in for a call."""
+    with LOCK:
+        return dict(model.named_parameters())
+
+
+P, Result = ParamSpec("P"), TypeVar("Result")
+
+
+def outside_inference(function: Callable[P, Result]) -> Callable[P, Result]:
+    """Runs a function that needs a graph as under `torch.no_grad()` where the caller is in `torch.inference_mode()`."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> Result:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
 class EagerMode(TorchFunctionMode):
     """Sees every torch function a network calls, opens `multi_head_attention_forward`, and takes the math attention kernel.
 
@@ -70,11 +107,31 @@ class EagerMode(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def without_compiled() -> contextlib.AbstractContextManager[None]:
-    """Runs the block with compiled modules run eagerly; costs nothing in a process that never compiled."""
-    if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")
+class Draws(EagerMode):
+    """Notes the names of the functions called that draw from the CPU's global generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: list[str] = []
+
+    def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs the function; notes its name where the generator moves."""
+        name, before = getattr(function, "__name__", "").strip("_"), torch.get_rng_state()
+        out = function(*args, **kwargs)
+        if name not in self.functions and not torch.equal(before, torch.get_rng_state()):
+            self.functions.append(name)
+        return out
+
+
+@contextlib.contextmanager
+def without_compiled() -> Iterator[None]:
+    """Runs the block under the lock and with compiled modules run eagerly; light in a process that never compiled."""
+    with LOCK:
+        if "torch._dynamo" not in sys.modules:
+            yield
+        else:
+            with torch.compiler.set_stance("force_eager"):
+                yield
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ below follows from it, and overrides (`outer.py`, `layers/embedding.py`) are spe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -45,11 +45,16 @@ class BlockJacobian(ABC):
 
     def weighted_gram(self, weights: Tensor) -> Tensor:
         """Returns `J diag(weights) Jᵀ` (B, R, R) for weights (P,)."""
-        total = 0
+        return self.weighted_grams([weights])[0]
+
+    def weighted_grams(self, candidates: Sequence[Tensor]) -> list[Tensor]:
+        """Returns `J diag(weights) Jᵀ` (B, R, R) for several weights (P,), the rows formed once."""
+        totals: list = [0] * len(candidates)
         for part, rows in self.row_slices():
-            scaled = rows * weights[part].sqrt()
-            total = total + scaled @ scaled.mT  # (B, R, R)
-        return total
+            for i, weights in enumerate(candidates):
+                scaled = rows * weights[part].sqrt()
+                totals[i] = totals[i] + scaled @ scaled.mT  # (B, R, R)
+        return totals
 
     def squared_sum(self) -> Tensor:
         """Returns `Σ_n,r J²` (P,), the diagonal of the GGN of these samples."""

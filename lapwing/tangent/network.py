@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..batches import Forward
 from ..errors import LapwingError
 from ..numerics import accumulation_dtype
 from .blocks import Block
-from .eager import uncompiled, without_compiled
+from .eager import LOCK, outside_inference, parameters_of, uncompiled, without_compiled
 from .jacobian import BlockJacobian, Rows, SumOfUses
 from .layers.embedding import OneHot
 from .layers.generic import per_sample_rows
@@ -59,6 +60,7 @@ class Tangent:
     memory: int
 
     @classmethod
+    @outside_inference
     def survey(
         cls,
         model: nn.Module,
@@ -81,20 +83,10 @@ class Tangent:
 
         Cost: three forward passes and C + 3 backward passes on at most four samples.
         """
-        memory = DEFAULT_MEMORY if memory is None else memory
-        if not isinstance(memory, int) or memory < 2**24:
-            raise LapwingError(
-                f"Asked to work within memory={memory!r} bytes; an int of at least {2**24} (16 MiB) is needed: "
-                "write memory=2**30 for 1 GiB."
-            )
-        model = uncompiled(model)
-        check_mode(model)
-        parameters = dict(model.named_parameters())
-        if not parameters:
-            raise LapwingError(
-                f"Asked to treat the parameters of {type(model).__name__}, found that it has none; a network with "
-                "trained weights is needed: pass the nn.Module that holds them."
-            )
+        memory = _checked_memory(memory)
+        model = _checked_network(model)
+        parameters = parameters_of(model)
+        inputs = batches.plain(inputs)
         batches.check_inputs(inputs, next(iter(parameters.values())), "the inputs of the first batch")
         surveyed = probe(model, parameters, inputs, params, forward)
         return cls(model, forward, surveyed.blocks, surveyed.plan, surveyed.coverage, surveyed.outputs, memory)
@@ -111,9 +103,9 @@ class Tangent:
         Raises:
             LapwingError: if the network lacks one of the parameters, or has it in another shape.
         """
-        model = uncompiled(model)
-        check_mode(model)
-        named = dict(model.named_parameters())
+        memory = _checked_memory(memory)
+        model = _checked_network(model)
+        named = parameters_of(model)
         blocks = tuple(Block.from_json(block) for block in data["blocks"])
         for block in blocks:
             for name, shape in zip(block.parameters, block.shapes, strict=True):
@@ -124,20 +116,20 @@ class Tangent:
                         f"{found}; the network of the fit is needed: build it with the same options."
                     )
         coverage = Coverage(tuple(Covered(**{**line, "parameters": tuple(line["parameters"])}) for line in data["coverage"]))
-        return cls(model, forward, blocks, Plan.from_json(data["plan"]), coverage, data["outputs"], memory or DEFAULT_MEMORY)
+        return cls(model, forward, blocks, Plan.from_json(data["plan"]), coverage, data["outputs"], memory)
 
     @property
     def size(self) -> int:
         """P, the number of treated weights."""
         return sum(block.size for block in self.blocks)
 
-    @property
+    @cached_property
     def parameters(self) -> dict[str, Tensor]:
         """Name -> the model's own treated parameters (not copies)."""
-        named = dict(self.model.named_parameters())
+        named = parameters_of(self.model)
         return {name: named[name] for block in self.blocks for name in block.parameters}
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype that sums are kept in."""
         return accumulation_dtype(next(iter(self.parameters.values())).dtype)
@@ -146,6 +138,16 @@ class Tangent:
     def device(self) -> torch.device:
         """Where the weights are."""
         return next(iter(self.parameters.values())).device
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns what the outputs depend on: name -> every parameter, treated or not, and every saved real buffer."""
+        with LOCK:
+            found = parameters_of(self.model)
+            for path, module in self.model.named_modules():
+                for name, buffer in module._buffers.items():
+                    if name not in module._non_persistent_buffers_set and buffer is not None and buffer.is_floating_point():
+                        found[f"{path}.{name}" if path else name] = buffer
+        return found
 
     def mean(self) -> dict[str, Tensor]:
         """Returns the trained weights as one vector a block (P_block,), in the accumulation dtype."""
@@ -177,11 +179,17 @@ class Tangent:
         dtype = dtype or self.dtype
         batches.check_inputs(inputs, next(iter(self.parameters.values())), "the inputs")
         differentiable = wants_gradient(inputs)
-        named = dict(self.model.named_parameters())
+        named = self.parameters
         watched = {id(named[name]): name for name in self.plan.watched}
         outputs, noted = run(self.model, inputs, self.forward, watched)
         batches.check_outputs(outputs, "these inputs")
         samples = outputs.shape[0]
+        if outputs.shape[1] != self.outputs:
+            raise LapwingError(
+                f"Asked for the {self.outputs} outputs of {type(self.model).__name__} at {batches.describe(inputs)}, found "
+                f"outputs of shape {tuple(outputs.shape)}; as many as on the first batch are needed: check the shape of the "
+                "inputs, and give a single sample as x[None]."
+            )
         self.plan.check_order([use.names for use in noted], samples, type(self.model).__name__)
         if callable(cotangents):
             cotangents = cotangents(outputs if differentiable else outputs.detach())
@@ -198,7 +206,9 @@ class Tangent:
             if u is None:
                 u = torch.eye(width, dtype=outputs.dtype, device=outputs.device).expand(samples, -1, -1)
             values = {name: named[name] for name in generic_names}
-            rows = per_sample_rows(self.model, self.forward, values, inputs, u.mT.to(outputs.dtype))
+            with torch.set_grad_enabled(differentiable):
+                rows = per_sample_rows(self.model, self.forward, values, inputs, u.mT.to(outputs.dtype))
+            rows = rows if differentiable else {name: row.detach() for name, row in rows.items()}
         count = outputs.shape[1] if cotangents is None else cotangents.shape[-1]
         return Record(self, outputs.to(self.dtype), samples, count, dtype, noted, gradients, rows)
 
@@ -223,6 +233,47 @@ class Tangent:
         generic = sum(block.size for block in self.blocks if block.family == "generic")
         numbers = self.plan.numbers_per_sample(count) + 3 * count * generic + rows_held
         return max(1, int(self.memory // (numbers * dtype.itemsize)))
+
+
+def _checked_memory(memory: int | None) -> int:
+    """Returns the budget in bytes (case 15 otherwise)."""
+    memory = DEFAULT_MEMORY if memory is None else memory
+    if not isinstance(memory, int) or memory < 2**24:
+        raise LapwingError(
+            f"Asked to work within memory={memory!r} bytes; an int of at least {2**24} (16 MiB) is needed: "
+            "write memory=2**30 for 1 GiB."
+        )
+    return memory
+
+
+def _checked_network(model: Any) -> nn.Module:
+    """Returns the uncompiled network, checked to be one with weights and in eval mode."""
+    if not isinstance(model, nn.Module):
+        raise LapwingError(
+            f"Asked to treat a model of type {type(model).__name__}; a torch.nn.Module with trained weights is needed: pass "
+            "the module itself, with forward=lambda model, inputs: ... where it is not called as model(x)."
+        )
+    model = uncompiled(model)
+    named = parameters_of(model)
+    if not named:
+        raise LapwingError(
+            f"Asked to treat the parameters of {type(model).__name__}, found that it has none; a network with trained "
+            "weights is needed: pass the nn.Module that holds them."
+        )
+    for name, value in named.items():
+        if value.is_meta or isinstance(value, nn.UninitializedParameter):
+            raise LapwingError(
+                f"Asked to treat {type(model).__name__}, found that its parameter {name} holds no numbers "
+                f"({'on the meta device' if value.is_meta else 'not initialised'}); trained weights are needed: write "
+                "model.load_state_dict(torch.load(path), assign=True) first."
+            )
+        if value.is_inference():
+            raise LapwingError(
+                f"Asked to treat {type(model).__name__}, found that its parameter {name} was made in torch.inference_mode(), "
+                "where no gradients exist; ordinary parameters are needed: build and load the network outside it."
+            )
+    check_mode(model)
+    return model
 
 
 class Record(Mapping[str, BlockJacobian]):

@@ -7,7 +7,7 @@ Weights (P,) and vectors (K, P) are laid out as (G, O, I), the bias as the last 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -64,10 +64,10 @@ class Outer(BlockJacobian):
         scale = self.input_scale(weights)
         return self.g * scale.clamp_min(torch.finfo(scale.dtype).tiny).sqrt()[:, None, :]  # the root has no slope at 0
 
-    def weighted_gram(self, weights: Tensor) -> Tensor:
-        """Returns `(g√s)(g√s)ᵀ` (B, R, R). Time O(B O (I + R²))."""
-        factor = self.weighted_factor(weights)
-        return factor @ factor.mT
+    def weighted_grams(self, candidates: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the thin factors' Gram matrices (B, R, R)."""
+        factors = [self.weighted_factor(weights) for weights in candidates]
+        return [factor @ factor.mT for factor in factors]
 
     def squared_sum(self) -> Tensor:
         """Returns `(Σ_r g²)ᵀ a²` (P,). Time O(B O I)."""
@@ -129,11 +129,9 @@ class SharedOuter(BlockJacobian):
                 first = (group * self.outputs + start) * self.inputs
                 yield slice(first, first + g.shape[-1] * self.inputs), rows.reshape(self.batch, self.cotangents, -1)
 
-    def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> SharedOuter:
-        """Returns J in another basis: a U_in and g U_out, for U_in (G, I, I) and U_out (G, O, O)."""
-        a = self.a if inputs is None else _by_group(self.a, inputs)
-        g = self.g if outputs is None else _by_group(self.g, outputs)
-        return SharedOuter(a, g)
+    def rotate(self, inputs: Tensor, outputs: Tensor) -> RotatedOuter:
+        """Returns J in another basis, for U_in (G, I, I) and U_out (G, O, O)."""
+        return RotatedOuter(_by_group(self.a, inputs), self.g, outputs)
 
     def jvp(self, vectors: Tensor) -> Tensor:
         """Returns `J V` (B, R, K) by rows or by `gᵀ(V_k a)`, whichever takes fewer products."""
@@ -174,14 +172,49 @@ class SharedOuter(BlockJacobian):
         g = g.permute(3, 0, 1, 2, 4).flatten(1, 3)  # (G, B R T, O)
         return a.mT @ a, g.mT @ g, self.batch * (1 if reduce else self.positions)
 
+
+
+class RotatedOuter(BlockJacobian):
+    """`J[n, r] = U_outᵀ Σ_t g a` for inputs a (B, T, G, I) rotated already, g (B, R, T, G, O) and U_out (G, O, O).
+
+    The output side is rotated where that is cheaper: g itself where T < I, else the rows.
+    """
+
+    is_output = False
+
+    def __init__(self, a: Tensor, g: Tensor, outputs: Tensor) -> None:
+        self.batch, positions, self.groups, self.inputs = a.shape
+        self.cotangents, self.outputs = g.shape[1], g.shape[-1]
+        self.size = self.groups * self.outputs * self.inputs
+        self._rotation: Tensor | None = outputs
+        self.a, self.g = a, g
+        if positions < self.inputs:
+            self.g, self._rotation = _by_group(g, outputs), None
+
+    def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yields rows for slices of the output channels, or all of a group's at once where rows are rotated."""
+        if self._rotation is None:
+            yield from SharedOuter(self.a, self.g).row_slices()
+            return
+        for group in range(self.groups):
+            g = self.g[:, :, :, group].transpose(2, 3).flatten(1, 2)  # (B, R O, T)
+            rows = (g @ self.a[:, :, group]).unflatten(1, (self.cotangents, self.outputs))  # (B, R, O, I)
+            rows = self._rotation[group].T @ rows
+            first = group * self.outputs * self.inputs
+            yield slice(first, first + self.outputs * self.inputs), rows.flatten(2)
+
     def second_moment(self) -> Tensor:
         """Returns `Σ_n,r J²` laid out as (G, O, I)."""
         return self.squared_sum().reshape(self.groups, self.outputs, self.inputs)
 
 
 def _by_group(values: Tensor, basis: Tensor) -> Tensor:
-    """Multiplies (..., G, I) by (G, I, I) group by group."""
-    return values @ basis[0] if basis.shape[0] == 1 else torch.einsum("...gi,gij->...gj", values, basis)
+    """Multiplies (..., T, G, I) by (G, I, I) group by group, along whichever of T and I is contiguous."""
+    if basis.shape[0] > 1:
+        return torch.einsum("...gi,gij->...gj", values, basis)
+    if values.stride(-1) == 1 or values.stride(-3) != 1:
+        return values @ basis[0]
+    return (basis[0].T @ values.squeeze(-2).mT).mT.unsqueeze(-2)  # patches and feature maps: T is contiguous
 
 
 def _slice_length(bytes_per_item: int, items: int) -> int:

@@ -6,6 +6,7 @@ that the gradients of one sample's outputs are zero at all other samples. What f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from os.path import commonprefix
@@ -19,7 +20,7 @@ from ..batches import Forward
 from ..errors import LapwingError
 from ..numerics import accumulation_dtype
 from .blocks import Block, Matrix
-from .eager import without_compiled
+from .eager import Draws, without_compiled
 from .layers import BatchAxis
 from .layers.generic import call_with
 from .record import Noted, output_gradients, run
@@ -127,19 +128,35 @@ class Survey:
 def check_mode(model: nn.Module) -> None:
     """Raises for batch norm (case 12) and dropout (case 11) in training mode."""
     for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+            raise LapwingError(
+                f"Asked to treat {type(model).__name__}, found its layer {name or kind} ({kind}) without running statistics, "
+                "so that a sample's output depends on the rest of the batch also after model.eval(); running statistics are "
+                f"needed: train with {kind}({module.num_features}, track_running_stats=True)."
+            )
         if not module.training:
             continue
-        kind = type(module).__name__
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise LapwingError(
                 f"Asked to treat {type(model).__name__}, found its layer {name or kind} ({kind}) in training mode, where a "
                 "sample's output depends on the rest of the batch; running statistics are needed: call model.eval() first."
             )
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+        rate = _dropout_rate(module)
+        if rate > 0:
             raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found its layer {name or kind} ({kind}, p={module.p}) in training "
+                f"Asked to treat {type(model).__name__}, found its layer {name or kind} ({kind}, p={rate}) in training "
                 "mode, where two identical calls differ; a deterministic network is needed: call model.eval() first."
             )
+
+
+def _dropout_rate(module: nn.Module) -> float:
+    """Returns how much a layer in training mode drops."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p
+    if isinstance(module, nn.MultiheadAttention) or (isinstance(module, nn.RNNBase) and module.num_layers > 1):
+        return module.dropout
+    return 0.0
 
 
 def probe(
@@ -160,7 +177,7 @@ def probe(
     Raises:
         LapwingError: no parameter selected; outputs that change between calls or with the rest of the batch.
     """
-    few = batches.take(inputs, slice(0, PROBED_SAMPLES))
+    few = _few(model, inputs, forward)
     outputs, noted = run(model, few, forward, {id(value): name for name, value in parameters.items()})
     batches.check_outputs(outputs, "the first batch")
     last = next((use for use in reversed(noted) if use.use.family in MATRIX_FAMILIES[:2]), None)
@@ -204,17 +221,39 @@ def probe(
     return Survey(tuple(blocks), plan, Coverage(lines), outputs.shape[1])
 
 
+def _few(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
+    """Takes the samples to probe; one alone is taken twice where the network runs on two, to show where the batch is."""
+    if batches.size(inputs) > 1:
+        return batches.take(inputs, slice(0, PROBED_SAMPLES))
+    twice = batches.take(inputs, torch.tensor([0, 0]))
+    try:
+        with torch.no_grad(), without_compiled():
+            batches.call(model, twice, forward)
+    except (RuntimeError, TypeError, ValueError, IndexError):  # for instance a text model without padding
+        return inputs
+    return twice
+
+
 def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, outputs: Tensor) -> None:
     """Requires the same outputs again (case 11), and for the first sample alone."""
     with torch.no_grad(), without_compiled():
         again = batches.call(model, inputs, forward)
         alone = batches.call(model, batches.take(inputs, slice(0, 1)), forward)
-    tolerance = 3 * torch.finfo(outputs.dtype).eps ** 0.5 * outputs.abs().max().clamp_min(1.0)
-    if again.shape != outputs.shape or (again - outputs).abs().max() > tolerance:
+        before = _generator_state(outputs.device)
+        third = batches.call(model, inputs, forward)
+        drew = not torch.equal(before, _generator_state(outputs.device))
+    eps, scale = torch.finfo(outputs.dtype).eps, outputs.abs().max().clamp_min(1.0)
+    tolerance = 3 * eps**0.5 * scale  # fused kernels differ; identical calls do not, unless random numbers are drawn
+    shapes = {again.shape, third.shape, outputs.shape}
+    difference = max((again - outputs).abs().max(), (third - again).abs().max()) if len(shapes) == 1 else math.inf
+    if difference > tolerance or (drew and (third - again).abs().max() > 4 * eps * scale):
+        with torch.no_grad(), Draws() as draws:
+            batches.call(model, inputs, forward)
+        named = f" and that it calls {', '.join(draws.functions)}" if draws.functions else ""
         raise LapwingError(
-            f"Asked to run {type(model).__name__} twice on the same batch, found outputs that differ by "
-            f"{float((again - outputs).abs().max()):.2g}; a deterministic network is needed: call model.eval(), and turn off "
-            "sampling and noise inside forward()."
+            f"Asked to run {type(model).__name__} again on the same batch, found outputs that differ by "
+            f"{float(difference):.2g}{named}; a deterministic network is needed: call model.eval(), and turn off sampling, "
+            "noise and augmentation inside forward()."
         )
     if alone.shape[1:] != outputs.shape[1:] or (alone[0] - outputs[0]).abs().max() > tolerance:
         raise LapwingError(
@@ -223,6 +262,10 @@ def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, ou
             "dimension of inputs and outputs: call model.eval(), use running statistics in batch norm, or wrap the model "
             "so that the batch comes first."
         )
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def _batch_axis(noted: Noted, g: Tensor, samples: int) -> BatchAxis | None:

@@ -7,7 +7,6 @@ graph starts at the first watched output, so a frozen or unselected trunk costs 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..batches import Forward, call, tensors
-from .eager import EagerMode, without_compiled
+from .eager import EagerMode, batching_quiet, without_compiled
 from .layers import HANDLERS, Use
 
 BATCHED_BACKWARD = 2**24
@@ -140,8 +139,7 @@ def _backward(outputs: Tensor, noted: Sequence[Noted], u: Tensor, differentiable
 
 def _batched_backward(outputs: Tensor, edges: list[GradientEdge], u: Tensor, options: dict) -> Sequence[Tensor | None] | None:
     """Takes all cotangents back at once; None where an operation has no batching rule at all."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "There is a performance drop")  # torch loops over that operation itself
+    with batching_quiet():
         try:
             return torch.autograd.grad(outputs, edges, u, is_grads_batched=True, **options)
         except RuntimeError:

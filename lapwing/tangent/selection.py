@@ -43,7 +43,16 @@ last_layer = LastLayer()
 
 
 def matching(*patterns: str) -> Matching:
-    """Selects parameters by shell patterns on their names: `matching("*.lora_*", "head.*")`."""
+    """Selects parameters by shell patterns on their names: `matching("*.lora_*", "head.*")`.
+
+    Raises:
+        LapwingError: for anything but strings, or none.
+    """
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        raise LapwingError(
+            f"Asked for matching({', '.join(map(repr, patterns))}); one or more patterns, each a string, are needed: write "
+            "lw.matching('*.lora_*', 'head.*')."
+        )
     return Matching(patterns)
 
 
@@ -64,7 +73,7 @@ def select(
     if isinstance(params, LastLayer):
         names = last_use
     elif callable(params):
-        names = tuple(name for name, value in parameters.items() if params(name, value) and value.is_floating_point())
+        names = _chosen(params, parameters)
     else:
         raise LapwingError(
             f"Asked to treat params={params!r}; accepted are lw.everything, lw.last_layer, lw.matching('*.weight') and a "
@@ -72,9 +81,29 @@ def select(
         )
     if names:
         return names
+    if isinstance(params, LastLayer):
+        raise LapwingError(
+            f"Asked to treat the last layer of {model_name}, found no linear or convolution layer whose weight is one of its "
+            f"{len(parameters)} parameters ({_listed(parameters)}); name what to treat: pass params=lw.everything, or "
+            "params=lw.matching(...)."
+        )
     frozen = sum(not value.requires_grad for value in parameters.values())
     raise LapwingError(
         f"Asked to treat {params!r} of {model_name}, found no such parameter among {len(parameters)} ({frozen} frozen; "
-        f"names: {', '.join(list(parameters)[:4]) or 'none'}{', ...' if len(parameters) > 4 else ''}); at least one is "
-        "needed: pass params=lw.matching('*') to treat frozen parameters too, or name some with params=lw.matching(...)."
+        f"names: {_listed(parameters)}); at least one is needed: pass params=lw.matching('*') to treat frozen parameters too, "
+        "or name some with params=lw.matching(...)."
     )
+
+
+def _listed(parameters: Mapping[str, Tensor]) -> str:
+    return f"{', '.join(list(parameters)[:4])}{', ...' if len(parameters) > 4 else ''}"
+
+
+def _chosen(params: Predicate, parameters: Mapping[str, Tensor]) -> tuple[str, ...]:
+    try:
+        return tuple(name for name, value in parameters.items() if params(name, value) and value.is_floating_point())
+    except TypeError as error:
+        raise LapwingError(
+            f"Asked to treat params={params!r}, found that it raised TypeError ({error}); a function of a name and a "
+            "parameter is needed: write params=lambda name, parameter: name.startswith('head')."
+        ) from error

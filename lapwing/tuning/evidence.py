@@ -67,11 +67,9 @@ class Evidence(Tuning):
             if new - value < 1e-7 * (1 + abs(new)):
                 break
             value = new
-        if free_prior and self.per_layer and len(precision) > 1:
-            precision = self._per_layer(posterior, precision, noise)
-            if not posterior.noise_given:
-                noise = self._best_noise(posterior, precision, noise)
-                precision = self._per_layer(posterior, precision, noise)
+        by_layer = self.per_layer and len(precision) > 1
+        if free_prior and (by_layer or not posterior.noise_given):  # coordinate ascent ends slowly
+            precision, noise = self._ascend(posterior, precision, noise, by_layer)
         return posterior.at(precision, noise)
 
     def _value(self, posterior: Posterior, precision: Tensor, noise: float | None) -> float:
@@ -87,30 +85,62 @@ class Evidence(Tuning):
         return ones * 10**best
 
     def _best_noise(self, posterior: Posterior, precision: Tensor, noise: float) -> float:
-        start = math.log10(noise)
-        best = maximise(lambda log10: self._value(posterior, precision, 10**log10), start - 1.5, start + 1.5, 13)
-        return 10**best
+        start, low = math.log10(noise), math.log10(self._least_noise(posterior))
+        value = lambda log10: self._value(posterior, precision, 10**log10)  # noqa: E731
+        return 10 ** maximise(value, max(start - 1.5, low), start + 1.5, 13)
 
-    def _per_layer(self, posterior: Posterior, precision: Tensor, noise: float | None) -> Tensor:
-        """Ascends in log δ of all blocks together by L-BFGS."""
-        likelihood = posterior.likelihood.with_noise_variance(noise)
-        start = precision.log().clone()
+    @staticmethod
+    def _least_noise(posterior: Posterior) -> float:
+        """A tenth of the mean squared residual: the best σ² is never below it, `Σ r²/(NC - γ)` (MacKay 1992)."""
+        return posterior.likelihood.residual_variance(posterior.statistics) / 10
+
+    def _ascend(
+        self, posterior: Posterior, precision: Tensor, noise: float | None, by_layer: bool
+    ) -> tuple[Tensor, float | None]:
+        """Ascends in log δ (one, or one a block) and log σ² together by L-BFGS.
+
+        Slopes are central differences, but for the precisions of blocks, which autograd gives in one go.
+        """
+        low, high = LOWEST * math.log(10), HIGHEST * math.log(10)
+        free_noise = not posterior.noise_given
+        start = precision.log() if by_layer else precision[:1].log()
+        least = 0.0
+        if free_noise:
+            least = self._least_noise(posterior)
+            start = torch.cat([start, start.new_tensor([math.log(noise or 1.0)])])
         logs = start.clone().requires_grad_()
         optimiser = torch.optim.LBFGS([logs], max_iter=200, tolerance_change=1e-10, line_search_fn="strong_wolfe")
 
+        def at(point: Tensor) -> tuple[Tensor, float | None]:
+            deltas = (point[:-1] if free_noise else point).clamp(low, high).exp().expand(len(precision))
+            return deltas, max(math.exp(min(float(point[-1].detach()), high)), least) if free_noise else noise
+
+        def slope(i: int) -> float:
+            step = torch.zeros_like(start)
+            step[i] = 1e-4
+            ends = [self._value(posterior, *at(logs.detach() + sign * step)) for sign in (1, -1)]
+            return (ends[0] - ends[1]) / 2e-4
+
         def loss() -> Tensor:
             optimiser.zero_grad()
-            bounded = logs.clamp(LOWEST * math.log(10), HIGHEST * math.log(10))
-            value = -posterior.log_evidence(bounded.exp(), likelihood, lower_bound=True)
-            value.backward()
-            return value
+            deltas, variance = at(logs if by_layer else logs.detach())
+            likelihood = posterior.likelihood.with_noise_variance(variance)
+            value = -posterior.log_evidence(deltas, likelihood, lower_bound=True)
+            if by_layer:
+                value.backward()
+            else:
+                logs.grad = torch.zeros_like(start)
+                logs.grad[0] = -slope(0)
+            if free_noise and logs.grad is not None:
+                logs.grad[-1] = -slope(-1)
+            return value.detach()
 
         with torch.enable_grad():
-            before = float(loss().detach())
+            before = float(loss())
             optimiser.step(loss)
-            after = float(loss().detach())
-        found = logs.detach() if after <= before else start
-        return found.clamp(LOWEST * math.log(10), HIGHEST * math.log(10)).exp()
+            after = float(loss())
+        found, variance = at(logs.detach() if after <= before else start)
+        return found.clone(), variance
 
 
 def maximise(function: Callable[[float], float], low: float, high: float, points: int) -> float:

@@ -23,30 +23,31 @@ log = logging.getLogger("lapwing")
 class Validation(Tuning):
     """Chooses one scalar δ by the mean log likelihood of held-out data under linearised prediction and the default link.
 
-    All candidates are scored from one record of a batch: a candidate costs a contraction, not a pass. A grid of decades
-    first, then a finer one around the best. The noise variance, where it is None, is tuned by the evidence.
+    All candidates are scored from one contraction of each batch: a candidate costs a Gram matrix, not a pass. The best
+    point of the grid is refined by a parabola through its neighbours. The noise variance, where it is None, is tuned by
+    the evidence.
 
     Args:
         loader: held-out (inputs, targets) batches, not the training data.
         decades: the range of log10 δ.
-        points: candidates a pass.
+        points: candidates.
 
     Raises:
         LapwingError: for a range or number that makes no grid.
 
-    Cost: two passes over the loader, each one record and `points` contractions a batch.
+    Cost: one pass over the loader: one record and contraction a batch, and `points` Gram matrices (C, C) an input.
     """
 
     loader: Iterable[Any]
     decades: tuple[float, float] = (-3.0, 6.0)
-    points: int = 10
+    points: int = 19
 
     def __post_init__(self) -> None:
         """Checks the grid."""
         if not (self.decades[0] < self.decades[1] and isinstance(self.points, int) and self.points >= 3):
             raise LapwingError(
                 f"Asked for Validation(decades={self.decades}, points={self.points}); a rising range and at least 3 points "
-                "are needed: write decades=(-3, 6), points=10."
+                "are needed: write decades=(-3, 6), points=19."
             )
 
     def tune(self, posterior: Posterior) -> Posterior:
@@ -57,20 +58,18 @@ class Validation(Tuning):
         noise = by_evidence.noise_variance
         low, high = self.decades
         grid = [low + (high - low) * i / (self.points - 1) for i in range(self.points)]
-        best = self._best(posterior, grid, noise)
-        if best in (grid[0], grid[-1]):
+        scores = self.scores(posterior, [10**exponent for exponent in grid], noise)
+        at = max(range(self.points), key=lambda i: scores[i] if not math.isnan(scores[i]) else -math.inf)
+        if at in (0, self.points - 1):
             log.warning(
                 "Validation chose the edge of its range, prior precision 1e%g: widen it with decades=(%g, %g)",
-                best, low - 3, high + 3,
+                grid[at], low - 3, high + 3,
             )  # fmt: skip
-        step = grid[1] - grid[0]
-        finer = [best + step * (2 * i / (self.points + 1) - 1) for i in range(self.points + 2)]
-        best = self._best(posterior, [*finer, best], noise)
+            return posterior.at(torch.full_like(posterior.prior.precision, 10 ** grid[at]), noise)
+        left, middle, right = scores[at - 1 : at + 2]
+        shift = 0.5 * (left - right) / min(left - 2 * middle + right, -1e-300)  # the parabola's top, in grid steps
+        best = grid[at] + (grid[1] - grid[0]) * max(-0.5, min(0.5, shift))
         return posterior.at(torch.full_like(posterior.prior.precision, 10**best), noise)
-
-    def _best(self, posterior: Posterior, exponents: list[float], noise: float | None) -> float:
-        scores = self.scores(posterior, [10**exponent for exponent in exponents], noise)
-        return exponents[max(range(len(exponents)), key=lambda i: scores[i] if not math.isnan(scores[i]) else -math.inf)]
 
     def scores(self, posterior: Posterior, precisions: list[float], noise: float | None) -> list[float]:
         """Returns the mean held-out log likelihood of each candidate δ."""
@@ -83,8 +82,9 @@ class Validation(Tuning):
                     labels = targets[part]
                     posterior.likelihood.check(record.outputs, labels)
                     count += record.samples
-                    for i, candidate in enumerate(candidates):
-                        latent = Latent(record.outputs, candidate.covariance.output_covariance(record))
+                    found = posterior.covariance.output_covariances(record, [c.covariance for c in candidates])
+                    for i, (candidate, terms) in enumerate(zip(candidates, found, strict=True)):
+                        latent = Latent(record.outputs, terms)
                         totals[i] += float(candidate.likelihood.predict(latent).log_prob(labels).double().sum())
         if not count:
             raise LapwingError(

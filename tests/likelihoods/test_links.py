@@ -9,6 +9,8 @@ import torch
 from scipy.integrate import quad
 
 from lapwing.errors import LapwingError
+from lapwing.covariance import Latent
+from lapwing.covariance.output import Dense, Rotated, Thin
 from lapwing.likelihoods import Categorical, ExactLink, LaplaceBridge, Probit, SampledLink
 from lapwing.likelihoods import links as links_module
 from tests.likelihoods.fakes import FakeDraws, FakeLatent, MarginalLatent, gauss_hermite, random_latent
@@ -63,7 +65,48 @@ def test_probit_formula():
     latent = random_latent()
     variance = latent.covariance.diagonal(dim1=1, dim2=2)
     expected = torch.softmax(latent.mean / torch.sqrt(1 + math.pi / 8 * variance), -1)
-    torch.testing.assert_close(Probit().log_probs(latent).exp(), expected)
+    torch.testing.assert_close(Probit(marginal=True).log_probs(latent).exp(), expected)
+
+
+def correlated(size: int, shift: float) -> Latent:
+    """A latent with correlated logits, and a shift common to all of them of variance ``shift``."""
+    generator = torch.Generator().manual_seed(3)
+    factor = 0.7 * torch.randn(6, size, size, generator=generator, dtype=F64)
+    common = torch.full((6, size, 1), math.sqrt(shift), dtype=F64)
+    return Latent(torch.randn(6, size, generator=generator, dtype=F64), (Thin(torch.cat([factor, common], -1)),))
+
+
+@pytest.mark.parametrize("link", [Probit(), LaplaceBridge()])
+def test_closed_links_do_not_see_a_common_shift(link):
+    """The softmax cannot; the textbook probit does, and flattens the probabilities."""
+    without, with_shift = correlated(3, 0.0), correlated(3, 50.0)
+    torch.testing.assert_close(link.log_probs(with_shift), link.log_probs(without))
+    textbook = Probit(marginal=True).log_probs(with_shift)
+    assert (textbook.max(-1).values < Probit().log_probs(with_shift).max(-1).values).all()
+
+
+@pytest.mark.parametrize(("size", "tolerance"), [(2, 0.02), (3, 0.08)])
+def test_probit_approximates_correlated_logits(size, tolerance):
+    """Within the probit's own error, 0.02 for two classes, whatever the common shift; the textbook form is further off."""
+    latent = correlated(size, 4.0)
+    exact = integrated(latent)
+    torch.testing.assert_close(Probit().log_probs(latent).exp(), exact, atol=tolerance, rtol=0)
+    errors = [float((link.log_probs(latent).exp() - exact).abs().max()) for link in (Probit(), Probit(marginal=True))]
+    assert errors[0] < errors[1]
+
+
+@pytest.mark.parametrize("terms", ["thin", "rotated", "diagonal", "dense"])
+def test_centred_variance_of_every_term(terms):
+    generator = torch.Generator().manual_seed(5)
+    factor, scale = torch.randn(4, 5, 3, generator=generator, dtype=F64), torch.rand(4, 5, generator=generator, dtype=F64)
+    basis = torch.linalg.qr(torch.randn(5, 5, generator=generator, dtype=F64))[0]
+    term = {
+        "thin": Thin(factor), "rotated": Rotated(basis, scale), "diagonal": Rotated(None, scale),
+        "dense": Dense(factor @ factor.mT),
+    }[terms]  # fmt: skip
+    centre = torch.eye(5, dtype=F64) - 0.2
+    expected = (centre @ term.dense() @ centre).diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(Latent(torch.zeros(4, 5, dtype=F64), (term,)).centred_variance, expected)
 
 
 @pytest.mark.parametrize("size", [2, 3, 10])
@@ -164,7 +207,7 @@ def test_default_link_and_refused_links():
     latent, draws = random_latent(), FakeDraws(torch.zeros(5, 4, 3))
     assert Categorical().predict(latent).link == Probit()
     with pytest.raises(
-        LapwingError, match=r"categorical .* weight draws .* link=Probit\(\); write link=SampledLink\(\)"
+        LapwingError, match=r"categorical .* weight draws .* link=Probit\(marginal=False\); write link=SampledLink\(\)"
     ):
         Categorical().predict(draws, Probit())
     with pytest.raises(LapwingError, match=r"a Gaussian latent .*Probit\(\) or LaplaceBridge\(\) or SampledLink\(\)"):

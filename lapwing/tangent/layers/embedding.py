@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -51,10 +51,10 @@ class OneHot(BlockJacobian):
         picked = weights.reshape(self.width, self.vocabulary)[:, self.tokens].permute(1, 2, 0)  # (B, T, O)
         return (self.g * picked.sqrt()[:, None]).flatten(2)
 
-    def weighted_gram(self, weights: Tensor) -> Tensor:
-        """Returns `J diag(w) Jᵀ` (B, R, R) from the thin factor."""
-        factor = self.weighted_factor(weights)
-        return factor @ factor.mT
+    def weighted_grams(self, candidates: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the thin factors' Gram matrices (B, R, R)."""
+        factors = [self.weighted_factor(weights) for weights in candidates]
+        return [factor @ factor.mT for factor in factors]
 
     def squared_sum(self) -> Tensor:
         """Returns `Σ J²` (P,) by adding up where tokens agree."""

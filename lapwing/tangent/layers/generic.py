@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-import warnings
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
 from ...batches import Forward, call, take, tensors
-from ..eager import eager_math
-
-_LOCK = threading.RLock()  # parameters are swapped in the module itself for the length of a call, and put back
+from ..eager import batching_quiet, eager_math
 
 
 class _Wrapped(nn.Module):
@@ -37,8 +34,23 @@ def call_with(model: nn.Module, forward: Forward | None, parameters: Mapping[str
     wrapped = _Wrapped.__new__(_Wrapped)  # no registration: the user's module is only looked through
     nn.Module.__init__(wrapped)
     wrapped._modules["model"], wrapped._forward, wrapped.training = model, forward, model.training
-    with _LOCK, eager_math():
+    with eager_math(), _recurrent_kept(model):  # the lock is held while the parameters are swapped in the module itself
         return functional_call(wrapped, {f"model.{name}": value for name, value in parameters.items()}, (inputs,))
+
+
+@contextlib.contextmanager
+def _recurrent_kept(model: nn.Module) -> Iterator[None]:
+    """Puts back the lists of their weights that recurrent layers keep, and would fill with the swapped ones."""
+    kept = [
+        (vars(module), {key: value for key, value in vars(module).items() if key.startswith("_flat_weight")})
+        for module in model.modules()
+        if isinstance(module, nn.RNNBase)
+    ]
+    try:
+        yield
+    finally:
+        for attributes, lists in kept:
+            attributes.update(lists)
 
 
 def per_sample_rows(
@@ -56,20 +68,49 @@ def per_sample_rows(
     Returns:
         name -> rows (B, R, P).
 
-    Cost: R backward passes a sample, memory O(B R P) beside the vectorised forward pass.
+    Cost: R backward passes a sample and one more to check them, memory O(B R P) beside the vectorised forward pass.
     """
     parameters = {name: value.detach() for name, value in parameters.items()}
     samples = cotangents.shape[0]
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "There is a performance drop")  # torch loops over that operation itself
-            return _vectorised(model, forward, parameters, inputs, cotangents)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError):  # data-dependent control flow, no batching rule
-        rows = [
-            _looped(model, forward, parameters, take(inputs, slice(n, n + 1)) if samples > 1 else inputs, cotangents[n])
-            for n in range(samples)
-        ]
-        return {name: torch.stack([row[name] for row in rows]) for name in parameters}
+        with batching_quiet():
+            rows = _vectorised(model, forward, parameters, inputs, cotangents)
+        if _agrees_with_autograd(rows, model, forward, parameters, inputs, cotangents):
+            return rows
+    except (RuntimeError, ValueError, TypeError, IndexError):  # data-dependent control flow, no batching rule
+        pass
+    looped = [
+        _looped(model, forward, parameters, take(inputs, slice(n, n + 1)) if samples > 1 else inputs, cotangents[n])
+        for n in range(samples)
+    ]
+    return {name: torch.stack([row[name] for row in looped]) for name in parameters}
+
+
+def _agrees_with_autograd(
+    rows: dict[str, Tensor],
+    model: nn.Module,
+    forward: Forward | None,
+    parameters: dict[str, Tensor],
+    inputs: Any,
+    cotangents: Tensor,
+) -> bool:
+    """Compares a random sum of the rows with one plain backward pass: some batching rules of torch are wrong (PReLU's)."""
+    signs = torch.randn(cotangents.shape[:2], generator=torch.Generator().manual_seed(0))  # (B, R)
+    signs = signs.to(cotangents)
+    leaves = {name: value.clone().requires_grad_() for name, value in parameters.items()}
+    with torch.enable_grad():
+        out = call_with(model, forward, leaves, inputs)
+        u = torch.einsum("br,brc->bc", signs, cotangents.detach())
+        truth = torch.autograd.grad(out, list(leaves.values()), u, allow_unused=True, materialize_grads=True)
+    eps = torch.finfo(cotangents.dtype).eps
+    for found, wanted in zip(rows.values(), truth, strict=True):
+        if found.shape != (*signs.shape, wanted.numel()):
+            return False
+        found, wanted = found.detach(), wanted.flatten()
+        allowed = 3 * eps**0.5 * wanted.norm() + 100 * eps * (signs.abs() @ found.abs().amax((0, 2))).sum()
+        if not (torch.einsum("br,brp->p", signs, found) - wanted).norm() <= allowed:
+            return False
+    return True
 
 
 def _vectorised(

@@ -1,0 +1,111 @@
+"""What posteriors cost, as ratios to a plain forward pass of the same batch in the same run.
+
+Exact C x C output covariances of an MLP and a CNN, a last layer with many classes, one pass of a fit, and peak memory
+beside the budget. Random weights and inputs: cost does not depend on them.
+
+    python -m benchmarks.cost
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from benchmarks.measure import PeakMemory, ratio, write
+
+SEED = 0
+
+
+def mlp() -> nn.Module:
+    """784-128-64-10."""
+    return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)).eval()
+
+
+def cnn() -> nn.Module:
+    """Two 3x3 convolutions to 16 and 32 channels, 2x2 max pooling, 28x28 inputs, linear 1568-10."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
+        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1568, 10),
+    ).eval()  # fmt: skip
+
+
+def _forward(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(x)
+
+
+def predictions(model: nn.Module, x: Tensor, params: Any, outputs: int, rounds: int) -> dict[str, Any]:
+    """Returns the cost of exact latent variances and covariances for Diagonal and KFAC."""
+    y = torch.randint(outputs, (len(x),))
+    found = {}
+    for name, method in (("diagonal", lw.Diagonal()), ("KFAC", lw.KFAC())):
+        posterior = lw.fit(model, [(x, y)], method, params=params, prior_precision=1.0)
+        found[name] = {
+            "variance": ratio(lambda p=posterior: p.latent(x).variance, lambda: _forward(model, x), rounds),
+            "covariance": ratio(lambda p=posterior: p.latent(x).covariance, lambda: _forward(model, x), rounds),
+        }
+    return found
+
+
+def fits(model: nn.Module, x: Tensor) -> dict[str, Any]:
+    """Returns the cost of one pass a batch: the difference between long and short fits, so that set-up cancels."""
+    y = torch.randint(10, (len(x),))
+    short, long = [(x, y)] * 20, [(x, y)] * 120
+    found = {}
+    for name, method in (("diagonal", lw.Diagonal()), ("KFAC", lw.KFAC())):
+        times = []
+        for loader in (short, long):
+            best = float("inf")
+            for _ in range(4):
+                start = time.perf_counter()
+                lw.fit(model, loader, method, params=lw.everything, prior_precision=1.0)
+                best = min(best, time.perf_counter() - start)
+            times.append(best)
+        a_pass = (times[1] - times[0]) / (len(long) - len(short))
+        forward = ratio(lambda: _forward(model, x), lambda: _forward(model, x), 100)["reference_milliseconds"]
+        found[name] = {"milliseconds": 1e3 * a_pass, "reference_milliseconds": forward, "ratio": 1e3 * a_pass / forward}
+    return found
+
+
+def memory() -> dict[str, Any]:
+    """Returns the growth of the process beside the budget, for CNN covariances of 2 000 inputs at once."""
+    model, x = cnn(), torch.randn(2000, 1, 28, 28)
+    found = {}
+    for budget in (2**26, 2**28):
+        posterior = lw.fit(
+            model, [(x[:100], torch.randint(10, (100,)))], lw.KFAC(), params=lw.everything, prior_precision=1.0, memory=budget
+        )
+        posterior.latent(x[:10])
+        with PeakMemory() as peak:
+            posterior.latent(x)
+        found[f"{budget >> 20} MiB"] = {"peak_bytes": peak.bytes, "of_budget": peak.bytes / budget}
+    return found
+
+
+def main() -> None:
+    """Runs everything and writes `benchmarks/results/cost.json` (`cost_cuda.json` on a GPU)."""
+    torch.manual_seed(SEED)
+    torch.set_num_threads(2)
+    found = {
+        "MLP 784-128-64-10, batch 100": predictions(mlp(), torch.randn(100, 784), lw.everything, 10, 200),
+        "CNN 28x28, batch 50": predictions(cnn(), torch.randn(50, 1, 28, 28), lw.everything, 10, 20),
+        "fit of the MLP, a batch of 100": fits(mlp(), torch.randn(100, 784)),
+        "memory": memory(),
+    }
+    for classes in (100, 1000):
+        net = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, classes)).eval()
+        x = torch.randn(100, 512)
+        posterior = lw.fit(net, [(x, torch.randint(classes, (100,)))], prior_precision=1.0)
+        row = {"variance": ratio(lambda p=posterior: p.latent(x).variance, lambda n=net: _forward(n, x), 100)}
+        if classes == 100:
+            row["covariance"] = ratio(lambda p=posterior: p.latent(x).covariance, lambda n=net: _forward(n, x), 20)
+        found[f"last layer 512-512-{classes}, batch 100"] = row
+    print(write("cost", found, SEED))
+
+
+if __name__ == "__main__":
+    main()

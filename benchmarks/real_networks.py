@@ -1,0 +1,99 @@
+"""Trained networks with error bars: the MNIST CNN and the CIFAR-10 ResNet-20 of the data folder.
+
+Each posterior is fitted on some thousand training images scaled to the whole training set, its prior precision chosen on
+the first 2 000 test images, and reported on the other 8 000; MAP is the network itself on the same images.
+
+    python -m benchmarks.real_networks [mnist] [cifar10]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from benchmarks.measure import write
+from lapwing.evaluation.metrics import accuracy, brier, expected_calibration_error, negative_log_likelihood
+from lapwing.reproduce.data import images
+from lapwing.reproduce.models import cifar_resnet20, mnist_cnn
+
+SEED = 0
+SHOWN, BATCH, VALIDATION = 2000, 100, 2000
+NETWORKS = {"mnist": (mnist_cnn, 60_000), "cifar10": (cifar_resnet20, 50_000)}
+METHODS: dict[str, tuple[lw.Method | None, Any]] = {
+    "last layer": (lw.KFAC(), lw.last_layer),
+    "diagonal": (lw.Diagonal(), lw.everything),
+    "KFAC": (lw.KFAC(), lw.everything),
+    "ELLA": (lw.ELLA(rank=20, rows=500), lw.everything),
+}
+
+
+def loader(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Cuts tensors into batches."""
+    return list(zip(x.split(BATCH), y.split(BATCH), strict=True))
+
+
+def scores(probs: Tensor, labels: Tensor) -> dict[str, float]:
+    """Returns the metrics of predicted probabilities."""
+    return {
+        "accuracy": float(accuracy(probs, labels)),
+        "nll": float(negative_log_likelihood(probs, labels)),
+        "ece": float(expected_calibration_error(probs, labels)),
+        "brier": float(brier(probs, labels)),
+    }
+
+
+def study(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
+    """Fits and scores every method on one network."""
+    data = images(name)
+    picked = torch.randperm(len(data.x_train), generator=torch.Generator().manual_seed(SEED))[:SHOWN]
+    train = loader(data.x_train[picked], data.y_train[picked])
+    validation = loader(data.x_test[:VALIDATION], data.y_test[:VALIDATION])
+    test, labels = loader(data.x_test[VALIDATION:], data.y_test[VALIDATION:]), data.y_test[VALIDATION:]
+    start = time.perf_counter()
+    with torch.no_grad():
+        logits = torch.cat([model(x) for x, _ in test])
+    forward = time.perf_counter() - start
+    found: dict[str, Any] = {"MAP": {**scores(logits.softmax(-1), labels), "predict_seconds": forward}}
+    for label, (method, params) in METHODS.items():
+        start = time.perf_counter()
+        fitted = lw.fit(model, train, method, params=params, data_size=data_size, seed=SEED)
+        fit_seconds = time.perf_counter() - start
+        row: dict[str, Any] = {"fit_seconds": fit_seconds, "weights": fitted.tangent.size}
+        start = time.perf_counter()
+        validated = lw.Validation(validation).tune(_untuned(fitted))
+        row["validation_seconds"] = time.perf_counter() - start
+        for tuned, posterior in (("evidence", fitted), ("validation", validated)):
+            start = time.perf_counter()
+            prediction = posterior.predict(test)
+            row[tuned] = {
+                "prior_precision": posterior.prior_precision,
+                **scores(prediction.probs, labels),
+                "predict_seconds": time.perf_counter() - start,
+            }
+        found[label] = row
+        print(label, row, flush=True)
+    return found
+
+
+def _untuned(posterior: lw.Posterior) -> lw.Posterior:
+    """Returns the posterior with its prior precision free again, so that one fit serves both ways of tuning."""
+    from dataclasses import replace
+
+    return replace(posterior, prior=replace(posterior.prior, given=False))
+
+
+def main(names: list[str]) -> None:
+    """Studies the named networks, all of them when none is named."""
+    for name in names or list(NETWORKS):
+        build, data_size = NETWORKS[name]
+        print(name, flush=True)
+        print(write(f"real_network_{name}", study(build().eval(), name, data_size), SEED))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,19 @@
+"""`make bench`: the cost benchmark, and the trained networks where the data folder is at hand."""
+
+from __future__ import annotations
+
+from benchmarks import cost, real_networks
+from lapwing.reproduce.data import available
+
+
+def main() -> None:
+    """Runs all benchmarks."""
+    cost.main()
+    if available("mnist.npz", "mnist_cnn_ella.safetensors"):
+        real_networks.main(["mnist"])
+    if available("cifar10.npz", "cifar10_resnet20_optionA.safetensors"):
+        real_networks.main(["cifar10"])
+
+
+if __name__ == "__main__":
+    main()

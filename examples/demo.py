@@ -1,0 +1,169 @@
+"""`make demo`: several posteriors of one classifier in a table, and of one regression network in a picture.
+
+Needs nothing but the package and scikit-learn's digits. Where LAPWING_DATA names a folder of data sets, the same comparison
+also runs on a trained MNIST network. Tables and picture are written to demo-output/.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lapwing as lw
+from lapwing.evaluation import Comparison, compare
+from lapwing.reproduce import data, models
+
+OUTPUT = Path("demo-output")
+
+METHODS = {
+    "last layer (KFAC)": (None, lw.last_layer),  # what lw.fit(model, loader) does
+    "Diagonal": (lw.Diagonal(), lw.everything),
+    "KFAC": (lw.KFAC(), lw.everything),
+    "ELLA": (lw.ELLA(rank=20, rows=200), lw.everything),
+}
+
+
+def comparison(
+    model: nn.Module,
+    train: list,
+    validation: list,
+    test: list,
+    foreign: list,
+    data_size: int | None = None,
+    repeats: int = 3,
+) -> Comparison:
+    """Fits every method, with the prior precision tuned on the validation data, and compares them on the test data."""
+    posteriors, seconds = {}, {}
+    for name, (method, params) in METHODS.items():
+        start = time.perf_counter()
+        posteriors[name] = lw.fit(
+            model, train, method, params=params, tune=lw.Validation(validation), data_size=data_size
+        )
+        seconds[name] = time.perf_counter() - start
+    return compare(posteriors, test, foreign, fit_seconds=seconds, repeats=repeats)
+
+
+def digits() -> Comparison:
+    """Trains a small CNN on 600 of scikit-learn's digits; 300 others tune, and the remaining 897 are reported on."""
+    found = load_digits()
+    x, y = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16, torch.tensor(found.target)
+    generator = torch.Generator().manual_seed(0)
+    train, validation, test = torch.randperm(len(x), generator=generator).split([600, 300, len(x) - 900])
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2), nn.ReLU(),
+        nn.Flatten(), nn.Linear(144, 10),
+    )  # fmt: skip
+    loader = DataLoader(TensorDataset(x[train], y[train]), batch_size=50, shuffle=True, generator=generator)
+    optimiser = torch.optim.Adam(model.parameters(), lr=2e-3)
+    for _ in range(60):
+        for inputs, labels in loader:
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+            optimiser.step()
+    model.eval()
+    shuffled = torch.randperm(64, generator=generator)
+    foreign = [
+        torch.rot90(x[test], 1, (2, 3)),
+        1 - x[test],
+        x[test].flatten(1)[:, shuffled].reshape(-1, 1, 8, 8),
+    ]
+    return comparison(model, batches(x[train], y[train]), batches(x[validation], y[validation]),
+                      batches(x[test], y[test]), foreign)  # fmt: skip
+
+
+def mnist() -> Comparison:
+    """Takes a trained MNIST network: fits on 2 000 training images, tunes on 1 000 test images, reports on 1 000 others.
+
+    The network has seen all training images, so that none of them can tune anything.
+    """
+    digits, clothes, model = data.images("mnist"), data.images("fashion_mnist"), models.mnist_cnn()
+    return comparison(
+        model,
+        batches(digits.x_train[:2000], digits.y_train[:2000]),
+        batches(digits.x_test[:1000], digits.y_test[:1000]),
+        batches(digits.x_test[1000:2000], digits.y_test[1000:2000]),
+        list(clothes.x_test[:500].split(250)),
+        data_size=60_000,
+        repeats=1,
+    )
+
+
+def batches(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.split(250), y.split(250), strict=True))
+
+
+def picture(path: Path) -> None:
+    """Fits a one-dimensional regression with a gap in the data, and draws what each posterior says."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.cat([torch.rand(60, 1, generator=generator) * 2 - 4, torch.rand(60, 1, generator=generator) * 2.5 + 1])
+    y = torch.sin(1.4 * x) + 0.15 * x + 0.15 * torch.randn(x.shape, generator=generator)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(3000):
+        optimiser.zero_grad()
+        decay = sum(weight.square().sum() for weight in model.parameters())
+        (nn.functional.mse_loss(model(x), y) + 1e-3 * decay).backward()
+        optimiser.step()
+    model.eval()
+    methods = {
+        "Full": lw.Full(),
+        "KFAC": lw.KFAC(),
+        "Diagonal": lw.Diagonal(),
+        "KFAC on the last layer (the default)": None,
+        "ELLA, rank 10": lw.ELLA(rank=10, rows="all"),
+        "ELLA, rank 10, prior outside its span": lw.ELLA(rank=10, rows="all", residual="prior"),
+    }
+    likelihood = lw.Gaussian(noise_variance=0.15**2)  # known here; the prior precision is tuned by the evidence
+    posteriors = {name: lw.fit(model, [(x, y)], method, likelihood=likelihood) for name, method in methods.items()}
+    grid = torch.linspace(-6.5, 6, 400)[:, None]
+    figure, axes = plt.subplots(2, 3, figsize=(11, 6), sharex=True, sharey=True, layout="constrained")
+    for axis, (name, posterior) in zip(axes.flat, posteriors.items(), strict=True):
+        prediction = posterior.predict(grid)
+        mean, t = prediction.mean[:, 0], grid[:, 0]
+        for std, colour, label in (
+            (prediction.std[:, 0], "#cfe3f5", "total: with noise, ± 2 std"),
+            (prediction.epistemic_variance[:, 0].sqrt(), "#6aa5dc", "epistemic: ± 2 std"),
+        ):
+            axis.fill_between(t, mean - 2 * std, mean + 2 * std, color=colour, linewidth=0, label=label)
+        axis.plot(t, mean, color="#123a63", linewidth=1.6, label="mean")
+        axis.plot(x[:, 0], y[:, 0], ".", color="#d1495b", markersize=4, label="data")
+        axis.set(title=name, xlim=(-6.5, 6), ylim=(-3.2, 3.2))
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+def main() -> None:
+    torch.set_num_threads(2)
+    OUTPUT.mkdir(exist_ok=True)
+    strange = "test digits rotated by 90 degrees, inverted, or with shuffled pixels"
+    tables = {"digits": (f"scikit-learn's digits; foreign: {strange}", digits)}
+    if data.available("mnist.npz", "fashion_mnist.npz", "mnist_cnn_ella.safetensors"):
+        tables["mnist"] = ("trained MNIST network; foreign: Fashion-MNIST", mnist)
+    for name, (title, run) in tables.items():
+        table = run()
+        text = f"{title}\n\n{table}\n"
+        print(text)
+        (OUTPUT / f"{name}.txt").write_text(text)
+        (OUTPUT / f"{name}.csv").write_text(table.to_csv())
+    if "mnist" not in tables:
+        print("LAPWING_DATA is not set: the MNIST comparison is left out.\n")
+    picture(OUTPUT / "regression.png")
+    print(f"Tables and picture are in {OUTPUT}/: {', '.join(sorted(path.name for path in OUTPUT.iterdir()))}")
+
+
+if __name__ == "__main__":
+    main()

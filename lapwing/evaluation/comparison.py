@@ -1,0 +1,311 @@
+"""compare(): one table of posteriors on held-out data, with the network alone (MAP) as a row and the cost of each."""
+
+from __future__ import annotations
+
+import csv
+import io
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from .. import batches
+from ..covariance import Latent
+from ..covariance.output import Rotated
+from ..errors import LapwingError
+from ..likelihoods import Categorical, ClassPrediction, Likelihood, Prediction, RegressionPrediction
+from ..posterior import Posterior
+from ..prediction import Linearized, Way
+from . import metrics
+
+Candidate = Posterior | nn.Module | tuple[Posterior, Way]
+Score = Literal["entropy", "confidence"]
+
+SCORES: dict[str, str] = {"entropy": "entropy", "confidence": "1 - confidence"}
+FORMATS = {"accuracy": ".2%", "ECE": ".2%", "90 % interval": ".1%", "fit s": ".2f", "passes": ".1f"}
+"""How a column is printed; others to four digits."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A table of numbers, one row a candidate; prints as text, and in colour by `rich.print`.
+
+    Attributes:
+        columns: what was measured.
+        rows: name -> column -> number; a column that does not apply is missing from the row.
+        notes: what the numbers mean.
+    """
+
+    columns: tuple[str, ...]
+    rows: dict[str, dict[str, float]]
+    notes: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> dict[str, float]:
+        """Returns one row."""
+        return self.rows[name]
+
+    def __str__(self) -> str:
+        """The table, then the notes."""
+        cells = [["", *self.columns], *([name, *self._formatted(name)] for name in self.rows)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if i else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in cells
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join([*(line.rstrip() for line in lines), *self.notes])
+
+    def __rich__(self) -> Any:
+        """The table for `rich.print` (`pip install lapwing[eval]`)."""
+        from rich.table import Table
+
+        table = Table(caption="\n".join(self.notes), caption_justify="left")
+        table.add_column("")
+        for column in self.columns:
+            table.add_column(column, justify="right")
+        for name in self.rows:
+            table.add_row(name, *self._formatted(name))
+        return table
+
+    def to_csv(self) -> str:
+        """Returns the numbers, unrounded, as comma-separated values with a header."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["candidate", *self.columns])
+        writer.writerows([name, *(row.get(column, "") for column in self.columns)] for name, row in self.rows.items())
+        return text.getvalue()
+
+    def _formatted(self, name: str) -> list[str]:
+        row = self.rows[name]
+        return [format(row[c], FORMATS.get(c, ".4f")) if c in row else "" for c in self.columns]
+
+
+def compare(
+    posteriors: Mapping[str, Candidate],
+    loader: Iterable[Any],
+    foreign: Any = None,
+    *,
+    score: Score = "entropy",
+    fit_seconds: Mapping[str, float] | None = None,
+    repeats: int = 3,
+) -> Comparison:
+    """Compares posteriors on the same held-out data.
+
+    Classification: accuracy, negative log likelihood (NLL), expected calibration error (ECE, 15 bins), Brier score, and
+    AUROC. Regression: RMSE, NLL, CRPS, coverage of the 90 % interval, and AUROC. The networks themselves are rows too:
+    where no module is among the candidates and all posteriors are around one network, it is added as "MAP".
+
+    Args:
+        posteriors: name -> a posterior, a pair (posterior, way) such as `(posterior, lw.MonteCarlo(30))`, or a network.
+        loader: held-out (inputs, targets) batches; not those that tuned anything.
+        foreign: out-of-distribution inputs, a tensor or a loader; AUROC says how well the uncertainty tells them from
+            the loader's inputs.
+        score: the uncertainty that AUROC ranks by: "entropy" of the class probabilities, or "confidence", 1 minus the
+            largest of them. For regression it is the predictive standard deviation of the first output.
+        fit_seconds: name -> seconds that the fit took, for a column of their own.
+        repeats: timings of each batch; the fastest counts.
+
+    Returns:
+        A table. "passes" is the time of a prediction in plain forward passes of the same network on the same batches,
+        measured here and in turn: 1 is the network alone.
+
+    Raises:
+        LapwingError: for no candidate, another kind of candidate, an empty loader, or another score.
+
+    Cost: for each candidate `repeats` predictions of every batch, and one of every foreign batch.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> from lapwing.evaluation import compare
+        >>> x, y = torch.randn(64, 4), torch.randint(3, (64,))
+        >>> model = torch.nn.Linear(4, 3).eval()
+        >>> table = compare({"KFAC": lw.fit(model, [(x, y)])}, [(x, y)])
+        >>> list(table.rows), table.columns
+        (['MAP', 'KFAC'], ('accuracy', 'NLL', 'ECE', 'Brier', 'passes'))
+    """
+    _check(posteriors, score, repeats)
+    fits = fit_seconds or {}
+    rows: dict[str, dict[str, float]] = {}
+    for name, candidate in _candidates(posteriors, loader).items():
+        parts, targets, cost = _run(candidate, loader, repeats)
+        rows[name] = _row(parts, targets)
+        if foreign is not None:
+            strange = [candidate.predict(inputs) for inputs in _inputs(foreign)]
+            rows[name]["AUROC"] = float(metrics.auroc(_scores(parts, score), _scores(strange, score)))
+        if name in fits:
+            rows[name]["fit s"] = fits[name]
+        rows[name]["passes"] = 1.0 if candidate.alone else cost
+    columns = tuple(dict.fromkeys(column for row in sorted(rows.values(), key=len, reverse=True) for column in row))
+    notes = ["passes: time of a prediction in plain forward passes of the same batches, measured in this run."]
+    if foreign is not None:
+        by = "predictive standard deviation" if "RMSE" in columns else SCORES[score]
+        notes.append(f"AUROC: foreign inputs against held-out ones, ranked by {by}.")
+    return Comparison(columns, rows, tuple(notes))
+
+
+def _check(posteriors: Any, score: str, repeats: Any) -> None:
+    if not isinstance(posteriors, Mapping) or not posteriors:
+        raise LapwingError(
+            f"Asked to compare {batches.describe(posteriors)}; a dict of at least one posterior is needed: write "
+            'compare({"KFAC": posterior}, loader).'
+        )
+    for name, candidate in posteriors.items():
+        pair = isinstance(candidate, tuple) and len(candidate) == 2
+        if not (
+            isinstance(candidate, (Posterior, nn.Module))
+            or (pair and isinstance(candidate[0], Posterior) and isinstance(candidate[1], Way))
+        ):
+            raise LapwingError(
+                f"Asked to compare {name!r}, found {batches.describe(candidate)}; accepted are a posterior, a pair "
+                f"(posterior, way) and a network: write compare({{{name!r}: lw.fit(model, loader)}}, test_loader)."
+            )
+    if score not in ("entropy", "confidence"):
+        raise LapwingError(
+            f"Asked for score={score!r}; accepted are 'entropy' and 'confidence': write score='entropy'."
+        )
+    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+        raise LapwingError(f"Asked for repeats={repeats!r}; a whole number of at least 1 is needed: write repeats=3.")
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """How a row predicts, the plain forward pass of its network, and whether it is that network alone."""
+
+    predict: Callable[[Any], Prediction]
+    forward: Callable[[Any], Tensor]
+    alone: bool
+
+
+def _candidates(posteriors: Mapping[str, Candidate], loader: Iterable[Any]) -> dict[str, _Candidate]:
+    """Reads what the user gave; adds the network alone where no network is given and there is one only."""
+    around = [c[0] if isinstance(c, tuple) else c for c in posteriors.values()]
+    fitted = [posterior for posterior in around if isinstance(posterior, Posterior)]
+    likelihood = fitted[0].likelihood if fitted else _likelihood(loader)
+    found: dict[str, _Candidate] = {}
+    if len(fitted) == len(around) and len({id(posterior.tangent.model) for posterior in fitted}) == 1:
+        found["MAP"] = _network(fitted[0].tangent.outputs_of, likelihood)
+    for name, candidate in posteriors.items():
+        if isinstance(candidate, nn.Module):
+            found[name] = _network(partial(_call, candidate), likelihood)
+        else:
+            posterior, way = candidate if isinstance(candidate, tuple) else (candidate, Linearized())
+            predict = partial(posterior.predict, via=way)
+            found[name] = _Candidate(predict, posterior.tangent.outputs_of, False)
+    return found
+
+
+def _network(forward: Callable[[Any], Tensor], likelihood: Likelihood) -> _Candidate:
+    """Returns a network as a posterior without spread."""
+
+    def predict(inputs: Any) -> Prediction:
+        outputs = forward(inputs)
+        return likelihood.predict(Latent(outputs, (Rotated(None, torch.zeros_like(outputs)),)))
+
+    return _Candidate(predict, forward, True)
+
+
+def _call(model: nn.Module, inputs: Any) -> Tensor:
+    with torch.no_grad():
+        return batches.call(model, inputs)
+
+
+def _likelihood(loader: Iterable[Any]) -> Likelihood:
+    """Returns the likelihood of a comparison without a posterior, which must be that of class labels."""
+    for batch in loader:
+        if batches.split(batch)[1].is_floating_point():
+            raise LapwingError(
+                "Asked to compare networks alone on real targets, found no posterior and so no noise variance; at "
+                'least one posterior is needed: write compare({"KFAC": lw.fit(model, loader)}, test_loader).'
+            )
+        break
+    return Categorical()
+
+
+def _run(candidate: _Candidate, loader: Iterable[Any], repeats: int) -> tuple[list[Prediction], list[Tensor], float]:
+    """Predicts every batch; returns predictions, targets, and the cost in forward passes."""
+    parts: list[Prediction] = []
+    targets: list[Tensor] = []
+    spent = plain = 0.0
+    for batch in loader:
+        inputs, labels = batches.split(batch)
+        runs = [_timed(candidate, inputs) for _ in range(1 if candidate.alone else repeats)]
+        parts.append(runs[-1][0])
+        targets.append(labels)
+        plain += min(forward for _, forward, _ in runs)
+        spent += min(predict for _, _, predict in runs)
+    if not parts:
+        raise LapwingError(
+            "Asked to compare on held-out data, found no batch in the loader; (inputs, targets) batches are needed, "
+            "and a loader that can be gone through for every candidate: write compare(posteriors, [(x_test, y_test)])."
+        )
+    return parts, targets, spent / plain
+
+
+def _timed(candidate: _Candidate, inputs: Any) -> tuple[Prediction, float, float]:
+    """Returns a prediction, and the seconds of a forward pass and of the prediction, one after the other."""
+    _wait()
+    start = time.perf_counter()
+    candidate.forward(inputs)
+    _wait()
+    middle = time.perf_counter()
+    prediction = candidate.predict(inputs)
+    _ = prediction.probs if isinstance(prediction, ClassPrediction) else prediction.distribution()  # leave nothing lazy
+    _wait()
+    return prediction, middle - start, time.perf_counter() - middle
+
+
+def _wait() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _inputs(foreign: Any) -> Iterator[Any]:
+    for batch in foreign if batches.is_loader(foreign) else [foreign]:
+        yield batches.inputs_of(batch) if batches.is_loader(foreign) or isinstance(batch, Mapping) else batch
+
+
+def _row(parts: list[Prediction], targets: list[Tensor]) -> dict[str, float]:
+    """Returns the metrics of one candidate."""
+    log_prob = torch.cat([part.log_prob(y).detach() for part, y in zip(parts, targets, strict=True)])
+    labels = torch.cat(targets)
+    if isinstance(parts[0], ClassPrediction):
+        probs = torch.cat([cast(ClassPrediction, part).probs for part in parts])
+        found = {
+            "accuracy": metrics.accuracy(probs, labels),
+            "NLL": metrics.nll(log_prob),
+            "ECE": metrics.expected_calibration_error(probs, labels),
+            "Brier": metrics.brier(probs, labels),
+        }
+    else:
+        real = [cast(RegressionPrediction, part) for part in parts]
+        mean, std = torch.cat([part.mean for part in real]), torch.cat([part.std for part in real])
+        lower, upper = (torch.cat(ends) for ends in zip(*(part.interval(0.9) for part in real), strict=True))
+        labels = labels.reshape(mean.shape)
+        found = {
+            "RMSE": metrics.rmse(mean, labels),
+            "NLL": metrics.nll(log_prob),
+            "CRPS": metrics.crps_gaussian(mean, std, labels),
+            "90 % interval": metrics.interval_coverage(lower, upper, labels),
+        }
+    return {name: float(value) for name, value in found.items()}
+
+
+def _scores(parts: list[Prediction], score: Score) -> Tensor:
+    """Returns one uncertainty a sample."""
+    found = []
+    for part in parts:
+        if not isinstance(part, ClassPrediction):
+            found.append(cast(RegressionPrediction, part).std[:, 0])
+        else:
+            found.append(part.entropy() if score == "entropy" else 1 - part.confidence)
+    return torch.cat(found).detach()
+
+
+__all__ = ["Comparison", "compare"]

@@ -1,0 +1,70 @@
+"""Whether a network is still what it was, in this process (`Stamp`) or in another (`fingerprint`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+SAMPLED = 8
+"""Entries of each tensor that a stamp keeps: writes through `.data` leave no other trace."""
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Which tensors a network held, how often they had been written, and a few of their values.
+
+    Attributes:
+        tensors: the network's own tensors by name.
+        versions: their write counters.
+        values: `SAMPLED` entries of each.
+    """
+
+    tensors: dict[str, Tensor] = field(repr=False)
+    versions: tuple[int, ...] = field(repr=False)
+    values: Tensor = field(repr=False)
+
+    @classmethod
+    def of(cls, state: Mapping[str, Tensor]) -> Stamp:
+        """Takes the stamp of `Tangent.state()`. Time O(number of tensors)."""
+        return cls(dict(state), _versions(state), _values(state))
+
+    def changed(self, state: Mapping[str, Tensor]) -> str | None:
+        """Returns what is no longer as stamped: a tensor's name, or None."""
+        for name, tensor in self.tensors.items():
+            if state.get(name) is not tensor:
+                return name
+        now = _versions(state)
+        if now != self.versions:
+            return next(name for name, old, new in zip(self.tensors, self.versions, now, strict=True) if old != new)
+        values, before = _values(state), self.values
+        if (values.dtype, values.device) != (before.dtype, before.device):
+            return "the dtype or device of its weights"
+        if torch.equal(values, before):
+            return None
+        counts = [min(SAMPLED, tensor.numel()) for tensor in self.tensors.values()]
+        parts = zip(self.tensors, values.split(counts), before.split(counts), strict=True)
+        return next(name for name, new, old in parts if not torch.equal(new, old))
+
+
+def fingerprint(value: Tensor) -> Tensor:
+    """Returns three float64 sums that tell a tensor from another one, also across devices and files."""
+    value = value.detach().double().flatten()
+    spread = (torch.arange(len(value), dtype=torch.float64, device=value.device) * 0.6180339887498949).frac()
+    return torch.stack([value.sum(), value.square().sum(), value @ spread]).cpu()  # the last one tells permutations
+
+
+def _versions(state: Mapping[str, Tensor]) -> tuple[int, ...]:
+    return tuple(-1 if value.is_inference() else value._version for value in state.values())
+
+
+def _values(state: Mapping[str, Tensor]) -> Tensor:
+    device = next(iter(state.values())).device
+    parts = []
+    for value in state.values():
+        flat = value.detach().flatten()
+        part = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED]
+        parts.append(part if part.device == device else part.to(device))
+    return torch.cat(parts).nan_to_num()

@@ -1,0 +1,517 @@
+"""Every method on every network of the zoo, with uneven batches, against its dense float64 oracle."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.covariance import KroneckerBlock
+from lapwing.methods import passes, subspace
+from tests import oracle
+from tests.conformance import (
+    EVERY,
+    Setup,
+    block_slices,
+    close,
+    cut,
+    picked_rows,
+    psd,
+    setup,
+    subspace_covariance,
+)
+from tests.conformance import (
+    subspace as span_of,
+)
+from tests.conformance_factors import dense_basis, embedding_factors, hooked_factors
+from tests.zoo import ZOO
+
+FEW = ("mlp", "grouped_strided_conv", "prelu", "tied")  # T = 1; T > 1 and groups; generic; two uses of one weight
+LAST = (
+    "mlp",
+    "mlp_relu_inplace",
+    "mlp_scalar",
+    "deep_linear",
+    "cnn_bn_inplace",
+    "residual_block",
+    "frozen_trunk",
+    "all_frozen",
+)
+SMALL = tuple(name for name in ZOO if name != "vit")
+
+
+class MethodConformance:
+    """The checks; a method gives `method` and `sigma`, its dense oracle at a curvature G (noise included)."""
+
+    method: lw.Method
+    tolerance = 1e-8
+    samples = 9  # for the tests of invariance
+    instead: ClassVar[dict[str, str]] = {}  # networks for them in place of others
+
+    def sigma(self, problem: Setup, G: Tensor, delta: Tensor, fitted: lw.Posterior) -> Tensor:
+        """Σ (P, P) for the curvature G, already scaled, and prior precisions δ (P,)."""
+        raise AssertionError
+
+    def check(self, problem: Setup, factor: float = 1.0, delta: Tensor | float = 2.0, **options: Any) -> lw.Posterior:
+        fitted = problem.fit(self.method, **options)
+        assert [b.name for b in fitted.tangent.blocks] == [b.name for b in problem.blocks]
+        delta = oracle.precision_vector(delta, len(problem.theta))
+        wanted = self.sigma(problem, factor * problem.G, delta, fitted)
+        close(fitted.covariance.to_dense(), wanted, self.tolerance)
+        return fitted
+
+    @pytest.mark.parametrize("name", ZOO)
+    def test_covariance_and_latent(self, name):
+        problem = setup(name)
+        fitted = self.check(problem)
+        sigma = fitted.covariance.to_dense()
+        assert psd(sigma)
+        latent = fitted.latent(problem.test)
+        close(latent.mean, oracle.outputs(problem.model, problem.test))
+        wanted = oracle.output_covariance(problem.J_test, sigma)
+        close(latent.covariance, wanted, 1e-8)
+        close(latent.variance, wanted.diagonal(dim1=-2, dim2=-1), 1e-8)
+
+    @pytest.mark.parametrize("name", LAST)
+    def test_last_layer(self, name):
+        problem = setup(name, last_layer=True)
+        fitted = self.check(problem)
+        assert len(fitted.tangent.blocks) == 1
+        wanted = oracle.output_covariance(problem.J_test, fitted.covariance.to_dense())
+        close(fitted.latent(problem.test).covariance, wanted, 1e-8)
+
+    @pytest.mark.parametrize("name", FEW)
+    def test_batches_do_not_matter(self, name):
+        problem = setup(self.instead.get(name, name), samples=self.samples)
+        whole = problem.fit(self.method).covariance.to_dense()
+        for lengths in ((self.samples - 5, 4, 1), (2, 3, self.samples - 5), (self.samples,)):
+            other = problem.fit(self.method, loader=cut(problem.x, problem.y, lengths))
+            close(other.covariance.to_dense(), whole)
+
+    @pytest.mark.parametrize("name", FEW)
+    def test_small_chunks_do_not_matter(self, name, monkeypatch):
+        problem = setup(self.instead.get(name, name), samples=self.samples)
+        whole = problem.fit(self.method)
+        monkeypatch.setattr(lw.tangent.Tangent, "chunk_length", lambda *args, **kwargs: 2)
+        other = problem.fit(self.method)
+        close(other.covariance.to_dense(), whole.covariance.to_dense())
+        close(other.latent(problem.test).covariance, whole.latent(problem.test).covariance)
+
+    @pytest.mark.parametrize("name", FEW)
+    def test_order_does_not_matter(self, name):
+        problem = setup(self.instead.get(name, name), samples=self.samples)
+        order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(1))
+        shuffled = cut(oracle.take(problem.x, order), problem.y[order], (5, 3, self.samples - 8))
+        close(
+            problem.fit(self.method, loader=shuffled).covariance.to_dense(),
+            problem.fit(self.method).covariance.to_dense(),
+        )
+
+    @pytest.mark.parametrize("name", ["mlp", "deep_linear", "cnn_bn_inplace"])
+    def test_temperature_and_data_size(self, name):
+        problem = setup(name)
+        self.check(problem, 1 / 3, temperature=3.0)
+        self.check(problem, 5, data_size=45)
+        self.check(problem, 5 / 3, data_size=45, temperature=3.0)
+
+    @pytest.mark.parametrize("name", ["mlp", "deep_linear", "cnn_bn_inplace"])
+    def test_weight_decay_and_prior_mean(self, name):
+        problem = setup(name)
+        self.check(problem, 1, 9 * 0.3, weight_decay=0.3, prior_precision=None)
+        self.check(problem, 5, 45 * 0.3, weight_decay=0.3, prior_precision=None, data_size=45)
+        self.check(problem, prior_mean=1.5)  # moves the evidence, not Σ
+
+    @pytest.mark.parametrize("name", ["mlp", "grouped_strided_conv", "prelu"])
+    def test_prior_precision_by_layer(self, name):
+        problem = setup(name)
+        values = [0.5 * 1.7**i for i in range(len(problem.blocks))]
+        by_name = {block.name: value for block, value in zip(problem.blocks, values, strict=True)}
+        by_name = {"*": 77.0, **by_name}
+        delta = problem.expand(torch.tensor(values, dtype=torch.float64))
+        fitted = self.check(problem, 1, delta, prior_precision=by_name)
+        assert fitted.prior_precision == {b.name: v for b, v in zip(problem.blocks, values, strict=True)}
+
+    @pytest.mark.parametrize("name", ["mlp", "grouped_strided_conv", "prelu"])
+    def test_with_prior(self, name):
+        """The curvature is kept; subspaces keep their span, so the oracle is asked at the fit's own prior."""
+        problem = setup(name)
+        fitted = problem.fit(self.method, prior_precision=1.0)
+        for delta in (0.01, 7.0):
+            moved = fitted.with_prior(delta)
+            assert moved.prior_precision == delta
+            size = len(problem.theta)
+            wanted = self.sigma(problem, problem.G, oracle.precision_vector(delta, size), fitted)
+            close(moved.covariance.to_dense(), wanted, self.tolerance)
+        close(
+            fitted.covariance.to_dense(),
+            self.sigma(problem, problem.G, torch.ones(size).double(), fitted),
+            self.tolerance,
+        )
+
+    def test_unfrozen_parameters_alone(self):
+        problem = Setup(ZOO["frozen_trunk"], lw.everything)
+        assert [b.name for b in problem.blocks] == ["2"]
+        self.check(problem)
+
+    def test_a_chosen_few_parameters(self):
+        problem = Setup(ZOO["mlp"], lambda name, parameter: name in ("0.bias", "2.weight"))
+        assert sorted(b.name for b in problem.blocks) == ["0.bias", "2"]
+        self.check(problem)
+
+    def test_the_model_is_left_alone(self):
+        problem = setup("cnn_bn_inplace")
+        before = {name: value.clone() for name, value in problem.model.state_dict().items()}
+        flags = [p.requires_grad for p in problem.model.parameters()]
+        rng = torch.get_rng_state()
+        problem.fit(self.method).latent(problem.test)
+        assert all(torch.equal(before[name], value) for name, value in problem.model.state_dict().items())
+        assert [p.requires_grad for p in problem.model.parameters()] == flags
+        assert all(p.grad is None and not p._backward_hooks for p in problem.model.parameters())
+        assert not any(m.training or m._forward_hooks for m in problem.model.modules())
+        assert torch.equal(torch.get_rng_state(), rng)
+
+    def test_save_and_load(self, tmp_path):
+        problem = setup("grouped_strided_conv")
+        fitted = problem.fit(self.method, prior_precision=None)
+        fitted.save(tmp_path / "p.safetensors")
+        again = lw.load(tmp_path / "p.safetensors", problem.model)
+        close(again.covariance.to_dense(), fitted.covariance.to_dense(), 1e-12)
+        assert again.log_marginal_likelihood() == pytest.approx(fitted.log_marginal_likelihood(), rel=1e-12)
+        close(again.latent(problem.test).covariance, fitted.latent(problem.test).covariance, 1e-12)
+        close(again.with_prior(3.0).covariance.to_dense(), fitted.with_prior(3.0).covariance.to_dense(), 1e-10)
+
+    def test_many_outputs_sample_the_fisher(self, monkeypatch):
+        """One Monte-Carlo column an input: a fit is one draw, repeatable by its seed, and right in expectation."""
+        problem = setup("mlp")
+        monkeypatch.setattr(passes, "EXACT_FISHER_OUTPUTS", 2)
+        first, again = (problem.fit(self.method, seed=3).covariance.to_dense() for _ in range(2))
+        assert torch.equal(first, again)
+        assert not torch.allclose(first, problem.fit(self.method, seed=4).covariance.to_dense(), rtol=1e-3)
+        assert psd(first)
+        fitted = problem.fit(self.method, seed=3)
+        wanted = oracle.output_covariance(problem.J_test, first)
+        close(fitted.latent(problem.test).covariance, wanted, 1e-8)
+
+
+class OnFewNetworks:
+    """For a method that is another one by another way: fewer networks."""
+
+    @pytest.mark.parametrize("name", FEW)
+    def test_covariance_and_latent(self, name):
+        super().test_covariance_and_latent(name)
+
+
+class TestDiagonal(MethodConformance):
+    method = lw.Diagonal()
+
+    def sigma(self, problem, G, delta, fitted):
+        return torch.diag(1 / (G.diagonal() + delta))
+
+
+class TestFullPrimal(MethodConformance):
+    method = lw.Full(form="primal")
+
+    def sigma(self, problem, G, delta, fitted):
+        return oracle.laplace_covariance(G, delta)
+
+
+class TestFullDual(TestFullPrimal):
+    method = lw.Full(form="dual")
+
+
+class TestFullDualByGram(OnFewNetworks, TestFullPrimal):
+    """What is too large for an SVD goes by the rows' Gram matrix and a QR."""
+
+    method = lw.Full(form="dual")
+    tolerance = 1e-7
+
+    @pytest.fixture(autouse=True)
+    def _small(self, monkeypatch):
+        monkeypatch.setattr(subspace, "SVD_NUMBERS", 0)
+
+
+class TestFullAuto(OnFewNetworks, TestFullPrimal):
+    method = lw.Full()
+
+    def test_takes_the_smaller_form(self):
+        assert type(setup("mlp").fit(lw.Full()).covariance).__name__ == "LowRankWithResidual"  # 27 rows, 83 weights
+        wide = Setup(ZOO["mlp_scalar"], EVERY, 40)
+        assert type(wide.fit(lw.Full()).covariance).__name__ == "DenseCovariance"  # 40 rows, 31 weights
+
+
+class EllaConformance(MethodConformance):
+    residual = False
+    test_order_does_not_matter = None  # rows are picked by their place in the data
+
+    def rows(self, problem):
+        return picked_rows(problem, self.method.rows)
+
+    def sigma(self, problem, G, delta, fitted):
+        """Rows are whitened by the ratios of the fit's own prior; another scalar prior keeps the span."""
+        chosen = fitted.prior.precision
+        ratios = problem.expand(chosen / chosen[0]).rsqrt()
+        return subspace_covariance(span_of(self.rows(problem) * ratios, self.method.rank), G, delta, self.residual)
+
+
+class TestElla(EllaConformance):
+    method = lw.ELLA(rank=5, rows=8)
+
+
+class TestEllaByGram(OnFewNetworks, EllaConformance):
+    method = lw.ELLA(rank=5, rows=8)
+
+    @pytest.fixture(autouse=True)
+    def _small(self, monkeypatch):
+        monkeypatch.setattr(subspace, "SVD_NUMBERS", 0)
+
+
+class TestEllaWithResidual(EllaConformance):
+    method = lw.ELLA(rank=5, rows=8, residual="prior")
+    residual = True
+
+
+class TestEllaOfEveryRow(EllaConformance):
+    """Every training row and the residual: Full exactly."""
+
+    method = lw.ELLA(rank=10_000, rows="all", residual="prior")
+    test_order_does_not_matter = MethodConformance.test_order_does_not_matter
+
+    def sigma(self, problem, G, delta, fitted):
+        return oracle.laplace_covariance(G, delta)
+
+    def test_order_of_picks_does_not_matter(self):
+        problem = setup("mlp")
+        close(problem.fit(self.method, seed=5).covariance.to_dense(), problem.fit(self.method).covariance.to_dense())
+
+
+# --- Kronecker factors -----------------------------------------------------------------------------------------------
+
+HOOKED = (
+    "mlp", "mlp_scalar", "squeezed", "mlp_relu_inplace", "deep_linear", "swapped_order", "prelu", "cnn_bn_inplace",
+    "grouped_strided_conv", "conv1d", "residual_block", "groupnorm_rms", "attention", "frozen_trunk", "all_frozen",
+    "shared_module", "compiled",
+)  # fmt: skip
+
+
+class KroneckerConformance(MethodConformance):
+    """KFAC and EKFAC share their checks: the oracle takes the structure's bases where no loops cover a block."""
+
+    corrected = False
+
+    def precision_block(self, fitted: lw.Posterior, name: str) -> Tensor:
+        """The curvature of one block that the structure holds, noise included."""
+        covariance = fitted.covariance
+        where = block_slices(fitted.tangent.blocks)[name]
+        index = [block.name for block in fitted.tangent.blocks].index(name)
+        dense = torch.linalg.inv(covariance.to_dense()[where, where])
+        return dense - float(covariance.precision[index]) * torch.eye(len(dense)).double()
+
+    def sigma(self, problem, G, delta, fitted):
+        """Where no loops cover a block: its diagonal, or the second moments in the block's own eigenbasis."""
+        ratio = float(G.trace() / problem.G.trace())
+        hooked = self.factors(problem) if problem.case.name in HOOKED and problem.params is EVERY else {}
+        curvature = torch.zeros_like(G)
+        for block in problem.blocks:
+            where = problem.slices[block.name]
+            own, structure = G[where, where], fitted.covariance.structures[block.name]
+            if not isinstance(structure, KroneckerBlock):
+                curvature[where, where] = torch.diag(own.diagonal())
+                continue
+            if block.name in hooked:
+                inputs, outputs, count = hooked[block.name]
+                kron = [
+                    torch.kron(o.contiguous(), i.contiguous()) * ratio / count
+                    for o, i in zip(outputs, inputs, strict=True)
+                ]
+                kron = torch.block_diag(*kron)
+                if not self.corrected:
+                    curvature[where, where] = kron
+                    continue
+            basis = dense_basis(structure)
+            rotated = basis.T @ own @ basis
+            if not self.corrected:
+                fitted_scale = ratio * fitted.covariance.scale * fitted.temperature / fitted.data_factor
+                rotated = torch.diag(structure.eigenvalues.flatten()) * fitted_scale
+            curvature[where, where] = basis @ torch.diag(rotated.diagonal()) @ basis.T
+        return oracle.laplace_covariance(curvature, delta)
+
+    def factors(self, problem: Setup) -> dict:
+        key = (problem.case.name, self.method.weight_sharing)
+        if key not in FACTORS:
+            FACTORS[key] = hooked_factors(problem, self.method.weight_sharing == "reduce")
+        return FACTORS[key]
+
+    @pytest.mark.parametrize("name", HOOKED)
+    def test_every_matrix_layer_is_factored(self, name):
+        problem = setup(name)
+        fitted = problem.fit(self.method)
+        factored = {n for n, s in fitted.covariance.structures.items() if isinstance(s, KroneckerBlock)}
+        assert factored == set(self.factors(problem))
+
+    def test_deep_linear_network_is_exact(self):
+        """Gaussian noise and no activations: the GGN blocks are Kronecker products, for N > 1."""
+        problem = setup("deep_linear")
+        wanted = oracle.laplace_covariance(problem.block_diagonal(problem.G), 2.0)
+        close(problem.fit(self.method).covariance.to_dense(), wanted)
+
+    @pytest.mark.parametrize(
+        "name", ["mlp", "mlp_scalar", "mlp_relu_inplace", "swapped_order", "weight_norm", "custom_parameter"]
+    )
+    def test_one_sample_is_exact(self, name):
+        """One sample at one position: each factored block is the GGN's."""
+        problem = setup(name, samples=1)
+        fitted = problem.fit(self.method)
+        for block, structure in fitted.covariance.structures.items():
+            where = problem.slices[block]
+            wanted = problem.G[where, where]
+            if not isinstance(structure, KroneckerBlock):
+                wanted = torch.diag(wanted.diagonal())
+            close(self.precision_block(fitted, block), wanted)
+
+    def test_dense_blocks_for_the_uncovered(self):
+        problem = setup("groupnorm_rms")
+        method = type(self.method)(weight_sharing=self.method.weight_sharing, uncovered="dense")
+        fitted = problem.fit(method)
+        plain = problem.fit(self.method)
+        exact = 0
+        for block, structure in fitted.covariance.structures.items():
+            where = problem.slices[block]
+            if structure.kind == "dense":
+                exact += 1
+                close(self.precision_block(fitted, block), problem.G[where, where])
+            else:
+                close(self.precision_block(fitted, block), self.precision_block(plain, block))
+        assert exact == 3  # GroupNorm, nn.RMSNorm, HandRMSNorm
+
+
+FACTORS: dict = {}
+
+
+class TestKfacExpand(KroneckerConformance):
+    method = lw.KFAC()
+
+
+class TestKfacReduce(KroneckerConformance):
+    method = lw.KFAC(weight_sharing="reduce")
+
+
+class TestEkfacExpand(KroneckerConformance):
+    method = lw.EKFAC()
+    corrected = True
+
+
+class TestEkfacReduce(KroneckerConformance):
+    """A null space of A has anyone's eigenvectors, mean inputs one: for few samples, where patches add up."""
+
+    method = lw.EKFAC(weight_sharing="reduce")
+    corrected = True
+    samples = 40
+    instead: ClassVar[dict[str, str]] = {"grouped_strided_conv": "conv1d"}
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("name", SMALL)
+def test_ekfac_is_never_further_from_the_ggn_than_kfac(name, sharing):
+    problem = setup(name)
+    check = TestKfacExpand()
+    kfac, ekfac = (problem.fit(m(weight_sharing=sharing)) for m in (lw.KFAC, lw.EKFAC))
+    for block in kfac.covariance.structures:
+        wanted = problem.G[problem.slices[block], problem.slices[block]]
+        far, near = ((check.precision_block(p, block) - wanted).norm() for p in (kfac, ekfac))
+        assert near <= far + 1e-9 * wanted.norm()
+
+
+def test_embedding_factors_equal_loops():
+    problem = setup("embedding_bag_of_tokens")
+    structure = problem.fit(lw.KFAC()).covariance.structures["embedding"]
+    assert structure.inputs is None
+    counts, gamma, positions = embedding_factors(problem)
+    basis = dense_basis(structure)
+    wanted = torch.kron(gamma, torch.diag(counts)) / positions
+    close(basis @ torch.diag(structure.eigenvalues.flatten()) @ basis.T, wanted)
+
+
+# --- orders ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp_scalar", "conv1d", "tied", "prelu", "attention"])
+@pytest.mark.parametrize("delta", [0.01, 2.0])
+def test_orders(name, delta):
+    """`0 ≼ ELLA(K) ≼ ELLA(K + 1) ≼ Full ≼ prior`, at fixed rows."""
+    problem = setup(name)
+    full = problem.fit(lw.Full(), prior_precision=delta).covariance.to_dense()
+    chain = [torch.zeros_like(full)]
+    chain += [
+        problem.fit(lw.ELLA(rank=k, rows=12), prior_precision=delta).covariance.to_dense() for k in (1, 2, 4, 7, 12)
+    ]
+    chain += [full, torch.eye(len(full)).double() / delta]
+    for lower, upper in pairwise(chain):
+        assert torch.linalg.eigvalsh(upper - lower).min() > -1e-10 / delta
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv1d"])
+def test_residual_only_adds_and_shrinks_to_full(name):
+    """With the residual: `Full ≼ ELLA(K + 1) ≼ ELLA(K) ≼ prior` in trace, and in order against the prior."""
+    problem = setup(name)
+    full = problem.fit(lw.Full()).covariance.to_dense()
+    last = None
+    for rank in (1, 3, 6, 12):
+        sigma = problem.fit(lw.ELLA(rank=rank, rows=12, residual="prior")).covariance.to_dense()
+        assert torch.linalg.eigvalsh(torch.eye(len(full)).double() / 2 - sigma).min() > -1e-10
+        bare = problem.fit(lw.ELLA(rank=rank, rows=12)).covariance.to_dense()
+        assert torch.linalg.eigvalsh(sigma - bare).min() > -1e-10
+        assert last is None or sigma.trace() <= last.trace() + 1e-10
+        last = sigma
+    assert full.trace() <= last.trace() + 1e-10
+
+
+# --- sampled Fisher, in expectation ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mlp", "deep_linear"])
+def test_sampled_fisher_is_right_in_expectation(name, monkeypatch):
+    """Mean of the sampled curvature's diagonal over 200 seeds, within 5 standard errors of the exact one."""
+    problem = setup(name)
+    monkeypatch.setattr(passes, "EXACT_FISHER_OUTPUTS", 0)
+    draws = []
+    for seed in range(200):
+        fitted = problem.fit(lw.Diagonal(), seed=seed)
+        draws.append(torch.cat([1 / v for v in fitted.covariance.diagonal().values()]) - 2.0)
+    draws = torch.stack(draws)
+    error = draws.std(0) / len(draws) ** 0.5
+    assert ((draws.mean(0) - problem.G.diagonal()).abs() <= 5 * error + 1e-12).all()
+
+
+@pytest.mark.parametrize(
+    "method", [lw.Full(form="primal"), lw.Full(form="dual"), lw.ELLA(rank=3, rows=6, residual="prior")]
+)
+def test_sampled_fisher_reaches_every_method(method, monkeypatch):
+    problem = setup("mlp_scalar")
+    exact = problem.fit(method).covariance
+    monkeypatch.setattr(passes, "EXACT_FISHER_OUTPUTS", 0)
+    draws = [problem.fit(method, seed=seed).with_prior(1e6).covariance for seed in range(49)]
+    vector = {block.name: torch.ones(1, block.size).double() for block in problem.blocks}
+    excess = torch.tensor([float(sum((vector[n] * v).sum() for n, v in c.solve(vector).items())) for c in draws])
+    moved = exact.with_prior(torch.full_like(exact.precision, 1e6), exact.scale)
+    wanted = float(sum((vector[n] * v).sum() for n, v in moved.solve(vector).items()))
+    assert abs(float(excess.double().mean()) - wanted) < 5 * float(excess.double().std()) / 7 + 1e-9 * wanted
+
+
+@pytest.mark.slow
+def test_more_than_a_thousand_outputs():
+    """No threshold patched: 1200 classes, last layer, the Fisher sampled."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1200)).eval()
+        x, y = torch.randn(20, 3), torch.randint(1200, (20,))
+    for method in (lw.Diagonal(), lw.KFAC(), lw.EKFAC()):
+        fitted = lw.fit(model, [(x, y)], method, params=lw.last_layer, prior_precision=1.0)
+        variance = fitted.latent(x[:2]).variance
+        assert variance.shape == (2, 1200)
+        assert (variance > 0).all()
+        assert (variance <= (torch.tanh(model[0](x[:2])).square().sum(1, keepdim=True) + 1) * 1.0001).all()
+        assert torch.isfinite(fitted.predict(x[:2]).probs).all()

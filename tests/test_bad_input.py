@@ -1,0 +1,640 @@
+"""Bad input gets one clear sentence: what was asked, what was found, what is accepted, the line to write (cases 1 to 15)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import lapwing as lw
+
+NAN = math.nan
+
+
+def network() -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
+
+
+X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
+REAL = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+VIAS = [lw.Linearized(), lw.MonteCarlo(draws=2)]
+
+
+def changed(tensor: Tensor, index: Any, value: float) -> Tensor:
+    tensor = tensor.clone()
+    tensor[index] = value
+    return tensor
+
+
+def refused(action: Callable[[], Any], *parts: str) -> str:
+    """Check that the action raises one LapwingError with all parts, in this order, in at most three sentences."""
+    with pytest.raises(lw.LapwingError) as caught:
+        action()
+    message, at = str(caught.value), 0
+    for part in parts:
+        found = message.find(part, at)
+        assert found >= 0, f"{part!r} is missing (or out of order) in: {message}"
+        at = found + len(part)
+    assert message.endswith((".", ")")), message
+    assert "\n" not in message
+    assert len(message) < 620, message
+    return message
+
+
+def fit(data: Any, model: nn.Module | None = None, method: Any = None, **options: Any) -> lw.Posterior:
+    return lw.fit(network() if model is None else model, data, method or lw.KFAC(), **options)
+
+
+@pytest.fixture(scope="module")
+def posterior() -> lw.Posterior:
+    return fit([(X, Y)])
+
+
+# --- 1, 2, 3: NaN and infinite numbers -------------------------------------------------------------------------------
+@pytest.mark.parametrize("method", [lw.KFAC(), lw.EKFAC(), lw.Full(), lw.Diagonal(), lw.ELLA(rank=2, rows=4)], ids=str)
+@pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [0, 1])
+def test_1_inputs_not_finite_in_fit(method: lw.Method, bad: float, at: int) -> None:
+    data = [(X, Y), (X, Y)]
+    data[at] = (changed(X, (6, 1), bad), Y)  # beyond the few samples that are probed
+    refused(lambda: fit(data, method=method), "inputs of", "(8, 4)", "NaN or infinite", "sample 6", "nan_to_num")
+
+
+@pytest.mark.parametrize("via", [*VIAS, lw.Streamlined()], ids=str)
+def test_1_inputs_not_finite_in_prediction(posterior: lw.Posterior, via: Any) -> None:
+    bad = changed(X, (2, 0), NAN)
+    for ask in (lambda: posterior.predict(bad, via=via), lambda: posterior.latent([X, bad], via=via)):
+        refused(ask, "inputs", "(8, 4)", "NaN or infinite", "sample 2", "finite", "nan_to_num")
+
+
+def test_1_one_dimensional_and_dict_inputs() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(1, 2)
+
+        def forward(self, age: Tensor, weight: Tensor) -> Tensor:
+            return self.head((age * weight)[:, None])
+
+    good = {"age": X[:, 0], "weight": X[:, 1], "labels": Y % 2}
+    bad = {**good, "weight": changed(X[:, 1], 5, NAN)}
+    refused(lambda: fit([good, bad], Named().eval()), "(8,)", "NaN or infinite", "sample 5", "nan_to_num")
+
+
+class Reciprocal(nn.Module):
+    """Gives infinite outputs where an input is exactly 7."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) / (x[:, :1] != 7)
+
+
+@pytest.mark.parametrize("method", [lw.KFAC(), lw.ELLA(rank=2, rows=4), lw.Full()], ids=str)
+def test_2_outputs_not_finite(method: lw.Method) -> None:
+    bad = changed(X, (5, 0), 7)
+    parts = "outputs", "NaN or infinite", "1 of 8 samples", "sample 5", "finite", "model.float()"
+    refused(lambda: fit([(X, Y), (bad, Y)], Reciprocal().eval(), method), *parts)
+    fitted = fit([(X, Y)], Reciprocal().eval(), method)
+    refused(lambda: fitted.predict(bad), *parts)
+
+
+def test_2_weights_not_finite() -> None:
+    model = network()
+    model[2].weight.data[0, 0] = NAN
+    refused(lambda: fit([(X, Y)], model), "outputs", "NaN or infinite", "check its weights")
+
+
+def test_3_labels_not_finite() -> None:
+    labels = changed(Y.float(), 4, NAN)
+    refused(lambda: fit([(X, Y), (X, labels)]), "Categorical", "1 of 8", "index 4", "NaN", ".long()")
+    targets = changed(REAL, (3, 2), math.inf)
+    refused(lambda: fit([(X, REAL), (X, targets)]), "Gaussian accepts finite", "1 of 24", "(3, 2)", "isfinite")
+    fitted = fit([(X, REAL)])
+    refused(
+        lambda: fitted.log_marginal_likelihood(linearised_mode=True, loader=[(X, targets)]), "Gaussian accepts finite"
+    )
+
+
+# --- 4, 5, 6, 7: range, shape, dtype, device -------------------------------------------------------------------------
+def test_4_labels_out_of_range(posterior: lw.Posterior) -> None:
+    refused(lambda: fit([(X, Y), (X, changed(Y, 2, 3))]), "0 to 2", "(8, 3)", "1 of 8", "index 2: 3", "Linear(features, 4)")
+    refused(lambda: fit([(X, Y - 1)]), "0 to 2", "index 0: -1", "keep")
+    refused(
+        lambda: posterior.log_marginal_likelihood(linearised_mode=True, loader=[(X, Y + 5)]), "0 to 2", "of shape (8,)"
+    )
+    refused(lambda: posterior.predict(X).log_prob(Y + 5), "0 to 2")
+
+
+@pytest.mark.parametrize(
+    ("targets", "likelihood", "parts"),
+    [
+        (Y[:5], "categorical", ("labels of shape (8,)", "(5,)")),
+        (Y[:, None], "categorical", ("labels of shape (8,)", "(8, 1)", "y.squeeze(1)")),
+        (F.one_hot(Y, 3), None, ("labels of shape (8,)", "(8, 3)", "y.argmax(1)")),
+        (REAL[:, 0], None, ("(8, 3)", "(8,)", "Linear(features, 1)")),
+        (Y, "gaussian", ("(8, 3)", "(8,)", 'likelihood="categorical"')),
+        (REAL.T.contiguous(), "gaussian", ("(8, 3)", "(3, 8)", "y.T")),
+    ],
+)
+def test_5_targets_of_the_wrong_shape(targets: Tensor, likelihood: str | None, parts: tuple[str, ...]) -> None:
+    refused(lambda: fit([(X, targets)], likelihood=likelihood), *parts)
+
+
+def test_5_inputs_of_the_wrong_shape(posterior: lw.Posterior) -> None:
+    parts = "Asked to run Sequential as model(x)", "(8, 3) float32", "RuntimeError", "shape", "loader"
+    refused(lambda: fit([(X, Y), (X[:, :3], Y)]), *parts)
+    for via in VIAS:
+        refused(lambda via=via: posterior.predict(X[:, :3], via=via), *parts)
+        refused(lambda via=via: posterior.predict(X[0], via=via), "(4,)", "one row a sample", "x[None]")
+        refused(lambda via=via: posterior.predict(X[:0], via=via), "(0, 4)", "no samples", "x[None]")
+        refused(lambda via=via: posterior.predict(torch.tensor(1.0), via=via), "Tensor ()", "no samples", "x[None]")
+    refused(lambda: fit([(X[0], Y[:1])]), "one row a sample", "x[None]")
+    convolution = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 3)).eval()
+    refused(lambda: fit([(torch.randn(8, 1, 3, 3), Y)], convolution), "(4, 1, 3, 3)", "channels", "loader")
+    tokens = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 3)).eval()
+    refused(lambda: fit([(torch.full((8, 2), 5), Y)], tokens), "int64", "IndexError", "range that it was trained with")
+
+
+def test_5_outputs_that_are_no_matrix() -> None:
+    sequence = nn.Linear(4, 3).eval()
+    parts = "outputs of Linear of shape (batch, outputs)", "(4, 5, 3)", "matrix is needed", "forward="
+    refused(lambda: fit([(torch.randn(8, 5, 4), Y)], sequence), *parts)
+    parts = "Linear", "4 samples", "outputs of shape (20, 3)", "one row a sample", "forward="
+    flat = lambda model, x: model(x).flatten(0, 1)  # noqa: E731
+    refused(lambda: fit([(torch.randn(8, 5, 4), Y)], sequence, forward=flat), *parts)
+    refused(lambda: fit([(X, Y)], forward=lambda model, x: [model(x)]), "no tensor", "matrix is needed")
+    refused(lambda: fit([(X, Y)], forward=lambda model, x: model(x).argmax(1)), "int64", "floating-point matrix is needed")
+
+
+def test_5_other_number_of_outputs_later(posterior: lw.Posterior) -> None:
+    class Wider(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    fitted = fit([(X, X)], Wider().eval())
+    for via in VIAS:
+        refused(lambda via=via: fitted.predict(X[:, :3], via=via), "4 outputs of Wider", "(8, 3)", "shape of the inputs")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.uint8])
+def test_6_inputs_of_the_wrong_dtype(posterior: lw.Posterior, dtype: torch.dtype) -> None:
+    parts = "Asked to run Sequential", str(dtype)[6:], "dtype", "float32", "x.to(torch.float32)"
+    wrong = (X * 10).abs().to(dtype)
+    refused(lambda: fit([(wrong, Y)]), *parts)
+    refused(lambda: fit([(X, Y), (wrong, Y)]), *parts)
+    for via in VIAS:
+        refused(lambda via=via: posterior.predict(wrong, via=via), *parts)
+
+
+def test_6_targets_of_the_wrong_dtype() -> None:
+    refused(lambda: fit([(X, Y > 0)]), "integer dtype", "torch.bool", "y.long()")
+    refused(lambda: fit([(X, Y.float())], likelihood="categorical"), "integer dtype", "float32", "y.long()", "gaussian")
+    refused(lambda: fit([(X, REAL > 0)], likelihood="gaussian"), "real dtype", "torch.bool", "y.float()")
+
+
+def test_7_inputs_targets_or_weights_elsewhere(posterior: lw.Posterior) -> None:
+    away = X.to("meta")
+    parts = "weights are on cpu", "meta", "one device", "x.to('cpu')"
+    refused(lambda: fit([(away, Y)]), *parts)
+    refused(lambda: fit([(X, Y), (away, Y)]), *parts)
+    for via in [*VIAS, lw.Streamlined()]:
+        refused(lambda via=via: posterior.predict(away, via=via), *parts)
+    refused(lambda: fit([(X, Y.to("meta"))]), "labels", "cpu", "meta", 'y.to("cpu")')
+    refused(lambda: fit([(X, Y)], network().to("meta")), "0.weight", "meta", "trained weights", "load_state_dict")
+
+
+# --- 8, 9: loaders ---------------------------------------------------------------------------------------------------
+class Rounds:
+    """A loader that shows something in its first rounds only; begun counts what is really begun."""
+
+    def __init__(self, rounds: int, then: int = 0) -> None:
+        self.rounds, self.then = rounds, then
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.rounds -= 1
+        yield from [(X, Y), (X, Y)] if self.rounds >= 0 else [(X, Y)] * self.then
+
+
+class Stream(IterableDataset):
+    """An iterable data set around one generator."""
+
+    def __init__(self) -> None:
+        self.items = iter([(X[i], Y[i]) for i in range(8)])
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.items
+
+
+def test_8_an_empty_loader(posterior: lw.Posterior) -> None:
+    refused(lambda: fit([]), "loader of type list", "no batch", "at least one", "length")
+    short = DataLoader(TensorDataset(X, Y), batch_size=20, drop_last=True)
+    refused(lambda: fit(short), "loader of type DataLoader", "no batch", "drop_last=True")
+    refused(lambda: fit([(X[:0], Y[:0])]), "without samples", "at least one", "length")
+    refused(lambda: posterior.predict([]), "0 batches", "pass a tensor")
+    refused(lambda: fit([(X, Y)], tune=lw.Validation([])), "validation data", "no batch", "lw.Validation([(x_val, y_val)])")
+    refused(
+        lambda: posterior.log_marginal_likelihood(linearised_mode=True, loader=[]), "0 samples", "8 in the fit", "loader"
+    )
+
+
+def test_9_generators() -> None:
+    parts = "gone through once only", "pass a DataLoader or a list"
+    for once in (iter([(X, Y)]), ((X, Y) for _ in range(2)), zip([X], [Y], strict=True), map(tuple, [(X, Y)])):
+        refused(lambda once=once: fit(once), type(once).__name__, *parts)
+    inner = Stream()
+    inner.items = iter([(X, Y), (X, Y)])
+    refused(lambda: fit(inner), "Stream", *parts)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("method", [lw.KFAC(), lw.EKFAC(), lw.ELLA(rank=2, rows=4), lw.Full()], ids=str)
+def test_9_nothing_the_second_or_third_time(method: lw.Method, rounds: int) -> None:
+    if rounds == 2 and isinstance(method, lw.KFAC):
+        fit(Rounds(2), method=method)  # one batch to survey, one pass: nothing is asked twice
+        return
+    parts = "go through the loader again", "found 0 samples", "same data", "not a generator"
+    refused(lambda: fit(Rounds(rounds), method=method), *parts)
+
+
+@pytest.mark.parametrize("then", [1, 3])
+@pytest.mark.parametrize("method", [lw.EKFAC(), lw.ELLA(rank=2, rows=4), lw.Full(form="dual")], ids=str)
+def test_9_another_number_of_samples(method: lw.Method, then: int) -> None:
+    refused(lambda: fit(Rounds(2, then), method=method), f"found {8 * then} samples after 16", "same data")
+
+
+def test_9_a_stream_in_a_data_loader_and_weight_decay() -> None:
+    refused(lambda: fit(DataLoader(Stream(), batch_size=4), method=lw.EKFAC()), "again", "same data")
+    refused(lambda: fit(Rounds(1), weight_decay=0.1), "to count its samples", "found 0", "same data")
+
+
+# --- 10: nothing to treat --------------------------------------------------------------------------------------------
+def test_10_no_parameter() -> None:
+    frozen = network().requires_grad_(False)
+    parts = "Sequential", "no such parameter among 4 (4 frozen", "0.weight", "params=lw.matching('*')"
+    refused(lambda: fit([(X, Y)], frozen), *parts)
+    assert lw.fit(frozen, [(X, Y)]).tangent.size == 21  # the last layer, frozen or not
+    assert fit([(X, Y)], frozen, params=lw.matching("*")).tangent.size == 51
+    for params in (lw.matching("hed.*"), lambda name, parameter: False):
+        refused(lambda params=params: fit([(X, Y)], params=params), "no such parameter", "0 frozen", "params=")
+    refused(lambda: fit([(X, Y)], nn.Tanh()), "Tanh", "none", "pass the nn.Module")
+    refused(lambda: fit([(X, Y)], params="head"), "params='head'", "lw.everything", "params=lambda name, parameter")
+    refused(lambda: fit([(X, Y)], params=["0.weight"]), "['0.weight']", "lw.matching", "params=lambda name, parameter")
+    refused(lambda: fit([(X, Y)], params=lambda name: True), "TypeError", "params=lambda name, parameter")
+    refused(lambda: lw.matching(), "matching()", "lw.matching('*.lora_*'")
+    refused(lambda: lw.matching(["0.*"]), "matching(['0.*'])", "each a string", "lw.matching(")
+    refused(lambda: lw.coverage(frozen, X), "params=")
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum("bi,io->bo", x, self.weight)
+
+    refused(lambda: lw.fit(Bare().eval(), [(X, Y)]), "last layer of Bare", "weight", "params=lw.everything")
+
+
+@pytest.mark.parametrize("model", ["model.pt", lambda x: x, None, {"weight": X}, nn.Linear])
+def test_10_no_module(model: Any) -> None:
+    parts = "model of type", "torch.nn.Module", "pass the module itself"
+    refused(lambda: lw.fit(model, [(X, Y)]), *parts)
+    refused(lambda: lw.coverage(model, X), *parts)
+
+
+# --- 11, 12: networks that change, or mix samples --------------------------------------------------------------------
+class Noisy(nn.Module):
+    def __init__(self, noise: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.noise = nn.Linear(4, 3), noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.noise(x))
+
+
+@pytest.mark.parametrize(
+    ("noise", "named"),
+    [
+        (lambda x: F.dropout(x, 0.2, training=True), "dropout"),
+        (lambda x: x + 0.01 * torch.randn_like(x), "randn_like"),
+        (lambda x: x + 1e-4 * torch.rand(4), "rand"),
+        (lambda x: x * torch.bernoulli(torch.full_like(x, 0.9)), "bernoulli"),
+    ],
+)
+def test_11_noise_in_forward(noise: Callable[[Tensor], Tensor], named: str) -> None:
+    model = Noisy(noise).eval()
+    message = refused(lambda: fit([(X, Y)], model), "Noisy", "again on the same batch", "differ", "deterministic", "eval()")
+    assert f"calls {named}" in message
+    refused(lambda: lw.coverage(model, X), "deterministic")
+
+
+def test_11_a_network_that_counts() -> None:
+    calls = [0.0]
+
+    def drift(x: Tensor) -> Tensor:
+        calls[0] += 1.0
+        return x + calls[0]
+
+    refused(lambda: fit([(X, Y)], Noisy(drift).eval()), "differ", "deterministic")
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(4, 2, dropout=0.3, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x[:, None], x[:, None], x[:, None], need_weights=False)[0][:, 0])
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        (nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)), "1 (Dropout, p=0.5)"),
+        (nn.Sequential(nn.Linear(4, 6), nn.AlphaDropout(0.25), nn.Linear(6, 3)), "1 (AlphaDropout, p=0.25)"),
+        (Attending(), "attention (MultiheadAttention, p=0.3)"),
+    ],
+)
+def test_11_dropout_in_training_mode(model: nn.Module, named: str) -> None:
+    parts = type(model).__name__, named, "training mode", "deterministic", "model.eval()"
+    model.eval()
+    fitted = fit([(X, Y)], model)
+    model.train()
+    refused(lambda: fit([(X, Y)], model), *parts)
+    for via in VIAS:
+        refused(lambda via=via: fitted.predict(X, via=via), *parts)
+
+
+def test_11_dropout_that_drops_nothing_is_fine() -> None:
+    fit([(X, Y)], nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.0), nn.Linear(6, 3)).train())
+
+
+def test_12_batch_norm_in_training_mode() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    parts = "Sequential", "1 (BatchNorm1d)", "training mode", "running statistics", "model.eval()"
+    refused(lambda: fit([(X, Y)], model.train()), *parts)
+    fitted = fit([(X, Y)], model.eval())
+    model.train()
+    refused(lambda: fitted.predict(X), *parts)
+
+
+def test_12_batch_norm_without_running_statistics() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 3)).eval()
+    parts = "1 (BatchNorm1d)", "without running statistics", "rest of the batch", "BatchNorm1d(6, track_running_stats=True)"
+    refused(lambda: fit([(X, Y)], model), *parts)
+
+
+def test_12_samples_that_depend_on_each_other() -> None:
+    mixing = Noisy(lambda x: x - x.mean(0)).eval()
+    refused(lambda: fit([(X, Y)], mixing), "Noisy", "one sample", "rest of the batch", "independent", "batch comes first")
+
+
+# --- 14: structures --------------------------------------------------------------------------------------------------
+class Record:
+    """A batch of a class of the user's own."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        (Record(X, Y), "Record"),
+        (X, "Tensor (8, 4) float32"),
+        ("abc", "str"),
+        ((X,), "tuple(Tensor (8, 4) float32)"),
+        ({"x": X}, "dict(x=Tensor (8, 4) float32)"),
+        ({"labels": Y}, "dict(labels=Tensor (8,) int64)"),
+        ((X, Y.tolist()), "list(int"),
+        ((X.numpy(), Y.numpy()), "ndarray"),
+        (None, "NoneType"),
+        (3, "int"),
+    ],
+)
+def test_14_batches_that_are_not_understood(batch: Any, found: str) -> None:
+    refused(lambda: fit([batch]), "batch", found, "accepted are (inputs, targets)", "forward=lambda model, inputs")
+
+
+def test_14_inputs_that_are_not_understood(posterior: lw.Posterior) -> None:
+    for inputs in (Record(X, Y), X.numpy()):
+        parts = type(inputs).__name__, "first dimension is the batch", "forward=lambda model, inputs"
+        refused(lambda inputs=inputs: fit([(inputs, Y)]), *parts)
+    for inputs in (Record(X, Y), None, 3, 1.5):
+        refused(lambda inputs=inputs: posterior.predict(inputs), type(inputs).__name__, "forward=lambda model, inputs")
+    refused(lambda: posterior.predict(X.numpy()), "ndarray", "accepted are a tensor")
+    refused(lambda: posterior.predict([X.tolist()]), "list(list", "accepted are a tensor")
+
+
+def test_14_inputs_the_network_is_not_called_with(posterior: lw.Posterior) -> None:
+    line = "forward=lambda model, inputs"
+    refused(lambda: fit([{"pixels": X, "labels": Y}]), "model(**inputs)", "pixels=Tensor (4, 4)", "'pixels'", line)
+    refused(lambda: fit([(X, X, Y)]), "model(*inputs)", "tuple(Tensor (4, 4)", "positional arguments", line)
+    refused(lambda: fit([(X, Y)], forward=lambda model: model(X)), "forward(model, inputs)", "TypeError", line)
+    refused(lambda: posterior.predict((X, Y)), "model(*inputs)", "without targets", line)
+    refused(lambda: posterior.predict({"foo": X}), "model(**inputs)", "'foo'", line)
+
+
+def test_14_loaders_that_are_none(posterior: lw.Posterior) -> None:
+    refused(lambda: fit((X, Y)), "one batch", "tuple(Tensor (8, 4)", "[(x, y)]")
+    refused(lambda: fit(X), "Tensor (8, 4) float32", "iterable of (inputs, targets)", "[(x, y)]")
+    refused(lambda: fit([X, Y]), "Tensor (8, 4) float32", "(inputs, targets) pairs")
+    refused(lambda: fit(None), "NoneType", "DataLoader")
+    refused(lambda: fit(TensorDataset(X, Y)), "TensorDataset", "DataLoader(dataset")
+    refused(lambda: fit({"x": X, "y": Y}), "dict(", "iterable of (inputs, targets)")
+    refused(lambda: fit([(X[i], Y[i]) for i in range(8)]), "(4,)", "one row a sample", "x[None]")
+
+
+def test_other_errors_of_the_users_code_come_through_as_they_are() -> None:
+    def broken(model: nn.Module, x: Tensor) -> Tensor:
+        raise RuntimeError("the database is locked")
+
+    with pytest.raises(RuntimeError, match="the database is locked"):
+        fit([(X, Y)], forward=broken)
+
+
+# --- 15: options -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("bad", [0, -1, NAN, math.inf, "1", True, [1.0], torch.tensor(1.0)])
+@pytest.mark.parametrize("name", ["prior_precision", "weight_decay", "temperature"])
+def test_15_positive_numbers(name: str, bad: Any, posterior: lw.Posterior) -> None:
+    refused(lambda: fit([(X, Y)], **{name: bad}), f"{name}={bad!r}", "positive finite number", f"{name}=1.0")
+    if name == "prior_precision":
+        refused(lambda: posterior.with_prior(bad), f"with_prior({bad!r})", "positive finite number", "with_prior(10.0)")
+
+
+def test_15_numbers_of_numpy_are_numbers() -> None:
+    fitted = fit(
+        [(X, Y)], prior_precision=np.float32(2.0), data_size=np.int64(80), temperature=np.float64(2.0), seed=np.int64(3)
+    )
+    assert fitted.prior_precision == 2.0
+    assert (fitted.data_factor, fitted.temperature) == (10.0, 2.0)
+    assert isinstance(fitted.temperature, float)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "parts"),
+    [
+        ("data_size", 3, ("data_size=3", "8 samples", "leave data_size out")),
+        ("data_size", 20.5, ("data_size=20.5", "whole number", "len(dataset)")),
+        ("data_size", -8, ("data_size=-8", "whole number", "len(dataset)")),
+        ("data_size", True, ("data_size=True", "whole number", "len(dataset)")),
+        ("memory", 100, ("memory=100", "16 MiB", "memory=2**30")),
+        ("memory", 2.0**30, ("memory=1073741824.0", "int", "memory=2**30")),
+        ("memory", "1GB", ("memory='1GB'", "memory=2**30")),
+        ("seed", 1.5, ("seed=1.5", "whole number", "seed=0")),
+        ("seed", -1, ("seed=-1", "from 0", "seed=0")),
+        ("seed", 2**70, ("seed=", "2**63", "seed=0")),
+        ("seed", None, ("seed=None", "whole number", "seed=0")),
+        ("tune", "evidence", ("tune='evidence'", "lw.Evidence()", "None")),
+        ("tune", lw.Evidence, ("Evidence", "lw.Validation(loader)", "tune=lw.Evidence()")),
+        ("forward", 3, ("forward=3", "function", "forward=lambda model, inputs")),
+        ("method", lw.KFAC, ("method=KFAC", "the class", "lw.KFAC()")),
+        ("method", lw.ELLA, ("method=ELLA", "the class", "lw.ELLA()")),
+        ("method", "kfac", ("method='kfac'", "lw.Full()", "method=lw.KFAC()")),
+        ("likelihood", lw.Categorical, ("class Categorical", "Categorical()")),
+        ("likelihood", "softmax", ("'softmax'", '"categorical"')),
+        ("prior_mean", "zero", ("prior_mean='zero'", "finite number", "prior_mean=0.0")),
+        ("prior_mean", NAN, ("prior_mean=nan", "finite number", "prior_mean=0.0")),
+        ("prior_mean", True, ("prior_mean=True", "finite number", "prior_mean=0.0")),
+        ("prior_mean", X, ("Tensor (8, 4)", "{parameter: tensor}", "prior_mean=0.0")),
+        ("prior_mean", {"0.wieght": X}, ("0.wieght", "0.weight (6, 4)", "prior_mean={name: tensor}")),
+        ("prior_mean", {"0.weight": X}, ("0.weight", "shape", "0.weight (6, 4)", "prior_mean={name: tensor}")),
+        ("prior_mean", {"0.weight": 1.0}, ("0.weight", "0.weight (6, 4)", "prior_mean={name: tensor}")),
+        ("prior_mean", {"0.bias": torch.full((6,), NAN)}, ("0.bias", "not finite", "prior_mean={name: tensor}")),
+        ("prior_precision", {"4": 1.0, "*": 1.0}, ("{'4': 1.0}", "0 treated blocks", "the blocks are 0, 2", "{'0': 1.0}")),
+        ("prior_precision", {"*": 0.0}, ("{'*': 0.0}", "positive", "the blocks are 0, 2")),
+        ("prior_precision", {"*": math.inf}, ("{'*': inf}", "positive", "the blocks are 0, 2")),
+        ("prior_precision", {"*": "1"}, ("{'*': '1'}", "positive", "the blocks are 0, 2")),
+        ("prior_precision", {"*": None}, ("{'*': None}", "positive", "the blocks are 0, 2")),
+        ("prior_precision", {"0": 1.0}, ("none for 2", "every treated block", "'*': 1.0")),
+        ("prior_precision", {}, ("none for 0, 2", "every treated block", "'*': 1.0")),
+    ],
+)
+def test_15_options_of_fit(option: str, value: Any, parts: tuple[str, ...]) -> None:
+    refused(lambda: fit([(X, Y)], **{option: value}), *parts)
+
+
+def test_15_options_that_exclude_each_other() -> None:
+    refused(lambda: fit([(X, Y)], prior_precision=1.0, weight_decay=0.1), "prior_precision=1.0", "weight_decay", "leave one")
+
+
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (lambda: lw.KFAC("shared"), ("weight_sharing='shared'", "'expand', 'reduce'", "weight_sharing='expand'")),
+        (lambda: lw.KFAC(uncovered="skip"), ("uncovered='skip'", "'diagonal', 'dense'", "uncovered='diagonal'")),
+        (lambda: lw.EKFAC("shared"), ("EKFAC(weight_sharing='shared')", "'expand', 'reduce'", "EKFAC(")),
+        (lambda: lw.EKFAC(uncovered=None), ("uncovered=None", "'diagonal', 'dense'", "EKFAC(")),
+        (lambda: lw.Full("both"), ("form='both'", "'auto', 'primal', 'dual'", "Full(form='auto')")),
+        (lambda: lw.ELLA(residual="full"), ("residual='full'", "None, 'prior'", "ELLA(residual=None)")),
+        *[
+            (lambda bad=bad, name=name: lw.ELLA(**{name: bad}), (f"{name}={bad!r}", "at least 1", f"ELLA({name}=20)"))
+            for name in ("rank", "rows")
+            for bad in (0, -2, 1.5, None, True)
+        ],
+        *[
+            (lambda bad=bad: lw.MonteCarlo(draws=bad), (f"draws={bad!r}", "at least 2", "lw.MonteCarlo(draws=50)"))
+            for bad in (0, 1, -5, 2.5, "9", True)
+        ],
+        (lambda: lw.Streamlined(covariance="dense"), ("covariance='dense'", "'diagonal' and 'full'", "Streamlined(")),
+        *[
+            (lambda bad=bad: lw.Gaussian(noise_variance=bad), (f"noise_variance={bad}", "Gaussian(noise_variance=0.1)"))
+            for bad in (0.0, -1.0, NAN, math.inf)
+        ],
+        (lambda: lw.Validation([], decades=(3, 1)), ("decades=(3, 1)", "rising range", "decades=(-3, 6)")),
+        (lambda: lw.Validation([], points=2), ("points=2", "at least 3", "decades=(-3, 6)")),
+    ],
+)
+def test_15_hyper_parameters(make: Callable[[], Any], parts: tuple[str, ...]) -> None:
+    refused(make, *parts)
+
+
+def test_15_arguments_of_a_posterior(posterior: lw.Posterior) -> None:
+    ways = "lw.Linearized(), lw.MonteCarlo(draws=50) and lw.Streamlined()", "via=lw.Linearized()"
+    refused(lambda: posterior.predict(X, via="mc"), "via='mc'", *ways)
+    refused(lambda: posterior.latent(X, via=lw.Linearized), "via=<class", *ways)
+    refused(lambda: posterior.predict(X, link="probit"), "link='probit'", "link=Probit()")
+    refused(lambda: posterior.predict(X, link=lw.Probit), "Probit (a class", "link=Probit()")
+    refused(lambda: posterior.predict(X, link=lw.SampledLink(), generator=3), "generator=3", "manual_seed(0)")
+    refused(lambda: posterior.latent([X, X], joint=True), "joint=True", "2 batches", "pass a tensor")
+    for bad in (0, -1, 1.5, None, True):
+        refused(lambda bad=bad: posterior.sample(bad), f"sample(n={bad!r})", "at least 1", "posterior.sample(5")
+    refused(lambda: posterior.sample(2, seed="a"), "sample(seed='a')", "at least 0", "posterior.sample(5")
+    refused(lambda: posterior.with_prior({"hed": 1.0}), "{'hed': 1.0}", "the blocks are 0, 2")
+    refused(lambda: posterior.with_prior(1.0, noise_variance=0.1), "no noise variance", "lw.Gaussian(noise_variance=...)")
+    refused(lambda: posterior.log_marginal_likelihood(linearised_mode=True), "no loader", "loader=loader")
+    regression = fit([(X, REAL)])
+    for bad in (0, -1.0, NAN, math.inf, "1", True):
+        refused(lambda bad=bad: regression.with_prior(1.0, bad), f"noise_variance={bad!r}", "positive finite", "0.1")
+
+
+# --- weights that changed --------------------------------------------------------------------------------------------
+def _step(model: nn.Module) -> None:
+    F.cross_entropy(model(X), Y).backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+def _write(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[0].weight[3, 2] += 1.0
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "step": (_step, "0.weight"),
+    "entry": (_write, "0.weight"),
+    "data": (lambda model: model[0].weight.data.mul_(1.1), "0.weight"),
+    "assigned": (lambda model: setattr(model[2].bias, "data", torch.ones(3)), "2.bias"),
+    "layer": (lambda model: model.__setitem__(2, nn.Linear(6, 3)), "2.weight"),
+    "loaded": (lambda model: model.load_state_dict(network().state_dict()), "0.weight"),
+    "dtype": (lambda model: model.double(), "dtype or device"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("params", [lw.everything, lw.last_layer], ids=["everything", "last_layer"])
+def test_weights_that_changed_after_the_fit(change: str, params: Any, tmp_path: Any) -> None:
+    model = network()
+    fitted = fit([(X, Y)], model, params=params)
+    act, named = CHANGES[change]
+    act(model)
+    asks: list[Callable[[], Any]] = [lambda via=via: fitted.latent(X, via=via) for via in [*VIAS, lw.Streamlined()]]
+    asks += [lambda: fitted.sample(2), lambda: fitted.save(tmp_path / "p"), lambda: fitted.log_marginal_likelihood()]
+    asks.append(lambda: fitted.with_prior(2.0).predict(X))
+    for ask in asks:
+        refused(ask, "Sequential", named, "after the fit", "fit again", "lw.load(path, model)")
+    assert not list(tmp_path.iterdir())
+
+
+def test_statistics_of_batch_norm_that_changed_after_the_fit() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).eval()
+    fitted = lw.fit(model, [(X, Y)])
+    model.train()(X)
+    model.eval()
+    refused(lambda: fitted.predict(X), "1.running_mean", "after the fit", "fit again")
+
+
+def test_what_does_not_change_the_weights_is_fine() -> None:
+    model = network()
+    fitted = fit([(X, Y)], model)
+    expected = fitted.latent(X).covariance
+    model.requires_grad_(False)
+    model(X)
+    model.train()
+    model.share_memory()
+    torch.testing.assert_close(fitted.latent(X).covariance, expected)

@@ -1,0 +1,244 @@
+"""Prediction from every method: joint covariances, weight draws, gradients in x, loaders, and low precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.covariance import JointLatent
+from tests import oracle
+from tests.conformance import EVERY, NOISE, close, cut, psd, sampled_from, setup
+
+METHODS = {
+    "full": lw.Full(form="primal"), "dual": lw.Full(form="dual"), "diagonal": lw.Diagonal(), "kfac": lw.KFAC(),
+    "ekfac": lw.EKFAC(), "ella": lw.ELLA(rank=5, rows=8), "ella_residual": lw.ELLA(rank=5, rows=8, residual="prior"),
+}  # fmt: skip
+every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+
+
+@every_method
+@pytest.mark.parametrize(
+    "name", ["mlp", "mlp_scalar", "grouped_strided_conv", "tied", "embedding_bag_of_tokens", "prelu"]
+)
+def test_joint_covariance(name, method):
+    problem = setup(name)
+    fitted = problem.fit(method)
+    sigma = fitted.covariance.to_dense()
+    joint = fitted.latent(problem.test, joint=True)
+    assert isinstance(joint, JointLatent)
+    assert joint.joint
+    wanted = oracle.joint_output_covariance(problem.J_test, sigma)
+    close(joint.covariance, wanted, 1e-8)
+    size = joint.mean.numel()
+    assert psd(joint.covariance.reshape(size, size))
+    close(joint.variance, fitted.latent(problem.test).variance, 1e-8)
+    draws = joint.sample(20_000, torch.Generator().manual_seed(0)) - joint.mean
+    sampled_from(draws.flatten(1), wanted.reshape(size, size))
+
+
+@every_method
+@pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "tied"])
+def test_weight_draws_have_the_covariance(name, method):
+    problem = setup(name)
+    fitted = problem.fit(method)
+    drawn = fitted.sample(4000, seed=2)
+    named = dict(problem.model.named_parameters())
+    assert {n: tuple(v.shape[1:]) for n, v in drawn.items()} == {n: tuple(named[n].shape) for n in drawn}
+    flat = torch.cat([block.join(drawn) for block in problem.blocks], -1)
+    sampled_from(flat - problem.theta, fitted.covariance.to_dense())
+
+
+@every_method
+def test_monte_carlo_is_linearised_for_a_linear_model(method):
+    """Means and covariances over weight draws, within their standard errors; joint across inputs."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model, x = nn.Linear(3, 2).double().eval(), torch.randn(12, 3, dtype=torch.float64)
+        new = torch.randn(4, 3, dtype=torch.float64)
+    y = x[:, :2].tanh()
+    fitted = lw.fit(model, cut(x, y, (5, 4, 3)), method, likelihood=lw.Gaussian(NOISE), prior_precision=1.0)
+    exact = fitted.latent(new, joint=True)
+    drawn = fitted.latent(new, via=lw.MonteCarlo(draws=2000, seed=1), joint=True)
+    size = exact.mean.numel()
+    sampled_from((drawn.draws - exact.mean).flatten(1), exact.covariance.reshape(size, size))
+    assert ((drawn.mean - exact.mean).abs() <= 5 * (exact.variance / 2000).sqrt() + 1e-12).all()
+    centred = (drawn.draws - drawn.mean).flatten(1)
+    close(drawn.covariance.reshape(size, size), centred.T @ centred / 1999)
+    single = fitted.latent(new, via=lw.MonteCarlo(draws=50, seed=1))
+    again = fitted.latent([new[:3], new[3:]], via=lw.MonteCarlo(draws=50, seed=1))
+    close(again.draws, single.draws)  # the same weights for every batch
+    other = fitted.latent(new, via=lw.MonteCarlo(draws=50, seed=2))
+    assert not torch.allclose(other.draws, single.draws)
+
+
+def test_monte_carlo_runs_the_network_under_the_drawn_weights():
+    problem = setup("cnn_bn_inplace")
+    fitted = problem.fit(lw.KFAC())
+    drawn = fitted.latent(problem.test, via=lw.MonteCarlo(draws=3, seed=7)).draws
+    generator = torch.Generator().manual_seed(7)
+    for found in drawn:
+        vectors = fitted.covariance.sample(1, generator)
+        flat = problem.theta + torch.cat([vectors[b.name][0] for b in problem.blocks])
+        start, weights = 0, {}
+        for block in problem.blocks:
+            weights |= block.split(flat[start : start + block.size])
+            start += block.size
+        close(found, torch.func.functional_call(problem.model, weights, problem.test).detach(), 1e-10)
+
+
+# --- differentiable in x ---------------------------------------------------------------------------------------------
+
+
+def inputs_of(problem, x: Tensor):
+    return {"pixel_values": x} if problem.case.name == "vit" else x
+
+
+@every_method
+@pytest.mark.parametrize("name", ["mlp", "grouped_strided_conv", "cnn_bn_inplace", "prelu"])
+def test_moments_are_differentiable_in_x(name, method):
+    problem = setup(name)
+    fitted = problem.fit(method)
+    x = problem.test[:2].clone().requires_grad_()
+
+    def moments(x: Tensor) -> tuple[Tensor, ...]:
+        latent = fitted.latent(x)
+        return latent.mean, latent.variance, latent.covariance, fitted.latent(x, joint=True).covariance
+
+    assert torch.autograd.gradcheck(moments, (x,), eps=1e-6, atol=1e-6, rtol=1e-5, fast_mode=True)
+    latent = fitted.latent(x)
+    assert latent.variance.requires_grad
+    assert not fitted.latent(x.detach()).variance.requires_grad
+    with torch.no_grad():
+        assert not fitted.latent(x).variance.requires_grad
+
+
+@pytest.mark.parametrize("method", ["full", "kfac", "ella_residual", "diagonal"])
+@pytest.mark.parametrize("name", ["attention", "vit"])
+def test_transformers_are_differentiable_in_x(name, method):
+    problem = setup(name)
+    fitted = problem.fit(METHODS[method], tune=None)
+    x = (problem.test["pixel_values"] if name == "vit" else problem.test)[:1].clone().requires_grad_()
+    variance = lambda x: fitted.latent(inputs_of(problem, x)).variance  # noqa: E731
+    assert torch.autograd.gradcheck(variance, (x,), eps=1e-6, atol=1e-6, rtol=1e-4, fast_mode=True)
+
+
+@every_method
+def test_variance_gradient_equals_the_dense_one(method):
+    """Every entry, not a random direction, against autograd through the dense oracle."""
+    problem = setup("mlp")
+    fitted = problem.fit(method)
+    sigma = fitted.covariance.to_dense()
+    names = [name for block in problem.blocks for name in block.parameters]
+    values = {n: p.detach() for n, p in problem.model.named_parameters() if n in names}
+    x = problem.test.clone().requires_grad_()
+
+    def dense_variance(x: Tensor) -> Tensor:
+        rows = []
+        for sample in x:
+            J = torch.func.jacrev(lambda v, s=sample: torch.func.functional_call(problem.model, v, (s[None],))[0])(
+                values
+            )
+            J = torch.cat([block.join(J) for block in problem.blocks], -1)  # (C, P)
+            rows.append((J @ sigma * J).sum(-1))
+        return torch.stack(rows)
+
+    weights = torch.randn(3, 3, dtype=torch.float64)
+    wanted = torch.autograd.grad((dense_variance(x) * weights).sum(), x)[0]
+    found = torch.autograd.grad((fitted.latent(x).variance * weights).sum(), x)[0]
+    close(found, wanted, 1e-8)
+
+
+def test_predictions_are_differentiable_in_x():
+    problem = setup("mlp")
+    fitted = problem.fit(lw.KFAC())
+    x = problem.test.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: fitted.predict(x).probs, (x,), atol=1e-6)
+    assert torch.autograd.gradcheck(lambda x: fitted.latent(x, via=lw.MonteCarlo(draws=5)).variance, (x,), atol=1e-6)
+
+
+# --- loaders ---------------------------------------------------------------------------------------------------------
+
+
+@every_method
+@pytest.mark.parametrize("name", ["mlp", "squeezed", "grouped_strided_conv", "bilinear", "prelu"])
+def test_loaders_predict_as_tensors_do(name, method):
+    problem = setup(name)
+    fitted = problem.fit(method)
+    whole = fitted.predict(problem.x)
+    parts = fitted.predict(problem.loader)
+    for attribute in ("probs",) if problem.case.classification else ("mean", "variance"):
+        close(getattr(parts, attribute), getattr(whole, attribute), 1e-9)
+    close(parts.log_prob(problem.y), whole.log_prob(problem.y), 1e-9)
+    latent = fitted.latent(problem.loader)
+    close(latent.covariance, fitted.latent(problem.x).covariance, 1e-9)
+
+
+def test_loaders_of_dictionaries():
+    problem = setup("gpt2")
+    fitted = problem.fit(lw.KFAC())
+    close(fitted.predict(problem.loader).probs, fitted.predict(problem.x).probs)
+    close(fitted.latent(problem.loader).covariance, fitted.latent(problem.x).covariance)
+
+
+@every_method
+def test_texts_of_other_lengths_share_a_loader(method):
+    """One batch of single tokens beside longer ones: other positions, other factors."""
+    problem = setup("attention")
+    fitted = problem.fit(method)
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randn(2, length, 6, generator=generator, dtype=torch.float64) for length in (3, 1, 5)]
+    together = fitted.latent(texts)
+    for i, text in enumerate(texts):
+        alone = fitted.latent(text)
+        close(together.mean[2 * i : 2 * i + 2], alone.mean)
+        close(together.covariance[2 * i : 2 * i + 2], alone.covariance, 1e-9)
+        close(together.variance[2 * i : 2 * i + 2], alone.variance, 1e-9)
+    assert together.sample(3, torch.Generator().manual_seed(0)).shape == (3, 6, 3)
+
+
+# --- lower precision -------------------------------------------------------------------------------------------------
+
+
+@every_method
+@pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "attention"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-4), (torch.bfloat16, 0.15)])
+def test_lower_precision_is_close(name, dtype, tolerance, method):
+    """Sums are kept in float32 whatever the model's dtype."""
+    case = setup(name).case
+    reference, model = case.build(), case.build().to(dtype)
+    rounded = case.build().to(dtype).double()
+    reference.load_state_dict(rounded.state_dict())  # the same weights, exactly
+    x = case.inputs(9, 1).to(dtype)
+    new, y = case.inputs(3, 2).to(dtype), case.targets(9, 1)
+    options = {"params": EVERY, "likelihood": lw.Categorical(), "prior_precision": 2.0}
+    wanted = lw.fit(reference, cut(x.double(), y, (5, 3, 1)), method, **options)
+    fitted = lw.fit(model, cut(x, y, (5, 3, 1)), method, **options)
+    assert fitted.covariance.dtype in (torch.float32, torch.float64)
+    latent, exact = fitted.latent(new), wanted.latent(new.double())
+    assert latent.variance.dtype == torch.float32
+    assert psd(latent.covariance.double(), 1e-5)
+    scale = exact.variance.max()
+    assert (latent.variance.double() - exact.variance).abs().max() < tolerance * scale
+    assert (fitted.predict(new).probs.double() - wanted.predict(new.double()).probs).abs().max() < tolerance / 2
+    drawn = fitted.sample(2)
+    assert all(value.dtype == dtype for value in drawn.values())
+    assert fitted.latent(new, via=lw.MonteCarlo(draws=3)).mean.shape == (3, case.outputs)
+    assert abs(fitted.log_marginal_likelihood() - wanted.log_marginal_likelihood()) < 10 * tolerance
+
+
+def test_float32_residual_does_not_go_negative():
+    """A residual subtracts nearly equal numbers: variances at training inputs, a tiny prior precision, float32."""
+    model = setup("mlp_scalar").case.build().float()
+    x = torch.linspace(-2, 2, 60)[:, None].expand(-1, 3).contiguous()
+    y = torch.sin(x[:, :1])
+    for method in (lw.Full(form="dual"), lw.ELLA(rank=10_000, rows="all", residual="prior")):
+        fitted = lw.fit(model, [(x, y)], method, likelihood=lw.Gaussian(1e-4), prior_precision=1e-4)
+        twin = lw.fit(
+            setup("mlp_scalar").case.build().float().double(), [(x.double(), y.double())], lw.Full(form="primal"),
+            likelihood=lw.Gaussian(1e-4), prior_precision=1e-4,
+        )  # fmt: skip
+        variance, wanted = fitted.latent(x).variance, twin.latent(x.double()).variance
+        assert (variance > 0).all()
+        assert ((variance.double() - wanted).abs() < 0.02 * wanted + 1e-9).all()

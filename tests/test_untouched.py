@@ -1,0 +1,272 @@
+"""The user's model and torch's global switches are bit for bit what they were: after success, and after an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from tests import oracle
+from tests.zoo import ZOO, Case
+
+CASES = [
+    "mlp", "mlp_relu_inplace", "cnn_bn_inplace", "mha", "encoder_layer", "gpt2", "lstm", "tied", "custom_parameter",
+    "weight_norm", "all_frozen", "frozen_trunk", "compiled", "residual_block",
+]  # fmt: skip
+EVERY = lw.matching("*")
+HOOKS = [
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called", "_state_dict_hooks",
+]  # fmt: skip
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """Everything that the library might leave changed: values are copied, objects are held by identity."""
+    taken: dict[str, Any] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        taken[f"{path}/attributes"] = {key: id(value) for key, value in vars(module).items()}
+        if isinstance(module, nn.RNNBase):  # lists of its own beside the parameters
+            taken[f"{path}/flat"] = [id(value) for value in module._flat_weights]
+        taken[f"{path}/training"] = module.training
+        for store in ("_parameters", "_buffers", "_modules"):
+            taken[f"{path}/{store}"] = {key: id(value) for key, value in getattr(module, store).items()}
+        for store in HOOKS:
+            taken[f"{path}/{store}"] = {key: id(value) for key, value in getattr(module, store).items()}
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        taken[f"{name}/value"] = value.detach().clone()
+        taken[f"{name}/grad"] = None if value.grad is None else (id(value.grad), value.grad.clone())
+        hooks = None if value._backward_hooks is None else len(value._backward_hooks)
+        taken[f"{name}/flags"] = (value.requires_grad, value.is_leaf, value._version, value.data_ptr(), hooks)
+    return taken
+
+
+def switches() -> dict[str, Any]:
+    """Torch's global state."""
+    from torch._dynamo.eval_frame import _stance
+
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "anomaly": torch.is_anomaly_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "fastpath": torch.backends.mha.get_fastpath_enabled(),
+        "sdp": [
+            torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
+        ],
+        "modes": torch._C._len_torch_function_stack(),
+        "threads": torch.get_num_threads(),
+        "stance": _stance.stance,
+        "random": torch.get_rng_state(),
+    }  # fmt: skip
+
+
+def assert_same(before: Any, after: Any, where: str = "") -> None:
+    if isinstance(before, Tensor):
+        assert before.dtype == after.dtype, where
+        assert torch.equal(before, after), where
+    elif isinstance(before, dict):
+        assert before.keys() == after.keys(), where
+        for key in before:
+            assert_same(before[key], after[key], f"{where} {key}")
+    elif isinstance(before, tuple):
+        for old, new in zip(before, after, strict=True):
+            assert_same(old, new, where)
+    else:
+        assert before == after, where
+
+
+def untouched(model: nn.Module, *actions: Callable[[], Any]) -> list[Any]:
+    """Run the actions and check after each that neither the model nor torch changed."""
+    before, torch_before, results = snapshot(model), switches(), []
+    for action in actions:
+        results.append(action())
+        assert_same(before, snapshot(model))
+        assert_same(torch_before, switches())
+    return results
+
+
+def prepared(case: Case) -> nn.Module:
+    """A model of the zoo with gradients of its own, as after a training step."""
+    model = case.build()
+    for index, parameter in enumerate(oracle.uncompiled(model).parameters()):
+        parameter.grad = torch.full_like(parameter, index + 0.5)
+    return model
+
+
+def batch(case: Case, samples: int, seed: int = 0) -> Any:
+    x, y = case.inputs(samples, seed), case.targets(samples, seed)
+    return {**x, "labels": y} if isinstance(x, dict) else (*x, y) if isinstance(x, tuple) else (x, y)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_success_leaves_model_and_torch_as_they_were(name: str) -> None:
+    case = ZOO[name]
+    model, x = prepared(case), case.inputs(3, 5)
+    data = [batch(case, 5), batch(case, 2, 1)]
+    (posterior,) = untouched(model, lambda: lw.fit(model, data, lw.KFAC(), params=EVERY))
+    untouched(
+        model,
+        lambda: lw.coverage(model, x, EVERY),
+        lambda: lw.fit(model, data, lw.ELLA(rank=3, rows=6, residual="prior"), params=EVERY),
+        lambda: name == "custom_parameter" or lw.fit(model, data),
+        lambda: posterior.latent(x),
+        lambda: posterior.latent(x, joint=True),
+        lambda: posterior.predict(x).log_prob(case.targets(3, 5)),
+        lambda: posterior.predict(data, via=lw.MonteCarlo(draws=2)),
+        lambda: posterior.sample(2),
+        lambda: posterior.with_prior(3.0),
+        lambda: posterior.log_marginal_likelihood(linearised_mode=True, loader=data),
+        lambda: posterior.diagnose(),
+    )
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "mha", "gpt2", "custom_parameter", "compiled"])
+@pytest.mark.parametrize("method", [lw.KFAC(), lw.EKFAC(), lw.ELLA(rank=2, rows=4)], ids=str)
+def test_a_loader_that_raises_in_its_second_batch(name: str, method: lw.Method) -> None:
+    case = ZOO[name]
+    model = prepared(case)
+
+    class Breaking:
+        def __init__(self, rounds: int) -> None:
+            self.rounds = rounds
+
+        def __iter__(self) -> Iterator[Any]:
+            self.rounds -= 1
+            yield batch(case, 3)
+            if self.rounds < 0:
+                raise KeyError("disk gone")
+            yield batch(case, 3)
+
+    def run() -> None:
+        for rounds in (1,) if isinstance(method, lw.KFAC) else (1, 2):
+            with pytest.raises(KeyError, match="disk gone"):
+                lw.fit(model, Breaking(rounds), method, params=EVERY)
+
+    untouched(model, run)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "encoder_layer", "gpt2", "lstm", "custom_parameter"])
+def test_a_forward_that_raises_on_any_call(name: str) -> None:
+    case = ZOO[name]
+    model, x = prepared(case), case.inputs(3, 5)
+    data, calls = [batch(case, 3), batch(case, 2, 1)], {"left": 10**9}
+
+    def forward(net: nn.Module, inputs: Any) -> Any:
+        out = oracle.call(net, inputs)
+        calls["left"] -= 1
+        if calls["left"] < 0:
+            raise OSError("power cut")
+        return out
+
+    (posterior,) = untouched(model, lambda: lw.fit(model, data, lw.KFAC(), params=EVERY, forward=forward))
+    fit = lambda: lw.fit(model, data, lw.KFAC(), params=EVERY, forward=forward)  # noqa: E731
+    predict = lambda: (posterior.latent(x), posterior.latent(x, via=lw.MonteCarlo(draws=3)))  # noqa: E731
+
+    def run(action: Callable[[], Any]) -> None:
+        for k in range(4):
+            calls["left"] = k
+            with pytest.raises(OSError, match="power cut"):
+                action()
+            calls["left"] = 10**9
+
+    untouched(model, lambda: run(fit), lambda: run(predict))
+
+
+def test_an_exception_within_a_layer_leaves_swapped_parameters_put_back() -> None:
+    class Fuse(nn.Module):
+        blown = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.blown:
+                raise OSError("fuse")
+            return x
+
+    model = nn.Sequential(nn.Linear(3, 4), Fuse(), nn.Linear(4, 2)).double().eval()
+    x, y = torch.randn(5, 3).double(), torch.randn(5, 2).double()
+    posterior = lw.fit(model, [(x, y)], lw.KFAC())
+    model[1].blown = True
+
+    def run() -> None:
+        for via in (lw.Linearized(), lw.MonteCarlo(draws=2)):
+            with pytest.raises(OSError, match="fuse"):
+                posterior.latent(x, via=via)
+        with pytest.raises(OSError, match="fuse"):
+            lw.fit(model, [(x, y)], lw.KFAC())
+
+    untouched(model, run)
+
+
+def test_hooks_of_the_user_still_run_and_stay() -> None:
+    model = ZOO["mlp"].build()
+    seen: list[str] = []
+    model[0].register_forward_pre_hook(lambda module, args: seen.append("pre"))
+    model[0].register_forward_hook(lambda module, args, out: seen.append("post"))
+    model[2].register_forward_hook(lambda module, args, out: out * 2.0)  # one that changes what the network computes
+    x, y = ZOO["mlp"].inputs(6, 0), ZOO["mlp"].targets(6, 0)
+    (posterior,) = untouched(model, lambda: lw.fit(model, [(x, y)], lw.Full()))
+    assert {"pre", "post"} <= set(seen)
+    seen.clear()
+    latent = posterior.latent(x)
+    assert {"pre", "post"} <= set(seen)
+    torch.testing.assert_close(latent.mean, model(x).detach())
+    names = [name for block in posterior.tangent.blocks for name in block.parameters]
+    sizes = [posterior.tangent.parameters[name].numel() for name in names]
+    parts = zip(names, oracle.jacobian(model, x, names).split(sizes, -1), strict=True)
+    shaped = {name: part.unflatten(-1, posterior.tangent.parameters[name].shape) for name, part in parts}
+    jacobian = torch.cat([block.join(shaped) for block in posterior.tangent.blocks], -1)  # (B, C, P)
+    torch.testing.assert_close(latent.covariance, jacobian @ posterior.covariance.to_dense() @ jacobian.mT)
+    draws = posterior.latent(x, via=lw.MonteCarlo(draws=3))
+    assert draws.draws.shape == (3, 6, 3)
+
+
+def test_inputs_and_targets_are_not_written() -> None:
+    case = ZOO["mlp_relu_inplace"]
+    model = nn.Sequential(nn.ReLU(inplace=False), case.build()).eval()
+    x, y = case.inputs(5, 0), case.targets(5, 0)
+    before = x.clone(), y.clone()
+    posterior = lw.fit(model, [(x, y)], lw.EKFAC(), params=EVERY)
+    posterior.predict(x)
+    posterior.predict(x, via=lw.MonteCarlo(draws=2))
+    assert torch.equal(x, before[0])
+    assert torch.equal(y, before[1])
+    assert not x.requires_grad
+    assert x.grad is None
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "mha", "lstm", "gpt2", "custom_parameter", "compiled"])
+def test_inference_mode_changes_nothing(name: str) -> None:
+    """`torch.inference_mode()` around fit, load or predict, and tensors made in it."""
+    case = ZOO[name]
+    model, x = case.build(), case.inputs(3, 5)
+    posterior = lw.fit(model, [batch(case, 5)], lw.KFAC(), params=EVERY)
+    expected = posterior.latent(x).covariance
+    with torch.inference_mode():
+        inside = lw.fit(model, [batch(case, 5)], lw.KFAC(), params=EVERY)
+        made = case.inputs(3, 5)
+        found = posterior.latent(x).covariance
+        drawn = posterior.latent(made, via=lw.MonteCarlo(draws=2)).mean
+        posterior.with_prior(2.0).diagnose()
+        assert torch.is_inference_mode_enabled()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(inside.latent(made).covariance, expected)
+    torch.testing.assert_close(drawn, posterior.latent(x, via=lw.MonteCarlo(draws=2)).mean)
+
+
+def test_gradients_in_the_inputs_do_not_reach_the_parameters() -> None:
+    model = ZOO["mlp"].build()
+    posterior = lw.fit(model, [batch(ZOO["mlp"], 6)], lw.KFAC())
+    x = ZOO["mlp"].inputs(2, 1).requires_grad_()
+
+    def run() -> None:
+        latent = posterior.latent(x)
+        (latent.variance.sum() + latent.mean.sum()).backward()
+
+    untouched(model, run)
+    assert x.grad is not None
+    assert x.grad.abs().sum() > 0

@@ -1,0 +1,339 @@
+"""The evidence, constants included, against dense oracles and closed forms; and what tuning makes of it."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from sklearn.linear_model import BayesianRidge
+from torch import Tensor, nn
+from torch.distributions import MultivariateNormal
+
+import lapwing as lw
+from lapwing.errors import LapwingError
+from lapwing.tuning.evidence import maximise
+from tests import oracle
+from tests.conformance import NOISE, Setup, close, cut, picked_rows, setup, subspace
+
+METHODS = {
+    "full": lw.Full(form="primal"), "dual": lw.Full(form="dual"), "diagonal": lw.Diagonal(), "kfac": lw.KFAC(),
+    "ekfac": lw.EKFAC(), "ella": lw.ELLA(rank=5, rows=8), "ella_residual": lw.ELLA(rank=5, rows=8, residual="prior"),
+}  # fmt: skip
+EXACT = {
+    "full": lw.Full(form="primal"), "dual": lw.Full(form="dual"), "kfac": lw.KFAC(), "ekfac": lw.EKFAC(),
+    "ella": lw.ELLA(rank=100, rows="all", residual="prior"),
+}  # fmt: skip
+CASES = ("mlp", "deep_linear", "conv1d", "prelu", "tied", "residual_block")
+
+
+def every(table: dict, name: str = "method"):
+    return pytest.mark.parametrize(name, table.values(), ids=table.keys())
+
+
+def dense_evidence(
+    problem: Setup, method: lw.Method, delta: Tensor, factor: float, tau: float, mean0: float, bound: bool
+) -> Tensor:
+    """The evidence of a method by dense algebra at its own curvature, δ (P,)."""
+    G = problem.G * factor / tau
+    eye = torch.eye(len(G)).double()
+    offset = problem.theta - mean0
+    root = torch.diag(delta.rsqrt())
+    value = problem.log_likelihood * factor / tau - 0.5 * (offset * delta * offset).sum()
+    if isinstance(method, lw.ELLA):
+        V = subspace(picked_rows(problem, method.rows), method.rank)
+        whitened = root @ G @ root
+        value = value - 0.5 * torch.linalg.slogdet(torch.eye(len(V)).double() + V @ whitened @ V.T)[1]
+        return value - 0.5 * ((eye - V.T @ V) @ whitened).trace() if bound else value
+    if isinstance(method, lw.Diagonal):
+        G = torch.diag(G.diagonal())
+    if isinstance(method, (lw.KFAC, lw.EKFAC)):  # its Σ has an oracle of its own
+        sigma = problem.fit(
+            method, data_size=round(9 * factor), temperature=tau, prior_precision=float(delta[0])
+        ).covariance.to_dense()
+        return value + 0.5 * (torch.linalg.slogdet(sigma)[1] + delta.log().sum())
+    return value - 0.5 * torch.linalg.slogdet(eye + root @ G @ root)[1]
+
+
+@every(METHODS)
+@pytest.mark.parametrize("name", CASES)
+def test_evidence_equals_dense(name, method):
+    problem = setup(name)
+    size = len(problem.theta)
+    for delta, factor, tau, mean0 in ((2.0, 1, 1.0, 0.0), (0.03, 4, 1.0, 0.5), (5.0, 1, 3.0, 0.0), (1.0, 4, 0.5, -0.2)):
+        fitted = problem.fit(method, prior_precision=delta, data_size=9 * factor, temperature=tau, prior_mean=mean0)
+        for bound in (False, True):
+            wanted = dense_evidence(problem, method, oracle.precision_vector(delta, size), factor, tau, mean0, bound)
+            assert fitted.log_marginal_likelihood(lower_bound=bound) == pytest.approx(float(wanted), rel=1e-8)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("form", ["primal", "dual"])
+def test_evidence_by_layer(name, form):
+    problem = setup(name)
+    values = torch.tensor([0.3 * 1.8**i for i in range(len(problem.blocks))], dtype=torch.float64)
+    by_name = {block.name: float(v) for block, v in zip(problem.blocks, values, strict=True)}
+    fitted = problem.fit(lw.Full(form=form), prior_precision=by_name)
+    wanted = oracle.evidence(problem.log_likelihood, problem.theta, problem.G, problem.expand(values))
+    assert fitted.log_marginal_likelihood() == pytest.approx(float(wanted), rel=1e-10)
+    moved = problem.fit(lw.Full(form=form)).with_prior(by_name)
+    assert moved.log_marginal_likelihood() == pytest.approx(float(wanted), rel=1e-10)
+
+
+def test_prior_mean_by_parameter():
+    problem = setup("mlp")
+    means = {"2.weight": torch.full((5, 6), 0.7).double(), "4.bias": torch.tensor([1.0, 2.0, 3.0]).double()}
+    fitted = problem.fit(lw.Full(), prior_mean=means)
+    full = {n: means.get(n, torch.zeros_like(p)) for n, p in problem.tangent.parameters.items()}
+    mean0 = torch.cat([block.join(full) for block in problem.blocks])
+    wanted = oracle.evidence(problem.log_likelihood, problem.theta, problem.G, 2.0, mean0)
+    assert fitted.log_marginal_likelihood() == pytest.approx(float(wanted), rel=1e-10)
+
+
+# --- linear-Gaussian models ------------------------------------------------------------------------------------------
+
+
+def linear_problem(outputs: int = 2, samples: int = 12) -> tuple[nn.Linear, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 3, generator=generator, dtype=torch.float64)
+    truth = torch.randn(3, outputs, generator=generator, dtype=torch.float64)
+    y = x @ truth + 0.5 + 0.4 * torch.randn(samples, outputs, generator=generator, dtype=torch.float64)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Linear(3, outputs).double().eval(), x, y
+
+
+def to_mode(model: nn.Linear, x: Tensor, y: Tensor, delta: float, noise: float, mean0: float = 0.0) -> Tensor:
+    """Writes the mode of the linear-Gaussian model into its weights; returns one output's posterior covariance."""
+    design = torch.cat([x, torch.ones(len(x), 1).double()], 1)
+    precision = design.T @ design / noise + delta * torch.eye(design.shape[1]).double()
+    mode = torch.linalg.solve(precision, design.T @ y / noise + delta * mean0)  # (I + 1, O)
+    with torch.no_grad():
+        model.weight.copy_(mode[:-1].T)
+        model.bias.copy_(mode[-1])
+    return torch.linalg.inv(precision)
+
+
+def closed_form(x: Tensor, y: Tensor, delta: float, noise: float, mean0: float = 0.0) -> float:
+    """Log p(y) of Bayesian linear regression, outputs independent."""
+    design = torch.cat([x, torch.ones(len(x), 1).double()], 1)
+    marginal = MultivariateNormal(design.sum(1) * mean0, design @ design.T / delta + noise * torch.eye(len(x)).double())
+    return float(marginal.log_prob(y.T).sum())
+
+
+@every(EXACT)
+@pytest.mark.parametrize(("delta", "noise", "mean0"), [(0.5, 0.3, 0.0), (20.0, 0.05, 0.4), (1e-3, 2.0, -1.0)])
+def test_linear_regression_is_conjugate(method, delta, noise, mean0):
+    """Posterior, predictive and evidence at the mode are the closed forms."""
+    model, x, y = linear_problem()
+    sigma = to_mode(model, x, y, delta, noise, mean0)
+    loader = cut(x, y, (5, 4, 3))
+    fitted = lw.fit(model, loader, method, likelihood=lw.Gaussian(noise), prior_precision=delta, prior_mean=mean0)
+    close(fitted.covariance.to_dense(), torch.block_diag(sigma, sigma), 1e-8)
+    assert fitted.log_marginal_likelihood() == pytest.approx(closed_form(x, y, delta, noise, mean0), rel=1e-9)
+    assert fitted.log_marginal_likelihood(linearised_mode=True, loader=loader) == pytest.approx(
+        closed_form(x, y, delta, noise, mean0), rel=1e-9
+    )
+    new = torch.randn(4, 3, dtype=torch.float64)
+    design = torch.cat([new, torch.ones(4, 1).double()], 1)
+    prediction = fitted.predict(new)
+    epistemic = (design @ sigma * design).sum(1)[:, None].expand(-1, 2)
+    close(prediction.mean, design @ torch.cat([model.weight.T, model.bias[None]]).detach(), 1e-10)
+    close(prediction.variance, epistemic + noise, 1e-8)
+    close(prediction.epistemic_variance, epistemic, 1e-8)
+    target = torch.randn(4, 2, dtype=torch.float64)
+    density = torch.distributions.Normal(prediction.mean, (epistemic + noise).sqrt()).log_prob(target).sum(1)
+    close(prediction.log_prob(target), density, 1e-8)
+
+
+@every(EXACT)
+@pytest.mark.parametrize("delta", [1e-3, 0.7, 50.0])
+def test_linearised_mode_is_exact_away_from_the_mode(method, delta):
+    model, x, y = linear_problem()
+    loader = cut(x, y, (5, 4, 3))
+    fitted = lw.fit(model, loader, method, likelihood=lw.Gaussian(NOISE), prior_precision=delta, prior_mean=0.3)
+    found = fitted.log_marginal_likelihood(linearised_mode=True, loader=loader)
+    assert found == pytest.approx(closed_form(x, y, delta, NOISE, 0.3), rel=1e-8)
+    assert fitted.log_marginal_likelihood() < found
+
+
+@pytest.mark.parametrize("form", ["primal", "dual"])
+@pytest.mark.parametrize("name", ["mlp_scalar", "deep_linear", "conv1d", "prelu", "lstm"])
+def test_linearised_mode_is_the_linearised_networks_evidence(name, form):
+    """`y ~ N(f + J(μ0 - θ̂), J Δ⁻¹ Jᵀ + σ²I)`, one δ a layer; on batches cut smaller than the loader's too."""
+    problem = setup(name)
+    values = torch.tensor([0.3 * 1.8**i for i in range(len(problem.blocks))], dtype=torch.float64)
+    J = problem.J.flatten(0, 1)
+    mean = problem.f.flatten() + J @ (0.1 - problem.theta)
+    observed = J @ torch.diag(1 / problem.expand(values)) @ J.T + NOISE * torch.eye(len(J)).double()
+    wanted = MultivariateNormal(mean, observed).log_prob(problem.y.flatten())
+    by_name = {block.name: float(v) for block, v in zip(problem.blocks, values, strict=True)}
+    fitted = problem.fit(lw.Full(form=form), prior_precision=by_name, prior_mean=0.1)
+    for loader in (problem.loader, cut(problem.x, problem.y, (9,))):
+        found = fitted.log_marginal_likelihood(linearised_mode=True, loader=loader)
+        assert found == pytest.approx(float(wanted), rel=1e-9)
+
+
+# --- subspaces -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("residual", [None, "prior"])
+@pytest.mark.parametrize("name", ["mlp", "conv1d", "tied"])
+def test_lower_bound_grows_to_fulls_evidence(name, residual):
+    problem = setup(name)
+    for delta in (0.05, 3.0):
+        full = problem.fit(lw.Full(form="primal"), prior_precision=delta).log_marginal_likelihood()
+        fits = [
+            problem.fit(lw.ELLA(rank=rank, rows="all", residual=residual), prior_precision=delta)
+            for rank in (1, 2, 4, 8, 16, 10_000)
+        ]
+        bounds = [fit.log_marginal_likelihood(lower_bound=True) for fit in fits]
+        own = [fit.log_marginal_likelihood() for fit in fits]
+        assert all(lower < upper + 1e-9 for lower, upper in pairwise(bounds))
+        assert all(lower > upper - 1e-9 for lower, upper in pairwise(own))
+        assert bounds[0] < full - 0.1
+        assert bounds[-1] == pytest.approx(full, rel=1e-9)
+        assert own[-1] == pytest.approx(full, rel=1e-9)
+
+
+def test_lower_bound_needs_a_fit_that_prepared_it():
+    problem = setup("mlp")
+    with pytest.raises(LapwingError, match="tune"):
+        problem.fit(lw.ELLA(rank=2, rows=8), tune=None).log_marginal_likelihood(lower_bound=True)
+
+
+# --- tuning ----------------------------------------------------------------------------------------------------------
+
+
+def value(posterior: lw.Posterior, shift: Tensor | float, log_noise: float = 0.0) -> float:
+    """What tuning maximises, at δ exp(shift) and σ² exp(log_noise)."""
+    precision = posterior.prior.precision * torch.as_tensor(shift, dtype=torch.float64).exp()
+    noise = None if posterior.noise_variance is None else posterior.noise_variance * math.exp(log_noise)
+    return posterior.at(precision, noise).log_marginal_likelihood(lower_bound=True)
+
+
+def slope(function, step: float = 1e-3) -> float:
+    return (function(step) - function(-step)) / (2 * step)
+
+
+def assert_tuned(posterior: lw.Posterior, per_layer: bool, noise: bool) -> None:
+    """Stationary in log δ (each of them) and log σ², and nowhere better in steps of up to four e-folds."""
+    blocks, best = len(posterior.prior.precision), value(posterior, 0.0)
+    directions = list(torch.eye(blocks).double()) if per_layer else [torch.ones(blocks).double()]
+    tolerance = 1e-4 * max(1.0, abs(best) ** 0.5)
+    for direction in directions:
+        assert abs(slope(lambda h, d=direction: value(posterior, h * d))) < tolerance
+    if noise:
+        assert abs(slope(lambda h: value(posterior, 0.0, h))) < tolerance
+    steps = (-4.0, -1.0, -0.1, 0.0, 0.1, 1.0, 4.0)
+    for direction in directions:
+        for first in steps:
+            for second in steps if noise else (0.0,):
+                assert value(posterior, first * direction, second) <= best + 1e-8 * abs(best)
+
+
+@every(METHODS)
+@pytest.mark.parametrize("per_layer", [False, True], ids=["scalar", "per_layer"])
+@pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace"])
+def test_tuned_precision_is_a_maximum(name, method, per_layer):
+    fitted = setup(name).fit(method, prior_precision=None, tune=lw.Evidence(per_layer=per_layer))
+    assert isinstance(fitted.prior_precision, dict) == per_layer
+    assert_tuned(fitted, per_layer, noise=False)
+
+
+@every(METHODS)
+@pytest.mark.parametrize("per_layer", [False, True], ids=["scalar", "per_layer"])
+@pytest.mark.parametrize("name", ["deep_linear", "conv1d"])
+def test_tuned_precision_and_noise_are_a_maximum(name, method, per_layer):
+    options = {"likelihood": lw.Gaussian(), "prior_precision": None, "tune": lw.Evidence(per_layer=per_layer)}
+    assert_tuned(setup(name, samples=30).fit(method, **options), per_layer, noise=True)
+
+
+def test_what_is_given_is_kept():
+    problem = setup("deep_linear")
+    given = problem.fit(lw.Full(), prior_precision=0.7, likelihood=lw.Gaussian())
+    assert given.prior_precision == 0.7
+    assert abs(slope(lambda h: value(given, 0.0, h))) < 1e-4
+    noisy = problem.fit(lw.Full(), prior_precision=None, likelihood=lw.Gaussian(0.2))
+    assert noisy.noise_variance == 0.2
+    assert abs(slope(lambda h: value(noisy, h))) < 1e-4
+    both = problem.fit(lw.Full(), prior_precision=0.7, likelihood=lw.Gaussian(0.2))
+    assert (both.prior_precision, both.noise_variance) == (0.7, 0.2)
+    plain = problem.fit(lw.Full(), prior_precision=None, likelihood=lw.Gaussian(), tune=None)
+    assert plain.prior_precision == 1.0
+    residuals = (problem.f - problem.y).square().mean()
+    assert plain.noise_variance == pytest.approx(float(residuals), rel=1e-12)
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_targets_that_are_met_exactly_leave_a_finite_noise(per_layer):
+    """Nothing bounds σ² from below where every residual is 0; it stays a positive number and predictions finite."""
+    problem = setup("deep_linear", samples=60)
+    loader = cut(problem.x, problem.f.clone(), (35, 25))
+    fitted = problem.fit(
+        lw.KFAC(), loader=loader, likelihood=lw.Gaussian(), prior_precision=None, tune=lw.Evidence(per_layer=per_layer)
+    )
+    assert 0 < fitted.noise_variance < 1e-9
+    assert torch.isfinite(fitted.predict(problem.test).log_prob(problem.y[:3])).all()
+
+
+def test_validation_tunes_noise_by_the_bound_and_precision_by_held_out_data():
+    problem = setup("deep_linear", samples=30)
+    held_out = cut(problem.case.inputs(20, 5), problem.case.targets(20, 5), (12, 8))
+    method = lw.ELLA(rank=3, rows=8)
+    by_evidence = problem.fit(method, likelihood=lw.Gaussian(), prior_precision=None)
+    fitted = problem.fit(method, likelihood=lw.Gaussian(), prior_precision=None, tune=lw.Validation(held_out))
+    assert fitted.noise_variance == pytest.approx(by_evidence.noise_variance, rel=1e-6)
+
+    def score(posterior: lw.Posterior) -> float:
+        return float(sum(posterior.predict(x).log_prob(y).sum() for x, y in held_out))
+
+    best = score(fitted)
+    for step in (0.5, 0.1, 3.0, 30.0):
+        assert score(fitted.with_prior(fitted.prior_precision * step)) <= best + 0.01 * abs(best)
+
+
+def test_linear_regression_tunes_to_bayesian_ridge():
+    """Evidence and mode in turn end where MacKay's iteration does: scikit-learn's BayesianRidge without hyperpriors."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(40, 5, generator=generator, dtype=torch.float64)
+    y = (
+        x @ torch.randn(5, 1, generator=generator, dtype=torch.float64)
+        + 0.7 * torch.randn(40, 1, generator=generator).double()
+    )
+    model = nn.Linear(5, 1, bias=False).double().eval()
+    delta, noise = 1.0, 1.0
+    for _ in range(40):
+        mode = torch.linalg.solve(x.T @ x / noise + delta * torch.eye(5).double(), x.T @ y / noise)
+        with torch.no_grad():
+            model.weight.copy_(mode.T)
+        fitted = lw.fit(model, cut(x, y, (25, 15)), lw.Full(), likelihood="gaussian")
+        delta, noise = fitted.prior_precision, fitted.noise_variance
+    ridge = BayesianRidge(
+        max_iter=1000, tol=1e-10, alpha_1=0, alpha_2=0, lambda_1=0, lambda_2=0, fit_intercept=False, compute_score=True
+    ).fit(x.numpy(), y[:, 0].numpy())
+    assert delta == pytest.approx(ridge.lambda_, rel=1e-3)
+    assert noise == pytest.approx(1 / ridge.alpha_, rel=1e-3)
+    assert fitted.log_marginal_likelihood() == pytest.approx(ridge.scores_[-1], rel=1e-5)
+    new = torch.randn(6, 5, generator=generator, dtype=torch.float64)
+    mean, std = ridge.predict(new.numpy(), return_std=True)
+    prediction = fitted.predict(new)
+    close(prediction.mean[:, 0], torch.from_numpy(mean), 1e-3)
+    close(prediction.std[:, 0], torch.from_numpy(std), 1e-3)
+
+
+def test_effective_parameters_are_mackays_gamma():
+    problem = setup("deep_linear")
+    for method in (lw.Full(form="primal"), lw.Full(form="dual")):
+        fitted = problem.fit(method, prior_precision=0.4)
+        wanted = len(problem.theta) - 0.4 * float(oracle.laplace_covariance(problem.G, 0.4).trace())
+        assert fitted.diagnose().effective_parameters == pytest.approx(wanted, rel=1e-8)
+
+
+@pytest.mark.parametrize("top", [-3.2, 0.123456, 3.9])
+def test_maximise_finds_the_top(top):
+    assert maximise(lambda x: -((x - top) ** 2), -5, 5, 11) == pytest.approx(top, abs=1e-5)
+    assert maximise(lambda x: x, -5, 5, 11) == 5
+    assert maximise(lambda x: -x, -5, 5, 11) == -5
+    assert maximise(lambda x: math.nan if x < -4 else -((x - top) ** 2), -5, 5, 11) == pytest.approx(top, abs=1e-5)
