@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from .blocks import Block, Matrix, Vectors, join, split
+from .chunk import Record
 from .jacobian import BlockJacobian, Rows
-from .network import Record, Tangent, coverage
+from .network import Tangent, coverage
 from .outer import Outer, SharedOuter
 from .probe import Coverage
 from .selection import LastLayer, Predicate, everything, last_layer, matching

@@ -22,12 +22,9 @@ from ..errors import LapwingError
 from ..numerics import accumulation_dtype
 from .blocks import Block
 from .eager import LOCK, outside_inference, parameters_of, uncompiled, without_compiled
-from .jacobian import BlockJacobian, Rows, SumOfUses
-from .layers.embedding import OneHot
-from .layers.generic import per_sample_rows
-from .outer import Outer, SharedOuter
+from .chunk import Record
 from .probe import Coverage, Covered, Plan, check_mode, probe
-from .record import Noted, output_gradients, run, wants_gradient
+from .record import run, wants_gradient
 from .selection import LastLayer, Predicate, everything
 
 log = logging.getLogger("lapwing")
@@ -183,34 +180,16 @@ class Tangent:
         watched = {id(named[name]): name for name in self.plan.watched}
         outputs, noted = run(self.model, inputs, self.forward, watched)
         batches.check_outputs(outputs, "these inputs")
-        samples = outputs.shape[0]
         if outputs.shape[1] != self.outputs:
             raise LapwingError(
                 f"Asked for the {self.outputs} outputs of {type(self.model).__name__} at {batches.describe(inputs)}, found "
                 f"outputs of shape {tuple(outputs.shape)}; as many as on the first batch are needed: check the shape of the "
                 "inputs, and give a single sample as x[None]."
             )
-        self.plan.check_order([use.names for use in noted], samples, type(self.model).__name__)
+        self.plan.check_order([use.names for use in noted], len(outputs), type(self.model).__name__)
         if callable(cotangents):
             cotangents = cotangents(outputs if differentiable else outputs.detach())
-        gradients = output_gradients(outputs, noted, cotangents, differentiable)
-        if not differentiable:
-            outputs = outputs.detach()
-            for use in noted:
-                use.use.inputs = use.use.inputs.detach()
-        generic_names = [n for block in self.blocks if block.family == "generic" for n in block.parameters]
-        rows: dict[str, Tensor] = {}
-        if generic_names:
-            width = outputs.shape[1]
-            u = cotangents
-            if u is None:
-                u = torch.eye(width, dtype=outputs.dtype, device=outputs.device).expand(samples, -1, -1)
-            values = {name: named[name] for name in generic_names}
-            with torch.set_grad_enabled(differentiable):
-                rows = per_sample_rows(self.model, self.forward, values, inputs, u.mT.to(outputs.dtype))
-            rows = rows if differentiable else {name: row.detach() for name, row in rows.items()}
-        count = outputs.shape[1] if cotangents is None else cotangents.shape[-1]
-        return Record(self, outputs.to(self.dtype), samples, count, dtype, noted, gradients, rows)
+        return Record(self, inputs, outputs, noted, cotangents, dtype, differentiable)
 
     def records(
         self, inputs: Any, cotangents: Cotangents = None, dtype: torch.dtype | None = None, rows_held: int = 0
@@ -274,81 +253,6 @@ def _checked_network(model: Any) -> nn.Module:
             )
     check_mode(model)
     return model
-
-
-class Record(Mapping[str, BlockJacobian]):
-    """One chunk of samples, seen through the network's Jacobian: block name -> `BlockJacobian`, built when asked for.
-
-    Attributes:
-        outputs: f (B, C).
-        samples: B.
-        cotangents: R.
-    """
-
-    def __init__(
-        self,
-        tangent: Tangent,
-        outputs: Tensor,
-        samples: int,
-        cotangents: int,
-        dtype: torch.dtype,
-        noted: list[Noted],
-        gradients: list[Tensor | None],
-        rows: dict[str, Tensor],
-    ) -> None:
-        self._tangent, self._noted, self._gradients, self._rows = tangent, noted, gradients, rows
-        self.outputs, self.samples, self.cotangents, self.dtype = outputs, samples, cotangents, dtype
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterates over block names."""
-        return (block.name for block in self._tangent.blocks)
-
-    def __len__(self) -> int:
-        """Number of blocks."""
-        return len(self._tangent.blocks)
-
-    def __getitem__(self, name: str) -> BlockJacobian:
-        """Builds the Jacobian of one block; patches are unfolded here and freed with the result."""
-        block = next(block for block in self._tangent.blocks if block.name == name)
-        if block.family == "generic":
-            return Rows(torch.cat([self._rows[parameter] for parameter in block.parameters], -1).to(self.dtype))
-        forms = [
-            self._noted[i].use.jacobian(self._gradients[i], axis, self.samples, roles, self.dtype)
-            for i, axis, roles in self._tangent.plan.uses[name]
-        ]
-        if len(forms) == 1:
-            return forms[0]
-        if block.matrix is None:
-            native = [
-                _native(form, self._noted[i].use.matrix())
-                for form, (i, _, _) in zip(forms, self._tangent.plan.uses[name], strict=True)
-            ]
-            return SumOfUses(native)
-        return _concatenate(forms)
-
-    def rows(self) -> Tensor:
-        """Returns the whole Jacobian (B, R, P), blocks in order."""
-        return torch.cat([self[name].rows() for name in self], -1)
-
-
-def _native(form: BlockJacobian, matrix: Any) -> BlockJacobian:
-    """Gives rows in the parameter's own row-major order, for weights whose uses disagree about their layout."""
-    if matrix is None or not matrix.transposed:
-        return form
-    rows = form.rows().unflatten(-1, (matrix.outputs, matrix.inputs)).mT
-    return Rows(rows.flatten(2))
-
-
-def _concatenate(forms: list[Any]) -> BlockJacobian:
-    """Joins several uses of one matrix weight: their positions are added, for `J = Σ_uses Σ_t g a`."""
-    if isinstance(forms[0], OneHot):
-        tokens, g = torch.cat([f.tokens for f in forms], 1), torch.cat([f.unmerged for f in forms], 2)
-        return OneHot(tokens, g, forms[0].vocabulary)
-    if all(isinstance(form, (Outer, SharedOuter)) for form in forms):
-        shared = [SharedOuter(f.a[:, None, None], f.g[:, :, None, None]) if isinstance(f, Outer) else f for f in forms]
-        return SharedOuter(torch.cat([f.a for f in shared], 1), torch.cat([f.g for f in shared], 2))
-    return SumOfUses(forms)
-
 
 
 def coverage(

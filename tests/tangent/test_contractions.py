@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lapwing import batches
 from lapwing import tangent as tn
 from tests import oracle
 from tests.zoo import ZOO
@@ -71,5 +72,30 @@ def test_chunks_and_order_do_not_matter(name):
     case = ZOO[name]
     _, x, tangent = survey(case, 7)
     whole = tangent.record(x).rows()
-    small = torch.cat([tangent.record(c).rows() for _, c in tn.network.batches.chunks(x, 3)])
+    small = torch.cat([tangent.record(c).rows() for _, c in batches.chunks(x, 3)])
     torch.testing.assert_close(small, whole, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_products_with_vectors_by_either_mode(name, monkeypatch):
+    """K = 1 direction and C > 2 outputs take forward mode; both modes equal the dense product, cotangents applied."""
+    case = ZOO[name]
+    model, x, tangent = survey(case)
+    vectors = {b.name: torch.randn(1, b.size, dtype=torch.float64) for b in tangent.blocks}
+    flat = torch.cat(list(vectors.values()), -1)
+    jacobian, calls = dense(model, x, tangent), []
+    plain = tn.chunk.forward_products
+
+    def noted(*args):
+        found = plain(*args)
+        calls.append(found is not None)
+        return found
+
+    monkeypatch.setattr(tn.chunk, "forward_products", noted)
+    u = torch.randn(5, case.outputs, 4, dtype=torch.float64)
+    for cotangents, rows in ((None, jacobian), (u, u.mT @ jacobian)):
+        found = tangent.record(x, cotangents).jvp(vectors)
+        torch.testing.assert_close(found, rows @ flat.T, rtol=1e-8, atol=1e-9)
+    assert len(calls) == 1 + (case.outputs > 2)
+    if name in ("mlp", "cnn_bn_inplace", "attention", "vit", "mha", "residual_block"):
+        assert all(calls)

@@ -1,0 +1,65 @@
+"""Products `J V` by forward mode: K directional derivatives of the whole network, for networks of many outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import jvp, vmap
+
+from ..batches import Forward
+from .eager import batching_quiet
+from .layers.generic import call_with
+
+
+def forward_products(
+    model: nn.Module, forward: Forward | None, parameters: Mapping[str, Tensor], vectors: Mapping[str, Tensor], inputs: Any
+) -> Tensor | None:
+    """Returns `J V` (B, C, K), or None where the network has no forward mode, or one that disagrees with reverse mode.
+
+    Args:
+        model: the network.
+        forward: how it is called.
+        parameters: name -> value of the treated parameters.
+        vectors: name -> directions (K, *shape).
+        inputs: B samples.
+
+    Returns:
+        The products. One random sum of them is compared with a backward pass: torch's forward mode differs from its
+        reverse mode at padding tokens, for instance.
+
+    Cost: about 2 K forward passes and one backward pass; memory of one dual forward pass.
+    """
+    values = {name: value.detach() for name, value in parameters.items()}
+    directions = {name: vectors[name].to(value.dtype) for name, value in values.items()}
+
+    def outputs(given: dict[str, Tensor]) -> Tensor:
+        return call_with(model, forward, given, inputs)
+
+    def product(direction: dict[str, Tensor]) -> Tensor:
+        return jvp(outputs, (values,), (direction,))[1]
+
+    try:
+        with batching_quiet(), torch.no_grad():
+            found = vmap(product, chunk_size=8, out_dims=-1, randomness="error")(directions)  # (B, C, K)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError):
+        return None
+    return found if _agrees(outputs, values, directions, found) else None
+
+
+def _agrees(outputs: Any, values: dict[str, Tensor], directions: dict[str, Tensor], found: Tensor) -> bool:
+    """Compares `uᵀ J V` for a random u with one backward pass."""
+    u = torch.randn(found.shape[:2], generator=torch.Generator().manual_seed(0)).to(found)
+    leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
+    with torch.enable_grad():
+        gradients = torch.autograd.grad(
+            outputs(leaves), list(leaves.values()), u, allow_unused=True, materialize_grads=True
+        )
+    wanted = sum(
+        directions[name].flatten(1) @ gradient.flatten() for name, gradient in zip(leaves, gradients, strict=True)
+    )  # (K,)
+    mine = torch.einsum("bc,bck->k", u, found)
+    eps = torch.finfo(found.dtype).eps
+    return bool((mine - wanted).norm() <= 3 * eps**0.5 * wanted.norm() + 100 * eps * found.abs().sum() / found.shape[-1])

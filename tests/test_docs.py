@@ -1,0 +1,46 @@
+"""What the documentation shows runs: Python blocks of README.md and docs/, and every docstring's examples."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import lapwing
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MODULES = ["lapwing", *sorted(module.name for module in pkgutil.walk_packages(lapwing.__path__, "lapwing."))]
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_of_a_page_run_in_order(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs the blocks in one namespace, in an empty folder; a failure shows the page's own line."""
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text(encoding="utf-8")
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for block in PYTHON.finditer(text):
+        before = "\n" * text.count("\n", 0, block.start(1))
+        exec(compile(before + block[1], str(page), "exec", dont_inherit=True), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    missing = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if not (page.parent / link).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name: str) -> None:
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, extraglobs={"torch": torch, "lw": lapwing}, optionflags=doctest.ELLIPSIS)
+    assert result.failed == 0

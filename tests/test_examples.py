@@ -1,0 +1,155 @@
+"""The examples run, compare() counts what it says, and the trained networks give the numbers of their sources."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import runpy
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+import lapwing as lw
+from lapwing.evaluation import compare
+from lapwing.reproduce import data, models
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture
+def problem() -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
+    x = torch.randn(40, 4)
+    return nn.Linear(4, 3).eval(), [(x[:25], torch.randint(3, (25,))), (x[25:], torch.randint(3, (15,)))]
+
+
+# ---- compare
+
+
+def test_compare_has_the_network_as_a_row(problem) -> None:
+    model, loader = problem
+    posterior = lw.fit(model, loader)
+    table = compare({"KFAC": posterior}, loader, foreign=torch.randn(9, 4) * 3, fit_seconds={"KFAC": 1.5}, repeats=1)
+    assert list(table.rows) == ["MAP", "KFAC"]
+    assert table["MAP"]["passes"] == 1.0
+    assert table["KFAC"]["fit s"] == 1.5
+    assert "fit s" not in table["MAP"]
+    logits, labels = torch.cat([model(x) for x, _ in loader]).detach(), torch.cat([y for _, y in loader])
+    assert table["MAP"]["NLL"] == pytest.approx(float(nn.functional.cross_entropy(logits, labels)), rel=1e-6)
+    assert table["MAP"]["accuracy"] == pytest.approx(float((logits.argmax(1) == labels).double().mean()))
+    probs = posterior.predict(loader).probs
+    assert table["KFAC"]["NLL"] == pytest.approx(float(-probs[range(40), labels].log().mean()), rel=1e-5)
+
+
+def test_compare_takes_ways_networks_and_regression(problem) -> None:
+    model, loader = problem
+    posterior = lw.fit(model, loader)
+    table = compare({"net": model, "drawn": (posterior, lw.MonteCarlo(5))}, loader, repeats=1)
+    assert list(table.rows) == ["net", "drawn"]
+    targets = [(x, torch.randn(len(x), 3)) for x, _ in loader]
+    table = compare({"Full": lw.fit(model, targets, lw.Full())}, targets, foreign=[targets[0]], repeats=1)
+    assert table.columns == ("RMSE", "NLL", "CRPS", "90 % interval", "AUROC", "passes")
+
+
+def test_compare_prints_and_writes(problem) -> None:
+    model, loader = problem
+    table = compare({"KFAC": lw.fit(model, loader)}, loader, repeats=1)
+    assert str(table).splitlines()[0].split() == ["accuracy", "NLL", "ECE", "Brier", "passes"]
+    rows = list(csv.DictReader(table.to_csv().splitlines()))
+    assert float(rows[1]["NLL"]) == table["KFAC"]["NLL"]
+
+
+def test_compare_prints_with_rich(problem) -> None:
+    console = pytest.importorskip("rich.console").Console(record=True, file=io.StringIO(), width=120)
+    model, loader = problem
+    console.print(compare({"KFAC": lw.fit(model, loader)}, loader, repeats=1))
+    assert "KFAC" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("posteriors", "words"),
+    [({}, "at least one posterior"), ({"a": 3}, "found int"), ([], "a dict")],
+)
+def test_compare_refuses(posteriors, words: str, problem) -> None:
+    with pytest.raises(lw.LapwingError, match=words):
+        compare(posteriors, problem[1])
+
+
+def test_compare_refuses_an_empty_loader_and_a_score(problem) -> None:
+    model, loader = problem
+    with pytest.raises(lw.LapwingError, match="no batch"):
+        compare({"net": lw.fit(model, loader)}, [])
+    with pytest.raises(lw.LapwingError, match="'entropy' and 'confidence'"):
+        compare({"net": model}, loader, score="entropie")
+
+
+# ---- examples
+
+
+def test_own_network_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLES / "own_network.py"), run_name="__main__")
+    assert "accuracy" in capsys.readouterr().out
+    assert (tmp_path / "posterior.safetensors").is_file()
+
+
+def demo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_demo_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LAPWING_DATA", raising=False)
+    demo().main()
+    assert "MNIST comparison is left out" in capsys.readouterr().out
+    assert (tmp_path / "demo-output" / "regression.png").stat().st_size > 10_000
+    rows = {row["candidate"]: row for row in csv.DictReader((tmp_path / "demo-output" / "digits.csv").open())}
+    for name, row in rows.items():
+        assert float(row["NLL"]) <= float(rows["MAP"]["NLL"]), name
+
+
+# ---- trained networks
+
+
+def evaluate(model: nn.Module, images: data.Images) -> tuple[float, float]:
+    """Return accuracy and NLL on the whole test set."""
+    with torch.no_grad():
+        logits = torch.cat([model(x) for x in images.x_test.split(500)])
+    right = (logits.argmax(1) == images.y_test).double().mean()
+    return float(right), float(nn.functional.cross_entropy(logits, images.y_test))
+
+
+def test_mnist_network(data_folder: Path) -> None:
+    accuracy, loss = evaluate(models.mnist_cnn(data_folder), data.images("mnist", data_folder))
+    assert accuracy == pytest.approx(0.9901, abs=5e-5)
+    assert loss == pytest.approx(0.0344, abs=5e-5)
+
+
+@pytest.mark.slow
+def test_cifar_network(data_folder: Path) -> None:
+    accuracy, loss = evaluate(models.cifar_resnet20(data_folder), data.images("cifar10", data_folder))
+    assert accuracy == pytest.approx(0.9173, abs=5e-5)
+    assert loss == pytest.approx(0.3727, abs=5e-5)
+
+
+def test_texts_are_decoded(data_folder: Path) -> None:
+    found = data.arrays("text_subj", data_folder)
+    assert len(found["text_train"]) == len(found["y_train"]) == 9000
+    assert isinstance(found["text_train"][0], str)
+
+
+def test_missing_data_say_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(lw.LapwingError, match="no such file"):
+        data.images("mnist", tmp_path)
+    monkeypatch.delenv("LAPWING_DATA", raising=False)
+    with pytest.raises(lw.LapwingError, match="set LAPWING_DATA"):
+        models.mnist_cnn()
+    with pytest.raises(lw.LapwingError, match="'cifar10'"):
+        data.images("imagenet")
