@@ -183,19 +183,31 @@ def _blames_inputs(error: Exception) -> bool:
     """Whether an exception out of the network is about how it was called, or about shapes, dtypes and indices."""
     if isinstance(error, (LapwingError, torch.OutOfMemoryError, NotImplementedError)):
         return False
-    words = ("argument",) if isinstance(error, TypeError) else ("shape", "size", "dtype", "scalar type", "dimension", "index")
+    words = (
+        ("argument",)
+        if isinstance(error, TypeError)
+        else ("shape", "size", "dtype", "scalar type", "dimension", "index")
+    )
     return any(word in str(error) for word in words)
 
 
 def _refused(model: nn.Module, inputs: Any, forward: Forward | None, error: Exception) -> LapwingError:
     """Says what the network did not take: how it was called, or what it was given."""
     call_of = {True: "model(x)", False: "model(*inputs)"}[isinstance(inputs, Tensor)]
-    how = "forward(model, inputs)" if forward is not None else "model(**inputs)" if isinstance(inputs, Mapping) else call_of
+    how = (
+        "forward(model, inputs)"
+        if forward is not None
+        else "model(**inputs)"
+        if isinstance(inputs, Mapping)
+        else call_of
+    )
     weight = next((value.dtype for value in model.parameters() if value.is_floating_point()), torch.float32)
     found = tensors(inputs)
     other = any(leaf.dtype != weight for leaf in found if leaf.is_floating_point() or len(found) == 1)
     if isinstance(error, TypeError):
-        line = "inputs that this call takes, without targets, are needed: pass forward=lambda model, inputs: model(...)."
+        line = (
+            "inputs that this call takes, without targets, are needed: pass forward=lambda model, inputs: model(...)."
+        )
     elif other and ("dtype" in str(error) or "scalar type" in str(error)):
         line = f"inputs in the dtype of its weights, {_short(weight)}, are needed: write x.to({weight})."
     else:

@@ -123,7 +123,9 @@ class _Runner:
     def count(self) -> int:
         """Returns n; goes through the loader where no pass has."""
         if self._expected is None:
-            self._check_size(sum(batches.size(batches.split(batch)[0]) for batch in self._loader), "to count its samples")
+            samples = sum(batches.size(batches.split(batch)[0]) for batch in self._loader)
+            self._check_size(samples, "to count its samples")
+            return samples
         return self._expected
 
     def run(self, method: Method, problem: Problem) -> Covariance:
@@ -265,7 +267,7 @@ def _check_numbers(
             f"Asked for prior_precision={prior_precision} and weight_decay={weight_decay}; one of them is accepted, "
             "since weight_decay sets the prior precision to N times itself: leave one out."
         )
-    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**63:
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**63:
         raise LapwingError(f"Asked for seed={seed!r}; a whole number from 0 to 2**63 - 1 is needed: write seed=0.")
 
 

@@ -96,10 +96,10 @@ def _prior_mean(tangent: Tangent, mean: float | Mapping[str, Tensor]) -> Vectors
             if name in own and not (isinstance(value, Tensor) and value.shape == own[name].shape and value.isfinite().all())
         ]  # fmt: skip
         if unknown or wrong:
+            accepted = ", ".join(f"{name} {tuple(value.shape)}" for name, value in list(own.items())[:4])
             raise LapwingError(
-                f"Asked for prior_mean of {', '.join(unknown + wrong)}, found no treated parameter of that name and "
-                f"shape, or values that are not finite; accepted are {', '.join(f'{name} {tuple(value.shape)}' for name, value in list(own.items())[:4])}...: "
-                "write prior_mean={name: tensor}."
+                f"Asked for prior_mean of {', '.join(unknown + wrong)}, found no treated parameter of that name and shape, "
+                f"or values that are not finite; accepted are {accepted}...: write prior_mean={{name: tensor}}."
             )
         full = {n: mean.get(n, torch.zeros_like(p)).detach().to(p.device, tangent.dtype) for n, p in own.items()}
     elif isinstance(mean, Real) and not isinstance(mean, bool) and isfinite(mean):
@@ -372,7 +372,7 @@ class Posterior:
     @outside_inference
     def _latent(self, inputs: Any, via: Way, joint: bool) -> AnyLatent:
         inputs = batches.plain(inputs)
-        if isinstance(inputs, Tensor) and not inputs.ndim or batches.size(inputs) == 0:
+        if (isinstance(inputs, Tensor) and not inputs.ndim) or batches.size(inputs) == 0:
             raise LapwingError(
                 f"Asked for the latent at {batches.describe(inputs)}, found no samples in it; at least one is needed: give a "
                 "single sample as x[None], and leave empty batches out."

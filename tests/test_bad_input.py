@@ -1,4 +1,4 @@
-"""Bad input gets one clear sentence: what was asked, what was found, what is accepted, the line to write (cases 1 to 15)."""
+"""Bad input gets one clear sentence: what was asked, what was found, what is accepted, the line to write (1 to 15)."""
 
 from __future__ import annotations
 
@@ -129,7 +129,9 @@ def test_3_labels_not_finite() -> None:
 
 # --- 4, 5, 6, 7: range, shape, dtype, device -------------------------------------------------------------------------
 def test_4_labels_out_of_range(posterior: lw.Posterior) -> None:
-    refused(lambda: fit([(X, Y), (X, changed(Y, 2, 3))]), "0 to 2", "(8, 3)", "1 of 8", "index 2: 3", "Linear(features, 4)")
+    refused(
+        lambda: fit([(X, Y), (X, changed(Y, 2, 3))]), "0 to 2", "(8, 3)", "1 of 8", "index 2: 3", "Linear(features, 4)"
+    )
     refused(lambda: fit([(X, Y - 1)]), "0 to 2", "index 0: -1", "keep")
     refused(
         lambda: posterior.log_marginal_likelihood(linearised_mode=True, loader=[(X, Y + 5)]), "0 to 2", "of shape (8,)"
@@ -175,7 +177,9 @@ def test_5_outputs_that_are_no_matrix() -> None:
     flat = lambda model, x: model(x).flatten(0, 1)  # noqa: E731
     refused(lambda: fit([(torch.randn(8, 5, 4), Y)], sequence, forward=flat), *parts)
     refused(lambda: fit([(X, Y)], forward=lambda model, x: [model(x)]), "no tensor", "matrix is needed")
-    refused(lambda: fit([(X, Y)], forward=lambda model, x: model(x).argmax(1)), "int64", "floating-point matrix is needed")
+    refused(
+        lambda: fit([(X, Y)], forward=lambda model, x: model(x).argmax(1)), "int64", "floating-point matrix is needed"
+    )
 
 
 def test_5_other_number_of_outputs_later(posterior: lw.Posterior) -> None:
@@ -189,7 +193,9 @@ def test_5_other_number_of_outputs_later(posterior: lw.Posterior) -> None:
 
     fitted = fit([(X, X)], Wider().eval())
     for via in VIAS:
-        refused(lambda via=via: fitted.predict(X[:, :3], via=via), "4 outputs of Wider", "(8, 3)", "shape of the inputs")
+        refused(
+            lambda via=via: fitted.predict(X[:, :3], via=via), "4 outputs of Wider", "(8, 3)", "shape of the inputs"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.uint8])
@@ -247,9 +253,14 @@ def test_8_an_empty_loader(posterior: lw.Posterior) -> None:
     refused(lambda: fit(short), "loader of type DataLoader", "no batch", "drop_last=True")
     refused(lambda: fit([(X[:0], Y[:0])]), "without samples", "at least one", "length")
     refused(lambda: posterior.predict([]), "0 batches", "pass a tensor")
-    refused(lambda: fit([(X, Y)], tune=lw.Validation([])), "validation data", "no batch", "lw.Validation([(x_val, y_val)])")
     refused(
-        lambda: posterior.log_marginal_likelihood(linearised_mode=True, loader=[]), "0 samples", "8 in the fit", "loader"
+        lambda: fit([(X, Y)], tune=lw.Validation([])), "validation data", "no batch", "lw.Validation([(x_val, y_val)])"
+    )
+    refused(
+        lambda: posterior.log_marginal_likelihood(linearised_mode=True, loader=[]),
+        "0 samples",
+        "8 in the fit",
+        "loader",
     )
 
 
@@ -339,7 +350,9 @@ class Noisy(nn.Module):
 )
 def test_11_noise_in_forward(noise: Callable[[Tensor], Tensor], named: str) -> None:
     model = Noisy(noise).eval()
-    message = refused(lambda: fit([(X, Y)], model), "Noisy", "again on the same batch", "differ", "deterministic", "eval()")
+    message = refused(
+        lambda: fit([(X, Y)], model), "Noisy", "again on the same batch", "differ", "deterministic", "eval()"
+    )
     assert f"calls {named}" in message
     refused(lambda: lw.coverage(model, X), "deterministic")
 
@@ -396,13 +409,20 @@ def test_12_batch_norm_in_training_mode() -> None:
 
 def test_12_batch_norm_without_running_statistics() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 3)).eval()
-    parts = "1 (BatchNorm1d)", "without running statistics", "rest of the batch", "BatchNorm1d(6, track_running_stats=True)"
+    parts = (
+        "1 (BatchNorm1d)",
+        "without running statistics",
+        "rest of the batch",
+        "BatchNorm1d(6, track_running_stats=True)",
+    )
     refused(lambda: fit([(X, Y)], model), *parts)
 
 
 def test_12_samples_that_depend_on_each_other() -> None:
     mixing = Noisy(lambda x: x - x.mean(0)).eval()
-    refused(lambda: fit([(X, Y)], mixing), "Noisy", "one sample", "rest of the batch", "independent", "batch comes first")
+    refused(
+        lambda: fit([(X, Y)], mixing), "Noisy", "one sample", "rest of the batch", "independent", "batch comes first"
+    )
 
 
 # --- 14: structures --------------------------------------------------------------------------------------------------
@@ -517,7 +537,11 @@ def test_15_numbers_of_numpy_are_numbers() -> None:
         ("prior_mean", {"0.weight": X}, ("0.weight", "shape", "0.weight (6, 4)", "prior_mean={name: tensor}")),
         ("prior_mean", {"0.weight": 1.0}, ("0.weight", "0.weight (6, 4)", "prior_mean={name: tensor}")),
         ("prior_mean", {"0.bias": torch.full((6,), NAN)}, ("0.bias", "not finite", "prior_mean={name: tensor}")),
-        ("prior_precision", {"4": 1.0, "*": 1.0}, ("{'4': 1.0}", "0 treated blocks", "the blocks are 0, 2", "{'0': 1.0}")),
+        (
+            "prior_precision",
+            {"4": 1.0, "*": 1.0},
+            ("{'4': 1.0}", "0 treated blocks", "the blocks are 0, 2", "{'0': 1.0}"),
+        ),
         ("prior_precision", {"*": 0.0}, ("{'*': 0.0}", "positive", "the blocks are 0, 2")),
         ("prior_precision", {"*": math.inf}, ("{'*': inf}", "positive", "the blocks are 0, 2")),
         ("prior_precision", {"*": "1"}, ("{'*': '1'}", "positive", "the blocks are 0, 2")),
@@ -531,7 +555,9 @@ def test_15_options_of_fit(option: str, value: Any, parts: tuple[str, ...]) -> N
 
 
 def test_15_options_that_exclude_each_other() -> None:
-    refused(lambda: fit([(X, Y)], prior_precision=1.0, weight_decay=0.1), "prior_precision=1.0", "weight_decay", "leave one")
+    refused(
+        lambda: fit([(X, Y)], prior_precision=1.0, weight_decay=0.1), "prior_precision=1.0", "weight_decay", "leave one"
+    )
 
 
 @pytest.mark.parametrize(
@@ -577,7 +603,9 @@ def test_15_arguments_of_a_posterior(posterior: lw.Posterior) -> None:
         refused(lambda bad=bad: posterior.sample(bad), f"sample(n={bad!r})", "at least 1", "posterior.sample(5")
     refused(lambda: posterior.sample(2, seed="a"), "sample(seed='a')", "at least 0", "posterior.sample(5")
     refused(lambda: posterior.with_prior({"hed": 1.0}), "{'hed': 1.0}", "the blocks are 0, 2")
-    refused(lambda: posterior.with_prior(1.0, noise_variance=0.1), "no noise variance", "lw.Gaussian(noise_variance=...)")
+    refused(
+        lambda: posterior.with_prior(1.0, noise_variance=0.1), "no noise variance", "lw.Gaussian(noise_variance=...)"
+    )
     refused(lambda: posterior.log_marginal_likelihood(linearised_mode=True), "no loader", "loader=loader")
     regression = fit([(X, REAL)])
     for bad in (0, -1.0, NAN, math.inf, "1", True):

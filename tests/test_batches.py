@@ -91,7 +91,9 @@ def test_chunks_cover_every_sample_once(length: int) -> None:
 
 def test_describe_names_structures_and_shapes() -> None:
     text = batches.describe({"x": X, "more": [Z, (Y, "a")], "n": None})
-    expected = "dict(x=Tensor (6, 4) float32, more=list(Tensor (6, 2) float32, tuple(Tensor (6,) int64, str)), n=NoneType)"
+    expected = (
+        "dict(x=Tensor (6, 4) float32, more=list(Tensor (6, 2) float32, tuple(Tensor (6,) int64, str)), n=NoneType)"
+    )
     assert text == expected
 
 
@@ -152,9 +154,11 @@ def test_loaders_and_batch_sizes_do_not_matter(method: lw.Method) -> None:
         same(lw.fit(model, loader, method, **options), whole, x)
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "mha_seq_first", "embedding_bag_of_tokens", "conv1d", "lstm"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "cnn_bn_inplace", "mha_seq_first", "embedding_bag_of_tokens", "conv1d", "lstm"]
+)
 def test_a_first_batch_of_one_sample(name: str) -> None:
-    """Alone it cannot show where layers hold the batch: the same answer, or a sentence that says so; never another answer."""
+    """Alone it cannot show where layers hold the batch: the same answer, or a sentence that says so."""
     case = ZOO[name]
     model, x, y = case.build(), case.inputs(6, 0), case.targets(6, 0)
     whole = lw.fit(model, [(x, y)], lw.KFAC(), prior_precision=1.0)
@@ -177,7 +181,11 @@ def test_dicts_tuples_and_forward() -> None:
     for asked in (x, {"left": left, "right": right}):
         torch.testing.assert_close(named.latent(asked).covariance, whole.latent(x).covariance)
     joined = lw.fit(
-        model, [(torch.cat(x, 1), y)], lw.KFAC(), prior_precision=1.0, forward=lambda net, both: net(*both.split([3, 4], 1))
+        model,
+        [(torch.cat(x, 1), y)],
+        lw.KFAC(),
+        prior_precision=1.0,
+        forward=lambda net, both: net(*both.split([3, 4], 1)),
     )
     torch.testing.assert_close(joined.latent(torch.cat(x, 1)).covariance, whole.latent(x).covariance)
     for via in (lw.Linearized(), lw.MonteCarlo(draws=3)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 from dataclasses import FrozenInstanceError, dataclass, replace
 from pathlib import Path
@@ -29,7 +30,12 @@ METHODS = [
 def data(name: str, samples: int = 8) -> tuple[nn.Module, Any, Tensor, list[Any]]:
     case = ZOO[name]
     x, y = case.inputs(samples, 0), case.targets(samples, 0)
-    return case.build(), x, y, [{**x, "labels": y} if isinstance(x, dict) else (*x, y) if isinstance(x, tuple) else (x, y)]
+    return (
+        case.build(),
+        x,
+        y,
+        [{**x, "labels": y} if isinstance(x, dict) else (*x, y) if isinstance(x, tuple) else (x, y)],
+    )
 
 
 def identical(one: lw.Posterior, other: lw.Posterior, x: Any, y: Tensor) -> None:
@@ -356,7 +362,9 @@ def test_unused_parameters_keep_the_prior(method: lw.Method, tmp_path: Path) -> 
     dense = posterior.covariance.to_dense()
     torch.testing.assert_close(posterior.latent(x).covariance, jacobian @ dense @ jacobian.mT)
     if not (isinstance(method, lw.ELLA) and method.residual is None):
-        variances = torch.cat([posterior.covariance.diagonal()[b.name] for b in posterior.tangent.blocks if "s" in b.name[0]])
+        variances = torch.cat(
+            [posterior.covariance.diagonal()[b.name] for b in posterior.tangent.blocks if "s" in b.name[0]]
+        )
         torch.testing.assert_close(variances, torch.full_like(variances, 0.25))
     drawn = posterior.sample(2)
     assert drawn["spare.weight"].shape == (2, 5, 5)
@@ -396,6 +404,41 @@ def test_threads_that_predict_at_the_same_time(name: str) -> None:
     from torch._dynamo.eval_frame import _stance
 
     assert _stance.stance == "default"
+
+
+def test_copies_and_pickles_bring_their_network_along() -> None:
+    model, x, y, loader = data("cnn_bn_inplace")
+    posterior = lw.fit(model, loader, lw.KFAC())
+    for other in (copy.deepcopy(posterior), pickle.loads(pickle.dumps(posterior))):
+        assert other.tangent.model is not model
+        identical(other, posterior, x, y)
+        with torch.no_grad():
+            next(other.tangent.model.parameters()).add_(1.0)
+        with pytest.raises(lw.LapwingError, match="after the fit"):
+            other.predict(x)
+    identical(posterior, posterior, x, y)
+
+
+def test_threads_of_streamlined_and_monte_carlo() -> None:
+    model, x, _, loader = data("mlp")
+    posterior = lw.fit(model, loader, lw.KFAC())
+    ways = [lw.MonteCarlo(draws=5), lw.Streamlined()]
+    expected = [posterior.latent(x, via=way).mean for way in ways]
+    wrong: list[Any] = []
+
+    def work(turn: int) -> None:
+        try:
+            for i in range(turn, turn + 20):
+                torch.testing.assert_close(posterior.latent(x, via=ways[i % 2]).mean, expected[i % 2])
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(turn,)) for turn in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[0]
 
 
 def test_replace_gives_another_posterior() -> None:

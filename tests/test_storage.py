@@ -171,7 +171,10 @@ def test_13_foreign(tmp_path: Path) -> None:
 def test_13_newer(saved: Path) -> None:
     rewritten(saved, lambda header: header.update(format=storage.FORMAT + 1))
     refused(
-        lambda: lw.load(saved, network()), f"format {storage.FORMAT + 1}", f"the {storage.FORMAT} this", "pip install -U"
+        lambda: lw.load(saved, network()),
+        f"format {storage.FORMAT + 1}",
+        f"the {storage.FORMAT} this",
+        "pip install -U",
     )
 
 

@@ -1,4 +1,4 @@
-"""The user's model and torch's global switches are bit for bit what they were: after success, and after an exception."""
+"""The user's model and torch's switches are bit for bit what they were: after success, and after an exception."""
 
 from __future__ import annotations
 

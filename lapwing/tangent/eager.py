@@ -70,14 +70,15 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
         return dict(model.named_parameters())
 
 
-P, Result = ParamSpec("P"), TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
-def outside_inference(function: Callable[P, Result]) -> Callable[P, Result]:
+def outside_inference(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Runs a function that needs a graph as under `torch.no_grad()` where the caller is in `torch.inference_mode()`."""
 
     @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> Result:
+    def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if not torch.is_inference_mode_enabled():
             return function(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():

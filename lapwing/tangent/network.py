@@ -21,8 +21,8 @@ from ..batches import Forward
 from ..errors import LapwingError
 from ..numerics import accumulation_dtype
 from .blocks import Block
-from .eager import LOCK, outside_inference, parameters_of, uncompiled, without_compiled
 from .chunk import Record
+from .eager import LOCK, outside_inference, parameters_of, uncompiled, without_compiled
 from .probe import Coverage, Covered, Plan, check_mode, probe
 from .record import run, wants_gradient
 from .selection import LastLayer, Predicate, everything

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,10 @@ class Stamp:
     def of(cls, state: Mapping[str, Tensor]) -> Stamp:
         """Takes the stamp of `Tangent.state()`. Time O(number of tensors)."""
         return cls(dict(state), _versions(state), _values(state))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes up the write counters of the copies: `copy.deepcopy` and pickle copy the network with its posterior."""
+        self.__dict__.update(state, versions=_versions(state["tensors"]))
 
     def changed(self, state: Mapping[str, Tensor]) -> str | None:
         """Returns what is no longer as stamped: a tensor's name, or None."""

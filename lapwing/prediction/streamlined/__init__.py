@@ -13,6 +13,7 @@ from ...covariance import Covariance, Latent
 from ...covariance.output import Dense
 from ...errors import LapwingError
 from ...tangent import Tangent
+from ...tangent.eager import without_compiled
 from ...tangent.probe import check_mode
 from ...tangent.record import wants_gradient
 from ..way import Way
@@ -62,9 +63,9 @@ class Streamlined(Way):
         """
         _check(tangent, inputs, joint)
         dtype = covariance.record_dtype or tangent.dtype
-        steps = read(tangent, covariance, self.covariance == "full")
-        length = tangent.chunk_length(dtype=dtype, rows_held=numbers_per_sample(steps))
-        with torch.set_grad_enabled(wants_gradient(inputs)), torch.compiler.set_stance("force_eager"):
+        with torch.set_grad_enabled(wants_gradient(inputs)), without_compiled():  # its lock: other threads swap parameters
+            steps = read(tangent, covariance, self.covariance == "full")
+            length = tangent.chunk_length(dtype=dtype, rows_held=numbers_per_sample(steps))
             parts = [propagate(steps, chunk, dtype) for _, chunk in batches.chunks(inputs, length)]
         mean = torch.cat([part.mean for part in parts])
         batches.check_outputs(mean, "these inputs")

@@ -1,0 +1,300 @@
+"""The survey and its chunks: memory stays within the budget at any batch size, and changes no answer."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import lapwing as lw
+from lapwing import batches
+from lapwing.tangent import Tangent
+from lapwing.tangent.probe import Plan
+from tests import oracle
+from tests.zoo import ZOO
+
+EVERY = lw.matching("*")
+SMALL = 2**24
+
+
+class LiveBytes(TorchDispatchMode):
+    """Adds up the bytes of all storages made within the block while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, weakref.ref] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._note(leaf.untyped_storage())
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+
+        def free(_: Any) -> None:
+            self._known.pop(key, None)
+            self.now -= size
+
+        self._known[key] = weakref.ref(storage, free)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+class Sequence(nn.Module):
+    """Embedding, norm, position-wise layers and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.mix = nn.Embedding(500, 64), nn.LayerNorm(64), nn.Linear(64, 128)
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.relu(self.mix(self.norm(self.embed(tokens)))).mean(1))
+
+
+class Recurrent(nn.Module):
+    """A layer that only the generic family covers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(16, 32, batch_first=True), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def cnn() -> nn.Module:
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU()]
+    for _ in range(3):
+        layers += [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, nn.MaxPool2d(4), nn.Flatten(), nn.Linear(256, 10))
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        image_size=16, patch_size=4, num_channels=3, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=128, num_labels=10,
+    )  # fmt: skip
+    return ViTForImageClassification(config)
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    "mlp": (mlp, lambda b: torch.randn(b, 64)),
+    "cnn": (cnn, lambda b: torch.randn(b, 3, 16, 16)),
+    "vit": (vit, lambda b: {"pixel_values": torch.randn(b, 3, 16, 16)}),
+    "sequence": (Sequence, lambda b: torch.randint(500, (b, 20))),
+    "recurrent": (Recurrent, lambda b: torch.randn(b, 12, 16)),
+    "many outputs": (
+        lambda: nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 300)),
+        lambda b: torch.randn(b, 64),
+    ),
+}
+
+
+def built(name: str, samples: int) -> tuple[nn.Module, Any]:
+    make, inputs = NETWORKS[name]
+    torch.manual_seed(0)
+    return make().eval(), inputs(samples)
+
+
+def contract(tangent: Tangent, x: Any) -> dict[str, Tensor]:
+    """A contraction of every kind, over all chunks."""
+    totals: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for _, record in tangent.records(x):
+            for name in record:
+                jacobian = record[name]
+                found = {"squares": jacobian.squared_sum(), "norm": jacobian.squared_norm()}
+                found["gram"] = jacobian.weighted_gram(torch.ones(jacobian.size)).sum(0)
+                for key, value in found.items():
+                    totals[f"{name}/{key}"] = totals.get(f"{name}/{key}", 0) + value
+    return totals
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_chunks_shrink_with_the_budget(name: str) -> None:
+    model, x = built(name, 4)
+    lengths = [Tangent.survey(model, x, EVERY, memory=2**power).chunk_length() for power in (24, 26, 28, 30, 34)]
+    assert lengths == sorted(lengths)
+    assert 1 <= lengths[0] < lengths[-1]
+    tangent = Tangent.survey(model, x, EVERY, memory=SMALL)
+    assert tangent.chunk_length(dtype=torch.float64) <= max(1, tangent.chunk_length() // 2 + 1)
+    assert tangent.chunk_length(rows_held=10**12) == 1
+    parts = [rows for rows, _ in batches.chunks(NETWORKS[name][1](9), 4)]
+    assert [(part.start, part.stop) for part in parts] == [(0, 4), (4, 8), (8, 9)]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("samples", [40, 150])
+def test_the_peak_stays_within_twice_the_budget(name: str, samples: int) -> None:
+    model, x = built(name, samples)
+    tangent = Tangent.survey(model, x, EVERY, memory=SMALL)
+    with LiveBytes() as live:
+        totals = contract(tangent, x)
+    held = sum(value.numel() * value.element_size() for value in totals.values())
+    assert live.peak - held < 2 * SMALL, f"{live.peak / SMALL:.2f} times the budget"
+    del totals
+
+
+def test_the_budget_is_used() -> None:
+    """The measure measures, and chunks are not needlessly small."""
+    model, x = built("cnn", 100)
+    with LiveBytes() as live:
+        contract(Tangent.survey(model, x, EVERY, memory=SMALL), x)
+    assert live.peak > SMALL / 4
+    with LiveBytes() as whole:
+        contract(Tangent.survey(model, x, EVERY), x)
+    assert whole.peak > 3 * live.peak
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", pytest.param("vit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC()], ids=str)
+def test_predictions_stay_within_twice_the_budget(name: str, method: lw.Method) -> None:
+    model, x = built(name, 200)
+    few = batches.take(x, slice(0, 20))
+    y = torch.arange(20) % 10
+    fitted = lw.fit(
+        model, [{**few, "labels": y} if isinstance(few, dict) else (few, y)], method, memory=SMALL, tune=None
+    )
+    with LiveBytes() as live:
+        latent = fitted.latent(x)
+    returned = sum(t.numel() * t.element_size() for term in latent.terms for t in vars(term).values() if t is not None)
+    assert live.peak - returned < 2 * SMALL, f"{live.peak / SMALL:.2f} times the budget"
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", pytest.param("vit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC(), lw.EKFAC()], ids=str)
+def test_the_budget_changes_no_answer(name: str, method: lw.Method) -> None:
+    model, x = built(name, 60)
+    y = torch.arange(60) % 10
+    data = [{**x, "labels": y} if isinstance(x, dict) else (x, y)]
+    options: dict[str, Any] = {"prior_precision": 10.0}
+    small, large = (lw.fit(model, data, method, memory=memory, **options) for memory in (SMALL, None))
+    if name != "mlp":
+        assert small.tangent.chunk_length() < 60 <= large.tangent.chunk_length()
+    for key, value in large.statistics.items():
+        torch.testing.assert_close(small.statistics[key], value, rtol=1e-6, atol=1e-6)
+    crossed = small.latent(x), large.latent(x)
+    torch.testing.assert_close(crossed[0].mean, crossed[1].mean, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(crossed[0].covariance, crossed[1].covariance, rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_one_sample_gives_the_same_survey(name: str) -> None:
+    case = ZOO[name]
+    model = case.build()
+    many, one = (Tangent.survey(model, case.inputs(samples, 0), EVERY) for samples in (4, 1))
+    assert one.blocks == many.blocks
+    assert one.plan.uses == many.plan.uses
+    assert not one.plan.single_sample
+    rows = [tangent.record(case.inputs(3, 1)).rows() for tangent in (one, many)]
+    torch.testing.assert_close(*rows)
+
+
+def test_a_network_that_runs_on_one_sample_only_says_so_later() -> None:
+    class Single(nn.Module):
+        largest = 1
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > self.largest:
+                raise ValueError("cannot handle batch sizes > 1 if no padding token is defined")
+            return self.linear(x)
+
+    model = Single().eval()
+    x, y = torch.randn(5, 4), torch.arange(5) % 2
+    posterior = lw.fit(model, [(x[i : i + 1], y[i : i + 1]) for i in range(5)], lw.KFAC())
+    parts = torch.cat([posterior.latent(x[i : i + 1]).variance for i in range(5)])
+    model.largest = 5
+    with pytest.raises(lw.LapwingError, match="put a larger batch first"):
+        posterior.latent(x)
+    torch.testing.assert_close(lw.fit(model, [(x, y)], lw.KFAC()).latent(x).variance, parts)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_json_round_trip(name: str) -> None:
+    case = ZOO[name]
+    model, x = case.build(), case.inputs(3, 0)
+    tangent = Tangent.survey(model, x, EVERY)
+    data = json.loads(json.dumps(tangent.to_json()))
+    again = Tangent.from_json(data, case.build(), None, None)
+    assert again.blocks == tangent.blocks
+    assert again.coverage == tangent.coverage
+    assert Plan.from_json(json.loads(json.dumps(tangent.plan.to_json()))) == tangent.plan
+    torch.testing.assert_close(again.record(x).rows(), tangent.record(x).rows())
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_coverage_names_every_parameter_once_and_says_why_not(name: str) -> None:
+    case = ZOO[name]
+    model, x = case.build(), case.inputs(4, 0)
+    report = lw.coverage(model, x, EVERY)
+    named = [parameter for line in report.lines for parameter in line.parameters]
+    own = dict(getattr(model, "_orig_mod", model).named_parameters())
+    assert sorted(named) == sorted(own)
+    assert sum(line.weights for line in report.lines) == sum(value.numel() for value in own.values())
+    for line in report.lines:
+        assert (line.family == "generic") == bool(line.reason)
+        assert line.block in str(report)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_layers_that_run_on_some_batches_only(first: bool) -> None:
+    """One that the first batch ran must run on every batch; one that it did not is left to the generic family."""
+
+    class Conditional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.extra, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.first(x))
+            return self.head(self.extra(h) if bool(x.sum() > 0) is first else h)
+
+    model, x = Conditional().double().eval(), torch.rand(5, 4).double()
+    tangent = Tangent.survey(model, x)
+    assert tangent.record(x).rows().shape == (5, 2, tangent.size)
+    if first:
+        with pytest.raises(lw.LapwingError, match=r"as on the first batch.* 3 times, found 2 uses.*params=lambda"):
+            tangent.record(-x)
+        return
+    names = [name for block in tangent.blocks for name in block.parameters]
+    sizes = [tangent.parameters[name].numel() for name in names]
+    parts = zip(names, oracle.jacobian(model, -x, names).split(sizes, -1), strict=True)
+    shaped = {name: part.unflatten(-1, tangent.parameters[name].shape) for name, part in parts}
+    expected = torch.cat([block.join(shaped) for block in tangent.blocks], -1)
+    torch.testing.assert_close(tangent.record(-x).rows(), expected)
+
+
+def test_parameters_are_the_networks_own() -> None:
+    model = ZOO["tied"].build()
+    tangent = Tangent.survey(model, ZOO["tied"].inputs(3, 0))
+    own = {id(value) for value in model.parameters()}
+    assert {id(value) for value in tangent.parameters.values()} == own
+    assert {id(value) for value in tangent.state().values()} == own
+    batch_norm = ZOO["cnn_bn_inplace"].build()
+    names = set(Tangent.survey(batch_norm, ZOO["cnn_bn_inplace"].inputs(3, 0)).state())
+    assert {"1.running_mean", "1.running_var"} < names
+    assert "1.num_batches_tracked" not in names
