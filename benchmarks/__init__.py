@@ -1,0 +1,1 @@
+"""Measurements, each written to `benchmarks/results` with the machine and the seed beside it."""

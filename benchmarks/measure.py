@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import platform
-import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import lapwing
 
@@ -41,29 +44,33 @@ def ratio(function: Callable[[], Any], reference: Callable[[], Any], rounds: int
     return {"milliseconds": 1e3 * mine, "reference_milliseconds": 1e3 * theirs, "ratio": mine / theirs}
 
 
-class PeakMemory:
-    """Samples the process's resident memory in a thread; `.bytes` is the growth from entry to the highest sample."""
+class LiveBytes(TorchDispatchMode):
+    """Adds up the bytes of all tensors made within the block while they live; `.peak` is the most at once."""
 
-    def __enter__(self) -> PeakMemory:
-        self._start = self._peak = _resident()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, weakref.ref] = {}
+        self.now = self.peak = 0
 
-    def _watch(self) -> None:
-        while not self._stop.wait(0.002):
-            self._peak = max(self._peak, _resident())
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._note(leaf.untyped_storage())
+        return out
 
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.bytes = max(self._peak, _resident()) - self._start
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
 
+        def free(_: Any) -> None:
+            self._known.pop(key, None)
+            self.now -= size
 
-def _resident() -> int:
-    pages = Path("/proc/self/statm").read_text().split()[1]
-    return int(pages) * 4096
+        self._known[key] = weakref.ref(storage, free)
+        self.now += size
+        self.peak = max(self.peak, self.now)
 
 
 def write(name: str, results: dict[str, Any], seed: int) -> Path:

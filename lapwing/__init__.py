@@ -1,8 +1,6 @@
 """lapwing: calibrated error bars for a trained PyTorch network, after training.
 
-    import lapwing as lw
-    posterior = lw.fit(model, loader)
-    prediction = posterior.predict(x)
+`import lapwing as lw`, then `posterior = lw.fit(model, loader)` and `prediction = posterior.predict(x)`.
 """
 
 from __future__ import annotations
@@ -11,7 +9,8 @@ from .errors import LapwingError
 from .fitting import fit
 from .likelihoods import Categorical, Gaussian, LaplaceBridge, Likelihood, Probit, SampledLink
 from .methods import EKFAC, ELLA, KFAC, Diagonal, Full, Method
-from .posterior import Posterior, load
+from .persistence import load
+from .posterior import Posterior
 from .prediction import Linearized, MonteCarlo, Streamlined
 from .tangent import coverage, everything, last_layer, matching
 from .tuning import Evidence, Validation
@@ -20,6 +19,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EKFAC", "ELLA", "KFAC", "Categorical", "Diagonal", "Evidence", "Full", "Gaussian", "LaplaceBridge", "LapwingError",
-    "Likelihood", "Linearized", "Method", "MonteCarlo", "Posterior", "Probit", "SampledLink", "Streamlined", "Validation",
-    "coverage", "everything", "fit", "last_layer", "load", "matching",
+    "Likelihood", "Linearized", "Method", "MonteCarlo", "Posterior", "Probit", "SampledLink", "Streamlined",
+    "Validation", "coverage", "everything", "fit", "last_layer", "load", "matching",
 ]  # fmt: skip

@@ -45,8 +45,8 @@ def split(batch: Any) -> tuple[Any, Any]:
             return plain(inputs[0] if len(inputs) == 1 else tuple(inputs)), plain(targets)
     raise LapwingError(
         f"Asked to read inputs and targets from a batch, found {describe(batch)}; accepted are (inputs, targets) and "
-        f"(input_1, ..., targets) with targets a tensor, and a dict with one of the keys {', '.join(LABEL_KEYS)}. Let the "
-        "loader yield (inputs, targets) pairs, where inputs may be any tuple, list or dict of tensors if you pass "
+        f"(input_1, ..., targets) with targets a tensor, and a dict with one of the keys {', '.join(LABEL_KEYS)}. Let "
+        "the loader yield (inputs, targets) pairs, where inputs may be any tuple, list or dict of tensors if you pass "
         "forward=lambda model, inputs: model(...)."
     )
 
@@ -67,8 +67,9 @@ def inputs_of(batch: Any) -> Any:
         return split(batch)[0]
     raise LapwingError(
         f"Asked to read inputs from a batch of the loader, found {describe(batch)}; accepted are a tensor, (inputs, "
-        "targets) and a dict of tensors. Let the loader yield one of them, or predict each batch with posterior.predict(x), "
-        "where x may be any tuple or dict of tensors if you pass forward=lambda model, inputs: model(...) to lw.fit."
+        "targets) and a dict of tensors. Let the loader yield one of them, or predict each batch with "
+        "posterior.predict(x), where x may be any tuple or dict of tensors if you pass forward=lambda model, inputs: "
+        "model(...) to lw.fit."
     )
 
 
@@ -99,9 +100,9 @@ def size(inputs: Any) -> int:
         if leaf.ndim:
             return leaf.shape[0]
     raise LapwingError(
-        f"Asked for the number of samples of the inputs, found {describe(inputs)}; a tensor whose first dimension is the "
-        "batch is needed, alone or within tuples, lists and dicts: give such inputs (torch.as_tensor(x) makes one), with "
-        "forward=lambda model, inputs: model(...) to turn them into what the network takes."
+        f"Asked for the number of samples of the inputs, found {describe(inputs)}; a tensor whose first dimension is "
+        "the batch is needed, alone or within tuples, lists and dicts: give such inputs (torch.as_tensor(x) makes "
+        "one), with forward=lambda model, inputs: model(...) to turn them into what the network takes."
     )
 
 
@@ -157,9 +158,9 @@ def call(model: nn.Module, inputs: Any, forward: Forward | None = None) -> Tenso
         )
     if out.shape[0] != size(inputs):
         raise LapwingError(
-            f"Asked for outputs of {type(model).__name__} at {size(inputs)} samples, {describe(inputs)}, found outputs of "
-            f"shape {tuple(out.shape)}; one row a sample is needed, inputs and outputs with the batch first: give a single "
-            "sample as x[None], or pass forward=lambda model, inputs: model(inputs)... to return such a matrix."
+            f"Asked for outputs of {type(model).__name__} at {size(inputs)} samples, {describe(inputs)}, found outputs "
+            f"of shape {tuple(out.shape)}; one row a sample is needed, inputs and outputs with the batch first: give a "
+            "single sample as x[None], or pass forward=lambda model, inputs: model(inputs)... to return such a matrix."
         )
     return out
 
@@ -174,8 +175,8 @@ def _called(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
     if isinstance(inputs, (tuple, list)):
         return model(*inputs)
     raise LapwingError(
-        f"Asked to run {type(model).__name__} on inputs of type {type(inputs).__name__}; accepted are a tensor, a tuple or "
-        "a dict of tensors. Pass forward=lambda model, inputs: model(...) to say how it is called."
+        f"Asked to run {type(model).__name__} on inputs of type {type(inputs).__name__}; accepted are a tensor, a "
+        "tuple or a dict of tensors. Pass forward=lambda model, inputs: model(...) to say how it is called."
     )
 
 
@@ -212,8 +213,8 @@ def _refused(model: nn.Module, inputs: Any, forward: Forward | None, error: Exce
         line = f"inputs in the dtype of its weights, {_short(weight)}, are needed: write x.to({weight})."
     else:
         line = (
-            "inputs of the shape and range that it was trained with, the batch first, are needed: check what the loader "
-            "yields, and give a single sample as x[None]."
+            "inputs of the shape and range that it was trained with, the batch first, are needed: check what the "
+            "loader yields, and give a single sample as x[None]."
         )
     first = str(error).strip().partition("\n")[0].rstrip(".")
     return LapwingError(
@@ -237,8 +238,8 @@ def check_inputs(inputs: Any, like: Tensor, where: str) -> None:
     for leaf in tensors(inputs):
         if leaf.device != like.device:
             raise LapwingError(
-                f"Asked to run the model, whose weights are on {like.device}, found {where} on {leaf.device}; both must "
-                f"be on one device: move the inputs with x.to('{like.device}')."
+                f"Asked to run the model, whose weights are on {like.device}, found {where} on {leaf.device}; both "
+                f"must be on one device: move the inputs with x.to('{like.device}')."
             )
         if leaf.is_floating_point() and not _finite(leaf):
             bad = (~torch.isfinite(leaf)).flatten(1).any(1) if leaf.ndim > 1 else ~torch.isfinite(leaf)
@@ -255,7 +256,7 @@ def check_outputs(outputs: Tensor, where: str) -> None:
     if not _finite(outputs):
         bad = (~torch.isfinite(outputs)).any(-1)
         raise LapwingError(
-            f"Asked for the outputs at {where}, found NaN or infinite values for {int(bad.sum())} of {len(bad)} samples "
-            f"(first: sample {int(bad.nonzero()[0])}); the trained network must give finite outputs: check its weights "
-            "and the scale of the inputs, or run it in float32 with model.float()."
+            f"Asked for the outputs at {where}, found NaN or infinite values for {int(bad.sum())} of {len(bad)} "
+            f"samples (first: sample {int(bad.nonzero()[0])}); the trained network must give finite outputs: check its "
+            "weights and the scale of the inputs, or run it in float32 with model.float()."
         )

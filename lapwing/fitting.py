@@ -19,7 +19,8 @@ from .covariance import Covariance
 from .errors import LapwingError
 from .likelihoods import Categorical, Gaussian, Likelihood, resolve
 from .methods import KFAC, Batch, FisherRoot, IteratePass, Method, Pass, Problem, State, SumPass
-from .posterior import Posterior, Prior, is_positive
+from .posterior import Posterior
+from .prior import Prior, is_positive
 from .tangent import LastLayer, Predicate, Tangent, everything, last_layer
 from .tangent.eager import outside_inference
 from .tuning import Evidence, Tuning
@@ -56,7 +57,8 @@ def fit(
         params: which parameters to treat; None means the last layer where `method` is None, else everything.
         prior_precision: δ, in 1/weight²: a number, or {block or parameter pattern: number}; None is tuned.
         prior_mean: μ0, a number for all weights or {parameter: tensor} (others 0).
-        tune: how what is None is tuned: `Evidence()`, `Validation(loader)`, or None (δ = 1, σ² = mean squared residual).
+        tune: how what is None is tuned: `Evidence()`, `Validation(loader)`, or None for δ = 1 and σ² the mean
+            squared residual.
         data_size: N where the loader shows only n of N training points: G and the likelihood are scaled by N/n.
         weight_decay: γ, sets `δ = N γ`.
         temperature: τ, `Σ = (G/τ + Δ)⁻¹`; above 1 widens.
@@ -134,7 +136,7 @@ class _Runner:
         state: State | None = None
         while True:
             try:
-                step = passes.send(state)
+                step = next(passes) if state is None else passes.send(state)
             except StopIteration as stop:
                 if not self.samples:
                     self._sum(_NoPass(), problem)
@@ -275,12 +277,13 @@ def _check_choices(tune: Any, forward: Any) -> None:
     """Raises for a tuning or a forward that is none (case 15)."""
     if tune is not None and not isinstance(tune, Tuning):
         raise LapwingError(
-            f"Asked for tune={tune!r}; accepted are lw.Evidence(), lw.Validation(loader) and None: write tune=lw.Evidence()."
+            f"Asked for tune={tune!r}; accepted are lw.Evidence(), lw.Validation(loader) and None: write "
+            "tune=lw.Evidence()."
         )
     if forward is not None and not callable(forward):
         raise LapwingError(
-            f"Asked for forward={forward!r}; a function of the model and a batch's inputs is needed: write forward=lambda "
-            "model, inputs: model(inputs)."
+            f"Asked for forward={forward!r}; a function of the model and a batch's inputs is needed: write "
+            "forward=lambda model, inputs: model(inputs)."
         )
 
 
@@ -299,8 +302,8 @@ def _first_batch(loader: Any) -> Any:
     iterator = iter(loader)
     if iterator is loader or (not isinstance(loader, DataLoader) and iter(loader) is iterator):
         raise LapwingError(
-            f"Asked to fit on a loader of type {type(loader).__name__}, found that it can be gone through once only; every "
-            "pass needs the same data: pass a DataLoader or a list of batches, not a generator."
+            f"Asked to fit on a loader of type {type(loader).__name__}, found that it can be gone through once only; "
+            "every pass needs the same data: pass a DataLoader or a list of batches, not a generator."
         )
     for batch in iterator:
         if batches.size(batches.split(batch)[0]) == 0:
@@ -310,8 +313,8 @@ def _first_batch(loader: Any) -> Any:
             )
         return batch
     raise LapwingError(
-        f"Asked to fit on a loader of type {type(loader).__name__}, found no batch in it; at least one is needed: check "
-        "the dataset's length, and drop_last=True with a batch size above it."
+        f"Asked to fit on a loader of type {type(loader).__name__}, found no batch in it; at least one is needed: "
+        "check the dataset's length, and drop_last=True with a batch size above it."
     )
 
 
@@ -319,6 +322,6 @@ def _infer_likelihood(targets: Any) -> Likelihood:
     if isinstance(targets, Tensor):
         return Gaussian() if targets.is_floating_point() else Categorical()
     raise LapwingError(
-        f"Asked to infer the likelihood from targets, found {batches.describe(targets)}; a tensor is needed: floats for "
-        "likelihood='gaussian', integers for likelihood='categorical'."
+        f"Asked to infer the likelihood from targets, found {batches.describe(targets)}; a tensor is needed: floats "
+        "for likelihood='gaussian', integers for likelihood='categorical'."
     )

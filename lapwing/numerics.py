@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -12,6 +13,13 @@ from .errors import LapwingError
 log = logging.getLogger("lapwing")
 
 RANK_CUT = 1e-11  # relative singular value below which a direction of explicit float64 rows is rounding noise
+
+
+def total(terms: Iterable[Tensor]) -> Tensor:
+    """Returns the sum of one or more tensors, added in order."""
+    added = sum(terms)
+    assert isinstance(added, Tensor)
+    return added
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -37,9 +45,9 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     if not torch.isfinite(matrix).all():
         bad = int((~torch.isfinite(matrix)).sum())
         raise LapwingError(
-            f"Asked to decompose a curvature matrix of shape {tuple(matrix.shape)}, found {bad} NaN or infinite entries; "
-            "finite gradients are needed: check the network's outputs and weights for overflow, or run the model in "
-            "float32 with model.float()."
+            f"Asked to decompose a curvature matrix of shape {tuple(matrix.shape)}, found {bad} NaN or infinite "
+            "entries; finite gradients are needed: check the network's outputs and weights for overflow, or run the "
+            "model in float32 with model.float()."
         )
     values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
     return values.clamp_min(0.0), vectors
@@ -71,8 +79,8 @@ def cholesky(matrix: Tensor) -> Tensor:
             return factor
         jitter *= 10
     raise LapwingError(
-        f"Asked for the Cholesky factor of a matrix of shape {tuple(matrix.shape)}, found it not positive definite even "
-        "with a relative jitter of 1e-4; a positive prior precision makes it so: pass prior_precision=1.0."
+        f"Asked for the Cholesky factor of a matrix of shape {tuple(matrix.shape)}, found it not positive definite "
+        "even with a relative jitter of 1e-4; a positive prior precision makes it so: pass prior_precision=1.0."
     )
 
 
@@ -99,5 +107,6 @@ def orthonormal_rows(rows: Tensor, rank: int | None = None) -> Tensor:
     """
     rows = rows.double()
     _, values, basis = torch.linalg.svd(rows, full_matrices=False)
-    keep = int((values > RANK_CUT * values[0].clamp_min(torch.finfo(torch.float64).tiny)).sum()) if values.numel() else 0
+    least = torch.finfo(torch.float64).tiny
+    keep = int((values > RANK_CUT * values[0].clamp_min(least)).sum()) if values.numel() else 0
     return basis[: keep if rank is None else min(rank, keep)]

@@ -1,123 +1,37 @@
-"""The posterior: a Gaussian over the weights, the likelihood it was fitted with, and everything asked of them. Immutable."""
+"""The posterior, immutable: a Gaussian over the weights, its likelihood, and everything asked of them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
-from math import inf, isfinite
-from numbers import Integral, Real
-from types import SimpleNamespace
+from numbers import Integral
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from . import batches, storage
-from .batches import Forward
-from .covariance import COVARIANCES, AnyLatent, Covariance, JointLatent, Latent, LatentDraws, PriorCovariance
+from . import batches
+from .covariance import AnyLatent, Covariance, Latent, LatentDraws, PriorCovariance
 from .covariance.output import concatenate
 from .errors import LapwingError
-from .likelihoods import Likelihood, Link, Prediction, resolve
+from .likelihoods import Likelihood, Link, Prediction
+from .numerics import total
 from .prediction import Linearized, Way
-from .tangent import Tangent, Vectors, join, split
+from .prior import Prior, is_positive
+from .tangent import Tangent, Vectors, split
 from .tangent.eager import outside_inference
 from .tangent.probe import check_mode
 from .tangent.record import wants_gradient
-from .tangent.stamp import Stamp, fingerprint
-
-
-@dataclass(frozen=True)
-class Prior:
-    """`θ ~ N(μ0, Δ⁻¹)`, one precision a block.
-
-    Attributes:
-        precision: δ (n_blocks,) float64, in 1/weight².
-        mean: μ0, one vector a block.
-        given: whether the user gave δ; otherwise it is tuned.
-    """
-
-    precision: Tensor
-    mean: Vectors = field(repr=False)
-    given: bool
-
-    @classmethod
-    def read(
-        cls, tangent: Tangent, precision: float | Mapping[str, float] | None, mean: float | Mapping[str, Tensor] = 0.0
-    ) -> Prior:
-        """Reads what the user wrote: a number, {block or parameter pattern: number}, or None.
-
-        Raises:
-            LapwingError: for a pattern that matches nothing, a block without a precision, or a number that is not positive.
-        """
-        values = torch.ones(len(tangent.blocks), dtype=torch.float64, device=tangent.device)
-        if isinstance(precision, Mapping):
-            values = _by_pattern(tangent, precision, values * torch.nan)
-        elif precision is not None:
-            values = values * float(precision)
-        return cls(values, _prior_mean(tangent, mean), precision is not None)
-
-
-def is_positive(value: Any) -> bool:
-    """Whether a value is a positive finite number, numpy's included."""
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < inf
-
-
-def _by_pattern(tangent: Tangent, precision: Mapping[str, float], values: Tensor) -> Tensor:
-    for pattern, value in precision.items():
-        hits = [
-            i
-            for i, block in enumerate(tangent.blocks)
-            if any(fnmatchcase(name, pattern) for name in (block.name, *block.parameters))
-        ]
-        if not hits or not is_positive(value):
-            raise LapwingError(
-                f"Asked for prior_precision={{{pattern!r}: {value!r}}}, found {len(hits)} treated blocks that match; a pattern "
-                "must match a block or parameter and its number be positive and finite: the blocks are "
-                f"{', '.join(block.name for block in tangent.blocks)}, write {{{tangent.blocks[0].name!r}: 1.0}}."
-            )
-        values[hits] = float(value)
-    missing = [block.name for block, value in zip(tangent.blocks, values.tolist(), strict=True) if value != value]
-    if missing:
-        raise LapwingError(
-            f"Asked for prior_precision by block, found none for {', '.join(missing)}; every treated block needs one: add "
-            f"'*': 1.0 first, later patterns override it."
-        )
-    return values
-
-
-def _prior_mean(tangent: Tangent, mean: float | Mapping[str, Tensor]) -> Vectors:
-    own = tangent.parameters
-    if isinstance(mean, Mapping):
-        unknown = [name for name in mean if name not in own]
-        wrong = [
-            name for name, value in mean.items()
-            if name in own and not (isinstance(value, Tensor) and value.shape == own[name].shape and value.isfinite().all())
-        ]  # fmt: skip
-        if unknown or wrong:
-            accepted = ", ".join(f"{name} {tuple(value.shape)}" for name, value in list(own.items())[:4])
-            raise LapwingError(
-                f"Asked for prior_mean of {', '.join(unknown + wrong)}, found no treated parameter of that name and shape, "
-                f"or values that are not finite; accepted are {accepted}...: write prior_mean={{name: tensor}}."
-            )
-        full = {n: mean.get(n, torch.zeros_like(p)).detach().to(p.device, tangent.dtype) for n, p in own.items()}
-    elif isinstance(mean, Real) and not isinstance(mean, bool) and isfinite(mean):
-        full = {n: torch.full_like(p, float(mean), dtype=tangent.dtype, requires_grad=False) for n, p in own.items()}
-    else:
-        raise LapwingError(
-            f"Asked for prior_mean={batches.describe(mean) if isinstance(mean, Tensor) else repr(mean)}; a finite number or "
-            "{parameter: tensor} is accepted: write prior_mean=0.0."
-        )
-    return join(tangent.blocks, full)
+from .tangent.stamp import Stamp
 
 
 @dataclass(frozen=True)
 class Posterior:
     """`θ ~ N(θ̂, Σ)` around a trained network, with its likelihood and prior.
 
-    Made by `lw.fit` or `lw.load`; never changes. The network is used, not copied: it must keep the weights it was fitted
-    with, which is checked.
+    Made by `lw.fit` or `lw.load`; never changes. The network is used, not copied: it must keep the weights it was
+    fitted with, which is checked.
 
     Attributes:
         tangent: the network and its treated blocks.
@@ -162,8 +76,8 @@ class Posterior:
         factor = 1.0 if data_size is None else data_size / samples
         if factor < 1:
             raise LapwingError(
-                f"Asked for data_size={data_size}, found {samples} samples in the loader; N must be at least as many: leave "
-                "data_size out, or give the size of the whole training set."
+                f"Asked for data_size={data_size}, found {samples} samples in the loader; N must be at least as many: "
+                "leave data_size out, or give the size of the whole training set."
             )
         given = not likelihood.needs_noise
         posterior = cls(
@@ -228,7 +142,8 @@ class Posterior:
         """
         if not isinstance(prior_precision, Mapping) and not is_positive(prior_precision):
             raise LapwingError(
-                f"Asked for with_prior({prior_precision!r}); a positive finite number is needed: write with_prior(10.0)."
+                f"Asked for with_prior({prior_precision!r}); a positive finite number is needed: write "
+                "with_prior(10.0)."
             )
         if noise_variance is not None and not is_positive(noise_variance):
             raise LapwingError(
@@ -249,7 +164,8 @@ class Posterior:
 
         See `log_marginal_likelihood`; this is the function that tuning maximises.
         """
-        covariance: PriorCovariance = self.covariance
+        covariance = self.covariance
+        assert isinstance(covariance, PriorCovariance)
         scale = self.scale_at(likelihood)
         fit = self.data_factor / self.temperature * likelihood.log_likelihood(self.statistics)
         distance = torch.stack(
@@ -266,7 +182,7 @@ class Posterior:
         linearised_mode: bool = False,
         loader: Iterable[Any] | None = None,
     ) -> float:
-        """Returns the Laplace evidence, all constants of the likelihood included, in nats:
+        """Returns the Laplace evidence in nats, all constants of the likelihood included.
 
         `log Z = log p(y|θ̂) - 1/2 (θ̂-μ0)ᵀΔ(θ̂-μ0) - 1/2 logdet(I + Δ^(-1/2) G Δ^(-1/2))`.
 
@@ -290,30 +206,31 @@ class Posterior:
         self._check_network()
         if not isinstance(self.covariance, PriorCovariance):
             raise LapwingError(
-                f"Asked for the evidence of a {type(self.covariance).__name__}, found no prior in it; fit with lw.KFAC()."
+                f"Asked for the evidence of a {type(self.covariance).__name__}, found no prior in it; fit with "
+                "lw.KFAC()."
             )
         value = self.log_evidence(self.prior.precision, self.likelihood, lower_bound)
         if linearised_mode:
             if loader is None:
                 raise LapwingError(
-                    "Asked for the evidence at the linearised mode, found no loader; the training data are needed: write "
-                    "posterior.log_marginal_likelihood(linearised_mode=True, loader=loader)."
+                    "Asked for the evidence at the linearised mode, found no loader; the training data are needed: "
+                    "write posterior.log_marginal_likelihood(linearised_mode=True, loader=loader)."
                 )
             gradient = self._log_joint_gradient(loader)
             moved = self.covariance.mv(gradient)
-            value = value + sum((gradient[name] * moved[name]).sum() for name in gradient).double() / 2
+            value = value + total((gradient[name] * moved[name]).sum() for name in gradient).double() / 2
         return float(value)
 
     def _log_joint_gradient(self, loader: Iterable[Any]) -> Vectors:
         """Returns the gradient of `log p(y|θ) + log p(θ)` at θ̂."""
         dtype = self.covariance.dtype
         mean = self.tangent.mean()
-        total = {
+        gradient = {
             block.name: -delta * (mean[block.name] - self.prior.mean[block.name]).to(dtype)
             for block, delta in zip(self.tangent.blocks, self.prior.precision.tolist(), strict=True)
         }
         factor, samples = self.data_factor / self.temperature, 0
-        length = self.tangent.chunk_length(SimpleNamespace(columns=1), dtype)
+        length = self.tangent.chunk_length(1, dtype)
         for batch in loader:
             inputs, targets = batches.split(batch)
             for rows, chunk in batches.chunks(inputs, length):
@@ -326,15 +243,15 @@ class Posterior:
 
                 record = self.tangent.record(chunk, score, dtype)
                 samples += record.samples
-                for name in total:
-                    total[name] = total[name] + factor * record[name].sum_rows()[0]
+                for name in gradient:
+                    gradient[name] = gradient[name] + factor * record[name].sum_rows()[0]
         if samples != self.samples:
             raise LapwingError(
                 f"Asked for the evidence at the linearised mode, found {samples} samples in the loader, after "
-                f"{self.samples} in the fit; the training data of the fit are needed: pass the same loader, one that can be "
-                "gone through again."
+                f"{self.samples} in the fit; the training data of the fit are needed: pass the same loader, one that "
+                "can be gone through again."
             )
-        return total
+        return gradient
 
     def latent(self, x: Any, via: Way = Linearized(), joint: bool = False) -> AnyLatent:  # noqa: B008 (frozen)
         """Returns the latent distribution of the outputs f(x).
@@ -356,15 +273,15 @@ class Posterior:
         self._check_network()
         if not isinstance(via, Way):
             raise LapwingError(
-                f"Asked for via={via!r}; accepted are lw.Linearized(), lw.MonteCarlo(draws=50) and lw.Streamlined(): write "
-                "via=lw.Linearized()."
+                f"Asked for via={via!r}; accepted are lw.Linearized(), lw.MonteCarlo(draws=50) and lw.Streamlined(): "
+                "write via=lw.Linearized()."
             )
         if batches.is_loader(x):
             parts = [self._latent(batches.inputs_of(batch), via, False) for batch in x]
             if joint or not parts:
                 raise LapwingError(
-                    f"Asked for latents of a loader with joint={joint}, found {len(parts)} batches; joint covariances need "
-                    "all inputs in one batch, and others at least one batch: pass a tensor."
+                    f"Asked for latents of a loader with joint={joint}, found {len(parts)} batches; joint covariances "
+                    "need all inputs in one batch, and others at least one batch: pass a tensor."
                 )
             return _together(parts)
         return self._latent(batches.inputs_of(x) if isinstance(x, Mapping) else x, via, joint)
@@ -374,8 +291,8 @@ class Posterior:
         inputs = batches.plain(inputs)
         if (isinstance(inputs, Tensor) and not inputs.ndim) or batches.size(inputs) == 0:
             raise LapwingError(
-                f"Asked for the latent at {batches.describe(inputs)}, found no samples in it; at least one is needed: give a "
-                "single sample as x[None], and leave empty batches out."
+                f"Asked for the latent at {batches.describe(inputs)}, found no samples in it; at least one is needed: "
+                "give a single sample as x[None], and leave empty batches out."
             )
         batches.check_inputs(inputs, next(iter(self.tangent.parameters.values())), "the inputs")
         with torch.set_grad_enabled(wants_gradient(inputs)):
@@ -383,8 +300,8 @@ class Posterior:
         if latent.mean.shape[1] != self.tangent.outputs:
             raise LapwingError(
                 f"Asked for the {self.tangent.outputs} outputs of {type(self.tangent.model).__name__} at "
-                f"{batches.describe(inputs)}, found outputs of shape {tuple(latent.mean.shape)}; as many as in the fit are "
-                "needed: check the shape of the inputs, and give a single sample as x[None]."
+                f"{batches.describe(inputs)}, found outputs of shape {tuple(latent.mean.shape)}; as many as in the fit "
+                "are needed: check the shape of the inputs, and give a single sample as x[None]."
             )
         return latent
 
@@ -447,7 +364,7 @@ class Posterior:
 
     @outside_inference
     def diagnose(self) -> Diagnosis:
-        """Returns what was fitted, in numbers: sizes, coverage, prior, noise, evidence, effective number of parameters."""
+        """Returns what was fitted, in numbers: sizes, coverage, prior, noise, evidence, effective parameters."""
         effective = evidence = None
         if isinstance(self.covariance, PriorCovariance):
             scale = torch.tensor(self.covariance.scale, dtype=torch.float64, requires_grad=True)
@@ -456,8 +373,8 @@ class Posterior:
             effective = float(torch.autograd.grad(ratio, scale)[0]) * self.covariance.scale
             evidence = self.log_marginal_likelihood()
         return Diagnosis(
-            self.method, self.tangent.size, self.samples, self.prior_precision, self.noise_variance, evidence, effective,
-            str(self.tangent.coverage),
+            self.method, self.tangent.size, self.samples, self.prior_precision, self.noise_variance,
+            evidence, effective, str(self.tangent.coverage),
         )  # fmt: skip
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -469,34 +386,19 @@ class Posterior:
         Raises:
             LapwingError: for a path that cannot be written, or weights that changed since the fit.
         """
+        from .persistence import write  # imported here: it also rebuilds posteriors
+
         self._check_network()
-        tensors = {f"covariance/{name}": tensor for name, tensor in self.covariance.tensors().items()}
-        tensors |= {f"prior_mean/{name}": tensor for name, tensor in self.prior.mean.items()}
-        tensors |= {f"statistics/{name}": tensor for name, tensor in self.statistics.items()}
-        state = self.tangent.state()
-        tensors |= {f"weights/{name}": fingerprint(value) for name, value in state.items()}
-        header = {
-            "tangent": self.tangent.to_json(),
-            "covariance": {"class": type(self.covariance).__name__, "extra": self.covariance.extra()},
-            "likelihood": {"name": self.likelihood.name, "noise_variance": self.noise_variance},
-            "given": [self.prior.given, self.noise_given],
-            "samples": self.samples,
-            "data_factor": self.data_factor,
-            "temperature": self.temperature,
-            "method": self.method,
-            "forward": self.tangent.forward is not None,
-            "dtypes": {name: str(value.dtype) for name, value in state.items()},
-        }
-        storage.write(path, tensors, header)
+        write(self, path)
 
     def _check_network(self) -> None:
         check_mode(self.tangent.model)
         changed = self.stamp.changed(self.tangent.state())
         if changed is not None:
             raise LapwingError(
-                f"Asked to use a posterior around {type(self.tangent.model).__name__}, found that {changed} was written or "
-                "replaced after the fit; a posterior describes the weights it was fitted with: fit again, or load them back "
-                "into the model and use lw.load(path, model)."
+                f"Asked to use a posterior around {type(self.tangent.model).__name__}, found that {changed} was "
+                "written or replaced after the fit; a posterior describes the weights it was fitted with: fit again, "
+                "or load them back into the model and use lw.load(path, model)."
             )
 
 
@@ -536,115 +438,10 @@ class Diagnosis:
         return "\n".join([*lines, self.coverage])
 
 
-@outside_inference
-def load(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    *,
-    likelihood: Likelihood | None = None,
-    forward: Forward | None = None,
-    memory: int | None = None,
-) -> Posterior:
-    """Reads a posterior written by `Posterior.save`, around the same trained network.
-
-    Args:
-        path: the file.
-        model: the network with the weights of the fit, in eval mode.
-        likelihood: needed for one that is not built in.
-        forward: as in `lw.fit`, if it was given there.
-        memory: budget in bytes; 1 GiB when None.
-
-    Returns:
-        The posterior.
-
-    Raises:
-        LapwingError: for a truncated, foreign or newer file, or a model with other weights.
-    """
-    tensors, header = storage.read(path)
-    likelihood = None if likelihood is None else resolve(likelihood)
-    try:
-        return _rebuilt(path, tensors, header, model, likelihood, forward, memory)
-    except (KeyError, TypeError, IndexError, StopIteration) as error:
-        raise LapwingError(
-            f"Asked to load {path}, found a file whose parts do not make a posterior of this version "
-            f"({type(error).__name__}: {error}); a file written by posterior.save(path) is needed: save it again, or upgrade "
-            "with pip install -U lapwing."
-        ) from error
-
-
-def _rebuilt(
-    path: str | os.PathLike[str],
-    tensors: dict[str, Tensor],
-    header: dict[str, Any],
-    model: nn.Module,
-    likelihood: Likelihood | None,
-    forward: Forward | None,
-    memory: int | None,
-) -> Posterior:
-    def part(prefix: str) -> dict[str, Tensor]:
-        return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-
-    if header["forward"] != (forward is not None):
-        raise LapwingError(
-            f"Asked to load {path} {'without' if forward is None else 'with'} forward=, found that the fit was made "
-            f"{'with' if forward is None else 'without'} it; the network must be called as in the fit: write lw.load(path, "
-            f"model{', forward=forward' if forward is None else ''})."
-        )
-    tangent = Tangent.from_json(header["tangent"], model, forward, memory)
-    _check_same(path, tangent, part("weights/"), header["dtypes"])
-    device = tangent.device
-    covariance = COVARIANCES[header["covariance"]["class"]].from_tensors(
-        tangent.blocks, {k: v.to(device) for k, v in part("covariance/").items()}, header["covariance"]["extra"]
-    )
-    saved = header["likelihood"]
-    likelihood = likelihood or resolve(saved["name"])
-    if likelihood.name != saved["name"]:
-        raise LapwingError(
-            f"Asked to load {path} with likelihood={likelihood!r}, found that the fit had a {saved['name']} one; the "
-            "likelihood of the fit is needed: leave it out, or give an instance of that class."
-        )
-    given, noise_given = header["given"]
-    means = part("prior_mean/")
-    mean = {block.name: means[block.name].to(device) for block in tangent.blocks}
-    prior = Prior(part("covariance/")["precision"].to(device), mean, given)
-    statistics = {name: value.to(device) for name, value in part("statistics/").items()}
-    likelihood = likelihood.with_noise_variance(saved["noise_variance"])
-    likelihood.log_likelihood(statistics)  # a KeyError where one is missing
-    return Posterior(
-        tangent, covariance, likelihood, prior, statistics,
-        header["samples"], header["data_factor"], header["temperature"], header["method"], noise_given,
-        Stamp.of(tangent.state()),
-    )  # fmt: skip
-
-
-def _check_same(
-    path: str | os.PathLike[str], tangent: Tangent, prints: dict[str, Tensor], dtypes: dict[str, str]
-) -> None:
-    """Raises where the network's state, treated or not, is not that of the fit."""
-    state, network = tangent.state(), type(tangent.model).__name__
-    for name in (*prints, *state):
-        if name not in prints or name not in state:
-            raise LapwingError(
-                f"Asked to load {path} around {network}, found {name} only in the {'network' if name in state else 'file'}; "
-                "the network of the fit is needed: build it with the same options."
-            )
-        value, wanted = state[name], dtypes[name]
-        what = f"{name} {tuple(value.shape)}"
-        if str(value.dtype) != wanted:
-            raise LapwingError(
-                f"Asked to load {path} around {network}, found its {what} in {value.dtype}, where the fit had {wanted}; the "
-                f"dtype of the fit is needed: write model.to({wanted}), or fit again."
-            )
-        if not torch.allclose(fingerprint(value), prints[name], rtol=1e-6, atol=1e-12, equal_nan=True):
-            raise LapwingError(
-                f"Asked to load {path} around {network}, found other values in its {what}; the weights of the fit are "
-                "needed: load their checkpoint into the model first."
-            )
-
-
 def _together(parts: list[AnyLatent]) -> AnyLatent:
     """Joins the latents of consecutive batches."""
-    if isinstance(parts[0], LatentDraws):
-        return LatentDraws(torch.cat([part.draws for part in parts], 1))
-    assert not any(isinstance(part, JointLatent) for part in parts)
-    return Latent(torch.cat([part.mean for part in parts]), concatenate([part.terms for part in parts]))
+    draws = [part.draws for part in parts if isinstance(part, LatentDraws)]
+    if draws:
+        return LatentDraws(torch.cat(draws, 1))
+    separate = [part for part in parts if isinstance(part, Latent)]  # joint ones do not come here
+    return Latent(torch.cat([part.mean for part in separate]), concatenate([part.terms for part in separate]))

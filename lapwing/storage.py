@@ -1,4 +1,4 @@
-"""Files: tensors and one JSON header in a safetensors file, written to a temporary name and renamed. Knows no methods."""
+"""Files: tensors and one JSON header in a safetensors file, written to a temporary name and renamed."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError, ValueError) as error:
         raise LapwingError(
-            f"Asked to load {path}, found a file that is no safetensors file or is truncated ({error}); a file written by "
-            "posterior.save(path) is needed: save it again."
+            f"Asked to load {path}, found a file that is no safetensors file or is truncated ({error}); a file written "
+            "by posterior.save(path) is needed: save it again."
         ) from error
     header = _header(metadata.get(KEY))
     if header is None:
         raise LapwingError(
-            f"Asked to load {path}, found a safetensors file of another origin; a file written by posterior.save(path) is "
-            "needed: pass that path to lw.load(path, model)."
+            f"Asked to load {path}, found a safetensors file of another origin; a file written by posterior.save(path) "
+            "is needed: pass that path to lw.load(path, model)."
         )
     if header["format"] > FORMAT:
         raise LapwingError(
-            f"Asked to load {path}, found format {header['format']}, newer than the {FORMAT} this version reads; a newer "
-            "lapwing is needed: pip install -U lapwing."
+            f"Asked to load {path}, found format {header['format']}, newer than the {FORMAT} this version reads; a "
+            "newer lapwing is needed: pip install -U lapwing."
         )
     return tensors, header
 

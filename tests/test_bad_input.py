@@ -583,8 +583,8 @@ def test_15_options_that_exclude_each_other() -> None:
             (lambda bad=bad: lw.Gaussian(noise_variance=bad), (f"noise_variance={bad}", "Gaussian(noise_variance=0.1)"))
             for bad in (0.0, -1.0, NAN, math.inf)
         ],
-        (lambda: lw.Validation([], decades=(3, 1)), ("decades=(3, 1)", "rising range", "decades=(-3, 6)")),
-        (lambda: lw.Validation([], points=2), ("points=2", "at least 3", "decades=(-3, 6)")),
+        (lambda: lw.Validation([], decades=(3, 1)), ("decades=(3, 1)", "rising range", "decades=(-5, 7)")),
+        (lambda: lw.Validation([], points=2), ("points=2", "at least 3", "decades=(-5, 7)")),
     ],
 )
 def test_15_hyper_parameters(make: Callable[[], Any], parts: tuple[str, ...]) -> None:

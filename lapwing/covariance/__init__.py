@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from .base import Covariance, LayerBlock, PrecisionCovariance, PriorCovariance
+from .basis import Basis, ExplicitBasis
 from .blockwise import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, Structure
 from .dense import DenseCovariance
-from .low_rank import Basis, ExplicitBasis, LowRank, LowRankWithResidual
-from .output import AnyLatent, JointLatent, Latent, LatentDraws, Term
+from .low_rank import LowRank, LowRankWithResidual
+from .output import AnyLatent, JointLatent, Latent, LatentDraws, MarginalLatent, Term
 
 COVARIANCES: dict[str, type[Covariance]] = {
     cls.__name__: cls for cls in (Blockwise, DenseCovariance, LowRank, LowRankWithResidual)
@@ -16,5 +17,5 @@ COVARIANCES: dict[str, type[Covariance]] = {
 __all__ = [
     "COVARIANCES", "AnyLatent", "Basis", "Blockwise", "Covariance", "DenseBlock", "DenseCovariance", "DiagonalBlock",
     "ExplicitBasis", "JointLatent", "KroneckerBlock", "Latent", "LatentDraws", "LayerBlock", "LowRank",
-    "LowRankWithResidual", "PrecisionCovariance", "PriorCovariance", "Structure", "Term",
+    "LowRankWithResidual", "MarginalLatent", "PrecisionCovariance", "PriorCovariance", "Structure", "Term",
 ]  # fmt: skip

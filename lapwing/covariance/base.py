@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..tangent import Block, Record, Vectors
-from .output import Term
+from .output import Marginals, Term
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class LayerBlock(ABC):
@@ -121,12 +124,16 @@ class PriorCovariance(Covariance):
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns `logdet(I + s Δ^(-1/2) G Δ^(-1/2))` at any prior precision, differentiable in both arguments."""
 
-    def output_covariances(self, record: Record, candidates: Sequence[PriorCovariance]) -> list[tuple[Term, ...]]:
+    def output_covariances(self, record: Record, candidates: Sequence[Self]) -> list[tuple[Term, ...]]:
         """Returns `J Σ_i Jᵀ` for several priors of this curvature (from `with_prior`), sharing what they can."""
         return [candidate.output_covariance(record) for candidate in candidates]
 
+    def output_marginals(self, record: Record, candidates: Sequence[Self]) -> list[tuple[Term | Marginals, ...]]:
+        """Returns terms of which only the variances are asked for, for several priors: cheaper where matrices arise."""
+        return [tuple(terms) for terms in self.output_covariances(record, candidates)]
+
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
-        """Returns `s tr((I - VVᵀ) Δ^(-1/2) G Δ^(-1/2))`, the curvature a subspace does not see; 0 for other structures."""
+        """Returns `s tr((I - VVᵀ) Δ^(-1/2) G Δ^(-1/2))`, the curvature a subspace does not see; else 0."""
         return torch.zeros((), dtype=torch.float64, device=precision.device)
 
 

@@ -1,22 +1,27 @@
 """Block-diagonal covariances `(s G + Δ)⁻¹`: each block diagonal, Kronecker-factored or dense in its own eigenbasis.
 
-A structure of one block is a curvature `U diag(λ) Uᵀ`, with an orthonormal U that is the identity, a Kronecker product or
-a dense matrix. Every function of it is a weighting `w(λ)` of that basis, so a prior never refactorises anything.
+A structure of one block is a curvature `U diag(λ) Uᵀ`, with an orthonormal U that is the identity, a Kronecker product
+or a dense matrix. Every function of it is a weighting `w(λ)` of that basis, so a prior never refactorises anything.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..numerics import total
 from ..tangent import Block, BlockJacobian, Record, Vectors
-from ..tangent.jacobian import SLICE_BYTES
+from ..tangent.jacobian import SLICE_BYTES, MatrixJacobian
+from ..tangent.outer import Outer
 from .base import LayerBlock, PrecisionCovariance
-from .output import Dense, Rotated, Term, Thin, smaller
+from .output import Dense, Marginals, Rotated, Term, Thin, smaller
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Structure(ABC):
@@ -38,15 +43,22 @@ class Structure(ABC):
         """Returns the diagonal of `U diag(w) Uᵀ` (P,)."""
 
     @abstractmethod
-    def outputs_at(self, jacobian: BlockJacobian, candidates: Sequence[Tensor]) -> list[Term]:
-        """Returns `J U diag(w) Uᵀ Jᵀ` of each sample, for several weights w: J is rotated, or its rows formed, once."""
+    def outputs_at(
+        self, jacobian: BlockJacobian, candidates: Sequence[Tensor], marginal: bool
+    ) -> Sequence[Term | Marginals]:
+        """Returns `J U diag(w) Uᵀ Jᵀ` of each sample, for several weights w: J is rotated, or its rows formed, once.
+
+        With `marginal`, what would be a matrix comes as its variances alone.
+        """
 
     @abstractmethod
     def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
         """Returns `J U diag(w) Uᵀ Jᵀ` across samples (B, R, B, R)."""
 
     @abstractmethod
-    def push(self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
+    def push(
+        self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
+    ) -> Tensor:
         """Returns `LayerBlock.push` for a weight of shape (O, I)."""
 
     @abstractmethod
@@ -70,17 +82,21 @@ class DiagonalBlock(Structure):
         """Returns w."""
         return weights
 
-    def outputs_at(self, jacobian: BlockJacobian, candidates: Sequence[Tensor]) -> list[Term]:
+    def outputs_at(
+        self, jacobian: BlockJacobian, candidates: Sequence[Tensor], marginal: bool
+    ) -> Sequence[Term | Marginals]:
         """Returns diagonals for an output layer, thin factors for one position, else matrices."""
-        if getattr(jacobian, "is_output", False):
+        if isinstance(jacobian, Outer) and jacobian.is_output:
             return [Rotated(None, jacobian.input_scale(weights)) for weights in candidates]
-        return _weighted(jacobian, candidates)
+        return _weighted(jacobian, candidates, marginal)
 
     def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
         """Returns the weighted Gram matrix across samples."""
         return jacobian.joint_weighted_gram(weights)
 
-    def push(self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
+    def push(
+        self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
+    ) -> Tensor:
         """Returns `(m² + v) wᵀ`: covariances of the input do not count beside their diagonal."""
         moment = mean.square()
         if variance is not None:
@@ -123,20 +139,27 @@ class KroneckerBlock(Structure):
         spread = self.outputs.square() @ weights
         return (spread if self.inputs is None else spread @ self.inputs.square().mT).flatten()
 
-    def outputs_at(self, jacobian: BlockJacobian, candidates: Sequence[Tensor]) -> list[Term]:
+    def outputs_at(
+        self, jacobian: BlockJacobian, candidates: Sequence[Tensor], marginal: bool
+    ) -> Sequence[Term | Marginals]:
         """Rotates a and g, then weights them; an output layer keeps `U_out diag(s) U_outᵀ` as factors."""
         flat = [weights.flatten() for weights in candidates]
-        if jacobian.is_output:
+        if isinstance(jacobian, Outer) and jacobian.is_output:
             rotated = jacobian.rotate(self.inputs, None)
             return [Rotated(self.outputs[0], rotated.input_scale(weights)) for weights in flat]
-        return _weighted(jacobian.rotate(self.inputs, self.outputs), flat)
+        assert isinstance(jacobian, MatrixJacobian)
+        return _weighted(jacobian.rotate(self.inputs, self.outputs), flat, marginal)
 
     def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
         """Rotates a and g, then takes the weighted Gram matrix across samples."""
+        assert isinstance(jacobian, MatrixJacobian)
         return jacobian.rotate(self.inputs, self.outputs).joint_weighted_gram(weights.flatten())
 
-    def push(self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-        """Returns `U_out diag_j(Σ_i (U_inᵀ M U_in)_ii w_ji) U_outᵀ`: the exact form of Streamlined Prediction's equation 10."""
+    def push(
+        self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
+    ) -> Tensor:
+        """Returns `U_out diag_j(Σ_i (U_inᵀ M U_in)_ii w_ji) U_outᵀ`: Streamlined Prediction's equation 10, exact."""
+        assert self.inputs is not None  # tokens have no moments
         basis = self.inputs[0]
         moment = (mean @ basis).square()
         if variance is not None:
@@ -168,7 +191,9 @@ class DenseBlock(Structure):
         """Returns `U² w`."""
         return self.basis.square() @ weights
 
-    def outputs_at(self, jacobian: BlockJacobian, candidates: Sequence[Tensor]) -> list[Term]:
+    def outputs_at(
+        self, jacobian: BlockJacobian, candidates: Sequence[Tensor], marginal: bool
+    ) -> Sequence[Term | Marginals]:
         """Forms the rows and rotates them."""
         rows = jacobian.rows() @ self.basis
         return [smaller(rows * weights.sqrt()) for weights in candidates]
@@ -178,7 +203,9 @@ class DenseBlock(Structure):
         factor = jacobian.rows() @ (self.basis * weights.sqrt())
         return torch.einsum("brk,csk->brcs", factor, factor)
 
-    def push(self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
+    def push(
+        self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
+    ) -> Tensor:
         """Contracts the dense block."""
         return push_factor((self.basis * weights.sqrt()).T.reshape(-1, *shape), mean, variance, full)
 
@@ -187,11 +214,14 @@ class DenseBlock(Structure):
         return {"eigenvalues": self.eigenvalues, "basis": self.basis}
 
 
-def _weighted(jacobian: BlockJacobian, candidates: Sequence[Tensor]) -> list[Term]:
-    """Returns `J diag(w) Jᵀ` as thin factors where the layer has them, else as matrices."""
+def _weighted(jacobian: BlockJacobian, candidates: Sequence[Tensor], marginal: bool) -> Sequence[Term | Marginals]:
+    """Returns `J diag(w) Jᵀ` as thin factors where the layer has them, else as matrices or their variances."""
     factors = [jacobian.weighted_factor(weights) for weights in candidates]
-    if factors[0] is not None:
-        return [Thin(factor) for factor in factors]
+    thin = [Thin(factor) for factor in factors if factor is not None]
+    if thin:
+        return thin
+    if marginal:
+        return [Marginals(plain, centred) for plain, centred in zip(*jacobian.weighted_norms(candidates), strict=True)]
     return [Dense(gram) for gram in jacobian.weighted_grams(candidates)]
 
 
@@ -202,19 +232,19 @@ def push_factor(factor: Tensor, mean: Tensor, variance: Tensor | None, full: boo
     """Returns `LayerBlock.push` for the covariance `Σ_k F_k F_kᵀ` of F (K, O, I), a slice of F at a time."""
     covariances = full and variance is not None and variance.ndim == 3
     numbers = mean.shape[0] * factor.shape[1] * (factor.shape[2] if covariances else 1)
-    total = mean.new_zeros(())
+    pushed = mean.new_zeros(())
     for rows in factor.split(max(1, SLICE_BYTES // (numbers * mean.element_size()))):
         means = torch.einsum("koi,bi->bko", rows, mean)
-        total = total + (means.mT @ means if full else means.square().sum(1))
+        pushed = pushed + (means.mT @ means if full else means.square().sum(1))
         if covariances:
-            total = total + torch.einsum("bkoj,kpj->bop", torch.einsum("koi,bij->bkoj", rows, variance), rows)
+            pushed = pushed + torch.einsum("bkoj,kpj->bop", torch.einsum("koi,bij->bkoj", rows, variance), rows)
     if variance is None or covariances:
-        return total
+        return pushed
     if full:
-        return total + torch.einsum("koi,kpi,bi->bop", factor, factor, variance)
+        return pushed + torch.einsum("koi,kpi,bi->bop", factor, factor, variance)
     if variance.ndim == 2:
-        return total + variance @ factor.square().sum(0).T
-    return total + torch.einsum("koi,koj,bij->bo", factor, factor, variance)
+        return pushed + variance @ factor.square().sum(0).T
+    return pushed + torch.einsum("koi,koj,bij->bo", factor, factor, variance)
 
 
 class _Layer(LayerBlock):
@@ -236,7 +266,7 @@ class Blockwise(PrecisionCovariance):
     """
 
     def __init__(
-        self, blocks: tuple[Block, ...], structures: dict[str, Structure], precision: Tensor, scale: float
+        self, blocks: tuple[Block, ...], structures: Mapping[str, Structure], precision: Tensor, scale: float
     ) -> None:
         self.blocks, self.structures = blocks, structures
         self.precision, self.scale = precision, scale
@@ -289,23 +319,34 @@ class Blockwise(PrecisionCovariance):
         """Returns one term a block, matrices added up as they come."""
         return self.output_covariances(record, [self])[0]
 
-    def output_covariances(self, record: Record, candidates: Sequence[Blockwise]) -> list[tuple[Term, ...]]:
+    def output_covariances(self, record: Record, candidates: Sequence[Self]) -> list[tuple[Term, ...]]:
         """Contracts each block once for all candidates."""
         terms: list[list[Term]] = [[] for _ in candidates]
-        totals: list[Tensor | None] = [None] * len(candidates)
-        for name, structure in self.structures.items():
-            found = structure.outputs_at(record[name], [candidate._weights[name] for candidate in candidates])
+        matrices: list[Tensor | None] = [None] * len(candidates)
+        for found in self._outputs(record, candidates, marginal=False):
             for i, term in enumerate(found):
                 if isinstance(term, Dense):
-                    totals[i] = term.matrix if totals[i] is None else totals[i] + term.matrix
-                else:
+                    added = matrices[i]
+                    matrices[i] = term.matrix if added is None else added + term.matrix
+                elif not isinstance(term, Marginals):
                     terms[i].append(term)
-        dense = [() if total is None else (Dense(total),) for total in totals]
+        dense = [() if matrix is None else (Dense(matrix),) for matrix in matrices]
         return [(*some, *rest) for some, rest in zip(terms, dense, strict=True)]
+
+    def output_marginals(self, record: Record, candidates: Sequence[Self]) -> list[tuple[Term | Marginals, ...]]:
+        """Contracts each block once for all candidates, to variances where rows have to be formed."""
+        return list(zip(*self._outputs(record, candidates, marginal=True), strict=True))
+
+    def _outputs(
+        self, record: Record, candidates: Sequence[Self], marginal: bool
+    ) -> Iterator[Sequence[Term | Marginals]]:
+        for name, structure in self.structures.items():
+            weights = [candidate._weights[name] for candidate in candidates]
+            yield structure.outputs_at(record[name], weights, marginal)
 
     def joint_output_covariance(self, record: Record) -> Tensor:
         """Sums over blocks."""
-        return sum(
+        return total(
             structure.joint_output(record[name], self._weights[name]) for name, structure in self.structures.items()
         )
 
@@ -316,9 +357,7 @@ class Blockwise(PrecisionCovariance):
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns every structure's tensors, `block/name`."""
-        parts = {
-            f"{name}/{key}": value for name, s in self.structures.items() for key, value in s.tensors().items()
-        }
+        parts = {f"{name}/{key}": value for name, s in self.structures.items() for key, value in s.tensors().items()}
         return {**parts, "precision": self.precision}
 
     def extra(self) -> dict[str, Any]:
@@ -330,7 +369,9 @@ class Blockwise(PrecisionCovariance):
         """Rebuilds the covariance."""
         structures = {}
         for name, kind in extra["kinds"].items():
-            parts = {k.removeprefix(f"{name}/"): v for k, v in tensors.items() if k.rpartition("/")[0] == name}
+            parts: dict[str, Tensor | None] = {
+                k.removeprefix(f"{name}/"): v for k, v in tensors.items() if k.rpartition("/")[0] == name
+            }
             if kind == "kronecker":
                 parts.setdefault("inputs", None)
             structures[name] = STRUCTURES[kind](**parts)

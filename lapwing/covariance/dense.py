@@ -79,7 +79,7 @@ class DenseCovariance(PrecisionCovariance):
         return DenseCovariance(self.blocks, self.curvature, precision, scale, self._eigen)
 
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
-        """Returns `Σ log(1 + s λ)` where the ratios between blocks are unchanged, else a Cholesky factor's log determinant."""
+        """Returns `Σ log(1 + s λ)` where the ratios between blocks are unchanged, else goes by a Cholesky factor."""
         values, _, at = self._eigen
         ratio = (precision / at).detach()
         if torch.allclose(ratio, ratio[0].expand_as(ratio), rtol=1e-12, atol=0) and not (
@@ -128,14 +128,17 @@ class DenseCovariance(PrecisionCovariance):
     def tensors(self) -> dict[str, Tensor]:
         """Returns G, the prior and the eigenpairs."""
         values, vectors, at = self._eigen
-        return {"curvature": self.curvature, "precision": self.precision, "values": values, "vectors": vectors, "at": at}
+        eigen = {"values": values, "vectors": vectors, "at": at}
+        return {"curvature": self.curvature, "precision": self.precision, **eigen}
 
     def extra(self) -> dict[str, Any]:
         """Returns the scale."""
         return {"scale": self.scale}
 
     @classmethod
-    def from_tensors(cls, blocks: tuple[Block, ...], tensors: dict[str, Tensor], extra: dict[str, Any]) -> DenseCovariance:
+    def from_tensors(
+        cls, blocks: tuple[Block, ...], tensors: dict[str, Tensor], extra: dict[str, Any]
+    ) -> DenseCovariance:
         """Rebuilds the covariance."""
         eigen = (tensors["values"], tensors["vectors"], tensors["at"])
         return cls(blocks, tensors["curvature"], tensors["precision"], extra["scale"], eigen)

@@ -12,9 +12,8 @@ Any prior, scalar or per block, needs K x K work only: the span stays, the coord
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,53 +22,12 @@ from ..errors import LapwingError
 from ..numerics import cholesky, symmetric_eigen
 from ..tangent import Block, Record, Vectors
 from .base import LayerBlock, PrecisionCovariance, PriorCovariance
+from .basis import Basis, ExplicitBasis
 from .blockwise import push_factor
 from .output import Dense, Term, Thin
 
-
-class Basis(ABC):
-    """K directions in weight space.
-
-    Attributes:
-        grams: `W_b W_bᵀ` of each block (n_blocks, K, K), float64.
-        dtype: the dtype of the directions.
-    """
-
-    grams: Tensor
-    dtype: torch.dtype
-
-    @abstractmethod
-    def project(self, record: Record) -> Tensor:
-        """Returns `J Wᵀ` (B, R, K)."""
-
-    @abstractmethod
-    def combine(self, coefficients: Tensor) -> Vectors:
-        """Returns `c W`, (n, P_block) a block, for c (n, K)."""
-
-    @abstractmethod
-    def inner(self, vectors: Vectors) -> Tensor:
-        """Returns `v Wᵀ` (n, K)."""
-
-
-class ExplicitBasis(Basis):
-    """Directions stored as rows, (K, P_block) a block."""
-
-    def __init__(self, vectors: Vectors) -> None:
-        self.vectors = vectors
-        self.dtype = next(iter(vectors.values())).dtype
-        self.grams = torch.stack([v.double() @ v.double().T for v in vectors.values()])
-
-    def project(self, record: Record) -> Tensor:
-        """Takes the cheaper of forward mode and the blocks' products."""
-        return record.jvp(self.vectors)
-
-    def combine(self, coefficients: Tensor) -> Vectors:
-        """Multiplies out."""
-        return {name: coefficients.to(rows.dtype) @ rows for name, rows in self.vectors.items()}
-
-    def inner(self, vectors: Vectors) -> Tensor:
-        """Sums over blocks."""
-        return sum(vectors[name].to(rows.dtype) @ rows.T for name, rows in self.vectors.items())
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class _Coordinates:
@@ -97,8 +55,9 @@ class _Coordinates:
         """
         if self.curvature.any() and not traces.any():
             raise LapwingError(
-                "Asked for the lower bound of a subspace's evidence, found a fit with tune=None, which does not sum the trace "
-                "of the curvature that it needs; fit with tune=lw.Evidence(), beside prior_precision=... to keep that."
+                "Asked for the lower bound of a subspace's evidence, found a fit with tune=None, which does not sum "
+                "the trace of the curvature that it needs; fit with tune=lw.Evidence(), beside prior_precision=... to "
+                "keep that."
             )
         prior = torch.einsum("b,bkl->kl", precision, self.basis.grams)
         inside = torch.cholesky_solve(self.curvature, cholesky(prior)).diagonal().sum()
@@ -157,7 +116,13 @@ class LowRank(PriorCovariance):
     """
 
     def __init__(
-        self, blocks: tuple[Block, ...], basis: Basis, curvature: Tensor, traces: Tensor, precision: Tensor, scale: float
+        self,
+        blocks: tuple[Block, ...],
+        basis: Basis,
+        curvature: Tensor,
+        traces: Tensor,
+        precision: Tensor,
+        scale: float,
     ) -> None:
         self.blocks, self.basis, self.curvature, self.traces = blocks, basis, curvature, traces
         self.precision, self.scale = precision, scale
@@ -165,7 +130,7 @@ class LowRank(PriorCovariance):
         self._weights = 1 / (scale * self._at.values + 1)
 
     def with_prior(self, precision: Tensor, scale: float) -> LowRank:
-        """Returns the covariance on the same span under another prior: K x K work. To choose the span anew, fit anew."""
+        """Returns the covariance on the same span under another prior, K x K work; only a new fit chooses it anew."""
         return LowRank(self.blocks, self.basis, self.curvature, self.traces, precision, scale)
 
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
@@ -194,7 +159,7 @@ class LowRank(PriorCovariance):
         """Returns the thin factor `J W̃ᵀ √w` (B, R, K)."""
         return self.output_covariances(record, [self])[0]
 
-    def output_covariances(self, record: Record, candidates: Sequence[LowRank]) -> list[tuple[Term, ...]]:
+    def output_covariances(self, record: Record, candidates: Sequence[Self]) -> list[tuple[Term, ...]]:
         """Projects J on the basis once for all candidates."""
         projected = self.basis.project(record)
         roots = [candidate._at.rotation * candidate._weights.sqrt() for candidate in candidates]  # (K, K)
@@ -230,8 +195,8 @@ class LowRank(PriorCovariance):
 class LowRankWithResidual(PrecisionCovariance):
     """`Σ = Δ⁻¹ - W̃ᵀ diag(s h/(s h + 1)) W̃`: the prior outside the subspace. Arguments as for `LowRank`.
 
-    It subtracts nearly equal numbers, so records are contracted in float64. Where the curvature lies in the span of known
-    rows, `from_rows` makes it exact at every prior.
+    It subtracts nearly equal numbers, so records are contracted in float64. Where the curvature lies in the span of
+    known rows, `from_rows` makes it exact at every prior.
 
     Args:
         rows: U and M with `G = Uᵀ M U`, of which W and H were made for this prior, or None.
@@ -344,7 +309,7 @@ class LowRankWithResidual(PrecisionCovariance):
         """Returns `J Δ⁻¹ Jᵀ - φ diag(s h/(s h + 1)) φᵀ`, `φ = J W̃ᵀ`, from one float64 record."""
         return self.output_covariances(record, [self])[0]
 
-    def output_covariances(self, record: Record, candidates: Sequence[LowRankWithResidual]) -> list[tuple[Term, ...]]:
+    def output_covariances(self, record: Record, candidates: Sequence[Self]) -> list[tuple[Term, ...]]:
         """Projects J on the basis, and takes each block's `J Jᵀ`, once for all candidates on the same basis."""
         if any(candidate.basis is not self.basis for candidate in candidates):
             return [candidate.output_covariance(record) for candidate in candidates]
@@ -378,7 +343,7 @@ class LowRankWithResidual(PrecisionCovariance):
     def tensors(self) -> dict[str, Tensor]:
         """Returns the basis (or rows), the curvature on it, the traces and the prior."""
         basis, curvature = self._rows or (self.basis, self.curvature)
-        return {**_tensors(self), **{f"basis/{n}": u for n, u in basis.vectors.items()}, "curvature": curvature}
+        return {**_tensors(self), **{f"basis/{n}": u for n, u in basis.rows().items()}, "curvature": curvature}
 
     def extra(self) -> dict[str, Any]:
         """Returns the scale, and whether the basis are rows that hold all of the curvature."""
@@ -393,7 +358,7 @@ class LowRankWithResidual(PrecisionCovariance):
 
 
 def _tensors(covariance: LowRank | LowRankWithResidual) -> dict[str, Tensor]:
-    basis = {f"basis/{name}": rows for name, rows in covariance.basis.vectors.items()}
+    basis = {f"basis/{name}": rows for name, rows in covariance.basis.rows().items()}
     return {
         **basis, "curvature": covariance.curvature, "traces": covariance.traces, "precision": covariance.precision,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The latent Gaussian at the network's outputs: its covariance kept as a sum of factors, expanded only when it is read."""
+"""The latent Gaussian at the network's outputs: its covariance kept as a sum of factors, expanded only when read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError
-from ..numerics import psd_root
+from ..numerics import psd_root, total
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Thin:
 
 @dataclass(frozen=True)
 class Rotated:
-    """`U diag(s) Uᵀ` for one U (C, C), or the identity when None, and s (B, C): a last layer, at any number of classes."""
+    """`U diag(s) Uᵀ` for one U (C, C), the identity when None, and s (B, C): a last layer of any number of classes."""
 
     basis: Tensor | None
     scale: Tensor
@@ -94,6 +94,22 @@ class Dense:
         return Thin(psd_root(self.matrix)).sample(count, generator)
 
 
+@dataclass(frozen=True)
+class Marginals:
+    """Variances alone, of the outputs and of the centred outputs (B, C): all that a closed-form link reads."""
+
+    plain: Tensor
+    centred: Tensor
+
+    def variance(self) -> Tensor:
+        """Returns the variances (B, C)."""
+        return self.plain
+
+    def centred_variance(self) -> Tensor:
+        """Returns the variances (B, C) of the outputs minus their average."""
+        return self.centred
+
+
 Term = Thin | Rotated | Dense
 
 
@@ -104,8 +120,10 @@ def smaller(factor: Tensor) -> Thin | Dense:
 
 def concatenate(parts: Sequence[Sequence[Term]]) -> tuple[Term, ...]:
     """Joins the terms of consecutive chunks of samples."""
+    if len(parts) == 1:
+        return tuple(parts[0])
     if len({tuple(type(term) for term in terms) for terms in parts}) > 1:  # texts of one token beside longer ones
-        return (Dense(torch.cat([sum(term.dense() for term in terms) for terms in parts])),)
+        return (Dense(torch.cat([total(term.dense() for term in terms) for terms in parts])),)
     joined: list[Term] = []
     for terms in zip(*parts, strict=True):
         first = terms[0]
@@ -140,7 +158,7 @@ class Latent:
     @cached_property
     def variance(self) -> Tensor:
         """Marginal variances (B, C); the covariance is not expanded for them."""
-        return sum(term.variance() for term in self.terms).clamp_min(0)
+        return total(term.variance() for term in self.terms).clamp_min(0)
 
     @property
     def std(self) -> Tensor:
@@ -150,17 +168,41 @@ class Latent:
     @cached_property
     def centred_variance(self) -> Tensor:
         """Variances (B, C) of the outputs minus their average, all that a softmax sees; not expanded either."""
-        return sum(term.centred_variance() for term in self.terms).clamp_min(0)
+        return total(term.centred_variance() for term in self.terms).clamp_min(0)
 
     @cached_property
     def covariance(self) -> Tensor:
         """Covariances of each input's outputs (B, C, C), expanded on first reading."""
-        return sum(term.dense() for term in self.terms)
+        return total(term.dense() for term in self.terms)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws outputs (n, B, C), inputs independent of each other; `generator=None` means seed 0."""
         generator = _generator(generator, self.mean.device)
-        return self.mean + sum(term.sample(n, generator) for term in self.terms)
+        return self.mean + total(term.sample(n, generator) for term in self.terms)
+
+
+@dataclass(frozen=True)
+class MarginalLatent:
+    """A latent Gaussian of which only variances are known.
+
+    Attributes:
+        mean: (B, C).
+        terms: what the variances are the sum of.
+    """
+
+    mean: Tensor
+    terms: tuple[Term | Marginals, ...]
+    joint = False
+
+    @property
+    def variance(self) -> Tensor:
+        """Marginal variances (B, C)."""
+        return total(term.variance() for term in self.terms).clamp_min(0)
+
+    @property
+    def centred_variance(self) -> Tensor:
+        """Variances (B, C) of the outputs minus their average."""
+        return total(term.centred_variance() for term in self.terms).clamp_min(0)
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,11 @@ class Gaussian(Likelihood):
 
     def __post_init__(self) -> None:
         """Check the noise variance."""
-        if self.noise_variance is not None and not 0.0 < self.noise_variance < math.inf:
+        value = self.noise_variance
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and 0.0 < value < math.inf):
             raise LapwingError(
-                f"Gaussian accepts a positive finite noise variance, found noise_variance={self.noise_variance}; "
+                f"Gaussian accepts a positive finite noise variance, found noise_variance={value!r}; "
                 "write Gaussian(noise_variance=0.1), or Gaussian() to have it tuned."
             )
 

@@ -121,9 +121,10 @@ def laplace_bridge_log_concentration(mean: Tensor, variance: Tensor) -> Tensor:
 
     ``α_c = (1 - 2/C + e^{μ_c} / C² Σ_l e^{-μ_l}) / V_c`` (Hobbhahn, Kristiadi and Hennig 2022, after MacKay 1998),
     where μ and V belong to the logits minus their average, since the bridge lives on vectors that sum to 0 and the
-    softmax sees nothing else: ``μ = m - mean(m)``, V from `centred_variance`. That V inverts the bridge exactly: from a Dirichlet's ``m = log α`` and ``v = 1/α`` it gives back α. (The authors
-    *condition* on the sum being 0 instead, which changes the distribution of the softmax unless all v are equal, and is
-    several times further from its integral.)
+    softmax sees nothing else: ``μ = m - mean(m)``, V from `centred_variance`. That V inverts the bridge exactly: from a
+    Dirichlet's ``m = log α`` and ``v = 1/α`` it gives back α. (The authors *condition* on the sum being 0 instead,
+    which changes the distribution of the softmax unless all v are equal, and is several times further from its
+    integral.)
 
     Args:
         mean: Latent means m, (B, C) with C >= 2.
@@ -169,6 +170,8 @@ class Link(ABC):
 
     accepts_draws: ClassVar[bool]
     """Whether the link works from network outputs under weight draws, which are not Gaussian."""
+    reads_covariance: ClassVar[bool] = True
+    """Whether the link needs more of a Gaussian latent than its mean and variances."""
 
 
 class ClassLink(Link):
@@ -183,10 +186,10 @@ class ClassLink(Link):
 class Probit(ClassLink):
     """Probit link on one-against-the-rest logits, in closed form: time and memory O(B C) beside the variances.
 
-    ``softmax_c(f'_c / sqrt(1 + π/8 v_c))`` with ``f' = f - mean(f)`` and ``v_c = Var[f_c - mean_{k≠c} f_k]``. The softmax does
-    not see a shift common to all outputs, and the data say nothing of it, so its prior variance must not count; for two
-    classes this is the exact binary probit. The textbook form reads the marginal variances Σ_cc instead, which include
-    that shift.
+    ``softmax_c(f'_c / sqrt(1 + π/8 v_c))`` with ``f' = f - mean(f)`` and ``v_c = Var[f_c - mean_{k≠c} f_k]``. The
+    softmax does not see a shift common to all outputs, and the data say nothing of it, so its prior variance must not
+    count; for two classes this is the exact binary probit. The textbook form reads the marginal variances Σ_cc instead,
+    which include that shift.
 
     Args:
         marginal: Take the textbook form, ``softmax(f_c / sqrt(1 + π/8 Σ_cc))``.
@@ -194,6 +197,7 @@ class Probit(ClassLink):
 
     marginal: bool = False
     accepts_draws: ClassVar[bool] = False
+    reads_covariance: ClassVar[bool] = False
 
     def log_probs(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
         """Return log probabilities (B, C); reads the mean and variances only and draws nothing."""
@@ -209,12 +213,13 @@ class Probit(ClassLink):
 class LaplaceBridge(ClassLink):
     """Laplace bridge: the mean of a Dirichlet fitted in closed form, time and memory O(B C).
 
-    It sees the variances of the centred logits, not their correlations. It is good where the variance is of the size that a Dirichlet with these
-    probabilities would have, and too flat for confident outputs with little or a great deal of variance; prefer
-    `Probit` or `SampledLink` there.
+    It sees the variances of the centred logits, not their correlations. It is good where the variance is of the size
+    that a Dirichlet with these probabilities would have, and too flat for confident outputs with little or a great deal
+    of variance; prefer `Probit` or `SampledLink` there.
     """
 
     accepts_draws: ClassVar[bool] = False
+    reads_covariance: ClassVar[bool] = False
 
     def log_probs(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
         """Return log probabilities ``log α - log Σ α`` (B, C); reads the mean and variances only."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -15,8 +14,9 @@ from .subspace import Residual, basis_of_rows, on_basis
 
 @dataclass(frozen=True)
 class ELLA(Method):
-    """Accelerated linearised Laplace (Deng et al. 2022): `Σ = V (VᵀGV/τ + δI)⁻¹ Vᵀ`, V the top K right singular vectors of
-    M sampled rows of J (equations 6 to 13).
+    """Accelerated linearised Laplace, `Σ = V (VᵀGV/τ + δI)⁻¹ Vᵀ` (Deng et al. 2022, equations 6 to 13).
+
+    V holds the top K right singular vectors of M sampled rows of J.
 
     With `residual="prior"` it adds `δ⁻¹(I - VVᵀ)`: directions the rows do not span keep the prior, and with every
     training row spanned the posterior is exactly Full's. Without it (as published) they have variance 0.
@@ -56,16 +56,14 @@ class ELLA(Method):
         count = total if self.rows == "all" else min(self.rows, total)
         dtype = tangent.dtype if self.residual is None else torch.float64
         problem.require(
-            f"ELLA(rows={self.rows!r})", count * tangent.size * dtype.itemsize, f"{count} rows of {tangent.size} weights",
+            f"ELLA(rows={self.rows!r})", count * tangent.size * dtype.itemsize, f"{count} rows of {tangent.size} "
+            "weights",
             "ask for fewer rows",
         )  # fmt: skip
         picked = torch.randperm(total, generator=problem.generator())[:count]
         state = yield SampledRows(problem, picked, dtype)
         basis = basis_of_rows(problem, state["rows"], self.rank, dtype)
         return (yield from on_basis(problem, basis, self.residual))
-
-
-_ONE = SimpleNamespace(columns=1)  # one cotangent a sample, for the chunk's length
 
 
 class SampledRows(SumPass):
@@ -94,7 +92,7 @@ class SampledRows(SumPass):
         samples = self._sample[slots] - batch.start
         first = torch.searchsorted(samples, samples)  # of each sample's run
         turn = torch.arange(len(slots)) - first
-        length = tangent.chunk_length(_ONE, self._dtype, 2 * tangent.size)
+        length = tangent.chunk_length(1, self._dtype, 2 * tangent.size)
         for pick in range(int(turn.max()) + 1 if len(turn) else 0):
             for here in (turn == pick).nonzero()[:, 0].split(length):
                 u = torch.zeros(len(here), tangent.outputs, 1)

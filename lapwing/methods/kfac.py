@@ -5,6 +5,7 @@ Both share the factor pass; EKFAC adds a second pass for the true second moments
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +15,8 @@ from torch import Tensor
 from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, Structure
 from ..numerics import symmetric_eigen
 from ..tangent import Block
-from .passes import Batch, Method, Passes, Problem, State, SumPass, check_choice
+from ..tangent.jacobian import MatrixJacobian
+from .passes import Batch, Method, Pass, Passes, Problem, State, SumPass, check_choice
 
 FACTORED = ("linear", "conv", "embedding")
 
@@ -23,8 +25,8 @@ FACTORED = ("linear", "conv", "embedding")
 class KFAC(Method):
     """Kronecker-factored Laplace, a layer's `Σ = (A ⊗ Γ/(# τ) + δI)⁻¹`, inverted exactly in the eigenbasis.
 
-    `A = Σ a aᵀ` over layer inputs (the bias as a coordinate of ones), `Γ = Σ g gᵀ` over output gradients with the Fisher
-    root applied. No damping by √δ: the eigenvalues `α_i γ_j` meet δ as they are.
+    `A = Σ a aᵀ` over layer inputs (the bias as a coordinate of ones), `Γ = Σ g gᵀ` over output gradients with the
+    Fisher root applied. No damping by √δ: the eigenvalues `α_i γ_j` meet δ as they are.
 
     Args:
         weight_sharing: for weights used at several positions (convolution, tokens): "expand" treats every position as a
@@ -61,7 +63,8 @@ class KFAC(Method):
 class EKFAC(Method):
     """Eigenvalue-corrected KFAC: KFAC's eigenbasis with the true second moments of the Jacobian on its diagonal.
 
-    `λ_ji = Σ_n,r (U_outᵀ J U_in)²_ji`, the best diagonal in that basis in Frobenius norm (George et al. 2018, section 3).
+    `λ_ji = Σ_n,r (U_outᵀ J U_in)²_ji`, the best diagonal in that basis in Frobenius norm (George et al. 2018,
+    section 3).
 
     Args:
         weight_sharing: as for `KFAC`.
@@ -92,11 +95,12 @@ class EKFAC(Method):
         moments = yield _SecondMoments(problem, structures)
         for name, eigenvalues in moments.items():
             old = structures[name]
+            assert isinstance(old, KroneckerBlock)
             structures[name] = KroneckerBlock(eigenvalues, old.inputs, old.outputs)
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale)
 
 
-def _factored(problem: Problem, weight_sharing: str, uncovered: str) -> Passes:
+def _factored(problem: Problem, weight_sharing: str, uncovered: str) -> Generator[Pass, State, dict[str, Structure]]:
     """Yields the factor pass; returns the structures of all blocks."""
     kinds = {block.name: _kind(block, uncovered) for block in problem.tangent.blocks}
     dense = sum(block.size**2 for block in problem.tangent.blocks if kinds[block.name] == "dense")
@@ -164,6 +168,7 @@ class _Factors(SumPass):
                     rows = jacobian.rows().flatten(0, 1)
                     state[f"{name}/dense"] += rows.T @ rows
                 else:
+                    assert isinstance(jacobian, MatrixJacobian)
                     inputs, gradients, count = jacobian.kronecker_factors(self._reduce)
                     state[f"{name}/A"] += inputs
                     state[f"{name}/Gamma"] += gradients
@@ -185,4 +190,7 @@ class _SecondMoments(SumPass):
     def update(self, state: State, batch: Batch) -> None:
         for _, record in batch.records(self._problem.root):
             for name, basis in self._bases.items():
-                state[name] += record[name].rotate(basis.inputs, basis.outputs).second_moment()
+                jacobian = record[name]
+                assert isinstance(jacobian, MatrixJacobian)
+                squares = jacobian.rotate(basis.inputs, basis.outputs).squared_sum()
+                state[name] += squares.reshape_as(state[name])  # (G, O, I)

@@ -32,7 +32,7 @@ EXACT_FISHER_OUTPUTS = 1000
 
 
 class FisherRoot:
-    """Cotangents R (B, C, R) with `R Rᵀ = Λ` at the network's outputs: exact, or one Monte-Carlo column for many outputs.
+    """Cotangents R (B, C, R) with `R Rᵀ = Λ` at the outputs: exact, or one Monte-Carlo column where they are many.
 
     Attributes:
         columns: R.
@@ -150,8 +150,8 @@ class Problem:
         """Raises where a method's own tensors do not fit the memory budget."""
         if needed > self.tangent.memory:
             raise LapwingError(
-                f"{method} needs {needed / 2**30:.1f} GiB for {what}, found a budget of "
-                f"{self.tangent.memory / 2**30:.1f} GiB; pass memory={2 ** (needed - 1).bit_length()} if the machine "
+                f"{method} needs {needed / 2**20:,.0f} MiB for {what}, found a budget of "
+                f"{self.tangent.memory / 2**20:,.0f} MiB; pass memory={2 ** (needed - 1).bit_length()} if the machine "
                 f"has it, or {instead}."
             )
 

@@ -42,7 +42,7 @@ def basis_of_rows(problem: Problem, rows: Tensor, rank: int | None, dtype: torch
 
 
 def orthonormal_span(rows: Tensor, rank: int | None = None) -> Tensor:
-    """Returns the top right singular vectors of rows (M, P) as (K, P), by SVD or, for many numbers, by Gram matrix and QR.
+    """Returns the top right singular vectors of rows as (K, P), by SVD or, for many numbers, by Gram matrix and QR.
 
     Args:
         rows: (M, P).

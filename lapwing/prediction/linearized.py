@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..covariance import AnyLatent, Covariance, JointLatent, Latent, Term
 from ..covariance.output import Dense, Rotated, Thin, concatenate
@@ -38,17 +37,13 @@ class Linearized(Way):
         for _, record in tangent.records(inputs, dtype=dtype):
             means.append(record.outputs)
             terms.append([_cast(term, tangent.dtype) for term in covariance.output_covariance(record)])
-        return Latent(torch.cat(means), concatenate(terms))
+        return Latent(means[0] if len(means) == 1 else torch.cat(means), concatenate(terms))
 
 
 def _cast(term: Term, dtype: torch.dtype) -> Term:
     """Brings a term back from the float64 that some structures are contracted in."""
-
-    def to(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(dtype)
-
     if isinstance(term, Thin):
-        return Thin(to(term.factor))
+        return Thin(term.factor.to(dtype))
     if isinstance(term, Rotated):
-        return Rotated(to(term.basis), to(term.scale))
-    return Dense(to(term.matrix))
+        return Rotated(None if term.basis is None else term.basis.to(dtype), term.scale.to(dtype))
+    return Dense(term.matrix.to(dtype))

@@ -47,6 +47,12 @@ class MonteCarlo(Way):
                 "lw.MonteCarlo(draws=50)."
             )
 
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise LapwingError(
+                f"Asked for MonteCarlo(seed={self.seed!r}); a whole number is needed: write "
+                "lw.MonteCarlo(draws=50, seed=0)."
+            )
+
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
         """Returns the outputs under each draw; draws are joint across inputs by nature."""
         batches.check_inputs(inputs, next(iter(tangent.parameters.values())), "the inputs")
@@ -55,7 +61,8 @@ class MonteCarlo(Way):
         mean, outputs = tangent.mean(), []
         for _ in range(self.draws):
             drawn = covariance.sample(1, generator)
-            weights = split(tangent.blocks, {name: mean[name] + draw[0].to(mean[name].dtype) for name, draw in drawn.items()})
+            moved = {name: mean[name] + draw[0].to(mean[name].dtype) for name, draw in drawn.items()}
+            weights = split(tangent.blocks, moved)
             weights = {name: value.to(own[name].dtype) for name, value in weights.items()}
             outputs.append(call_with(tangent.model, tangent.forward, weights, inputs).to(tangent.dtype))
         return LatentDraws(torch.stack(outputs), joint)

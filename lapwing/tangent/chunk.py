@@ -1,7 +1,7 @@
-"""One chunk of samples seen through the network's Jacobian: outputs, and the block Jacobians that everything is made of.
+"""One chunk of samples seen through the network's Jacobian: outputs, and the block Jacobians all else is made of.
 
-Gradients are taken when the first block is asked for, so a product `J V` that forward mode gives more cheaply never pays
-for the C backward passes.
+Gradients are taken when the first block is asked for, so a product `J V` that forward mode gives more cheaply never
+pays for the C backward passes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..numerics import total
 from .blocks import Matrix, Vectors, split
 from .forward_mode import forward_products
 from .jacobian import BlockJacobian, Rows, SumOfUses
@@ -99,11 +100,12 @@ class Record(Mapping[str, BlockJacobian]):
             )  # fmt: skip  # (B, C, K), or None where the network has no forward mode
             if found is not None:
                 return found.to(self.dtype) if self._u is None else self._u.mT.to(self.dtype) @ found.to(self.dtype)
-        return sum(self[name].jvp(rows.to(self.dtype)) for name, rows in vectors.items())
+        return total(self[name].jvp(rows.to(self.dtype)) for name, rows in vectors.items())
 
     @cached_property
     def _gradients(self) -> list[Tensor | None]:
-        """g of every use; the graph is freed with them."""
+        """The gradients g of every use; the graph is freed with them."""
+        assert self._graph is not None  # once only
         gradients = output_gradients(self._graph, self._noted, self._u, self._differentiable)
         if not self._differentiable:
             self._graph = None

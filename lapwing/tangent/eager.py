@@ -1,7 +1,7 @@
-"""Runs a network operation by operation: no fused attention, no fast paths, no compiled graphs, and nothing left switched.
+"""Runs a network operation by operation: no fused attention, no fast paths, no compiled graphs; leaves no trace.
 
-The mode is local to the thread and to the `with` block. What is not (parameters swapped in the module for the length of a
-call, the stance of `torch.compile`) is used under one lock and put back.
+The mode is local to the thread and to the `with` block. What is not (parameters swapped in the module for the length of
+a call, the stance of `torch.compile`) is used under one lock and put back.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-def _transparent(function: types.FunctionType) -> Callable:
+def _transparent(function: Callable) -> Callable:
     """Returns a copy of a Python-level torch function that runs its body although a function mode is active."""
+    assert isinstance(function, types.FunctionType)
     scope = {**function.__globals__, "has_torch_function": lambda _: False}
     copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -58,7 +59,7 @@ def _math_attention(
 
 @contextlib.contextmanager
 def batching_quiet() -> Iterator[None]:
-    """Silences torch's warning that it loops over an operation without a batching rule; filters are global, so locked."""
+    """Silences torch's warning that it loops where there is no batching rule; filters are global, so locked."""
     with LOCK, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "There is a performance drop")
         yield
@@ -88,7 +89,7 @@ def outside_inference(function: Callable[Arguments, Result]) -> Callable[Argumen
 
 
 class EagerMode(TorchFunctionMode):
-    """Sees every torch function a network calls, opens `multi_head_attention_forward`, and takes the math attention kernel.
+    """Sees every torch function a network calls; opens `multi_head_attention_forward`, takes the math attention kernel.
 
     An active function mode also keeps `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` off their fast paths.
     """

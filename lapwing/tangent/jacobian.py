@@ -1,8 +1,8 @@
 """The Jacobian of one block of weights for one chunk of samples, and its contractions made of rows.
 
-Layout: B samples, R cotangents a sample (the C outputs themselves, or the columns of a Fisher root), P weights of the block.
-`J[n, r]` is the gradient of cotangent r of sample n. A layer family need only give `row_slices`; every contraction
-below follows from it, and overrides (`outer.py`, `layers/embedding.py`) are speed.
+Layout: B samples, R cotangents a sample (the C outputs themselves, or the columns of a Fisher root), P weights of a
+block. `J[n, r]` is the gradient of cotangent r of sample n. A layer family need only give `row_slices`; every
+contraction below follows from it, and overrides (`outer.py`, `layers/embedding.py`) are speed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+from ..numerics import total
 
 SLICE_BYTES = 16 * 2**20
 """Aim for the size of one slice of rows: large enough for fast products, small beside any memory budget."""
@@ -49,12 +51,22 @@ class BlockJacobian(ABC):
 
     def weighted_grams(self, candidates: Sequence[Tensor]) -> list[Tensor]:
         """Returns `J diag(weights) Jᵀ` (B, R, R) for several weights (P,), the rows formed once."""
-        totals: list = [0] * len(candidates)
+        grams: list = [0] * len(candidates)
         for part, rows in self.row_slices():
             for i, weights in enumerate(candidates):
                 scaled = rows * weights[part].sqrt()
-                totals[i] = totals[i] + scaled @ scaled.mT  # (B, R, R)
-        return totals
+                grams[i] = grams[i] + scaled @ scaled.mT  # (B, R, R)
+        return grams
+
+    def weighted_norms(self, candidates: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns the diagonals (n, B, R) of `J diag(w) Jᵀ` and `H J diag(w) Jᵀ H`, `H = I - 11ᵀ/R`, for n weights.
+
+        One product of the squared rows with all weights: a candidate costs next to nothing.
+        """
+        weights = torch.stack(list(candidates), -1)  # (P, n)
+        slices = ((weights[part], rows, rows - rows.mean(1, keepdim=True)) for part, rows in self.row_slices())
+        norms = total(torch.stack([rows.square() @ w, centred.square() @ w]) for w, rows, centred in slices)
+        return tuple(norms.movedim(-1, 1))  # (2, n, B, R)
 
     def squared_sum(self) -> Tensor:
         """Returns `Σ_n,r J²` (P,), the diagonal of the GGN of these samples."""
@@ -70,26 +82,31 @@ class BlockJacobian(ABC):
 
     def jvp(self, vectors: Tensor) -> Tensor:
         """Returns `J V` (B, R, K) for V given as rows (K, P)."""
-        total = 0
-        for part, rows in self.row_slices():
-            total = total + rows @ vectors[:, part].T
-        return total
+        return total(rows @ vectors[:, part].T for part, rows in self.row_slices())
 
     def gram(self, other: BlockJacobian) -> Tensor:
         """Returns the block of the NTK `J J'ᵀ` (B, R, B', R')."""
-        total = 0
-        for (_, mine), (_, theirs) in zip(self.row_slices(), other.row_slices(), strict=True):
-            total = total + mine.flatten(0, 1) @ theirs.flatten(0, 1).T
-        return total.reshape(self.batch, self.cotangents, other.batch, other.cotangents)
+        pairs = zip(self.row_slices(), other.row_slices(), strict=True)
+        gram = total(mine.flatten(0, 1) @ theirs.flatten(0, 1).T for (_, mine), (_, theirs) in pairs)
+        return gram.reshape(self.batch, self.cotangents, other.batch, other.cotangents)
 
     def joint_weighted_gram(self, weights: Tensor) -> Tensor:
         """Returns `J diag(weights) Jᵀ` across samples, (B, R, B, R)."""
-        total = 0
-        for part, rows in self.row_slices():
-            scaled = (rows * weights[part].sqrt()).flatten(0, 1)
-            total = total + scaled @ scaled.T
+        slices = ((rows * weights[part].sqrt()).flatten(0, 1) for part, rows in self.row_slices())
         shape = (self.batch, self.cotangents)
-        return total.reshape(*shape, *shape)
+        return total(scaled @ scaled.T for scaled in slices).reshape(*shape, *shape)
+
+
+class MatrixJacobian(BlockJacobian):
+    """The Jacobian of a matrix weight in G groups of (O, I), which Kronecker factors rotate."""
+
+    @abstractmethod
+    def rotate(self, inputs: Tensor | None, outputs: Tensor) -> BlockJacobian:
+        """Returns J in another basis, for U_in (G, I, I), or None for the identity, and U_out (G, O, O)."""
+
+    @abstractmethod
+    def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
+        """Returns `A = Σ a aᵀ` (G, I, I), or its diagonal, `Γ = Σ g gᵀ` (G, O, O) and their count of positions."""
 
 
 class Rows(BlockJacobian):
@@ -113,15 +130,12 @@ class SumOfUses(BlockJacobian):
 
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
         """Yields the sum of the uses' rows."""
-        total = self._uses[0].rows()
-        for use in self._uses[1:]:
-            total = total + use.rows()
-        yield slice(0, self.size), total
+        yield slice(0, self.size), total(use.rows() for use in self._uses)
 
     def jvp(self, vectors: Tensor) -> Tensor:
         """Sums the uses' products: linear in J."""
-        return sum(use.jvp(vectors) for use in self._uses)
+        return total(use.jvp(vectors) for use in self._uses)
 
     def sum_rows(self) -> Tensor:
         """Sums the uses' products: linear in J."""
-        return sum(use.sum_rows() for use in self._uses)
+        return total(use.sum_rows() for use in self._uses)

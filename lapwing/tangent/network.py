@@ -109,11 +109,11 @@ class Tangent:
                 found = tuple(named[name].shape) if name in named else "no such parameter"
                 if found != shape:
                     raise LapwingError(
-                        f"Asked to load a posterior over the parameter {name} {shape} around {type(model).__name__}, found "
-                        f"{found}; the network of the fit is needed: build it with the same options."
+                        f"Asked to load a posterior over the parameter {name} {shape} around {type(model).__name__}, "
+                        f"found {found}; the network of the fit is needed: build it with the same options."
                     )
-        coverage = Coverage(tuple(Covered(**{**line, "parameters": tuple(line["parameters"])}) for line in data["coverage"]))
-        return cls(model, forward, blocks, Plan.from_json(data["plan"]), coverage, data["outputs"], memory)
+        lines = tuple(Covered(**{**line, "parameters": tuple(line["parameters"])}) for line in data["coverage"])
+        return cls(model, forward, blocks, Plan.from_json(data["plan"]), Coverage(lines), data["outputs"], memory)
 
     @property
     def size(self) -> int:
@@ -142,7 +142,8 @@ class Tangent:
             found = parameters_of(self.model)
             for path, module in self.model.named_modules():
                 for name, buffer in module._buffers.items():
-                    if name not in module._non_persistent_buffers_set and buffer is not None and buffer.is_floating_point():
+                    saved = buffer is not None and name not in module._non_persistent_buffers_set
+                    if saved and buffer.is_floating_point():
                         found[f"{path}.{name}" if path else name] = buffer
         return found
 
@@ -182,9 +183,9 @@ class Tangent:
         batches.check_outputs(outputs, "these inputs")
         if outputs.shape[1] != self.outputs:
             raise LapwingError(
-                f"Asked for the {self.outputs} outputs of {type(self.model).__name__} at {batches.describe(inputs)}, found "
-                f"outputs of shape {tuple(outputs.shape)}; as many as on the first batch are needed: check the shape of the "
-                "inputs, and give a single sample as x[None]."
+                f"Asked for the {self.outputs} outputs of {type(self.model).__name__} at {batches.describe(inputs)}, "
+                f"found outputs of shape {tuple(outputs.shape)}; as many as on the first batch are needed: check the "
+                "shape of the inputs, and give a single sample as x[None]."
             )
         self.plan.check_order([use.names for use in noted], len(outputs), type(self.model).__name__)
         if callable(cotangents):
@@ -205,10 +206,12 @@ class Tangent:
         for part, chunk in batches.chunks(inputs, self.chunk_length(cotangents, dtype, rows_held)):
             yield part, self.record(chunk, cotangents, dtype)
 
-    def chunk_length(self, cotangents: Cotangents = None, dtype: torch.dtype | None = None, rows_held: int = 0) -> int:
-        """Returns how many samples fit the memory budget at once, at least one."""
+    def chunk_length(
+        self, cotangents: Cotangents | int = None, dtype: torch.dtype | None = None, rows_held: int = 0
+    ) -> int:
+        """Returns how many samples fit the memory budget at once, at least one; `cotangents` may be their count."""
         dtype = dtype or self.dtype
-        count = self.outputs if cotangents is None else getattr(cotangents, "columns", self.outputs)
+        count = cotangents if isinstance(cotangents, int) else getattr(cotangents, "columns", self.outputs)
         generic = sum(block.size for block in self.blocks if block.family == "generic")
         numbers = self.plan.numbers_per_sample(count) + 3 * count * generic + rows_held
         return max(1, int(self.memory // (numbers * dtype.itemsize)))
@@ -229,8 +232,8 @@ def _checked_network(model: Any) -> nn.Module:
     """Returns the uncompiled network, checked to be one with weights and in eval mode."""
     if not isinstance(model, nn.Module):
         raise LapwingError(
-            f"Asked to treat a model of type {type(model).__name__}; a torch.nn.Module with trained weights is needed: pass "
-            "the module itself, with forward=lambda model, inputs: ... where it is not called as model(x)."
+            f"Asked to treat a model of type {type(model).__name__}; a torch.nn.Module with trained weights is needed: "
+            "pass the module itself, with forward=lambda model, inputs: ... where it is not called as model(x)."
         )
     model = uncompiled(model)
     named = parameters_of(model)
@@ -248,8 +251,9 @@ def _checked_network(model: Any) -> nn.Module:
             )
         if value.is_inference():
             raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found that its parameter {name} was made in torch.inference_mode(), "
-                "where no gradients exist; ordinary parameters are needed: build and load the network outside it."
+                f"Asked to treat {type(model).__name__}, found that its parameter {name} was made in "
+                "torch.inference_mode(), where no gradients exist; ordinary parameters are needed: build and load the "
+                "network outside it."
             )
     check_mode(model)
     return model

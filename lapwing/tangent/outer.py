@@ -1,4 +1,4 @@
-"""Jacobians of matrix weights as sums of outer products, `J[n, r] = Σ_t g[n, r, t] a[n, t]ᵀ`, and their fast contractions.
+"""Jacobians of matrix weights as sums of outer products, `J[n, r] = Σ_t g[n, r, t] a[n, t]ᵀ`, contracted fast.
 
 `Outer` is a layer used at one position (T = 1), where J never needs to be formed; `SharedOuter` is a layer used at T
 positions (convolution, tokens, several calls) or in G groups, formed one slice of its output channels at a time.
@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .jacobian import SLICE_BYTES, BlockJacobian
+from ..numerics import total
+from .jacobian import SLICE_BYTES, BlockJacobian, MatrixJacobian
 
 
-class Outer(BlockJacobian):
+class Outer(MatrixJacobian):
     """One position a sample: inputs a (B, I) and output gradients g (B, R, O).
 
     `g=None` says that the layer's output *is* the network's output, so that g is the identity and R = O.
@@ -56,7 +57,7 @@ class Outer(BlockJacobian):
         return Outer(a, g, self.outputs)
 
     def input_scale(self, weights: Tensor) -> Tensor:
-        """Returns `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O), all that a diagonal weighting needs to know of the inputs."""
+        """Returns `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O), all that a diagonal weighting needs of the inputs."""
         return self.a.square() @ weights.reshape(self.outputs, self.inputs).T
 
     def weighted_factor(self, weights: Tensor) -> Tensor:
@@ -101,15 +102,9 @@ class Outer(BlockJacobian):
         g = self.g.flatten(0, 1)
         return (self.a.T @ self.a)[None], (g.T @ g)[None], self.batch
 
-    def second_moment(self) -> Tensor:
-        """Returns `Σ_n,r J²` laid out as (G, O, I)."""
-        return self.squared_sum().reshape(1, self.outputs, self.inputs)
 
-
-class SharedOuter(BlockJacobian):
+class SharedOuter(MatrixJacobian):
     """T positions a sample in G groups: inputs a (B, T, G, I) and output gradients g (B, R, T, G, O)."""
-
-    is_output = False
 
     def __init__(self, a: Tensor, g: Tensor) -> None:
         self.a, self.g = a, g
@@ -129,9 +124,9 @@ class SharedOuter(BlockJacobian):
                 first = (group * self.outputs + start) * self.inputs
                 yield slice(first, first + g.shape[-1] * self.inputs), rows.reshape(self.batch, self.cotangents, -1)
 
-    def rotate(self, inputs: Tensor, outputs: Tensor) -> RotatedOuter:
+    def rotate(self, inputs: Tensor | None, outputs: Tensor) -> RotatedOuter:
         """Returns J in another basis, for U_in (G, I, I) and U_out (G, O, O)."""
-        return RotatedOuter(_by_group(self.a, inputs), self.g, outputs)
+        return RotatedOuter(self.a if inputs is None else _by_group(self.a, inputs), self.g, outputs)
 
     def jvp(self, vectors: Tensor) -> Tensor:
         """Returns `J V` (B, R, K) by rows or by `gᵀ(V_k a)`, whichever takes fewer products."""
@@ -157,7 +152,7 @@ class SharedOuter(BlockJacobian):
         by_rows = self.cotangents * self.outputs * self.inputs
         by_positions = self.positions * (self.inputs + self.cotangents * self.outputs)
         if by_rows <= by_positions:
-            return sum(rows.square().sum() for _, rows in self.row_slices())
+            return total(rows.square().sum() for _, rows in self.row_slices())
         inputs = torch.einsum("ntgi,nsgi->ngts", self.a, self.a)
         gradients = torch.einsum("nrtgo,nrsgo->ngts", self.g, self.g)
         return (inputs * gradients).sum()
@@ -173,14 +168,11 @@ class SharedOuter(BlockJacobian):
         return a.mT @ a, g.mT @ g, self.batch * (1 if reduce else self.positions)
 
 
-
 class RotatedOuter(BlockJacobian):
     """`J[n, r] = U_outᵀ Σ_t g a` for inputs a (B, T, G, I) rotated already, g (B, R, T, G, O) and U_out (G, O, O).
 
     The output side is rotated where that is cheaper: g itself where T < I, else the rows.
     """
-
-    is_output = False
 
     def __init__(self, a: Tensor, g: Tensor, outputs: Tensor) -> None:
         self.batch, positions, self.groups, self.inputs = a.shape
@@ -202,10 +194,6 @@ class RotatedOuter(BlockJacobian):
             rows = self._rotation[group].T @ rows
             first = group * self.outputs * self.inputs
             yield slice(first, first + self.outputs * self.inputs), rows.flatten(2)
-
-    def second_moment(self) -> Tensor:
-        """Returns `Σ_n,r J²` laid out as (G, O, I)."""
-        return self.squared_sum().reshape(self.groups, self.outputs, self.inputs)
 
 
 def _by_group(values: Tensor, basis: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from .selection import LastLayer, Predicate, select
 
 PROBED_SAMPLES = 4
 MATRIX_FAMILIES = ("linear", "conv", "embedding")
+MINGLED = "its samples cannot be told apart"
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Plan:
             )
 
     def numbers_per_sample(self, cotangents: int) -> int:
-        """Estimates the numbers held a sample: all g, twice over, and the patches and rotated gradients of one layer."""
+        """Estimates the numbers held a sample: all g twice, and the patches and rotated gradients of one layer."""
         all_g = sum(out for out, _ in self.sizes)
         largest = max((2 * patches + 3 * cotangents * out for out, patches in self.sizes), default=0)
         return 2 * cotangents * all_g + largest + 1
@@ -131,16 +132,17 @@ def check_mode(model: nn.Module) -> None:
         kind = type(module).__name__
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
             raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found its layer {name or kind} ({kind}) without running statistics, "
-                "so that a sample's output depends on the rest of the batch also after model.eval(); running statistics are "
-                f"needed: train with {kind}({module.num_features}, track_running_stats=True)."
+                f"Asked to treat {type(model).__name__}, found its layer {name or kind} ({kind}) without running "
+                "statistics, so that a sample's output depends on the rest of the batch also after model.eval(); "
+                f"running statistics are needed: train with {kind}({module.num_features}, track_running_stats=True)."
             )
         if not module.training:
             continue
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found its layer {name or kind} ({kind}) in training mode, where a "
-                "sample's output depends on the rest of the batch; running statistics are needed: call model.eval() first."
+                f"Asked to treat {type(model).__name__}, found its layer {name or kind} ({kind}) in training mode, "
+                "where a sample's output depends on the rest of the batch; running statistics are needed: call "
+                "model.eval() first."
             )
         rate = _dropout_rate(module)
         if rate > 0:
@@ -191,16 +193,15 @@ def probe(
     u[1:, :, 0] = 0  # cotangent 0 looks at the first sample, 1 at the last, 2 at all
     u[: samples - 1, :, 1] = 0
     chosen = [use for use in noted if set(use.names.values()) & set(names)]
-    gradients = output_gradients(outputs, chosen, u, differentiable=False)
+    gradients = [g for g in output_gradients(outputs, chosen, u, differentiable=False) if g is not None]  # all of them
     axes = [_batch_axis(use, g, samples) for use, g in zip(chosen, gradients, strict=True)]
     truth = _autograd_rows(model, forward, {n: parameters[n] for n in names}, few, u[:, :, 2])
 
     reasons: dict[str, str] = {name: "no layer family saw it" for name in names}
     for use, axis in zip(chosen, axes, strict=True):
         for name in use.names.values():
-            reasons[name] = "" if axis is not None and reasons.get(name) != "its samples cannot be told apart" else (
-                "its samples cannot be told apart"
-            )
+            told_apart = axis is not None and reasons.get(name) != MINGLED
+            reasons[name] = "" if told_apart else MINGLED
             if use.stale:
                 reasons[name] = "its layer's input is modified in place"
     _compare_with_autograd(chosen, gradients, axes, samples, names, truth, reasons)
@@ -211,18 +212,17 @@ def probe(
     indexed = {
         name: [(i, axis_of[id(kept[i])] or BatchAxis(), roles) for i, roles in found] for name, found in uses.items()
     }
-    blocks += [
-        Block(name, (name,), (tuple(parameters[name].shape),), "generic") for name in names if reasons[name]
-    ]
+    blocks += [Block(name, (name,), (tuple(parameters[name].shape),), "generic") for name in names if reasons[name]]
     plan = Plan(tuple(covered), order, indexed, samples == 1, tuple(_numbers(use, samples) for use in kept))
     lines = tuple(
-        Covered(block.name, block.parameters, block.size, block.family, reasons[block.parameters[0]]) for block in blocks
+        Covered(block.name, block.parameters, block.size, block.family, reasons[block.parameters[0]])
+        for block in blocks
     )
     return Survey(tuple(blocks), plan, Coverage(lines), outputs.shape[1])
 
 
 def _few(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
-    """Takes the samples to probe; one alone is taken twice where the network runs on two, to show where the batch is."""
+    """Takes the samples to probe; one alone is taken twice where the network runs on two, to show the batch axis."""
     if batches.size(inputs) > 1:
         return batches.take(inputs, slice(0, PROBED_SAMPLES))
     twice = batches.take(inputs, torch.tensor([0, 0]))
@@ -252,15 +252,15 @@ def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, ou
         named = f" and that it calls {', '.join(draws.functions)}" if draws.functions else ""
         raise LapwingError(
             f"Asked to run {type(model).__name__} again on the same batch, found outputs that differ by "
-            f"{float(difference):.2g}{named}; a deterministic network is needed: call model.eval(), and turn off sampling, "
-            "noise and augmentation inside forward()."
+            f"{float(difference):.2g}{named}; a deterministic network is needed: call model.eval(), and turn off "
+            "sampling, noise and augmentation inside forward()."
         )
     if alone.shape[1:] != outputs.shape[1:] or (alone[0] - outputs[0]).abs().max() > tolerance:
         raise LapwingError(
-            f"Asked to run {type(model).__name__} on one sample, found that its output changes with the rest of the batch "
-            f"(by {float((alone[0] - outputs[0]).abs().max()):.2g}); samples must be independent and lie along the first "
-            "dimension of inputs and outputs: call model.eval(), use running statistics in batch norm, or wrap the model "
-            "so that the batch comes first."
+            f"Asked to run {type(model).__name__} on one sample, found that its output changes with the rest of the "
+            f"batch (by {float((alone[0] - outputs[0]).abs().max()):.2g}); samples must be independent and lie along "
+            "the first dimension of inputs and outputs: call model.eval(), use running statistics in batch norm, or "
+            "wrap the model so that the batch comes first."
         )
 
 
@@ -297,7 +297,7 @@ def _autograd_rows(
 
 def _compare_with_autograd(
     noted: list[Noted],
-    gradients: list[Tensor | None],
+    gradients: list[Tensor],
     axes: list[BatchAxis | None],
     samples: int,
     names: Sequence[str],
@@ -320,7 +320,8 @@ def _compare_with_autograd(
 
 
 def _single(name: str, use: Noted, role: str, shape: tuple[int, ...]) -> Block:
-    return Block(name, (name,), (shape,), use.use.family, use.use.matrix(), role == "bias" and use.use.matrix() is not None)
+    matrix = use.use.matrix()
+    return Block(name, (name,), (shape,), use.use.family, matrix, role == "bias" and matrix is not None)
 
 
 def _blocks(
@@ -332,22 +333,27 @@ def _blocks(
     for i, roles in enumerate(order):
         for _, name in roles:
             by_name.setdefault(name, []).append(i)
-    blocks, uses, done = [], {}, set()
+    blocks: list[Block] = []
+    uses: dict[str, list[tuple[int, frozenset[str]]]] = {}
+    done: set[str] = set()
     for i, roles in enumerate(order):
         for role, name in sorted(roles, reverse=True):  # weight before bias
             if name in done:
                 continue
             partner = dict(roles).get("bias") if role == "weight" else None
-            joint = partner is not None and partner not in done and by_name[partner] == by_name[name]
             matrices = {noted[j].use.matrix() for j in by_name[name]}
-            members = (name, partner) if joint and len(matrices) == 1 else (name,)
+            members: tuple[str, ...] = (name,)
+            if partner is not None and partner not in done and by_name[partner] == by_name[name] and len(matrices) == 1:
+                members = (name, partner)
             done.update(members)
             block = _single(name, noted[i], role, tuple(parameters[name].shape))
             if len(matrices) > 1:
                 block = replace(block, matrix=None, bias=False)
             shapes = tuple(tuple(parameters[m].shape) for m in members)
             joined = len(members) == 2 and block.matrix is not None
-            block = replace(block, name=_block_name(members), parameters=members, shapes=shapes, bias=joined or block.bias)
+            block = replace(
+                block, name=_block_name(members), parameters=members, shapes=shapes, bias=joined or block.bias
+            )
             blocks.append(block)
             uses[block.name] = [(j, frozenset(r for r, n in order[j] if n in members)) for j in by_name[name]]
     return blocks, uses, order
@@ -356,7 +362,7 @@ def _blocks(
 def _block_name(members: tuple[str, ...]) -> str:
     if len(members) == 1:
         return members[0].removesuffix(".weight")
-    return commonprefix(members).rstrip("._") or members[0]
+    return commonprefix(members).rstrip("._") or members[0]  # noqa: RUF071 (characters are what is wanted)
 
 
 def _numbers(noted: Noted, samples: int) -> tuple[int, int]:

@@ -20,12 +20,12 @@ from .eager import EagerMode, batching_quiet, without_compiled
 from .layers import HANDLERS, Use
 
 BATCHED_BACKWARD = 2**24
-"""All cotangents go back in one batched pass while their activations' gradients have at most this many entries, else one by one."""
+"""Cotangents go back in one batched pass while their gradients have at most this many entries, else one by one."""
 
 
 @dataclass
 class Noted:
-    """One watched use: what the layer saw, the names of its parameters by role, and where its output is in the graph."""
+    """One watched use: what the layer saw, its parameters' names by role, and where its output is in the graph."""
 
     use: Use
     names: dict[str, str]
@@ -70,7 +70,9 @@ class Recorder(EagerMode):
         return id(value) in self._watched
 
 
-def run(model: nn.Module, inputs: Any, forward: Forward | None, watched: Mapping[int, str]) -> tuple[Tensor, list[Noted]]:
+def run(
+    model: nn.Module, inputs: Any, forward: Forward | None, watched: Mapping[int, str]
+) -> tuple[Tensor, list[Noted]]:
     """Runs the network once, recording.
 
     Args:
@@ -113,11 +115,13 @@ def output_gradients(
     ]
     u = None if cotangents is None else cotangents.permute(2, 0, 1).to(outputs.dtype)  # (R, B, C)
     behind = [use for use, last in zip(noted, is_output, strict=True) if not last]
-    if behind and u is None:
-        eye = torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
-        grads = _backward(outputs, behind, eye[:, None].expand(-1, *outputs.shape), differentiable)
-    else:
-        grads = _backward(outputs, behind, u, differentiable) if behind else []
+    grads: list[Tensor] = []
+    if behind:
+        sent = u
+        if sent is None:
+            eye = torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
+            sent = eye[:, None].expand(-1, *outputs.shape)
+        grads = _backward(outputs, behind, sent, differentiable)
     rest = iter(grads)
     return [u if last else next(rest) for last in is_output]
 
@@ -129,7 +133,7 @@ def _backward(outputs: Tensor, noted: Sequence[Noted], u: Tensor, differentiable
     edges = [use.edge for use in noted]
     options = {"retain_graph": True, "create_graph": differentiable, "allow_unused": True}
     grads = None
-    if 1 < count and count * sum(use.out.numel() for use in noted) <= BATCHED_BACKWARD:
+    if count > 1 and count * sum(use.out.numel() for use in noted) <= BATCHED_BACKWARD:
         grads = _batched_backward(outputs, edges, u, options)
     if grads is None:
         steps = [torch.autograd.grad(outputs, edges, row, **options) for row in u]
@@ -137,7 +141,9 @@ def _backward(outputs: Tensor, noted: Sequence[Noted], u: Tensor, differentiable
     return [use.out.new_zeros(count, *use.out.shape) if g is None else g for g, use in zip(grads, noted, strict=True)]
 
 
-def _batched_backward(outputs: Tensor, edges: list[GradientEdge], u: Tensor, options: dict) -> Sequence[Tensor | None] | None:
+def _batched_backward(
+    outputs: Tensor, edges: list[GradientEdge], u: Tensor, options: dict
+) -> Sequence[Tensor | None] | None:
     """Takes all cotangents back at once; None where an operation has no batching rule at all."""
     with batching_quiet():
         try:

@@ -1,4 +1,4 @@
-"""Which parameters are treated: `everything`, `last_layer`, `matching("*.lora_*")`, or a predicate `(name, parameter) -> bool`."""
+"""Which parameters are treated: `everything`, `last_layer`, `matching("*.lora_*")`, or any predicate."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def matching(*patterns: str) -> Matching:
     """
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
         raise LapwingError(
-            f"Asked for matching({', '.join(map(repr, patterns))}); one or more patterns, each a string, are needed: write "
-            "lw.matching('*.lora_*', 'head.*')."
+            f"Asked for matching({', '.join(map(repr, patterns))}); one or more patterns, each a string, are needed: "
+            "write lw.matching('*.lora_*', 'head.*')."
         )
     return Matching(patterns)
 
@@ -76,22 +76,22 @@ def select(
         names = _chosen(params, parameters)
     else:
         raise LapwingError(
-            f"Asked to treat params={params!r}; accepted are lw.everything, lw.last_layer, lw.matching('*.weight') and a "
-            "predicate: write params=lambda name, parameter: name.startswith('head')."
+            f"Asked to treat params={params!r}; accepted are lw.everything, lw.last_layer, lw.matching('*.weight') and "
+            "a predicate: write params=lambda name, parameter: name.startswith('head')."
         )
     if names:
         return names
     if isinstance(params, LastLayer):
         raise LapwingError(
-            f"Asked to treat the last layer of {model_name}, found no linear or convolution layer whose weight is one of its "
-            f"{len(parameters)} parameters ({_listed(parameters)}); name what to treat: pass params=lw.everything, or "
-            "params=lw.matching(...)."
+            f"Asked to treat the last layer of {model_name}, found no linear or convolution layer whose weight is one "
+            f"of its {len(parameters)} parameters ({_listed(parameters)}); name what to treat: pass "
+            "params=lw.everything, or params=lw.matching(...)."
         )
     frozen = sum(not value.requires_grad for value in parameters.values())
     raise LapwingError(
         f"Asked to treat {params!r} of {model_name}, found no such parameter among {len(parameters)} ({frozen} frozen; "
-        f"names: {_listed(parameters)}); at least one is needed: pass params=lw.matching('*') to treat frozen parameters too, "
-        "or name some with params=lw.matching(...)."
+        f"names: {_listed(parameters)}); at least one is needed: pass params=lw.matching('*') to treat frozen "
+        "parameters too, or name some with params=lw.matching(...)."
     )
 
 

@@ -1,4 +1,4 @@
-"""Tuning by the evidence: prior precision (scalar or per layer) and noise variance together, without validation data."""
+"""Tuning by the evidence: prior precision (scalar or per layer) and noise variance, without validation data."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Tuning(ABC):
 class Evidence(Tuning):
     """Maximises the Laplace evidence over δ and σ² (MacKay 1992; Immer et al. 2021, section 3).
 
-    Subspace posteriors maximise its lower bound, which charges them for the curvature they do not see: their own evidence
-    would tune δ wrongly.
+    Subspace posteriors maximise its lower bound, which charges them for the curvature they do not see: their own
+    evidence would tune δ wrongly.
 
     Args:
         per_layer: one δ for each block instead of one for all.
@@ -62,6 +62,7 @@ class Evidence(Tuning):
                 precision = self._best_precision(posterior, noise)
             if posterior.noise_given:
                 break
+            assert noise is not None  # where it is open, its residual was taken
             noise = self._best_noise(posterior, precision, noise)
             new = self._value(posterior, precision, noise)
             if new - value < 1e-7 * (1 + abs(new)):
@@ -92,7 +93,9 @@ class Evidence(Tuning):
     @staticmethod
     def _least_noise(posterior: Posterior) -> float:
         """A tenth of the mean squared residual: the best σ² is never below it, `Σ r²/(NC - γ)` (MacKay 1992)."""
-        return posterior.likelihood.residual_variance(posterior.statistics) / 10
+        residual = posterior.likelihood.residual_variance(posterior.statistics)
+        assert residual is not None
+        return residual / 10
 
     def _ascend(
         self, posterior: Posterior, precision: Tensor, noise: float | None, by_layer: bool

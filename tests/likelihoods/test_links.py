@@ -8,9 +8,9 @@ import pytest
 import torch
 from scipy.integrate import quad
 
-from lapwing.errors import LapwingError
 from lapwing.covariance import Latent
 from lapwing.covariance.output import Dense, Rotated, Thin
+from lapwing.errors import LapwingError
 from lapwing.likelihoods import Categorical, ExactLink, LaplaceBridge, Probit, SampledLink
 from lapwing.likelihoods import links as links_module
 from tests.likelihoods.fakes import FakeDraws, FakeLatent, MarginalLatent, gauss_hermite, random_latent
@@ -87,7 +87,7 @@ def test_closed_links_do_not_see_a_common_shift(link):
 
 @pytest.mark.parametrize(("size", "tolerance"), [(2, 0.02), (3, 0.08)])
 def test_probit_approximates_correlated_logits(size, tolerance):
-    """Within the probit's own error, 0.02 for two classes, whatever the common shift; the textbook form is further off."""
+    """Within the probit's own error, 0.02 for two classes, whatever the shift; the textbook form is further off."""
     latent = correlated(size, 4.0)
     exact = integrated(latent)
     torch.testing.assert_close(Probit().log_probs(latent).exp(), exact, atol=tolerance, rtol=0)
@@ -98,7 +98,10 @@ def test_probit_approximates_correlated_logits(size, tolerance):
 @pytest.mark.parametrize("terms", ["thin", "rotated", "diagonal", "dense"])
 def test_centred_variance_of_every_term(terms):
     generator = torch.Generator().manual_seed(5)
-    factor, scale = torch.randn(4, 5, 3, generator=generator, dtype=F64), torch.rand(4, 5, generator=generator, dtype=F64)
+    factor, scale = (
+        torch.randn(4, 5, 3, generator=generator, dtype=F64),
+        torch.rand(4, 5, generator=generator, dtype=F64),
+    )
     basis = torch.linalg.qr(torch.randn(5, 5, generator=generator, dtype=F64))[0]
     term = {
         "thin": Thin(factor), "rotated": Rotated(basis, scale), "diagonal": Rotated(None, scale),

@@ -41,7 +41,7 @@ def test_rows_equal_jacrev(name):
 @pytest.mark.parametrize("name", ZOO)
 def test_contractions_equal_dense_products(name):
     case = ZOO[name]
-    model, x, tangent = survey(case)
+    _, x, tangent = survey(case)
     other = case.inputs(3, 7)
     u = torch.randn(5, case.outputs, 2, dtype=torch.float64)
     for cotangents in (None, u):

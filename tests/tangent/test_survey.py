@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import lapwing as lw
+from benchmarks.measure import LiveBytes
 from lapwing import batches
 from lapwing.tangent import Tangent
 from lapwing.tangent.probe import Plan
@@ -22,35 +20,6 @@ from tests.zoo import ZOO
 
 EVERY = lw.matching("*")
 SMALL = 2**24
-
-
-class LiveBytes(TorchDispatchMode):
-    """Adds up the bytes of all storages made within the block while they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._known: dict[int, weakref.ref] = {}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._note(leaf.untyped_storage())
-        return out
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
-
-        def free(_: Any) -> None:
-            self._known.pop(key, None)
-            self.now -= size
-
-        self._known[key] = weakref.ref(storage, free)
-        self.now += size
-        self.peak = max(self.peak, self.now)
 
 
 class Sequence(nn.Module):

@@ -63,7 +63,8 @@ class Streamlined(Way):
         """
         _check(tangent, inputs, joint)
         dtype = covariance.record_dtype or tangent.dtype
-        with torch.set_grad_enabled(wants_gradient(inputs)), without_compiled():  # its lock: other threads swap parameters
+        # under the lock of without_compiled: other threads swap parameters
+        with torch.set_grad_enabled(wants_gradient(inputs)), without_compiled():
             steps = read(tangent, covariance, self.covariance == "full")
             length = tangent.chunk_length(dtype=dtype, rows_held=numbers_per_sample(steps))
             parts = [propagate(steps, chunk, dtype) for _, chunk in batches.chunks(inputs, length)]

@@ -13,7 +13,13 @@ from ..outer import Outer, SharedOuter
 from .use import BatchAxis, Handler, Use, Watched, outer_jacobian, with_bias_column
 
 
-def unfold(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], padding: list[tuple[int, int]], dilation: tuple[int, ...]) -> Tensor:
+def unfold(
+    x: Tensor,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: list[tuple[int, int]],
+    dilation: tuple[int, ...],
+) -> Tensor:
     """Cuts x (N, channels, *space) into patches (N, L, channels, prod(kernel)), in the order of a weight's columns.
 
     Args:
@@ -70,6 +76,7 @@ class ConvUse(Use):
         patches = unfold(self.inputs.to(dtype), kernel, self.stride, self.padding, self.dilation)  # (N, L, channels, k)
         patches = patches.unflatten(2, (self.groups, -1)).flatten(3)  # (N, L, G, I)
         a = axis.front(patches, samples).reshape(samples, -1, *patches.shape[2:])
+        assert g is not None  # a feature map is no output
         g = g.flatten(3).unflatten(2, (self.groups, layout.outputs))  # (R, N, G, O, L)
         g = axis.front(g, samples, 1)  # (R, B, [k,] G, O, L)
         g = g.movedim(-1, -3).reshape(g.shape[0], samples, -1, self.groups, layout.outputs)

@@ -9,17 +9,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..blocks import Matrix
-from ..jacobian import BlockJacobian
+from ..jacobian import BlockJacobian, MatrixJacobian
 from .use import BatchAxis, Handler, Use, Watched
 
 
-class OneHot(BlockJacobian):
-    """`J[n, r] = Σ_t g[n, r, t] e_token(n, t)ᵀ`, laid out as (O = width, I = vocabulary), for tokens (B, T) and g (B, R, T, O).
+class OneHot(MatrixJacobian):
+    """`J[n, r] = Σ_t g[n, r, t] e_token(n, t)ᵀ` for tokens (B, T) and g (B, R, T, O).
 
-    Repeated tokens of a sample are merged at the first of them, so that positions never share a weight.
+    Laid out as (O = width, I = vocabulary). Repeated tokens of a sample are merged at the first of them, so that
+    positions never share a weight.
     """
 
-    is_output = False
     groups = 1
 
     def __init__(self, tokens: Tensor, g: Tensor, vocabulary: int) -> None:
@@ -92,10 +92,6 @@ class OneHot(BlockJacobian):
         g = self.unmerged.flatten(0, 2)
         return counts[None], (g.T @ g)[None], self.tokens.numel()
 
-    def second_moment(self) -> Tensor:
-        """Returns `Σ_n,r J²` laid out as (G, O, I)."""
-        return self.squared_sum().reshape(1, self.width, self.vocabulary)
-
 
 class EmbeddingUse(Use):
     """`out = W[tokens]`."""
@@ -116,6 +112,7 @@ class EmbeddingUse(Use):
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype
     ) -> OneHot:
         """The padding token has no gradient, as in torch."""
+        assert g is not None  # an embedding of tokens is no output
         width = self.matrix().outputs
         tokens = axis.front(self.inputs, samples).reshape(samples, -1)  # (B, T)
         g = axis.front(g, samples, 1).reshape(g.shape[0], samples, -1, width).transpose(0, 1).to(dtype)

@@ -1,4 +1,4 @@
-"""Any parameter of any module: per-sample gradients restricted to it, by vmap where the network allows it, else by loops."""
+"""Any parameter of any module: per-sample gradients of it alone, by vmap where the network allows it, else by loops."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _agrees_with_autograd(
     inputs: Any,
     cotangents: Tensor,
 ) -> bool:
-    """Compares a random sum of the rows with one plain backward pass: some batching rules of torch are wrong (PReLU's)."""
+    """Compares a random sum of rows with a plain backward pass: some batching rules of torch are wrong (PReLU's)."""
     signs = torch.randn(cotangents.shape[:2], generator=torch.Generator().manual_seed(0))  # (B, R)
     signs = signs.to(cotangents)
     leaves = {name: value.clone().requires_grad_() for name, value in parameters.items()}
@@ -124,7 +124,7 @@ def _vectorised(
         rest = iter(slices)
         filled = [next(rest)[None] if is_batched else leaf for leaf, is_batched in zip(leaves, batched, strict=True)]
         sample = torch.utils._pytree.tree_unflatten(filled, spec)
-        _, pull = vjp(lambda values: call_with(model, forward, values, sample)[0], parameters)
+        pull = vjp(lambda values: call_with(model, forward, values, sample)[0], parameters)[1]
         return vmap(lambda u: pull(u)[0])(cotangent)
 
     slices = [leaf for leaf, is_batched in zip(leaves, batched, strict=True) if is_batched]
@@ -141,7 +141,13 @@ def _looped(
         out = call_with(model, forward, leaves, sample)[0]  # (C,)
         rows = [
             torch.autograd.grad(
-                out, list(leaves.values()), u, retain_graph=True, create_graph=keep, allow_unused=True, materialize_grads=True
+                out,
+                list(leaves.values()),
+                u,
+                retain_graph=True,
+                create_graph=keep,
+                allow_unused=True,
+                materialize_grads=True,
             )
             for u in cotangents
         ]

@@ -1,4 +1,4 @@
-"""Linear layers: `F.linear` (so `nn.Linear`, attention projections, functional reuse), Hugging Face's `Conv1D`, `x @ W`."""
+"""Linear layers: `F.linear` (so `nn.Linear`, attention, functional reuse), Hugging Face's `Conv1D`, `x @ W`."""
 
 from __future__ import annotations
 

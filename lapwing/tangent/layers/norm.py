@@ -5,12 +5,16 @@ Their rows are explicit and small: `Σ_t g ⊙ x̂` for γ and `Σ_t g` for β.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..jacobian import Rows
 from .use import BatchAxis, Handler, Use, Watched
+
+Normalise = Callable[[Tensor], Tensor]
 
 
 class NormUse(Use):
@@ -21,14 +25,19 @@ class NormUse(Use):
 
     family = "norm"
 
-    def __init__(self, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, normalise: object, features: int | None) -> None:
+    def __init__(
+        self, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, normalise: Normalise, features: int | None
+    ) -> None:
         super().__init__(inputs, weight, bias)
         self._normalise = normalise
         self._features = features  # None: one channel dimension, dimension 1
         self.sample_dims = 1 if features is None else inputs.ndim - features
 
-    def jacobian(self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype) -> Rows:
+    def jacobian(
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype
+    ) -> Rows:
         """Sums over every dimension that is neither sample nor feature."""
+        assert g is not None  # only linear layers are read as outputs
         parts = []
         if "weight" in roles:
             parts.append(self._rows(g.to(dtype) * self._normalise(self.inputs.to(dtype)), axis, samples))
@@ -59,8 +68,11 @@ class ShiftUse(NormUse):
 
     family = "shift"
 
-    def jacobian(self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype) -> Rows:
+    def jacobian(
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype
+    ) -> Rows:
         """The gradient at the output is the gradient of the weight."""
+        assert g is not None
         return Rows(self._rows(g.to(dtype), axis, samples))
 
 
@@ -68,29 +80,37 @@ def _read(names: tuple[str, ...], args: tuple, kwargs: dict) -> dict:
     return dict(zip(names, args, strict=False)) | kwargs
 
 
+def _shape(given: dict) -> list[int]:
+    return list(given["shape"] if "shape" in given else given["normalized_shape"])
+
+
 def _layer_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
     given = _read(("input", "shape", "weight", "bias", "eps"), args, kwargs)
-    shape, eps = list(given.get("shape", given.get("normalized_shape"))), given.get("eps", 1e-5)
-    return NormUse(given["input"], given.get("weight"), given.get("bias"), lambda x: F.layer_norm(x, shape, eps=eps), len(shape))
+    shape, eps = _shape(given), given.get("eps", 1e-5)
+    return NormUse(
+        given["input"], given.get("weight"), given.get("bias"), lambda x: F.layer_norm(x, shape, eps=eps), len(shape)
+    )
 
 
 def _rms_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
     given = _read(("input", "shape", "weight", "eps"), args, kwargs)
-    shape, eps = list(given.get("shape", given.get("normalized_shape"))), given.get("eps")
+    shape, eps = _shape(given), given.get("eps")
     return NormUse(given["input"], given.get("weight"), None, lambda x: F.rms_norm(x, shape, eps=eps), len(shape))
 
 
 def _group_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
     given = _read(("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
     groups, eps = given["num_groups"], given.get("eps", 1e-5)
-    return NormUse(given["input"], given.get("weight"), given.get("bias"), lambda x: F.group_norm(x, groups, eps=eps), None)
+    return NormUse(
+        given["input"], given.get("weight"), given.get("bias"), lambda x: F.group_norm(x, groups, eps=eps), None
+    )
 
 
 def _batch_norm(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     given = _read(names, args, kwargs)
     mean, variance = given.get("running_mean"), given.get("running_var")
-    if given.get("training", False) or mean is None:
+    if given.get("training", False) or mean is None or variance is None:
         return None
     eps = given.get("eps", 1e-5)
 

@@ -16,13 +16,13 @@ from ..outer import Outer, SharedOuter
 
 @dataclass(frozen=True)
 class BatchAxis:
-    """Where a layer's tensors hold the samples: in dimension `axis`, of size B k, batch-major or (`inner`) position-major."""
+    """Where a layer's tensors hold the samples: dimension `axis`, of size B k; samples run fastest if `inner`."""
 
     axis: int = 0
     inner: bool = False
 
     def front(self, tensor: Tensor, samples: int, lead: int = 0) -> Tensor:
-        """Moves the samples to dimension `lead`: (lead..., B, rest...), the k positions of the axis kept among the rest."""
+        """Moves the samples to dimension `lead`: (lead..., B, rest...), the k positions kept among the rest."""
         axis = self.axis + lead
         if tensor.shape[axis] == samples:
             return tensor.movedim(axis, lead)
@@ -57,7 +57,9 @@ class Use(ABC):
         return None
 
     @abstractmethod
-    def jacobian(self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype) -> BlockJacobian:
+    def jacobian(
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype
+    ) -> BlockJacobian:
         """Returns the block Jacobian of this use.
 
         Args:
@@ -88,4 +90,5 @@ def outer_jacobian(a: Tensor, g: Tensor | None, outputs: int) -> Outer | SharedO
     """Builds the Jacobian of a matrix weight from a (B, T, G, I) and g (B, R, T, G, O)."""
     if a.shape[1] == a.shape[2] == 1:
         return Outer(a[:, 0, 0], None if g is None else g[:, :, 0, 0], outputs)
+    assert g is not None  # outputs (B, C) have one position a sample
     return SharedOuter(a, g)

@@ -1,0 +1,157 @@
+"""What a saved posterior holds: everything but the network, of which it keeps fingerprints to know it again by."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import storage
+from .batches import Forward
+from .covariance import COVARIANCES
+from .errors import LapwingError
+from .likelihoods import Likelihood, resolve
+from .posterior import Posterior
+from .prior import Prior
+from .tangent import Tangent
+from .tangent.eager import outside_inference
+from .tangent.stamp import Stamp, fingerprint
+
+
+def write(posterior: Posterior, path: str | os.PathLike[str]) -> None:
+    """Writes what `load` needs to one file: `Posterior.save` once the network is known to be that of the fit.
+
+    Args:
+        posterior: the posterior.
+        path: the file.
+
+    Raises:
+        LapwingError: for a path that cannot be written.
+    """
+    tensors = {f"covariance/{name}": tensor for name, tensor in posterior.covariance.tensors().items()}
+    tensors |= {f"prior_mean/{name}": tensor for name, tensor in posterior.prior.mean.items()}
+    tensors |= {f"statistics/{name}": tensor for name, tensor in posterior.statistics.items()}
+    state = posterior.tangent.state()
+    tensors |= {f"weights/{name}": fingerprint(value) for name, value in state.items()}
+    header = {
+        "tangent": posterior.tangent.to_json(),
+        "covariance": {"class": type(posterior.covariance).__name__, "extra": posterior.covariance.extra()},
+        "likelihood": {"name": posterior.likelihood.name, "noise_variance": posterior.noise_variance},
+        "given": [posterior.prior.given, posterior.noise_given],
+        "samples": posterior.samples,
+        "data_factor": posterior.data_factor,
+        "temperature": posterior.temperature,
+        "method": posterior.method,
+        "forward": posterior.tangent.forward is not None,
+        "dtypes": {name: str(value.dtype) for name, value in state.items()},
+    }
+    storage.write(path, tensors, header)
+
+
+@outside_inference
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    likelihood: Likelihood | None = None,
+    forward: Forward | None = None,
+    memory: int | None = None,
+) -> Posterior:
+    """Reads a posterior written by `Posterior.save`, around the same trained network.
+
+    Args:
+        path: the file.
+        model: the network with the weights of the fit, in eval mode.
+        likelihood: needed for one that is not built in.
+        forward: as in `lw.fit`, if it was given there.
+        memory: budget in bytes; 1 GiB when None.
+
+    Returns:
+        The posterior.
+
+    Raises:
+        LapwingError: for a truncated, foreign or newer file, or a model with other weights.
+    """
+    tensors, header = storage.read(path)
+    likelihood = None if likelihood is None else resolve(likelihood)
+    try:
+        return _rebuilt(path, tensors, header, model, likelihood, forward, memory)
+    except (KeyError, TypeError, IndexError, StopIteration) as error:
+        raise LapwingError(
+            f"Asked to load {path}, found a file whose parts do not make a posterior of this version "
+            f"({type(error).__name__}: {error}); a file written by posterior.save(path) is needed: save it again, or "
+            "upgrade with pip install -U lapwing."
+        ) from error
+
+
+def _rebuilt(
+    path: str | os.PathLike[str],
+    tensors: dict[str, Tensor],
+    header: dict[str, Any],
+    model: nn.Module,
+    likelihood: Likelihood | None,
+    forward: Forward | None,
+    memory: int | None,
+) -> Posterior:
+    def part(prefix: str) -> dict[str, Tensor]:
+        return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+    if header["forward"] != (forward is not None):
+        raise LapwingError(
+            f"Asked to load {path} {'without' if forward is None else 'with'} forward=, found that the fit was made "
+            f"{'with' if forward is None else 'without'} it; the network must be called as in the fit: write "
+            f"lw.load(path, model{', forward=forward' if forward is None else ''})."
+        )
+    tangent = Tangent.from_json(header["tangent"], model, forward, memory)
+    _check_same(path, tangent, part("weights/"), header["dtypes"])
+    device = tangent.device
+    covariance = COVARIANCES[header["covariance"]["class"]].from_tensors(
+        tangent.blocks, {k: v.to(device) for k, v in part("covariance/").items()}, header["covariance"]["extra"]
+    )
+    saved = header["likelihood"]
+    likelihood = likelihood or resolve(saved["name"])
+    if likelihood.name != saved["name"]:
+        raise LapwingError(
+            f"Asked to load {path} with likelihood={likelihood!r}, found that the fit had a {saved['name']} one; the "
+            "likelihood of the fit is needed: leave it out, or give an instance of that class."
+        )
+    given, noise_given = header["given"]
+    means = part("prior_mean/")
+    mean = {block.name: means[block.name].to(device) for block in tangent.blocks}
+    prior = Prior(part("covariance/")["precision"].to(device), mean, given)
+    statistics = {name: value.to(device) for name, value in part("statistics/").items()}
+    likelihood = likelihood.with_noise_variance(saved["noise_variance"])
+    likelihood.log_likelihood(statistics)  # a KeyError where one is missing
+    return Posterior(
+        tangent, covariance, likelihood, prior, statistics,
+        header["samples"], header["data_factor"], header["temperature"], header["method"], noise_given,
+        Stamp.of(tangent.state()),
+    )  # fmt: skip
+
+
+def _check_same(
+    path: str | os.PathLike[str], tangent: Tangent, prints: dict[str, Tensor], dtypes: dict[str, str]
+) -> None:
+    """Raises where the network's state, treated or not, is not that of the fit."""
+    state, network = tangent.state(), type(tangent.model).__name__
+    for name in (*prints, *state):
+        if name not in prints or name not in state:
+            raise LapwingError(
+                f"Asked to load {path} around {network}, found {name} only in the "
+                f"{'network' if name in state else 'file'}; the network of the fit is needed: build it with the same "
+                "options."
+            )
+        value, wanted = state[name], dtypes[name]
+        what = f"{name} {tuple(value.shape)}"
+        if str(value.dtype) != wanted:
+            raise LapwingError(
+                f"Asked to load {path} around {network}, found its {what} in {value.dtype}, where the fit had "
+                f"{wanted}; the dtype of the fit is needed: write model.to({wanted}), or fit again."
+            )
+        if not torch.allclose(fingerprint(value), prints[name], rtol=1e-6, atol=1e-12, equal_nan=True):
+            raise LapwingError(
+                f"Asked to load {path} around {network}, found other values in its {what}; the weights of the fit are "
+                "needed: load their checkpoint into the model first."
+            )

@@ -1,0 +1,51 @@
+"""Validation: candidates scored together equal predictions made one by one, and the best of them is chosen."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import lapwing as lw
+from tests.zoo import ZOO
+
+METHODS = [lw.Diagonal(), lw.KFAC(uncovered="dense"), lw.ELLA(rank=5, rows=12), lw.ELLA(5, 12, "prior"), lw.Full()]
+
+
+def setup(name, method):
+    case = ZOO[name]
+    loader = [(case.inputs(6, 1), case.targets(6, 1)), (case.inputs(3, 2), case.targets(3, 2))]
+    held_out = [(case.inputs(5, 3), case.targets(5, 3)), (case.inputs(2, 4), case.targets(2, 4))]
+    likelihood = lw.Categorical() if case.classification else lw.Gaussian(0.5)
+    posterior = lw.fit(case.build(), loader, method, likelihood=likelihood, params=lw.matching("*"), tune=None)
+    return posterior, held_out
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+@pytest.mark.parametrize("name", ["mlp_scalar", "cnn_bn_inplace", "conv1d", "gpt2"])
+def test_candidates_scored_together_equal_predictions(name, method):
+    posterior, held_out = setup(name, method)
+    precisions = [0.1, 1.0, 30.0]
+    scores = lw.Validation(held_out).scores(posterior, precisions, posterior.noise_variance)
+    for precision, score in zip(precisions, scores, strict=True):
+        one = posterior.with_prior(precision)
+        expected = torch.cat([one.predict(x).log_prob(y) for x, y in held_out]).mean()
+        assert score == pytest.approx(float(expected), rel=1e-9)
+
+
+def test_the_best_candidate_is_chosen():
+    posterior, held_out = setup("cnn_bn_inplace", lw.KFAC())
+    tuning = lw.Validation(held_out, decades=(-2.0, 4.0), points=13)
+    free = lw.fit(
+        posterior.tangent.model,
+        [(ZOO["cnn_bn_inplace"].inputs(6, 1), ZOO["cnn_bn_inplace"].targets(6, 1))],
+        lw.KFAC(),
+        params=lw.matching("*"),
+        tune=tuning,
+    )
+    grid = [10 ** (-2 + 0.5 * i) for i in range(13)]
+    scores = tuning.scores(free, grid, None)
+    best = grid[max(range(13), key=lambda i: scores[i])]
+    assert abs(math.log10(free.prior_precision / best)) <= 0.25 + 1e-9
+    assert tuning.scores(free, [free.prior_precision], None)[0] >= max(scores) - 1e-3
