@@ -341,13 +341,13 @@ def _blocks(
             if name in done:
                 continue
             partner = dict(roles).get("bias") if role == "weight" else None
-            matrices = {noted[j].use.matrix() for j in by_name[name]}
+            layouts = {(noted[j].use.matrix(), noted[j].use.family == "embedding") for j in by_name[name]}
             members: tuple[str, ...] = (name,)
-            if partner is not None and partner not in done and by_name[partner] == by_name[name] and len(matrices) == 1:
+            if partner is not None and partner not in done and by_name[partner] == by_name[name] and len(layouts) == 1:
                 members = (name, partner)
             done.update(members)
             block = _single(name, noted[i], role, tuple(parameters[name].shape))
-            if len(matrices) > 1:
+            if len(layouts) > 1:  # their uses are added up in the parameter's own order
                 block = replace(block, matrix=None, bias=False)
             shapes = tuple(tuple(parameters[m].shape) for m in members)
             joined = len(members) == 2 and block.matrix is not None

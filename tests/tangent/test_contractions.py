@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import lapwing as lw
 from lapwing import batches
 from lapwing import tangent as tn
 from tests import oracle
@@ -99,3 +100,26 @@ def test_products_with_vectors_by_either_mode(name, monkeypatch):
     assert len(calls) == 1 + (case.outputs > 2)
     if name in ("mlp", "cnn_bn_inplace", "attention", "vit", "mha", "residual_block"):
         assert all(calls)
+
+
+class SoftAndHardTokens(torch.nn.Module):
+    """One table read by token and multiplied with soft tokens: two uses of one layout, of two families."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
+        self.head = torch.nn.Linear(4, 3).double()
+
+    def forward(self, tokens: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:
+        hard = torch.nn.functional.embedding(tokens, self.table).mean(1)
+        return self.head(torch.tanh(hard + soft @ self.table))
+
+
+def test_a_table_used_by_two_families():
+    model = SoftAndHardTokens().eval()
+    inputs = (torch.randint(6, (5, 3)), torch.randn(5, 6, dtype=torch.float64))
+    tangent = tn.Tangent.survey(model, inputs, EVERY)
+    assert not tangent.coverage.generic
+    torch.testing.assert_close(tangent.record(inputs).rows(), dense(model, inputs, tangent), rtol=1e-9, atol=1e-10)
+    posterior = lw.fit(model, [(*inputs, torch.randint(3, (5,)))], lw.KFAC(), params=EVERY, tune=None)
+    assert posterior.latent(inputs).variance.min() > 0
