@@ -86,7 +86,19 @@ class Tangent:
         inputs = batches.plain(inputs)
         batches.check_inputs(inputs, next(iter(parameters.values())), "the inputs of the first batch")
         surveyed = probe(model, parameters, inputs, params, forward)
-        return cls(model, forward, surveyed.blocks, surveyed.plan, surveyed.coverage, surveyed.outputs, memory)
+        tangent = cls(model, forward, surveyed.blocks, surveyed.plan, surveyed.coverage, surveyed.outputs, memory)
+        needed = tangent.bytes_per_sample()
+        if needed > memory:
+            log.warning(
+                "One sample of %s needs about %.0f MiB for its %d outputs, more than the budget of %.0f MiB: samples "
+                "go one by one and exceed it; pass memory=%d, or fewer parameters, such as params=lw.last_layer.",
+                type(model).__name__,
+                needed / 2**20,
+                tangent.outputs,
+                memory / 2**20,
+                2 ** (needed - 1).bit_length(),
+            )
+        return tangent
 
     def to_json(self) -> dict[str, Any]:
         """Returns everything but the network and the budget, as JSON."""
@@ -210,11 +222,16 @@ class Tangent:
         self, cotangents: Cotangents | int = None, dtype: torch.dtype | None = None, rows_held: int = 0
     ) -> int:
         """Returns how many samples fit the memory budget at once, at least one; `cotangents` may be their count."""
-        dtype = dtype or self.dtype
+        return max(1, self.memory // self.bytes_per_sample(cotangents, dtype, rows_held))
+
+    def bytes_per_sample(
+        self, cotangents: Cotangents | int = None, dtype: torch.dtype | None = None, rows_held: int = 0
+    ) -> int:
+        """Estimates the bytes held for one sample of a record and its largest contraction; arguments as above."""
         count = cotangents if isinstance(cotangents, int) else getattr(cotangents, "columns", self.outputs)
         generic = sum(block.size for block in self.blocks if block.family == "generic")
         numbers = self.plan.numbers_per_sample(count) + 3 * count * generic + rows_held
-        return max(1, int(self.memory // (numbers * dtype.itemsize)))
+        return numbers * (dtype or self.dtype).itemsize
 
 
 def _checked_memory(memory: int | None) -> int:

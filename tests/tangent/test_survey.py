@@ -267,3 +267,17 @@ def test_parameters_are_the_networks_own() -> None:
     names = set(Tangent.survey(batch_norm, ZOO["cnn_bn_inplace"].inputs(3, 0)).state())
     assert {"1.running_mean", "1.running_var"} < names
     assert "1.num_batches_tracked" not in names
+
+
+def test_a_sample_above_the_budget_is_said(caplog):
+    """256 outputs behind two 64-channel maps: one sample alone is over 16 MiB, and runs all the same."""
+    convolutions = nn.Conv2d(1, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1)
+    model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(64 * 64, 256)).eval()
+    x = torch.randn(2, 1, 8, 8)
+    with caplog.at_level("WARNING", "lapwing"):
+        Tangent.survey(model, x, EVERY)
+        assert not caplog.records
+        tangent = Tangent.survey(model, x, EVERY, memory=SMALL)
+    assert "One sample of Sequential needs about 29 MiB" in caplog.text
+    assert "pass memory=33554432" in caplog.text
+    assert tangent.chunk_length() == 1
