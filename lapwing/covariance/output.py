@@ -187,22 +187,20 @@ class MarginalLatent:
 
     Attributes:
         mean: (B, C).
-        terms: what the variances are the sum of.
+        variance: marginal variances (B, C).
+        centred_variance: variances (B, C) of the outputs minus their average.
     """
 
     mean: Tensor
-    terms: tuple[Term | Marginals, ...]
+    variance: Tensor
+    centred_variance: Tensor
     joint = False
 
-    @property
-    def variance(self) -> Tensor:
-        """Marginal variances (B, C)."""
-        return total(term.variance() for term in self.terms).clamp_min(0)
-
-    @property
-    def centred_variance(self) -> Tensor:
-        """Variances (B, C) of the outputs minus their average."""
-        return total(term.centred_variance() for term in self.terms).clamp_min(0)
+    @classmethod
+    def of(cls, mean: Tensor, terms: Sequence[Term | Marginals]) -> MarginalLatent:
+        """Adds up terms of which only the variances are read."""
+        variance = total(term.variance() for term in terms).clamp_min(0)
+        return cls(mean, variance, total(term.centred_variance() for term in terms).clamp_min(0))
 
 
 @dataclass(frozen=True)

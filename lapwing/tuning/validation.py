@@ -113,5 +113,5 @@ def _latents(
 ) -> Sequence[Latent | MarginalLatent]:
     """Returns the latent of each candidate, with variances alone where that is all the link reads."""
     if marginal:
-        return [MarginalLatent(record.outputs, terms) for terms in covariance.output_marginals(record, candidates)]
+        return [MarginalLatent.of(record.outputs, terms) for terms in covariance.output_marginals(record, candidates)]
     return [Latent(record.outputs, terms) for terms in covariance.output_covariances(record, candidates)]
