@@ -21,6 +21,7 @@ from benchmarks.measure import write
 from lapwing.evaluation.metrics import accuracy, brier, expected_calibration_error, negative_log_likelihood
 from lapwing.reproduce.data import images
 from lapwing.reproduce.models import cifar_resnet20, mnist_cnn
+from lapwing.tuning.held_out import held_out_scores
 
 SEED = 0
 SHOWN, BATCH, VALIDATION = 2000, 100, 2000
@@ -69,10 +70,10 @@ def study(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
         fitted = lw.fit(model, train, method, params=params, data_size=data_size, seed=SEED)
         row: dict[str, Any] = {"fit_seconds": time.perf_counter() - start, "weights": fitted.tangent.size}
         start = time.perf_counter()
-        validated = lw.Validation(validation).tune(_untuned(fitted))
+        validated = lw.Validation(validation).tune(fitted)
         row["validation_seconds"] = time.perf_counter() - start
         deltas = {"evidence": fitted.prior_precision, "validation": validated.prior_precision}
-        on_validation = lw.Validation(validation[:5]).scores(fitted, list(deltas.values()), None)
+        on_validation = held_out_scores([fitted], list(deltas.values()), validation[:5])[0]
         for (tuned, delta), score in zip(deltas.items(), on_validation, strict=True):
             row[tuned] = {"prior_precision": delta, "nll_on_500_validation_images": -score}
         start = time.perf_counter()
@@ -82,13 +83,6 @@ def study(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
         print(label, row, flush=True)
         write(f"real_network_{name}", found, SEED)
     return found
-
-
-def _untuned(posterior: lw.Posterior) -> lw.Posterior:
-    """Returns the posterior with its prior precision free again, so that one fit serves both ways of tuning."""
-    from dataclasses import replace
-
-    return replace(posterior, prior=replace(posterior.prior, given=False))
 
 
 def main(names: list[str]) -> None:

@@ -13,12 +13,12 @@ from .persistence import load
 from .posterior import Posterior
 from .prediction import Linearized, MonteCarlo, Streamlined
 from .tangent import coverage, everything, last_layer, matching
-from .tuning import Evidence, Validation
+from .tuning import EarlyStopping, Evidence, Validation
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "EKFAC", "ELLA", "KFAC", "Categorical", "Diagonal", "Evidence", "Full", "Gaussian", "LaplaceBridge", "LapwingError",
-    "Likelihood", "Linearized", "Method", "MonteCarlo", "Posterior", "Probit", "SampledLink", "Streamlined",
-    "Validation", "coverage", "everything", "fit", "last_layer", "load", "matching",
+    "EKFAC", "ELLA", "KFAC", "Categorical", "Diagonal", "EarlyStopping", "Evidence", "Full", "Gaussian",
+    "LaplaceBridge", "LapwingError", "Likelihood", "Linearized", "Method", "MonteCarlo", "Posterior", "Probit",
+    "SampledLink", "Streamlined", "Validation", "coverage", "everything", "fit", "last_layer", "load", "matching",
 ]  # fmt: skip

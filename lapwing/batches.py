@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -122,6 +123,31 @@ def chunks(inputs: Any, length: int) -> Iterator[tuple[slice, Any]]:
     for start in range(0, count, length):
         rows = slice(start, min(start + length, count))
         yield rows, (inputs if rows == slice(0, count) else take(inputs, rows))
+
+
+def flatten(inputs: Any) -> tuple[list[Tensor], str]:
+    """Separates inputs into their tensors and a text: how they nest, and what is no tensor.
+
+    Raises:
+        LapwingError: if something in them is neither a tensor nor JSON.
+    """
+    leaves, spec = pytree.tree_flatten(_tree(inputs))
+    others = [None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves]
+    try:
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)], json.dumps([pytree.treespec_dumps(spec), others])
+    except TypeError as error:
+        raise LapwingError(
+            f"Asked to keep inputs beside the posterior, found {describe(inputs)}; tensors, numbers and texts, in "
+            "tuples, lists and dicts, can be kept: give others by forward=lambda model, inputs: model(...)."
+        ) from error
+
+
+def unflatten(leaves: Iterable[Tensor], nest: str) -> Any:
+    """Puts together what `flatten` separated."""
+    text, others = json.loads(nest)
+    rest = iter(leaves)
+    filled = [next(rest) if other is None else other[0] for other in others]
+    return pytree.tree_unflatten(filled, pytree.treespec_loads(text))
 
 
 def call(model: nn.Module, inputs: Any, forward: Forward | None = None) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from numbers import Integral
 from typing import Any
 
@@ -18,12 +19,12 @@ from .batches import Forward
 from .covariance import Covariance
 from .errors import LapwingError
 from .likelihoods import Categorical, Gaussian, Likelihood, resolve
-from .methods import KFAC, Batch, FisherRoot, IteratePass, Method, Pass, Problem, State, SumPass
+from .methods import KFAC, Batch, CurvaturePass, FisherRoot, IteratePass, Method, Pass, Problem, State, SumPass
 from .posterior import Posterior
 from .prior import Prior, is_positive
 from .tangent import LastLayer, Predicate, Tangent, everything, last_layer
 from .tangent.eager import outside_inference
-from .tuning import Evidence, Tuning
+from .tuning import Evidence, Training, Tuning
 
 log = logging.getLogger("lapwing")
 
@@ -90,23 +91,37 @@ def fit(
     inputs, targets = batches.split(first)
     likelihood = _infer_likelihood(targets) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(model, inputs, params, forward, memory)
-    runner = _Runner(loader, progress)
+    runner = _Runner(loader, progress, 0 if tune is None else tune.prefixes)
     if weight_decay is not None:
-        prior_precision = (data_size or runner.count()) * weight_decay
+        prior_precision = (data_size or len(runner.labels())) * weight_decay
     prior = Prior.read(tangent, prior_precision, prior_mean)
     scale = 1.0 if likelihood.needs_noise else likelihood.curvature_scale
     generator = torch.Generator(tangent.device).manual_seed(seed)
     root = FisherRoot(likelihood, tangent.outputs, generator)
     if tangent.outputs > root.columns:
         log.info("%d outputs: the Fisher information is sampled, one draw an input", tangent.outputs)
+
+    def curvature_scale() -> float:
+        noise = likelihood.residual_variance(runner.statistics) if likelihood.needs_noise else likelihood.noise_variance
+        factor = 1.0 if data_size is None else data_size / runner.samples
+        return likelihood.with_noise_variance(noise).curvature_scale * factor / temperature
+
     problem = Problem(
-        tangent, likelihood, root, prior.precision, scale / temperature, tune is not None, seed, runner.count
-    )
+        tangent, likelihood, root, prior.precision, scale / temperature, tune is not None, seed, runner.labels,
+        curvature_scale,
+    )  # fmt: skip
     covariance = runner.run(method, problem)
-    posterior = Posterior.assemble(
-        tangent, covariance, likelihood, prior, runner.statistics, runner.samples, data_size, float(temperature), method
-    )
-    return posterior if posterior.tuned else (tune.tune(posterior) if tune is not None else posterior.with_defaults())
+
+    def posterior(covariance: Covariance, statistics: dict[str, Tensor], samples: int, size: int | None) -> Posterior:
+        return Posterior.assemble(
+            tangent, covariance, likelihood, prior, statistics, samples, size, float(temperature), method
+        )
+
+    whole = posterior(covariance, runner.statistics, runner.samples, data_size)
+    if tune is None:
+        return whole if whole.tuned else whole.with_defaults()
+    prefixes = tuple(posterior(*found, samples, None) for samples, found in sorted(runner.prefixes().items()))
+    return tune.tune(whole, Training(loader, prefixes))
 
 
 class _Runner:
@@ -115,20 +130,32 @@ class _Runner:
     It is the one place that knows batches consumed and states, so checkpoints and ranks belong here and nowhere else.
     """
 
-    def __init__(self, loader: Iterable[Any], progress: bool | None) -> None:
+    def __init__(self, loader: Iterable[Any], progress: bool | None, prefixes: int = 0) -> None:
         self._loader = loader
         self._bar = sys.stderr.isatty() if progress is None else progress
+        self._parts = prefixes
         self._expected: int | None = None
+        self._labels: Tensor | None = None
+        self._statistics_at: dict[int, dict[str, Tensor]] = {}
+        self._covariance_at: dict[int, Covariance] = {}
         self.statistics: dict[str, Tensor] = {}
         self.samples = 0
 
-    def count(self) -> int:
-        """Returns n; goes through the loader where no pass has."""
-        if self._expected is None:
-            samples = sum(batches.size(batches.split(batch)[0]) for batch in self._loader)
-            self._check_size(samples, "to count its samples")
-            return samples
-        return self._expected
+    def labels(self) -> Tensor:
+        """Returns the n class labels, zeros where targets are none; goes through the loader the first time."""
+        if self._labels is None:
+            found = [torch.zeros(0, dtype=torch.int64)]
+            for batch in self._loader:
+                inputs, targets = batches.split(batch)
+                classes = isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point()
+                found.append(targets.cpu().long() if classes else torch.zeros(batches.size(inputs), dtype=torch.int64))
+            self._labels = torch.cat(found)
+            self._check_size(len(self._labels), "to count its samples")
+        return self._labels
+
+    def prefixes(self) -> dict[int, tuple[Covariance, dict[str, Tensor]]]:
+        """Returns covariance and statistics of the first samples alone, by their number."""
+        return {n: (covariance, self._statistics_at[n]) for n, covariance in self._covariance_at.items()}
 
     def run(self, method: Method, problem: Problem) -> Covariance:
         """Runs all passes; returns what the method makes of them."""
@@ -152,8 +179,22 @@ class _Runner:
                 start += batches.size(batch.inputs)
                 if not self.samples:
                     self._note(batch, problem)
+                if start in self._stops():
+                    self._keep(start, step, state)
         self._finish(start, step)
         return state
+
+    def _stops(self) -> frozenset[int]:
+        """Numbers of samples after which sums are kept: n, a half, a quarter, ... of them."""
+        if not self._parts:
+            return frozenset()
+        return frozenset(max(1, len(self.labels()) >> i) for i in range(self._parts + 1))
+
+    def _keep(self, samples: int, step: SumPass, state: State) -> None:
+        if not self.samples:
+            self._statistics_at[samples] = {name: value.clone() for name, value in self.statistics.items()}
+        if isinstance(step, CurvaturePass):
+            self._covariance_at[samples] = step.finish({name: value.clone() for name, value in state.items()})
 
     def _iterate(self, step: IteratePass, problem: Problem) -> State:
         state = step.init()
@@ -179,6 +220,7 @@ class _Runner:
         except TypeError:  # none, or a DataLoader over an iterable data set
             total = None
         start, weight = 0, next(iter(problem.tangent.parameters.values()))
+        stops = self._stops() if isinstance(step, SumPass) else frozenset()
         bar = tqdm(self._loader, desc=step.label, total=total, disable=not self._bar, leave=False)
         for number, raw in enumerate(bar, 1):
             inputs, targets = batches.split(raw)
@@ -186,8 +228,11 @@ class _Runner:
             batches.check_inputs(inputs, weight, f"the inputs of batch number {number}")
             if self._expected is not None and start + samples > self._expected:
                 self._check_size(start + samples, f"for the pass '{step.label}'")
-            if samples:
-                yield Batch(problem.tangent, inputs, targets, start)
+            cuts = sorted({0, samples, *(stop - start for stop in stops if start < stop < start + samples)})
+            for first, end in pairwise(cuts):
+                rows = slice(first, end)
+                part = inputs if end - first == samples else batches.take(inputs, rows)
+                yield Batch(problem.tangent, part, targets[rows], start + first)
             start += samples
 
     def _note(self, batch: Batch, problem: Problem) -> None:

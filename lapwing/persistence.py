@@ -108,7 +108,7 @@ def _rebuilt(
     _check_same(path, tangent, part("weights/"), header["dtypes"])
     device = tangent.device
     covariance = COVARIANCES[header["covariance"]["class"]].from_tensors(
-        tangent.blocks, {k: v.to(device) for k, v in part("covariance/").items()}, header["covariance"]["extra"]
+        tangent, {k: v.to(device) for k, v in part("covariance/").items()}, header["covariance"]["extra"]
     )
     saved = header["likelihood"]
     likelihood = likelihood or resolve(saved["name"])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .base import Covariance, LayerBlock, PrecisionCovariance, PriorCovariance
-from .basis import Basis, ExplicitBasis
+from .basis import Basis, ExplicitBasis, ImplicitBasis
 from .blockwise import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, Structure
 from .dense import DenseCovariance
-from .low_rank import LowRank, LowRankWithResidual
+from .low_rank import LowRank, LowRankWithResidual, Subspace
 from .output import AnyLatent, JointLatent, Latent, LatentDraws, MarginalLatent, Term
 
 COVARIANCES: dict[str, type[Covariance]] = {
@@ -16,6 +16,6 @@ COVARIANCES: dict[str, type[Covariance]] = {
 
 __all__ = [
     "COVARIANCES", "AnyLatent", "Basis", "Blockwise", "Covariance", "DenseBlock", "DenseCovariance", "DiagonalBlock",
-    "ExplicitBasis", "JointLatent", "KroneckerBlock", "Latent", "LatentDraws", "LayerBlock", "LowRank",
-    "LowRankWithResidual", "MarginalLatent", "PrecisionCovariance", "PriorCovariance", "Structure", "Term",
+    "ExplicitBasis", "ImplicitBasis", "JointLatent", "KroneckerBlock", "Latent", "LatentDraws", "LayerBlock", "LowRank",
+    "LowRankWithResidual", "MarginalLatent", "PrecisionCovariance", "PriorCovariance", "Structure", "Subspace", "Term",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..tangent import Block, Record, Vectors
+from ..tangent import Block, Record, Tangent, Vectors
 from .output import Marginals, Term
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Covariance(ABC):
 
     @classmethod
     @abstractmethod
-    def from_tensors(cls, blocks: tuple[Block, ...], tensors: dict[str, Tensor], extra: dict[str, Any]) -> Covariance:
+    def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Covariance:
         """Rebuilds the covariance from `tensors()` and `extra()`."""
 
     def extra(self) -> dict[str, Any]:
@@ -123,6 +123,11 @@ class PriorCovariance(Covariance):
     @abstractmethod
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns `logdet(I + s Δ^(-1/2) G Δ^(-1/2))` at any prior precision, differentiable in both arguments."""
+
+    @property
+    @abstractmethod
+    def features(self) -> object:
+        """What J is contracted with: candidates that hold the same object can be given to `output_covariances`."""
 
     def output_covariances(self, record: Record, candidates: Sequence[Self]) -> list[tuple[Term, ...]]:
         """Returns `J Σ_i Jᵀ` for several priors of this curvature (from `with_prior`), sharing what they can."""

@@ -1,26 +1,34 @@
-"""Directions in weight space, which subspace covariances are made on."""
+"""Directions in weight space for subspace covariances: written out, or as combinations of rows of the Jacobian."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..numerics import total
-from ..tangent import Record, Vectors
+from ..tangent import Anchors, Record, Tangent, Vectors
 
 
 class Basis(ABC):
-    """K directions in weight space.
+    """K directions W (K, P) in weight space.
 
     Attributes:
-        grams: `W_b W_bᵀ` of each block (n_blocks, K, K), float64.
+        rank: K.
         dtype: the dtype of the directions.
     """
 
-    grams: Tensor
+    rank: int
     dtype: torch.dtype
+
+    @property
+    @abstractmethod
+    def grams(self) -> Tensor:
+        """`W_b W_bᵀ` of each block (n_blocks, K, K), float64."""
 
     @abstractmethod
     def project(self, record: Record) -> Tensor:
@@ -34,18 +42,39 @@ class Basis(ABC):
     def inner(self, vectors: Vectors) -> Tensor:
         """Returns `v Wᵀ` (n, K)."""
 
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns all tensors that make up the basis, by name, for saving."""
+
+    @classmethod
+    @abstractmethod
+    def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> Basis:
+        """Rebuilds the basis from `tensors()` and `extra()`."""
+
+    def extra(self) -> dict[str, Any]:
+        """Returns what is not a tensor, as JSON."""
+        return {}
+
     def rows(self) -> Vectors:
         """Returns W written out, (K, P_block) a block. Memory O(K P)."""
-        return self.combine(torch.eye(self.grams.shape[-1], dtype=self.dtype, device=self.grams.device))
+        return self.combine(torch.eye(self.rank, dtype=self.dtype, device=self.grams.device))
+
+    def prior_gram(self, precision: Tensor) -> Tensor:
+        """Returns `W Δ Wᵀ` (K, K) for one precision a block."""
+        return torch.einsum("b,bkl->kl", precision, self.grams)
 
 
 class ExplicitBasis(Basis):
     """Directions stored as rows, (K, P_block) a block."""
 
     def __init__(self, vectors: Vectors) -> None:
-        self.vectors = vectors
-        self.dtype = next(iter(vectors.values())).dtype
-        self.grams = torch.stack([v.double() @ v.double().T for v in vectors.values()])
+        first = next(iter(vectors.values()))
+        self.vectors, self.rank, self.dtype = vectors, first.shape[0], first.dtype
+
+    @cached_property
+    def grams(self) -> Tensor:
+        """Multiplied out once."""
+        return torch.stack([v.double() @ v.double().T for v in self.vectors.values()])
 
     def rows(self) -> Vectors:
         """Returns them."""
@@ -62,3 +91,68 @@ class ExplicitBasis(Basis):
     def inner(self, vectors: Vectors) -> Tensor:
         """Sums over blocks."""
         return total(vectors[name].to(rows.dtype) @ rows.T for name, rows in self.vectors.items())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the rows of each block."""
+        return dict(self.vectors)
+
+    @classmethod
+    def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> ExplicitBasis:
+        """Takes them in the order of the blocks."""
+        return cls({block.name: tensors[block.name] for block in tangent.blocks})
+
+
+class ImplicitBasis(Basis):
+    """Directions `W = T J̃ D` that combine M rows of the Jacobian and are never written out: memory O(K M).
+
+    Products with the network's Jacobian are blocks of the NTK, `J Wᵀ = J D J̃ᵀ Tᵀ`; they subtract nearly equal numbers,
+    so records are to be contracted in float64.
+
+    Args:
+        anchors: J̃.
+        coefficients: T (K, M), float64.
+        scales: D, one number a block.
+    """
+
+    dtype = torch.float64
+
+    def __init__(self, anchors: Anchors, coefficients: Tensor, scales: Mapping[str, float]) -> None:
+        self.anchors, self.coefficients, self.scales = anchors, coefficients, dict(scales)
+        self.rank = len(coefficients)
+
+    @cached_property
+    def grams(self) -> Tensor:
+        """From the NTK of each block among the anchors. Cost: a Gram matrix of the anchors for each block."""
+        scales = self.scales.items()
+        return torch.stack(
+            [self.coefficients @ self.anchors.gram({n: w * w}, self.dtype) @ self.coefficients.T for n, w in scales]
+        )
+
+    def project(self, record: Record) -> Tensor:
+        """Returns NTK blocks between the record and the anchors, combined. Cost: M backward passes a record."""
+        return self.anchors.products(record, self.scales) @ self.coefficients.T.to(record.dtype)
+
+    def combine(self, coefficients: Tensor) -> Vectors:
+        """Returns one weighted backward pass for each row of c."""
+        found = self.anchors.combine(coefficients.to(self.dtype) @ self.coefficients)
+        return {name: self.scales[name] * vectors for name, vectors in found.items()}
+
+    def inner(self, vectors: Vectors) -> Tensor:
+        """Contracts with the anchors' rows."""
+        scaled = {name: self.scales[name] * vector.to(self.dtype) for name, vector in vectors.items()}
+        return self.anchors.inner(scaled) @ self.coefficients.T
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the anchors and their coefficients: inputs of the training data are among them."""
+        return {**{f"anchors/{k}": v for k, v in self.anchors.tensors().items()}, "coefficients": self.coefficients}
+
+    def extra(self) -> dict[str, Any]:
+        """Returns the scales and how the anchors' inputs nest."""
+        return {"scales": self.scales, "nests": self.anchors.nests()}
+
+    @classmethod
+    def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> ImplicitBasis:
+        """Rebuilds it around the tangent."""
+        parts = {k.removeprefix("anchors/"): v for k, v in tensors.items() if k.startswith("anchors/")}
+        anchors = Anchors.from_tensors(tangent, parts, extra["nests"])
+        return cls(anchors, tensors["coefficients"], extra["scales"])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..numerics import total
-from ..tangent import Block, BlockJacobian, Record, Vectors
+from ..tangent import Block, BlockJacobian, Record, Tangent, Vectors
 from ..tangent.jacobian import SLICE_BYTES, MatrixJacobian
 from ..tangent.outer import Outer
 from .base import LayerBlock, PrecisionCovariance
@@ -287,6 +287,11 @@ class Blockwise(PrecisionCovariance):
         ]
         return torch.stack(terms).sum()
 
+    @property
+    def features(self) -> object:
+        """The eigenbases."""
+        return self.structures
+
     def _apply(self, vectors: Vectors, weights: Vectors) -> Vectors:
         return {
             name: structure.rotate(structure.rotate(vectors[name]) * weights[name], back=True)
@@ -365,7 +370,7 @@ class Blockwise(PrecisionCovariance):
         return {"scale": self.scale, "kinds": {name: s.kind for name, s in self.structures.items()}}
 
     @classmethod
-    def from_tensors(cls, blocks: tuple[Block, ...], tensors: dict[str, Tensor], extra: dict[str, Any]) -> Blockwise:
+    def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Blockwise:
         """Rebuilds the covariance."""
         structures = {}
         for name, kind in extra["kinds"].items():
@@ -375,7 +380,7 @@ class Blockwise(PrecisionCovariance):
             if kind == "kronecker":
                 parts.setdefault("inputs", None)
             structures[name] = STRUCTURES[kind](**parts)
-        return cls(blocks, structures, tensors["precision"], extra["scale"])
+        return cls(tangent.blocks, structures, tensors["precision"], extra["scale"])
 
     @property
     def dtype(self) -> torch.dtype:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..numerics import cholesky, symmetric_eigen
-from ..tangent import Block, Record, Vectors
+from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PrecisionCovariance
 from .blockwise import push_factor
 from .output import Term, smaller
@@ -74,6 +74,11 @@ class DenseCovariance(PrecisionCovariance):
         self._precision_root = ((vectors * (scale * values + 1).sqrt()) * delta.sqrt()[:, None]).to(dtype)
         self._values = values
 
+    @property
+    def features(self) -> object:
+        """The curvature, of whose rows all candidates are made."""
+        return self.curvature
+
     def with_prior(self, precision: Tensor, scale: float) -> DenseCovariance:
         """Returns the covariance under another prior; see the class for what refactorises."""
         return DenseCovariance(self.blocks, self.curvature, precision, scale, self._eigen)
@@ -136,9 +141,7 @@ class DenseCovariance(PrecisionCovariance):
         return {"scale": self.scale}
 
     @classmethod
-    def from_tensors(
-        cls, blocks: tuple[Block, ...], tensors: dict[str, Tensor], extra: dict[str, Any]
-    ) -> DenseCovariance:
+    def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> DenseCovariance:
         """Rebuilds the covariance."""
         eigen = (tensors["values"], tensors["vectors"], tensors["at"])
-        return cls(blocks, tensors["curvature"], tensors["precision"], extra["scale"], eigen)
+        return cls(tangent.blocks, tensors["curvature"], tensors["precision"], extra["scale"], eigen)

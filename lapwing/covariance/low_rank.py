@@ -1,8 +1,6 @@
 """Subspace covariances: what ELLA, optimal subspaces, subsets, VaLLA and the dual form of Full have in common.
 
-A basis of K directions W (K, P) in weight space, the curvature `H = W G Wᵀ` on it, and the prior's `S = W Δ Wᵀ`. The
-generalised eigenpairs `H q = h S q` with `qᵀ S q = 1` give directions `W̃ = Qᵀ W`, orthonormal in whitened weights
-(`V = W̃ Δ^(1/2)`), in which everything is diagonal:
+In the coordinates of `span.py`, with directions W̃ orthonormal in whitened weights and curvatures h on them:
 
     without residual   Σ = W̃ᵀ diag(1/(s h + 1)) W̃                        directions outside the span have variance 0
     with residual      Σ = Δ⁻¹ - W̃ᵀ diag(s h/(s h + 1)) W̃                 directions outside keep the prior
@@ -18,64 +16,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import LapwingError
-from ..numerics import cholesky, symmetric_eigen
-from ..tangent import Block, Record, Vectors
+from ..numerics import cholesky
+from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PrecisionCovariance, PriorCovariance
-from .basis import Basis, ExplicitBasis
+from .basis import Basis, ExplicitBasis, ImplicitBasis
 from .blockwise import push_factor
 from .output import Dense, Term, Thin
+from .span import Span
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class _Coordinates:
-    """The diagonalised subspace at one prior: h (K,), Q (K, K), and the functions of them that both structures use."""
-
-    def __init__(self, basis: Basis, curvature: Tensor, precision: Tensor) -> None:
-        self.basis, self.curvature, self.precision = basis, curvature, precision
-        root = cholesky(torch.einsum("b,bkl->kl", precision, basis.grams))  # S = L Lᵀ
-        whitened = torch.linalg.solve_triangular(root, curvature, upper=False)
-        whitened = torch.linalg.solve_triangular(root, whitened.T, upper=False)
-        self.values, rotation = symmetric_eigen(whitened)
-        self.rotation = torch.linalg.solve_triangular(root.T, rotation, upper=True)  # Q = L⁻ᵀ U
-
-    def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
-        """Returns `Σ log(1 + s h)` at any prior, as `logdet(S + s H) - logdet S`."""
-        prior = torch.einsum("b,bkl->kl", precision, self.basis.grams)
-        with_data, without = cholesky(prior + scale * self.curvature), cholesky(prior)
-        return 2 * (with_data.diagonal().log() - without.diagonal().log()).sum()
-
-    def gap(self, precision: Tensor, scale: Tensor | float, traces: Tensor) -> Tensor:
-        """Returns `s [Σ_b tr(G_b)/δ_b - tr(S⁻¹ H)]`.
-
-        Raises:
-            LapwingError: if the fit did not sum the traces.
-        """
-        if self.curvature.any() and not traces.any():
-            raise LapwingError(
-                "Asked for the lower bound of a subspace's evidence, found a fit with tune=None, which does not sum "
-                "the trace of the curvature that it needs; fit with tune=lw.Evidence(), beside prior_precision=... to "
-                "keep that."
-            )
-        prior = torch.einsum("b,bkl->kl", precision, self.basis.grams)
-        inside = torch.cholesky_solve(self.curvature, cholesky(prior)).diagonal().sum()
-        return scale * ((traces / precision).sum() - inside).clamp_min(0)
-
-    def project(self, record: Record) -> Tensor:
-        """Returns `J W̃ᵀ` (B, R, K)."""
-        return self.basis.project(record) @ self.rotation.to(record.dtype)
-
-    def directions(self) -> Vectors:
-        """Returns W̃, (K, P_block) a block."""
-        return self.basis.combine(self.rotation.T)
-
-    def weighted(self, vectors: Vectors, weights: Tensor) -> Vectors:
-        """Returns `W̃ᵀ diag(w) W̃ v`."""
-        dtype = self.basis.dtype
-        inner = self.basis.inner(vectors) @ self.rotation.to(dtype)  # (n, K)
-        return self.basis.combine((inner * weights.to(dtype)) @ self.rotation.T.to(dtype))
+BASES: dict[str, type[Basis]] = {cls.__name__: cls for cls in (ExplicitBasis, ImplicitBasis)}
+"""Class name -> class, for reading files."""
 
 
 class _Layer(LayerBlock):
@@ -103,8 +57,8 @@ class _LayerWithResidual(LayerBlock):
         return torch.diag_embed(prior) - taken if full else (prior - taken).clamp_min(0)
 
 
-class LowRank(PriorCovariance):
-    """`Σ = W̃ᵀ diag(1/(s h + 1)) W̃`: the subspace alone.
+class Subspace(PriorCovariance):
+    """What both structures share: a basis, the curvature on it, and the prior.
 
     Args:
         blocks: the blocks.
@@ -113,6 +67,7 @@ class LowRank(PriorCovariance):
         traces: tr G of each block (n_blocks,), float64, for the lower bound of the evidence.
         precision: δ (n_blocks,).
         scale: s.
+        rank: how many of the leading directions count; all when None.
     """
 
     def __init__(
@@ -123,23 +78,71 @@ class LowRank(PriorCovariance):
         traces: Tensor,
         precision: Tensor,
         scale: float,
+        rank: int | None = None,
     ) -> None:
         self.blocks, self.basis, self.curvature, self.traces = blocks, basis, curvature, traces
         self.precision, self.scale = precision, scale
-        self._at = _Coordinates(basis, curvature, precision)
+        self._at = Span(basis, curvature, precision, rank)
         self._weights = 1 / (scale * self._at.values + 1)
 
-    def with_prior(self, precision: Tensor, scale: float) -> LowRank:
+    @property
+    def rank(self) -> int:
+        """How many directions count."""
+        return self._at.rank
+
+    @property
+    def features(self) -> object:
+        """The basis: J is projected on it once for all priors, ranks and curvatures."""
+        return self.basis
+
+    def with_rank(self, rank: int) -> Self:
+        """Returns the covariance on the first directions alone, K x K work."""
+        return type(self)(
+            self.blocks, self.basis, self.curvature, self.traces, self.precision, self.scale, min(rank, self.basis.rank)
+        )
+
+    def with_prior(self, precision: Tensor, scale: float) -> Self:
         """Returns the covariance on the same span under another prior, K x K work; only a new fit chooses it anew."""
-        return LowRank(self.blocks, self.basis, self.curvature, self.traces, precision, scale)
+        return type(self)(self.blocks, self.basis, self.curvature, self.traces, precision, scale, self.rank)
 
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
-        """Returns the log determinant on the subspace."""
+        """Returns the log determinant on the subspace; outside it the posterior has no curvature."""
         return self._at.log_det_ratio(precision, scale)
 
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns the trace of the curvature outside the subspace."""
         return self._at.gap(precision, scale, self.traces)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the basis, the curvature on it, the traces and the prior."""
+        basis = {f"basis/{name}": tensor for name, tensor in self.basis.tensors().items()}
+        return {**basis, "curvature": self.curvature, "traces": self.traces, "precision": self.precision}
+
+    def extra(self) -> dict[str, Any]:
+        """Returns the scale, the rank and the kind of basis."""
+        basis = {"class": type(self.basis).__name__, "extra": self.basis.extra()}
+        return {"scale": self.scale, "rank": self.rank, "basis": basis}
+
+    @classmethod
+    def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Self:
+        """Rebuilds the covariance."""
+        parts = {k.removeprefix("basis/"): v for k, v in tensors.items() if k.startswith("basis/")}
+        basis = BASES[extra["basis"]["class"]].from_tensors(tangent, parts, extra["basis"]["extra"])
+        return cls._built(basis, tangent, tensors, extra)
+
+    @classmethod
+    def _built(cls, basis: Basis, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Self:
+        curvature, traces, precision = (tensors[name] for name in ("curvature", "traces", "precision"))
+        return cls(tangent.blocks, basis, curvature, traces, precision, extra["scale"], extra["rank"])
+
+
+class LowRank(Subspace):
+    """`Σ = W̃ᵀ diag(1/(s h + 1)) W̃`: the subspace alone. Arguments as for `Subspace`."""
+
+    @property
+    def record_dtype(self) -> torch.dtype | None:  # type: ignore[override]
+        """float64 where the basis is implicit, which subtracts nearly equal numbers."""
+        return torch.float64 if isinstance(self.basis, ImplicitBasis) else None
 
     def mv(self, vectors: Vectors) -> Vectors:
         """Returns `Σ v`."""
@@ -178,49 +181,22 @@ class LowRank(PriorCovariance):
         factor = rows * self._weights.sqrt()[:, None].to(rows.dtype)
         return _Layer(factor.reshape(-1, *block.matrix_shape[1:]))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns the basis, the curvature on it, the traces and the prior."""
-        return _tensors(self)
 
-    def extra(self) -> dict[str, Any]:
-        """Returns the scale."""
-        return {"scale": self.scale}
-
-    @classmethod
-    def from_tensors(cls, blocks: tuple[Block, ...], tensors: dict[str, Tensor], extra: dict[str, Any]) -> LowRank:
-        """Rebuilds the covariance."""
-        return cls(*_arguments(blocks, tensors, extra))
-
-
-class LowRankWithResidual(PrecisionCovariance):
-    """`Σ = Δ⁻¹ - W̃ᵀ diag(s h/(s h + 1)) W̃`: the prior outside the subspace. Arguments as for `LowRank`.
+class LowRankWithResidual(Subspace, PrecisionCovariance):
+    """`Σ = Δ⁻¹ - W̃ᵀ diag(s h/(s h + 1)) W̃`: the prior outside the subspace. Arguments as for `Subspace`.
 
     It subtracts nearly equal numbers, so records are contracted in float64. Where the curvature lies in the span of
     known rows, `from_rows` makes it exact at every prior.
-
-    Args:
-        rows: U and M with `G = Uᵀ M U`, of which W and H were made for this prior, or None.
     """
 
     record_dtype = torch.float64
+    _rows: tuple[ExplicitBasis, Tensor] | None = None
+    """U and M with `G = Uᵀ M U`, of which W and H were made for this prior, or None."""
 
-    def __init__(
-        self,
-        blocks: tuple[Block, ...],
-        basis: Basis,
-        curvature: Tensor,
-        traces: Tensor,
-        precision: Tensor,
-        scale: float,
-        rows: tuple[ExplicitBasis, Tensor] | None = None,
-    ) -> None:
-        self._rows = rows
-        self.blocks, self.basis, self.curvature, self.traces = blocks, basis, curvature, traces
-        self.precision, self.scale = precision, scale
-        self._at = _Coordinates(basis, curvature, precision)
-        self._weights = 1 / (scale * self._at.values + 1)
-        self._removed = scale * self._at.values * self._weights
-        self._delta = {block.name: delta for block, delta in zip(blocks, precision.tolist(), strict=True)}
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._removed = self.scale * self._at.values * self._weights
+        self._delta = {block.name: delta for block, delta in zip(self.blocks, self.precision.tolist(), strict=True)}
 
     @classmethod
     def from_rows(
@@ -231,7 +207,7 @@ class LowRankWithResidual(PrecisionCovariance):
         traces: Tensor,
         precision: Tensor,
         scale: float,
-    ) -> LowRankWithResidual:
+    ) -> Self:
         """Builds the covariance of a curvature `G = Uᵀ M U`, exact at this prior and at any other.
 
         The span that holds all of G is `W = U Δ⁻¹`, for which `H = S M S` with `S = U Δ⁻¹ Uᵀ`.
@@ -245,27 +221,33 @@ class LowRankWithResidual(PrecisionCovariance):
             scale: s.
         """
         ratios = precision / precision[0]
-        inner = torch.einsum("b,bkl->kl", 1 / ratios, rows.grams)
+        inner = rows.prior_gram(1 / ratios)
         basis = rows
         if not torch.equal(ratios, torch.ones_like(ratios)):
             basis = ExplicitBasis({n: u / r for (n, u), r in zip(rows.vectors.items(), ratios.tolist(), strict=True)})
-        return cls(blocks, basis, inner @ curvature @ inner, traces, precision, scale, (rows, curvature))
+        return cls(blocks, basis, inner @ curvature @ inner, traces, precision, scale)._with_rows(rows, curvature)
 
-    def with_prior(self, precision: Tensor, scale: float) -> LowRankWithResidual:
+    def _with_rows(self, rows: ExplicitBasis, curvature: Tensor) -> Self:
+        """Notes U and M while the covariance is being made."""
+        self._rows = (rows, curvature)
+        return self
+
+    def with_prior(self, precision: Tensor, scale: float) -> Self:
         """Returns the covariance under another prior: K x K work on the same span, which only a new fit chooses anew.
 
         One made by `from_rows` follows the ratios between blocks at O(K P).
         """
         if self._rows is not None and not torch.equal(precision / precision[0], self.precision / self.precision[0]):
             return self.from_rows(self.blocks, *self._rows, self.traces, precision, scale)
-        return LowRankWithResidual(self.blocks, self.basis, self.curvature, self.traces, precision, scale, self._rows)
+        again = super().with_prior(precision, scale)
+        return again if self._rows is None else again._with_rows(*self._rows)
 
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns the log determinant on the subspace; outside it the posterior is the prior."""
         if self._rows is None:
             return self._at.log_det_ratio(precision, scale)
         rows, curvature = self._rows
-        root = cholesky(torch.einsum("b,bkl->kl", 1 / precision, rows.grams))
+        root = cholesky(rows.prior_gram(1 / precision))
         eye = torch.eye(len(root), dtype=root.dtype, device=root.device)
         return 2 * cholesky(eye + scale * root.T @ curvature @ root).diagonal().log().sum()
 
@@ -342,28 +324,19 @@ class LowRankWithResidual(PrecisionCovariance):
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the basis (or rows), the curvature on it, the traces and the prior."""
-        basis, curvature = self._rows or (self.basis, self.curvature)
-        return {**_tensors(self), **{f"basis/{n}": u for n, u in basis.rows().items()}, "curvature": curvature}
+        if self._rows is None:
+            return super().tensors()
+        rows, curvature = self._rows
+        return {**super().tensors(), **{f"basis/{n}": u for n, u in rows.tensors().items()}, "curvature": curvature}
 
     def extra(self) -> dict[str, Any]:
-        """Returns the scale, and whether the basis are rows that hold all of the curvature."""
-        return {"scale": self.scale, "rows": self._rows is not None}
+        """Adds whether the basis are rows that hold all of the curvature."""
+        return {**super().extra(), "rows": self._rows is not None}
 
     @classmethod
-    def from_tensors(
-        cls, blocks: tuple[Block, ...], tensors: dict[str, Tensor], extra: dict[str, Any]
-    ) -> LowRankWithResidual:
-        """Rebuilds the covariance."""
-        return (cls.from_rows if extra["rows"] else cls)(*_arguments(blocks, tensors, extra))
-
-
-def _tensors(covariance: LowRank | LowRankWithResidual) -> dict[str, Tensor]:
-    basis = {f"basis/{name}": rows for name, rows in covariance.basis.rows().items()}
-    return {
-        **basis, "curvature": covariance.curvature, "traces": covariance.traces, "precision": covariance.precision,
-    }  # fmt: skip
-
-
-def _arguments(blocks: tuple[Block, ...], tensors: dict[str, Tensor], extra: dict[str, Any]) -> tuple:
-    basis = ExplicitBasis({block.name: tensors[f"basis/{block.name}"] for block in blocks})
-    return blocks, basis, tensors["curvature"], tensors["traces"], tensors["precision"], extra["scale"]
+    def _built(cls, basis: Basis, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Self:
+        if not extra["rows"]:
+            return super()._built(basis, tangent, tensors, extra)
+        assert isinstance(basis, ExplicitBasis)
+        curvature, traces, precision = (tensors[name] for name in ("curvature", "traces", "precision"))
+        return cls.from_rows(tangent.blocks, basis, curvature, traces, precision, extra["scale"])

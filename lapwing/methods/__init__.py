@@ -6,9 +6,9 @@ from .diagonal import Diagonal
 from .ella import ELLA
 from .full import Full
 from .kfac import EKFAC, KFAC
-from .passes import Batch, FisherRoot, IteratePass, Method, Pass, Passes, Problem, State, SumPass
+from .passes import Batch, CurvaturePass, FisherRoot, IteratePass, Method, Pass, Passes, Problem, State, SumPass
 
 __all__ = [
-    "EKFAC", "ELLA", "KFAC", "Batch", "Diagonal", "FisherRoot", "Full", "IteratePass", "Method", "Pass", "Passes",
-    "Problem", "State", "SumPass",
+    "EKFAC", "ELLA", "KFAC", "Batch", "CurvaturePass", "Diagonal", "FisherRoot", "Full", "IteratePass", "Method",
+    "Pass", "Passes", "Problem", "State", "SumPass",
 ]  # fmt: skip

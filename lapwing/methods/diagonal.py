@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..covariance import Blockwise, DiagonalBlock
-from .passes import Batch, Method, Passes, Problem, State, SumPass
+from .passes import Batch, CurvaturePass, Method, Passes, Problem, State, last
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,10 @@ class Diagonal(Method):
 
     def passes(self, problem: Problem) -> Passes:
         """One sum pass."""
-        state = yield _SquaredSums(problem)
-        structures = {block.name: DiagonalBlock(state[block.name]) for block in problem.tangent.blocks}
-        return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale)
+        return (yield from last(_SquaredSums(problem)))
 
 
-class _SquaredSums(SumPass):
+class _SquaredSums(CurvaturePass):
     """`Σ_n,r (RᵀJ)²`, (P_block,) a block."""
 
     label = "diagonal of the GGN"
@@ -42,3 +40,7 @@ class _SquaredSums(SumPass):
         for _, record in batch.records(self._problem.root):
             for name, total in state.items():
                 total += record[name].squared_sum()
+
+    def finish(self, state: State) -> Blockwise:
+        structures = {name: DiagonalBlock(diagonal) for name, diagonal in state.items()}
+        return Blockwise(self._problem.tangent.blocks, structures, self._problem.precision, self._problem.scale)

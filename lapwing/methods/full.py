@@ -9,7 +9,7 @@ import torch
 
 from ..covariance import DenseCovariance, ExplicitBasis, LowRankWithResidual
 from ..covariance.dense import cut
-from .passes import Batch, Method, Passes, Problem, State, SumPass, check_choice
+from .passes import Batch, CurvaturePass, Method, Passes, Problem, State, check_choice, last
 from .subspace import orthonormal_span
 
 
@@ -43,24 +43,17 @@ class Full(Method):
 
     def passes(self, problem: Problem) -> Passes:
         """One sum pass: the GGN, or all rows."""
-        tangent, size = problem.tangent, problem.tangent.size
+        size = problem.tangent.size
         rows = problem.count() * problem.root.columns
         if self.form == "primal" or (self.form == "auto" and rows >= size):
             problem.require("Full", 24 * size**2, f"a dense covariance of {size} weights", "use lw.KFAC()")
-            state = yield _DenseCurvature(problem)
-            return DenseCovariance(tangent.blocks, state["G"], problem.precision, problem.scale)
+            return (yield from last(_DenseCurvature(problem)))
         needed = 16 * rows * size
         problem.require("Full(form='dual')", needed, f"{rows} rows of {size} weights", "use lw.KFAC() or fewer samples")
-        state = yield _AllRows(problem, rows)
-        basis = ExplicitBasis(cut(tangent.blocks, orthonormal_span(state["rows"])))
-        parts = cut(tangent.blocks, state["rows"])
-        projected = basis.inner(parts)  # (NC, K)
-        traces = torch.stack([part.square().sum() for part in parts.values()])
-        curvature = projected.T @ projected  # G = Uᵀ M U exactly, no second pass
-        return LowRankWithResidual.from_rows(tangent.blocks, basis, curvature, traces, problem.precision, problem.scale)
+        return (yield from last(_AllRows(problem, rows)))
 
 
-class _DenseCurvature(SumPass):
+class _DenseCurvature(CurvaturePass):
     """`G = Σ (RᵀJ)ᵀ(RᵀJ)` (P, P)."""
 
     label = "dense GGN"
@@ -77,8 +70,12 @@ class _DenseCurvature(SumPass):
             rows = record.rows().flatten(0, 1)
             state["G"].addmm_(rows.T, rows)
 
+    def finish(self, state: State) -> DenseCovariance:
+        problem = self._problem
+        return DenseCovariance(problem.tangent.blocks, state["G"], problem.precision, problem.scale)
 
-class _AllRows(SumPass):
+
+class _AllRows(CurvaturePass):
     """Every row of `RᵀJ`, each in its own slot (N R, P)."""
 
     label = "rows of the Jacobian"
@@ -96,3 +93,12 @@ class _AllRows(SumPass):
             first = (batch.start + part.start) * columns
             rows = record.rows().flatten(0, 1)
             state["rows"][first : first + len(rows)] += rows
+
+    def finish(self, state: State) -> LowRankWithResidual:
+        problem, blocks = self._problem, self._problem.tangent.blocks
+        basis = ExplicitBasis(cut(blocks, orthonormal_span(state["rows"])))
+        parts = cut(blocks, state["rows"])
+        projected = basis.inner(parts)  # (NC, K)
+        traces = torch.stack([part.square().sum() for part in parts.values()])
+        curvature = projected.T @ projected  # G = Uᵀ M U exactly, no second pass
+        return LowRankWithResidual.from_rows(blocks, basis, curvature, traces, problem.precision, problem.scale)

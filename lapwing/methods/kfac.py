@@ -5,7 +5,7 @@ Both share the factor pass; EKFAC adds a second pass for the true second moments
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,7 @@ from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, S
 from ..numerics import symmetric_eigen
 from ..tangent import Block
 from ..tangent.jacobian import MatrixJacobian
-from .passes import Batch, Method, Pass, Passes, Problem, State, SumPass, check_choice
+from .passes import Batch, CurvaturePass, Method, Passes, Problem, State, check_choice, last
 
 FACTORED = ("linear", "conv", "embedding")
 
@@ -55,8 +55,7 @@ class KFAC(Method):
 
     def passes(self, problem: Problem) -> Passes:
         """One sum pass."""
-        structures = yield from _factored(problem, self.weight_sharing, self.uncovered)
-        return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale)
+        return (yield from last(_factors(problem, self.weight_sharing, self.uncovered)))
 
 
 @dataclass(frozen=True)
@@ -91,31 +90,17 @@ class EKFAC(Method):
 
     def passes(self, problem: Problem) -> Passes:
         """KFAC's pass, then one for the second moments."""
-        structures = yield from _factored(problem, self.weight_sharing, self.uncovered)
-        moments = yield _SecondMoments(problem, structures)
-        for name, eigenvalues in moments.items():
-            old = structures[name]
-            assert isinstance(old, KroneckerBlock)
-            structures[name] = KroneckerBlock(eigenvalues, old.inputs, old.outputs)
-        return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale)
+        factors = _factors(problem, self.weight_sharing, self.uncovered)
+        structures = factors.finish((yield factors)).structures
+        return (yield from last(_SecondMoments(problem, structures)))
 
 
-def _factored(problem: Problem, weight_sharing: str, uncovered: str) -> Generator[Pass, State, dict[str, Structure]]:
-    """Yields the factor pass; returns the structures of all blocks."""
+def _factors(problem: Problem, weight_sharing: str, uncovered: str) -> _Factors:
+    """Returns the factor pass, once dense blocks are known to fit."""
     kinds = {block.name: _kind(block, uncovered) for block in problem.tangent.blocks}
     dense = sum(block.size**2 for block in problem.tangent.blocks if kinds[block.name] == "dense")
     problem.require("KFAC(uncovered='dense')", 8 * dense, "dense blocks", "write uncovered='diagonal'")
-    state = yield _Factors(problem, kinds, weight_sharing == "reduce")
-    structures: dict[str, Structure] = {}
-    for name, kind in kinds.items():
-        if kind == "diagonal":
-            structures[name] = DiagonalBlock(state[f"{name}/diagonal"])
-        elif kind == "dense":
-            values, basis = symmetric_eigen(state[f"{name}/dense"])
-            structures[name] = DenseBlock(values.to(problem.tangent.dtype), basis.to(problem.tangent.dtype))
-        else:
-            structures[name] = _eigenbasis(*(state[f"{name}/{part}"] for part in ("A", "Gamma", "count")))
-    return structures
+    return _Factors(problem, kinds, weight_sharing == "reduce")
 
 
 def _kind(block: Block, uncovered: str) -> str:
@@ -134,7 +119,7 @@ def _eigenbasis(inputs: Tensor, outputs: Tensor, count: Tensor) -> KroneckerBloc
     return KroneckerBlock(eigenvalues.to(inputs.dtype), basis, rotation.to(outputs.dtype))
 
 
-class _Factors(SumPass):
+class _Factors(CurvaturePass):
     """A, Γ and # of the factored blocks; diagonals or dense blocks of the others."""
 
     label = "Kronecker factors"
@@ -174,14 +159,26 @@ class _Factors(SumPass):
                     state[f"{name}/Gamma"] += gradients
                     state[f"{name}/count"] += count
 
+    def finish(self, state: State) -> Blockwise:
+        problem, structures = self._problem, dict[str, Structure]()
+        for name, kind in self._kinds.items():
+            if kind == "diagonal":
+                structures[name] = DiagonalBlock(state[f"{name}/diagonal"])
+            elif kind == "dense":
+                values, basis = symmetric_eigen(state[f"{name}/dense"])
+                structures[name] = DenseBlock(values.to(problem.tangent.dtype), basis.to(problem.tangent.dtype))
+            else:
+                structures[name] = _eigenbasis(*(state[f"{name}/{part}"] for part in ("A", "Gamma", "count")))
+        return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale)
 
-class _SecondMoments(SumPass):
+
+class _SecondMoments(CurvaturePass):
     """`Σ_n,r (U_outᵀ J U_in)²`, (G, O, I) a factored block."""
 
     label = "second moments in KFAC's eigenbasis"
 
-    def __init__(self, problem: Problem, structures: dict[str, Structure]) -> None:
-        self._problem = problem
+    def __init__(self, problem: Problem, structures: Mapping[str, Structure]) -> None:
+        self._problem, self._structures = problem, structures
         self._bases = {name: s for name, s in structures.items() if isinstance(s, KroneckerBlock)}
 
     def init(self) -> State:
@@ -194,3 +191,8 @@ class _SecondMoments(SumPass):
                 assert isinstance(jacobian, MatrixJacobian)
                 squares = jacobian.rotate(basis.inputs, basis.outputs).squared_sum()
                 state[name] += squares.reshape_as(state[name])  # (G, O, I)
+
+    def finish(self, state: State) -> Blockwise:
+        corrected = {n: KroneckerBlock(state[n], old.inputs, old.outputs) for n, old in self._bases.items()}
+        problem, structures = self._problem, {**self._structures, **corrected}
+        return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale)

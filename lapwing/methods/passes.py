@@ -91,6 +91,18 @@ class SumPass(ABC):
         """Adds a batch to the state, in place."""
 
 
+class CurvaturePass(SumPass):
+    """The last pass of a method, whose state is the curvature of the data seen so far.
+
+    So the method's covariance after the first n samples can be had for every n on the way: early stopping needs no
+    more than this.
+    """
+
+    @abstractmethod
+    def finish(self, state: State) -> Covariance:
+        """Returns the covariance of a state, which is not changed."""
+
+
 class IteratePass(ABC):
     """A pass that takes steps, cycling through the data.
 
@@ -114,6 +126,11 @@ Pass = SumPass | IteratePass
 Passes = Generator[Pass, State, Covariance]
 
 
+def last(step: CurvaturePass) -> Passes:
+    """Yields a method's last pass; returns its covariance."""
+    return step.finish((yield step))
+
+
 @dataclass(frozen=True)
 class Problem:
     """What a method may know of the fit.
@@ -126,7 +143,9 @@ class Problem:
         scale: what multiplies a curvature of unit noise at that prior.
         traces_wanted: whether the evidence's lower bound will be asked for.
         seed: of every random choice.
-        count: returns n, the number of samples that the loader shows (the first call goes through the loader).
+        labels: returns the targets of the n samples that the loader shows, or n zeros where they are not class labels
+            (the first call goes through the loader).
+        curvature_scale: returns `N/(n σ² τ)`, with the mean squared residual for an open σ²; after the first sum pass.
     """
 
     tangent: Tangent
@@ -136,7 +155,12 @@ class Problem:
     scale: float
     traces_wanted: bool
     seed: int
-    count: Callable[[], int]
+    labels: Callable[[], Tensor]
+    curvature_scale: Callable[[], float]
+
+    def count(self) -> int:
+        """Returns n, the number of samples that the loader shows."""
+        return len(self.labels())
 
     def generator(self) -> torch.Generator:
         """Returns a fresh CPU generator with the fit's seed."""

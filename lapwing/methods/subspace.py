@@ -1,4 +1,4 @@
-"""What all subspace methods share: the pass that sums the curvature on a basis, and the covariance it gives."""
+"""What all subspace methods share: rows of the Jacobian to make directions of, and the pass that sums the curvature."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..covariance import Basis, ExplicitBasis, LowRank, LowRankWithResidual
+from ..covariance import Basis, ExplicitBasis, ImplicitBasis, LowRank, LowRankWithResidual
 from ..covariance.dense import cut, expand
 from ..numerics import RANK_CUT, orthonormal_rows, symmetric_eigen
-from .passes import Batch, Passes, Problem, State, SumPass
+from ..tangent import Anchors
+from .passes import Batch, CurvaturePass, Passes, Problem, State, last
 
 Residual = Literal["prior"] | None
 
@@ -20,13 +21,44 @@ SVD_NUMBERS = 2**24
 
 def on_basis(problem: Problem, basis: Basis, residual: Residual) -> Passes:
     """Yields the pass for `H = W G Wᵀ`; returns the covariance on the basis, with or without the prior outside it."""
-    state = yield _Projection(problem, basis)
-    structure = LowRank if residual is None else LowRankWithResidual
-    blocks = problem.tangent.blocks
-    return structure(blocks, basis, state["H"], state["traces"], problem.precision, problem.scale)
+    return (yield from last(_Projection(problem, basis, residual)))
 
 
-def basis_of_rows(problem: Problem, rows: Tensor, rank: int | None, dtype: torch.dtype) -> ExplicitBasis:
+def record_dtype(problem: Problem, residual: Residual) -> torch.dtype:
+    """Returns the dtype of directions: float64 under a residual, which subtracts nearly equal numbers."""
+    return problem.tangent.dtype if residual is None else torch.float64
+
+
+def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Residual) -> Basis:
+    """Returns the top right singular vectors of rows `J̃ Δ^(-1/2)`, as directions in weight space.
+
+    From the rows themselves where they fit the memory budget; else from their Gram matrix, summed layer by layer, and
+    written out only if K of them fit.
+
+    Args:
+        problem: for the prior that whitens, and the budget.
+        anchors: J̃ (M, P).
+        rank: at most this many directions.
+        residual: of the covariance that they are for.
+    """
+    tangent, dtype = problem.tangent, record_dtype(problem, residual)
+    if len(anchors) * tangent.size * dtype.itemsize <= tangent.memory:
+        return span_of_rows(problem, anchors.rows(dtype), rank, dtype)
+    ratios = problem.precision / problem.precision[0]
+    scales = {block.name: 1 / r for block, r in zip(tangent.blocks, ratios.tolist(), strict=True)}
+    explicit = rank * tangent.size * dtype.itemsize <= tangent.memory
+    precise = torch.float64 if not explicit else dtype
+    values, vectors = symmetric_eigen(anchors.gram(scales, precise))
+    keep = values > max(RANK_CUT, len(values) * torch.finfo(precise).eps) * values[-1]
+    count = min(rank, int(keep.sum()))
+    coefficients = (vectors[:, -count:] * values[-count:].rsqrt()).flip(-1).T  # (K, M), λ^(-1/2) Uᵀ
+    if not explicit:
+        return ImplicitBasis(anchors, coefficients, scales)
+    found = anchors.combine(coefficients.to(dtype))
+    return ExplicitBasis({name: directions.mul_(scales[name]) for name, directions in found.items()})
+
+
+def span_of_rows(problem: Problem, rows: Tensor, rank: int | None, dtype: torch.dtype) -> ExplicitBasis:
     """Returns the top right singular vectors of rows `J Δ^(-1/2)` as directions `V Δ^(-1/2)` in weight space.
 
     Args:
@@ -35,8 +67,10 @@ def basis_of_rows(problem: Problem, rows: Tensor, rank: int | None, dtype: torch
         rank: at most this many directions.
         dtype: of the directions.
     """
-    blocks = problem.tangent.blocks
-    root = expand(blocks, problem.precision / problem.precision[0]).rsqrt()
+    blocks, ratios = problem.tangent.blocks, problem.precision / problem.precision[0]
+    if torch.equal(ratios, torch.ones_like(ratios)):
+        return ExplicitBasis(cut(blocks, orthonormal_span(rows, rank).to(dtype)))
+    root = expand(blocks, ratios).rsqrt()
     directions = orthonormal_span(rows * root.to(rows.dtype), rank)
     return ExplicitBasis(cut(blocks, (directions * root).to(dtype)))
 
@@ -52,7 +86,7 @@ def orthonormal_span(rows: Tensor, rank: int | None = None) -> Tensor:
         return orthonormal_rows(rows, rank)
     gram = rows.double() @ rows.double().T if rows.numel() <= 2**27 else _gram(rows)
     values, vectors = symmetric_eigen(gram)
-    keep = (values > max(RANK_CUT, len(values) * torch.finfo(rows.dtype).eps) * values[-1]).sum().item()
+    keep = int((values > max(RANK_CUT, len(values) * torch.finfo(rows.dtype).eps) * values[-1]).sum())
     keep = keep if rank is None else min(rank, keep)
     vectors = vectors[:, -keep:].flip(-1)
     return torch.linalg.qr((vectors.T.to(rows.dtype) @ rows).double().T)[0].T
@@ -64,24 +98,29 @@ def _gram(rows: Tensor) -> Tensor:
     return sum(part.double() @ part.double().T for part in rows.split(step, -1))
 
 
-class _Projection(SumPass):
+class _Projection(CurvaturePass):
     """`H = Σ (RᵀJWᵀ)ᵀ(RᵀJWᵀ)` (K, K), and the trace of G a block where the evidence asks for it."""
 
     label = "curvature on the subspace"
 
-    def __init__(self, problem: Problem, basis: Basis) -> None:
-        self._problem, self._basis = problem, basis
-        self._dtype = basis.dtype
+    def __init__(self, problem: Problem, basis: Basis, residual: Residual) -> None:
+        self._problem, self._basis, self._residual = problem, basis, residual
 
     def init(self) -> State:
-        rank, blocks = self._basis.grams.shape[-1], len(self._problem.tangent.blocks)
+        rank, blocks = self._basis.rank, len(self._problem.tangent.blocks)
         zeros = self._problem.zeros
         return {"H": zeros(rank, rank, dtype=torch.float64), "traces": zeros(blocks, dtype=torch.float64)}
 
     def update(self, state: State, batch: Batch) -> None:
-        held = self._problem.root.columns * self._basis.grams.shape[-1]
-        for _, record in batch.records(self._problem.root, self._dtype, held):
+        held = self._problem.root.columns * self._basis.rank
+        for _, record in batch.records(self._problem.root, self._basis.dtype, held):
             projected = self._basis.project(record).flatten(0, 1).double()  # (B R, K)
             state["H"] += projected.T @ projected
             if self._problem.traces_wanted:
                 state["traces"] += torch.stack([record[name].squared_norm() for name in record]).double()
+
+    def finish(self, state: State) -> LowRank | LowRankWithResidual:
+        structure = LowRank if self._residual is None else LowRankWithResidual
+        problem, basis = self._problem, self._basis
+        blocks = problem.tangent.blocks
+        return structure(blocks, basis, state["H"], state["traces"], problem.precision, problem.scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .anchors import Anchors
 from .blocks import Block, Matrix, Vectors, join, split
 from .chunk import Record
 from .jacobian import BlockJacobian, Rows
@@ -11,6 +12,6 @@ from .probe import Coverage
 from .selection import LastLayer, Predicate, everything, last_layer, matching
 
 __all__ = [
-    "Block", "BlockJacobian", "Coverage", "LastLayer", "Matrix", "Outer", "Predicate", "Record", "Rows", "SharedOuter",
-    "Tangent", "Vectors", "coverage", "everything", "join", "last_layer", "matching", "split",
+    "Anchors", "Block", "BlockJacobian", "Coverage", "LastLayer", "Matrix", "Outer", "Predicate", "Record", "Rows",
+    "SharedOuter", "Tangent", "Vectors", "coverage", "everything", "join", "last_layer", "matching", "split",
 ]  # fmt: skip

@@ -1,8 +1,10 @@
-"""Tuning: prior precision and noise variance by the evidence or on validation data."""
+"""Tuning: prior precision and noise variance by the evidence or on held-out data."""
 
 from __future__ import annotations
 
-from .evidence import Evidence, Tuning
+from .base import Training, Tuning
+from .early_stopping import EarlyStopping
+from .evidence import Evidence
 from .validation import Validation
 
-__all__ = ["Evidence", "Tuning", "Validation"]
+__all__ = ["EarlyStopping", "Evidence", "Training", "Tuning", "Validation"]

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..covariance import PriorCovariance
+from ..covariance import PriorCovariance, Subspace
+from ..errors import LapwingError
 from ..posterior import Posterior
+from .base import Training, Tuning
 
 log = logging.getLogger("lapwing")
 
 LOWEST, HIGHEST = -8.0, 10.0
 """Decades that the prior precision is searched in."""
-
-
-class Tuning(ABC):
-    """A way to choose what the user left None; subclasses are frozen dataclasses."""
-
-    @abstractmethod
-    def tune(self, posterior: Posterior) -> Posterior:
-        """Returns the posterior with its free numbers chosen; what the user gave is kept."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +30,48 @@ class Evidence(Tuning):
 
     Args:
         per_layer: one δ for each block instead of one for all.
+        rank_gap: for subspaces, keep the fewest leading directions whose lower bound, each at its own best δ, is within
+            this many nats of that of all of them; None keeps all.
+
+    Raises:
+        LapwingError: for a negative gap.
 
     Cost: no pass over the data; some hundred evaluations of a log determinant from eigenvalues.
 
     Example:
         >>> import lapwing as lw
         >>> lw.Evidence(per_layer=True)
-        Evidence(per_layer=True)
+        Evidence(per_layer=True, rank_gap=None)
     """
 
     per_layer: bool = False
+    rank_gap: float | None = None
 
-    def tune(self, posterior: Posterior) -> Posterior:
+    def __post_init__(self) -> None:
+        """Checks the gap."""
+        if self.rank_gap is not None and not (isinstance(self.rank_gap, (int, float)) and self.rank_gap >= 0):
+            raise LapwingError(
+                f"Asked for Evidence(rank_gap={self.rank_gap!r}); a number of nats from 0 up is needed: write "
+                "rank_gap=1.0, or leave it out to keep every direction."
+            )
+
+    def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior at the maximum of the evidence."""
+        best, covariance = self._tuned(posterior), posterior.covariance
+        if self.rank_gap is None or not isinstance(covariance, Subspace):
+            return best
+        enough = best.log_evidence(best.prior.precision, best.likelihood, lower_bound=True) - self.rank_gap
+        low, high = 0, covariance.rank  # the bound grows with the rank: bisect
+        while high - low > 1:
+            middle = (low + high) // 2
+            shorter = self._tuned(replace(posterior, covariance=covariance.with_rank(middle)))
+            if shorter.log_evidence(shorter.prior.precision, shorter.likelihood, lower_bound=True) >= enough:
+                high, best = middle, shorter
+            else:
+                low = middle
+        return best
+
+    def _tuned(self, posterior: Posterior) -> Posterior:
         if not isinstance(posterior.covariance, PriorCovariance):
             return posterior
         precision, noise = posterior.prior.precision, posterior.noise_variance

@@ -1,24 +1,15 @@
-"""Tuning on validation data: the prior precision with the best held-out log likelihood."""
+"""Tuning on held-out data: the prior precision, and the rank, with the best log likelihood there."""
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-import torch
-
-from .. import batches
-from ..covariance import Latent, MarginalLatent, PriorCovariance
-from ..errors import LapwingError
-from ..likelihoods.links import LatentLike
 from ..posterior import Posterior
-from ..tangent import Record
-from .evidence import Evidence, Tuning
-
-log = logging.getLogger("lapwing")
+from .base import Training, Tuning
+from .evidence import Evidence
+from .held_out import Grid, best_of, check_loader, with_ranks
 
 
 @dataclass(frozen=True)
@@ -33,6 +24,7 @@ class Validation(Tuning):
         loader: held-out (inputs, targets) batches, not the training data.
         decades: the range of log10 δ.
         points: candidates.
+        ranks: for subspaces, numbers of leading directions to choose among beside all of them.
 
     Raises:
         LapwingError: for a range or number that makes no grid.
@@ -44,74 +36,16 @@ class Validation(Tuning):
     loader: Iterable[Any]
     decades: tuple[float, float] = (-5.0, 7.0)
     points: int = 25
+    ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Checks the grid."""
-        if not hasattr(self.loader, "__iter__"):
-            raise LapwingError(
-                f"Asked for Validation({self.loader!r}); a loader of held-out (inputs, targets) batches is needed: "
-                "write lw.Validation([(x_val, y_val)])."
-            )
-        rising = isinstance(self.decades, tuple) and len(self.decades) == 2 and self.decades[0] < self.decades[1]
-        if not (rising and isinstance(self.points, int) and self.points >= 3):
-            raise LapwingError(
-                f"Asked for Validation(decades={self.decades}, points={self.points}); a rising range and at least 3 "
-                "points are needed: write decades=(-5, 7), points=25."
-            )
+        """Checks loader and grid."""
+        check_loader("Validation", self.loader)
+        Grid(self.decades, self.points).check("Validation")
 
-    def tune(self, posterior: Posterior) -> Posterior:
-        """Returns the posterior at the best δ."""
+    def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
+        """Returns the posterior at the best δ and rank."""
         by_evidence = Evidence().tune(posterior)
-        if posterior.prior.given:
+        if posterior.prior.given and not self.ranks:
             return by_evidence
-        noise = by_evidence.noise_variance
-        low, high = self.decades
-        grid = [low + (high - low) * i / (self.points - 1) for i in range(self.points)]
-        scores = self.scores(posterior, [10**exponent for exponent in grid], noise)
-        at = max(range(self.points), key=lambda i: scores[i] if not math.isnan(scores[i]) else -math.inf)
-        if at in (0, self.points - 1):
-            meaning = "no spread in the weights at all" if at else "the widest spread it was offered"
-            log.warning(
-                "Validation of %s chose the edge of its range, prior precision 1e%g: the held-out data ask for %s; "
-                "Validation(loader, decades=(%g, %g)) looks further.",
-                posterior.method, grid[at], meaning, low - 3, high + 3,
-            )  # fmt: skip
-            return posterior.at(torch.full_like(posterior.prior.precision, 10 ** grid[at]), noise)
-        left, middle, right = scores[at - 1 : at + 2]
-        shift = 0.5 * (left - right) / min(left - 2 * middle + right, -1e-300)  # the parabola's top, in grid steps
-        best = grid[at] + (grid[1] - grid[0]) * max(-0.5, min(0.5, shift))
-        return posterior.at(torch.full_like(posterior.prior.precision, 10**best), noise)
-
-    def scores(self, posterior: Posterior, precisions: list[float], noise: float | None) -> list[float]:
-        """Returns the mean held-out log likelihood of each candidate δ."""
-        candidates = [posterior.at(torch.full_like(posterior.prior.precision, value), noise) for value in precisions]
-        covariance = posterior.covariance
-        structures = [c.covariance for c in candidates if isinstance(c.covariance, PriorCovariance)]
-        assert isinstance(covariance, PriorCovariance)  # and so are all candidates
-        marginal = posterior.tangent.outputs == 1 or not posterior.likelihood.default_link.reads_covariance
-        totals, count = [0.0] * len(candidates), 0
-        with torch.no_grad():
-            for batch in self.loader:
-                inputs, targets = batches.split(batch)
-                for part, record in posterior.tangent.records(inputs, dtype=posterior.covariance.record_dtype):
-                    labels = targets[part]
-                    posterior.likelihood.check(record.outputs, labels)
-                    count += record.samples
-                    for i, latent in enumerate(_latents(covariance, record, structures, marginal)):
-                        prediction = candidates[i].likelihood.predict(cast(LatentLike, latent))
-                        totals[i] += float(prediction.log_prob(labels).double().sum())
-        if not count:
-            raise LapwingError(
-                "Asked to tune on validation data, found no batch in the loader; held-out (inputs, targets) batches "
-                "are needed, and a loader that can be gone through twice: write lw.Validation([(x_val, y_val)])."
-            )
-        return [total / count for total in totals]
-
-
-def _latents(
-    covariance: PriorCovariance, record: Record, candidates: list[PriorCovariance], marginal: bool
-) -> Sequence[Latent | MarginalLatent]:
-    """Returns the latent of each candidate, with variances alone where that is all the link reads."""
-    if marginal:
-        return [MarginalLatent.of(record.outputs, terms) for terms in covariance.output_marginals(record, candidates)]
-    return [Latent(record.outputs, terms) for terms in covariance.output_covariances(record, candidates)]
+        return best_of(with_ranks(by_evidence, self.ranks), Grid(self.decades, self.points), self.loader)

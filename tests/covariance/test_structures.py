@@ -237,7 +237,7 @@ class StructureConformance:
         covariance, sigma = built
         tensors = {name: tensor.clone() for name, tensor in covariance.tensors().items()}
         kind = COVARIANCES[type(covariance).__name__]
-        again = kind.from_tensors(covariance.blocks, tensors, covariance.extra())
+        again = kind.from_tensors(problem.tangent, tensors, covariance.extra())
         assert type(again) is type(covariance)
         close(again.to_dense(), sigma)
         precision = self.precision(problem, 8)

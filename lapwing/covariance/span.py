@@ -1,0 +1,80 @@
+"""A subspace of the weights at one prior, in the coordinates in which prior and curvature are both diagonal.
+
+A basis of K directions W (K, P), the curvature `H = W G Wᵀ` on it and the prior's `S = W Δ Wᵀ`. The generalised
+eigenpairs `H q = h S q` with `qᵀ S q = 1` give directions `W̃ = Qᵀ W`, orthonormal in whitened weights:
+`V = W̃ Δ^(1/2)`. The covariances of `low_rank.py` are functions of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import LapwingError
+from ..numerics import cholesky, symmetric_eigen
+from ..tangent import Record, Vectors
+from .basis import Basis
+
+
+class Span:
+    """The first k directions of a basis, diagonalised: h (k,) and Q (K, k).
+
+    Args:
+        basis: W.
+        curvature: H (K, K), float64.
+        precision: δ (n_blocks,).
+        rank: k, how many of the leading directions count; all when None.
+
+    Attributes:
+        values: h.
+        rotation: Q, its rows beyond k zero.
+    """
+
+    def __init__(self, basis: Basis, curvature: Tensor, precision: Tensor, rank: int | None = None) -> None:
+        self.basis, self.precision = basis, precision
+        self.rank = basis.rank if rank is None else rank
+        self.curvature = curvature[: self.rank, : self.rank]
+        root = cholesky(self._prior(precision))  # S = L Lᵀ
+        whitened = torch.linalg.solve_triangular(root, self.curvature, upper=False)
+        whitened = torch.linalg.solve_triangular(root, whitened.T, upper=False)
+        self.values, rotation = symmetric_eigen(whitened)
+        rotation = torch.linalg.solve_triangular(root.T, rotation, upper=True)  # Q = L⁻ᵀ U
+        self.rotation = torch.nn.functional.pad(rotation, (0, 0, 0, basis.rank - self.rank))
+
+    def _prior(self, precision: Tensor) -> Tensor:
+        return self.basis.prior_gram(precision)[: self.rank, : self.rank]
+
+    def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
+        """Returns `Σ log(1 + s h)` at any prior, as `logdet(S + s H) - logdet S`."""
+        prior = self._prior(precision)
+        with_data, without = cholesky(prior + scale * self.curvature), cholesky(prior)
+        return 2 * (with_data.diagonal().log() - without.diagonal().log()).sum()
+
+    def gap(self, precision: Tensor, scale: Tensor | float, traces: Tensor) -> Tensor:
+        """Returns `s [Σ_b tr(G_b)/δ_b - tr(S⁻¹ H)]`, the curvature outside.
+
+        Raises:
+            LapwingError: if the fit did not sum the traces.
+        """
+        if self.curvature.any() and not traces.any():
+            raise LapwingError(
+                "Asked for the lower bound of a subspace's evidence, found a fit with tune=None, which does not sum "
+                "the trace of the curvature that it needs; fit with tune=lw.Evidence(), beside prior_precision=... to "
+                "keep that."
+            )
+        inside = torch.cholesky_solve(self.curvature, cholesky(self._prior(precision))).diagonal().sum()
+        return scale * ((traces / precision).sum() - inside).clamp_min(0)
+
+    def project(self, record: Record) -> Tensor:
+        """Returns `J W̃ᵀ` (B, R, k)."""
+        return self.basis.project(record) @ self.rotation.to(record.dtype)
+
+    def directions(self) -> Vectors:
+        """Returns W̃, (k, P_block) a block."""
+        return self.basis.combine(self.rotation.T)
+
+    def weighted(self, vectors: Vectors, weights: Tensor) -> Vectors:
+        """Returns `W̃ᵀ diag(w) W̃ v`."""
+        dtype = self.basis.dtype
+        inner = self.basis.inner(vectors) @ self.rotation.to(dtype)  # (n, k)
+        return self.basis.combine((inner * weights.to(dtype)) @ self.rotation.T.to(dtype))

@@ -1,0 +1,118 @@
+"""Which rows of the Jacobian a subspace is made of: their choice, and the pass that collects their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .. import batches
+from ..errors import LapwingError
+from ..tangent import Anchors
+from .passes import Batch, Pass, Problem, State, SumPass
+
+Sampling = Literal["uniform", "balanced", "label"]
+SAMPLINGS: tuple[Sampling, ...] = ("uniform", "balanced", "label")
+
+
+def sampled_anchors(
+    problem: Problem, rows: int | Literal["all"], sampling: Sampling
+) -> Generator[Pass, State, Anchors]:
+    """Yields the pass that collects M sampled (input, output) pairs; returns them as anchors."""
+    return (yield from anchors_at(problem, *choose_rows(problem, rows, sampling)))
+
+
+def anchors_at(problem: Problem, samples: Tensor, outputs: Tensor) -> Generator[Pass, State, Anchors]:
+    """Yields the pass that collects samples by their place in the loader; returns anchors at (sample, output) pairs."""
+    chosen = _ChosenInputs(samples.unique())
+    groups = chosen.groups((yield chosen))
+    return Anchors(problem.tangent, groups, torch.searchsorted(samples.unique(), samples), outputs)
+
+
+def choose_rows(problem: Problem, rows: int | Literal["all"], sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Returns places of samples (M,) and outputs (M,), without repetition.
+
+    Args:
+        problem: for n, C, the labels and the seed.
+        rows: M, or "all" pairs.
+        sampling: "uniform" over all pairs; "balanced", as many inputs of each class, with outputs at random; "label",
+            inputs at random with the output of their own class.
+    """
+    generator, width = problem.generator(), problem.tangent.outputs
+    labels = problem.labels()
+    if rows == "all" or sampling == "uniform":
+        total = len(labels) * width
+        picked = choose(total, total if rows == "all" else min(rows, total), generator)
+        return picked // width, picked % width
+    if not labels.any():
+        raise LapwingError(
+            f"Asked for rows sampled by sampling={sampling!r}, found targets without class labels; class labels (n,) "
+            "are needed: write sampling='uniform'."
+        )
+    count = min(rows, len(labels))
+    if sampling == "label":
+        samples = choose(len(labels), count, generator)
+        return samples, labels[samples]
+    order = choose(len(labels), len(labels), generator)
+    mine = labels[order]
+    turn = torch.empty_like(mine)  # how many of its class come before a sample
+    for label in mine.unique():
+        turn[mine == label] = torch.arange(int((mine == label).sum()))
+    samples = order[turn.argsort(stable=True)[:count]]
+    return samples, torch.randint(width, (count,), generator=generator)
+
+
+def choose(total: int, count: int, generator: torch.Generator) -> Tensor:
+    """Returns `count` of the numbers below `total` in random order, without repetition and without O(total) memory."""
+    if total <= 2**24 or count > total // 2:
+        return torch.randperm(total, generator=generator)[:count]
+    drawn = torch.randint(total, (2 * count,), generator=generator)
+    values, inverse = drawn.unique(return_inverse=True)
+    first = torch.full_like(values, len(drawn)).scatter_reduce_(0, inverse, torch.arange(len(drawn)), "amin")
+    return drawn[first.sort().values[:count]]
+
+
+class _ChosenInputs(SumPass):
+    """The inputs of chosen samples, a part a batch: `start/leaf` tensors, and `start/nest` for how they nest.
+
+    Args:
+        samples: places in the loader, rising.
+    """
+
+    label = "inputs of sampled rows"
+
+    def __init__(self, samples: Tensor) -> None:
+        self._samples = samples
+
+    def init(self) -> State:
+        return {}
+
+    def update(self, state: State, batch: Batch) -> None:
+        here = self._samples[torch.searchsorted(self._samples, batch.start) :]
+        here = here[: torch.searchsorted(here, batch.start + batches.size(batch.inputs))] - batch.start
+        if not len(here):
+            return
+        leaves, nest = batches.flatten(batches.take(batch.inputs, here))
+        state[f"{batch.start:015d}/nest"] = torch.tensor(list(nest.encode()), dtype=torch.uint8)
+        state.update({f"{batch.start:015d}/{i}": leaf for i, leaf in enumerate(leaves)})
+
+    @staticmethod
+    def groups(state: State) -> tuple[Any, ...]:
+        """Returns the inputs in the order of the loader, joined while their shapes and nesting agree."""
+        found: list[tuple[str, list[Tensor]]] = []
+        for start in sorted({key.partition("/")[0] for key in state}):
+            nest = bytes(state[f"{start}/nest"].tolist()).decode()
+            leaves = [state[f"{start}/{i}"] for i in range(sum(key.startswith(f"{start}/") for key in state) - 1)]
+            if found and found[-1][0] == nest and _joinable(found[-1][1], leaves):
+                found[-1] = (nest, [torch.cat(pair) for pair in zip(found[-1][1], leaves, strict=True)])
+            else:
+                found.append((nest, leaves))
+        return tuple(batches.unflatten(leaves, nest) for nest, leaves in found)
+
+
+def _joinable(before: list[Tensor], after: list[Tensor]) -> bool:
+    counts = ({leaf.shape[0] if leaf.ndim else 0 for leaf in leaves} for leaves in (before, after))
+    per_sample = all(len(count) == 1 and 0 not in count for count in counts)
+    return per_sample and all(a.shape[1:] == b.shape[1:] for a, b in zip(before, after, strict=True))

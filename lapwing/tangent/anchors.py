@@ -1,0 +1,164 @@
+"""Anchors: M rows of the Jacobian at chosen (input, output) pairs, seen chunk by chunk and never stored together.
+
+Nyström features, optimal subspaces, inducing points and subsets of data are all made of such rows; `methods` and the
+implicit basis of `covariance` use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import batches
+from ..numerics import total
+from .blocks import Vectors
+from .chunk import Record
+from .network import Tangent
+
+Weights = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Rows `J̃` (M, P): row m is the gradient of output `outputs[m]` at sample `samples[m]`.
+
+    Attributes:
+        tangent: the network.
+        inputs: groups of samples; within a group all have one shape.
+        samples: (M,), counted through the groups in order.
+        outputs: (M,).
+    """
+
+    tangent: Tangent
+    inputs: tuple[Any, ...]
+    samples: Tensor
+    outputs: Tensor
+
+    def __len__(self) -> int:
+        """M."""
+        return len(self.samples)
+
+    def rows(self, dtype: torch.dtype) -> Tensor:
+        """Returns `J̃` (M, P). Cost: M backward passes, memory O(M P)."""
+        rows = torch.zeros(len(self), self.tangent.size, dtype=dtype, device=self.tangent.device)
+        for slots, record in self._records(dtype, 2 * self.tangent.size):
+            rows[slots] = record.rows().flatten(0, 1)
+        return rows
+
+    def row_chunks(self, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields `(slots, J̃[slots])` for chunks of rows that fit the memory budget three times."""
+        for slots, record in self._records(dtype, 4 * self.tangent.size):
+            yield slots, record.rows().flatten(0, 1)
+
+    def gram(self, weights: Weights, dtype: torch.dtype) -> Tensor:
+        """Returns `Σ_b w_b J̃_b J̃_bᵀ` (M, M), layer by layer for pairs of chunks.
+
+        Args:
+            weights: one a block; blocks that are not named are left out.
+            dtype: of the products; the result is float64.
+
+        Cost: about M²/(2 m) forward and backward passes for chunks of m rows; memory O(M²) and two chunks.
+        """
+        gram = torch.zeros(len(self), len(self), dtype=torch.float64, device=self.tangent.device)
+        requests = list(self._requests(dtype, 0, share=2))
+        for i, (mine, inputs, u) in enumerate(requests):
+            record = self.tangent.record(inputs, u, dtype)
+            for theirs, others, v in requests[: i + 1]:
+                other = record if theirs is mine else self.tangent.record(others, v, dtype)
+                part = total(w * record[name].gram(other[name]) for name, w in weights.items())
+                part = part.reshape(len(mine), len(theirs)).double()
+                gram[mine[:, None], theirs] = part
+                gram[theirs[:, None], mine] = part.T
+        return gram
+
+    def combine(self, coefficients: Tensor) -> Vectors:
+        """Returns `T J̃`, (K, P_block) a block, for coefficients T (K, M), in the dtype of T.
+
+        Cost: M backward passes, memory O(K P).
+        """
+        count, dtype = len(coefficients), coefficients.dtype
+        out = {b.name: coefficients.new_zeros(count, b.size) for b in self.tangent.blocks}
+        for slots, record in self._records(dtype):
+            chosen = coefficients[:, slots]  # (K, B R)
+            for name, vectors in out.items():
+                for part, rows in record[name].row_slices():
+                    vectors[:, part] += chosen @ rows.flatten(0, 1)
+        return out
+
+    def products(self, record: Record, weights: Weights) -> Tensor:
+        """Returns `Σ_b w_b J_b J̃_bᵀ` (B, R, M): NTK blocks between another record and the anchors.
+
+        Cost: M backward passes for each record, and the products.
+        """
+        parts = record.outputs.new_zeros(record.samples, record.cotangents, len(self), dtype=record.dtype)
+        for slots, anchors in self._records(record.dtype):
+            block = total(w * record[name].gram(anchors[name]) for name, w in weights.items())
+            parts[:, :, slots] = block.flatten(2)
+        return parts
+
+    def inner(self, vectors: Vectors) -> Tensor:
+        """Returns `v J̃ᵀ` (n, M) for vectors (n, P_block) a block."""
+        first = next(iter(vectors.values()))
+        out = first.new_zeros(first.shape[0], len(self))
+        for slots, record in self._records(first.dtype):
+            out[:, slots] = record.jvp(vectors).flatten(0, 1).T
+        return out
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns all tensors, by name, for saving."""
+        parts = {f"inputs/{i}/{j}": x for i, g in enumerate(self.inputs) for j, x in enumerate(batches.flatten(g)[0])}
+        return {**parts, "samples": self.samples, "outputs": self.outputs}
+
+    def nests(self) -> list[str]:
+        """Returns how each group's tensors nest, as JSON."""
+        return [batches.flatten(group)[1] for group in self.inputs]
+
+    @classmethod
+    def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], nests: list[str]) -> Anchors:
+        """Rebuilds the anchors from `tensors()` and `nests()`."""
+        groups = []
+        for i, nest in enumerate(nests):
+            count = sum(key.startswith(f"inputs/{i}/") for key in tensors)
+            groups.append(batches.unflatten((tensors[f"inputs/{i}/{j}"] for j in range(count)), nest))
+        return cls(tangent, tuple(groups), tensors["samples"], tensors["outputs"])
+
+    @cached_property
+    def _groups(self) -> list[tuple[int, Any, list[tuple[Tensor, Tensor]]]]:
+        """For each group its picks, by how often a sample is picked: (samples (B,), slots (B, r))."""
+        found, first = [], 0
+        for group in self.inputs:
+            stop = first + batches.size(group)
+            here = ((self.samples >= first) & (self.samples < stop)).nonzero()[:, 0]
+            here = here[self.samples[here].argsort(stable=True)]
+            samples, counts = torch.unique_consecutive(self.samples[here], return_counts=True)
+            starts = counts.cumsum(0) - counts
+            picks = []
+            for times in counts.unique().tolist():
+                which = (counts == times).nonzero()[:, 0]
+                slots = here[starts[which, None] + torch.arange(times, device=here.device)]
+                picks.append((samples[which] - first, slots))
+            found.append((first, group, picks))
+            first = stop
+        return found
+
+    def _requests(self, dtype: torch.dtype, held: int, share: int = 1) -> Iterator[tuple[Tensor, Any, Tensor]]:
+        """Yields `(slots, inputs, cotangents)` of chunks; `held` numbers a row, and a share of the budget each."""
+        tangent = self.tangent
+        for _, group, picks in self._groups:
+            for samples, slots in picks:
+                times = slots.shape[1]
+                length = max(1, tangent.chunk_length(times, dtype, times * held) // share)
+                for mine, where in zip(samples.split(length), slots.split(length), strict=True):
+                    u = torch.zeros(len(mine), tangent.outputs, times, device=tangent.device)
+                    u.scatter_(1, self.outputs[where][:, None].to(u.device), 1.0)
+                    yield where.flatten(), batches.take(group, mine), u
+
+    def _records(self, dtype: torch.dtype, held: int = 0) -> Iterator[tuple[Tensor, Record]]:
+        """Yields `(slots, record)` of chunks, slots in the order of the record's flattened (B, R)."""
+        for slots, inputs, u in self._requests(dtype, held):
+            yield slots, self.tangent.record(inputs, u, dtype)

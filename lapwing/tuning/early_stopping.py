@@ -1,0 +1,84 @@
+"""Early stopping: how many training points the curvature is summed over, chosen on held-out data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ..errors import LapwingError
+from ..posterior import Posterior
+from .base import Training, Tuning
+from .evidence import Evidence
+from .held_out import Grid, best_of, check_loader, with_ranks
+
+log = logging.getLogger("lapwing")
+
+
+@dataclass(frozen=True)
+class EarlyStopping(Tuning):
+    """Chooses n, how many training points the curvature sums, and δ by held-out log likelihood.
+
+    Deng et al. 2022, section 5.2. The covariance is `(S_n + δI)⁻¹` with `S_n` summed over the first n points: a wide
+    posterior where the model is misspecified and that of all data too narrow. The sums on the way are kept, so all
+    pairs (n, δ) are compared, not only the first n at which the score falls. Without validation data, strongly
+    augmented training images can stand in for it: `lapwing.evaluation.augmentation`.
+
+    Args:
+        loader: held-out (inputs, targets) batches.
+        form: "published", `(S_n + δI)⁻¹`; or "scaled", `(S_n + (n/N) δI)⁻¹`, as in the authors' program: the posterior
+            of N points at the temperature N/n. With δ free the two are one family; they differ where δ is given.
+        prefixes: parts of the data to choose among: a half, a quarter, ... of it.
+        decades: the range of log10 δ.
+        points: candidates for δ.
+        ranks: for subspaces, numbers of leading directions to choose among beside all of them.
+
+    Raises:
+        LapwingError: for another label, or numbers that make no grid.
+
+    Cost: memory of `prefixes` curvatures (K x K for subspaces); one pass over the loader, contracted once for
+    subspaces and once a prefix for others. The first samples of the training loader should be a random subset.
+    """
+
+    loader: Iterable[Any]
+    form: Literal["published", "scaled"] = "published"
+    prefixes: int = 10
+    decades: tuple[float, float] = (-5.0, 7.0)
+    points: int = 25
+    ranks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Checks loader, label and grid."""
+        check_loader("EarlyStopping", self.loader)
+        Grid(self.decades, self.points).check("EarlyStopping")
+        if self.form not in ("published", "scaled"):
+            raise LapwingError(
+                f"Asked for EarlyStopping(form={self.form!r}); accepted are 'published' and 'scaled': write "
+                "form='published'."
+            )
+        if isinstance(self.prefixes, bool) or not isinstance(self.prefixes, int) or self.prefixes < 1:
+            raise LapwingError(
+                f"Asked for EarlyStopping(prefixes={self.prefixes!r}); a whole number of at least 1 is needed: write "
+                "prefixes=10."
+            )
+
+    def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
+        """Returns the posterior of the best part of the data, at the best δ and rank."""
+        if not training.prefixes:
+            raise LapwingError(
+                f"Asked to stop the fit of {posterior.method} early, found no sums on the way; a method that sums a "
+                "curvature over data, and a fit that is told beforehand, are needed: write lw.fit(model, loader, "
+                "lw.ELLA(), tune=lw.EarlyStopping(validation_loader))."
+            )
+        whole = posterior.samples * posterior.data_factor
+        candidates = []
+        for part in (*training.prefixes, posterior):
+            part = Evidence().tune(part)
+            if self.form == "scaled" and part.prior.given and part.samples < whole and part is not posterior:
+                part = part.at(part.prior.precision * (part.samples / whole), part.noise_variance)
+            candidates.extend(with_ranks(part, self.ranks))
+        best = best_of(candidates, Grid(self.decades, self.points), self.loader)
+        text = f"{best.samples} of {posterior.samples} samples"
+        log.info("Early stopping chose %s", text)
+        return replace(best, method=f"{posterior.method}, curvature of the first {text}")

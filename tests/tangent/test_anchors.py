@@ -1,0 +1,75 @@
+"""Anchors: every contraction of chosen rows of the Jacobian equals the rows written out by the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lapwing.covariance.dense import cut
+from lapwing.tangent import Anchors, Tangent
+from tests.conformance import Setup, close, setup
+
+NETWORKS = ("mlp", "mlp_scalar", "cnn_bn_inplace", "grouped_strided_conv", "attention", "tied", "gpt2", "prelu")
+
+
+class Narrow(Tangent):
+    """A network whose chunks hold two samples."""
+
+    def chunk_length(self, *arguments: object, **options: object) -> int:
+        """Two."""
+        return 2
+
+
+def narrow(tangent: Tangent) -> Tangent:
+    return Narrow(*(getattr(tangent, field) for field in tangent.__dataclass_fields__))
+
+
+@pytest.fixture(params=NETWORKS)
+def case(request: pytest.FixtureRequest) -> tuple[Setup, Anchors, Tensor]:
+    """A network, anchors that pick some samples not at all, once and several times, and their rows (M, P)."""
+    problem = setup(request.param)
+    count = problem.J.shape[1]
+    samples = torch.tensor([5, 0, 2, 5, 7, 2, 5][: 7 if count > 2 else 4])
+    taken: dict[int, int] = {}
+    outputs = []
+    for sample in samples.tolist():
+        outputs.append(taken.get(sample, 0) % count)
+        taken[sample] = taken.get(sample, 0) + 1
+    outputs = torch.tensor(outputs)
+    return problem, Anchors(narrow(problem.tangent), (problem.x,), samples, outputs), problem.J[samples, outputs]
+
+
+def weights(problem: Setup) -> dict[str, float]:
+    return {block.name: 0.5 + i for i, block in enumerate(problem.blocks)}
+
+
+def diagonal(problem: Setup) -> Tensor:
+    return torch.cat([torch.full((block.size,), 0.5 + i) for i, block in enumerate(problem.blocks)]).double()
+
+
+def test_rows_gram_combinations_and_products(case):
+    problem, anchors, J = case
+    blocks = problem.blocks
+    close(anchors.rows(torch.float64), J)
+    for slots, rows in anchors.row_chunks(torch.float64):
+        close(rows, J[slots])
+    close(anchors.gram(weights(problem), torch.float64), (J * diagonal(problem)) @ J.T)
+    coefficients = torch.randn(3, len(anchors), generator=torch.Generator().manual_seed(0)).double()
+    for name, vectors in cut(blocks, coefficients @ J).items():
+        close(anchors.combine(coefficients)[name], vectors)
+    record = problem.tangent.record(problem.test)
+    close(anchors.products(record, weights(problem)), problem.J_test @ (J * diagonal(problem)).T)
+    vectors = torch.randn(2, J.shape[1], generator=torch.Generator().manual_seed(1)).double()
+    close(anchors.inner(cut(blocks, vectors)), vectors @ J.T)
+
+
+def test_round_trip_and_groups_of_different_shapes():
+    problem = setup("gpt2")
+    x = problem.case.inputs(9, 1)
+    groups = (x, problem.case.inputs(3, 4))
+    samples, outputs = torch.tensor([10, 1]), torch.tensor([1, 0])
+    anchors = Anchors(problem.tangent, groups, samples, outputs)
+    again = Anchors.from_tensors(problem.tangent, anchors.tensors(), anchors.nests())
+    close(again.rows(torch.float64), anchors.rows(torch.float64))
+    close(again.rows(torch.float64)[1], problem.J[1, 0])

@@ -1,0 +1,115 @@
+"""Early stopping: a prefix's posterior is a fit on the first samples, and the best pair (n, δ) is chosen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lapwing as lw
+from lapwing.tuning import Training, Tuning
+from tests import oracle
+from tests.conformance import CUTS, close, cut, setup
+
+METHODS = [
+    lw.Diagonal(), lw.KFAC(), lw.EKFAC(), lw.Full("primal"), lw.Full("dual"), lw.ELLA(5, 12), lw.ELLA(5, 12, "prior"),
+]  # fmt: skip
+
+
+class Keep(Tuning):
+    """Keeps what a tuning is given."""
+
+    prefixes = 3
+
+    def tune(self, posterior: lw.Posterior, training: Training = Training()) -> lw.Posterior:  # noqa: B008
+        self.training = training
+        return posterior
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+@pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "mlp_scalar"])
+def test_prefixes_are_fits_on_the_first_samples(name, method):
+    problem, keep = setup(name), Keep()
+    whole = problem.fit(method, tune=keep, data_size=90)
+    assert [part.samples for part in keep.training.prefixes] == [1, 2, 4, 9]
+    for part in keep.training.prefixes:
+        if isinstance(method, lw.ELLA):  # its span is that of rows of all data
+            close(part.covariance.with_prior(whole.prior.precision, 0.5).features.rows()[problem.blocks[0].name],
+                  whole.covariance.features.rows()[problem.blocks[0].name])  # fmt: skip
+            if method.residual is None:
+                V = torch.cat([*whole.covariance.basis.rows().values()], -1)
+                G = oracle.ggn(problem.J[: part.samples], problem.fisher[: part.samples])
+                wanted = V.T @ torch.linalg.inv(V @ G @ V.T + 2 * V @ V.T) @ V
+                close(part.covariance.to_dense(), wanted)
+            continue
+        if isinstance(method, lw.EKFAC):  # KFAC's eigenbasis is that of all data
+            continue
+        data = cut(oracle.take(problem.x, slice(0, part.samples)), problem.y[: part.samples], [part.samples])
+        alone = problem.fit(method, loader=data)
+        close(part.covariance.to_dense(), alone.covariance.to_dense())
+        assert part.log_marginal_likelihood() == pytest.approx(alone.log_marginal_likelihood())
+    assert whole.data_factor == 10
+
+
+@pytest.mark.parametrize("method", [lw.ELLA(5, 12), lw.KFAC()], ids=repr)
+def test_the_best_pair_is_chosen(method):
+    problem = setup("cnn_bn_inplace")
+    held_out = [(problem.case.inputs(7, 5), problem.case.targets(7, 5))]
+    tune = lw.EarlyStopping(held_out, prefixes=3, decades=(-2.0, 2.0), points=5)
+    chosen = problem.fit(method, prior_precision=None, tune=tune)
+    keep = Keep()
+    whole = problem.fit(method, prior_precision=None, tune=keep)
+
+    def score(posterior):
+        return float(posterior.predict(held_out[0][0]).log_prob(held_out[0][1]).mean())
+
+    table = {
+        (part.samples, exponent): score(part.with_prior(10.0**exponent))
+        for part in (*keep.training.prefixes, whole)
+        for exponent in range(-2, 3)
+    }
+    samples, _ = max(table, key=table.__getitem__)
+    assert chosen.samples == samples
+    assert score(chosen) >= max(table.values()) - 1e-2
+    assert f"first {samples} of {sum(CUTS)}" in chosen.method
+
+
+def test_given_priors_are_kept_in_either_form():
+    problem = setup("cnn_bn_inplace")
+    held_out = [(problem.case.inputs(7, 5), problem.case.targets(7, 5))]
+    published = problem.fit(lw.ELLA(5, 12), tune=lw.EarlyStopping(held_out), data_size=90)
+    assert published.prior_precision == 2.0
+    scaled = problem.fit(lw.ELLA(5, 12), tune=lw.EarlyStopping(held_out, form="scaled"), data_size=90)
+    if scaled.data_factor == 1:
+        assert scaled.prior_precision == pytest.approx(2.0 * scaled.samples / 90)
+    keep = Keep()
+    problem.fit(lw.ELLA(5, 12), tune=keep, data_size=90)
+    part = keep.training.prefixes[1]  # (S_n + (n/N) δ I)⁻¹ = τ ((N/n) S_n + δ I)⁻¹ with τ = N/n
+    ratio = 90 / part.samples
+    scaled_sum = part.covariance.with_prior(part.prior.precision, ratio)
+    close(
+        ratio * scaled_sum.to_dense(),
+        part.at(part.prior.precision / ratio, None).covariance.to_dense(),
+    )
+
+
+def test_an_early_stopped_posterior_is_saved_and_loaded(tmp_path):
+    problem = setup("mlp")
+    held_out = [(problem.case.inputs(7, 5), problem.case.targets(7, 5))]
+    fitted = problem.fit(lw.ELLA(5, 12), prior_precision=None, tune=lw.EarlyStopping(held_out, ranks=(2,)))
+    fitted.save(tmp_path / "p.safetensors")
+    loaded = lw.load(tmp_path / "p.safetensors", problem.model)
+    close(loaded.latent(problem.test).covariance, fitted.latent(problem.test).covariance)
+    assert str(fitted.samples) in str(loaded.diagnose())
+
+
+def test_bad_options():
+    held_out = [(torch.zeros(1, 4), torch.zeros(1, dtype=torch.long))]
+    with pytest.raises(lw.LapwingError, match="'published' and 'scaled'"):
+        lw.EarlyStopping(held_out, form="authors")
+    with pytest.raises(lw.LapwingError, match="prefixes"):
+        lw.EarlyStopping(held_out, prefixes=0)
+    with pytest.raises(lw.LapwingError, match="held-out"):
+        lw.EarlyStopping(3)
+    problem = setup("mlp")
+    with pytest.raises(lw.LapwingError, match="told beforehand"):
+        lw.EarlyStopping(held_out).tune(problem.fit(lw.KFAC()))
