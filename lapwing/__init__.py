@@ -8,7 +8,7 @@ from __future__ import annotations
 from .errors import LapwingError
 from .fitting import fit
 from .likelihoods import Categorical, Gaussian, LaplaceBridge, Likelihood, Probit, SampledLink
-from .methods import EKFAC, ELLA, KFAC, Diagonal, Full, Method
+from .methods import EKFAC, ELLA, KFAC, Diagonal, Full, Method, OptimalSubspace
 from .persistence import load
 from .posterior import Posterior
 from .prediction import Linearized, MonteCarlo, Streamlined
@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EKFAC", "ELLA", "KFAC", "Categorical", "Diagonal", "EarlyStopping", "Evidence", "Full", "Gaussian",
-    "LaplaceBridge", "LapwingError", "Likelihood", "Linearized", "Method", "MonteCarlo", "Posterior", "Probit",
-    "SampledLink", "Streamlined", "Validation", "coverage", "everything", "fit", "last_layer", "load", "matching",
+    "LaplaceBridge", "LapwingError", "Likelihood", "Linearized", "Method", "MonteCarlo", "OptimalSubspace", "Posterior",
+    "Probit", "SampledLink", "Streamlined", "Validation", "coverage", "everything", "fit", "last_layer", "load",
+    "matching",
 ]  # fmt: skip

@@ -6,9 +6,10 @@ from .diagonal import Diagonal
 from .ella import ELLA
 from .full import Full
 from .kfac import EKFAC, KFAC
+from .optimal_subspace import OptimalSubspace
 from .passes import Batch, CurvaturePass, FisherRoot, IteratePass, Method, Pass, Passes, Problem, State, SumPass
 
 __all__ = [
     "EKFAC", "ELLA", "KFAC", "Batch", "CurvaturePass", "Diagonal", "FisherRoot", "Full", "IteratePass", "Method",
-    "Pass", "Passes", "Problem", "State", "SumPass",
+    "OptimalSubspace", "Pass", "Passes", "Problem", "State", "SumPass",
 ]  # fmt: skip

@@ -1,0 +1,133 @@
+"""Optimal subspaces: the directions that matter most to the predictive covariance, from an approximate posterior."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .. import batches
+from ..covariance import Covariance, ExplicitBasis, PriorCovariance
+from ..covariance.dense import concatenate, cut
+from ..errors import LapwingError
+from ..numerics import RANK_CUT, symmetric_eigen
+from ..tangent import Anchors
+from .kfac import KFAC
+from .passes import Method, Pass, Passes, Problem, State, check_choice, check_count
+from .rows import anchors_at, choose
+from .subspace import Residual, on_basis, record_dtype
+
+
+@dataclass(frozen=True)
+class OptimalSubspace(Method):
+    """`Σ = P (Pᵀ Ψ⁻¹ P)⁻¹ Pᵀ` with `P = Ψ_approx J_X'ᵀ U_s` (Faller and Martin 2025, sections 4.1 and 4.2).
+
+    U_s are the leading eigenvectors of `J_X' Ψ_approx J_X'ᵀ` on a subset X' of the inputs. With Ψ_approx the exact
+    posterior and X' the test inputs, no other subspace of rank s gives a predictive covariance nearer to Full's there
+    (Theorem 1). The precision `Ψ⁻¹ = G/τ + δI` of the exact GGN is inside (the paper's equation 19).
+
+    Args:
+        rank: s, the most directions kept.
+        curvature: Ψ_approx: a method such as `KFAC()`, `EKFAC()`, `Diagonal()` or `Full()`, or "prior" for `δ⁻¹I`, with
+            which the directions are those of ELLA.
+        rows: about how many rows of J make the subset: inputs with all their outputs, at least one; "all" takes every
+            input.
+        residual: None, or "prior" to keep the prior in the directions outside.
+        at: inputs X' to use in place of a subset of the training data.
+
+    Raises:
+        LapwingError: for numbers below 1, another label, or a curvature that is no method.
+
+    Ψ_approx is taken at the fit's prior precision, at 1 where that is to be tuned: later priors keep the span.
+
+    Cost: the passes of `curvature`; M rows of J and `Ψ_approx Jᵀ`, memory O(K P) and a budget's worth of rows; one pass
+    for the curvature on the span.
+
+    Example:
+        >>> import lapwing as lw
+        >>> lw.OptimalSubspace(rank=10, curvature=lw.Diagonal()).rows
+        1000
+    """
+
+    rank: int = 20
+    curvature: Method | Literal["prior"] = KFAC()  # noqa: RUF009 (frozen)
+    rows: int | Literal["all"] = 1000
+    residual: Residual = None
+    at: Any = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Checks numbers and labels."""
+        check_count("OptimalSubspace", "rank", self.rank)
+        if self.rows != "all":
+            check_count("OptimalSubspace", "rows", self.rows)
+        check_choice("OptimalSubspace", "residual", self.residual, (None, "prior"))
+        if self.curvature != "prior" and not isinstance(self.curvature, Method):
+            raise LapwingError(
+                f"Asked for OptimalSubspace(curvature={self.curvature!r}); accepted are 'prior' and a method: write "
+                "curvature=lw.KFAC()."
+            )
+
+    def passes(self, problem: Problem) -> Passes:
+        """Ψ_approx, the inputs of the subset, then the curvature on their span."""
+        approximate = None
+        if isinstance(self.curvature, Method):
+            approximate = yield from self.curvature.passes(problem)
+            if not isinstance(approximate, PriorCovariance):
+                raise LapwingError(
+                    f"Asked for OptimalSubspace(curvature={self.curvature!r}), found a posterior without a prior; a "
+                    "method that sums a curvature is needed: write curvature=lw.KFAC()."
+                )
+            approximate = approximate.with_prior(problem.precision, problem.curvature_scale())
+        anchors = yield from self._subset(problem)
+        basis = ExplicitBasis(self._directions(problem, anchors, approximate))
+        return (yield from on_basis(problem, basis, self.residual))
+
+    def _subset(self, problem: Problem) -> Generator[Pass, State, Anchors]:
+        """Returns all outputs of the given inputs, or of training inputs chosen at random."""
+        width = problem.tangent.outputs
+        if self.at is not None:
+            count = batches.size(self.at)
+            samples = torch.arange(count).repeat_interleave(width)
+            return Anchors(problem.tangent, (self.at,), samples, torch.arange(width).repeat(count))
+        total = problem.count()
+        count = total if self.rows == "all" else min(total, max(1, self.rows // width))
+        chosen = choose(total, count, problem.generator()).sort().values
+        return (yield from anchors_at(problem, chosen.repeat_interleave(width), torch.arange(width).repeat(count)))
+
+    def _directions(self, problem: Problem, anchors: Anchors, approximate: Covariance | None) -> dict[str, Tensor]:
+        """Returns `λ^(-1/2) U_sᵀ J Ψ_approx`, from rows held together where they fit, else written out again and again.
+
+        In float64 where the rows fit: the leading eigenvectors of thousands of rows spread over many decades.
+        """
+        tangent, blocks = problem.tangent, problem.tangent.blocks
+        dtype = record_dtype(problem, self.residual)
+        needed = min(self.rank, len(anchors)) * tangent.size * dtype.itemsize
+        problem.require(f"OptimalSubspace(rank={self.rank})", needed, f"{self.rank} directions", "ask for a lower rank")
+        fits = 2 * len(anchors) * tangent.size * torch.float64.itemsize <= tangent.memory
+        precise = torch.float64 if fits else dtype
+        together = [(torch.arange(len(anchors)), anchors.rows(precise))] if fits else None
+        gram = torch.zeros(len(anchors), len(anchors), dtype=torch.float64, device=tangent.device)
+        for slots, rows in together or anchors.row_chunks(precise):
+            mine = _weighted(problem, approximate, rows)
+            for others, theirs in together or anchors.row_chunks(precise):
+                gram[slots[:, None], others] = (mine @ theirs.T).double()
+        values, vectors = symmetric_eigen(gram)
+        keep = values > max(RANK_CUT, len(values) * torch.finfo(precise).eps) * values[-1]
+        count = min(self.rank, int(keep.sum()))
+        coefficients = (vectors[:, -count:] * values[-count:].rsqrt()).flip(-1).T.to(precise)  # (s, M)
+        combined = coefficients @ together[0][1] if together else concatenate(blocks, anchors.combine(coefficients))
+        return cut(blocks, _weighted(problem, approximate, combined).to(dtype))
+
+
+def _weighted(problem: Problem, approximate: Covariance | None, rows: Tensor) -> Tensor:
+    """Returns `rows Ψ_approx`, the prior's where there is no other."""
+    blocks = problem.tangent.blocks
+    parts = cut(blocks, rows)
+    if approximate is not None:
+        parts = approximate.mv({name: part.to(approximate.dtype) for name, part in parts.items()})
+    else:
+        parts = {name: part / d for (name, part), d in zip(parts.items(), problem.precision.tolist(), strict=True)}
+    return concatenate(blocks, parts).to(rows.dtype)

@@ -1,0 +1,145 @@
+"""Optimal subspaces: Theorem 1, the orders of the design, and every approximation against its dense formula."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import lapwing as lw
+from lapwing.tangent import Tangent
+from tests import oracle
+from tests.conformance import close, psd, setup
+
+NETWORKS = ("mlp", "mlp_scalar", "cnn_bn_inplace", "tied", "gpt2")
+CURVATURES = [lw.KFAC(), lw.EKFAC(), lw.Diagonal(), lw.Full("primal"), lw.Full("dual"), "prior"]
+
+
+def dense(J: Tensor, approximate: Tensor, precision: Tensor, rank: int) -> Tensor:
+    """`P (Pᵀ Ψ⁻¹ P)⁻¹ Pᵀ`, `P = Ψ_approx Jᵀ U_s`."""
+    values, vectors = torch.linalg.eigh(J @ approximate @ J.T)
+    rank = min(rank, int((values > 1e-11 * values[-1]).sum()))
+    P = approximate @ J.T @ vectors[:, -rank:]
+    return P @ torch.linalg.inv(P.T @ precision @ P) @ P.T
+
+
+def full_precision(problem) -> Tensor:
+    return problem.G + 2.0 * torch.eye(len(problem.G)).double()
+
+
+@pytest.mark.parametrize("curvature", CURVATURES, ids=repr)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_formula(name, curvature):
+    problem = setup(name)
+    precision = full_precision(problem)
+    approximate = torch.eye(len(precision)).double() / 2
+    if curvature != "prior":
+        approximate = problem.fit(curvature).covariance.to_dense()
+    J = problem.J.flatten(0, 1)
+    for rank in (1, 3, 6):
+        fitted = problem.fit(lw.OptimalSubspace(rank, curvature, "all"))
+        close(fitted.covariance.to_dense(), dense(J, approximate, precision, rank), 1e-7)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_theorem_1_gives_the_eckart_young_truncation(name):
+    problem = setup(name)
+    sigma = problem.J_test.flatten(0, 1) @ torch.linalg.inv(full_precision(problem)) @ problem.J_test.flatten(0, 1).T
+    values, vectors = torch.linalg.eigh(sigma)
+    for rank in (1, 2, 3):
+        fitted = problem.fit(lw.OptimalSubspace(rank, lw.Full(), at=problem.test))
+        found = fitted.latent(problem.test, joint=True).covariance.flatten(0, 1).flatten(1)
+        close(found, (vectors[:, -rank:] * values[-rank:]) @ vectors[:, -rank:].T, 1e-8)
+
+
+@pytest.mark.parametrize("curvature", [lw.KFAC(), "prior"], ids=repr)
+def test_orders(curvature):
+    problem = setup("cnn_bn_inplace")
+    J, full = problem.J_test.flatten(0, 1), torch.linalg.inv(full_precision(problem))
+    before = torch.zeros_like(full)
+    for rank in (1, 3, 8):
+        covariance = problem.fit(lw.OptimalSubspace(rank, curvature, "all")).covariance.to_dense()
+        assert psd(full - covariance, 1e-9)
+        assert psd(covariance - before, 1e-9)  # directions nest
+        assert (J @ covariance @ J.T).trace() <= (J @ full @ J.T).trace() + 1e-9
+        before = covariance
+
+
+def test_prior_directions_are_those_of_ella():
+    problem = setup("mlp")
+    mine = problem.fit(lw.OptimalSubspace(4, "prior", "all")).covariance.to_dense()
+    close(mine, problem.fit(lw.ELLA(4, "all")).covariance.to_dense())
+
+
+def test_residual_adds_the_prior_outside():
+    problem = setup("cnn_bn_inplace")
+    inside = problem.fit(lw.OptimalSubspace(4, lw.KFAC(), "all")).covariance.to_dense()
+    V = oracle_span(inside)
+    outside = (torch.eye(len(V.T)).double() - V.T @ V) / 2
+    found = problem.fit(lw.OptimalSubspace(4, lw.KFAC(), "all", residual="prior")).covariance.to_dense()
+    close(found, inside + outside, 1e-7)
+
+
+def oracle_span(covariance: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(covariance)
+    return vectors[:, values > 1e-11 * values[-1]].T
+
+
+class Narrow(Tangent):
+    """A network whose chunks hold two samples and whose budget holds no rows together."""
+
+    def chunk_length(self, *arguments: object, **options: object) -> int:
+        """Two."""
+        return 2
+
+
+def test_rows_in_chunks_equal_rows_together(monkeypatch):
+    problem = setup("cnn_bn_inplace")
+    method = lw.OptimalSubspace(4, lw.KFAC(), "all")
+    together = problem.fit(method).covariance.to_dense()
+    original = lw.OptimalSubspace._directions
+
+    def narrow(self, given, anchors, approximate):
+        fields = given.tangent.__dataclass_fields__
+        tangent = Narrow(*(getattr(given.tangent, f) for f in fields))
+        tangent = replace(tangent, memory=4 * tangent.size * 8)
+        return original(self, replace(given, tangent=tangent), replace(anchors, tangent=tangent), approximate)
+
+    monkeypatch.setattr(lw.OptimalSubspace, "_directions", narrow)
+    close(problem.fit(method).covariance.to_dense(), together)
+
+
+def test_per_layer_prior_noise_and_data_size():
+    problem = setup("conv1d")
+    precision = {b.name: 1.0 + i for i, b in enumerate(problem.blocks)}
+    options = {"prior_precision": precision, "data_size": 90, "temperature": 2.0}
+    fitted = problem.fit(lw.OptimalSubspace(5, lw.Diagonal(), "all"), **options)
+    approximate = problem.fit(lw.Diagonal(), **options).covariance.to_dense()
+    delta = torch.diag(problem.expand(torch.tensor([*precision.values()])))
+    close(
+        fitted.covariance.to_dense(),
+        dense(problem.J.flatten(0, 1), approximate, problem.G * 10 / 2 + delta, 5),
+        1e-7,
+    )
+
+
+def test_open_noise_is_taken_from_the_residuals():
+    problem = setup("mlp_scalar")
+    fitted = problem.fit(lw.OptimalSubspace(3, lw.KFAC(), "all"), likelihood="gaussian", tune=lw.Evidence())
+    noise = float(oracle.outputs(problem.model, problem.x).sub(problem.y.reshape(9, -1)).square().mean())
+    again = problem.fit(lw.OptimalSubspace(3, lw.KFAC(), "all"), likelihood=lw.Gaussian(noise))
+    again = again.with_prior(fitted.prior_precision, fitted.noise_variance)
+    close(fitted.covariance.to_dense(), again.covariance.to_dense(), 1e-7)
+
+
+def test_bad_options():
+    for options, match in (
+        ({"rank": 0}, "rank"),
+        ({"rows": -1}, "rows"),
+        ({"curvature": "kfac"}, r"curvature=lw.KFAC\(\)"),
+        ({"residual": "both"}, "residual"),
+    ):
+        with pytest.raises(lw.LapwingError, match=match):
+            lw.OptimalSubspace(**options)
