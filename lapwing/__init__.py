@@ -8,7 +8,7 @@ from __future__ import annotations
 from .errors import LapwingError
 from .fitting import fit
 from .likelihoods import Categorical, Gaussian, LaplaceBridge, Likelihood, Probit, SampledLink
-from .methods import EKFAC, ELLA, KFAC, Diagonal, Full, Method, OptimalSubspace
+from .methods import EKFAC, ELLA, KFAC, SWAG, Diagonal, Full, Method, OptimalSubspace, SubsetOfWeights
 from .persistence import load
 from .posterior import Posterior
 from .prediction import Linearized, MonteCarlo, Streamlined
@@ -18,8 +18,8 @@ from .tuning import EarlyStopping, Evidence, Validation
 __version__ = "0.1.0"
 
 __all__ = [
-    "EKFAC", "ELLA", "KFAC", "Categorical", "Diagonal", "EarlyStopping", "Evidence", "Full", "Gaussian",
+    "EKFAC", "ELLA", "KFAC", "SWAG", "Categorical", "Diagonal", "EarlyStopping", "Evidence", "Full", "Gaussian",
     "LaplaceBridge", "LapwingError", "Likelihood", "Linearized", "Method", "MonteCarlo", "OptimalSubspace", "Posterior",
-    "Probit", "SampledLink", "Streamlined", "Validation", "coverage", "everything", "fit", "last_layer", "load",
-    "matching",
+    "Probit", "SampledLink", "Streamlined", "SubsetOfWeights", "Validation", "coverage", "everything", "fit",
+    "last_layer", "load", "matching",
 ]  # fmt: skip

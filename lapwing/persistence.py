@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import storage
 from .batches import Forward
-from .covariance import COVARIANCES
+from .covariance import COVARIANCES, PriorCovariance
 from .errors import LapwingError
 from .likelihoods import Likelihood, resolve
 from .posterior import Posterior
@@ -120,7 +120,8 @@ def _rebuilt(
     given, noise_given = header["given"]
     means = part("prior_mean/")
     mean = {block.name: means[block.name].to(device) for block in tangent.blocks}
-    prior = Prior(part("covariance/")["precision"].to(device), mean, given)
+    none = torch.zeros(len(tangent.blocks), dtype=torch.float64, device=device)
+    prior = Prior(covariance.precision if isinstance(covariance, PriorCovariance) else none, mean, given)
     statistics = {name: value.to(device) for name, value in part("statistics/").items()}
     likelihood = likelihood.with_noise_variance(saved["noise_variance"])
     likelihood.log_likelihood(statistics)  # a KeyError where one is missing

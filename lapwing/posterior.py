@@ -92,8 +92,15 @@ class Posterior:
         return self.prior.given and self.noise_given
 
     @property
-    def prior_precision(self) -> float | dict[str, float]:
-        """δ: one number where all blocks agree, else {block: number}."""
+    def model(self) -> torch.nn.Module:
+        """The network that this is a posterior of: yours, or for SWAG a copy with averaged weights."""
+        return self.tangent.model
+
+    @property
+    def prior_precision(self) -> float | dict[str, float] | None:
+        """δ: one number where all blocks agree, else {block: number}; None for a covariance without a prior."""
+        if not isinstance(self.covariance, PriorCovariance):
+            return None
         values = self.prior.precision.tolist()
         if all(value == values[0] for value in values):
             return values[0]
@@ -410,7 +417,7 @@ class Diagnosis:
         method: the method and its options.
         weights: P.
         samples: n.
-        prior_precision: δ.
+        prior_precision: δ, or None without a prior.
         noise_variance: σ².
         log_evidence: log Z in nats.
         effective_parameters: `Σ s λ/(s λ + δ)`, how many directions the data determined.
@@ -420,7 +427,7 @@ class Diagnosis:
     method: str
     weights: int
     samples: int
-    prior_precision: float | dict[str, float]
+    prior_precision: float | dict[str, float] | None
     noise_variance: float | None
     log_evidence: float | None
     effective_parameters: float | None
@@ -429,7 +436,8 @@ class Diagnosis:
     def __str__(self) -> str:
         """The report."""
         lines = [f"{self.method} over {self.weights:,} weights, {self.samples:,} samples"]
-        lines.append(f"prior precision {self.prior_precision}")
+        if self.prior_precision is not None:
+            lines.append(f"prior precision {self.prior_precision}")
         if self.noise_variance is not None:
             lines.append(f"noise variance {self.noise_variance:.4g}")
         if self.log_evidence is not None:

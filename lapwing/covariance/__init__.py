@@ -5,17 +5,20 @@ from __future__ import annotations
 from .base import Covariance, LayerBlock, PrecisionCovariance, PriorCovariance
 from .basis import Basis, ExplicitBasis, ImplicitBasis
 from .blockwise import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, Structure
+from .coordinates import CoordinateBasis
 from .dense import DenseCovariance
 from .low_rank import LowRank, LowRankWithResidual, Subspace
+from .low_rank_diagonal import LowRankPlusDiagonal
 from .output import AnyLatent, JointLatent, Latent, LatentDraws, MarginalLatent, Term
 
 COVARIANCES: dict[str, type[Covariance]] = {
-    cls.__name__: cls for cls in (Blockwise, DenseCovariance, LowRank, LowRankWithResidual)
+    cls.__name__: cls for cls in (Blockwise, DenseCovariance, LowRank, LowRankPlusDiagonal, LowRankWithResidual)
 }
 """Class name -> class, for reading files."""
 
 __all__ = [
-    "COVARIANCES", "AnyLatent", "Basis", "Blockwise", "Covariance", "DenseBlock", "DenseCovariance", "DiagonalBlock",
-    "ExplicitBasis", "ImplicitBasis", "JointLatent", "KroneckerBlock", "Latent", "LatentDraws", "LayerBlock", "LowRank",
-    "LowRankWithResidual", "MarginalLatent", "PrecisionCovariance", "PriorCovariance", "Structure", "Subspace", "Term",
+    "COVARIANCES", "AnyLatent", "Basis", "Blockwise", "CoordinateBasis", "Covariance", "DenseBlock", "DenseCovariance",
+    "DiagonalBlock", "ExplicitBasis", "ImplicitBasis", "JointLatent", "KroneckerBlock", "Latent", "LatentDraws",
+    "LayerBlock", "LowRank", "LowRankPlusDiagonal", "LowRankWithResidual", "MarginalLatent", "PrecisionCovariance",
+    "PriorCovariance", "Structure", "Subspace", "Term",
 ]  # fmt: skip

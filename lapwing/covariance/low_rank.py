@@ -21,6 +21,7 @@ from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PrecisionCovariance, PriorCovariance
 from .basis import Basis, ExplicitBasis, ImplicitBasis
 from .blockwise import push_factor
+from .coordinates import CoordinateBasis
 from .output import Dense, Term, Thin
 from .span import Span
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-BASES: dict[str, type[Basis]] = {cls.__name__: cls for cls in (ExplicitBasis, ImplicitBasis)}
+BASES: dict[str, type[Basis]] = {cls.__name__: cls for cls in (CoordinateBasis, ExplicitBasis, ImplicitBasis)}
 """Class name -> class, for reading files."""
 
 
@@ -165,8 +166,12 @@ class LowRank(Subspace):
     def output_covariances(self, record: Record, candidates: Sequence[Self]) -> list[tuple[Term, ...]]:
         """Projects J on the basis once for all candidates."""
         projected = self.basis.project(record)
-        roots = [candidate._at.rotation * candidate._weights.sqrt() for candidate in candidates]  # (K, K)
-        return [(Thin(projected @ root.to(projected.dtype)),) for root in roots]
+        return [(Thin(candidate.factor(projected)),) for candidate in candidates]
+
+    def factor(self, features: Tensor) -> Tensor:
+        """Returns the thin factor `J W̃ᵀ √w` (B, R, k) from features `J Wᵀ` (B, R, K) on the basis."""
+        root = self._at.rotation * self._weights.sqrt()  # (K, k)
+        return features @ root.to(features.dtype)
 
     def joint_output_covariance(self, record: Record) -> Tensor:
         """Returns the factor's Gram matrix across samples."""

@@ -1,0 +1,99 @@
+"""Columns of the identity as directions in weight space: a subset of the weights, kept as indices."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..tangent import Block, BlockJacobian, Outer, Record, Tangent, Vectors
+from .basis import Basis
+
+
+class CoordinateBasis(Basis):
+    """W picks K weights, `W_k = e_{i_k}ᵀ`: indices in place of rows, so memory is O(K).
+
+    Args:
+        blocks: the blocks.
+        picked: indices of K different weights among all P, blocks in order; directions come in this order.
+        dtype: what coefficients and records are contracted in.
+    """
+
+    def __init__(self, blocks: Sequence[Block], picked: Tensor, dtype: torch.dtype) -> None:
+        self.picked, self.rank, self.dtype = picked, len(picked), dtype
+        self._sizes = {block.name: block.size for block in blocks}
+        stops = torch.tensor(list(self._sizes.values()), device=picked.device).cumsum(0)
+        self._block = torch.searchsorted(stops, picked, right=True)  # (K,), which block each weight is of
+        ascending, order = picked.sort()
+        self._order = order.argsort()  # (K,), where each direction is among the weights in ascending order
+        self._where: dict[str, Tensor] = {}  # block -> its directions, by ascending weight
+        self._index: dict[str, Tensor] = {}  # block -> its picked weights, ascending
+        first = 0
+        for name, stop in zip(self._sizes, stops.tolist(), strict=True):
+            last = int(torch.searchsorted(ascending, stop))
+            if last > first:
+                self._where[name] = order[first:last]
+                self._index[name] = ascending[first:last] - (stop - self._sizes[name])
+            first = last
+        self._places = {name: index.tolist() for name, index in self._index.items()}
+
+    @property
+    def grams(self) -> Tensor:
+        """Diagonal; made when asked for, since `prior_gram` needs no n_blocks K² numbers."""
+        numbers = torch.arange(len(self._sizes), device=self.picked.device)
+        return torch.diag_embed((self._block == numbers[:, None]).double())
+
+    def prior_gram(self, precision: Tensor) -> Tensor:
+        """Returns the precisions of the picked weights as a diagonal matrix (K, K)."""
+        return torch.diag(precision[self._block])
+
+    def project(self, record: Record) -> Tensor:
+        """Gathers columns of J, block by block; blocks without a picked weight are not looked at.
+
+        Cost: the record's gradients, and for layers that see several positions its rows, whatever K; memory O(B R K).
+        """
+        parts = [
+            part for name, index in self._index.items() for part in _columns(record[name], index, self._places[name])
+        ]
+        return torch.cat(parts, -1)[..., self._order]
+
+    def combine(self, coefficients: Tensor) -> Vectors:
+        """Puts coefficients (n, K) where their weights are."""
+        coefficients = coefficients.to(self.dtype)
+        out = {name: coefficients.new_zeros(len(coefficients), size) for name, size in self._sizes.items()}
+        for name, where in self._where.items():
+            out[name][:, self._index[name]] = coefficients[:, where]
+        return out
+
+    def inner(self, vectors: Vectors) -> Tensor:
+        """Gathers the picked weights' entries (n, K)."""
+        parts = [vectors[name][..., index].to(self.dtype) for name, index in self._index.items()]
+        return torch.cat(parts, -1)[..., self._order]
+
+    def rows(self) -> Vectors:
+        """Returns W written out, (K, P_block) a block. Memory O(K P): for small networks."""
+        return self.combine(torch.eye(self.rank, dtype=self.dtype, device=self.picked.device))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns W as a sparse matrix: its entries, all 1, and the weight of each."""
+        return {"entries": torch.ones(self.rank, dtype=self.dtype, device=self.picked.device), "weights": self.picked}
+
+    @classmethod
+    def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> CoordinateBasis:
+        """Rebuilds it; the entries tell the dtype."""
+        return cls(tangent.blocks, tensors["weights"], tensors["entries"].dtype)
+
+
+def _columns(jacobian: BlockJacobian, index: Tensor, places: list[int]) -> Iterator[Tensor]:
+    """Yields `J[:, :, index]` in parts, for ascending indices, given as a list too."""
+    if isinstance(jacobian, Outer):  # one position: J[n, r, (o, i)] = g[n, r, o] a[n, i], its rows never formed
+        outputs, inputs = index // jacobian.inputs, index % jacobian.inputs
+        yield jacobian.g[:, :, outputs] * jacobian.a[:, None, inputs]  # (B, R, k)
+        return
+    for part, rows in jacobian.row_slices():
+        first, last = bisect_left(places, part.start), bisect_left(places, part.stop)
+        if last > first:
+            yield rows[:, :, index[first:last] - part.start]

@@ -1,0 +1,110 @@
+"""A diagonal plus a low-rank matrix, `Σ = D + FᵀF`, without a prior: what SWAG finds along a training run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..numerics import total
+from ..tangent import Block, Record, Tangent, Vectors
+from .base import Covariance, LayerBlock
+from .blockwise import DiagonalBlock, push_factor
+from .output import Dense, Marginals, Term, Thin
+
+
+class _Layer(LayerBlock):
+    """One layer's variances D (P_block,) and rows of the factor F (K, O, I)."""
+
+    def __init__(self, variances: Tensor, factor: Tensor) -> None:
+        self._variances, self._factor = variances, factor
+
+    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
+        shape = self._factor.shape[1], self._factor.shape[2]
+        diagonal = DiagonalBlock(self._variances).push(self._variances.to(mean.dtype), shape, mean, variance, full)
+        return diagonal + push_factor(self._factor.to(mean.dtype), mean, variance, full)
+
+
+class LowRankPlusDiagonal(Covariance):
+    """`Σ = D + FᵀF` with a diagonal D (P,) and a factor F (K, P) that crosses blocks.
+
+    Args:
+        blocks: the blocks.
+        variances: D, not negative, (P_block,) a block.
+        factor: F, (K, P_block) a block; K may be 0.
+    """
+
+    def __init__(self, blocks: tuple[Block, ...], variances: Vectors, factor: Vectors) -> None:
+        self.blocks = blocks
+        self.variances = {block.name: variances[block.name] for block in blocks}
+        self.factor = {block.name: factor[block.name] for block in blocks}
+
+    @property
+    def rank(self) -> int:
+        """K."""
+        return len(self.factor[self.blocks[0].name])
+
+    def mv(self, vectors: Vectors) -> Vectors:
+        """Returns `Σ v`. Time O(K P)."""
+        inner = total(vectors[name] @ rows.T for name, rows in self.factor.items())  # (n, K)
+        return {name: vectors[name] * self.variances[name] + inner @ rows for name, rows in self.factor.items()}
+
+    def sample(self, count: int, generator: torch.Generator) -> Vectors:
+        """Returns `√D z + Fᵀ ε`, with one ε in R^K for all blocks."""
+
+        def normal(size: int) -> Tensor:
+            return torch.randn((count, size), generator=generator, dtype=self.dtype, device=self.device)
+
+        shared = normal(self.rank)
+        return {
+            name: normal(len(variances)) * variances.sqrt() + shared @ self.factor[name]
+            for name, variances in self.variances.items()
+        }
+
+    def diagonal(self) -> Vectors:
+        """Returns the marginal variances."""
+        return {name: self.variances[name] + rows.square().sum(0) for name, rows in self.factor.items()}
+
+    def output_covariance(self, record: Record) -> tuple[Term, ...]:
+        """Returns `J D Jᵀ` layer by layer, matrices added up as they come, and the thin factor `J Fᵀ` (B, R, K)."""
+        terms: list[Term] = []
+        matrix: Tensor | None = None
+        for name, variances in self.variances.items():
+            weights = variances.to(record.dtype)
+            term = DiagonalBlock(weights).outputs_at(record[name], [weights], marginal=False)[0]
+            if isinstance(term, Dense):
+                matrix = term.matrix if matrix is None else matrix + term.matrix
+            else:
+                assert not isinstance(term, Marginals)
+                terms.append(term)
+        if matrix is not None:
+            terms.append(Dense(matrix))
+        if self.rank:
+            terms.append(Thin(record.jvp(self.factor)))  # after the layers, whose gradients it then uses
+        return tuple(terms)
+
+    def joint_output_covariance(self, record: Record) -> Tensor:
+        """The same across samples."""
+        matrix = total(record[name].joint_weighted_gram(d.to(record.dtype)) for name, d in self.variances.items())
+        if self.rank:
+            factor = record.jvp(self.factor)  # (B, R, K)
+            matrix = matrix + torch.einsum("brk,csk->brcs", factor, factor)
+        return matrix
+
+    def layer_block(self, name: str) -> LayerBlock:
+        """Returns one block's covariance; correlations with other layers are left out."""
+        block = next(block for block in self.blocks if block.name == name)
+        return _Layer(self.variances[name], self.factor[name].reshape(-1, *block.matrix_shape[1:]))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns D and F by block."""
+        variances = {f"variances/{name}": value for name, value in self.variances.items()}
+        return {**variances, **{f"factor/{name}": rows for name, rows in self.factor.items()}}
+
+    @classmethod
+    def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> LowRankPlusDiagonal:
+        """Rebuilds the covariance."""
+        names = [block.name for block in tangent.blocks]
+        variances, factor = ({name: tensors[f"{part}/{name}"] for name in names} for part in ("variances", "factor"))
+        return cls(tangent.blocks, variances, factor)

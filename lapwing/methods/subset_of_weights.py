@@ -1,0 +1,144 @@
+"""Subset of weights: the GGN posterior of a few weights, the others certain or as in the prior."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ..covariance import Blockwise, Covariance
+from ..covariance.coordinates import CoordinateBasis
+from ..errors import LapwingError
+from ..tangent import Block
+from .diagonal import Diagonal
+from .passes import Method, Pass, Passes, Problem, State, check_choice, check_count
+from .subspace import Residual, on_basis, record_dtype
+
+LABELS = ("diagonal", "magnitude", "random")
+
+
+class HasCovariance(Protocol):
+    """A posterior, as far as its marginal variances are asked for."""
+
+    @property
+    def covariance(self) -> Covariance:
+        """Σ."""
+
+
+@dataclass(frozen=True)
+class SubsetOfWeights(Method):
+    """The exact GGN posterior of K weights, `Σ = V (VᵀGV/τ + δI)⁻¹ Vᵀ`, V columns of the identity.
+
+    The weights are chosen by one of
+
+    - `"diagonal"`: the largest variance under the diagonal posterior, `1/(s G_ii + δ_i)`, at the prior that the fit
+      starts from. These are the weights of least curvature: a weight without any (behind a dead unit) comes first, and
+      contributes nothing to predictions;
+    - `"magnitude"`: the largest `|θ̂_i|`;
+    - `"random"`: K at random, by the fit's seed;
+    - a posterior over the same weights, such as SWAG's: the largest marginal variance under it.
+
+    With the same choice a larger K contains a smaller one. With `residual="prior"` it adds `δ⁻¹(I - VVᵀ)`: the other
+    weights keep the prior; without it they have variance 0.
+
+    Args:
+        size: K, how many weights; at most P.
+        by: "diagonal", "magnitude", "random" or a posterior.
+        residual: None or "prior".
+
+    Raises:
+        LapwingError: for a size below 1 or, in the fit, above P; another label; a posterior over other weights.
+
+    Cost: one pass of C backward passes and, for layers that see several positions, their rows; `by="diagonal"` takes
+    one pass more. Time O(N C K²) for `VᵀGV` and O(K³) for each prior, memory O(K²). P x K numbers are held by
+    `covariance.diagonal()` and streamlined prediction alone.
+
+    Source: Faller and Martin, Optimal Subspace Inference for the Laplace Approximation of Bayesian Neural Networks,
+    equations 13, 16 and 19 with unit vectors for P, the subset methods of its section 5.
+
+    Example:
+        >>> import lapwing as lw
+        >>> x, y = torch.randn(32, 4), torch.randint(3, (32,))
+        >>> posterior = lw.fit(torch.nn.Linear(4, 3).eval(), [(x, y)], SubsetOfWeights(size=6, by="magnitude"))
+        >>> sum(int((v > 0).sum()) for v in posterior.covariance.diagonal().values())
+        6
+    """
+
+    size: int
+    by: Literal["diagonal", "magnitude", "random"] | HasCovariance = "diagonal"
+    residual: Residual = None
+
+    def __post_init__(self) -> None:
+        """Checks numbers and labels."""
+        check_count("SubsetOfWeights", "size", self.size)
+        check_choice("SubsetOfWeights", "residual", self.residual, (None, "prior"))
+        if not (self.by in LABELS if isinstance(self.by, str) else _has_variances(self.by)):
+            raise LapwingError(
+                f"Asked for SubsetOfWeights(by={self.by!r}); accepted are 'diagonal', 'magnitude', 'random' and a "
+                "posterior over the same weights: write SubsetOfWeights(size=100, by='diagonal')."
+            )
+
+    def __repr__(self) -> str:
+        """Names a posterior by its method alone."""
+        by = repr(self.by) if isinstance(self.by, str) else f"<{getattr(self.by, 'method', type(self.by).__name__)}>"
+        return f"SubsetOfWeights(size={self.size}, by={by}, residual={self.residual!r})"
+
+    def passes(self, problem: Problem) -> Passes:
+        """The diagonal of G where weights are chosen by it, then the curvature on the chosen ones."""
+        tangent, size = problem.tangent, self.size
+        if size > tangent.size:
+            raise LapwingError(
+                f"Asked for {self!r}, found {tangent.size} treated weights in {type(tangent.model).__name__}; at most "
+                f"as many can be chosen: write SubsetOfWeights(size={tangent.size}), or lw.Full() for all of them."
+            )
+        problem.require(f"SubsetOfWeights(size={size})", 6 * size**2 * 8, f"{size} x {size} matrices", "choose fewer")
+        scores = yield from self._scores(problem)
+        picked = scores.argsort(descending=True, stable=True)[:size]
+        basis = CoordinateBasis(tangent.blocks, picked, record_dtype(problem, self.residual))
+        return (yield from on_basis(problem, basis, self.residual))
+
+    def _scores(self, problem: Problem) -> Generator[Pass, State, Tensor]:
+        """Returns a number a weight (P,): the largest are chosen, the first of equals."""
+        tangent = problem.tangent
+        if self.by == "diagonal":
+            diagonal = yield from Diagonal().passes(problem)
+            assert isinstance(diagonal, Blockwise)
+            scale = problem.curvature_scale()
+            curvatures = {
+                name: scale * structure.eigenvalues.double() for name, structure in diagonal.structures.items()
+            }
+            deltas = zip(tangent.blocks, problem.precision, strict=True)  # float64: tiny curvatures beside δ count
+            return -torch.cat([curvatures[block.name] + delta for block, delta in deltas])
+        if self.by == "magnitude":
+            mean = tangent.mean()
+            return torch.cat([mean[block.name].abs() for block in tangent.blocks])
+        if isinstance(self.by, str):
+            return torch.randperm(tangent.size, generator=problem.generator()).to(tangent.device)
+        covariance = self.by.covariance
+        _check_same_weights(tangent.blocks, covariance.blocks)
+        variances = covariance.diagonal()
+        return torch.cat([variances[block.name].to(tangent.device) for block in tangent.blocks])
+
+
+def _has_variances(posterior: object) -> bool:
+    return isinstance(getattr(posterior, "covariance", None), Covariance)
+
+
+def _layouts(blocks: tuple[Block, ...]) -> dict[str, tuple]:
+    return {block.name: (block.parameters, block.shapes, block.matrix, block.bias) for block in blocks}
+
+
+def _check_same_weights(mine: tuple[Block, ...], theirs: tuple[Block, ...]) -> None:
+    """Raises where a posterior is not over the weights of this fit, laid out alike."""
+    if _layouts(mine) == _layouts(theirs):
+        return
+    found, wanted = _layouts(theirs), _layouts(mine)
+    odd = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
+    raise LapwingError(
+        f"Asked for SubsetOfWeights(by=posterior) over {sum(block.size for block in mine)} weights, found a posterior "
+        f"over {sum(block.size for block in theirs)}, which differ in {', '.join(odd[:4])}; a posterior over the same "
+        "weights of the same network is needed: make it with the params= of this fit."
+    )

@@ -1,0 +1,312 @@
+"""Subsets of weights against the dense GGN restricted to identity columns, and the choice of the weights."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.covariance import Covariance
+from lapwing.covariance.coordinates import CoordinateBasis
+from lapwing.covariance.dense import concatenate, cut
+from lapwing.methods.subset_of_weights import SubsetOfWeights
+from tests import oracle
+from tests.conformance import EVERY, Setup, close, setup, subspace_covariance
+from tests.methods.test_methods import MethodConformance, OnFewNetworks
+from tests.zoo import ZOO
+
+
+def scores(problem: Setup, by: str, G: Tensor, delta: Tensor) -> Tensor:
+    """What the chosen weights are to have the largest of (P,)."""
+    return problem.theta.abs() if by == "magnitude" else 1 / (G.diagonal() + delta)
+
+
+def assert_largest(picked: Tensor, values: Tensor) -> None:
+    """Asserts that K different weights are those of the K largest values, up to rounding between equals."""
+    assert len(picked.unique()) == len(picked)
+    rest = torch.ones(len(values), dtype=torch.bool)
+    rest[picked] = False
+    assert not rest.any() or values[picked].min() >= values[rest].max() * (1 - 1e-12)
+
+
+class SubsetConformance(MethodConformance):
+    """The oracle takes G from loops, and the chosen weights after it has checked that they are the right ones."""
+
+    method: SubsetOfWeights
+
+
+    def sigma(self, problem: Setup, G: Tensor, delta: Tensor, fitted: lw.Posterior) -> Tensor:
+        picked = fitted.covariance.basis.picked
+        assert len(picked) == self.method.size
+        if self.method.by != "random":
+            assert_largest(picked, scores(problem, self.method.by, G, problem.expand(fitted.prior.precision)))
+        V = torch.eye(len(G)).double()[picked]
+        return subspace_covariance(V, G, delta, self.method.residual == "prior")
+
+
+class TestDiagonal(SubsetConformance):
+    method = SubsetOfWeights(size=7)
+
+
+class TestMagnitudeWithResidual(SubsetConformance):
+    method = SubsetOfWeights(size=7, by="magnitude", residual="prior")
+
+
+class TestRandom(OnFewNetworks, SubsetConformance):
+    method = SubsetOfWeights(size=7, by="random")
+
+
+class TestDiagonalWithResidual(OnFewNetworks, SubsetConformance):
+    method = SubsetOfWeights(size=7, residual="prior")
+
+
+# --- the choice ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("residual", [None, "prior"])
+@pytest.mark.parametrize("name", ["mlp", "mlp_scalar", "conv1d", "prelu", "tied"])
+def test_every_weight_is_full(name, residual):
+    problem = setup(name)
+    fitted = problem.fit(SubsetOfWeights(len(problem.theta), "magnitude", residual))
+    close(fitted.covariance.to_dense(), oracle.laplace_covariance(problem.G, 2.0), 1e-8)
+    full = problem.fit(lw.Full())
+    close(fitted.latent(problem.test).covariance, full.latent(problem.test).covariance, 1e-8)
+    assert fitted.log_marginal_likelihood() == pytest.approx(full.log_marginal_likelihood(), rel=1e-10)
+
+
+@pytest.mark.parametrize("by", ["diagonal", "magnitude", "random"])
+@pytest.mark.parametrize("name", ["mlp", "conv1d", "tied"])
+def test_nested_sizes_grow(name, by):
+    """`0 ≼ Σ_K ≼ Σ_K+1 ≼ Full`, and each choice holds the one before, in its order."""
+    problem = setup(name)
+    covariances = [problem.fit(SubsetOfWeights(size, by)).covariance for size in (1, 2, 5, 11, 30)]
+    for small, large in pairwise(covariances):
+        assert torch.equal(large.basis.picked[: small.rank], small.basis.picked)
+    chain = [torch.zeros_like(problem.G), *(c.to_dense() for c in covariances), oracle.laplace_covariance(problem.G, 2)]
+    for lower, upper in pairwise(chain):
+        assert torch.linalg.eigvalsh(upper - lower).min() > -1e-10
+
+
+def test_leading_directions_are_the_first_choices():
+    problem = setup("mlp")
+    large = problem.fit(SubsetOfWeights(12, "magnitude"))
+    small = problem.fit(SubsetOfWeights(5, "magnitude"))
+    close(large.covariance.with_rank(5).to_dense(), small.covariance.to_dense())
+
+
+def test_random_follows_the_seed():
+    problem = setup("mlp")
+    picked = [problem.fit(SubsetOfWeights(9, "random"), seed=seed).covariance.basis.picked for seed in (3, 3, 4)]
+    assert torch.equal(picked[0], picked[1])
+    assert not torch.equal(picked[0], picked[2])
+    chosen = [problem.fit(SubsetOfWeights(20, "random"), seed=seed).covariance.basis.picked for seed in range(60)]
+    counts = torch.cat(chosen).bincount(minlength=len(problem.theta)).double()
+    share = 20 / len(problem.theta)
+    error = (60 * share * (1 - share)) ** 0.5
+    assert ((counts - 60 * share).abs() < 5 * error).all()  # every weight equally often
+
+
+def test_variances_too_small_to_tell_apart_still_order():
+    """Beside δ = 1 curvatures of 1e-10 vanish in a variance in float32; their order counts all the same."""
+    problem = setup("mlp", samples=40)
+    model = problem.case.build().float()
+    model[-1].weight.data *= 1e-5  # curvatures of the layers below by 1e-10
+    x, y = problem.x.float(), problem.y
+    fitted = lw.fit(model, [(x, y)], SubsetOfWeights(10), params=EVERY, prior_precision=1.0)
+    exact = Setup(problem.case, EVERY, 40)
+    exact.model = model.double()
+    picked, diagonal = fitted.covariance.basis.picked, exact.G.diagonal()
+    assert diagonal[picked].max() < 1e-8
+    assert diagonal[picked].max() <= diagonal.sort().values[9] * 1.001
+
+
+def test_noise_and_data_size_weigh_curvature_against_the_prior():
+    """With one δ a layer the choice depends on the scale of G: σ² open, N/n and τ count."""
+    problem = Setup(ZOO["mlp_scalar"], EVERY, 20)
+    delta = dict(zip((b.name for b in problem.blocks), (30.0, 0.5), strict=True))
+    expanded = problem.expand(torch.tensor(list(delta.values())))
+    residual = (problem.y.reshape(problem.f.shape) - problem.f).square().mean()
+    chosen = []
+    for options, noise, factor in (
+        ({"likelihood": lw.Gaussian(), "tune": None}, residual, 1.0),
+        ({"data_size": 2000, "temperature": 0.5}, 0.3, 200.0),
+        ({}, 0.3, 1.0),
+    ):
+        fitted = problem.fit(SubsetOfWeights(12), prior_precision=delta, **options)
+        G = problem.G * 0.3 / noise * factor
+        assert_largest(fitted.covariance.basis.picked, 1 / (G.diagonal() + expanded))
+        chosen.append(set(fitted.covariance.basis.picked.tolist()))
+    assert chosen[1] != chosen[2]  # a test that could not fail would prove nothing
+
+
+class Variances(Covariance):
+    """A covariance of which only the diagonal is asked for."""
+
+    def __init__(self, blocks: Any, values: Tensor) -> None:
+        self.blocks, self._values = blocks, values
+
+    def diagonal(self) -> Any:
+        return cut(self.blocks, self._values)
+
+    mv = sample = output_covariance = joint_output_covariance = layer_block = tensors = from_tensors = None
+
+
+@pytest.mark.parametrize("name", ["mlp", "grouped_strided_conv", "tied"])
+def test_by_a_posterior(name):
+    problem = setup(name)
+    values = torch.rand(len(problem.theta), generator=torch.Generator().manual_seed(0)).double()
+    posterior = SimpleNamespace(covariance=Variances(problem.blocks, values), method="SWAG(rank=3)")
+    method = SubsetOfWeights(7, by=posterior)
+    fitted = problem.fit(method)
+    assert torch.equal(fitted.covariance.basis.picked, values.topk(7).indices)
+    assert fitted.method == "SubsetOfWeights(size=7, by=<SWAG(rank=3)>, residual=None)"
+    V = torch.eye(len(values)).double()[values.topk(7).indices]
+    close(
+        fitted.covariance.to_dense(), subspace_covariance(V, problem.G, problem.expand(fitted.prior.precision), False)
+    )
+
+
+def test_by_a_fitted_posterior_is_by_its_variances():
+    problem = setup("mlp")
+    kfac = problem.fit(lw.KFAC())
+    fitted = problem.fit(SubsetOfWeights(10, by=kfac))
+    assert_largest(fitted.covariance.basis.picked, concatenate(problem.blocks, kfac.covariance.diagonal()))
+    same = problem.fit(SubsetOfWeights(10, by=problem.fit(lw.Diagonal())))
+    assert torch.equal(same.covariance.basis.picked, problem.fit(SubsetOfWeights(10)).covariance.basis.picked)
+
+
+# --- the basis -------------------------------------------------------------------------------------------------------
+
+
+def basis_of(problem: Setup, seed: int = 0, size: int = 13) -> CoordinateBasis:
+    picked = torch.randperm(len(problem.theta), generator=torch.Generator().manual_seed(seed))[:size]
+    return CoordinateBasis(problem.blocks, picked, torch.float64)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_basis_equals_identity_columns(name):
+    problem = setup(name)
+    basis = basis_of(problem)
+    W = torch.eye(len(problem.theta)).double()[basis.picked]
+    close(concatenate(problem.blocks, basis.rows()), W)
+    close(basis.project(problem.tangent.record(problem.test)), problem.J_test @ W.T)
+    u = torch.randn(3, problem.case.outputs, 2).double()
+    close(basis.project(problem.tangent.record(problem.test, u)), u.mT @ problem.J_test @ W.T)
+    c, v = torch.randn(4, 13).double(), torch.randn(4, len(problem.theta)).double()
+    close(concatenate(problem.blocks, basis.combine(c)), c @ W)
+    close(basis.inner(cut(problem.blocks, v)), v @ W.T)
+    grams = torch.stack([W[:, where] @ W[:, where].T for where in problem.slices.values()])
+    close(basis.grams, grams)
+    delta = torch.rand(len(problem.blocks)).double()
+    close(basis.prior_gram(delta), torch.einsum("b,bkl->kl", delta, grams))
+
+
+def test_basis_from_its_tensors():
+    problem = setup("conv1d")
+    for dtype in (torch.float32, torch.float64):
+        basis = CoordinateBasis(problem.blocks, torch.tensor([9, 2, 70]), dtype)
+        again = CoordinateBasis.from_tensors(problem.tangent, basis.tensors(), basis.extra())
+        assert torch.equal(again.picked, basis.picked)
+        assert again.dtype == dtype
+        assert again.rank == 3
+
+
+def test_unpicked_blocks_are_not_looked_at():
+    problem = setup("mlp")
+    where = problem.slices["2"]
+    basis = CoordinateBasis(problem.blocks, torch.arange(where.start, where.stop), torch.float64)
+
+    class Watched(dict):
+        def __getitem__(self, name: str) -> Any:
+            assert name == "2"
+            return record[name]
+
+    record = problem.tangent.record(problem.test)
+    close(basis.project(Watched()), problem.J_test[..., where])
+
+
+def test_gradients_through_the_inputs():
+    """Bayesian optimisation: the variance is differentiable in x."""
+    problem = setup("conv1d")
+    fitted = problem.fit(SubsetOfWeights(20, "magnitude"))
+    x = problem.test.clone().requires_grad_()
+    gradient = torch.autograd.grad(fitted.latent(x).variance.sum(), x)[0]
+    step = 1e-6 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with torch.no_grad():
+        ahead, behind = (fitted.latent(x + sign * step).variance.sum() for sign in (1, -1))
+    assert float((gradient * step).sum()) == pytest.approx(float(ahead - behind) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("residual", [None, "prior"])
+def test_lower_precision(dtype, residual):
+    problem = setup("mlp")
+    model = problem.case.build().to(dtype)
+    method = SubsetOfWeights(9, "magnitude", residual)
+    fitted = lw.fit(model, [(problem.x.to(dtype), problem.y)], method, params=EVERY, prior_precision=2.0)
+    exact = Setup(problem.case)
+    exact.model = problem.case.build().to(dtype).double()
+    exact.x = problem.x.to(dtype).double()
+    V = torch.eye(len(exact.theta)).double()[fitted.covariance.basis.picked]
+    wanted = subspace_covariance(V, exact.G, torch.full_like(exact.theta, 2.0), residual == "prior")
+    close(fitted.covariance.to_dense().double(), wanted, 1e-5 if dtype == torch.float32 else 0.05)
+    assert torch.isfinite(fitted.predict(problem.test.to(dtype)).probs).all()
+
+
+def test_large_networks_cost_no_rows(monkeypatch):
+    """2.6 million weights, 300 of them: neither rows nor Gram matrices by block are made."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 1600), nn.ReLU(), nn.Linear(1600, 1600), nn.ReLU(), nn.Linear(1600, 3))
+    x, y = torch.randn(8, 20), torch.randint(3, (8,))
+    for asked in ("rows", "grams", "combine"):
+        monkeypatch.setattr(CoordinateBasis, asked, property(lambda self: pytest.fail("K x P numbers")))
+    fitted = lw.fit(model.eval(), [(x, y)], SubsetOfWeights(300, "magnitude"), prior_precision=1.0)
+    assert (fitted.latent(x).variance > 0).all()
+    fitted.with_prior(3.0).log_marginal_likelihood(lower_bound=True)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"size": 0}, "size=0"),
+        ({"size": 2.5}, "size=2.5"),
+        ({"size": True}, "size=True"),
+        ({"size": 5, "by": "variance"}, "'diagonal', 'magnitude', 'random' and a posterior"),
+        ({"size": 5, "by": None}, "by=None"),
+        ({"size": 5, "by": lw.KFAC()}, r"by=KFAC\("),
+        ({"size": 5, "residual": "none"}, "residual='none'"),
+    ],
+)
+def test_options_out_of_range(options, said):
+    with pytest.raises(lw.LapwingError, match=said):
+        SubsetOfWeights(**options)
+
+
+def test_more_weights_than_there_are():
+    problem = setup("mlp")
+    with pytest.raises(lw.LapwingError, match=r"size=84.*found 83 treated weights.*SubsetOfWeights\(size=83\)"):
+        problem.fit(SubsetOfWeights(84))
+
+
+def test_matrices_beyond_the_budget():
+    model = nn.Linear(2000, 1).eval()
+    with pytest.raises(lw.LapwingError, match="1500 x 1500 matrices"):
+        lw.fit(model, [(torch.randn(3, 2000), torch.randn(3, 1))], SubsetOfWeights(1500), memory=2**24)
+
+
+def test_a_posterior_over_other_weights():
+    problem, other = setup("mlp"), setup("mlp_scalar")
+    with pytest.raises(lw.LapwingError, match="over 83 weights, found a posterior over 31, which differ in 0, 2"):
+        problem.fit(SubsetOfWeights(5, by=other.fit(lw.Diagonal())))
+    last = setup("mlp", last_layer=True).fit(lw.Diagonal())
+    with pytest.raises(lw.LapwingError, match="over 83 weights, found a posterior over 18, which differ in 0, 2;"):
+        problem.fit(SubsetOfWeights(5, by=last))

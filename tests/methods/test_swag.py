@@ -1,0 +1,628 @@
+"""SWAG: the structure against dense matrices, the moments against numpy's, the posterior against loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.covariance.dense import concatenate, cut
+from lapwing.covariance.low_rank_diagonal import LowRankPlusDiagonal
+from lapwing.methods.snapshots import SnapshotCollector
+from lapwing.methods.subset_of_weights import SubsetOfWeights
+from lapwing.methods.swag import SWAG
+from lapwing.tangent import Tangent
+from tests import oracle
+from tests.conformance import EVERY, Setup, block_columns, close, jacobian, pack, sampled_from, setup
+from tests.covariance.test_structures import StructureConformance, random, spectrum
+from tests.test_untouched import untouched
+from tests.zoo import ZOO
+
+NETWORKS = (
+    "mlp", "squeezed", "bilinear", "cnn_bn_inplace", "grouped_strided_conv", "prelu", "transposed_conv", "gpt2",
+    "tied", "shared_module", "frozen_trunk", "weight_norm", "compiled", "lstm",
+)  # fmt: skip
+
+
+# --- the structure ---------------------------------------------------------------------------------------------------
+
+
+class PlainConformance(StructureConformance):
+    """The checks of any covariance; there is no prior to change."""
+
+    test_with_prior_equals_rebuilding = test_several_priors_at_once = test_evidence_gap = None
+    test_log_det_ratio = test_log_det_ratio_gradient = None
+    rank = 3
+
+    def make(self, problem, precision, scale):
+        size = problem.tangent.size
+        factor = cut(problem.blocks, random(self.rank, size))
+        return LowRankPlusDiagonal(problem.blocks, cut(problem.blocks, spectrum(size)), factor)
+
+    def oracle(self, problem, precision, scale):
+        size = problem.tangent.size
+        factor = random(self.rank, size)
+        return torch.diag(spectrum(size)) + factor.T @ factor
+
+    def test_round_trip(self, problem, built):
+        covariance, sigma = built
+        again = LowRankPlusDiagonal.from_tensors(problem.tangent, dict(covariance.tensors()), covariance.extra())
+        close(again.to_dense(), sigma)
+
+    def test_network_without_fast_layers(self):
+        problem = setup("transposed_conv")
+        covariance, sigma = self.make(problem, None, 1.0), self.oracle(problem, None, 1.0)
+        terms = covariance.output_covariance(problem.tangent.record(problem.test))
+        close(sum(term.dense() for term in terms), oracle.output_covariance(problem.J_test, sigma))
+
+
+class TestLowRankPlusDiagonal(PlainConformance):
+    pass
+
+
+class TestDiagonalAlone(PlainConformance):
+    rank = 0
+
+
+# --- the moments -----------------------------------------------------------------------------------------------------
+
+
+def wander(model: nn.Module, count: int, size: float = 0.05) -> list[dict[str, Tensor]]:
+    """Returns state dicts of trained weights moved at random, those that are not frozen."""
+    states = []
+    generator = torch.Generator().manual_seed(7)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    moving = [name for name, value in model.named_parameters() if value.requires_grad]
+    for _ in range(count):
+        state = dict(start)
+        for name in moving:
+            noise = torch.randn(start[name].shape, generator=generator, dtype=torch.float64)
+            state[name] = start[name] + size * noise.to(start[name].dtype)
+        for name, parameter in model.named_parameters(remove_duplicate=False):  # tied weights stay tied
+            first = next(n for n, p in model.named_parameters() if p is parameter)
+            state[name] = state[first]
+        states.append(state)
+    return states
+
+
+def dense_swag(states: list[dict[str, Tensor]], names: list[str], rank: int, scale: float = 0.5) -> tuple[Any, Any]:
+    """The mean and Σ by the formulas of the paper, in numpy, parameters in the order of names."""
+    flat = np.stack([np.concatenate([s[n].double().numpy().ravel() for n in names]) for s in states])  # (T, P)
+    sigma = np.diag(flat.var(0))
+    if rank:
+        running = np.cumsum(flat, 0) / np.arange(1, len(flat) + 1)[:, None]
+        D = (flat - running)[-rank:]
+        sigma = sigma + D.T @ D / (len(D) - 1)
+    return flat.mean(0), scale * sigma
+
+
+@pytest.mark.parametrize("rank", [2, 4, 9, 20])
+def test_moments_equal_numpy(rank):
+    model = ZOO["cnn_bn_inplace"].build()
+    states = wander(model, 9)
+    collector = SWAG.collector(model, rank=rank)
+    for state in states:
+        model.load_state_dict(state)
+        collector.snapshot()
+    assert collector.count == 9
+    assert len(collector.deviations) == min(rank, 9)
+    for name in collector.names:
+        values = np.stack([state[name].numpy() for state in states])
+        np.testing.assert_allclose(collector.mean[name], values.mean(0), rtol=1e-12)
+        np.testing.assert_allclose(collector.variance[name], values.var(0), rtol=1e-9)
+        running = np.cumsum(values, 0) / np.arange(1, 10).reshape(-1, *[1] * (values.ndim - 1))
+        wanted = (values - running)[-rank:]
+        found = np.stack([deviation[name].numpy() for deviation in collector.deviations])
+        np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-14)
+
+
+def test_small_moves_of_large_weights_keep_their_digits():
+    """In float32, moves of 1e-6 of a weight: E[θ²] - E[θ]² has no digit left, the collector nearly all."""
+    model = nn.Linear(400, 1, bias=False)
+    start = torch.rand(1, 400, generator=torch.Generator().manual_seed(0)) + 1
+    values = []
+    collector = SWAG.collector(model, rank=0)
+    for step in range(30):
+        model.weight.data = start + 1e-6 * torch.randn(1, 400, generator=torch.Generator().manual_seed(step))
+        values.append(model.weight.detach().clone())
+        collector.snapshot()
+    stacked = torch.stack(values)
+    wanted = stacked.double().numpy().var(0)
+    np.testing.assert_allclose(collector.variance["weight"], wanted, rtol=1e-6, atol=1e-20)
+    naive = stacked.square().mean(0) - stacked.mean(0).square()
+    assert (naive.double() - torch.from_numpy(wanted)).abs().max() > wanted.max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_dtypes_of_the_moments(dtype):
+    model = ZOO["mlp"].build().to(dtype)
+    collector = SWAG.collector(model, rank=3)
+    for state in wander(model, 4):
+        collector.add(state)
+    assert {value.dtype for value in collector.mean.values()} == {torch.float64}
+    kept = {value.dtype for deviation in collector.deviations for value in deviation.values()}
+    assert kept == {torch.float64 if dtype == torch.float64 else torch.float32}
+
+
+# --- the posterior ---------------------------------------------------------------------------------------------------
+
+
+def posterior_of(problem: Setup, states: list[Any], rank: int = 4, **options: Any) -> lw.Posterior:
+    given = {"likelihood": problem.likelihood, "model": problem.model, "params": problem.params, **options}
+    return SWAG.from_snapshots(iter(states), given.pop("loader", problem.loader), rank=rank, **given)
+
+
+def columns(posterior: lw.Posterior) -> tuple[list[str], Tensor]:
+    """Parameter names of the oracle's order, and where each weight of the blocks is in it."""
+    blocks = posterior.tangent.blocks
+    return [name for block in blocks for name in block.parameters], block_columns(blocks, posterior.tangent.model)
+
+
+@pytest.mark.parametrize("rank", [4, 20, 0])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_posterior_equals_dense_formulas(name, rank):
+    problem = Setup(ZOO[name], lw.everything)
+    states = wander(oracle.uncompiled(problem.model), 6)
+    posterior = posterior_of(problem, states, rank, batch_norm="keep")
+    names, order = columns(posterior)
+    mean, sigma = dense_swag(states, names, rank)
+    mean, sigma = torch.from_numpy(mean)[order], torch.from_numpy(sigma)[order][:, order]
+    close(concatenate(posterior.tangent.blocks, posterior.tangent.mean()), mean, 1e-12)
+    close(posterior.covariance.to_dense(), sigma)
+
+    average = problem.case.build()
+    with torch.no_grad():
+        for key, value in oracle.uncompiled(average).named_parameters():
+            value.copy_(torch.stack([state[key] for state in states]).mean(0))
+    assert not posterior.tangent.model.training
+    latent = posterior.latent(problem.test)
+    close(latent.mean, oracle.outputs(average, problem.test))
+    J = jacobian(average, problem.test, posterior.tangent.blocks)
+    close(latent.covariance, oracle.output_covariance(J, sigma), 1e-8)
+    joint = posterior.latent(problem.test, joint=True)
+    close(joint.covariance, oracle.joint_output_covariance(J, sigma), 1e-8)
+    outputs = oracle.outputs(average, problem.x)
+    if problem.case.classification:
+        likelihood = oracle.categorical_log_likelihood(outputs, problem.y)
+    else:
+        likelihood = oracle.gaussian_log_likelihood(outputs, problem.y, problem.likelihood.noise_variance)
+    assert float(posterior.likelihood.log_likelihood(posterior.statistics)) == pytest.approx(float(likelihood))
+    assert posterior.samples == 9
+
+
+def test_draws_have_the_moments_of_the_formula():
+    problem = Setup(ZOO["mlp_scalar"], lw.everything)
+    states = wander(problem.model, 6)
+    posterior = posterior_of(problem, states, 3)
+    names, order = columns(posterior)
+    mean, sigma = dense_swag(states, names, 3)
+    draws = posterior.sample(20_000, seed=3)
+    flat = torch.cat([draws[name].flatten(1) for name in names], 1)
+    sampled_from(flat - torch.from_numpy(mean), torch.from_numpy(sigma))
+    assert torch.equal(posterior.sample(5, seed=3)[names[0]], posterior.sample(5, seed=3)[names[0]])
+    assert not torch.equal(posterior.sample(5, seed=3)[names[0]], posterior.sample(5, seed=4)[names[0]])
+    assert order.tolist() != list(range(len(order)))  # the blocks' order is another: the oracle's columns matter
+
+
+def test_monte_carlo_runs_the_network_at_the_draws():
+    problem = Setup(ZOO["mlp"], lw.everything)
+    posterior = posterior_of(problem, wander(problem.model, 6))
+    drawn = posterior.latent(problem.test, via=lw.MonteCarlo(draws=4, seed=2))
+    network, generator = posterior.tangent.model, torch.Generator().manual_seed(2)
+    for s in range(4):
+        draw = posterior.covariance.sample(1, generator)
+        moved = {n: posterior.tangent.mean()[n] + d[0] for n, d in draw.items()}
+        weights = lw.tangent.split(posterior.tangent.blocks, moved)
+        close(drawn.draws[s], torch.func.functional_call(network, weights, (problem.test,)))
+
+
+def test_streamlined_equals_linearised_on_the_last_layer():
+    problem = Setup(ZOO["mlp"], lw.matching("4.*"))
+    posterior = posterior_of(problem, wander(problem.model, 6))
+    streamlined = posterior.latent(problem.test, via=lw.Streamlined())
+    close(streamlined.covariance, posterior.latent(problem.test).covariance)
+
+
+def test_treated_and_other_parameters():
+    """All weights are averaged, the treated ones alone are uncertain."""
+    problem = Setup(ZOO["mlp"], lw.matching("2.*"))
+    states = wander(problem.model, 5)
+    posterior = posterior_of(problem, states)
+    assert [block.name for block in posterior.tangent.blocks] == ["2"]
+    for name, value in posterior.tangent.model.named_parameters():
+        close(value.detach(), torch.stack([state[name] for state in states]).mean(0), 1e-12)
+
+
+def test_frozen_parameters_are_kept_bit_for_bit():
+    problem = Setup(ZOO["frozen_trunk"], lw.everything)
+    model = problem.case.build().float()
+    posterior = SWAG.from_snapshots(wander(model, 7), [(problem.x.float(), problem.y)], model=model)
+    averaged = posterior.tangent.model
+    assert torch.equal(averaged[0].weight, model[0].weight)
+    assert not torch.equal(averaged[2].weight, model[2].weight)
+    assert [p.requires_grad for p in averaged.parameters()] == [p.requires_grad for p in model.parameters()]
+
+
+def test_scale():
+    problem = Setup(ZOO["mlp"], lw.everything)
+    states = wander(problem.model, 6)
+    half, whole = posterior_of(problem, states), posterior_of(problem, states, scale=1.0)
+    close(whole.covariance.to_dense(), 2 * half.covariance.to_dense())
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "compiled"])
+def test_state_dicts_and_collector_agree(name):
+    problem = Setup(ZOO[name], lw.everything)
+    bare = oracle.uncompiled(problem.model)
+    states = wander(bare, 5)
+    saved = [{f"_orig_mod.{n}": v for n, v in s.items()} for s in states] if name == "compiled" else states
+    from_states = posterior_of(problem, saved, 3)
+    collector = SWAG.collector(problem.model, rank=3)
+    for state in states:
+        bare.load_state_dict(state)
+        collector.snapshot()
+    collected = SWAG.from_snapshots(collector, problem.loader, likelihood=problem.likelihood)
+    assert torch.equal(collected.covariance.to_dense(), from_states.covariance.to_dense())
+    assert torch.equal(collected.latent(problem.test).mean, from_states.latent(problem.test).mean)
+
+
+def test_training_may_go_on_after_the_last_snapshot():
+    problem = Setup(ZOO["cnn_bn_inplace"], lw.everything)
+    collector = SWAG.collector(problem.model, rank=3)
+    for state in wander(problem.model, 3):
+        problem.model.load_state_dict(state)
+        collector.snapshot()
+    before = SWAG.from_snapshots(collector, problem.loader, batch_norm="keep")
+    with torch.no_grad():
+        for value in problem.model.state_dict().values():
+            value.add_(1)
+    after = SWAG.from_snapshots(collector, problem.loader, batch_norm="keep")
+    assert torch.equal(before.latent(problem.test).mean, after.latent(problem.test).mean)
+    assert torch.equal(before.covariance.to_dense(), after.covariance.to_dense())
+
+
+# --- batch norm ------------------------------------------------------------------------------------------------------
+
+
+def test_batch_norm_is_refreshed():
+    """The statistics of the averaged network's own activations: the mean over batches of each batch's."""
+    problem = Setup(ZOO["cnn_bn_inplace"], lw.everything)
+    posterior = posterior_of(problem, wander(problem.model, 5))
+    network = posterior.tangent.model
+    convolution, norm = network[0], network[1]
+    found = [convolution(x).transpose(0, 1).flatten(1) for x, _ in problem.loader]  # (channels, B H W)
+    close(norm.running_mean, torch.stack([a.mean(1) for a in found]).mean(0).detach())
+    close(norm.running_var, torch.stack([a.var(1) for a in found]).mean(0).detach())
+    assert norm.momentum == problem.model[1].momentum
+    assert not any(module.training for module in network.modules())
+    kept = posterior_of(problem, wander(problem.model, 5), batch_norm="keep").tangent.model[1]
+    assert torch.equal(kept.running_mean, problem.model[1].running_mean)
+
+
+class TwoInputs(nn.Module):
+    """A tuple of inputs, batch norm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(3, 5), nn.Linear(4, 5), nn.Linear(5, 2)
+        self.norm, self.dropout = nn.BatchNorm1d(5), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return self.head(self.norm(self.dropout(torch.tanh(self.first(x) + self.second(z)))))
+
+
+def two_inputs() -> tuple[nn.Module, list[Any]]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = TwoInputs()
+    g = torch.Generator().manual_seed(1)
+    batch = (torch.randn(6, 3, generator=g), torch.randn(6, 4, generator=g), torch.randn(6, 2, generator=g))
+    return model, [batch, tuple(t[:4] for t in batch)]
+
+
+def test_dropout_in_the_refresh_follows_the_seed():
+    model, loader = two_inputs()
+    states = wander(model, 3)
+
+    def statistics(seed: int, around: int) -> Tensor:
+        torch.manual_seed(around)
+        before = torch.get_rng_state()
+        found = SWAG.from_snapshots(states, loader, model=model, seed=seed)
+        assert torch.equal(torch.get_rng_state(), before)
+        return found.tangent.model.norm.running_mean
+
+    first, again, other = statistics(3, 1), statistics(3, 2), statistics(4, 1)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_inputs_by_a_function():
+    model, loader = two_inputs()
+    as_dicts = [{"x": x, "z": z, "labels": y} for x, z, y in loader]
+    nested = [((x, {"z": z}), y) for x, z, y in loader]
+    options = {"model": model, "likelihood": "gaussian"}
+    wanted = SWAG.from_snapshots(wander(model, 3), loader, **options)
+    for data, forward in ((as_dicts, None), (nested, lambda network, inputs: network(inputs[0], inputs[1]["z"]))):
+        found = SWAG.from_snapshots(wander(model, 3), data, forward=forward, **options)
+        assert torch.equal(found.tangent.model.norm.running_var, wanted.tangent.model.norm.running_var)
+        assert found.noise_variance == wanted.noise_variance
+
+
+# --- likelihood, and what needs a prior ------------------------------------------------------------------------------
+
+
+def test_noise_variance_is_the_mean_squared_residual():
+    problem = Setup(ZOO["conv1d"], lw.everything)
+    states = wander(problem.model, 4)
+    posterior = posterior_of(problem, states, likelihood=None)
+    outputs = oracle.outputs(posterior.tangent.model, problem.x)
+    assert posterior.noise_variance == pytest.approx(float((problem.y - outputs).square().mean()), rel=1e-9)
+    prediction = posterior.predict(problem.test)
+    close(prediction.variance, posterior.latent(problem.test).variance + posterior.noise_variance)
+    assert posterior_of(problem, states, likelihood=lw.Gaussian(0.7)).noise_variance == 0.7
+
+
+def test_no_prior_and_no_evidence():
+    problem = Setup(ZOO["mlp"], lw.everything)
+    posterior = posterior_of(problem, wander(problem.model, 4))
+    assert not isinstance(posterior.covariance, lw.covariance.PriorCovariance)
+    assert not posterior.prior_precision
+    with pytest.raises(lw.LapwingError, match="another prior of a LowRankPlusDiagonal"):
+        posterior.with_prior(2.0)
+    with pytest.raises(lw.LapwingError, match="evidence of a LowRankPlusDiagonal"):
+        posterior.log_marginal_likelihood()
+    report = posterior.diagnose()
+    assert report.log_evidence is report.effective_parameters is None
+    assert "SWAG(rank=4, snapshots=4, scale=0.5)" in str(report)
+
+
+def test_subset_of_weights_by_swag():
+    problem = Setup(ZOO["mlp"], lw.everything)
+    swag = posterior_of(problem, wander(problem.model, 6))
+    around = Setup(problem.case, lw.everything)
+    around.model = swag.tangent.model
+    fitted = around.fit(SubsetOfWeights(8, by=swag))
+    variances = concatenate(swag.tangent.blocks, swag.covariance.diagonal())
+    assert torch.equal(fitted.covariance.basis.picked, variances.topk(8).indices)
+    assert fitted.method == "SubsetOfWeights(size=8, by=<SWAG(rank=4, snapshots=6, scale=0.5)>, residual=None)"
+
+
+def test_saving(tmp_path):
+    problem = Setup(ZOO["mlp"], lw.everything)
+    posterior_of(problem, wander(problem.model, 4)).save(tmp_path / "swag.safetensors")
+    assert (tmp_path / "swag.safetensors").stat().st_size > 0
+
+
+# --- the user's network ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["cnn_bn_inplace", "gpt2", "tied", "frozen_trunk", "compiled", "weight_norm"])
+def test_the_network_is_left_alone(name, training):
+    problem = Setup(ZOO[name], lw.everything)
+    problem.model.train(training)
+    for parameter in oracle.uncompiled(problem.model).parameters():
+        parameter.grad = torch.ones_like(parameter)
+    states = wander(oracle.uncompiled(problem.model), 3)
+    collector = SWAG.collector(problem.model, 2)
+
+    def act() -> None:
+        for state in states:
+            collector.snapshot()
+            collector.add(state)
+        posterior = SWAG.from_snapshots(collector, problem.loader)
+        posterior.predict(problem.test)
+        posterior.sample(2)
+
+    def fail() -> None:
+        with pytest.raises(lw.LapwingError):
+            SWAG.from_snapshots(collector, [pack(problem.x, problem.y + 10.5)], likelihood="categorical")
+
+    untouched(problem.model, act, fail)
+
+
+def test_the_posterior_does_not_follow_the_collector():
+    problem = Setup(ZOO["mlp"], lw.everything)
+    collector = SWAG.collector(problem.model, 3)
+    states = wander(problem.model, 8)
+    for state in states[:4]:
+        collector.add(state)
+    posterior = SWAG.from_snapshots(collector, problem.loader)
+    before = posterior.latent(problem.test)
+    sigma = posterior.covariance.to_dense()
+    for state in states[4:]:
+        collector.add(state)
+    assert torch.equal(posterior.latent(problem.test).mean, before.mean)
+    assert torch.equal(posterior.covariance.to_dense(), sigma)
+    assert not torch.equal(SWAG.from_snapshots(collector, problem.loader).covariance.to_dense(), sigma)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inside_modes_without_gradients(mode):
+    problem = Setup(ZOO["mlp"], lw.everything)
+    collector = SWAG.collector(problem.model, 3)
+    with mode():
+        for state in wander(problem.model, 3):
+            collector.add(state)
+        posterior = SWAG.from_snapshots(collector, problem.loader)
+    assert (posterior.latent(problem.test).variance > 0).all()
+
+
+def test_low_precision_networks():
+    problem = Setup(ZOO["mlp"], lw.everything)
+    model = problem.case.build().bfloat16()
+    posterior = SWAG.from_snapshots(wander(model, 5, 0.3), [(problem.x.bfloat16(), problem.y)], model=model)
+    assert posterior.covariance.dtype == torch.float32
+    exact = posterior_of(problem, wander(problem.case.build(), 5, 0.3))
+    close(posterior.latent(problem.test.bfloat16()).std.double(), exact.latent(problem.test).std, 0.1)
+    assert torch.isfinite(posterior.predict(problem.test.bfloat16(), via=lw.MonteCarlo(5)).probs).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("via", [lw.Linearized(), lw.MonteCarlo(30)])
+def test_real_training_gains_likelihood(via):
+    """A convolutional network on noisy digits, trained by SGD at a constant rate: better than its weights' average."""
+    digits = load_digits()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        x, y = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16, torch.tensor(digits.target)
+        x, order = x + 0.25 * torch.randn_like(x), torch.randperm(len(x))
+        convolutions = [nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU()]
+        model = nn.Sequential(*convolutions, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(144, 10))
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=3e-4)
+        collector = SWAG.collector(model, rank=20)
+        loader = [(x[part], y[part]) for part in order[:600].split(50)]
+        for epoch in range(50):
+            for inputs, labels in loader:
+                optimiser.zero_grad()
+                nn.functional.cross_entropy(model(inputs), labels).backward()
+                optimiser.step()
+            if epoch >= 25:
+                collector.snapshot()
+    posterior = SWAG.from_snapshots(collector, loader)
+    assert model.training
+    test = order[600:]
+    with torch.no_grad():
+        average = -nn.functional.cross_entropy(posterior.tangent.model(x[test]), y[test])
+    assert posterior.predict(x[test], via=via).log_prob(y[test]).mean() > average
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_no_method_of_fit():
+    with pytest.raises(lw.LapwingError, match=r"write collector = lw\.SWAG\.collector\(model\)"):
+        SWAG(rank=20)
+
+
+@pytest.mark.parametrize("rank", [1, -1, 2.0, True])
+def test_ranks_out_of_range(rank):
+    with pytest.raises(lw.LapwingError, match=f"rank={rank!r}"):
+        SWAG.collector(nn.Linear(2, 2), rank=rank)
+
+
+def test_selections_and_networks():
+    with pytest.raises(lw.LapwingError, match="params=lw.last_layer"):
+        SWAG.collector(nn.Linear(2, 2), params=lw.last_layer)
+    with pytest.raises(lw.LapwingError, match="no such parameter"):
+        SWAG.collector(nn.Linear(2, 2), params=lw.matching("head.*"))
+    with pytest.raises(lw.LapwingError, match="snapshots of a dict"):
+        SWAG.collector({})
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_fewer_than_two_snapshots(count):
+    problem = setup("mlp")
+    with pytest.raises(lw.LapwingError, match=f"SWAG of {count} snapshots of Sequential; at least 2"):
+        posterior_of(problem, wander(problem.model, count))
+
+
+def test_snapshots_of_another_network():
+    model = ZOO["mlp"].build()
+    collector = SWAG.collector(model)
+    good = model.state_dict()
+    before = {name: value.clone() for name, value in collector.mean.items()}
+    for bad, said in (
+        ({**good, "6.weight": torch.ones(2)}, "6.weight only in the snapshot"),
+        ({name: value for name, value in good.items() if name != "2.bias"}, "2.bias only in the network"),
+        ({**good, "2.weight": torch.ones(5, 7)}, r"shape \(5, 7\) in its 2.weight \(5, 6\)"),
+        ({**good, "2.bias": torch.full((5,), torch.nan)}, "NaN or infinite values in its 2.bias"),
+        (model, "found Sequential"),
+    ):
+        with pytest.raises(lw.LapwingError, match=said):
+            collector.add(bad)
+    assert collector.count == 0
+    assert all(torch.equal(before[name], value) for name, value in collector.mean.items())
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.inf
+    with pytest.raises(lw.LapwingError, match="NaN or infinite values in its 0.weight"):
+        collector.snapshot()
+
+
+def test_buffers_of_another_network():
+    model = ZOO["cnn_bn_inplace"].build()
+    with pytest.raises(lw.LapwingError, match=r"shape \(3,\) in its 1.running_mean \(4,\)"):
+        SWAG.collector(model).add({**model.state_dict(), "1.running_mean": torch.ones(3)})
+
+
+def test_options_out_of_range():
+    problem = setup("mlp")
+    states = wander(problem.model, 2)
+    collector = SWAG.collector(problem.model, rank=2)
+    for state in states:
+        collector.add(state)
+    for options, said in (
+        ({"scale": 0.0}, "scale=0.0"),
+        ({"scale": "half"}, "scale='half'"),
+        ({"batch_norm": "update"}, "batch_norm='update'"),
+        ({"model": problem.model}, "found that these are the collector's own"),
+        ({"rank": 3}, "found that these are the collector's own"),
+        ({"likelihood": "poisson"}, "likelihood"),
+    ):
+        with pytest.raises(lw.LapwingError, match=said):
+            SWAG.from_snapshots(collector, problem.loader, **options)
+    with pytest.raises(lw.LapwingError, match="model=NoneType"):
+        SWAG.from_snapshots(states, problem.loader)
+    with pytest.raises(lw.LapwingError, match=r"from_snapshots\(dict"):
+        SWAG.from_snapshots(states[0], problem.loader, model=problem.model)
+
+
+@pytest.mark.parametrize(
+    ("loader", "said"),
+    [
+        (iter([]), "can be gone through several times"),
+        (torch.ones(3, 4), "found Tensor"),
+        (None, "found NoneType"),
+        ([], "no samples"),
+        ([(torch.ones(0, 4).double(), torch.ones(0).long())], "no samples"),
+        ([(torch.ones(3, 4).double() * torch.nan, torch.ones(3).long())], "NaN"),
+        ([(torch.ones(3, 4).double(), torch.tensor([0, 1, 7]))], "7"),
+    ],
+)
+def test_loaders(loader, said):
+    problem = setup("mlp")
+    with pytest.raises(lw.LapwingError, match=said):
+        posterior_of(problem, wander(problem.model, 2), loader=loader)
+
+
+class Fickle:
+    """A loader that shows its batches once."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        batches, self.batches = self.batches, []
+        return iter(batches)
+
+
+def test_a_loader_that_is_empty_the_second_time():
+    problem = setup("mlp")
+    with pytest.raises(lw.LapwingError, match="no samples after a first batch"):
+        posterior_of(problem, wander(problem.model, 2), loader=Fickle(problem.loader))
+
+
+def test_networks_that_cannot_be_copied():
+    model = nn.Linear(2, 2)
+    model.kept = model.weight * 2
+    collector = SnapshotCollector(model, 2, EVERY)
+    collector.snapshot()
+    collector.snapshot()
+    with pytest.raises(lw.LapwingError, match="cannot be copied"):
+        SWAG.from_snapshots(collector, [(torch.ones(2, 2), torch.ones(2, 2))])
+
+
+def test_the_tangent_is_around_the_copy():
+    problem = Setup(ZOO["mlp"], lw.everything)
+    posterior = posterior_of(problem, wander(problem.model, 3))
+    assert isinstance(posterior.tangent, Tangent)
+    assert posterior.tangent.model is not problem.model
+    with torch.no_grad():
+        posterior.tangent.model[0].bias.add_(1)
+    with pytest.raises(lw.LapwingError, match=r"0\.bias was written"):
+        posterior.latent(problem.test)
