@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from lapwing.evaluation import metrics
+from lapwing.evaluation import measures, metrics
+from lapwing.evaluation.augmentation import AugmentedLoader, StrongAugmentation
 from lapwing.evaluation.comparison import Comparison, compare
+from lapwing.evaluation.corruptions import COMMON, CORRUPTIONS, DIGITS, corrupt
 
-__all__ = ["Comparison", "compare", "metrics"]
+__all__ = [
+    "COMMON", "CORRUPTIONS", "DIGITS", "AugmentedLoader", "Comparison", "StrongAugmentation", "compare", "corrupt",
+    "measures", "metrics",
+]  # fmt: skip

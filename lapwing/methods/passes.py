@@ -7,7 +7,8 @@ returns a covariance. Two kinds of pass:
   ranks), checkpoints (write state and number of batches consumed) and resuming; none of it is the method's business.
 - an **iterate** pass has a state of tensors and a step; gradients, not states, are summed over ranks.
 
-A state is a dict of tensors and nothing else, so that one piece of code writes and reads it.
+A state is a dict of tensors and nothing else, so that one piece of code writes and reads it, and one adds it
+(`add_states`).
 """
 
 from __future__ import annotations
@@ -123,6 +124,13 @@ class IteratePass(ABC):
 
 
 Pass = SumPass | IteratePass
+
+
+def add_states(first: State, second: State) -> State:
+    """Returns the state of both parts of the data: tensors add, and what one part alone has is taken as it is."""
+    both = {name: first[name] + second[name] for name in first.keys() & second.keys()}
+    return {**first, **second, **both}
+
 Passes = Generator[Pass, State, Covariance]
 
 

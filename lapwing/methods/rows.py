@@ -75,7 +75,7 @@ def choose(total: int, count: int, generator: torch.Generator) -> Tensor:
 
 
 class _ChosenInputs(SumPass):
-    """The inputs of chosen samples, a part a batch: `start/leaf` tensors, and `start/nest` for how they nest.
+    """The inputs of chosen samples: `place/leaf` tensors of one sample, and `place/nest` for how they nest.
 
     Args:
         samples: places in the loader, rising.
@@ -90,29 +90,31 @@ class _ChosenInputs(SumPass):
         return {}
 
     def update(self, state: State, batch: Batch) -> None:
-        here = self._samples[torch.searchsorted(self._samples, batch.start) :]
-        here = here[: torch.searchsorted(here, batch.start + batches.size(batch.inputs))] - batch.start
-        if not len(here):
-            return
-        leaves, nest = batches.flatten(batches.take(batch.inputs, here))
-        state[f"{batch.start:015d}/nest"] = torch.tensor(list(nest.encode()), dtype=torch.uint8)
-        state.update({f"{batch.start:015d}/{i}": leaf for i, leaf in enumerate(leaves)})
+        first, last = torch.searchsorted(
+            self._samples, torch.tensor([batch.start, batch.start + batches.size(batch.inputs)])
+        ).tolist()
+        for place in self._samples[first:last].tolist():
+            at = place - batch.start
+            leaves, nest = batches.flatten(batches.take(batch.inputs, slice(at, at + 1)))
+            state[f"{place}/nest"] = torch.tensor(list(nest.encode()), dtype=torch.uint8)
+            state.update({f"{place}/{i}": leaf for i, leaf in enumerate(leaves)})
 
-    @staticmethod
-    def groups(state: State) -> tuple[Any, ...]:
+    def groups(self, state: State) -> tuple[Any, ...]:
         """Returns the inputs in the order of the loader, joined while their shapes and nesting agree."""
-        found: list[tuple[str, list[Tensor]]] = []
-        for start in sorted({key.partition("/")[0] for key in state}):
-            nest = bytes(state[f"{start}/nest"].tolist()).decode()
-            leaves = [state[f"{start}/{i}"] for i in range(sum(key.startswith(f"{start}/") for key in state) - 1)]
-            if found and found[-1][0] == nest and _joinable(found[-1][1], leaves):
-                found[-1] = (nest, [torch.cat(pair) for pair in zip(found[-1][1], leaves, strict=True)])
+        found: list[tuple[str, list[list[Tensor]]]] = []
+        for place in self._samples.tolist():
+            nest = bytes(state[f"{place}/nest"].tolist()).decode()
+            leaves = []
+            while f"{place}/{len(leaves)}" in state:
+                leaves.append(state[f"{place}/{len(leaves)}"])
+            if found and found[-1][0] == nest and _joinable(found[-1][1][-1], leaves):
+                found[-1][1].append(leaves)
             else:
-                found.append((nest, leaves))
-        return tuple(batches.unflatten(leaves, nest) for nest, leaves in found)
+                found.append((nest, [leaves]))
+        return tuple(batches.unflatten(map(torch.cat, zip(*parts, strict=True)), nest) for nest, parts in found)
 
 
 def _joinable(before: list[Tensor], after: list[Tensor]) -> bool:
-    counts = ({leaf.shape[0] if leaf.ndim else 0 for leaf in leaves} for leaves in (before, after))
-    per_sample = all(len(count) == 1 and 0 not in count for count in counts)
-    return per_sample and all(a.shape[1:] == b.shape[1:] for a, b in zip(before, after, strict=True))
+    """Whether two samples can stand in one batch: every tensor has a sample dimension, and the same others."""
+    pairs = zip(before, after, strict=True)
+    return all(a.ndim > 0 and len(a) == 1 and a.shape == b.shape for a, b in pairs)
