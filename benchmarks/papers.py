@@ -9,9 +9,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from benchmarks.measure import write
+import lapwing as lw
+from benchmarks.measure import ratio, write
+from lapwing.evaluation import COMMON, corrupt
 from lapwing.reproduce import ella
 
 SEEDS = range(5)
@@ -107,8 +110,101 @@ def ella_rows(seeds: Sequence[int] = (0, 1), shown: int = 2048) -> dict[str, Any
     return {"images": shown, "runs": found}
 
 
+def ella_corruptions(seed: int = 0, images: int = 60) -> dict[str, Any]:
+    """Figures 3 and 4 (a, c): NLL and ECE on corrupted images, error against confidence, and time, for every method."""
+    setup = ella.Cifar.load(seed, 2048)
+    posteriors, fits = ella.cifar_posteriors(setup, seed)
+    clean_x, labels = (ella.torch.cat(part)[:1000] for part in zip(*setup.test, strict=True))
+    foreign = ella.fashion_as_cifar(1000)
+    found: dict[str, Any] = {"images per kind and severity": images, "fits": fits, "clean": {}, "corrupted": {}}
+    with ella.torch.no_grad():
+        setup.model(clean_x[:100])
+        start = time.perf_counter()
+        for part in clean_x.split(100):
+            setup.model(part)
+        forward = time.perf_counter() - start
+    for name, predict in posteriors.items():
+        start = time.perf_counter()
+        probs = ella.torch.cat([predict(part) for part in clean_x.split(100)])
+        seconds = time.perf_counter() - start
+        outside = ella.torch.cat([predict(part) for part in foreign.split(100)])
+        found["clean"][name] = {
+            **ella.scores(probs, labels), "forward passes": seconds / forward,
+            "error against confidence": ella.error_against_confidence(probs, labels, outside),
+        }  # fmt: skip
+        print(name, found["clean"][name], flush=True)
+    raw = ella.pixels(clean_x)
+    for severity in range(1, 6):
+        rows: dict[str, list[dict[str, float]]] = {name: [] for name in posteriors}
+        for i, kind in enumerate(COMMON):
+            chosen = slice(images * (i % 16), images * (i % 16 + 1))
+            x = ella.normalised(corrupt(raw[chosen], kind, severity, seed=seed))
+            for name, predict in posteriors.items():
+                rows[name].append(ella.scores(predict(x), labels[chosen]))
+        found["corrupted"][severity] = {name: summary(kinds) for name, kinds in rows.items()}
+        print(severity, found["corrupted"][severity], flush=True)
+    return found
+
+
+def ella_cost(rows: int = 2000, images: int = 2000) -> dict[str, Any]:
+    """Cost of ELLA on the ResNet-20 (K = 20): its parts alone, the whole fit, prediction in forward passes."""
+    setup, torch = ella.Cifar.load(0, images, reported=100), ella.torch
+    x = setup.test[0][0]
+    tangent = ella.Tangent.survey(setup.model, x[:4], memory=2**32)
+    data = torch.cat([part for part, _ in setup.train])
+    generator = torch.Generator().manual_seed(0)
+    samples, outputs = (torch.randint(high, (rows,), generator=generator) for high in (images, 10))
+
+    def timed(function: Callable[[], Any]) -> tuple[float, Any]:
+        start = time.perf_counter()
+        value = function()
+        return time.perf_counter() - start, value
+
+    def plain_rows() -> None:
+        """A tenth of the rows by ordinary backward passes, one image each."""
+        weights = [p for p in setup.model.parameters() if p.requires_grad]
+        for sample, output in zip(samples.tolist()[: rows // 10], outputs.tolist(), strict=False):
+            torch.autograd.grad(setup.model(data[sample : sample + 1])[0, output], weights)
+
+    backward = 10 * timed(plain_rows)[0]
+    written, jacobian = timed(lambda: ella.Anchors(tangent, (data,), samples, outputs).rows(torch.float32))
+    gram = timed(partial(torch.matmul, jacobian, jacobian.T))[0]
+    del jacobian
+    method = lw.ELLA(rank=20, rows=rows)
+    whole, posterior = timed(
+        lambda: lw.fit(setup.model, setup.train, method, prior_precision=1.0, tune=None, memory=2**32)
+    )
+    projected = ella.features(posterior, setup.train).seconds
+    with torch.no_grad():
+        ratios = ratio(lambda: posterior.latent(x).variance, lambda: setup.model(x), rounds=8)
+    return {
+        "rows": rows, "images": images, "rows by plain backward passes": backward, "rows by the engine": written,
+        "gram": gram, "features": projected, "fit": whole, "fit / parts": whole / (backward + gram + projected),
+        "prediction of 100 images": ratios, "aim": {"fit / parts": 1.5, "prediction": 1.2 * 41},
+    }  # fmt: skip
+
+
+def ella_memory() -> dict[str, Any]:
+    """Peak memory of a process that fits ELLA (K = 20) to a ResNet-18 of 11 million random weights."""
+    import resource
+
+    torch = ella.torch
+    model = ella.resnet18()
+    x = torch.randn(200, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(200) % 10
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    start = time.perf_counter()
+    posterior = lw.fit(model, ella.batched(x, y, 50), lw.ELLA(rank=20, rows=200), prior_precision=1.0, tune=None)
+    seconds = time.perf_counter() - start
+    variance = posterior.latent(x[:20]).variance
+    assert bool((variance > 0).all())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return {"weights": posterior.tangent.size, "fit_seconds": seconds, "GiB before": before, "peak GiB": peak, "aim": 6}
+
+
 EXPERIMENTS: dict[str, Callable[[], dict[str, Any]]] = {
-    function.__name__: function for function in (ella_regression, ella_errors, ella_cifar, ella_rows)
+    function.__name__: function
+    for function in (ella_regression, ella_errors, ella_cifar, ella_rows, ella_corruptions, ella_cost, ella_memory)
 }
 
 

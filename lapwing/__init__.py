@@ -13,13 +13,13 @@ from .persistence import load
 from .posterior import Posterior
 from .prediction import Linearized, MonteCarlo, Streamlined
 from .tangent import coverage, everything, last_layer, matching
-from .tuning import EarlyStopping, Evidence, Validation
+from .tuning import BoundedEvidence, EarlyStopping, Evidence, Validation
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "EKFAC", "ELLA", "KFAC", "SWAG", "Categorical", "Diagonal", "EarlyStopping", "Evidence", "Full", "Gaussian",
-    "LaplaceBridge", "LapwingError", "Likelihood", "Linearized", "Method", "MonteCarlo", "OptimalSubspace", "Posterior",
-    "Probit", "SampledLink", "Streamlined", "SubsetOfWeights", "Validation", "coverage", "everything", "fit",
-    "last_layer", "load", "matching",
+    "EKFAC", "ELLA", "KFAC", "SWAG", "BoundedEvidence", "Categorical", "Diagonal", "EarlyStopping", "Evidence", "Full",
+    "Gaussian", "LaplaceBridge", "LapwingError", "Likelihood", "Linearized", "Method", "MonteCarlo", "OptimalSubspace",
+    "Posterior", "Probit", "SampledLink", "Streamlined", "SubsetOfWeights", "Validation", "coverage", "everything",
+    "fit", "last_layer", "load", "matching",
 ]  # fmt: skip

@@ -24,7 +24,7 @@ from .posterior import Posterior
 from .prior import Prior, is_positive
 from .tangent import LastLayer, Predicate, Tangent, everything, last_layer
 from .tangent.eager import outside_inference
-from .tuning import Evidence, Training, Tuning
+from .tuning import BoundedEvidence, Training, Tuning
 
 log = logging.getLogger("lapwing")
 
@@ -39,7 +39,7 @@ def fit(
     params: Predicate | LastLayer | None = None,
     prior_precision: float | Mapping[str, float] | None = None,
     prior_mean: float | Mapping[str, Tensor] = 0.0,
-    tune: Tuning | None = Evidence(),  # noqa: B008 (frozen)
+    tune: Tuning | None = BoundedEvidence(),  # noqa: B008 (frozen)
     data_size: int | None = None,
     weight_decay: float | None = None,
     temperature: float = 1.0,
@@ -58,8 +58,8 @@ def fit(
         params: which parameters to treat; None means the last layer where `method` is None, else everything.
         prior_precision: δ, in 1/weight²: a number, or {block or parameter pattern: number}; None is tuned.
         prior_mean: μ0, a number for all weights or {parameter: tensor} (others 0).
-        tune: how what is None is tuned: `Evidence()`, `Validation(loader)`, or None for δ = 1 and σ² the mean
-            squared residual.
+        tune: how what is None is tuned: `BoundedEvidence()` and `Evidence()` without held-out data, with them
+            `Validation(loader)` or `EarlyStopping(loader)`; None for δ = 1 and σ² the mean squared residual.
         data_size: N where the loader shows only n of N training points: G and the likelihood are scaled by N/n.
         weight_decay: γ, sets `δ = N γ`.
         temperature: τ, `Σ = (G/τ + Δ)⁻¹`; above 1 widens.
@@ -322,8 +322,8 @@ def _check_choices(tune: Any, forward: Any) -> None:
     """Raises for a tuning or a forward that is none (case 15)."""
     if tune is not None and not isinstance(tune, Tuning):
         raise LapwingError(
-            f"Asked for tune={tune!r}; accepted are lw.Evidence(), lw.Validation(loader) and None: write "
-            "tune=lw.Evidence()."
+            f"Asked for tune={tune!r}; accepted are lw.BoundedEvidence(), lw.Evidence(), lw.Validation(loader), "
+            "lw.EarlyStopping(loader) and None: write tune=lw.BoundedEvidence()."
         )
     if forward is not None and not callable(forward):
         raise LapwingError(

@@ -104,7 +104,7 @@ class _ChosenInputs(SumPass):
         found: list[tuple[str, list[list[Tensor]]]] = []
         for place in self._samples.tolist():
             nest = bytes(state[f"{place}/nest"].tolist()).decode()
-            leaves = []
+            leaves: list[Tensor] = []
             while f"{place}/{len(leaves)}" in state:
                 leaves.append(state[f"{place}/{len(leaves)}"])
             if found and found[-1][0] == nest and _joinable(found[-1][1][-1], leaves):

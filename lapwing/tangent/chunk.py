@@ -1,29 +1,39 @@
 """One chunk of samples seen through the network's Jacobian: outputs, and the block Jacobians all else is made of.
 
 Gradients are taken when the first block is asked for, so a product `J V` that forward mode gives more cheaply never
-pays for the C backward passes.
+pays for the C backward passes. Where those of all blocks do not fit the memory budget together, consecutive blocks make
+groups that do, and the gradients of a group replace the former one's; so go through the blocks in order. A block that
+does not fit alone comes in slices of its cotangents.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..numerics import total
-from .blocks import Matrix, Vectors, split
+from .blocks import Block, Matrix, Vectors, split
 from .forward_mode import forward_products
-from .jacobian import BlockJacobian, Rows, SumOfUses
+from .jacobian import SLICE_BYTES, BlockJacobian, Rows, SumOfUses
 from .layers.embedding import OneHot
 from .layers.generic import per_sample_rows
 from .outer import Outer, SharedOuter
 from .record import Noted, output_gradients
+from .sliced import Sliced, grouped
 
 if TYPE_CHECKING:
     from .network import Tangent
+
+
+class Group(NamedTuple):
+    """Consecutive blocks whose gradients are taken together, for `step` cotangents at once."""
+
+    blocks: tuple[Block, ...]
+    step: int
 
 
 class Record(Mapping[str, BlockJacobian]):
@@ -49,6 +59,10 @@ class Record(Mapping[str, BlockJacobian]):
         self._tangent, self._inputs, self._noted, self._u = tangent, inputs, noted, cotangents
         self._graph: Tensor | None = outputs
         self._differentiable = differentiable
+        self._limit = tangent.memory // dtype.itemsize  # numbers that fit the budget
+        self._slice_bytes = min(SLICE_BYTES, tangent.memory // 8)
+        self._group: Group | None = None
+        self._taken: dict[bool, dict[Any, Tensor | None]] = {}  # of that group: generic rows, and gradients by use
         self.outputs = (outputs if differentiable else outputs.detach()).to(tangent.dtype)
         self.samples, self.dtype = outputs.shape[0], dtype
         self.cotangents = outputs.shape[1] if cotangents is None else cotangents.shape[-1]
@@ -67,20 +81,18 @@ class Record(Mapping[str, BlockJacobian]):
     def __getitem__(self, name: str) -> BlockJacobian:
         """Builds the Jacobian of one block; patches are unfolded here and freed with the result."""
         block = next(block for block in self._tangent.blocks if block.name == name)
-        if block.family == "generic":
-            return Rows(torch.cat([self._rows[parameter] for parameter in block.parameters], -1).to(self.dtype))
-        uses = self._tangent.plan.uses[name]
-        forms = [
-            self._noted[i].use.jacobian(self._gradients[i], axis, self.samples, roles, self.dtype)
-            for i, axis, roles in uses
-        ]
-        if len(forms) == 1:
-            return forms[0]
-        if block.matrix is None:
-            return SumOfUses(
-                [_native(form, self._noted[i].use.matrix()) for form, (i, _, _) in zip(forms, uses, strict=True)]
-            )
-        return _concatenate(forms)
+        groups = self._groups
+        group = groups[0] if len(groups) == 1 else next(g for g in groups if any(b is block for b in g.blocks))
+        if self._group is not group:
+            self._group, self._taken = group, {}
+        if group.step < self.cotangents:
+            shape = self.samples, self.cotangents, block.size
+            part = lambda cut: self._form(block, self._take(group, block, cut))  # noqa: E731
+            return Sliced(part, shape, group.step, self._limit // 2).within(self._slice_bytes)
+        generic = block.family == "generic"
+        if generic not in self._taken:
+            self._taken[generic] = self._take(group, block)
+        return self._form(block, self._taken[generic])
 
     def rows(self) -> Tensor:
         """Returns the whole Jacobian (B, R, P), blocks in order."""
@@ -92,7 +104,8 @@ class Record(Mapping[str, BlockJacobian]):
         By forward mode (about 2 K forward passes) where that is less than the R backward passes, else block by block.
         """
         count = next(iter(vectors.values())).shape[0]
-        fewer = 2 * count < self.cotangents and "_gradients" not in self.__dict__
+        taken = False in self._taken and len(self._groups) == 1
+        fewer = 2 * count < self.cotangents and not taken
         if fewer and not self._differentiable and self.dtype == self._tangent.dtype:
             found = forward_products(
                 self._tangent.model, self._tangent.forward, self._tangent.parameters,
@@ -100,30 +113,85 @@ class Record(Mapping[str, BlockJacobian]):
             )  # fmt: skip  # (B, C, K), or None where the network has no forward mode
             if found is not None:
                 return found.to(self.dtype) if self._u is None else self._u.mT.to(self.dtype) @ found.to(self.dtype)
-        return total(self[name].jvp(rows.to(self.dtype)) for name, rows in vectors.items())
+        return total(self[name].jvp(vectors[name].to(self.dtype)) for name in self if name in vectors)
 
     @cached_property
-    def _gradients(self) -> list[Tensor | None]:
-        """The gradients g of every use; the graph is freed with them."""
-        assert self._graph is not None  # once only
-        gradients = output_gradients(self._graph, self._noted, self._u, self._differentiable)
-        if not self._differentiable:
+    def _groups(self) -> list[Group]:
+        """One group of all blocks where that fits, or where a graph keeps everything anyway."""
+        blocks, count = self._tangent.blocks, self.cotangents
+        most = 5 * sum(use.out.numel() for use in self._noted) + 3 * self.samples * self._tangent.explicit_size
+        if self._differentiable or count * most <= self._limit:
+            return [Group(blocks, count)]
+        loads, found = [self._load(block) for block in blocks], []
+        for part in grouped(loads, self._limit):
+            step, needed = count, sum(loads[part.start])
+            if len(part) == 1 and needed > self._limit:
+                step = max(1, self._limit // 2 * count // needed)
+            found.append(Group(blocks[part.start : part.stop], step))
+        return found
+
+    def _load(self, block: Block) -> tuple[int, int]:
+        """Returns how many numbers a block's gradients hold, and how many a contraction needs beside them."""
+        rows = self.samples * self.cotangents * block.size
+        if block.family == "generic":
+            return rows, 2 * rows
+        assert self._graph is not None  # nothing is taken yet
+        uses = [self._noted[i] for i, _, _ in self._tangent.plan.uses[block.name]]
+        held = self.cotangents * sum(use.out.numel() for use in uses if not use.is_output(self._graph))
+        return held, 4 * held + 2 * rows * self._tangent.plan.is_explicit(block)
+
+    def _take(self, group: Group, block: Block, cut: slice | None = None) -> dict[Any, Tensor | None]:
+        """Takes the rows of a group's generic parameters by name, or the gradients of its other uses by index.
+
+        Args:
+            group: blocks that go together.
+            block: one of them, generic or not.
+            cut: of the cotangents; all of them when None.
+        """
+        if block.family == "generic":
+            names = [name for b in group.blocks if b.family == "generic" for name in b.parameters]
+            return self._generic_rows(names, self._explicit_cotangents(cut))
+        u = self._u if cut is None else self._explicit_cotangents(cut)
+        uses = self._tangent.plan.uses
+        wanted = sorted({i for b in group.blocks if b.family != "generic" for i, _, _ in uses[b.name]})
+        whole = cut is None and len(self._groups) == 1
+        passing = 0 if whole else sum(use.out.numel() for use in self._noted)  # also through layers not asked for
+        batched = 4 * passing * (self.cotangents if u is None else u.shape[-1]) <= self._limit
+        assert self._graph is not None  # taken again only where not all are taken at once
+        noted = [self._noted[i] for i in wanted]
+        gradients = output_gradients(self._graph, noted, u, self._differentiable, batched)
+        if whole and not self._differentiable:
             self._graph = None
-        return gradients
+        return dict(zip(wanted, gradients, strict=True))
 
-    @cached_property
-    def _rows(self) -> dict[str, Tensor]:
-        """Rows (B, R, P) of every generic parameter."""
-        names = [name for block in self._tangent.blocks if block.family == "generic" for name in block.parameters]
-        u, width = self._u, self.outputs.shape[1]
+    def _explicit_cotangents(self, cut: slice | None) -> Tensor:
+        """Returns u (B, C, r), written out where the cotangents are the outputs themselves."""
+        u = self._u
         if u is None:
-            u = torch.eye(width, dtype=self.outputs.dtype, device=self.outputs.device).expand(self.samples, -1, -1)
+            u = torch.eye(self.outputs.shape[1], dtype=self.outputs.dtype, device=self.outputs.device)
+            u = u.expand(self.samples, -1, -1)
+        return u if cut is None else u[:, :, cut]
+
+    def _generic_rows(self, names: list[str], u: Tensor) -> dict[Any, Tensor | None]:
+        """Returns rows (B, R, P) of generic parameters."""
         values = {name: self._tangent.parameters[name] for name in names}
         with torch.set_grad_enabled(self._differentiable):
             rows = per_sample_rows(
                 self._tangent.model, self._tangent.forward, values, self._inputs, u.mT.to(values[names[0]].dtype)
             )
-        return rows if self._differentiable else {name: row.detach() for name, row in rows.items()}
+        return {name: row if self._differentiable else row.detach() for name, row in rows.items()}
+
+    def _form(self, block: Block, taken: dict[Any, Any]) -> BlockJacobian:
+        """Builds a block's Jacobian from what was taken."""
+        if block.family == "generic":
+            return Rows(torch.cat([taken[name] for name in block.parameters], -1).to(self.dtype))
+        forms: list[BlockJacobian] = []
+        for i, axis, roles in self._tangent.plan.uses[block.name]:
+            use = self._noted[i].use
+            form = use.jacobian(taken[i], axis, self.samples, roles, self.dtype)
+            forms.append(form if block.matrix is not None else _native(form, use.matrix()))
+        joined = forms[0] if len(forms) == 1 else SumOfUses(forms) if block.matrix is None else _concatenate(forms)
+        return joined.within(self._slice_bytes)
 
 
 def _native(form: BlockJacobian, matrix: Matrix | None) -> BlockJacobian:
@@ -140,6 +208,6 @@ def _concatenate(forms: list[Any]) -> BlockJacobian:
         tokens, g = torch.cat([f.tokens for f in forms], 1), torch.cat([f.unmerged for f in forms], 2)
         return OneHot(tokens, g, forms[0].vocabulary)
     if all(isinstance(form, (Outer, SharedOuter)) for form in forms):
-        shared = [SharedOuter(f.a[:, None, None], f.g[:, :, None, None]) if isinstance(f, Outer) else f for f in forms]
+        shared = [form.shared() if isinstance(form, Outer) else form for form in forms]
         return SharedOuter(torch.cat([f.a for f in shared], 1), torch.cat([f.g for f in shared], 2))
     return SumOfUses(forms)

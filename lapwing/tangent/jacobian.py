@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..numerics import total
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 SLICE_BYTES = 16 * 2**20
-"""Aim for the size of one slice of rows: large enough for fast products, small beside any memory budget."""
+"""Aim for the size of one slice of rows: large enough for fast products, small beside the usual memory budget."""
 
 
 class BlockJacobian(ABC):
@@ -26,11 +30,22 @@ class BlockJacobian(ABC):
         batch: B.
         cotangents: R.
         size: P.
+        slice_bytes: aim for the size of one slice.
     """
 
     batch: int
     cotangents: int
     size: int
+    slice_bytes: int = SLICE_BYTES
+
+    def within(self, slice_bytes: int) -> Self:
+        """Returns the same Jacobian, its slices of this size."""
+        self.slice_bytes = slice_bytes
+        return self
+
+    def step(self, bytes_per_item: int, items: int) -> int:
+        """Returns how many of `items` fit in one slice, at least one."""
+        return max(1, min(items, self.slice_bytes // max(1, bytes_per_item)))
 
     @abstractmethod
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
@@ -86,8 +101,8 @@ class BlockJacobian(ABC):
 
     def gram(self, other: BlockJacobian) -> Tensor:
         """Returns the block of the NTK `J J'ᵀ` (B, R, B', R')."""
-        pairs = zip(self.row_slices(), other.row_slices(), strict=True)
-        gram = total(mine.flatten(0, 1) @ theirs.flatten(0, 1).T for (_, mine), (_, theirs) in pairs)
+        pairs = ((r, r) for _, r in self.row_slices()) if other is self else aligned(self, other)
+        gram = total(mine.flatten(0, 1) @ theirs.flatten(0, 1).T for mine, theirs in pairs)
         return gram.reshape(self.batch, self.cotangents, other.batch, other.cotangents)
 
     def joint_weighted_gram(self, weights: Tensor) -> Tensor:
@@ -95,6 +110,23 @@ class BlockJacobian(ABC):
         slices = ((rows * weights[part].sqrt()).flatten(0, 1) for part, rows in self.row_slices())
         shape = (self.batch, self.cotangents)
         return total(scaled @ scaled.T for scaled in slices).reshape(*shape, *shape)
+
+
+def aligned(mine: BlockJacobian, theirs: BlockJacobian) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields rows (B, R, p) and (B', R', p) of two Jacobians for the same weights, cut where either ends a slice."""
+    others = theirs.row_slices()
+    there, other = slice(0, 0), torch.empty(0)
+    for here, rows in mine.row_slices():
+        start = here.start
+        while start < here.stop:
+            if there.stop == start:
+                there, other = next(others)
+            stop = min(here.stop, there.stop)
+            yield (
+                rows[..., start - here.start : stop - here.start],
+                other[..., start - there.start : stop - there.start],
+            )
+            start = stop
 
 
 class MatrixJacobian(BlockJacobian):

@@ -78,7 +78,7 @@ class Tangent:
         Raises:
             LapwingError: cases 1, 2, 5, 7, 10, 11, 12, 14 and 15 of bad input.
 
-        Cost: three forward passes and C + 3 backward passes on at most four samples.
+        Cost: three or four forward passes and C + 3 backward passes on at most four samples.
         """
         memory = _checked_memory(memory)
         model = _checked_network(model)
@@ -87,17 +87,7 @@ class Tangent:
         batches.check_inputs(inputs, next(iter(parameters.values())), "the inputs of the first batch")
         surveyed = probe(model, parameters, inputs, params, forward)
         tangent = cls(model, forward, surveyed.blocks, surveyed.plan, surveyed.coverage, surveyed.outputs, memory)
-        needed = tangent.bytes_per_sample()
-        if needed > memory:
-            log.warning(
-                "One sample of %s needs about %.0f MiB for its %d outputs, more than the budget of %.0f MiB: samples "
-                "go one by one and exceed it; pass memory=%d, or fewer parameters, such as params=lw.last_layer.",
-                type(model).__name__,
-                needed / 2**20,
-                tangent.outputs,
-                memory / 2**20,
-                2 ** (needed - 1).bit_length(),
-            )
+        tangent._tell_need()
         return tangent
 
     def to_json(self) -> dict[str, Any]:
@@ -148,6 +138,11 @@ class Tangent:
         """Where the weights are."""
         return next(iter(self.parameters.values())).device
 
+    @cached_property
+    def explicit_size(self) -> int:
+        """The number of weights whose rows are always formed."""
+        return sum(block.size for block in self.blocks if self.plan.is_explicit(block))
+
     def state(self) -> dict[str, Tensor]:
         """Returns what the outputs depend on: name -> every parameter, treated or not, and every saved real buffer."""
         with LOCK:
@@ -191,7 +186,8 @@ class Tangent:
         differentiable = wants_gradient(inputs)
         named = self.parameters
         watched = {id(named[name]): name for name in self.plan.watched}
-        outputs, noted = run(self.model, inputs, self.forward, watched)
+        spread = batches.size(inputs) if self.plan.spread else 1
+        outputs, noted = run(self.model, inputs, self.forward, watched, spread)
         batches.check_outputs(outputs, "these inputs")
         if outputs.shape[1] != self.outputs:
             raise LapwingError(
@@ -224,13 +220,29 @@ class Tangent:
         """Returns how many samples fit the memory budget at once, at least one; `cotangents` may be their count."""
         return max(1, self.memory // self.bytes_per_sample(cotangents, dtype, rows_held))
 
+    def _tell_need(self) -> None:
+        """Warns where a single output of a single sample exceeds the budget; mentions where all its outputs do."""
+        name, budget = type(self.model).__name__, self.memory / 2**20
+        least, all_outputs = self.bytes_per_sample(1), self.bytes_per_sample()
+        if least > self.memory:
+            log.warning(
+                "One sample of %s needs about %.0f MiB even for one output at a time, more than the budget of %.0f "
+                "MiB, and will exceed it; pass memory=%d, or fewer parameters, such as params=lw.last_layer.",
+                name, least / 2**20, budget, 2 ** (least - 1).bit_length(),
+            )  # fmt: skip
+        elif all_outputs > self.memory:
+            log.info(
+                "One sample of %s needs about %.0f MiB for its %d outputs together, more than the budget of %.0f MiB: "
+                "their gradients are taken again for every few layers; memory=%d would take them once.",
+                name, all_outputs / 2**20, self.outputs, budget, 2 ** (all_outputs - 1).bit_length(),
+            )  # fmt: skip
+
     def bytes_per_sample(
         self, cotangents: Cotangents | int = None, dtype: torch.dtype | None = None, rows_held: int = 0
     ) -> int:
         """Estimates the bytes held for one sample of a record and its largest contraction; arguments as above."""
         count = cotangents if isinstance(cotangents, int) else getattr(cotangents, "columns", self.outputs)
-        generic = sum(block.size for block in self.blocks if block.family == "generic")
-        numbers = self.plan.numbers_per_sample(count) + 3 * count * generic + rows_held
+        numbers = self.plan.numbers_per_sample(count) + 3 * count * self.explicit_size + rows_held
         return numbers * (dtype or self.dtype).itemsize
 
 
@@ -293,7 +305,7 @@ def coverage(
     Raises:
         LapwingError: for bad input.
 
-    Cost: three forward passes and a few backward passes on four samples.
+    Cost: three or four forward passes and a few backward passes on four samples.
     """
     inputs = batches.inputs_of(batch) if isinstance(batch, Mapping) else batch
     return Tangent.survey(model, inputs, params, forward).coverage

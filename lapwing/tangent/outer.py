@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from ..numerics import total
-from .jacobian import SLICE_BYTES, BlockJacobian, MatrixJacobian
+from .jacobian import BlockJacobian, MatrixJacobian
+
+REDUCTION = 40
+"""What multiplying and summing one number costs in a position Gram, in multiply-adds of a matrix product."""
 
 
 class Outer(MatrixJacobian):
@@ -44,7 +47,7 @@ class Outer(MatrixJacobian):
 
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
         """Yields outer products for slices of the output channels."""
-        step = _slice_length(self.batch * self.cotangents * self.inputs * self.a.element_size(), self.outputs)
+        step = self.step(self.batch * self.cotangents * self.inputs * self.a.element_size(), self.outputs)
         g = self.g
         for start in range(0, self.outputs, step):
             rows = g[:, :, start : start + step, None] * self.a[:, None, None, :]  # (B, R, o, I)
@@ -54,7 +57,11 @@ class Outer(MatrixJacobian):
         """Returns J in another basis: a U_in and g U_out, for U_in (1, I, I) and U_out (1, O, O)."""
         a = self.a if inputs is None else self.a @ inputs[0]
         g = self.g if outputs is None else self.g @ outputs[0]
-        return Outer(a, g, self.outputs)
+        return Outer(a, g, self.outputs).within(self.slice_bytes)
+
+    def shared(self) -> SharedOuter:
+        """Returns the same Jacobian, written for several positions."""
+        return SharedOuter(self.a[:, None, None], self.g[:, :, None, None]).within(self.slice_bytes)
 
     def input_scale(self, weights: Tensor) -> Tensor:
         """Returns `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O), all that a diagonal weighting needs of the inputs."""
@@ -90,6 +97,8 @@ class Outer(MatrixJacobian):
 
     def gram(self, other: BlockJacobian) -> Tensor:
         """Returns `(a·a')(g·g')` (B, R, B', R')."""
+        if isinstance(other, SharedOuter):
+            return self.shared().gram(other)
         if not isinstance(other, Outer):
             return super().gram(other)
         inputs = self.a @ other.a.T  # (B, B')
@@ -115,7 +124,7 @@ class SharedOuter(MatrixJacobian):
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
         """Yields `Σ_t g a` for slices of the output channels, one product of (R o, T) by (T, I) a sample."""
         per_output = self.batch * self.cotangents * self.inputs * self.a.element_size()
-        step = _slice_length(per_output, self.outputs)
+        step = self.step(per_output, self.outputs)
         for group in range(self.groups):
             a = self.a[:, :, group]  # (B, T, I)
             for start in range(0, self.outputs, step):
@@ -126,7 +135,8 @@ class SharedOuter(MatrixJacobian):
 
     def rotate(self, inputs: Tensor | None, outputs: Tensor) -> RotatedOuter:
         """Returns J in another basis, for U_in (G, I, I) and U_out (G, O, O)."""
-        return RotatedOuter(self.a if inputs is None else _by_group(self.a, inputs), self.g, outputs)
+        a = self.a if inputs is None else _by_group(self.a, inputs)
+        return RotatedOuter(a, self.g, outputs).within(self.slice_bytes)
 
     def jvp(self, vectors: Tensor) -> Tensor:
         """Returns `J V` (B, R, K) by rows or by `gᵀ(V_k a)`, whichever takes fewer products."""
@@ -137,10 +147,10 @@ class SharedOuter(MatrixJacobian):
             return super().jvp(vectors)
         vectors = vectors.reshape(count, self.groups, self.outputs, self.inputs)
         per_vector = self.batch * self.positions * self.groups * self.outputs * self.a.element_size()
-        step, parts = _slice_length(per_vector, count), []
+        step, g, parts = self.step(per_vector, count), self.g.flatten(2), []
         for start in range(0, count, step):
             pushed = torch.einsum("ntgi,kgoi->nktgo", self.a, vectors[start : start + step])
-            parts.append(self.g.flatten(2) @ pushed.flatten(2).mT)  # (B, R, k)
+            parts.append(g @ pushed.flatten(2).mT)  # (B, R, k)
         return torch.cat(parts, -1)
 
     def sum_rows(self) -> Tensor:
@@ -156,6 +166,43 @@ class SharedOuter(MatrixJacobian):
         inputs = torch.einsum("ntgi,nsgi->ngts", self.a, self.a)
         gradients = torch.einsum("nrtgo,nrsgo->ngts", self.g, self.g)
         return (inputs * gradients).sum()
+
+    def gram(self, other: BlockJacobian) -> Tensor:
+        """Returns `J J'ᵀ` (B, R, B', R') by rows, or by `Σ_tt' (a_t·a'_t')(g_t·g'_t')` where that is cheaper."""
+        other = other.shared() if isinstance(other, Outer) else other
+        if not isinstance(other, SharedOuter) or self._rows_are_cheaper(other):
+            return super().gram(other)
+        return total(self._position_gram(other, group) for group in range(self.groups))
+
+    def _rows_are_cheaper(self, other: SharedOuter) -> bool:
+        """Compares the products of both ways, a group."""
+        mine, theirs = self.batch * self.cotangents, other.batch * other.cotangents
+        formed = mine * self.positions + (0 if other is self else theirs * other.positions)
+        by_rows = (formed + mine * theirs) * self.outputs * self.inputs
+        pairs = self.positions * other.positions
+        return by_rows <= pairs * (self.batch * other.batch * self.inputs + mine * theirs * (self.outputs + REDUCTION))
+
+    def _position_gram(self, other: SharedOuter, group: int) -> Tensor:
+        """Returns one group's part by positions, for slices of both sides' samples and of the cotangents."""
+        a, g = self.a[:, :, group], self.g[:, :, :, group]  # (B, T, I), (B, R, T, O)
+        b, h = other.a[:, :, group], other.g[:, :, :, group]
+        one = self.positions * other.cotangents * other.positions * a.element_size()  # a row beside a sample of theirs
+        theirs = self.step(one, other.batch)
+        rows = self.step(one * theirs, self.batch * self.cotangents)
+        mine, some = max(1, rows // self.cotangents), min(rows, self.cotangents)
+        gram = a.new_empty(self.batch, self.cotangents, other.batch, other.cotangents)
+        for m in range(0, other.batch, theirs):
+            far, near = h[m : m + theirs].flatten(0, 2), b[m : m + theirs].flatten(0, 1)
+            for n in range(0, self.batch, mine):
+                inputs = a[n : n + mine].flatten(0, 1) @ near.T
+                inputs = inputs.reshape(-1, 1, self.positions, len(b[m : m + theirs]), 1, other.positions)
+                for r in range(0, self.cotangents, some):
+                    left = g[n : n + mine, r : r + some]
+                    products = (left.flatten(0, 2) @ far.T).reshape(
+                        *left.shape[:3], -1, other.cotangents, other.positions
+                    )  # (b, r, T, b', R', T')
+                    gram[n : n + mine, r : r + some, m : m + theirs] = (products * inputs).sum((2, 5))
+        return gram
 
     def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
         """Returns `A` (G, I, I), `Γ` (G, O, O) and the count: #(n, t) with expand, N with reduce.
@@ -186,7 +233,7 @@ class RotatedOuter(BlockJacobian):
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
         """Yields rows for slices of the output channels, or all of a group's at once where rows are rotated."""
         if self._rotation is None:
-            yield from SharedOuter(self.a, self.g).row_slices()
+            yield from SharedOuter(self.a, self.g).within(self.slice_bytes).row_slices()
             return
         for group in range(self.groups):
             g = self.g[:, :, :, group].transpose(2, 3).flatten(1, 2)  # (B, R O, T)
@@ -203,8 +250,3 @@ def _by_group(values: Tensor, basis: Tensor) -> Tensor:
     if values.stride(-1) == 1 or values.stride(-3) != 1:
         return values @ basis[0]
     return (basis[0].T @ values.squeeze(-2).mT).mT.unsqueeze(-2)  # patches and feature maps: T is contiguous
-
-
-def _slice_length(bytes_per_item: int, items: int) -> int:
-    """Returns how many of `items` fit in one slice, at least one."""
-    return max(1, min(items, SLICE_BYTES // max(1, bytes_per_item)))

@@ -23,7 +23,7 @@ from .blocks import Block, Matrix
 from .eager import Draws, without_compiled
 from .layers import BatchAxis
 from .layers.generic import call_with
-from .record import Noted, output_gradients, run
+from .record import Noted, output_gradients, run_spread
 from .selection import LastLayer, Predicate, select
 
 PROBED_SAMPLES = 4
@@ -70,6 +70,7 @@ class Plan:
         uses: block name -> its uses as (index, where the samples are, roles treated).
         single_sample: the survey saw one sample only, so that batch axes are guesses.
         sizes: a watched use's (out numel, patches numel) a sample.
+        spread: whether embeddings of a single row of tokens are spread over the samples.
     """
 
     watched: tuple[str, ...] = ()
@@ -77,6 +78,7 @@ class Plan:
     uses: dict[str, list[tuple[int, BatchAxis, frozenset[str]]]] = field(default_factory=dict)
     single_sample: bool = False
     sizes: tuple[tuple[int, int], ...] = ()
+    spread: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON."""
@@ -92,7 +94,8 @@ class Plan:
         }
         order = tuple(tuple(tuple(pair) for pair in use) for use in data["order"])
         sizes = tuple(tuple(pair) for pair in data["sizes"])
-        return cls(tuple(data["watched"]), order, uses, data["single_sample"], sizes)
+        spread = data.get("spread", False)  # files of version 0.1 have none
+        return cls(tuple(data["watched"]), order, uses, data["single_sample"], sizes, spread)
 
     def check_order(self, names: Sequence[dict[str, str]], samples: int, model: str) -> None:
         """Raises when a recording differs from the survey's, or shows the batch axes that one sample could not."""
@@ -108,6 +111,10 @@ class Plan:
                 f"Asked to run {model} on {samples} samples, found that the first batch had one sample, which cannot "
                 "show where the layers hold the batch; begin with a batch of two or more: put a larger batch first."
             )
+
+    def is_explicit(self, block: Block) -> bool:
+        """Whether rows are all there is of a block: it is generic, or its uses disagree about the layout."""
+        return block.family == "generic" or (block.matrix is None and len(self.uses[block.name]) > 1)
 
     def numbers_per_sample(self, cotangents: int) -> int:
         """Estimates the numbers held a sample: all g twice, and the patches and rotated gradients of one layer."""
@@ -180,7 +187,7 @@ def probe(
         LapwingError: no parameter selected; outputs that change between calls or with the rest of the batch.
     """
     few = _few(model, inputs, forward)
-    outputs, noted = run(model, few, forward, {id(value): name for name, value in parameters.items()})
+    outputs, noted = run_spread(model, few, forward, {id(value): name for name, value in parameters.items()})
     batches.check_outputs(outputs, "the first batch")
     last = next((use for use in reversed(noted) if use.use.family in MATRIX_FAMILIES[:2]), None)
     last_names = tuple(last.names[role] for role in ("weight", "bias") if role in last.names) if last else ()
@@ -213,7 +220,8 @@ def probe(
         name: [(i, axis_of[id(kept[i])] or BatchAxis(), roles) for i, roles in found] for name, found in uses.items()
     }
     blocks += [Block(name, (name,), (tuple(parameters[name].shape),), "generic") for name in names if reasons[name]]
-    plan = Plan(tuple(covered), order, indexed, samples == 1, tuple(_numbers(use, samples) for use in kept))
+    sizes, spread = tuple(_numbers(use, samples) for use in kept), any(use.spread for use in kept)
+    plan = Plan(tuple(covered), order, indexed, samples == 1, sizes, spread)
     lines = tuple(
         Covered(block.name, block.parameters, block.size, block.family, reasons[block.parameters[0]])
         for block in blocks

@@ -2,7 +2,8 @@
 
 Calls are seen as torch functions (`F.linear(x, W, b)`, `conv2d`, ...), not as modules: functional reuse of a weight,
 attention projections and modules without a hook are seen like any other. Parameters are recognised by identity. The
-graph starts at the first watched output, so a frozen or unselected trunk costs a plain forward pass.
+graph starts at the first watched output, so a frozen or unselected trunk costs a plain forward pass. A table read once
+for the whole batch, such as positions, is spread over the samples, so that its gradients arrive sample by sample.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..batches import Forward, call, tensors
+from ..batches import Forward, call, size, tensors
+from ..errors import LapwingError
 from .eager import EagerMode, batching_quiet, without_compiled
 from .layers import HANDLERS, Use
 
@@ -32,19 +34,29 @@ class Noted:
     edge: GradientEdge
     out: Tensor
     versions: tuple[int, int]
+    spread: bool = False
 
     @property
     def stale(self) -> bool:
         """Whether the layer's input was modified in place after the call."""
         return self.use.inputs._version != self.versions[0]
 
+    def is_output(self, outputs: Tensor) -> bool:
+        """Whether the layer's output is the network's, so that its gradients are the cotangents themselves."""
+        return self.out is outputs and self.out._version == self.versions[1] and self.use.family == "linear"
+
 
 class Recorder(EagerMode):
-    """Notes the uses of parameters while the network runs."""
+    """Notes the uses of parameters while the network runs.
 
-    def __init__(self, watched: Mapping[int, str]) -> None:
+    Args:
+        watched: id(parameter) -> name.
+        spread: over how many samples embeddings of a single row of tokens are spread.
+    """
+
+    def __init__(self, watched: Mapping[int, str], spread: int = 1) -> None:
         super().__init__()
-        self._watched = watched
+        self._watched, self._spread = watched, spread
         self.noted: list[Noted] = []
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
@@ -61,9 +73,12 @@ class Recorder(EagerMode):
             *(constant.get(id(arg), arg) for arg in args),
             **{key: constant.get(id(arg), arg) for key, arg in kwargs.items()},
         )
+        spread = use.family == "embedding" and self._spread > 1 and use.inputs.ndim > 1 and use.inputs.shape[0] == 1
+        if spread:
+            use.inputs, out = (x.expand(self._spread, *x.shape[1:]) for x in (use.inputs, out))
         if not out.requires_grad:
             out = out.detach().requires_grad_().clone()  # the clone may be modified in place, a leaf may not
-        self.noted.append(Noted(use, names, get_gradient_edge(out), out, (use.inputs._version, out._version)))
+        self.noted.append(Noted(use, names, get_gradient_edge(out), out, (use.inputs._version, out._version), spread))
         return out
 
     def _is_watched(self, value: Any) -> bool:
@@ -71,7 +86,7 @@ class Recorder(EagerMode):
 
 
 def run(
-    model: nn.Module, inputs: Any, forward: Forward | None, watched: Mapping[int, str]
+    model: nn.Module, inputs: Any, forward: Forward | None, watched: Mapping[int, str], spread: int = 1
 ) -> tuple[Tensor, list[Noted]]:
     """Runs the network once, recording.
 
@@ -80,13 +95,31 @@ def run(
         inputs: a batch.
         forward: how the network is called.
         watched: id(parameter) -> name.
+        spread: over how many samples embeddings of a single row of tokens are spread.
 
     Returns:
         Outputs (B, C), with their graph, and the uses in order.
     """
-    recorder = Recorder(watched)
+    recorder = Recorder(watched, spread)
     with torch.enable_grad(), without_compiled(), recorder:
         return call(model, inputs, forward), recorder.noted
+
+
+def run_spread(
+    model: nn.Module, inputs: Any, forward: Forward | None, watched: Mapping[int, str]
+) -> tuple[Tensor, list[Noted]]:
+    """Records the network with tables spread over the samples, unless that changes its outputs."""
+    try:
+        outputs, noted = run(model, inputs, forward, watched, size(inputs))
+    except (LapwingError, RuntimeError, TypeError, ValueError, IndexError):  # it may not take the table's new shape
+        return run(model, inputs, forward, watched)
+    if any(use.spread for use in noted):
+        with torch.no_grad(), without_compiled():
+            plain = call(model, inputs, forward)
+        tolerance = torch.finfo(plain.dtype).eps ** 0.5 * plain.abs().max().clamp_min(1.0)
+        if plain.shape != outputs.shape or not (plain - outputs).abs().max() <= tolerance:
+            return run(model, inputs, forward, watched)
+    return outputs, noted
 
 
 def wants_gradient(inputs: Any) -> bool:
@@ -95,7 +128,7 @@ def wants_gradient(inputs: Any) -> bool:
 
 
 def output_gradients(
-    outputs: Tensor, noted: Sequence[Noted], cotangents: Tensor | None, differentiable: bool
+    outputs: Tensor, noted: Sequence[Noted], cotangents: Tensor | None, differentiable: bool, batched: bool = True
 ) -> list[Tensor | None]:
     """Computes the gradients of R cotangents at the outputs of the noted uses.
 
@@ -104,15 +137,14 @@ def output_gradients(
         noted: the uses.
         cotangents: u (B, C, R), or None for the C outputs themselves.
         differentiable: keep the graph of the gradients.
+        batched: whether the cotangents may go back in one pass.
 
     Returns:
         g (R, *out.shape) a use; None where the use's output is f itself and the cotangents are its entries.
 
     Cost: R backward passes of activations only, none for a use that is the output.
     """
-    is_output = [
-        use.out is outputs and use.out._version == use.versions[1] and use.use.family == "linear" for use in noted
-    ]
+    is_output = [use.is_output(outputs) for use in noted]
     u = None if cotangents is None else cotangents.permute(2, 0, 1).to(outputs.dtype)  # (R, B, C)
     behind = [use for use, last in zip(noted, is_output, strict=True) if not last]
     grads: list[Tensor] = []
@@ -121,23 +153,26 @@ def output_gradients(
         if sent is None:
             eye = torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
             sent = eye[:, None].expand(-1, *outputs.shape)
-        grads = _backward(outputs, behind, sent, differentiable)
+        grads = _backward(outputs, behind, sent, differentiable, batched)
     rest = iter(grads)
     return [u if last else next(rest) for last in is_output]
 
 
-def _backward(outputs: Tensor, noted: Sequence[Noted], u: Tensor, differentiable: bool) -> list[Tensor]:
+def _backward(outputs: Tensor, noted: Sequence[Noted], u: Tensor, differentiable: bool, batched: bool) -> list[Tensor]:
     count = u.shape[0]
     if not outputs.requires_grad:
         return [use.out.new_zeros(count, *use.out.shape) for use in noted]
     edges = [use.edge for use in noted]
     options = {"retain_graph": True, "create_graph": differentiable, "allow_unused": True}
     grads = None
-    if count > 1 and count * sum(use.out.numel() for use in noted) <= BATCHED_BACKWARD:
+    if batched and count > 1 and count * sum(use.out.numel() for use in noted) <= BATCHED_BACKWARD:
         grads = _batched_backward(outputs, edges, u, options)
     if grads is None:
-        steps = [torch.autograd.grad(outputs, edges, row, **options) for row in u]
-        grads = [None if step[0] is None else torch.stack(step) for step in zip(*steps, strict=True)]
+        steps = list(zip(*[torch.autograd.grad(outputs, edges, row, **options) for row in u], strict=True))
+        grads = []
+        while steps:  # freed as they are joined
+            step = steps.pop(0)
+            grads.append(None if step[0] is None else torch.stack(step))
     return [use.out.new_zeros(count, *use.out.shape) if g is None else g for g, use in zip(grads, noted, strict=True)]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from .base import Training, Tuning
+from .bounded_evidence import BoundedEvidence
 from .early_stopping import EarlyStopping
 from .evidence import Evidence
 from .validation import Validation
 
-__all__ = ["EarlyStopping", "Evidence", "Training", "Tuning", "Validation"]
+__all__ = ["BoundedEvidence", "EarlyStopping", "Evidence", "Training", "Tuning", "Validation"]

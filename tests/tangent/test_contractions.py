@@ -8,6 +8,8 @@ import torch
 import lapwing as lw
 from lapwing import batches
 from lapwing import tangent as tn
+from lapwing.tangent.jacobian import SumOfUses
+from lapwing.tangent.layers.embedding import OneHot
 from tests import oracle
 from tests.zoo import ZOO
 
@@ -39,33 +41,49 @@ def test_rows_equal_jacrev(name):
     torch.testing.assert_close(record.outputs, oracle.outputs(model, x).reshape(record.outputs.shape))
 
 
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
+
+
+def check_contractions(jacobian, rows: torch.Tensor, theirs, their_rows: torch.Tensor) -> None:
+    """Every contraction of a block against products with its rows J (B, R, P), and with those of another record."""
+    size = rows.shape[-1]
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(2, size, dtype=torch.float64, generator=generator) + 0.1
+    vectors = torch.randn(4, size, dtype=torch.float64, generator=generator)
+    weighted = [(rows * w) @ rows.mT for w in weights]
+    flat, centred = rows.flatten(0, 1), rows - rows.mean(1, keepdim=True)
+    close(jacobian.rows(), rows)
+    close(jacobian.weighted_gram(weights[0]), weighted[0])
+    close(torch.stack(jacobian.weighted_grams(list(weights))), torch.stack(weighted))
+    factor = jacobian.weighted_factor(weights[0])
+    if factor is not None:
+        close(factor @ factor.mT, weighted[0])
+    plain, without_mean = jacobian.weighted_norms(list(weights))
+    close(plain, torch.stack([(rows.square() * w).sum(-1) for w in weights]))
+    close(without_mean, torch.stack([(centred.square() * w).sum(-1) for w in weights]))
+    close(jacobian.squared_sum(), rows.square().sum((0, 1)))
+    close(jacobian.squared_norm(), rows.square().sum())
+    close(jacobian.sum_rows(), rows.sum(0))
+    close(jacobian.jvp(vectors), rows @ vectors.T)
+    close(jacobian.joint_weighted_gram(weights[0]).flatten(2).flatten(0, 1), (flat * weights[0]) @ flat.T)
+    close(jacobian.gram(theirs).flatten(2).flatten(0, 1), flat @ their_rows.flatten(0, 1).T)
+    close(theirs.gram(jacobian).flatten(2).flatten(0, 1), their_rows.flatten(0, 1) @ flat.T)
+    close(jacobian.gram(jacobian).flatten(2).flatten(0, 1), flat @ flat.T)
+
+
 @pytest.mark.parametrize("name", ZOO)
 def test_contractions_equal_dense_products(name):
     case = ZOO[name]
-    _, x, tangent = survey(case)
+    model, x, tangent = survey(case)
     other = case.inputs(3, 7)
+    dense_other = dense(model, other, tangent).split([block.size for block in tangent.blocks], -1)
     u = torch.randn(5, case.outputs, 2, dtype=torch.float64)
     for cotangents in (None, u):
         record, second = tangent.record(x, cotangents), tangent.record(other)
-        for block in tangent.blocks:
+        for block, their_rows in zip(tangent.blocks, dense_other, strict=True):
             jacobian = record[block.name]
-            rows = jacobian.rows()  # (B, R, P)
-            theirs = second[block.name]
-            weights = torch.rand(block.size, dtype=torch.float64) + 0.1
-            vectors = torch.randn(4, block.size, dtype=torch.float64)
-            weighted = (rows * weights) @ rows.mT
-            flat = rows.flatten(0, 1)
-            close = lambda found, wanted: torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)  # noqa: E731
-            close(jacobian.weighted_gram(weights), weighted)
-            factor = jacobian.weighted_factor(weights)
-            if factor is not None:
-                close(factor @ factor.mT, weighted)
-            close(jacobian.squared_sum(), rows.square().sum((0, 1)))
-            close(jacobian.squared_norm(), rows.square().sum())
-            close(jacobian.sum_rows(), rows.sum(0))
-            close(jacobian.jvp(vectors), rows @ vectors.T)
-            close(jacobian.joint_weighted_gram(weights).flatten(2).flatten(0, 1), (flat * weights) @ flat.T)
-            close(jacobian.gram(theirs).flatten(2).flatten(0, 1), flat @ theirs.rows().flatten(0, 1).T)
+            check_contractions(jacobian, jacobian.rows(), second[block.name], their_rows)
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "attention", "vit", "tied"])
@@ -123,3 +141,60 @@ def test_a_table_used_by_two_families():
     torch.testing.assert_close(tangent.record(inputs).rows(), dense(model, inputs, tangent), rtol=1e-9, atol=1e-10)
     posterior = lw.fit(model, [(*inputs, torch.randint(3, (5,)))], lw.KFAC(), params=EVERY, tune=None)
     assert posterior.latent(inputs).variance.min() > 0
+
+
+def shared(batch: int, cotangents: int, positions: int, groups: int, outputs: int, inputs: int) -> tn.SharedOuter:
+    a = torch.randn(batch, positions, groups, inputs, dtype=torch.float64)
+    return tn.SharedOuter(a, torch.randn(batch, cotangents, positions, groups, outputs, dtype=torch.float64))
+
+
+def summed(form) -> torch.Tensor:
+    """J (B, R, P) by the defining sum over positions."""
+    rows = torch.einsum("nrtgo,ntgi->nrgoi", form.g, form.a)
+    return rows.flatten(2)
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize("slice_bytes", [2**24, 3000, 1])
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        ((3, 2, 4, 1, 5, 6), (4, 3, 7, 1, 5, 6)),
+        ((3, 2, 4, 3, 2, 5), (2, 1, 6, 3, 2, 5)),
+        ((1, 1, 1, 2, 3, 2), (5, 4, 3, 2, 3, 2)),
+        ((2, 5, 9, 1, 1, 1), (3, 2, 1, 1, 1, 1)),
+    ],
+)
+def test_ntk_blocks_by_rows_and_by_positions(mine, theirs, slice_bytes, by_rows, monkeypatch):
+    """Both ways, whatever the cost formula says: sequences of other lengths, groups, and slices down to one number."""
+    monkeypatch.setattr(tn.SharedOuter, "_rows_are_cheaper", lambda *_: by_rows)
+    first, second = shared(*mine).within(slice_bytes), shared(*theirs).within(slice_bytes)
+    wanted = torch.einsum("nrp,mqp->nrmq", summed(first), summed(second))
+    close(first.gram(second), wanted)
+    close(second.gram(first), wanted.permute(2, 3, 0, 1))
+    close(first.gram(first), torch.einsum("nrp,mqp->nrmq", summed(first), summed(first)))
+
+
+@pytest.mark.parametrize("slice_bytes", [2**24, 500, 1])
+def test_ntk_blocks_of_mixed_kinds(slice_bytes):
+    """Pairs of all forms that blocks of one shape can take, cut into slices of their own."""
+    outputs, inputs = 3, 4
+    size = outputs * inputs
+    outer = tn.Outer(torch.randn(2, inputs).double(), torch.randn(2, 3, outputs).double(), outputs)
+    last = tn.Outer(torch.randn(4, inputs).double(), None, outputs)
+    hot = OneHot(torch.randint(inputs, (3, 5)), torch.randn(3, 2, 5, outputs).double(), inputs)
+    forms = [outer, last, hot, shared(5, 2, 3, 1, outputs, inputs), tn.Rows(torch.randn(2, 2, size).double())]
+    forms.append(SumOfUses([shared(3, 2, 2, 1, outputs, inputs), tn.Rows(torch.randn(3, 2, size).double())]))
+    for first in forms:
+        for second in forms:
+            mine, theirs = first.within(slice_bytes), second.within(slice_bytes)
+            close(mine.gram(theirs), torch.einsum("nrp,mqp->nrmq", mine.rows(), theirs.rows()))
+
+
+def test_the_cheaper_way_to_an_ntk_block_is_taken():
+    """A wide convolution with few positions goes by positions, a narrow one with many goes by rows."""
+    few, many = shared(8, 1, 4, 1, 64, 289), shared(8, 1, 64, 1, 4, 9)
+    assert not few._rows_are_cheaper(few)
+    assert many._rows_are_cheaper(many)
+    many_outputs = shared(8, 60, 4, 1, 8, 9)
+    assert many_outputs._rows_are_cheaper(many_outputs)

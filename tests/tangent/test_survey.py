@@ -269,15 +269,77 @@ def test_parameters_are_the_networks_own() -> None:
     assert "1.num_batches_tracked" not in names
 
 
-def test_a_sample_above_the_budget_is_said(caplog):
-    """256 outputs behind two 64-channel maps: one sample alone is over 16 MiB, and runs all the same."""
+def test_what_does_not_fit_at_once_is_said(caplog):
+    """256 outputs behind two 64-channel maps: all of one sample's gradients are over 16 MiB, one output's are not."""
     convolutions = nn.Conv2d(1, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1)
     model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(64 * 64, 256)).eval()
     x = torch.randn(2, 1, 8, 8)
-    with caplog.at_level("WARNING", "lapwing"):
+    with caplog.at_level("INFO", "lapwing"):
         Tangent.survey(model, x, EVERY)
         assert not caplog.records
         tangent = Tangent.survey(model, x, EVERY, memory=SMALL)
-    assert "One sample of Sequential needs about 29 MiB" in caplog.text
-    assert "pass memory=33554432" in caplog.text
+    assert "One sample of Sequential needs about 29 MiB for its 256 outputs together" in caplog.text
+    assert "memory=33554432 would take them once" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["INFO"]
     assert tangent.chunk_length() == 1
+
+
+def test_a_sample_above_the_budget_is_warned_of(caplog):
+    """The patches of one large image alone are over 16 MiB, whatever the number of outputs."""
+    model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 4, 3), nn.Flatten(2)).eval()
+    x = torch.randn(2, 1, 160, 160)
+    with caplog.at_level("WARNING", "lapwing"):
+        Tangent.survey(model, x, EVERY, forward=lambda network, batch: network(batch).mean((1, 2))[:, None])
+        assert not caplog.records
+        Tangent.survey(model, x, EVERY, lambda network, batch: network(batch).mean((1, 2))[:, None], memory=SMALL)
+    assert "One sample of Sequential needs about 33 MiB even for one output at a time" in caplog.text
+    assert "pass memory=67108864" in caplog.text
+
+
+class Positions(nn.Module):
+    """A table of positions read once for the whole batch, and joined to the tokens in different ways."""
+
+    def __init__(self, join: str) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.head = nn.Embedding(7, 4), nn.Embedding(6, 4), nn.Linear(4, 3)
+        self.join = join
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1])[None]
+        rows = self.positions(places)
+        if self.join == "repeat":
+            rows = rows.repeat(len(tokens), 1, 1)
+        if self.join == "sum":
+            rows = rows.sum(0)
+        return self.head(torch.tanh(self.tokens(tokens) + rows).mean(1))
+
+
+@pytest.mark.parametrize(("join", "family"), [("broadcast", "embedding"), ("repeat", "generic"), ("sum", "generic")])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_table_of_positions(join: str, family: str, samples: int) -> None:
+    """It is spread over the samples where the network's outputs stay the same, else left to the generic family."""
+    torch.manual_seed(0)
+    model = Positions(join).double().eval()
+    tangent = Tangent.survey(model, torch.randint(7, (4, 5)), EVERY)
+    found = {line.block.removesuffix(".weight"): line.family for line in tangent.coverage.lines}
+    assert found == {"tokens": "embedding", "positions": family, "head": "linear"}
+    assert tangent.plan.spread == (family == "embedding")
+    x = torch.randint(7, (samples, 6))
+    record = tangent.record(x)
+    torch.testing.assert_close(record.outputs, model(x).detach())
+    for block in tangent.blocks:
+        truth = oracle.jacobian(model, x, list(block.parameters))
+        shaped, start = {}, 0
+        for name, shape in zip(block.parameters, block.shapes, strict=True):
+            size = torch.Size(shape).numel()
+            shaped[name] = truth[..., start : start + size].unflatten(-1, shape)
+            start += size
+        torch.testing.assert_close(record[block.name].rows(), block.join(shaped))
+
+
+def test_a_plan_of_the_first_version() -> None:
+    """Files written before tables were spread lack the entry; their tables of positions stay generic."""
+    model = Positions("broadcast").eval()
+    data = Tangent.survey(model, torch.randint(7, (4, 5)), lw.matching("tokens*", "head*")).plan.to_json()
+    assert data.pop("spread") is False
+    assert not Plan.from_json(json.loads(json.dumps(data))).spread

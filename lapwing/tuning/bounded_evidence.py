@@ -1,0 +1,167 @@
+"""Tuning by the evidence, bounded by what the spread of the weights costs predictions of the training data."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .. import batches
+from ..covariance import PriorCovariance
+from ..errors import LapwingError
+from ..posterior import Posterior
+from .base import Training, Tuning
+from .evidence import Evidence
+from .held_out import held_out_scores
+
+log = logging.getLogger("lapwing")
+
+
+@dataclass(frozen=True)
+class BoundedEvidence(Tuning):
+    """Raises the δ of the evidence until the spread costs the training data at most a few thousandths of a nat.
+
+    `δ = max(δ_evidence, min{δ : mean_n [log p(y_n|f_n) - log p(y_n|N(f_n, J_n Σ_δ J_nᵀ))] <= nats})`.
+
+    The evidence takes the loss for a quadratic. A classifier sure of its training labels lies where the loss is flat,
+    with a slope not far away: its curvature says little, and the evidence (of Evidence, with one δ) spreads the weights
+    too wide. Spread that the training predictions notice is cut back. Likelihoods with a noise variance, whose loss is
+    quadratic, keep the plain evidence.
+
+    Args:
+        nats: what the spread may cost, in nats a training sample, with the default link.
+        samples: training samples at most, in whole batches spread evenly over the loader, which should not be sorted.
+        decades: how far above the evidence's δ to look, in powers of ten.
+        points: candidates in that range; between them the cost is interpolated.
+
+    Raises:
+        LapwingError: for numbers out of range, or a loader without samples.
+
+    Cost: the evidence's; one pass through the loader, of which `samples` samples are recorded and contracted once, and
+    `points` variances (or Gram matrices, if the link reads covariances) an output.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> x, y = torch.randn(32, 4), torch.arange(32) % 3
+        >>> model = torch.nn.Linear(4, 3).eval()
+        >>> wide = lw.fit(model, [(x, y)]).prior_precision
+        >>> lw.fit(model, [(x, y)], tune=lw.BoundedEvidence()).prior_precision >= wide
+        True
+    """
+
+    nats: float = 0.005
+    samples: int = 500
+    decades: float = 8.0
+    points: int = 17
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        for name, value, least in (("samples", self.samples, 1), ("points", self.points, 3)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise LapwingError(
+                    f"Asked for BoundedEvidence({name}={value!r}); a whole number of at least {least} is needed: "
+                    "write BoundedEvidence(samples=500, points=17)."
+                )
+        for name, number in (("nats", self.nats), ("decades", self.decades)):
+            real = isinstance(number, (int, float)) and not isinstance(number, bool)
+            if not (real and 0 < number < math.inf):
+                raise LapwingError(
+                    f"Asked for BoundedEvidence({name}={number!r}); a positive finite number is needed: write "
+                    "BoundedEvidence(nats=0.005, decades=8.0)."
+                )
+
+    def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
+        """Returns the posterior at the δ of the evidence, or at the smallest above it that keeps within the bound."""
+        tuned = Evidence().tune(posterior)
+        given = posterior.prior.given or tuned.noise_variance is not None
+        if given or not isinstance(tuned.covariance, PriorCovariance):
+            return tuned
+        exponents = [self.decades * i / (self.points - 1) for i in range(self.points)]
+        candidates = [_raised(tuned, exponent) for exponent in exponents]
+        found = self.costs(candidates, training.loader)
+        exponent = crossing(exponents, found, self.nats)
+        if exponent == 0:
+            return tuned
+        log.info(
+            "The spread at the evidence's prior precision %.3g costs %.3g nats a training sample: raised to %.3g",
+            float(tuned.prior.precision[0]), found[0], float(tuned.prior.precision[0]) * 10**exponent,
+        )  # fmt: skip
+        if exponent == exponents[-1]:
+            log.warning(
+                "BoundedEvidence of %s reached the end of its range, prior precision %.0e, where the spread still "
+                "costs the training data %.1g nats a sample; BoundedEvidence(decades=%g) looks further.",
+                tuned.method, float(tuned.prior.precision[0]) * 10**exponent, found[-1], self.decades + 4,
+            )  # fmt: skip
+        return _raised(tuned, exponent)
+
+    def costs(self, candidates: Sequence[Posterior], loader: Iterable[Any]) -> list[float]:
+        """Returns what the spread of each candidate costs, in nats a training sample; below 0 where it helps.
+
+        Args:
+            candidates: posteriors of one fit.
+            loader: the training data.
+
+        Raises:
+            LapwingError: for a loader without samples.
+        """
+        first = candidates[0]
+        totals, count = [0.0] * len(candidates), 0
+        for inputs, targets in self._spread(loader, first.samples):
+            size = batches.size(inputs)
+            scores = held_out_scores(candidates, None, [(inputs, targets)])  # checks the targets
+            own = float(first.likelihood.log_prob(first.tangent.outputs_of(inputs), targets).double().sum())
+            totals = [cost + own - size * score for cost, (score,) in zip(totals, scores, strict=True)]
+            count += size
+        if not count:
+            raise LapwingError(
+                "Asked to bound the evidence on the training data, found no samples in the loader; the loader of the "
+                "fit is needed: write lw.fit(model, loader, tune=lw.BoundedEvidence())."
+            )
+        return [cost / count for cost in totals]
+
+    def _spread(self, loader: Iterable[Any], whole: int) -> Iterator[tuple[Any, Tensor]]:
+        """Yields whole batches evenly over the loader, until there are as many samples as asked for."""
+        start = taken = 0
+        for batch in loader:
+            inputs, targets = batches.split(batch)
+            size, left = batches.size(inputs), self.samples - taken
+            if size and left > 0 and taken * whole <= start * self.samples:
+                if size > left:  # every so many of its samples
+                    rows = slice(0, left * (size // left), size // left)
+                    inputs, targets = batches.take(inputs, rows), targets[rows]
+                taken += batches.size(inputs)
+                yield inputs, targets
+            start += size
+            if taken >= self.samples:
+                return
+
+
+def crossing(points: Sequence[float], costs: Sequence[float], bound: float) -> float:
+    """Returns the point from which on costs keep within a bound: geometric interpolation, linear where a cost is <= 0.
+
+    Args:
+        points: rising.
+        costs: one a point; NaN counts as above the bound.
+        bound: positive.
+
+    Returns:
+        The first point where no cost is above the bound, the last where the last one is.
+    """
+    above = [i for i, cost in enumerate(costs) if not cost <= bound]
+    if not above:
+        return points[0]
+    at = above[-1]
+    if at == len(points) - 1 or not math.isfinite(costs[at]):
+        return points[min(at + 1, len(points) - 1)]
+    high, low = costs[at], costs[at + 1]
+    part = math.log(high / bound) / math.log(high / low) if low > 0 else (high - bound) / (high - low)
+    return points[at] + (points[at + 1] - points[at]) * part
+
+
+def _raised(posterior: Posterior, exponent: float) -> Posterior:
+    """Returns the posterior at 10^exponent times its prior precision."""
+    return posterior.at(posterior.prior.precision * 10**exponent, posterior.noise_variance)

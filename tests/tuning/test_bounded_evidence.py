@@ -1,0 +1,171 @@
+"""The bounded evidence: its cost against predictions made one by one, its δ against the bound, and where it stays."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import lapwing as lw
+from lapwing import batches
+from lapwing.errors import LapwingError
+from lapwing.tuning import Training
+from lapwing.tuning.bounded_evidence import BoundedEvidence, crossing
+from tests.zoo import ZOO
+
+METHODS = [lw.Diagonal(), lw.KFAC(uncovered="dense"), lw.ELLA(rank=5, rows=12), lw.ELLA(5, 12, "prior"), lw.Full()]
+
+
+def memorised(dtype=torch.float64, classes=3, steps=300):
+    """A network that is sure of random labels, and its data in batches of 20, 10 and 10."""
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 4, dtype=dtype), torch.randint(classes, (40,))
+    model = nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, classes)).to(dtype)
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimiser.step()
+    return model.eval(), list(zip(x.split([20, 10, 10]), y.split([20, 10, 10]), strict=True))
+
+
+def cost(posterior, loader):
+    """What predictions lose against the network's own, sample by sample."""
+    lost = []
+    for x, y in loader:
+        for i in range(len(y)):
+            one, label = batches.take(x, slice(i, i + 1)), y[i : i + 1]
+            own = posterior.likelihood.log_prob(posterior.tangent.outputs_of(one), label)
+            lost.append(float(own - posterior.predict(one).log_prob(label)))
+    return sum(lost) / len(lost)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+@pytest.mark.parametrize("name", ["cnn_bn_inplace", "gpt2", "mlp"])
+def test_costs_equal_predictions_made_one_by_one(name, method):
+    case = ZOO[name]
+    loader = [(case.inputs(6, 1), case.targets(6, 1)), (case.inputs(3, 2), case.targets(3, 2))]
+    fitted = lw.fit(case.build(), loader, method, likelihood="categorical", params=lw.matching("*"), tune=None)
+    candidates = [fitted.with_prior(delta) for delta in (0.1, 1.0, 30.0)]
+    for found, candidate in zip(BoundedEvidence().costs(candidates, loader), candidates, strict=True):
+        assert found == pytest.approx(cost(candidate, loader), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("nats", [0.002, 0.005, 0.05])
+@pytest.mark.parametrize("params", [lw.everything, lw.last_layer], ids=["everything", "last_layer"])
+def test_a_network_that_memorised_its_labels_is_held_to_the_bound(params, nats):
+    model, loader = memorised()
+    wide = lw.fit(model, loader, lw.KFAC(), params=params)
+    tuned = BoundedEvidence(nats, points=161).tune(wide, Training(loader))
+    assert cost(wide, loader) > 3 * nats
+    assert tuned.prior_precision > 3 * wide.prior_precision
+    assert cost(tuned, loader) == pytest.approx(nats, rel=1e-2)
+    assert cost(tuned.with_prior(0.8 * tuned.prior_precision), loader) > nats
+    coarse = BoundedEvidence(nats).tune(wide, Training(loader))
+    assert cost(coarse, loader) == pytest.approx(nats, rel=0.2)
+
+
+def test_where_the_spread_costs_little_the_evidence_stays():
+    model, loader = memorised()
+    wide = lw.fit(model, loader, lw.KFAC())
+    assert BoundedEvidence(nats=cost(wide, loader) + 1e-6).tune(wide, Training(loader)).prior_precision == (
+        wide.prior_precision
+    )
+
+
+def test_regression_keeps_the_evidence_and_reads_no_data():
+    case = ZOO["conv1d"]
+    loader = [(case.inputs(9, 1), case.targets(9, 1))]
+    for likelihood in (lw.Gaussian(), lw.Gaussian(0.5)):
+        wide = lw.fit(case.build(), loader, lw.KFAC(), likelihood=likelihood)
+        tuned = BoundedEvidence().tune(wide)
+        assert (tuned.prior_precision, tuned.noise_variance) == (wide.prior_precision, wide.noise_variance)
+
+
+def test_a_given_prior_is_kept():
+    model, loader = memorised()
+    given = lw.fit(model, loader, lw.KFAC(), prior_precision=0.01, tune=None)
+    assert BoundedEvidence().tune(given, Training(loader)).prior_precision == 0.01
+
+
+@pytest.mark.parametrize("samples", [1, 7, 20, 25, 40, 1000])
+def test_samples_are_at_most_as_many_as_asked_and_spread_over_the_loader(samples):
+    parts = [(torch.arange(start, start + 10.0)[:, None], torch.zeros(10)) for start in range(0, 90, 10)]
+    parts.insert(3, (torch.zeros(0, 1), torch.zeros(0)))
+    taken = list(BoundedEvidence(samples=samples)._spread(parts, 90))
+    rows = torch.cat([x for x, _ in taken]).flatten()
+    assert len(rows) == min(samples, 90) == len(rows.unique())
+    assert all(len(x) == len(y) for x, y in taken)
+    if samples >= 20:
+        assert rows.max() >= 40  # not the first ones alone
+    whole = [(torch.arange(90.0)[:, None], torch.zeros(90))]
+    ((x, _),) = BoundedEvidence(samples=samples)._spread(whole, 90)
+    assert len(x) == min(samples, 90)
+    assert samples == 1 or x.max() >= 90 / 2
+
+
+def test_a_second_batch_counts():
+    model, loader = memorised()
+    wide = lw.fit(model, loader, lw.KFAC())
+    one, both = (BoundedEvidence().costs([wide], part)[0] for part in (loader[:1], loader))
+    assert both == pytest.approx(cost(wide, loader), rel=1e-9)
+    assert one != pytest.approx(both, rel=1e-3)
+
+
+def test_the_end_of_the_range_is_said(caplog):
+    model, loader = memorised()
+    wide = lw.fit(model, loader, lw.KFAC())
+    with caplog.at_level(logging.WARNING, "lapwing"):
+        tuned = BoundedEvidence(decades=0.2, points=3).tune(wide, Training(loader))
+    assert "decades=4.2" in caplog.text
+    assert tuned.prior_precision == pytest.approx(wide.prior_precision * 10**0.2)
+
+
+def test_bfloat16_and_frozen_layers():
+    model, loader = memorised(torch.float32)
+    model[0].requires_grad_(False)
+    model.bfloat16()
+    loader = [(x.bfloat16(), y) for x, y in loader]
+    wide = lw.fit(model, loader, lw.KFAC(), params=lw.last_layer)
+    tuned = BoundedEvidence().tune(wide, Training(loader))
+    assert math.isfinite(tuned.prior_precision)
+    assert tuned.prior_precision > wide.prior_precision
+
+
+def test_a_thousand_classes():
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 5), torch.arange(6)
+    model = nn.Linear(5, 1000).eval()
+    wide = lw.fit(model, [(x, y)])
+    assert BoundedEvidence().tune(wide, Training([(x, y)])).prior_precision >= wide.prior_precision
+
+
+def test_no_training_data_is_one_sentence():
+    model, loader = memorised()
+    with pytest.raises(LapwingError, match="the loader of the fit is needed"):
+        BoundedEvidence().tune(lw.fit(model, loader))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"nats": 0}, {"nats": math.nan}, {"nats": True}, {"samples": 0}, {"samples": 1.5}, {"points": 2}, {"decades": -1}],
+    ids=str,
+)
+def test_numbers_out_of_range(options):
+    with pytest.raises(LapwingError, match="write BoundedEvidence"):
+        BoundedEvidence(**options)
+
+
+def test_crossing():
+    points = [0.0, 1.0, 2.0, 3.0]
+    assert crossing(points, [0.1, 0.1, 0.1, 0.1], 0.2) == 0
+    assert crossing(points, [1.0, 1.0, 1.0, 1.0], 0.2) == 3
+    assert crossing(points, [100.0, 10.0, 1.0, 0.1], 3.1622776601683795) == pytest.approx(1.5)
+    assert crossing(points, [0.1, 1.0, 0.1, 0.1], 1 / math.sqrt(10)) == pytest.approx(1.5)  # the last crossing counts
+    assert crossing(points, [3.0, 1.0, -1.0, -1.0], 0.5) == pytest.approx(1.25)
+    assert crossing(points, [math.nan, math.inf, 0.1, 0.1], 0.5) == 2
+    assert crossing(points, [math.nan] * 4, 0.5) == 3
