@@ -118,8 +118,9 @@ class BoundedEvidence(Tuning):
             count += size
         if not count:
             raise LapwingError(
-                "Asked to bound the evidence on the training data, found no samples in the loader; the loader of the "
-                "fit is needed: write lw.fit(model, loader, tune=lw.BoundedEvidence())."
+                "Asked to go through the loader again to bound the evidence, found 0 samples; the same data are "
+                "needed once more: pass a DataLoader or a list of batches, not a generator, or write "
+                "tune=lw.Evidence()."
             )
         return [cost / count for cost in totals]
 

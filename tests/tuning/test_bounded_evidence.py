@@ -59,7 +59,7 @@ def test_costs_equal_predictions_made_one_by_one(name, method):
 @pytest.mark.parametrize("params", [lw.everything, lw.last_layer], ids=["everything", "last_layer"])
 def test_a_network_that_memorised_its_labels_is_held_to_the_bound(params, nats):
     model, loader = memorised()
-    wide = lw.fit(model, loader, lw.KFAC(), params=params)
+    wide = lw.fit(model, loader, lw.KFAC(), params=params, tune=lw.Evidence())
     tuned = BoundedEvidence(nats, points=161).tune(wide, Training(loader))
     assert cost(wide, loader) > 3 * nats
     assert tuned.prior_precision > 3 * wide.prior_precision
@@ -71,7 +71,7 @@ def test_a_network_that_memorised_its_labels_is_held_to_the_bound(params, nats):
 
 def test_where_the_spread_costs_little_the_evidence_stays():
     model, loader = memorised()
-    wide = lw.fit(model, loader, lw.KFAC())
+    wide = lw.fit(model, loader, lw.KFAC(), tune=lw.Evidence())
     assert BoundedEvidence(nats=cost(wide, loader) + 1e-6).tune(wide, Training(loader)).prior_precision == (
         wide.prior_precision
     )
@@ -81,7 +81,7 @@ def test_regression_keeps_the_evidence_and_reads_no_data():
     case = ZOO["conv1d"]
     loader = [(case.inputs(9, 1), case.targets(9, 1))]
     for likelihood in (lw.Gaussian(), lw.Gaussian(0.5)):
-        wide = lw.fit(case.build(), loader, lw.KFAC(), likelihood=likelihood)
+        wide = lw.fit(case.build(), loader, lw.KFAC(), likelihood=likelihood, tune=lw.Evidence())
         tuned = BoundedEvidence().tune(wide)
         assert (tuned.prior_precision, tuned.noise_variance) == (wide.prior_precision, wide.noise_variance)
 
@@ -110,7 +110,7 @@ def test_samples_are_at_most_as_many_as_asked_and_spread_over_the_loader(samples
 
 def test_a_second_batch_counts():
     model, loader = memorised()
-    wide = lw.fit(model, loader, lw.KFAC())
+    wide = lw.fit(model, loader, lw.KFAC(), tune=lw.Evidence())
     one, both = (BoundedEvidence().costs([wide], part)[0] for part in (loader[:1], loader))
     assert both == pytest.approx(cost(wide, loader), rel=1e-9)
     assert one != pytest.approx(both, rel=1e-3)
@@ -118,7 +118,7 @@ def test_a_second_batch_counts():
 
 def test_the_end_of_the_range_is_said(caplog):
     model, loader = memorised()
-    wide = lw.fit(model, loader, lw.KFAC())
+    wide = lw.fit(model, loader, lw.KFAC(), tune=lw.Evidence())
     with caplog.at_level(logging.WARNING, "lapwing"):
         tuned = BoundedEvidence(decades=0.2, points=3).tune(wide, Training(loader))
     assert "decades=4.2" in caplog.text
@@ -130,7 +130,7 @@ def test_bfloat16_and_frozen_layers():
     model[0].requires_grad_(False)
     model.bfloat16()
     loader = [(x.bfloat16(), y) for x, y in loader]
-    wide = lw.fit(model, loader, lw.KFAC(), params=lw.last_layer)
+    wide = lw.fit(model, loader, lw.KFAC(), params=lw.last_layer, tune=lw.Evidence())
     tuned = BoundedEvidence().tune(wide, Training(loader))
     assert math.isfinite(tuned.prior_precision)
     assert tuned.prior_precision > wide.prior_precision
@@ -140,14 +140,14 @@ def test_a_thousand_classes():
     torch.manual_seed(0)
     x, y = torch.randn(6, 5), torch.arange(6)
     model = nn.Linear(5, 1000).eval()
-    wide = lw.fit(model, [(x, y)])
+    wide = lw.fit(model, [(x, y)], tune=lw.Evidence())
     assert BoundedEvidence().tune(wide, Training([(x, y)])).prior_precision >= wide.prior_precision
 
 
 def test_no_training_data_is_one_sentence():
     model, loader = memorised()
-    with pytest.raises(LapwingError, match="the loader of the fit is needed"):
-        BoundedEvidence().tune(lw.fit(model, loader))
+    with pytest.raises(LapwingError, match="the same data are needed once more"):
+        BoundedEvidence().tune(lw.fit(model, loader, tune=lw.Evidence()))
 
 
 @pytest.mark.parametrize(
