@@ -23,10 +23,10 @@ from lapwing.evaluation import Comparison, compare
 from lapwing.reproduce import data, models
 
 OUTPUT = Path("demo-output")
-TUNED = "The prior precision is tuned on validation images, or by the evidence from the training images alone."
+TUNED = "The prior precision is tuned on validation images, or without them by the evidence, bounded."
 
 METHODS = {
-    "last layer, evidence": (None, lw.last_layer),  # what lw.fit(model, loader) does
+    "last layer, no held-out data": (None, lw.last_layer),  # what lw.fit(model, loader) does
     "last layer": (None, lw.last_layer),
     "Diagonal": (lw.Diagonal(), lw.everything),
     "KFAC": (lw.KFAC(), lw.everything),
@@ -43,10 +43,10 @@ def comparison(
     data_size: int | None = None,
     repeats: int = 3,
 ) -> Comparison:
-    """Fits every method, the prior precision tuned on validation data or by the evidence; compares on test data."""
+    """Fits every method, the prior precision tuned with validation data or without; compares on test data."""
     posteriors, seconds = {}, {}
     for name, (method, params) in METHODS.items():
-        tune = lw.Evidence() if name.endswith("evidence") else lw.Validation(validation)
+        tune = lw.BoundedEvidence() if name.endswith("no held-out data") else lw.Validation(validation)
         start = time.perf_counter()
         posteriors[name] = lw.fit(model, train, method, params=params, tune=tune, data_size=data_size)
         seconds[name] = time.perf_counter() - start
