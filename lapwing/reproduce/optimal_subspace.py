@@ -20,8 +20,10 @@ import lapwing as lw
 
 from ..covariance import Latent, Subspace
 from ..covariance.output import Dense
+from ..evaluation.corruptions import corrupt
 from ..evaluation.measures import relative_error
 from .data import arrays, images
+from .models import cifar_resnet20, mnist_cnn
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -219,6 +221,32 @@ def image_task(
     chosen = torch.randperm(len(data.x_test), generator=torch.Generator().manual_seed(seed))[:test]
     task = Task(model, train, len(data.x_train), lw.Categorical(), swag)
     return task, {"test": (_scaled(data.x_test[chosen]), data.y_test[chosen])}
+
+
+def given_task(seed: int, shown: int = 600, test: int = 100) -> tuple[Task, dict[str, tuple[Tensor, Tensor]]]:
+    """Returns ELLA's trained MNIST network (29 034 weights), and random test images as X."""
+    data = images("mnist")
+    generator = torch.Generator().manual_seed(seed)
+    picked, chosen = (torch.randperm(len(x), generator=generator) for x in (data.x_train, data.x_test))
+    picked, chosen = picked[:shown], chosen[:test]
+    train = list(zip(data.x_train[picked].split(100), data.y_train[picked].split(100), strict=True))
+    task = Task(mnist_cnn(), train, len(data.x_train), lw.Categorical())
+    return task, {"test": (data.x_test[chosen], data.y_test[chosen])}
+
+
+def resnet_task(seed: int, shown: int = 500, test: int = 50) -> tuple[Task, dict[str, tuple[Tensor, Tensor]]]:
+    """Returns the trained CIFAR-10 ResNet-20 (269 722 weights), and random test images as X."""
+    data = images("cifar10")
+    generator = torch.Generator().manual_seed(seed)
+    picked, chosen = (torch.randperm(len(x), generator=generator) for x in (data.x_train, data.x_test))
+    picked, chosen = picked[:shown], chosen[:test]
+    train = list(zip(data.x_train[picked].split(100), data.y_train[picked].split(100), strict=True))
+    return Task(cifar_resnet20(), train, 50_000, lw.Categorical()), {"test": (data.x_test[chosen], data.y_test[chosen])}
+
+
+def corrupted(x: Tensor, y: Tensor, kind: str, seed: int) -> tuple[Tensor, Tensor]:
+    """Returns images of [-1, 1] corrupted at the middle strength, and their labels."""
+    return _scaled(corrupt(((x + 1) / 2).clamp(0, 1), kind, 3, seed=seed)), y
 
 
 # Tables --------------------------------------------------------------------------------------------------------------
