@@ -349,7 +349,6 @@ def cifar_posteriors(
     """
     methods: dict[str, tuple[lw.Method, Any, Tuning]] = {
         "ELLA": (lw.ELLA(rank=20, rows=2000), lw.everything, lw.EarlyStopping(setup.val)),
-        "ELLA, all data": (lw.ELLA(rank=20, rows=2000), lw.everything, lw.Validation(setup.val[:5])),
         "last layer, KFAC": (lw.KFAC(), lw.last_layer, lw.Validation(setup.val[:5])),
         "last layer, full, early stopping": (lw.Full(), lw.last_layer, lw.EarlyStopping(setup.val)),
         "diagonal": (lw.Diagonal(), lw.everything, lw.Validation(setup.val[:5])),

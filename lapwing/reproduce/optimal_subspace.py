@@ -211,7 +211,7 @@ def swag_from(
 
 
 def image_task(
-    name: str, seed: int, shown: int = 600, test: int = 100
+    name: str, seed: int, shown: int = 400, test: int = 100
 ) -> tuple[Task, dict[str, tuple[Tensor, Tensor]]]:
     """Returns the small CNN trained on MNIST or Fashion-MNIST, and random test images as X."""
     model, swag = train_cnn(name, seed)
@@ -223,7 +223,7 @@ def image_task(
     return task, {"test": (_scaled(data.x_test[chosen]), data.y_test[chosen])}
 
 
-def given_task(seed: int, shown: int = 600, test: int = 100) -> tuple[Task, dict[str, tuple[Tensor, Tensor]]]:
+def given_task(seed: int, shown: int = 400, test: int = 100) -> tuple[Task, dict[str, tuple[Tensor, Tensor]]]:
     """Returns ELLA's trained MNIST network (29 034 weights), and random test images as X."""
     data = images("mnist")
     generator = torch.Generator().manual_seed(seed)
