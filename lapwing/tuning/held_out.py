@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from .. import batches
 from ..covariance import Latent, MarginalLatent, PriorCovariance, Subspace
 from ..errors import LapwingError
+from ..likelihoods import Prediction
 from ..likelihoods.links import LatentLike
 from ..posterior import Posterior
 from ..tangent import Record
@@ -76,30 +78,58 @@ def with_ranks(posterior: Posterior, ranks: Sequence[int]) -> list[Posterior]:
 
 
 def best_of(posteriors: Sequence[Posterior], grid: Grid, loader: Iterable[Any]) -> Posterior:
-    """Returns the posterior and the scalar δ with the best held-out log likelihood.
+    """Returns the posterior, scalar δ and noise variance with the best held-out log likelihood; what is given is kept.
 
-    The best point of the grid is refined by a parabola through its neighbours. Where δ is given, it is kept.
+    All pairs of a grid are compared, and the best is refined by parabolas through its neighbours. Raising σ² by a
+    factor q at δ/q multiplies the whole covariance of y by q, so a candidate for σ² needs no contraction:
+    `log N(y; f, q S) = log N(f + (y - f)/√q; f, S) - C/2 log q`.
     """
-    given = posteriors[0].prior.given
-    exponents = [0.0] if given else grid.exponents
-    scores = held_out_scores(posteriors, None if given else [10**exponent for exponent in exponents], loader)
-    flat = [value if not math.isnan(value) else -math.inf for row in scores for value in row]
-    which, at = divmod(max(range(len(flat)), key=flat.__getitem__), len(exponents))
-    best = posteriors[which]
-    if given:
-        return best
-    if at in (0, len(exponents) - 1):
+    first = posteriors[0]
+    open_noise = not first.noise_given and first.noise_variance is not None
+    if first.prior.given:
+        scores = held_out_scores(posteriors, None, loader) if len(posteriors) > 1 else [[0.0]]
+        best = posteriors[max(range(len(scores)), key=lambda i: scores[i][0])]
+        return _best_noise(best, loader) if open_noise else best
+    deltas, factors = grid.exponents, NOISE_EXPONENTS if open_noise else [0.0]
+    table = _scores(posteriors, [10**e for e in deltas], [10**e for e in factors], loader)
+    which, at, k = (int(i) for i in torch.unravel_index(table.nan_to_num(-math.inf).argmax(), table.shape))
+    if at in (0, len(deltas) - 1):
         meaning = "no spread in the weights at all" if at else "the widest spread it was offered"
         low, high = grid.decades
         log.warning(
             "Validation of %s chose the edge of its range, prior precision 1e%g: the held-out data ask for %s; "
             "decades=(%g, %g) looks further.",
-            best.method, exponents[at], meaning, low - 3, high + 3,
+            posteriors[which].method, deltas[at], meaning, low - 3, high + 3,
         )  # fmt: skip
-        return _at(best, 10 ** exponents[at])
-    left, middle, right = scores[which][at - 1 : at + 2]
-    shift = 0.5 * (left - right) / min(left - 2 * middle + right, -1e-300)  # the parabola's top, in grid steps
-    return _at(best, 10 ** (exponents[at] + (exponents[1] - exponents[0]) * max(-0.5, min(0.5, shift))))
+    delta = _refined(deltas, table[which, :, k].tolist(), at)
+    factor = 10 ** _refined(factors, table[which, at].tolist(), k)
+    best = posteriors[which]
+    noise = None if best.noise_variance is None else best.noise_variance * factor
+    return best.at(torch.full_like(best.prior.precision, 10**delta / factor), noise)
+
+
+NOISE_EXPONENTS = [i / 4 for i in range(-12, 13)]
+"""Candidates for log10 of σ² relative to the evidence's."""
+
+
+def _best_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior:
+    """Scans σ² at a given prior precision."""
+
+    def at(exponent: float) -> Posterior:
+        assert posterior.noise_variance is not None
+        return posterior.at(posterior.prior.precision, posterior.noise_variance * 10**exponent)
+
+    row = [score for (score,) in held_out_scores([at(exponent) for exponent in NOISE_EXPONENTS], None, loader)]
+    return at(_refined(NOISE_EXPONENTS, row, max(range(len(row)), key=row.__getitem__)))
+
+
+def _refined(points: Sequence[float], scores: Sequence[float], at: int) -> float:
+    """Returns the top of the parabola through the best point of a grid and its neighbours; at an edge the point."""
+    if at in (0, len(points) - 1):
+        return points[at]
+    left, middle, right = scores[at - 1 : at + 2]
+    shift = 0.5 * (left - right) / min(left - 2 * middle + right, -1e-300)  # in grid steps
+    return points[at] + (points[1] - points[0]) * max(-0.5, min(0.5, shift))
 
 
 def held_out_scores(
@@ -115,13 +145,21 @@ def held_out_scores(
     Raises:
         LapwingError: for an empty loader.
     """
+    return _scores(posteriors, precisions, [1.0], loader)[:, :, 0].tolist()
+
+
+def _scores(
+    posteriors: Sequence[Posterior], precisions: Sequence[float] | None, factors: Sequence[float], loader: Iterable[Any]
+) -> Tensor:
+    """Returns mean held-out log likelihoods (posteriors, precisions, factors); a factor widens all of y."""
     first = posteriors[0]
     marginal = first.tangent.outputs == 1 or not first.likelihood.default_link.reads_covariance
     groups: dict[int, list[int]] = {}
     for i, posterior in enumerate(posteriors):
         assert isinstance(posterior.covariance, PriorCovariance)
         groups.setdefault(id(posterior.covariance.features), []).append(i)
-    totals, count = [[0.0] * len(precisions or [0]) for _ in posteriors], 0
+    count = 0
+    totals = torch.zeros(len(posteriors), len(precisions or [0]), len(factors), dtype=torch.float64)
     with torch.no_grad():
         for batch in loader:
             inputs, targets = batches.split(batch)
@@ -133,18 +171,30 @@ def held_out_scores(
                     candidates = [
                         (i, j, posteriors[i] if precisions is None else _at(posteriors[i], precisions[j]))
                         for i in members
-                        for j in range(len(totals[i]))
+                        for j in range(totals.shape[1])
                     ]
                     latents = _latents(record, [candidate for _, _, candidate in candidates], marginal)
                     for (i, j, candidate), latent in zip(candidates, latents, strict=True):
                         prediction = candidate.likelihood.predict(cast(LatentLike, latent))
-                        totals[i][j] += float(prediction.log_prob(labels).double().sum())
+                        totals[i, j] += _log_probs(prediction, record.outputs, labels, factors)
     if not count:
         raise LapwingError(
             "Asked to tune on validation data, found no batch in the loader; held-out (inputs, targets) batches "
             "are needed, and a loader that can be gone through twice: write lw.Validation([(x_val, y_val)])."
         )
-    return [[value / count for value in row] for row in totals]
+    return totals / count
+
+
+def _log_probs(prediction: Prediction, outputs: Tensor, labels: Tensor, factors: Sequence[float]) -> Tensor:
+    """Returns the log likelihood of a batch, summed, for each factor of y's covariance."""
+    if list(factors) == [1.0]:
+        return prediction.log_prob(labels).double().sum().cpu()
+    labels = labels.reshape(outputs.shape)
+    sums = [
+        prediction.log_prob(outputs + (labels - outputs) / q**0.5).double().sum() - outputs.numel() * math.log(q) / 2
+        for q in factors
+    ]
+    return torch.stack(sums).cpu()
 
 
 def _at(posterior: Posterior, precision: float) -> Posterior:

@@ -14,11 +14,11 @@ from .held_out import Grid, best_of, check_loader, with_ranks
 
 @dataclass(frozen=True)
 class Validation(Tuning):
-    """Chooses one scalar δ by the mean log likelihood of held-out data, linearised and with the default link.
+    """Chooses one scalar δ, and σ², by the mean log likelihood of held-out data, linearised and with the default link.
 
     All candidates are scored from one contraction of each batch: a candidate costs next to nothing. The best
-    point of the grid is refined by a parabola through its neighbours. The noise variance, where it is None, is tuned by
-    the evidence.
+    point of the grid is refined by a parabola through its neighbours. Where the noise variance is None, all pairs
+    (δ, σ²) are compared, within three decades of the evidence's σ².
 
     Args:
         loader: held-out (inputs, targets) batches, not the training data.
@@ -46,6 +46,6 @@ class Validation(Tuning):
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior at the best δ and rank."""
         by_evidence = Evidence().tune(posterior)
-        if posterior.prior.given and not self.ranks:
+        if posterior.tuned and not self.ranks:
             return by_evidence
         return best_of(with_ranks(by_evidence, self.ranks), Grid(self.decades, self.points), self.loader)

@@ -50,3 +50,27 @@ def test_the_best_candidate_is_chosen():
     best = grid[max(range(13), key=lambda i: scores[i])]
     assert abs(math.log10(free.prior_precision / best)) <= 0.25 + 1e-9
     assert held_out_scores([free], None, held_out)[0][0] >= max(scores) - 1e-3
+
+
+@pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC(), lw.ELLA(5, 12, "prior")], ids=repr)
+@pytest.mark.parametrize("prior", [None, 2.0])
+def test_open_noise_is_chosen_on_held_out_data_too(method, prior):
+    """No pair (δ, σ²) around the chosen one predicts the held-out data better."""
+    case = ZOO["conv1d"]
+    loader = [(case.inputs(9, 1), case.targets(9, 1))]
+    x, y = case.inputs(30, 3), case.targets(30, 3)
+    fitted = lw.fit(
+        case.build(), loader, method, params=lw.matching("*"), prior_precision=prior, tune=lw.Validation([(x, y)])
+    )
+    assert prior is None or fitted.prior_precision == prior
+
+    def score(delta, noise):
+        return float(fitted.with_prior(delta, noise_variance=noise).predict(x).log_prob(y).mean())
+
+    chosen = score(fitted.prior_precision, fitted.noise_variance)
+    by_evidence = lw.fit(case.build(), loader, method, params=lw.matching("*"), prior_precision=prior)
+    assert chosen >= score(by_evidence.prior_precision, by_evidence.noise_variance) - 1e-6
+    for factor in (0.5, 2.0):
+        assert chosen >= score(fitted.prior_precision, fitted.noise_variance * factor) - 2e-2
+        if prior is None:
+            assert chosen >= score(fitted.prior_precision * factor, fitted.noise_variance) - 2e-2
