@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -135,7 +137,7 @@ def flatten(inputs: Any) -> tuple[list[Tensor], str]:
     others = [None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves]
     try:
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)], json.dumps([pytree.treespec_dumps(spec), others])
-    except TypeError as error:
+    except (TypeError, NotImplementedError) as error:
         raise LapwingError(
             f"Asked to keep inputs beside the posterior, found {describe(inputs)}; tensors, numbers and texts, in "
             "tuples, lists and dicts, can be kept: give others by forward=lambda model, inputs: model(...)."
@@ -150,13 +152,16 @@ def unflatten(leaves: Iterable[Tensor], nest: str) -> Any:
     return pytree.tree_unflatten(filled, pytree.treespec_loads(text))
 
 
-def call(model: nn.Module, inputs: Any, forward: Forward | None = None) -> Tensor:
+def call(
+    model: nn.Module, inputs: Any, forward: Forward | None = None, mode: AbstractContextManager | None = None
+) -> Tensor:
     """Runs the network and returns its outputs as a matrix (B, C).
 
     Args:
         model: the network.
         inputs: a tensor `model(x)`, a tuple `model(*x)` or a mapping `model(**x)`.
         forward: replaces that call: `forward(model, inputs)`.
+        mode: entered for the network alone, since a function mode would also see the checks of its outputs.
 
     Returns:
         Outputs (B, C); (B,) becomes (B, 1); `.logits` of a Hugging Face output is taken.
@@ -166,7 +171,8 @@ def call(model: nn.Module, inputs: Any, forward: Forward | None = None) -> Tenso
             does not take, and outputs that are no (B, C) matrix.
     """
     try:
-        out = _called(model, inputs, forward)
+        with mode or nullcontext():
+            out = _called(model, inputs, forward)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         if _blames_inputs(error):
             raise _refused(model, inputs, forward, error) from error
@@ -256,7 +262,7 @@ def _short(dtype: torch.dtype) -> str:
 def _finite(values: Tensor) -> bool:
     """Whether all values are finite: one fast sum, and a look at each where that overflows or is not finite."""
     values = values.detach()
-    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+    return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
 
 
 def check_inputs(inputs: Any, like: Tensor, where: str) -> None:

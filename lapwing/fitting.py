@@ -20,6 +20,7 @@ from .covariance import Covariance
 from .errors import LapwingError
 from .likelihoods import Categorical, Gaussian, Likelihood, resolve
 from .methods import KFAC, Batch, CurvaturePass, FisherRoot, IteratePass, Method, Pass, Problem, State, SumPass
+from .methods.passes import class_labels
 from .posterior import Posterior
 from .prior import Prior, is_positive
 from .tangent import LastLayer, Predicate, Tangent, everything, last_layer
@@ -106,8 +107,9 @@ def fit(
         factor = 1.0 if data_size is None else data_size / runner.samples
         return likelihood.with_noise_variance(noise).curvature_scale * factor / temperature
 
+    traces = tune is not None and tune.reads_evidence(not prior.given, likelihood.needs_noise)
     problem = Problem(
-        tangent, likelihood, root, prior.precision, scale / temperature, tune is not None, seed, runner.labels,
+        tangent, likelihood, root, prior.precision, scale / temperature, traces, seed, runner.labels,
         curvature_scale,
     )  # fmt: skip
     covariance = runner.run(method, problem)
@@ -120,7 +122,9 @@ def fit(
     whole = posterior(covariance, runner.statistics, runner.samples, data_size)
     if tune is None:
         return whole if whole.tuned else whole.with_defaults()
-    prefixes = tuple(posterior(*found, samples, None) for samples, found in sorted(runner.prefixes().items()))
+    parts = sorted(runner.prefixes().items())
+    unscaled = parts if whole.data_factor > 1 else parts[:-1]  # all of the data is a part where `whole` is scaled
+    prefixes = tuple(posterior(*found, samples, None) for samples, found in unscaled)
     return tune.tune(whole, Training(loader, prefixes))
 
 
@@ -142,20 +146,19 @@ class _Runner:
         self.samples = 0
 
     def labels(self) -> Tensor:
-        """Returns the n class labels, zeros where targets are none; goes through the loader the first time."""
+        """Returns the n class labels, -1 where targets are none; goes through the loader the first time."""
         if self._labels is None:
             found = [torch.zeros(0, dtype=torch.int64)]
             for batch in self._loader:
-                inputs, targets = batches.split(batch)
-                classes = isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point()
-                found.append(targets.cpu().long() if classes else torch.zeros(batches.size(inputs), dtype=torch.int64))
+                found.append(class_labels(*batches.split(batch)))
             self._labels = torch.cat(found)
             self._check_size(len(self._labels), "to count its samples")
         return self._labels
 
     def prefixes(self) -> dict[int, tuple[Covariance, dict[str, Tensor]]]:
         """Returns covariance and statistics of the first samples alone, by their number."""
-        return {n: (covariance, self._statistics_at[n]) for n, covariance in self._covariance_at.items()}
+        kept = self._covariance_at.items()
+        return {n: (covariance, self._statistics_at[n]) for n, covariance in kept if n in self._statistics_at}
 
     def run(self, method: Method, problem: Problem) -> Covariance:
         """Runs all passes; returns what the method makes of them."""
@@ -284,8 +287,9 @@ def _method_and_params(method: Any, params: Any) -> tuple[Method, Predicate | La
         )
     if method is not None and not isinstance(method, Method):
         raise LapwingError(
-            f"Asked for method={method!r}; accepted are lw.Full(), lw.Diagonal(), lw.KFAC(), lw.EKFAC() and "
-            "lw.ELLA(rank=20, rows=200): write method=lw.KFAC()."
+            f"Asked for method={method!r}; accepted are lw.Full(), lw.Diagonal(), lw.KFAC(), lw.EKFAC(), "
+            "lw.ELLA(rank=20, rows=200), lw.OptimalSubspace(rank=20) and lw.SubsetOfWeights(size=100): write "
+            "method=lw.KFAC()."
         )
     if params is None:
         params = last_layer if method is None else everything

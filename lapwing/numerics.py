@@ -93,8 +93,7 @@ def psd_root(matrix: Tensor) -> Tensor:
 def orthonormal_rows(rows: Tensor, rank: int | None = None) -> Tensor:
     """Returns the top right singular vectors of explicit rows, `rows = L diag(s) V`, as V (K, P) with `V Vᵀ = I`.
 
-    Directions with `s < 1e-11 s_max` are cut. Where the rows are wide (M < P) the Gram matrix proposes the basis and
-    one QR in float64 makes it orthonormal.
+    Directions with `s < 1e-11 s_max` are cut.
 
     Args:
         rows: (M, P), cast to float64.

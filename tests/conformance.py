@@ -124,7 +124,8 @@ class Setup:
 
     def fit(self, method: lw.Method, **options: Any) -> lw.Posterior:
         """Fits with prior precision 2 unless told otherwise."""
-        given = {"params": self.params, "likelihood": self.likelihood, "prior_precision": 2.0, **options}
+        given = {"params": self.params, "likelihood": self.likelihood, "prior_precision": 2.0, "tune": lw.Evidence()}
+        given |= options
         return lw.fit(self.model, given.pop("loader", self.loader), method, **given)
 
     @cached_property

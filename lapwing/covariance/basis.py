@@ -26,6 +26,11 @@ class Basis(ABC):
     dtype: torch.dtype
 
     @property
+    def held(self) -> int:
+        """Numbers that a projection holds for each row of J."""
+        return self.rank
+
+    @property
     @abstractmethod
     def grams(self) -> Tensor:
         """`W_b W_bᵀ` of each block (n_blocks, K, K), float64."""
@@ -82,6 +87,8 @@ class ExplicitBasis(Basis):
 
     def project(self, record: Record) -> Tensor:
         """Takes the cheaper of forward mode and the blocks' products."""
+        if not self.rank:  # no row of J spanned anything
+            return record.outputs.new_zeros(record.samples, record.cotangents, 0, dtype=record.dtype)
         return record.jvp(self.vectors)
 
     def combine(self, coefficients: Tensor) -> Vectors:
@@ -122,11 +129,14 @@ class ImplicitBasis(Basis):
 
     @cached_property
     def grams(self) -> Tensor:
-        """From the NTK of each block among the anchors. Cost: a Gram matrix of the anchors for each block."""
-        scales = self.scales.items()
-        return torch.stack(
-            [self.coefficients @ self.anchors.gram({n: w * w}, self.dtype) @ self.coefficients.T for n, w in scales]
-        )
+        """From the NTK of each block among the anchors. Cost: as their Gram matrix."""
+        squares = torch.tensor([scale**2 for scale in self.scales.values()], device=self.coefficients.device)
+        return squares[:, None, None] * self.anchors.grams(self.coefficients, self.dtype)
+
+    @property
+    def held(self) -> int:
+        """M: products with all anchors come before their combination."""
+        return len(self.anchors)
 
     def project(self, record: Record) -> Tensor:
         """Returns NTK blocks between the record and the anchors, combined. Cost: M backward passes a record."""

@@ -69,6 +69,7 @@ class Subspace(PriorCovariance):
         precision: δ (n_blocks,).
         scale: s.
         rank: how many of the leading directions count; all when None.
+        span: the diagonalised span at this prior, where it is known.
     """
 
     def __init__(
@@ -80,10 +81,11 @@ class Subspace(PriorCovariance):
         precision: Tensor,
         scale: float,
         rank: int | None = None,
+        span: Span | None = None,
     ) -> None:
         self.blocks, self.basis, self.curvature, self.traces = blocks, basis, curvature, traces
         self.precision, self.scale = precision, scale
-        self._at = Span(basis, curvature, precision, rank)
+        self._at = Span(basis, curvature, precision, rank) if span is None else span
         self._weights = 1 / (scale * self._at.values + 1)
 
     @property
@@ -104,7 +106,19 @@ class Subspace(PriorCovariance):
 
     def with_prior(self, precision: Tensor, scale: float) -> Self:
         """Returns the covariance on the same span under another prior, K x K work; only a new fit chooses it anew."""
-        return type(self)(self.blocks, self.basis, self.curvature, self.traces, precision, scale, self.rank)
+        same = torch.equal(precision / precision[0], self.precision / self.precision[0])
+        span = self._at.rescaled(precision) if same else None
+        return type(self)(self.blocks, self.basis, self.curvature, self.traces, precision, scale, self.rank, span)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the directions."""
+        return self.basis.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """That of the curvature."""
+        return self.curvature.device
 
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns the log determinant on the subspace; outside it the posterior has no curvature."""

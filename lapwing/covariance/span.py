@@ -7,6 +7,8 @@ eigenpairs `H q = h S q` with `qᵀ S q = 1` give directions `W̃ = Qᵀ W`, ort
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -75,6 +77,15 @@ class Span:
 
     def weighted(self, vectors: Vectors, weights: Tensor) -> Vectors:
         """Returns `W̃ᵀ diag(w) W̃ v`."""
-        dtype = self.basis.dtype
-        inner = self.basis.inner(vectors) @ self.rotation.to(dtype)  # (n, k)
-        return self.basis.combine((inner * weights.to(dtype)) @ self.rotation.T.to(dtype))
+        dtype, first = self.basis.dtype, next(iter(vectors.values()))
+        flat = {name: vector.reshape(-1, vector.shape[-1]) for name, vector in vectors.items()}
+        inner = self.basis.inner(flat) @ self.rotation.to(dtype)  # (n, k)
+        found = self.basis.combine((inner * weights.to(dtype)) @ self.rotation.T.to(dtype))
+        return {name: vector.reshape(*first.shape[:-1], -1) for name, vector in found.items()}
+
+    def rescaled(self, precision: Tensor) -> Span:
+        """Returns the span at a prior precision of the same ratios between blocks, nothing decomposed again."""
+        again = copy.copy(self)
+        factor = float(self.precision[0] / precision[0])
+        again.precision, again.values, again.rotation = precision, self.values * factor, self.rotation * factor**0.5
+        return again

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..errors import LapwingError
 from .passes import Method, Passes, Problem, check_choice, check_count
 from .rows import SAMPLINGS, Sampling, sampled_anchors
 from .subspace import Residual, on_basis, span_of_anchors
@@ -12,12 +13,13 @@ from .subspace import Residual, on_basis, span_of_anchors
 
 @dataclass(frozen=True)
 class ELLA(Method):
-    """Accelerated linearised Laplace, `Σ = V (VᵀGV/τ + δI)⁻¹ Vᵀ` (Deng et al. 2022, equations 6 to 13).
+    """Accelerated linearised Laplace, `Σ = V (VᵀGV/τ + δI)⁻¹ Vᵀ` (Deng et al. 2022, equations 6 to 17).
 
     V holds the top K right singular vectors of M sampled rows of J.
 
     With `residual="prior"` it adds `δ⁻¹(I - VVᵀ)`: directions the rows do not span keep the prior, and with every
-    training row spanned the posterior is exactly Full's. Without it (as published) they have variance 0.
+    training row spanned the posterior is exactly Full's, at this prior and at any multiple of it. Without it (as
+    published) they have variance 0.
 
     Args:
         rank: K, the most directions kept.
@@ -30,8 +32,9 @@ class ELLA(Method):
         LapwingError: for numbers below 1, or another label.
 
     Cost: M backward passes, memory O(M P); where that exceeds the budget, about M²/m more for chunks of m rows, memory
-    O(M² + K P); where K P exceeds it too, V stays implicit, memory O(M²), and every prediction takes M backward passes
-    more. Then one pass of C backward passes and C + K products.
+    O(M² + K P); where K P exceeds it too, V stays implicit, memory O(M²), every chunk of the curvature's pass and of a
+    prediction takes M backward passes more, and a saved posterior holds the sampled training inputs. The loader is gone
+    through to count samples, to collect the rows' inputs, and to sum the curvature by C backward passes a sample.
 
     Example:
         >>> import lapwing as lw
@@ -51,6 +54,11 @@ class ELLA(Method):
             check_count("ELLA", "rows", self.rows)
         check_choice("ELLA", "residual", self.residual, (None, "prior"))
         check_choice("ELLA", "sampling", self.sampling, SAMPLINGS)
+        if self.rows == "all" and self.sampling != "uniform":
+            raise LapwingError(
+                f"Asked for ELLA(rows='all', sampling={self.sampling!r}), found that all rows leave nothing to sample; "
+                "a number of rows is needed: write ELLA(rows=2000, sampling='balanced')."
+            )
 
     def passes(self, problem: Problem) -> Passes:
         """The inputs of the rows, then the curvature on their span."""

@@ -13,12 +13,11 @@ from .. import batches
 from ..covariance import Covariance, ExplicitBasis, PriorCovariance
 from ..covariance.dense import concatenate, cut
 from ..errors import LapwingError
-from ..numerics import RANK_CUT, symmetric_eigen
 from ..tangent import Anchors
 from .kfac import KFAC
 from .passes import Method, Pass, Passes, Problem, State, check_choice, check_count
 from .rows import anchors_at, choose
-from .subspace import Residual, on_basis, record_dtype
+from .subspace import Residual, leading, on_basis, record_dtype
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,11 @@ class OptimalSubspace(Method):
         width = problem.tangent.outputs
         if self.at is not None:
             count = batches.size(self.at)
+            if batches.is_loader(self.at) or not count:
+                raise LapwingError(
+                    f"Asked for OptimalSubspace(at=...), found {batches.describe(self.at)}; one batch of inputs is "
+                    "needed, without targets and with at least one sample: write at=x."
+                )
             samples = torch.arange(count).repeat_interleave(width)
             return Anchors(problem.tangent, (self.at,), samples, torch.arange(width).repeat(count))
         total = problem.count()
@@ -106,6 +110,8 @@ class OptimalSubspace(Method):
         dtype = record_dtype(problem, self.residual)
         needed = min(self.rank, len(anchors)) * tangent.size * dtype.itemsize
         problem.require(f"OptimalSubspace(rank={self.rank})", needed, f"{self.rank} directions", "ask for a lower rank")
+        name, gram_bytes = f"OptimalSubspace(rows={len(anchors)})", 16 * len(anchors) ** 2
+        problem.require(name, gram_bytes, "the rows' Gram matrix", "ask for fewer rows")
         fits = 2 * len(anchors) * tangent.size * torch.float64.itemsize <= tangent.memory
         precise = torch.float64 if fits else dtype
         together = [(torch.arange(len(anchors)), anchors.rows(precise))] if fits else None
@@ -114,10 +120,7 @@ class OptimalSubspace(Method):
             mine = _weighted(problem, approximate, rows)
             for others, theirs in together or anchors.row_chunks(precise):
                 gram[slots[:, None], others] = (mine @ theirs.T).double()
-        values, vectors = symmetric_eigen(gram)
-        keep = values > max(RANK_CUT, len(values) * torch.finfo(precise).eps) * values[-1]
-        count = min(self.rank, int(keep.sum()))
-        coefficients = (vectors[:, -count:] * values[-count:].rsqrt()).flip(-1).T.to(precise)  # (s, M)
+        coefficients = leading(gram, self.rank, precise).to(precise)  # (s, M)
         combined = coefficients @ together[0][1] if together else concatenate(blocks, anchors.combine(coefficients))
         return cut(blocks, _weighted(problem, approximate, combined).to(dtype))
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import batches
 from ..covariance import Covariance
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
@@ -131,6 +132,7 @@ def add_states(first: State, second: State) -> State:
     both = {name: first[name] + second[name] for name in first.keys() & second.keys()}
     return {**first, **second, **both}
 
+
 Passes = Generator[Pass, State, Covariance]
 
 
@@ -151,8 +153,8 @@ class Problem:
         scale: what multiplies a curvature of unit noise at that prior.
         traces_wanted: whether the evidence's lower bound will be asked for.
         seed: of every random choice.
-        labels: returns the targets of the n samples that the loader shows, or n zeros where they are not class labels
-            (the first call goes through the loader).
+        labels: returns the class labels (n,) of the samples that the loader shows, -1 where targets are none (the first
+            call goes through the loader).
         curvature_scale: returns `N/(n σ² τ)`, with the mean squared residual for an open σ²; after the first sum pass.
     """
 
@@ -194,6 +196,13 @@ class Method(ABC):
     @abstractmethod
     def passes(self, problem: Problem) -> Passes:
         """Yields passes, receives their finished states, and returns the covariance."""
+
+
+def class_labels(inputs: Any, targets: Any) -> Tensor:
+    """Returns a batch's class labels (B,) int64 on the CPU, -1 where targets are none."""
+    if isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point():
+        return targets.cpu().long()
+    return torch.full((batches.size(inputs),), -1)
 
 
 def check_count(method: str, name: str, value: Any) -> None:

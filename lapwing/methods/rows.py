@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import batches
 from ..errors import LapwingError
 from ..tangent import Anchors
-from .passes import Batch, Pass, Problem, State, SumPass
+from .passes import Batch, Pass, Problem, State, SumPass, class_labels
 
 Sampling = Literal["uniform", "balanced", "label"]
 SAMPLINGS: tuple[Sampling, ...] = ("uniform", "balanced", "label")
@@ -21,14 +21,30 @@ def sampled_anchors(
     problem: Problem, rows: int | Literal["all"], sampling: Sampling
 ) -> Generator[Pass, State, Anchors]:
     """Yields the pass that collects M sampled (input, output) pairs; returns them as anchors."""
-    return (yield from anchors_at(problem, *choose_rows(problem, rows, sampling)))
+    samples, outputs = choose_rows(problem, rows, sampling)
+    chosen = _ChosenInputs(samples.unique())
+    state = yield chosen
+    if sampling != "uniform":  # a shuffling loader shows another sample at the place
+        shown = chosen.labels(state)[torch.searchsorted(samples.unique(), samples)]
+        if sampling == "label":
+            outputs = shown
+        elif not torch.equal(shown, problem.labels()[samples]):
+            raise LapwingError(
+                "Asked for rows sampled by sampling='balanced', found a loader that shows another order on each pass; "
+                "one order is needed to find the chosen samples again: write DataLoader(..., shuffle=False), or "
+                "sampling='uniform'."
+            )
+    return _anchors(problem, chosen, state, samples, outputs)
 
 
 def anchors_at(problem: Problem, samples: Tensor, outputs: Tensor) -> Generator[Pass, State, Anchors]:
     """Yields the pass that collects samples by their place in the loader; returns anchors at (sample, output) pairs."""
     chosen = _ChosenInputs(samples.unique())
-    groups = chosen.groups((yield chosen))
-    return Anchors(problem.tangent, groups, torch.searchsorted(samples.unique(), samples), outputs)
+    return _anchors(problem, chosen, (yield chosen), samples, outputs)
+
+
+def _anchors(problem: Problem, chosen: _ChosenInputs, state: State, samples: Tensor, outputs: Tensor) -> Anchors:
+    return Anchors(problem.tangent, chosen.groups(state), torch.searchsorted(samples.unique(), samples), outputs)
 
 
 def choose_rows(problem: Problem, rows: int | Literal["all"], sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -39,6 +55,9 @@ def choose_rows(problem: Problem, rows: int | Literal["all"], sampling: Sampling
         rows: M, or "all" pairs.
         sampling: "uniform" over all pairs; "balanced", as many inputs of each class, with outputs at random; "label",
             inputs at random with the output of their own class.
+
+    Raises:
+        LapwingError: for targets that are no class labels, where they are needed.
     """
     generator, width = problem.generator(), problem.tangent.outputs
     labels = problem.labels()
@@ -46,10 +65,10 @@ def choose_rows(problem: Problem, rows: int | Literal["all"], sampling: Sampling
         total = len(labels) * width
         picked = choose(total, total if rows == "all" else min(rows, total), generator)
         return picked // width, picked % width
-    if not labels.any():
+    if int(labels.min()) < 0 or int(labels.max()) >= width:
         raise LapwingError(
-            f"Asked for rows sampled by sampling={sampling!r}, found targets without class labels; class labels (n,) "
-            "are needed: write sampling='uniform'."
+            f"Asked for rows sampled by sampling={sampling!r}, found targets that are no class labels from 0 to "
+            f"{width - 1}; integer labels (n,) are needed: write sampling='uniform'."
         )
     count = min(rows, len(labels))
     if sampling == "label":
@@ -75,7 +94,7 @@ def choose(total: int, count: int, generator: torch.Generator) -> Tensor:
 
 
 class _ChosenInputs(SumPass):
-    """The inputs of chosen samples: `place/leaf` tensors of one sample, and `place/nest` for how they nest.
+    """The inputs of chosen samples: `place/leaf` tensors of one sample, `place/nest` for how they nest, `place/label`.
 
     Args:
         samples: places in the loader, rising.
@@ -97,7 +116,12 @@ class _ChosenInputs(SumPass):
             at = place - batch.start
             leaves, nest = batches.flatten(batches.take(batch.inputs, slice(at, at + 1)))
             state[f"{place}/nest"] = torch.tensor(list(nest.encode()), dtype=torch.uint8)
-            state.update({f"{place}/{i}": leaf for i, leaf in enumerate(leaves)})
+            state[f"{place}/label"] = class_labels(batch.inputs, batch.targets)[at : at + 1]
+            state.update({f"{place}/{i}": leaf.clone() for i, leaf in enumerate(leaves)})  # a view keeps the batch
+
+    def labels(self, state: State) -> Tensor:
+        """Returns the class labels of the chosen samples, -1 where there are none."""
+        return torch.cat([state[f"{place}/label"] for place in self._samples.tolist()])
 
     def groups(self, state: State) -> tuple[Any, ...]:
         """Returns the inputs in the order of the loader, joined while their shapes and nesting agree."""

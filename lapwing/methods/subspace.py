@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..covariance import Basis, ExplicitBasis, ImplicitBasis, LowRank, LowRankWithResidual
 from ..covariance.dense import cut, expand
-from ..numerics import RANK_CUT, orthonormal_rows, symmetric_eigen
+from ..numerics import RANK_CUT, orthonormal_rows, symmetric_eigen, total
 from ..tangent import Anchors
 from .passes import Batch, CurvaturePass, Passes, Problem, State, last
 
@@ -48,10 +48,8 @@ def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Res
     scales = {block.name: 1 / r for block, r in zip(tangent.blocks, ratios.tolist(), strict=True)}
     explicit = rank * tangent.size * dtype.itemsize <= tangent.memory
     precise = torch.float64 if not explicit else dtype
-    values, vectors = symmetric_eigen(anchors.gram(scales, precise))
-    keep = values > max(RANK_CUT, len(values) * torch.finfo(precise).eps) * values[-1]
-    count = min(rank, int(keep.sum()))
-    coefficients = (vectors[:, -count:] * values[-count:].rsqrt()).flip(-1).T  # (K, M), λ^(-1/2) Uᵀ
+    problem.require(f"ELLA(rows={len(anchors)})", 16 * len(anchors) ** 2, "the rows' Gram matrix", "ask for fewer rows")
+    coefficients = leading(anchors.gram(scales, precise), rank, precise)
     if not explicit:
         return ImplicitBasis(anchors, coefficients, scales)
     found = anchors.combine(coefficients.to(dtype))
@@ -84,18 +82,34 @@ def orthonormal_span(rows: Tensor, rank: int | None = None) -> Tensor:
     """
     if rows.numel() <= SVD_NUMBERS:
         return orthonormal_rows(rows, rank)
-    gram = rows.double() @ rows.double().T if rows.numel() <= 2**27 else _gram(rows)
+    if rows.shape[0] > rows.shape[1]:  # more rows than weights: the directions themselves, from P x P
+        gram = total(part.double().T @ part.double() for part in rows.split(max(1, 2**25 // rows.shape[1])))
+        values, vectors = symmetric_eigen(gram)
+        return vectors[:, _kept(values, rank, rows.dtype)].T
+    gram = total(part.double() @ part.double().T for part in rows.split(max(1, 2**25 // len(rows)), -1))
+    coefficients = leading(gram, rank, rows.dtype)
+    return torch.linalg.qr((coefficients.to(rows.dtype) @ rows).double().T)[0].T
+
+
+def leading(gram: Tensor, rank: int | None, dtype: torch.dtype) -> Tensor:
+    """Returns `λ^(-1/2) Uᵀ` (K, M) of a Gram matrix's leading eigenpairs, largest first, rounding noise cut.
+
+    Args:
+        gram: (M, M), of rows whose products were summed in `dtype`.
+        rank: at most this many.
+        dtype: tells what rounding noise is.
+    """
     values, vectors = symmetric_eigen(gram)
-    keep = int((values > max(RANK_CUT, len(values) * torch.finfo(rows.dtype).eps) * values[-1]).sum())
-    keep = keep if rank is None else min(rank, keep)
-    vectors = vectors[:, -keep:].flip(-1)
-    return torch.linalg.qr((vectors.T.to(rows.dtype) @ rows).double().T)[0].T
+    kept = _kept(values, rank, dtype)
+    return (vectors[:, kept] * values[kept].rsqrt()).T
 
 
-def _gram(rows: Tensor) -> Tensor:
-    """Returns `rows rowsᵀ` in float64, a slice of columns at a time."""
-    step = max(1, 2**25 // len(rows))
-    return sum(part.double() @ part.double().T for part in rows.split(step, -1))
+def _kept(values: Tensor, rank: int | None, dtype: torch.dtype) -> Tensor:
+    """Returns places of the leading eigenvalues, largest first, of eigenvalues in rising order."""
+    noise = max(RANK_CUT, len(values) * torch.finfo(dtype).eps) * values[-1:].sum()
+    count = int((values > noise).sum())
+    count = count if rank is None else min(rank, count)
+    return torch.arange(len(values) - 1, len(values) - 1 - count, -1, device=values.device)
 
 
 class _Projection(CurvaturePass):
@@ -112,7 +126,7 @@ class _Projection(CurvaturePass):
         return {"H": zeros(rank, rank, dtype=torch.float64), "traces": zeros(blocks, dtype=torch.float64)}
 
     def update(self, state: State, batch: Batch) -> None:
-        held = self._problem.root.columns * self._basis.rank
+        held = self._problem.root.columns * self._basis.held
         for _, record in batch.records(self._problem.root, self._basis.dtype, held):
             projected = self._basis.project(record).flatten(0, 1).double()  # (B R, K)
             state["H"] += projected.T @ projected

@@ -65,16 +65,31 @@ class Anchors:
         Cost: about M²/(2 m) forward and backward passes for chunks of m rows; memory O(M²) and two chunks.
         """
         gram = torch.zeros(len(self), len(self), dtype=torch.float64, device=self.tangent.device)
+        for mine, record, theirs, other in self._pairs(dtype):
+            part = total(w * record[name].gram(other[name]) for name, w in weights.items())
+            part = part.reshape(len(mine), len(theirs)).double()
+            gram[mine[:, None], theirs] = part
+            gram[theirs[:, None], mine] = part.T
+        return gram
+
+    def grams(self, coefficients: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns `T J̃_b J̃_bᵀ Tᵀ` of each block (n_blocks, K, K), for T (K, M). Cost: as `gram`."""
+        count = len(coefficients)
+        grams = torch.zeros(len(self.tangent.blocks), count, count, dtype=torch.float64, device=coefficients.device)
+        for mine, record, theirs, other in self._pairs(dtype):
+            for gram, name in zip(grams, record, strict=True):
+                part = record[name].gram(other[name]).reshape(len(mine), len(theirs)).double()
+                part = coefficients[:, mine] @ part @ coefficients[:, theirs].T
+                gram += part if theirs is mine else part + part.T
+        return grams
+
+    def _pairs(self, dtype: torch.dtype) -> Iterator[tuple[Tensor, Record, Tensor, Record]]:
+        """Yields `(slots, record, slots, record)` for every pair of chunks once."""
         requests = list(self._requests(dtype, 0, share=2))
         for i, (mine, inputs, u) in enumerate(requests):
             record = self.tangent.record(inputs, u, dtype)
             for theirs, others, v in requests[: i + 1]:
-                other = record if theirs is mine else self.tangent.record(others, v, dtype)
-                part = total(w * record[name].gram(other[name]) for name, w in weights.items())
-                part = part.reshape(len(mine), len(theirs)).double()
-                gram[mine[:, None], theirs] = part
-                gram[theirs[:, None], mine] = part.T
-        return gram
+                yield mine, record, theirs, record if theirs is mine else self.tangent.record(others, v, dtype)
 
     def combine(self, coefficients: Tensor) -> Vectors:
         """Returns `T J̃`, (K, P_block) a block, for coefficients T (K, M), in the dtype of T.

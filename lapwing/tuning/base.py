@@ -16,8 +16,8 @@ class Training:
 
     Attributes:
         loader: the training data.
-        prefixes: posteriors of the first samples alone, by rising number, the whole data not among them; made where the
-            tuning asks for them.
+        prefixes: posteriors of the first samples alone, by rising number, where the tuning asks for them; with
+            `data_size`, that of all samples too, not scaled.
     """
 
     loader: Iterable[Any] = ()
@@ -32,6 +32,10 @@ class Tuning(ABC):
     """
 
     prefixes: int = 0
+
+    def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
+        """Whether the evidence's lower bound will be asked for, given what is left to tune."""
+        return prior_open or noise_open
 
     @abstractmethod
     def tune(self, posterior: Posterior, training: Training) -> Posterior:

@@ -27,8 +27,9 @@ class EarlyStopping(Tuning):
 
     Args:
         loader: held-out (inputs, targets) batches.
-        form: "published", `(S_n + δI)⁻¹`; or "scaled", `(S_n + (n/N) δI)⁻¹`, as in the authors' program: the posterior
-            of N points at the temperature N/n. With δ free the two are one family; they differ where δ is given.
+        form: "published", `(S_n + δI)⁻¹`; or "scaled", `(S_n + (n/N) δI)⁻¹`, as in the authors' program: the whole
+            covariance of N points, `((N/n) S_n + δI)⁻¹`, times N/n. With δ free the two are one family; they differ
+            where δ is given.
         prefixes: parts of the data to choose among: a half, a quarter, ... of it.
         decades: the range of log10 δ.
         points: candidates for δ.
@@ -63,6 +64,10 @@ class EarlyStopping(Tuning):
                 "prefixes=10."
             )
 
+    def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
+        """For an open noise variance alone, whose search starts there."""
+        return noise_open
+
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior of the best part of the data, at the best δ and rank."""
         if not training.prefixes:
@@ -74,7 +79,7 @@ class EarlyStopping(Tuning):
         whole = posterior.samples * posterior.data_factor
         candidates = []
         for part in (*training.prefixes, posterior):
-            part = Evidence().tune(part)
+            part = part if part.noise_given else Evidence().tune(part)
             if self.form == "scaled" and part.prior.given and part.samples < whole and part is not posterior:
                 part = part.at(part.prior.precision * (part.samples / whole), part.noise_variance)
             candidates.extend(with_ranks(part, self.ranks))

@@ -55,11 +55,20 @@ class Evidence(Tuning):
                 "rank_gap=1.0, or leave it out to keep every direction."
             )
 
+    def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
+        """Asked for by name, always: `log_marginal_likelihood(lower_bound=True)` may follow."""
+        return True
+
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior at the maximum of the evidence."""
         best, covariance = self._tuned(posterior), posterior.covariance
-        if self.rank_gap is None or not isinstance(covariance, Subspace):
+        if self.rank_gap is None:
             return best
+        if not isinstance(covariance, Subspace):
+            raise LapwingError(
+                f"Asked for Evidence(rank_gap={self.rank_gap}), found {posterior.method} without a rank; a subspace "
+                "method is needed: leave rank_gap out, or fit lw.ELLA(rank=20)."
+            )
         enough = best.log_evidence(best.prior.precision, best.likelihood, lower_bound=True) - self.rank_gap
         low, high = 0, covariance.rank  # the bound grows with the rank: bisect
         while high - low > 1:

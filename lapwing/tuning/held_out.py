@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import batches
-from ..covariance import Latent, MarginalLatent, PriorCovariance, Subspace
+from ..covariance import Latent, LowRank, MarginalLatent, PriorCovariance, Subspace
 from ..errors import LapwingError
 from ..likelihoods import Prediction
 from ..likelihoods.links import LatentLike
@@ -65,13 +65,14 @@ def with_ranks(posterior: Posterior, ranks: Sequence[int]) -> list[Posterior]:
     Raises:
         LapwingError: for a posterior that has no rank, or ranks below 1.
     """
-    if not ranks:
+    if isinstance(ranks, tuple) and not ranks:
         return [posterior]
     covariance = posterior.covariance
-    if not isinstance(covariance, Subspace) or any(not isinstance(rank, int) or rank < 1 for rank in ranks):
+    numbers = isinstance(ranks, (tuple, list)) and all(isinstance(rank, int) and rank > 0 for rank in ranks)
+    if not numbers or not isinstance(covariance, Subspace):
         raise LapwingError(
-            f"Asked to choose among ranks={tuple(ranks)} for {posterior.method}; a subspace method and ranks of at "
-            "least 1 are needed: leave ranks out, or fit lw.ELLA(rank=20)."
+            f"Asked to choose among ranks={ranks} for {posterior.method}; a subspace method and ranks of at "
+            "least 1 are needed: leave ranks out, or fit lw.ELLA(rank=20) with ranks=(5, 10)."
         )
     shorter = [rank for rank in sorted(set(ranks)) if rank < covariance.rank]
     return [*(replace(posterior, covariance=covariance.with_rank(rank)) for rank in shorter), posterior]
@@ -158,12 +159,15 @@ def _scores(
     for i, posterior in enumerate(posteriors):
         assert isinstance(posterior.covariance, PriorCovariance)
         groups.setdefault(id(posterior.covariance.features), []).append(i)
+    width = first.tangent.outputs  # of what a candidate's latent holds for each output: a factor, variances or a matrix
+    columns = [p.covariance.rank if isinstance(p.covariance, LowRank) else 1 if marginal else width for p in posteriors]
+    held = width * sum(columns) * len(precisions or [0])
     count = 0
     totals = torch.zeros(len(posteriors), len(precisions or [0]), len(factors), dtype=torch.float64)
     with torch.no_grad():
         for batch in loader:
             inputs, targets = batches.split(batch)
-            for part, record in first.tangent.records(inputs, dtype=first.covariance.record_dtype):
+            for part, record in first.tangent.records(inputs, None, first.covariance.record_dtype, held):
                 labels = targets[part]
                 first.likelihood.check(record.outputs, labels)
                 count += record.samples

@@ -43,9 +43,13 @@ class Validation(Tuning):
         check_loader("Validation", self.loader)
         Grid(self.decades, self.points).check("Validation")
 
+    def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
+        """For an open noise variance alone, whose search starts there."""
+        return noise_open
+
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior at the best δ and rank."""
-        by_evidence = Evidence().tune(posterior)
         if posterior.tuned and not self.ranks:
-            return by_evidence
-        return best_of(with_ranks(by_evidence, self.ranks), Grid(self.decades, self.points), self.loader)
+            return posterior
+        start = posterior if posterior.noise_given else Evidence().tune(posterior)
+        return best_of(with_ranks(start, self.ranks), Grid(self.decades, self.points), self.loader)

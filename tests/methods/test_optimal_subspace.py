@@ -104,7 +104,7 @@ def test_rows_in_chunks_equal_rows_together(monkeypatch):
     def narrow(self, given, anchors, approximate):
         fields = given.tangent.__dataclass_fields__
         tangent = Narrow(*(getattr(given.tangent, f) for f in fields))
-        tangent = replace(tangent, memory=4 * tangent.size * 8)
+        tangent = replace(tangent, memory=max(4 * tangent.size * 8, 16 * len(anchors) ** 2))
         return original(self, replace(given, tangent=tangent), replace(anchors, tangent=tangent), approximate)
 
     monkeypatch.setattr(lw.OptimalSubspace, "_directions", narrow)

@@ -39,7 +39,6 @@ class SubsetConformance(MethodConformance):
 
     method: SubsetOfWeights
 
-
     def sigma(self, problem: Setup, G: Tensor, delta: Tensor, fitted: lw.Posterior) -> Tensor:
         picked = fitted.covariance.basis.picked
         assert len(picked) == self.method.size

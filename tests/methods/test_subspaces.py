@@ -12,6 +12,7 @@ from torch import Tensor
 
 import lapwing as lw
 from lapwing.covariance import ExplicitBasis, ImplicitBasis, LowRank, Subspace
+from lapwing.covariance.dense import concatenate, cut
 from lapwing.methods import subspace
 from lapwing.methods.rows import choose, choose_rows
 from lapwing.tangent import Tangent
@@ -52,7 +53,9 @@ class TestChoiceOfRows:
 
     def test_needs_labels(self):
         with pytest.raises(lw.LapwingError, match="sampling='uniform'"):
-            choose_rows(problem_of(torch.zeros(9, dtype=torch.long), 3), 3, "label")
+            choose_rows(problem_of(torch.full((9,), -1), 3), 3, "label")
+        with pytest.raises(lw.LapwingError, match="from 0 to 2"):
+            choose_rows(problem_of(torch.arange(9), 3), 3, "balanced")
 
     def test_large_totals_do_not_repeat_and_follow_the_seed(self):
         found = choose(10**12, 500, torch.Generator().manual_seed(3))
@@ -80,7 +83,7 @@ def test_all_ways_to_the_span_agree(name, residual, ratios, monkeypatch):
     by_rows = problem.fit(method, **options)
     rank = by_rows.covariance.rank
 
-    budgets = {ExplicitBasis: rank * by_rows.tangent.size * 8 + 8, ImplicitBasis: 8}
+    budgets = {ExplicitBasis: rank * by_rows.tangent.size * 8 + 8, ImplicitBasis: 16 * 8**2}
     for kind, budget in budgets.items():
         monkeypatch.setattr(subspace, "span_of_anchors", with_budget(subspace.span_of_anchors, budget))
         monkeypatch.setattr("lapwing.methods.ella.span_of_anchors", subspace.span_of_anchors)
@@ -121,7 +124,7 @@ class Forgiving(Tangent):
 
 def test_an_implicit_posterior_is_saved_and_loaded(tmp_path, monkeypatch):
     problem = setup("gpt2")
-    monkeypatch.setattr("lapwing.methods.ella.span_of_anchors", with_budget(subspace.span_of_anchors, 8))
+    monkeypatch.setattr("lapwing.methods.ella.span_of_anchors", with_budget(subspace.span_of_anchors, 16 * 6**2))
     posterior = problem.fit(lw.ELLA(rank=4, rows=6))
     assert isinstance(posterior.covariance.basis, ImplicitBasis)
     posterior.save(tmp_path / "ella.safetensors")
@@ -190,3 +193,102 @@ def test_bad_options():
         lw.ELLA(sampling="random")
     with pytest.raises(lw.LapwingError, match="rank_gap"):
         lw.Evidence(rank_gap=-1.0)
+
+
+class TestAgainstReview:
+    """What a hostile reader found: each was wrong or raw before."""
+
+    @pytest.mark.parametrize("sampling", ["label", "balanced"])
+    def test_a_shuffling_loader(self, sampling):
+        problem = setup("cnn_bn_inplace", samples=30)
+        shuffled = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(problem.x, problem.y), batch_size=7, shuffle=True
+        )
+        method = lw.ELLA(rank=4, rows=12, sampling=sampling)
+        if sampling == "balanced":
+            with pytest.raises(lw.LapwingError, match="shuffle=False"):
+                problem.fit(method, loader=shuffled)
+            return
+        found = []
+        original = subspace.span_of_anchors
+
+        def watched(given, anchors, rank, residual):
+            found.append((anchors.inputs[0][anchors.samples], anchors.outputs))
+            return original(given, anchors, rank, residual)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lapwing.methods.ella.span_of_anchors", watched)
+            problem.fit(method, loader=shuffled)
+        inputs, outputs = found[0]
+        for x, output in zip(inputs, outputs.tolist(), strict=True):
+            place = (problem.x == x).flatten(1).all(1).nonzero()[0, 0]
+            assert int(problem.y[place]) == output
+
+    @pytest.mark.parametrize("implicit", [False, True])
+    @pytest.mark.parametrize("residual", [None, "prior"])
+    def test_products_with_any_leading_dimensions(self, implicit, residual, monkeypatch):
+        problem = setup("gpt2")
+        if implicit:
+            monkeypatch.setattr(
+                "lapwing.methods.ella.span_of_anchors", with_budget(subspace.span_of_anchors, 16 * 6**2)
+            )
+        for method in (lw.ELLA(4, 6, residual), lw.SubsetOfWeights(5, "magnitude", residual)):
+            fitted = problem.fit(method)
+            sigma = fitted.covariance.to_dense()
+            for shape in ((), (1,), (2, 3)):
+                v = torch.randn(*shape, len(sigma), generator=torch.Generator().manual_seed(1)).double()
+                found = fitted.covariance.mv(cut(fitted.tangent.blocks, v))
+                close(concatenate(fitted.tangent.blocks, found), v @ sigma, 1e-7)
+            assert fitted.covariance.dtype == torch.float64
+            value = fitted.log_marginal_likelihood(linearised_mode=True, loader=problem.loader)
+            gradient = fitted._log_joint_gradient(problem.loader)
+            g = concatenate(fitted.tangent.blocks, gradient)
+            assert value == pytest.approx(fitted.log_marginal_likelihood() + float(g @ sigma @ g) / 2, rel=1e-6)
+            assert fitted.latent(problem.test, via=lw.MonteCarlo(3)).draws.shape[0] == 3
+
+    @pytest.mark.parametrize("method", [lw.ELLA(3, 6), lw.ELLA(3, 6, "prior"), lw.OptimalSubspace(3, lw.KFAC(), "all")])
+    def test_outputs_without_gradient(self, method):
+        """No row spans anything: a posterior without directions, variance 0 or the prior's."""
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).double().eval()
+        model[0].bias.data -= 1e3
+        x, y = torch.randn(8, 4).double(), torch.arange(8) % 3
+        fitted = lw.fit(model, [(x, y)], method, prior_precision=2.0)
+        assert fitted.covariance.rank == 0
+        assert torch.equal(fitted.latent(x).variance, torch.zeros(8, 3).double())
+        total = sum(float(v.sum()) for v in fitted.covariance.diagonal().values())
+        assert total == (15 / 2 if method.residual else 0)
+
+    def test_sampled_inputs_do_not_keep_their_batches(self):
+        problem = setup("mlp")
+        found = []
+        original = subspace.span_of_anchors
+
+        def watched(given, anchors, rank, residual):
+            found.append(anchors.inputs[0])
+            return original(given, anchors, rank, residual)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lapwing.methods.ella.span_of_anchors", watched)
+            problem.fit(lw.ELLA(rank=2, rows=1))
+        assert found[0].untyped_storage().nbytes() == found[0].numel() * 8
+
+    def test_more_rows_than_weights(self, monkeypatch):
+        monkeypatch.setattr(subspace, "SVD_NUMBERS", 0)
+        problem = setup("mlp_scalar", samples=60)
+        rows = problem.J.flatten(0, 1)
+        tall = torch.cat([rows] * (rows.shape[1] // len(rows) + 2))
+        V = subspace.orthonormal_span(tall)
+        close(V @ V.T, torch.eye(len(V)).double())
+        assert len(V) == torch.linalg.matrix_rank(rows)
+        close(tall @ V.T @ V, tall, 1e-7)
+
+    def test_messages(self):
+        problem = setup("mlp_scalar")
+        with pytest.raises(lw.LapwingError, match="leave nothing to sample"):
+            lw.ELLA(rows="all", sampling="label")
+        with pytest.raises(lw.LapwingError, match="without a rank"):
+            problem.fit(lw.KFAC(), tune=lw.Evidence(rank_gap=1.0))
+        with pytest.raises(lw.LapwingError, match="ranks="):
+            problem.fit(lw.ELLA(3, 6), prior_precision=None, tune=lw.Validation(problem.loader, ranks=5))
+        with pytest.raises(lw.LapwingError, match="at=x"):
+            problem.fit(lw.OptimalSubspace(3, "prior", at=problem.x[:0]))
