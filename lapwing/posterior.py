@@ -301,7 +301,6 @@ class Posterior:
                 f"Asked for the latent at {batches.describe(inputs)}, found no samples in it; at least one is needed: "
                 "give a single sample as x[None], and leave empty batches out."
             )
-        batches.check_inputs(inputs, next(iter(self.tangent.parameters.values())), "the inputs")
         with torch.set_grad_enabled(wants_gradient(inputs)):
             latent = via.latent(self.tangent, self.covariance, inputs, joint)
         if latent.mean.shape[1] != self.tangent.outputs:

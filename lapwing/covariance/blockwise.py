@@ -123,7 +123,8 @@ class KroneckerBlock(Structure):
     kind = "kronecker"
 
     def __init__(self, eigenvalues: Tensor, inputs: Tensor | None, outputs: Tensor) -> None:
-        self.eigenvalues, self.inputs, self.outputs = eigenvalues, inputs, outputs
+        self.eigenvalues, self.inputs = eigenvalues, inputs
+        self.outputs = outputs.contiguous()  # eigh gives columns; `Rotated` scales and multiplies rows
 
     def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
         """Returns `U_outᵀ M U_in` for v seen as M (G, O, I), or its inverse."""

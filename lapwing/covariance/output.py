@@ -60,7 +60,7 @@ class Rotated:
         """Returns (B, C, C): time O(B C³) with a rotation."""
         if self.basis is None:
             return torch.diag_embed(self.scale)
-        return (self.basis * self.scale[:, None, :]) @ self.basis.T
+        return (self.basis * self.scale.unsqueeze(1)) @ self.basis.T
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Returns draws (n, B, C)."""

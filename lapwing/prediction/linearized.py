@@ -42,6 +42,8 @@ class Linearized(Way):
 
 def _cast(term: Term, dtype: torch.dtype) -> Term:
     """Brings a term back from the float64 that some structures are contracted in."""
+    if all(value is None or value.dtype == dtype for value in vars(term).values()):
+        return term
     if isinstance(term, Thin):
         return Thin(term.factor.to(dtype))
     if isinstance(term, Rotated):

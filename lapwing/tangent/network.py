@@ -181,8 +181,14 @@ class Tangent:
 
         Cost: one forward and R backward passes of activations; memory O(R) times the activations.
         """
-        dtype = dtype or self.dtype
+        self._check_inputs(inputs)
+        return self._record(inputs, cotangents, dtype or self.dtype)
+
+    def _check_inputs(self, inputs: Any) -> None:
         batches.check_inputs(inputs, next(iter(self.parameters.values())), "the inputs")
+
+    def _record(self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype) -> Record:
+        """Does what `record` says, for inputs that are checked."""
         differentiable = wants_gradient(inputs)
         named = self.parameters
         watched = {id(named[name]): name for name in self.plan.watched}
@@ -211,8 +217,9 @@ class Tangent:
             dtype: as in `record`.
             rows_held: further numbers that the caller holds a sample, in units of `dtype`.
         """
+        self._check_inputs(inputs)
         for part, chunk in batches.chunks(inputs, self.chunk_length(cotangents, dtype, rows_held)):
-            yield part, self.record(chunk, cotangents, dtype)
+            yield part, self._record(chunk, cotangents, dtype or self.dtype)
 
     def chunk_length(
         self, cotangents: Cotangents | int = None, dtype: torch.dtype | None = None, rows_held: int = 0

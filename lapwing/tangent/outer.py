@@ -55,8 +55,9 @@ class Outer(MatrixJacobian):
 
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> Outer:
         """Returns J in another basis: a U_in and g U_out, for U_in (1, I, I) and U_out (1, O, O)."""
-        a = self.a if inputs is None else self.a @ inputs[0]
-        g = self.g if outputs is None else self.g @ outputs[0]
+        a, g = self.a if inputs is None else self.a @ inputs[0], self._g
+        if outputs is not None:  # one product: cotangents come first in memory
+            g = (self.g.transpose(0, 1) @ outputs[0]).transpose(0, 1)
         return Outer(a, g, self.outputs).within(self.slice_bytes)
 
     def shared(self) -> SharedOuter:
@@ -70,7 +71,8 @@ class Outer(MatrixJacobian):
     def weighted_factor(self, weights: Tensor) -> Tensor:
         """Returns `g √s` (B, R, O): a diagonal weighting is a thin factor. Time O(B O (I + R))."""
         scale = self.input_scale(weights)
-        return self.g * scale.clamp_min(torch.finfo(scale.dtype).tiny).sqrt()[:, None, :]  # the root has no slope at 0
+        root = scale.clamp_min(torch.finfo(scale.dtype).tiny).sqrt()  # it has no slope at 0
+        return self.g * root.unsqueeze(1)
 
     def weighted_grams(self, candidates: Sequence[Tensor]) -> list[Tensor]:
         """Returns the thin factors' Gram matrices (B, R, R)."""
@@ -108,7 +110,7 @@ class Outer(MatrixJacobian):
 
     def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
         """Returns `A = Σ a aᵀ` (1, I, I), `Γ = Σ g gᵀ` (1, O, O) and their count of positions."""
-        g = self.g.flatten(0, 1)
+        g = self.g.transpose(0, 1).flatten(0, 1)  # (R B, O): cotangents come first in memory
         return (self.a.T @ self.a)[None], (g.T @ g)[None], self.batch
 
 

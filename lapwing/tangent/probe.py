@@ -136,8 +136,11 @@ class Survey:
 def check_mode(model: nn.Module) -> None:
     """Raises for batch norm (case 12) and dropout (case 11) in training mode."""
     for name, module in model.named_modules():
+        normalises = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if not (normalises or module.training):
+            continue
         kind = type(module).__name__
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+        if normalises and module.running_mean is None:
             raise LapwingError(
                 f"Asked to treat {type(model).__name__}, found its layer {name or kind} ({kind}) without running "
                 "statistics, so that a sample's output depends on the rest of the batch also after model.eval(); "
@@ -145,7 +148,7 @@ def check_mode(model: nn.Module) -> None:
             )
         if not module.training:
             continue
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if normalises:
             raise LapwingError(
                 f"Asked to treat {type(model).__name__}, found its layer {name or kind} ({kind}) in training mode, "
                 "where a sample's output depends on the rest of the batch; running statistics are needed: call "

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..batches import Forward, call, size, tensors
 from ..errors import LapwingError
-from .eager import EagerMode, batching_quiet, without_compiled
+from .eager import EagerMode, without_compiled
 from .layers import HANDLERS, Use
 
 BATCHED_BACKWARD = 2**24
@@ -101,8 +101,8 @@ def run(
         Outputs (B, C), with their graph, and the uses in order.
     """
     recorder = Recorder(watched, spread)
-    with torch.enable_grad(), without_compiled(), recorder:
-        return call(model, inputs, forward), recorder.noted
+    with torch.enable_grad(), without_compiled():
+        return call(model, inputs, forward, recorder), recorder.noted
 
 
 def run_spread(
@@ -152,7 +152,7 @@ def output_gradients(
         sent = u
         if sent is None:
             eye = torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
-            sent = eye[:, None].expand(-1, *outputs.shape)
+            sent = eye.unsqueeze(1).expand(-1, *outputs.shape)
         grads = _backward(outputs, behind, sent, differentiable, batched)
     rest = iter(grads)
     return [u if last else next(rest) for last in is_output]
@@ -180,8 +180,7 @@ def _batched_backward(
     outputs: Tensor, edges: list[GradientEdge], u: Tensor, options: dict
 ) -> Sequence[Tensor | None] | None:
     """Takes all cotangents back at once; None where an operation has no batching rule at all."""
-    with batching_quiet():
-        try:
-            return torch.autograd.grad(outputs, edges, u, is_grads_batched=True, **options)
-        except RuntimeError:
-            return None
+    try:
+        return torch.autograd.grad(outputs, edges, u.contiguous(), is_grads_batched=True, **options)
+    except RuntimeError:
+        return None

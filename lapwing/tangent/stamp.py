@@ -30,7 +30,7 @@ class Stamp:
     @classmethod
     def of(cls, state: Mapping[str, Tensor]) -> Stamp:
         """Takes the stamp of `Tangent.state()`. Time O(number of tensors)."""
-        return cls(dict(state), _versions(state), _values(state))
+        return cls(dict(state), _versions(state), _values(state).nan_to_num())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes up the write counters of the copies: `copy.deepcopy` and pickle copy the network with its posterior."""
@@ -47,7 +47,7 @@ class Stamp:
         values, before = _values(state), self.values
         if (values.dtype, values.device) != (before.dtype, before.device):
             return "the dtype or device of its weights"
-        if torch.equal(values, before):
+        if torch.equal(values, before) or torch.equal(values := values.nan_to_num(), before):
             return None
         counts = [min(SAMPLED, tensor.numel()) for tensor in self.tensors.values()]
         parts = zip(self.tensors, values.split(counts), before.split(counts), strict=True)
@@ -68,8 +68,9 @@ def _versions(state: Mapping[str, Tensor]) -> tuple[int, ...]:
 def _values(state: Mapping[str, Tensor]) -> Tensor:
     device = next(iter(state.values())).device
     parts = []
-    for value in state.values():
-        flat = value.detach().flatten()
-        part = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED]
-        parts.append(part if part.device == device else part.to(device))
-    return torch.cat(parts).nan_to_num()
+    with torch.no_grad():
+        for value in state.values():
+            step = max(1, value.numel() // SAMPLED)
+            part = value.flatten()[: SAMPLED * step : step]
+            parts.append(part if part.device == device else part.to(device))
+        return torch.cat(parts)

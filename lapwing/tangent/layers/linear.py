@@ -30,12 +30,14 @@ class LinearUse(Use):
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype
     ) -> Outer | SharedOuter:
         """Positions are all dimensions between the samples and the features."""
-        a = axis.front(self.inputs, samples).reshape(samples, -1, self.inputs.shape[-1]).to(dtype)  # (B, T, I)
-        a = with_bias_column(a, roles)[:, :, None]
-        outputs = self.matrix().outputs
+        outputs = self.parameters["weight"].shape[1 if self.transposed else 0]
+        a = axis.front(self.inputs, samples).to(dtype)
+        g = None if g is None else axis.front(g, samples, 1).to(dtype)
+        if a.ndim == 2:  # one position: a (B, I), g (R, B, O)
+            return Outer(with_bias_column(a, roles), None if g is None else g.transpose(0, 1), outputs)
+        a = with_bias_column(a.reshape(samples, -1, a.shape[-1]), roles)[:, :, None]  # (B, T, 1, I)
         if g is not None:
-            g = axis.front(g, samples, 1).reshape(g.shape[0], samples, -1, outputs).transpose(0, 1).to(dtype)
-            g = g[:, :, :, None]  # (B, R, T, 1, O)
+            g = g.reshape(g.shape[0], samples, -1, 1, outputs).transpose(0, 1)  # (B, R, T, 1, O)
         return outer_jacobian(a, g, outputs)
 
 

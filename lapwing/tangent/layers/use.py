@@ -25,7 +25,7 @@ class BatchAxis:
         """Moves the samples to dimension `lead`: (lead..., B, rest...), the k positions kept among the rest."""
         axis = self.axis + lead
         if tensor.shape[axis] == samples:
-            return tensor.movedim(axis, lead)
+            return tensor if axis == lead else tensor.movedim(axis, lead)
         positions = tensor.shape[axis] // samples
         shape = (positions, samples) if self.inner else (samples, positions)
         return tensor.unflatten(axis, shape).movedim(axis + self.inner, lead)
@@ -80,10 +80,10 @@ Handler = Callable[[tuple, dict, Watched], Use | None]
 
 def with_bias_column(a: Tensor, roles: frozenset[str]) -> Tensor:
     """Returns inputs (..., I) with the homogeneous coordinate: [a, 1], a, or 1 as weight, bias or both are treated."""
+    if "bias" not in roles:
+        return a
     ones = a.new_ones(*a.shape[:-1], 1)
-    if "weight" not in roles:
-        return ones
-    return torch.cat([a, ones], -1) if "bias" in roles else a
+    return torch.cat([a, ones], -1) if "weight" in roles else ones
 
 
 def outer_jacobian(a: Tensor, g: Tensor | None, outputs: int) -> Outer | SharedOuter:
