@@ -154,10 +154,8 @@ class _Factors(CurvaturePass):
                     state[f"{name}/dense"] += rows.T @ rows
                 else:
                     assert isinstance(jacobian, MatrixJacobian)
-                    inputs, gradients, count = jacobian.kronecker_factors(self._reduce)
-                    state[f"{name}/A"] += inputs
-                    state[f"{name}/Gamma"] += gradients
-                    state[f"{name}/count"] += count
+                    sums = state[f"{name}/A"], state[f"{name}/Gamma"]
+                    state[f"{name}/count"] += jacobian.add_kronecker_factors(self._reduce, *sums)
 
     def finish(self, state: State) -> Blockwise:
         problem, structures = self._problem, dict[str, Structure]()

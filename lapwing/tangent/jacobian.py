@@ -140,6 +140,13 @@ class MatrixJacobian(BlockJacobian):
     def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
         """Returns `A = Σ a aᵀ` (G, I, I), or its diagonal, `Γ = Σ g gᵀ` (G, O, O) and their count of positions."""
 
+    def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
+        """Adds A and Γ to sums in place; returns their count of positions."""
+        mine, theirs, count = self.kronecker_factors(reduce)
+        inputs += mine
+        outputs += theirs
+        return count
+
 
 class Rows(BlockJacobian):
     """Explicit rows (B, R, P): norms, scales, shifts and everything generic."""

@@ -113,6 +113,13 @@ class Outer(MatrixJacobian):
         g = self.g.transpose(0, 1).flatten(0, 1)  # (R B, O): cotangents come first in memory
         return (self.a.T @ self.a)[None], (g.T @ g)[None], self.batch
 
+    def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
+        """Adds A and Γ without a copy between product and sum."""
+        g = self.g.transpose(0, 1).flatten(0, 1)
+        inputs[0].addmm_(self.a.T, self.a)
+        outputs[0].addmm_(g.T, g)
+        return self.batch
+
 
 class SharedOuter(MatrixJacobian):
     """T positions a sample in G groups: inputs a (B, T, G, I) and output gradients g (B, R, T, G, O)."""
