@@ -60,9 +60,8 @@ class Span:
         """
         if self.curvature.any() and not traces.any():
             raise LapwingError(
-                "Asked for the lower bound of a subspace's evidence, found a fit with tune=None, which does not sum "
-                "the trace of the curvature that it needs; fit with tune=lw.Evidence(), beside prior_precision=... to "
-                "keep that."
+                "Asked for the lower bound of a subspace's evidence, found a fit that did not sum the trace of the "
+                "curvature, which it needs; fit with tune=lw.Evidence(), beside prior_precision=... to keep that."
             )
         inside = torch.cholesky_solve(self.curvature, cholesky(self._prior(precision))).diagonal().sum()
         return scale * ((traces / precision).sum() - inside).clamp_min(0)

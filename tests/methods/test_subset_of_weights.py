@@ -265,7 +265,7 @@ def test_large_networks_cost_no_rows(monkeypatch):
     x, y = torch.randn(8, 20), torch.randint(3, (8,))
     for asked in ("rows", "grams", "combine"):
         monkeypatch.setattr(CoordinateBasis, asked, property(lambda self: pytest.fail("K x P numbers")))
-    fitted = lw.fit(model.eval(), [(x, y)], SubsetOfWeights(300, "magnitude"), prior_precision=1.0)
+    fitted = lw.fit(model.eval(), [(x, y)], SubsetOfWeights(300, "magnitude"), prior_precision=1.0, tune=lw.Evidence())
     assert (fitted.latent(x).variance > 0).all()
     fitted.with_prior(3.0).log_marginal_likelihood(lower_bound=True)
 
