@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from .errors import LapwingError
 from .fitting import fit
 from .likelihoods import Categorical, Gaussian, LaplaceBridge, Likelihood, Probit, SampledLink
@@ -15,11 +17,24 @@ from .prediction import Linearized, MonteCarlo, Streamlined
 from .tangent import coverage, everything, last_layer, matching
 from .tuning import BoundedEvidence, EarlyStopping, Evidence, Validation
 
+if TYPE_CHECKING:
+    from .evaluation import compare
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `lw.compare` when it is asked for: it needs what `pip install lapwing[eval]` adds."""
+    if name == "compare":
+        from .evaluation import compare
+
+        return compare
+    raise AttributeError(f"module 'lapwing' has no attribute {name!r}")
+
 
 __all__ = [
     "EKFAC", "ELLA", "KFAC", "SWAG", "BoundedEvidence", "Categorical", "Diagonal", "EarlyStopping", "Evidence", "Full",
     "Gaussian", "LaplaceBridge", "LapwingError", "Likelihood", "Linearized", "Method", "MonteCarlo", "OptimalSubspace",
-    "Posterior", "Probit", "SampledLink", "Streamlined", "SubsetOfWeights", "Validation", "coverage", "everything",
-    "fit", "last_layer", "load", "matching",
+    "Posterior", "Probit", "SampledLink", "Streamlined", "SubsetOfWeights", "Validation", "compare", "coverage",
+    "everything", "fit", "last_layer", "load", "matching",
 ]  # fmt: skip

@@ -6,6 +6,8 @@ import doctest
 import importlib
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,9 @@ def test_docstring_examples(name: str) -> None:
     module = importlib.import_module(name)
     result = doctest.testmod(module, extraglobs={"torch": torch, "lw": lapwing}, optionflags=doctest.ELLIPSIS)
     assert result.failed == 0
+
+
+def test_compare_is_imported_when_asked_for() -> None:
+    """It needs more than the core, so `import lapwing` leaves it alone; a fresh process shows it."""
+    code = "import lapwing, sys; assert 'lapwing.evaluation' not in sys.modules; assert callable(lapwing.compare)"
+    subprocess.run([sys.executable, "-c", code], check=True)
