@@ -75,7 +75,7 @@ def ella_cifar() -> None:
     for run in runs:
         points = [(int(k), row["nll"]) for k, row in run["K, best n and prior"].items()]
         axes[3].plot(*zip(*points, strict=True), ".-")
-    axes[3].set(xscale="log", xlabel="K (M = 2000)", title="nll, n and prior chosen on validation")
+    axes[3].set(xlabel="K (M = 2000)", title="nll, n and prior chosen on validation")
     save(figure, "ella_cifar")
 
 
@@ -120,7 +120,8 @@ def subspaces() -> None:
                     style = "--" if way.startswith("subset") else "-"
                     axis.plot(*zip(*points, strict=True), style, color=COLOURS[way], label=way, marker=".")
             axis.set(xscale="log", yscale="log" if measure == "trace" else "linear", xlabel="s", title=task)
-        axes[0][0].legend(frameon=False, fontsize=7)
+        named = {label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+        figure.legend(named.values(), named, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
         axes[0][0].set_ylabel(measure)
         save(figure, f"subspaces_{measure}")
 
