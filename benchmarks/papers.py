@@ -187,7 +187,7 @@ def ella_cost(rows: int = 2000, images: int = 2000) -> dict[str, Any]:
 
 
 def ella_memory() -> dict[str, Any]:
-    """Peak memory of a process that fits ELLA (K = 20) to a ResNet-18 of 11 million random weights."""
+    """Peak memory of a process that fits ELLA (K = 20) to a ResNet-18 of 11 million random weights; run it alone."""
     import resource
 
     torch = ella.torch
