@@ -240,7 +240,7 @@ def subspace_given(seeds: Sequence[int] = (0, 1)) -> dict[str, Any]:
     """The same measures on ELLA's MNIST network, with λ = 1."""
     runs = []
     for seed in seeds:
-        task, inputs = subspace.given_task(seed)
+        task, inputs = subspace.trained_task("mnist", seed, shown=400, test=100)
         runs.append(subspace.compare_subspaces(task, inputs, (10, 50, 200, 1000), 1.0, seed)["test"])
         print(seed, runs[-1], flush=True)
     return {"tasks": {"ELLA's MNIST network": averaged(runs)}}
@@ -264,7 +264,7 @@ def subspace_tables(seeds: Sequence[int] = (0, 1)) -> dict[str, Any]:
 
 def subspace_resnet(seed: int = 0) -> dict[str, Any]:
     """Figure 4: the trace on the ResNet-20, where the exact posterior cannot be had."""
-    task, inputs = subspace.resnet_task(seed)
+    task, inputs = subspace.trained_task("cifar10", seed, shown=500, test=50)
     ways = ("low rank, KFAC", "low rank, diagonal", "low rank, prior", "subset, magnitude", "subset, diagonal")
     found = subspace.compare_subspaces(task, inputs, (10, 30, 100), 1.0, seed, ways, exact=False)
     return {"tasks": {"ResNet-20": averaged([found["test"]])}}

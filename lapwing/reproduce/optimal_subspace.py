@@ -223,25 +223,22 @@ def image_task(
     return task, {"test": (_scaled(data.x_test[chosen]), data.y_test[chosen])}
 
 
-def given_task(seed: int, shown: int = 400, test: int = 100) -> tuple[Task, dict[str, tuple[Tensor, Tensor]]]:
-    """Returns ELLA's trained MNIST network (29 034 weights), and random test images as X."""
-    data = images("mnist")
+def trained_task(name: str, seed: int, shown: int, test: int) -> tuple[Task, dict[str, tuple[Tensor, Tensor]]]:
+    """Returns a trained network of the data folder, and random test images as X.
+
+    Args:
+        name: "mnist", ELLA's network of 29 034 weights, or "cifar10", the ResNet-20 of 269 722.
+        seed: of both subsets.
+        shown: training images that the posteriors sum over.
+        test: test images.
+    """
+    model, size = (mnist_cnn(), 60_000) if name == "mnist" else (cifar_resnet20(), 50_000)
+    data = images(name)
     generator = torch.Generator().manual_seed(seed)
     picked, chosen = (torch.randperm(len(x), generator=generator) for x in (data.x_train, data.x_test))
     picked, chosen = picked[:shown], chosen[:test]
     train = list(zip(data.x_train[picked].split(100), data.y_train[picked].split(100), strict=True))
-    task = Task(mnist_cnn(), train, len(data.x_train), lw.Categorical())
-    return task, {"test": (data.x_test[chosen], data.y_test[chosen])}
-
-
-def resnet_task(seed: int, shown: int = 500, test: int = 50) -> tuple[Task, dict[str, tuple[Tensor, Tensor]]]:
-    """Returns the trained CIFAR-10 ResNet-20 (269 722 weights), and random test images as X."""
-    data = images("cifar10")
-    generator = torch.Generator().manual_seed(seed)
-    picked, chosen = (torch.randperm(len(x), generator=generator) for x in (data.x_train, data.x_test))
-    picked, chosen = picked[:shown], chosen[:test]
-    train = list(zip(data.x_train[picked].split(100), data.y_train[picked].split(100), strict=True))
-    return Task(cifar_resnet20(), train, 50_000, lw.Categorical()), {"test": (data.x_test[chosen], data.y_test[chosen])}
+    return Task(model, train, size, lw.Categorical()), {"test": (data.x_test[chosen], data.y_test[chosen])}
 
 
 def corrupted(x: Tensor, y: Tensor, kind: str, seed: int) -> tuple[Tensor, Tensor]:
