@@ -15,7 +15,7 @@ from typing import Any
 import lapwing as lw
 from benchmarks.measure import ratio, write
 from lapwing.evaluation import COMMON, DIGITS, corrupt
-from lapwing.evaluation.measures import dead_parameters
+from lapwing.evaluation.dead_weights import dead_parameters
 from lapwing.reproduce import ella
 from lapwing.reproduce import optimal_subspace as subspace
 

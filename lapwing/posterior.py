@@ -14,6 +14,7 @@ from torch import Tensor
 from . import batches
 from .covariance import AnyLatent, Covariance, Latent, LatentDraws, PriorCovariance
 from .covariance.output import concatenate
+from .diagnosis import Diagnosis
 from .errors import LapwingError
 from .likelihoods import Likelihood, Link, Prediction
 from .numerics import total
@@ -406,43 +407,6 @@ class Posterior:
                 "written or replaced after the fit; a posterior describes the weights it was fitted with: fit again, "
                 "or load them back into the model and use lw.load(path, model)."
             )
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """What a posterior is, in numbers; prints as a small report.
-
-    Attributes:
-        method: the method and its options.
-        weights: P.
-        samples: n.
-        prior_precision: δ, or None without a prior.
-        noise_variance: σ².
-        log_evidence: log Z in nats.
-        effective_parameters: `Σ s λ/(s λ + δ)`, how many directions the data determined.
-        coverage: the table of layer families.
-    """
-
-    method: str
-    weights: int
-    samples: int
-    prior_precision: float | dict[str, float] | None
-    noise_variance: float | None
-    log_evidence: float | None
-    effective_parameters: float | None
-    coverage: str
-
-    def __str__(self) -> str:
-        """The report."""
-        lines = [f"{self.method} over {self.weights:,} weights, {self.samples:,} samples"]
-        if self.prior_precision is not None:
-            lines.append(f"prior precision {self.prior_precision}")
-        if self.noise_variance is not None:
-            lines.append(f"noise variance {self.noise_variance:.4g}")
-        if self.log_evidence is not None:
-            lines.append(f"log evidence {self.log_evidence:.2f}")
-            lines.append(f"effective number of parameters {self.effective_parameters:.1f}")
-        return "\n".join([*lines, self.coverage])
 
 
 def _together(parts: list[AnyLatent]) -> AnyLatent:

@@ -6,8 +6,10 @@ from lapwing.evaluation import measures, metrics
 from lapwing.evaluation.augmentation import AugmentedLoader, StrongAugmentation
 from lapwing.evaluation.comparison import Comparison, compare
 from lapwing.evaluation.corruptions import COMMON, CORRUPTIONS, DIGITS, corrupt
+from lapwing.evaluation.dead_weights import dead_parameters
 
 __all__ = [
     "COMMON", "CORRUPTIONS", "DIGITS", "AugmentedLoader", "Comparison", "StrongAugmentation", "compare", "corrupt",
+    "dead_parameters",
     "measures", "metrics",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ from torch.distributions import Categorical, MultivariateNormal, kl_divergence
 import lapwing as lw
 from lapwing.errors import LapwingError
 from lapwing.evaluation import measures
+from lapwing.evaluation.dead_weights import dead_parameters
 from lapwing.tangent import Tangent
 from tests import oracle
 from tests.zoo import ZOO
@@ -316,11 +317,11 @@ class TestDeadParameters:
         assert expected >= 3 * (4 + 2) / 50  # the units' weights, biases and outgoing weights
         tangent = Tangent.survey(model, x)
         for threshold in (0.0, 1e-6):
-            assert measures.dead_parameters(tangent, [x[:4], x[4:]], threshold).item() == pytest.approx(expected)
+            assert dead_parameters(tangent, [x[:4], x[4:]], threshold).item() == pytest.approx(expected)
         posterior = lw.fit(model, [(x, torch.randint(2, (9,)))], lw.Diagonal(), prior_precision=1.0)
         loader = [(x[:7], torch.zeros(7)), (x[7:], torch.zeros(2))]
         with torch.inference_mode():
-            assert measures.dead_parameters(posterior, loader).item() == pytest.approx(expected)
+            assert dead_parameters(posterior, loader).item() == pytest.approx(expected)
 
     @pytest.mark.parametrize("name", ["cnn_bn_inplace", "mlp_scalar", "frozen_trunk", "gpt2", "lstm"])
     def test_the_threshold_is_relative_to_the_largest_norm(self, name):
@@ -329,17 +330,17 @@ class TestDeadParameters:
         norms = tangent.record(x).rows().flatten(0, 1).norm(dim=0)
         for threshold in (0.01, 0.3):
             expected = (norms <= threshold * norms.max()).double().mean().item()
-            assert measures.dead_parameters(tangent, [x], threshold).item() == pytest.approx(expected)
+            assert dead_parameters(tangent, [x], threshold).item() == pytest.approx(expected)
 
     def test_all_dead_and_other_arguments(self):
         model = torch.nn.Linear(2, 2, bias=False).eval()
         tangent = Tangent.survey(model, torch.randn(3, 2))
-        assert measures.dead_parameters(tangent, [torch.zeros(3, 2)]).item() == 1.0
+        assert dead_parameters(tangent, [torch.zeros(3, 2)]).item() == 1.0
         for threshold in (-0.1, 1.0, math.nan, "0.1", True):
             with pytest.raises(LapwingError, match="threshold is"):
-                measures.dead_parameters(tangent, [torch.randn(3, 2)], threshold)
+                dead_parameters(tangent, [torch.randn(3, 2)], threshold)
         with pytest.raises(LapwingError, match="no samples in a loader of type list"):
-            measures.dead_parameters(tangent, [])
+            dead_parameters(tangent, [])
 
 
 def test_results_are_float64_without_a_graph():
