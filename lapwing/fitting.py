@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from . import batches
 from .batches import Forward
-from .covariance import Covariance
+from .covariance import Covariance, PriorCovariance
 from .errors import LapwingError
 from .likelihoods import Categorical, Gaussian, Likelihood, resolve
-from .methods import KFAC, Batch, CurvaturePass, FisherRoot, IteratePass, Method, Pass, Problem, State, SumPass
-from .methods.passes import class_labels
+from .methods import KFAC, FisherRoot, Found, Method, Problem
 from .posterior import Posterior
 from .prior import Prior, is_positive
+from .runner import Runner
 from .tangent import LastLayer, Predicate, Tangent, everything, last_layer
 from .tangent.eager import outside_inference
 from .tuning import BoundedEvidence, Training, Tuning
@@ -92,191 +90,49 @@ def fit(
     inputs, targets = batches.split(first)
     likelihood = _infer_likelihood(targets) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(model, inputs, params, forward, memory)
-    runner = _Runner(loader, progress, 0 if tune is None else tune.prefixes)
+    runner = Runner(loader, progress, 0 if tune is None else tune.prefixes)
     if weight_decay is not None:
-        prior_precision = (data_size or len(runner.labels())) * weight_decay
+        prior_precision = (data_size or runner.count()) * weight_decay
     prior = Prior.read(tangent, prior_precision, prior_mean)
-    scale = 1.0 if likelihood.needs_noise else likelihood.curvature_scale
     generator = torch.Generator(tangent.device).manual_seed(seed)
     root = FisherRoot(likelihood, tangent.outputs, generator)
     if tangent.outputs > root.columns:
         log.info("%d outputs: the Fisher information is sampled, one draw an input", tangent.outputs)
-
-    def curvature_scale() -> float:
-        noise = likelihood.residual_variance(runner.statistics) if likelihood.needs_noise else likelihood.noise_variance
-        factor = 1.0 if data_size is None else data_size / runner.samples
-        return likelihood.with_noise_variance(noise).curvature_scale * factor / temperature
-
     traces = tune is not None and tune.reads_evidence(not prior.given, likelihood.needs_noise)
     problem = Problem(
-        tangent, likelihood, root, prior.precision, scale / temperature, traces, seed, runner.labels,
-        curvature_scale,
+        tangent, likelihood, root, prior, traces, seed, runner.labels, runner.count, runner.seen, float(temperature),
+        data_size,
     )  # fmt: skip
-    covariance = runner.run(method, problem)
+    found = runner.run(method, problem)
+    likelihood, prior = _settled(found, likelihood, prior)
+    if data_size is None and not runner.whole:
+        data_size = runner.count()
 
     def posterior(covariance: Covariance, statistics: dict[str, Tensor], samples: int, size: int | None) -> Posterior:
         return Posterior.assemble(
-            tangent, covariance, likelihood, prior, statistics, samples, size, float(temperature), method
+            tangent, covariance, likelihood, prior, statistics, samples, size, float(temperature), method, found.history
         )
 
-    whole = posterior(covariance, runner.statistics, runner.samples, data_size)
+    whole = posterior(found.covariance, runner.statistics, runner.samples, data_size)
+    if found.precision is not None or not isinstance(found.covariance, PriorCovariance):
+        if tune not in (None, BoundedEvidence()):
+            log.warning("%s chooses its own prior; tune=%r was not used", type(method).__name__, tune)
+        return whole
     if tune is None:
         return whole if whole.tuned else whole.with_defaults()
     parts = sorted(runner.prefixes().items())
     unscaled = parts if whole.data_factor > 1 else parts[:-1]  # all of the data is a part where `whole` is scaled
-    prefixes = tuple(posterior(*found, samples, None) for samples, found in unscaled)
+    prefixes = tuple(posterior(*kept, samples, None) for samples, kept in unscaled)
     return tune.tune(whole, Training(loader, prefixes))
 
 
-class _Runner:
-    """Drives a method's generator: goes through the data for each pass, and sums the likelihood's statistics once.
-
-    It is the one place that knows batches consumed and states, so checkpoints and ranks belong here and nowhere else.
-    """
-
-    def __init__(self, loader: Iterable[Any], progress: bool | None, prefixes: int = 0) -> None:
-        self._loader = loader
-        self._bar = sys.stderr.isatty() if progress is None else progress
-        self._parts = prefixes
-        self._expected: int | None = None
-        self._labels: Tensor | None = None
-        self._statistics_at: dict[int, dict[str, Tensor]] = {}
-        self._covariance_at: dict[int, Covariance] = {}
-        self.statistics: dict[str, Tensor] = {}
-        self.samples = 0
-
-    def labels(self) -> Tensor:
-        """Returns the n class labels, -1 where targets are none; goes through the loader the first time."""
-        if self._labels is None:
-            found = [torch.zeros(0, dtype=torch.int64)]
-            for batch in self._loader:
-                found.append(class_labels(*batches.split(batch)))
-            self._labels = torch.cat(found)
-            self._check_size(len(self._labels), "to count its samples")
-        return self._labels
-
-    def prefixes(self) -> dict[int, tuple[Covariance, dict[str, Tensor]]]:
-        """Returns covariance and statistics of the first samples alone, by their number."""
-        kept = self._covariance_at.items()
-        return {n: (covariance, self._statistics_at[n]) for n, covariance in kept if n in self._statistics_at}
-
-    def run(self, method: Method, problem: Problem) -> Covariance:
-        """Runs all passes; returns what the method makes of them."""
-        passes = method.passes(problem)
-        state: State | None = None
-        while True:
-            try:
-                step = next(passes) if state is None else passes.send(state)
-            except StopIteration as stop:
-                if not self.samples:
-                    self._sum(_NoPass(), problem)
-                return stop.value
-            state = self._sum(step, problem) if isinstance(step, SumPass) else self._iterate(step, problem)
-
-    def _sum(self, step: SumPass, problem: Problem) -> State:
-        state = step.init()
-        start = 0
-        with torch.no_grad():
-            for batch in self._batches(step, problem):
-                step.update(state, batch)
-                start += batches.size(batch.inputs)
-                if not self.samples:
-                    self._note(batch, problem)
-                if start in self._stops():
-                    self._keep(start, step, state)
-        self._finish(start, step)
-        return state
-
-    def _stops(self) -> frozenset[int]:
-        """Numbers of samples after which sums are kept: n, a half, a quarter, ... of them."""
-        if not self._parts:
-            return frozenset()
-        return frozenset(max(1, len(self.labels()) >> i) for i in range(self._parts + 1))
-
-    def _keep(self, samples: int, step: SumPass, state: State) -> None:
-        if not self.samples:
-            self._statistics_at[samples] = {name: value.clone() for name, value in self.statistics.items()}
-        if isinstance(step, CurvaturePass):
-            self._covariance_at[samples] = step.finish({name: value.clone() for name, value in state.items()})
-
-    def _iterate(self, step: IteratePass, problem: Problem) -> State:
-        state = step.init()
-        generator = torch.Generator(problem.tangent.device).manual_seed(problem.seed)
-        taken = 0
-        while taken < step.steps:
-            start = 0
-            for batch in self._batches(step, problem):
-                if taken >= step.steps and self.samples:
-                    return state
-                if taken < step.steps:
-                    step.step(state, batch, generator)
-                start, taken = start + batches.size(batch.inputs), taken + 1
-                if not self.samples:
-                    self._note(batch, problem)
-            self._finish(start, step)
-        return state
-
-    def _batches(self, step: Pass, problem: Problem) -> Iterator[Batch]:
-        """Goes through the loader once."""
-        try:
-            total = len(self._loader)  # type: ignore[arg-type]
-        except TypeError:  # none, or a DataLoader over an iterable data set
-            total = None
-        start, weight = 0, next(iter(problem.tangent.parameters.values()))
-        stops = self._stops() if isinstance(step, SumPass) else frozenset()
-        bar = tqdm(self._loader, desc=step.label, total=total, disable=not self._bar, leave=False)
-        for number, raw in enumerate(bar, 1):
-            inputs, targets = batches.split(raw)
-            samples = batches.size(inputs)
-            batches.check_inputs(inputs, weight, f"the inputs of batch number {number}")
-            if self._expected is not None and start + samples > self._expected:
-                self._check_size(start + samples, f"for the pass '{step.label}'")
-            cuts = sorted({0, samples, *(stop - start for stop in stops if start < stop < start + samples)})
-            for first, end in pairwise(cuts):
-                rows = slice(first, end)
-                part = inputs if end - first == samples else batches.take(inputs, rows)
-                yield Batch(problem.tangent, part, targets[rows], start + first)
-            start += samples
-
-    def _note(self, batch: Batch, problem: Problem) -> None:
-        """Checks a batch's targets and adds its statistics, from outputs met on the way or a forward pass."""
-        met = sum(part.stop - part.start for part, _ in batch.outputs)
-        if met == batches.size(batch.inputs):
-            outputs = torch.cat([outputs for _, outputs in sorted(batch.outputs, key=lambda item: item[0].start)])
-        else:
-            outputs = batch.tangent.outputs_of(batch.inputs)
-            batches.check_outputs(outputs, "these inputs")
-        likelihood = problem.likelihood
-        likelihood.check(outputs, batch.targets)
-        for name, value in likelihood.statistics(outputs, batch.targets).items():
-            self.statistics[name] = self.statistics.get(name, 0) + value
-
-    def _finish(self, samples: int, step: Pass) -> None:
-        self._check_size(samples, f"for the pass '{step.label}'")
-        self.samples = samples
-
-    def _check_size(self, samples: int, why: str) -> None:
-        """Notes n the first time; raises when the loader shows nothing, or another number (case 9)."""
-        if samples and samples == (self._expected or samples):
-            self._expected = samples
-            return
-        before = "a first batch" if self._expected is None else f"{self._expected} samples"
-        raise LapwingError(
-            f"Asked to go through the loader again {why}, found {samples} samples after {before} the first time; every "
-            "pass needs the same data: pass a DataLoader or a list of batches, not a generator."
-        )
-
-
-class _NoPass(SumPass):
-    """What a method that needs no pass still gets: the likelihood's statistics."""
-
-    label = "likelihood"
-
-    def init(self) -> State:
-        return {}
-
-    def update(self, state: State, batch: Batch) -> None:
-        """Adds nothing."""
+def _settled(found: Found, likelihood: Likelihood, prior: Prior) -> tuple[Likelihood, Prior]:
+    """Returns likelihood and prior at what the method chose itself."""
+    if found.noise_variance is not None:
+        likelihood = likelihood.with_noise_variance(found.noise_variance)
+    if found.precision is not None:
+        prior = replace(prior, precision=found.precision, given=True)
+    return likelihood, prior
 
 
 def _method_and_params(method: Any, params: Any) -> tuple[Method, Predicate | LastLayer]:

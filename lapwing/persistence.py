@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import storage
 from .batches import Forward
-from .covariance import COVARIANCES, PriorCovariance
+from .covariance import COVARIANCES
 from .errors import LapwingError
 from .likelihoods import Likelihood, resolve
 from .posterior import Posterior
@@ -33,6 +33,7 @@ def write(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     tensors = {f"covariance/{name}": tensor for name, tensor in posterior.covariance.tensors().items()}
     tensors |= {f"prior_mean/{name}": tensor for name, tensor in posterior.prior.mean.items()}
     tensors |= {f"statistics/{name}": tensor for name, tensor in posterior.statistics.items()}
+    tensors |= {f"history/{name}": tensor for name, tensor in posterior.history.items()}
     state = posterior.tangent.state()
     tensors |= {f"weights/{name}": fingerprint(value) for name, value in state.items()}
     header = {
@@ -121,14 +122,14 @@ def _rebuilt(
     means = part("prior_mean/")
     mean = {block.name: means[block.name].to(device) for block in tangent.blocks}
     none = torch.zeros(len(tangent.blocks), dtype=torch.float64, device=device)
-    prior = Prior(covariance.precision if isinstance(covariance, PriorCovariance) else none, mean, given)
+    prior = Prior(none if covariance.precision is None else covariance.precision, mean, given)
     statistics = {name: value.to(device) for name, value in part("statistics/").items()}
     likelihood = likelihood.with_noise_variance(saved["noise_variance"])
     likelihood.log_likelihood(statistics)  # a KeyError where one is missing
     return Posterior(
         tangent, covariance, likelihood, prior, statistics,
         header["samples"], header["data_factor"], header["temperature"], header["method"], noise_given,
-        Stamp.of(tangent.state()),
+        Stamp.of(tangent.state()), part("history/"),
     )  # fmt: skip
 
 

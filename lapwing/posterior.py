@@ -46,6 +46,7 @@ class Posterior:
         method: the method's name and options, as text.
         noise_given: whether the user gave σ²; otherwise it is tuned.
         stamp: the state of the network that this is a posterior of.
+        history: what the method tells of its fit: numbers by name, such as an objective step by step.
     """
 
     tangent: Tangent
@@ -59,6 +60,7 @@ class Posterior:
     method: str
     noise_given: bool
     stamp: Stamp = field(repr=False)
+    history: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def assemble(
@@ -72,6 +74,7 @@ class Posterior:
         data_size: int | None,
         temperature: float,
         method: object,
+        history: Mapping[str, Tensor],
     ) -> Posterior:
         """Puts a fit's results together; δ and σ² that are None are still to be tuned."""
         factor = 1.0 if data_size is None else data_size / samples
@@ -83,9 +86,10 @@ class Posterior:
         given = not likelihood.needs_noise
         posterior = cls(
             tangent, covariance, likelihood, prior, statistics, samples, factor, temperature, repr(method), given,
-            Stamp.of(tangent.state()),
+            Stamp.of(tangent.state()), history,
         )  # fmt: skip
-        return posterior.at(prior.precision, likelihood.noise_variance) if given else posterior
+        settled = given and isinstance(covariance, PriorCovariance)
+        return posterior.at(prior.precision, likelihood.noise_variance) if settled else posterior
 
     @property
     def tuned(self) -> bool:
@@ -100,7 +104,7 @@ class Posterior:
     @property
     def prior_precision(self) -> float | dict[str, float] | None:
         """δ: one number where all blocks agree, else {block: number}; None for a covariance without a prior."""
-        if not isinstance(self.covariance, PriorCovariance):
+        if self.covariance.precision is None:
             return None
         values = self.prior.precision.tolist()
         if all(value == values[0] for value in values):

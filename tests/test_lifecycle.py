@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.covariance import Blockwise, DiagonalBlock
-from lapwing.methods import Batch, FisherRoot, IteratePass, Passes, Problem, State, SumPass
-from lapwing.methods.passes import add_states
+from lapwing.methods import Batch, FisherRoot, Found, IteratePass, Passes, Problem, State, SumPass
+from lapwing.methods.passes import Seen, add_states
+from lapwing.prior import Prior
 from lapwing.tangent import Tangent
 from tests import oracle
 from tests.zoo import ZOO
@@ -243,7 +244,7 @@ class MyDiagonal(lw.Method):
             diagonal = (yield SquaredRows(problem))["diagonal"]
         else:
             state = yield HutchinsonSteps(problem, self.steps)
-            diagonal = state["sum"] * 2 / state["batches"]  # two batches make the data
+            diagonal = state["sum"] / state["batches"] * problem.seen().samples / 4  # batches of four
         blocks = problem.tangent.blocks
         parts = diagonal.split([block.size for block in blocks])
         structures = {block.name: DiagonalBlock(part) for block, part in zip(blocks, parts, strict=True)}
@@ -265,19 +266,78 @@ def test_a_sum_pass_of_ones_own() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 400])
 def test_an_iterate_pass_of_ones_own(steps: int) -> None:
-    """Statistics are complete whatever the number of steps, and the estimate comes near the exact diagonal."""
+    """Statistics are those of the data seen, scaled to all of it, and the estimate comes near the exact diagonal."""
     model, x, y, _ = data("mlp")
     options: dict[str, Any] = {"prior_precision": 1.0}
     expected = lw.fit(model, halves(x, y), lw.Diagonal(), **options)
     found = lw.fit(model, halves(x, y), MyDiagonal(steps), **options)
-    assert found.samples == 8
-    torch.testing.assert_close(found.statistics, expected.statistics)
+    assert (found.samples, found.data_factor) == ((4, 2.0) if steps == 1 else (8, 1.0))
+    part = lw.fit(model, halves(x, y)[: 1 if steps == 1 else 2], lw.Diagonal(), **options)
+    torch.testing.assert_close(found.statistics, part.statistics)
     again = lw.fit(model, halves(x, y), MyDiagonal(steps), **options)
     assert torch.equal(again.latent(x).covariance, found.latent(x).covariance)
     other = lw.fit(model, halves(x, y), MyDiagonal(steps), **options, seed=1)
     assert not torch.equal(other.latent(x).covariance, found.latent(x).covariance)
     if steps == 400:
         torch.testing.assert_close(found.latent(x).variance, expected.latent(x).variance, rtol=0.05, atol=0)
+
+
+class Until(HutchinsonSteps):
+    """Ends by itself after some batches."""
+
+    def converged(self, state: State) -> bool:
+        return bool(state["batches"] >= 3)
+
+
+@dataclass(frozen=True)
+class Self(lw.Method):
+    """Looks at few samples first, ends its steps by itself, and chooses prior and noise."""
+
+    def passes(self, problem: Problem) -> Passes:
+        few = SquaredRows(problem)
+        few.limit = 5
+        state = yield few
+        assert state["samples"] == 5
+        assert not problem.seen().samples  # nothing was summed yet
+        state = yield Until(problem, 50)
+        ends = torch.tensor([float(state["batches"])])
+        blocks = problem.tangent.blocks
+        structures = {block.name: DiagonalBlock(problem.zeros(block.size)) for block in blocks}
+        covariance = Blockwise(blocks, structures, 3 * problem.precision, problem.scale)
+        return Found(covariance, 3 * problem.precision, 0.5, {"steps": ends})
+
+
+def test_a_method_that_chooses_prior_and_noise_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, x, _, _ = data("mlp")
+    y = torch.randn(len(x), 3, dtype=x.dtype)
+    posterior = lw.fit(model, halves(x, y), Self())
+    assert (posterior.prior_precision, posterior.noise_variance, posterior.samples) == (3.0, 0.5, 8)
+    assert posterior.history["steps"].tolist() == [3.0]
+    assert not caplog.records
+    posterior.save(tmp_path / "posterior.safetensors")
+    loaded = lw.load(tmp_path / "posterior.safetensors", model)
+    assert (loaded.prior_precision, loaded.noise_variance) == (3.0, 0.5)
+    assert loaded.history["steps"].tolist() == [3.0]
+    lw.fit(model, halves(x, y), Self(), tune=lw.Evidence())
+    assert "chooses its own prior" in caplog.text
+
+
+def test_a_loader_that_knows_its_size_is_not_gone_through_to_count() -> None:
+    model, x, y, _ = data("mlp")
+    seen: list[int] = []
+
+    class Watched(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return len(x)
+
+        def __getitem__(self, i: int) -> Any:
+            seen.append(i)
+            return x[i], y[i]
+
+    loader = torch.utils.data.DataLoader(Watched(), batch_size=3, drop_last=True)
+    posterior = lw.fit(model, loader, MyDiagonal(steps=1), prior_precision=1.0)
+    assert (posterior.samples, posterior.data_factor) == (3, 2.0)
+    assert seen == [0, 1, 2, 0, 1, 2]  # the survey, and the step
 
 
 def test_an_iterate_pass_over_a_loader_that_runs_dry() -> None:
@@ -320,8 +380,9 @@ def test_states_of_halves_add_up_to_the_whole(method: lw.Method, name: str) -> N
     tangent = Tangent.survey(model, x, EVERY)
     likelihood = lw.Categorical()
     root = FisherRoot(likelihood, tangent.outputs, torch.Generator())
-    precision = torch.ones(len(tangent.blocks), dtype=torch.float64)
-    problem = Problem(tangent, likelihood, root, precision, 1.0, True, 0, lambda: y, lambda: 1.0)
+    prior = Prior.read(tangent, None)
+    seen = Seen(len(y), likelihood.statistics(tangent.outputs_of(x), y))
+    problem = Problem(tangent, likelihood, root, prior, True, 0, lambda: y, lambda: len(y), lambda: seen)
     passes = method.passes(problem)
     try:
         step = next(passes)

@@ -40,10 +40,12 @@ class Covariance(ABC):
     Attributes:
         blocks: the blocks, in order.
         record_dtype: the dtype records must be contracted in, or None for the usual one.
+        precision: prior precision δ of each block (n_blocks,) float64 that it was found at, or None without a prior.
     """
 
     blocks: tuple[Block, ...]
     record_dtype: torch.dtype | None = None
+    precision: Tensor | None = None
 
     @property
     def size(self) -> int:

@@ -15,7 +15,7 @@ from ..covariance.dense import concatenate, cut
 from ..errors import LapwingError
 from ..tangent import Anchors
 from .kfac import KFAC
-from .passes import Method, Pass, Passes, Problem, State, check_choice, check_count
+from .passes import Found, Method, Pass, Passes, Problem, State, check_choice, check_count
 from .rows import anchors_at, choose
 from .subspace import Residual, leading, on_basis, record_dtype
 
@@ -73,7 +73,8 @@ class OptimalSubspace(Method):
         """Ψ_approx, the inputs of the subset, then the curvature on their span."""
         approximate = None
         if isinstance(self.curvature, Method):
-            approximate = yield from self.curvature.passes(problem)
+            found = yield from self.curvature.passes(problem)
+            approximate = found.covariance if isinstance(found, Found) else found
             if not isinstance(approximate, PriorCovariance):
                 raise LapwingError(
                     f"Asked for OptimalSubspace(curvature={self.curvature!r}), found a posterior without a prior; a "

@@ -14,7 +14,7 @@ A state is a dict of tensors and nothing else, so that one piece of code writes 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from .. import batches
 from ..covariance import Covariance
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
+from ..prior import Prior
 from ..tangent import Record, Tangent
 
 State = dict[str, Tensor]
@@ -80,9 +81,14 @@ class Batch:
 
 
 class SumPass(ABC):
-    """A pass whose state adds over data."""
+    """A pass whose state adds over data.
+
+    Attributes:
+        limit: the first so many samples are enough; None takes all.
+    """
 
     label: str
+    limit: int | None = None
 
     @abstractmethod
     def init(self) -> State:
@@ -106,10 +112,10 @@ class CurvaturePass(SumPass):
 
 
 class IteratePass(ABC):
-    """A pass that takes steps, cycling through the data.
+    """A pass that takes steps, cycling through the data; it ends with the last step, wherever in the data that is.
 
     Attributes:
-        steps: how many.
+        steps: how many, at most.
     """
 
     label: str
@@ -123,6 +129,10 @@ class IteratePass(ABC):
     def step(self, state: State, batch: Batch, generator: torch.Generator) -> None:
         """Takes one step, in place."""
 
+    def converged(self, state: State) -> bool:
+        """Whether no further step is needed."""
+        return False
+
 
 Pass = SumPass | IteratePass
 
@@ -133,10 +143,41 @@ def add_states(first: State, second: State) -> State:
     return {**first, **second, **both}
 
 
-Passes = Generator[Pass, State, Covariance]
+@dataclass(frozen=True)
+class Found:
+    """What a method returns that chooses its own prior or noise, or has more to tell than its covariance.
+
+    Attributes:
+        covariance: Σ, at the prior precision found.
+        precision: δ (n_blocks,) that the method chose; None leaves the prior to the tuning.
+        noise_variance: σ² that the method chose; None leaves it to the tuning.
+        history: numbers by name, such as an objective step by step: `posterior.history`.
+    """
+
+    covariance: Covariance
+    precision: Tensor | None = None
+    noise_variance: float | None = None
+    history: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def last(step: CurvaturePass) -> Passes:
+@dataclass(frozen=True)
+class Seen:
+    """What the passes so far have seen of the data.
+
+    Attributes:
+        samples: n.
+        statistics: the likelihood's sums over them.
+    """
+
+    samples: int
+    statistics: Mapping[str, Tensor]
+
+
+Passes = Generator[Pass, State, "Covariance | Found"]
+CurvaturePasses = Generator[Pass, State, Covariance]
+
+
+def last(step: CurvaturePass) -> CurvaturePasses:
     """Yields a method's last pass; returns its covariance."""
     return step.finish((yield step))
 
@@ -149,28 +190,53 @@ class Problem:
         tangent: the network.
         likelihood: the likelihood, its noise possibly still None.
         root: cotangents whose outer products give Λ at unit noise.
-        precision: prior precision (n_blocks,) float64: the user's, or ones to be tuned.
-        scale: what multiplies a curvature of unit noise at that prior.
+        prior: δ (ones where it is to be tuned) and μ0.
         traces_wanted: whether the evidence's lower bound will be asked for.
         seed: of every random choice.
         labels: returns the class labels (n,) of the samples that the loader shows, -1 where targets are none (the first
             call goes through the loader).
-        curvature_scale: returns `N/(n σ² τ)`, with the mean squared residual for an open σ²; after the first sum pass.
+        count: returns n, the number of samples that the loader shows, without going through it where it knows.
+        seen: returns what the passes so far have seen; after the first one.
+        temperature: τ.
+        data_size: N, where the user gave it.
     """
 
     tangent: Tangent
     likelihood: Likelihood
     root: FisherRoot
-    precision: Tensor
-    scale: float
+    prior: Prior
     traces_wanted: bool
     seed: int
     labels: Callable[[], Tensor]
-    curvature_scale: Callable[[], float]
+    count: Callable[[], int]
+    seen: Callable[[], Seen]
+    temperature: float = 1.0
+    data_size: int | None = None
 
-    def count(self) -> int:
-        """Returns n, the number of samples that the loader shows."""
-        return len(self.labels())
+    @property
+    def precision(self) -> Tensor:
+        """Prior precision (n_blocks,) float64: the user's, or ones to be tuned."""
+        return self.prior.precision
+
+    @property
+    def scale(self) -> float:
+        """What multiplies a curvature of unit noise at that prior."""
+        return (1.0 if self.likelihood.needs_noise else self.likelihood.curvature_scale) / self.temperature
+
+    def noise_variance(self) -> float | None:
+        """Returns σ², the mean squared residual where it is open; after the first pass."""
+        if self.likelihood.needs_noise:
+            return self.likelihood.residual_variance(dict(self.seen().statistics))
+        return self.likelihood.noise_variance
+
+    def scale_at(self, noise_variance: float | None) -> float:
+        """Returns `s = N/(n σ² τ)`, what multiplies a curvature that was summed over the n samples seen."""
+        factor = (self.data_size or self.count()) / self.seen().samples
+        return self.likelihood.with_noise_variance(noise_variance).curvature_scale * factor / self.temperature
+
+    def curvature_scale(self) -> float:
+        """Returns s at the user's σ², or at the mean squared residual; after the first pass."""
+        return self.scale_at(self.noise_variance())
 
     def generator(self) -> torch.Generator:
         """Returns a fresh CPU generator with the fit's seed."""
@@ -195,7 +261,7 @@ class Method(ABC):
 
     @abstractmethod
     def passes(self, problem: Problem) -> Passes:
-        """Yields passes, receives their finished states, and returns the covariance."""
+        """Yields passes, receives their finished states, and returns the covariance, or what was found with it."""
 
 
 def class_labels(inputs: Any, targets: Any) -> Tensor:
