@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -12,14 +13,34 @@ from .errors import LapwingError
 
 log = logging.getLogger("lapwing")
 
+TRIANGLE_ROWS = 128  # of a symmetric product that are taken at once
+
 RANK_CUT = 1e-11  # relative singular value below which a direction of explicit float64 rows is rounding noise
 
 
 def total(terms: Iterable[Tensor]) -> Tensor:
     """Returns the sum of one or more tensors, added in order."""
-    added = sum(terms)
-    assert isinstance(added, Tensor)
-    return added
+    return reduce(torch.add, terms)
+
+
+def add_squares(sums: Tensor, values: Tensor) -> None:
+    """Adds `xᵀ x` to sums (G, n, n) in place, for x (G, m, n): its lower triangle, all that `mirrored` reads.
+
+    Cost: half the products of the whole matrix, by blocks of rows.
+    """
+    size = sums.shape[-1]
+    if size <= TRIANGLE_ROWS:
+        sums.baddbmm_(values.mT, values)
+        return
+    for matrix, x in zip(sums, values, strict=True):
+        for start in range(0, size, TRIANGLE_ROWS):
+            stop = min(start + TRIANGLE_ROWS, size)
+            matrix[start:stop, :stop].addmm_(x[:, start:stop].T, x[:, :stop])
+
+
+def mirrored(lower: Tensor) -> Tensor:
+    """Returns the symmetric matrices whose lower triangles are those of (..., n, n)."""
+    return lower.tril() + lower.tril(-1).mT
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -70,9 +91,9 @@ def cholesky(matrix: Tensor) -> Tensor:
         return factor
     scale = matrix.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    jitter = 10 * torch.finfo(matrix.dtype).eps
+    jitter, failed = 10 * torch.finfo(matrix.dtype).eps, torch.zeros_like(info, dtype=torch.bool)[..., None, None]
     while jitter < 1e-4:
-        failed = (info > 0)[..., None, None]
+        failed = failed | (info > 0)[..., None, None]  # what a smaller jitter repaired keeps needing one
         factor, info = torch.linalg.cholesky_ex(matrix + failed * jitter * scale[..., None, None] * eye)
         if not info.any():
             log.info("Cholesky needed a jitter of %.1e times the mean diagonal", jitter)

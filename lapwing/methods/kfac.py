@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, Structure
-from ..numerics import symmetric_eigen
+from ..numerics import mirrored, symmetric_eigen
 from ..tangent import Block
 from ..tangent.jacobian import MatrixJacobian
 from .passes import Batch, CurvaturePass, Method, Passes, Problem, State, check_choice, last
@@ -108,12 +108,12 @@ def _kind(block: Block, uncovered: str) -> str:
 
 
 def _eigenbasis(inputs: Tensor, outputs: Tensor, count: Tensor) -> KroneckerBlock:
-    """Diagonalises both factors: `λ_ji = α_i γ_j / #`, with # the count of positions."""
-    gamma, rotation = symmetric_eigen(outputs)  # (G, O), (G, O, O)
+    """Diagonalises both factors, given by their lower triangles: `λ_ji = α_i γ_j / #`, # the count of positions."""
+    gamma, rotation = symmetric_eigen(mirrored(outputs))  # (G, O), (G, O, O)
     if inputs.ndim == 2:  # one-hot inputs: A is its own diagonal
         alpha, basis = inputs.double(), None
     else:
-        alpha, basis = symmetric_eigen(inputs)
+        alpha, basis = symmetric_eigen(mirrored(inputs))
         basis = basis.to(inputs.dtype)
     eigenvalues = gamma[..., :, None] * alpha[..., None, :] / count.double()
     return KroneckerBlock(eigenvalues.to(inputs.dtype), basis, rotation.to(outputs.dtype))

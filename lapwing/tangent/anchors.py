@@ -46,13 +46,13 @@ class Anchors:
     def rows(self, dtype: torch.dtype) -> Tensor:
         """Returns `J̃` (M, P). Cost: M backward passes, memory O(M P)."""
         rows = torch.zeros(len(self), self.tangent.size, dtype=dtype, device=self.tangent.device)
-        for slots, record in self._records(dtype, 2 * self.tangent.size):
+        for slots, record in self.records(dtype, 2 * self.tangent.size):
             rows[slots] = record.rows().flatten(0, 1)
         return rows
 
     def row_chunks(self, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields `(slots, J̃[slots])` for chunks of rows that fit the memory budget three times."""
-        for slots, record in self._records(dtype, 4 * self.tangent.size):
+        for slots, record in self.records(dtype, 4 * self.tangent.size):
             yield slots, record.rows().flatten(0, 1)
 
     def gram(self, weights: Weights, dtype: torch.dtype) -> Tensor:
@@ -85,7 +85,7 @@ class Anchors:
 
     def _pairs(self, dtype: torch.dtype) -> Iterator[tuple[Tensor, Record, Tensor, Record]]:
         """Yields `(slots, record, slots, record)` for every pair of chunks once."""
-        requests = list(self._requests(dtype, 0, share=2))
+        requests = list(self.requests(dtype, 0, share=2))
         for i, (mine, inputs, u) in enumerate(requests):
             record = self.tangent.record(inputs, u, dtype)
             for theirs, others, v in requests[: i + 1]:
@@ -98,7 +98,7 @@ class Anchors:
         """
         count, dtype = len(coefficients), coefficients.dtype
         out = {b.name: coefficients.new_zeros(count, b.size) for b in self.tangent.blocks}
-        for slots, record in self._records(dtype):
+        for slots, record in self.records(dtype):
             chosen = coefficients[:, slots]  # (K, B R)
             for name, vectors in out.items():
                 for part, rows in record[name].row_slices():
@@ -111,7 +111,7 @@ class Anchors:
         Cost: M backward passes for each record, and the products.
         """
         parts = record.outputs.new_zeros(record.samples, record.cotangents, len(self), dtype=record.dtype)
-        for slots, anchors in self._records(record.dtype):
+        for slots, anchors in self.records(record.dtype):
             block = total(w * record[name].gram(anchors[name]) for name, w in weights.items())
             parts[:, :, slots] = block.flatten(2)
         return parts
@@ -120,7 +120,7 @@ class Anchors:
         """Returns `v J̃ᵀ` (n, M) for vectors (n, P_block) a block."""
         first = next(iter(vectors.values()))
         out = first.new_zeros(first.shape[0], len(self))
-        for slots, record in self._records(first.dtype):
+        for slots, record in self.records(first.dtype):
             out[:, slots] = record.jvp(vectors).flatten(0, 1).T
         return out
 
@@ -161,7 +161,7 @@ class Anchors:
             first = stop
         return found
 
-    def _requests(self, dtype: torch.dtype, held: int, share: int = 1) -> Iterator[tuple[Tensor, Any, Tensor]]:
+    def requests(self, dtype: torch.dtype, held: int, share: int = 1) -> Iterator[tuple[Tensor, Any, Tensor]]:
         """Yields `(slots, inputs, cotangents)` of chunks; `held` numbers a row, and a share of the budget each."""
         tangent = self.tangent
         for _, group, picks in self._groups:
@@ -173,7 +173,7 @@ class Anchors:
                     u.scatter_(1, self.outputs[where][:, None].to(u.device), 1.0)
                     yield where.flatten(), batches.take(group, mine), u
 
-    def _records(self, dtype: torch.dtype, held: int = 0) -> Iterator[tuple[Tensor, Record]]:
+    def records(self, dtype: torch.dtype, held: int = 0) -> Iterator[tuple[Tensor, Record]]:
         """Yields `(slots, record)` of chunks, slots in the order of the record's flattened (B, R)."""
-        for slots, inputs, u in self._requests(dtype, held):
+        for slots, inputs, u in self.requests(dtype, held):
             yield slots, self.tangent.record(inputs, u, dtype)

@@ -3,11 +3,12 @@
 Gradients are taken when the first block is asked for, so a product `J V` that forward mode gives more cheaply never
 pays for the C backward passes. Where those of all blocks do not fit the memory budget together, consecutive blocks make
 groups that do, and the gradients of a group replace the former one's; so go through the blocks in order. A block that
-does not fit alone comes in slices of its cotangents.
+does not fit alone comes in slices of its cotangents. What a block builds of its positions comes in strips of them.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +23,7 @@ from .jacobian import SLICE_BYTES, BlockJacobian, Rows, SumOfUses
 from .layers.embedding import OneHot
 from .layers.generic import per_sample_rows
 from .outer import Outer, SharedOuter
+from .positions import Strips
 from .record import Noted, output_gradients
 from .sliced import Sliced, grouped
 
@@ -186,9 +188,10 @@ class Record(Mapping[str, BlockJacobian]):
         if block.family == "generic":
             return Rows(torch.cat([taken[name] for name in block.parameters], -1).to(self.dtype))
         forms: list[BlockJacobian] = []
+        most = sys.maxsize if self._differentiable else self._limit // 2
         for i, axis, roles in self._tangent.plan.uses[block.name]:
             use = self._noted[i].use
-            form = use.jacobian(taken[i], axis, self.samples, roles, self.dtype)
+            form = use.jacobian(taken[i], axis, self.samples, roles, self.dtype, most)
             forms.append(form if block.matrix is not None else _native(form, use.matrix()))
         joined = forms[0] if len(forms) == 1 else SumOfUses(forms) if block.matrix is None else _concatenate(forms)
         return joined.within(self._slice_bytes)
@@ -205,9 +208,9 @@ def _native(form: BlockJacobian, matrix: Matrix | None) -> BlockJacobian:
 def _concatenate(forms: list[Any]) -> BlockJacobian:
     """Joins several uses of one matrix weight: their positions are added, for `J = Σ_uses Σ_t g a`."""
     if isinstance(forms[0], OneHot):
-        tokens, g = torch.cat([f.tokens for f in forms], 1), torch.cat([f.unmerged for f in forms], 2)
-        return OneHot(tokens, g, forms[0].vocabulary)
+        tokens, gradients = zip(*[form.unmerged for form in forms], strict=True)
+        return OneHot(torch.cat(tokens, 1), torch.cat(gradients, 2), forms[0].vocabulary)
     if all(isinstance(form, (Outer, SharedOuter)) for form in forms):
         shared = [form.shared() if isinstance(form, Outer) else form for form in forms]
-        return SharedOuter(torch.cat([f.a for f in shared], 1), torch.cat([f.g for f in shared], 2))
+        return SharedOuter(Strips.joined([form.strips for form in shared]))
     return SumOfUses(forms)

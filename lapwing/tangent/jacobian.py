@@ -141,7 +141,7 @@ class MatrixJacobian(BlockJacobian):
         """Returns `A = Σ a aᵀ` (G, I, I), or its diagonal, `Γ = Σ g gᵀ` (G, O, O) and their count of positions."""
 
     def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
-        """Adds A and Γ to sums in place; returns their count of positions."""
+        """Adds A and Γ to sums in place, at least their lower triangles; returns their count of positions."""
         mine, theirs, count = self.kronecker_factors(reduce)
         inputs += mine
         outputs += theirs

@@ -85,7 +85,7 @@ class Tangent:
         parameters = parameters_of(model)
         inputs = batches.plain(inputs)
         batches.check_inputs(inputs, next(iter(parameters.values())), "the inputs of the first batch")
-        surveyed = probe(model, parameters, inputs, params, forward)
+        surveyed = probe(model, parameters, inputs, params, forward, most=memory // 16)
         tangent = cls(model, forward, surveyed.blocks, surveyed.plan, surveyed.coverage, surveyed.outputs, memory)
         tangent._tell_need()
         return tangent
@@ -228,20 +228,24 @@ class Tangent:
         return max(1, self.memory // self.bytes_per_sample(cotangents, dtype, rows_held))
 
     def _tell_need(self) -> None:
-        """Warns where a single output of a single sample exceeds the budget; mentions where all its outputs do."""
+        """Warns where one output at one position of a sample exceeds the budget; mentions where the whole sample does.
+
+        The network's own activations, and their gradients for one output, are not counted: no choice here changes them.
+        """
         name, budget = type(self.model).__name__, self.memory / 2**20
-        least, all_outputs = self.bytes_per_sample(1), self.bytes_per_sample()
+        least, whole = self.plan.least(self.blocks) * self.dtype.itemsize, self.bytes_per_sample()
         if least > self.memory:
             log.warning(
-                "One sample of %s needs about %.0f MiB even for one output at a time, more than the budget of %.0f "
-                "MiB, and will exceed it; pass memory=%d, or fewer parameters, such as params=lw.last_layer.",
+                "One sample of %s needs about %.0f MiB even for one output and one position at a time, more than the "
+                "budget of %.0f MiB, and will exceed it; pass memory=%d, or fewer parameters, such as "
+                "params=lw.last_layer.",
                 name, least / 2**20, budget, 2 ** (least - 1).bit_length(),
             )  # fmt: skip
-        elif all_outputs > self.memory:
+        elif whole > self.memory:
             log.info(
-                "One sample of %s needs about %.0f MiB for its %d outputs together, more than the budget of %.0f MiB: "
-                "their gradients are taken again for every few layers; memory=%d would take them once.",
-                name, all_outputs / 2**20, self.outputs, budget, 2 ** (all_outputs - 1).bit_length(),
+                "One sample of %s needs about %.0f MiB in one piece (C = %d), more than the budget of %.0f MiB: its "
+                "layers, outputs and positions are taken a few at a time; memory=%d would take them at once.",
+                name, whole / 2**20, self.outputs, budget, 2 ** (whole - 1).bit_length(),
             )  # fmt: skip
 
     def bytes_per_sample(
@@ -249,7 +253,9 @@ class Tangent:
     ) -> int:
         """Estimates the bytes held for one sample of a record and its largest contraction; arguments as above."""
         count = cotangents if isinstance(cotangents, int) else getattr(cotangents, "columns", self.outputs)
-        numbers = self.plan.numbers_per_sample(count) + 3 * count * self.explicit_size + rows_held
+        numbers = (
+            self.plan.numbers_per_sample(count, cotangents is not None) + 3 * count * self.explicit_size + rows_held
+        )
         return numbers * (dtype or self.dtype).itemsize
 
 

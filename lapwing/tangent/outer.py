@@ -1,19 +1,23 @@
 """Jacobians of matrix weights as sums of outer products, `J[n, r] = Σ_t g[n, r, t] a[n, t]ᵀ`, contracted fast.
 
 `Outer` is a layer used at one position (T = 1), where J never needs to be formed; `SharedOuter` is a layer used at T
-positions (convolution, tokens, several calls) or in G groups, formed one slice of its output channels at a time.
+positions (convolution, tokens, several calls) or in G groups, formed one slice of its output channels at a time, from
+one strip of positions after another.
 Weights (P,) and vectors (K, P) are laid out as (G, O, I), the bias as the last input column.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
+from math import isqrt
 
 import torch
 from torch import Tensor
 
-from ..numerics import total
+from ..numerics import add_squares, mirrored, total
 from .jacobian import BlockJacobian, MatrixJacobian
+from .positions import Strip, Strips
 
 REDUCTION = 40
 """What multiplying and summing one number costs in a position Gram, in multiply-adds of a matrix product."""
@@ -62,7 +66,7 @@ class Outer(MatrixJacobian):
 
     def shared(self) -> SharedOuter:
         """Returns the same Jacobian, written for several positions."""
-        return SharedOuter(self.a[:, None, None], self.g[:, :, None, None]).within(self.slice_bytes)
+        return SharedOuter(Strips.whole(self.a[:, None, None], self.g[:, :, None, None])).within(self.slice_bytes)
 
     def input_scale(self, weights: Tensor) -> Tensor:
         """Returns `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O), all that a diagonal weighting needs of the inputs."""
@@ -115,37 +119,34 @@ class Outer(MatrixJacobian):
 
     def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
         """Adds A and Γ without a copy between product and sum."""
-        g = self.g.transpose(0, 1).flatten(0, 1)
-        inputs[0].addmm_(self.a.T, self.a)
-        outputs[0].addmm_(g.T, g)
+        add_squares(inputs, self.a[None])
+        add_squares(outputs, self.g.transpose(0, 1).flatten(0, 1)[None])
         return self.batch
 
 
 class SharedOuter(MatrixJacobian):
-    """T positions a sample in G groups: inputs a (B, T, G, I) and output gradients g (B, R, T, G, O)."""
+    """T positions a sample in G groups: inputs a (B, T, G, I) and output gradients g (B, R, T, G, O), by strips."""
 
-    def __init__(self, a: Tensor, g: Tensor) -> None:
-        self.a, self.g = a, g
-        self.batch, self.positions, self.groups, self.inputs = a.shape
-        self.cotangents, self.outputs = g.shape[1], g.shape[-1]
+    def __init__(self, strips: Strips) -> None:
+        self.strips = strips
+        self.batch, self.cotangents, self.positions, self.groups, self.outputs, self.inputs = strips.shape
         self.size = self.groups * self.outputs * self.inputs
 
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yields `Σ_t g a` for slices of the output channels, one product of (R o, T) by (T, I) a sample."""
-        per_output = self.batch * self.cotangents * self.inputs * self.a.element_size()
-        step = self.step(per_output, self.outputs)
-        for group in range(self.groups):
-            a = self.a[:, :, group]  # (B, T, I)
-            for start in range(0, self.outputs, step):
-                g = self.g[:, :, :, group, start : start + step]  # (B, R, T, o)
-                rows = g.transpose(2, 3).flatten(1, 2) @ a  # (B, R o, I)
-                first = (group * self.outputs + start) * self.inputs
-                yield slice(first, first + g.shape[-1] * self.inputs), rows.reshape(self.batch, self.cotangents, -1)
+        """Yields `Σ_t g a` for slices of the output channels, one product of (R o, t) by (t, I) a sample and strip."""
+        step = self.step(self.batch * self.cotangents * self.inputs * self.strips.dtype.itemsize, self.outputs)
+        for group, start in product(range(self.groups), range(0, self.outputs, step)):
+            channels = slice(start, min(start + step, self.outputs))
+            rows = total(
+                g[:, :, :, group, channels].transpose(2, 3).flatten(1, 2) @ a[:, :, group] for a, g in self.strips
+            )  # (B, R o, I)
+            first, count = group * self.outputs + start, channels.stop - start
+            part = slice(first * self.inputs, (first + count) * self.inputs)
+            yield part, rows.reshape(self.batch, self.cotangents, -1)
 
     def rotate(self, inputs: Tensor | None, outputs: Tensor) -> RotatedOuter:
         """Returns J in another basis, for U_in (G, I, I) and U_out (G, O, O)."""
-        a = self.a if inputs is None else _by_group(self.a, inputs)
-        return RotatedOuter(a, self.g, outputs).within(self.slice_bytes)
+        return RotatedOuter(self.strips, inputs, outputs).within(self.slice_bytes)
 
     def jvp(self, vectors: Tensor) -> Tensor:
         """Returns `J V` (B, R, K) by rows or by `gᵀ(V_k a)`, whichever takes fewer products."""
@@ -155,16 +156,20 @@ class SharedOuter(MatrixJacobian):
         if by_rows <= by_push:
             return super().jvp(vectors)
         vectors = vectors.reshape(count, self.groups, self.outputs, self.inputs)
-        per_vector = self.batch * self.positions * self.groups * self.outputs * self.a.element_size()
-        step, g, parts = self.step(per_vector, count), self.g.flatten(2), []
-        for start in range(0, count, step):
-            pushed = torch.einsum("ntgi,kgoi->nktgo", self.a, vectors[start : start + step])
+        return total(self._pushed(a, g, vectors) for a, g in self.strips)
+
+    def _pushed(self, a: Tensor, g: Tensor, vectors: Tensor) -> Tensor:
+        """Returns `gᵀ(V_k a)` (B, R, K) of a strip, for slices of V (K, G, O, I)."""
+        step = self.step(a[..., 0].numel() * self.outputs * a.element_size(), len(vectors))
+        g, parts = g.flatten(2), []
+        for some in vectors.split(step):
+            pushed = torch.einsum("ntgi,kgoi->nktgo", a, some)
             parts.append(g @ pushed.flatten(2).mT)  # (B, R, k)
         return torch.cat(parts, -1)
 
     def sum_rows(self) -> Tensor:
         """Returns `Σ_n,t g a` (R, P)."""
-        return torch.einsum("nrtgo,ntgi->rgoi", self.g, self.a).flatten(1)
+        return total(torch.einsum("nrtgo,ntgi->rgoi", g, a) for a, g in self.strips).flatten(1)
 
     def squared_norm(self) -> Tensor:
         """Returns `Σ J²` by rows, or by the positions' Gram matrices `Σ_tt' (a_t·a_t')(g_t·g_t')` where T is small."""
@@ -172,16 +177,21 @@ class SharedOuter(MatrixJacobian):
         by_positions = self.positions * (self.inputs + self.cotangents * self.outputs)
         if by_rows <= by_positions:
             return total(rows.square().sum() for _, rows in self.row_slices())
-        inputs = torch.einsum("ntgi,nsgi->ngts", self.a, self.a)
-        gradients = torch.einsum("nrtgo,nrsgo->ngts", self.g, self.g)
-        return (inputs * gradients).sum()
+        return total(_table_sum(mine, theirs) for mine in self.strips for theirs in self.strips)
 
     def gram(self, other: BlockJacobian) -> Tensor:
         """Returns `J J'ᵀ` (B, R, B', R') by rows, or by `Σ_tt' (a_t·a'_t')(g_t·g'_t')` where that is cheaper."""
         other = other.shared() if isinstance(other, Outer) else other
         if not isinstance(other, SharedOuter) or self._rows_are_cheaper(other):
             return super().gram(other)
-        return total(self._position_gram(other, group) for group in range(self.groups))
+        cells = max(1, self.slice_bytes // (self.strips.dtype.itemsize * other.cotangents))
+        mine = min(self.positions, max(isqrt(cells), cells // other.positions))  # whole, where a table fits
+        return total(
+            self._position_gram((a[:, :, group], g[:, :, :, group]), (b[:, :, group], h[:, :, :, group]))
+            for a, g in self.strips.finer(mine)
+            for b, h in other.strips.finer(max(1, cells // mine))
+            for group in range(self.groups)
+        )
 
     def _rows_are_cheaper(self, other: SharedOuter) -> bool:
         """Compares the products of both ways, a group."""
@@ -191,71 +201,87 @@ class SharedOuter(MatrixJacobian):
         pairs = self.positions * other.positions
         return by_rows <= pairs * (self.batch * other.batch * self.inputs + mine * theirs * (self.outputs + REDUCTION))
 
-    def _position_gram(self, other: SharedOuter, group: int) -> Tensor:
-        """Returns one group's part by positions, for slices of both sides' samples and of the cotangents."""
-        a, g = self.a[:, :, group], self.g[:, :, :, group]  # (B, T, I), (B, R, T, O)
-        b, h = other.a[:, :, group], other.g[:, :, :, group]
-        one = self.positions * other.cotangents * other.positions * a.element_size()  # a row beside a sample of theirs
-        theirs = self.step(one, other.batch)
-        rows = self.step(one * theirs, self.batch * self.cotangents)
-        mine, some = max(1, rows // self.cotangents), min(rows, self.cotangents)
-        gram = a.new_empty(self.batch, self.cotangents, other.batch, other.cotangents)
-        for m in range(0, other.batch, theirs):
-            far, near = h[m : m + theirs].flatten(0, 2), b[m : m + theirs].flatten(0, 1)
-            for n in range(0, self.batch, mine):
-                inputs = a[n : n + mine].flatten(0, 1) @ near.T
-                inputs = inputs.reshape(-1, 1, self.positions, len(b[m : m + theirs]), 1, other.positions)
+    def _position_gram(self, mine: Strip, theirs: Strip) -> Tensor:
+        """Returns one group's part of two strips, for slices of both sides' samples and of the cotangents.
+
+        Args:
+            mine: a (B, t, I) and g (B, R, t, O).
+            theirs: a (B', t', I) and g (B', R', t', O).
+        """
+        (a, g), (b, h) = mine, theirs
+        here, there, columns = a.shape[1], b.shape[1], h.shape[1]
+        one = here * columns * there * a.element_size()  # a row beside a sample of theirs
+        beside = self.step(one, len(b))
+        rows = self.step(one * beside, self.batch * self.cotangents)
+        samples, some = max(1, rows // self.cotangents), min(rows, self.cotangents)
+        gram = a.new_empty(self.batch, self.cotangents, len(b), columns)
+        for m in range(0, len(b), beside):
+            far, near = h[m : m + beside].flatten(0, 2), b[m : m + beside].flatten(0, 1)
+            for n in range(0, self.batch, samples):
+                inputs = a[n : n + samples].flatten(0, 1) @ near.T
+                inputs = inputs.reshape(-1, 1, here, len(b[m : m + beside]), 1, there)
                 for r in range(0, self.cotangents, some):
-                    left = g[n : n + mine, r : r + some]
+                    left = g[n : n + samples, r : r + some]
                     products = (left.flatten(0, 2) @ far.T).reshape(
-                        *left.shape[:3], -1, other.cotangents, other.positions
-                    )  # (b, r, T, b', R', T')
-                    gram[n : n + mine, r : r + some, m : m + theirs] = (products * inputs).sum((2, 5))
+                        *left.shape[:3], -1, columns, there
+                    )  # (b, r, t, b', R', t')
+                    gram[n : n + samples, r : r + some, m : m + beside] = (products * inputs).sum((2, 5))
         return gram
 
     def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
-        """Returns `A` (G, I, I), `Γ` (G, O, O) and the count: #(n, t) with expand, N with reduce.
+        """Returns `A` (G, I, I), `Γ` (G, O, O) and the count: #(n, t) with expand, N with reduce."""
+        a, g = next(iter(self.strips))
+        inputs = a.new_zeros(self.groups, self.inputs, self.inputs)
+        outputs = g.new_zeros(self.groups, self.outputs, self.outputs)
+        count = self.add_kronecker_factors(reduce, inputs, outputs)
+        return mirrored(inputs), mirrored(outputs), count
+
+    def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
+        """Adds A and Γ strip by strip.
 
         Reduce takes the mean of a and the sum of g over positions; expand treats every position as a sample.
         """
-        a, g = (self.a.mean(1, keepdim=True), self.g.sum(2, keepdim=True)) if reduce else (self.a, self.g)
-        a = a.permute(2, 0, 1, 3).flatten(1, 2)  # (G, B T, I)
-        g = g.permute(3, 0, 1, 2, 4).flatten(1, 3)  # (G, B R T, O)
-        return a.mT @ a, g.mT @ g, self.batch * (1 if reduce else self.positions)
+        for a, g in [self._reduced()] if reduce else self.strips:
+            a = a.permute(2, 0, 1, 3).flatten(1, 2)  # (G, B t, I)
+            g = g.permute(3, 0, 1, 2, 4).flatten(1, 3)  # (G, B R t, O)
+            add_squares(inputs, a)
+            add_squares(outputs, g)
+        return self.batch * (1 if reduce else self.positions)
+
+    def _reduced(self) -> Strip:
+        """Returns the mean of a (B, 1, G, I) and the sum of g (B, R, 1, G, O) over positions."""
+        sums = [(a.sum(1, keepdim=True), g.sum(2, keepdim=True)) for a, g in self.strips]
+        return total(a for a, _ in sums) / self.positions, total(g for _, g in sums)
+
+
+def _table_sum(mine: Strip, theirs: Strip) -> Tensor:
+    """Returns `Σ_n,g,t,t' (a_t·a_t')(g_t·g_t')` () of two strips of the same samples."""
+    inputs = torch.einsum("ntgi,nsgi->ngts", mine[0], theirs[0])
+    return (inputs * torch.einsum("nrtgo,nrsgo->ngts", mine[1], theirs[1])).sum()
 
 
 class RotatedOuter(BlockJacobian):
-    """`J[n, r] = U_outᵀ Σ_t g a` for inputs a (B, T, G, I) rotated already, g (B, R, T, G, O) and U_out (G, O, O).
+    """`J[n, r] = U_outᵀ (Σ_t g aᵀ) U_in` for U_in (G, I, I), or None for the identity, and U_out (G, O, O).
 
-    The output side is rotated where that is cheaper: g itself where T < I, else the rows.
+    Each side is rotated where that is cheaper: a where T < R O and g where T < I, else the rows.
     """
 
-    def __init__(self, a: Tensor, g: Tensor, outputs: Tensor) -> None:
-        self.batch, positions, self.groups, self.inputs = a.shape
-        self.cotangents, self.outputs = g.shape[1], g.shape[-1]
+    def __init__(self, strips: Strips, inputs: Tensor | None, outputs: Tensor) -> None:
+        self.batch, self.cotangents, positions, self.groups, self.outputs, self.inputs = strips.shape
         self.size = self.groups * self.outputs * self.inputs
-        self._rotation: Tensor | None = outputs
-        self.a, self.g = a, g
-        if positions < self.inputs:
-            self.g, self._rotation = _by_group(g, outputs), None
+        turn_a, turn_g = positions < self.cotangents * self.outputs, positions < self.inputs
+        self._strips = strips.rotated(inputs if turn_a else None, outputs if turn_g else None)
+        self._inputs, self._outputs = None if turn_a else inputs, None if turn_g else outputs
 
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yields rows for slices of the output channels, or all of a group's at once where rows are rotated."""
-        if self._rotation is None:
-            yield from SharedOuter(self.a, self.g).within(self.slice_bytes).row_slices()
-            return
-        for group in range(self.groups):
-            g = self.g[:, :, :, group].transpose(2, 3).flatten(1, 2)  # (B, R O, T)
-            rows = (g @ self.a[:, :, group]).unflatten(1, (self.cotangents, self.outputs))  # (B, R, O, I)
-            rows = self._rotation[group].T @ rows
-            first = group * self.outputs * self.inputs
-            yield slice(first, first + self.outputs * self.inputs), rows.flatten(2)
-
-
-def _by_group(values: Tensor, basis: Tensor) -> Tensor:
-    """Multiplies (..., T, G, I) by (G, I, I) group by group, along whichever of T and I is contiguous."""
-    if basis.shape[0] > 1:
-        return torch.einsum("...gi,gij->...gj", values, basis)
-    if values.stride(-1) == 1 or values.stride(-3) != 1:
-        return values @ basis[0]
-    return (basis[0].T @ values.squeeze(-2).mT).mT.unsqueeze(-2)  # patches and feature maps: T is contiguous
+        """Yields rows for slices of the output channels; for all of a group's where the rows' outputs are rotated."""
+        row_bytes = self.batch * self.cotangents * self.size * self._strips.dtype.itemsize
+        slice_bytes = self.slice_bytes if self._outputs is None else row_bytes
+        for part, rows in SharedOuter(self._strips).within(slice_bytes).row_slices():
+            group = part.start // (self.outputs * self.inputs)
+            rows = rows.unflatten(-1, (-1, self.inputs))  # (B, R, o, I)
+            if self._outputs is not None:
+                rows = self._outputs[group].T @ rows
+            if self._inputs is not None:
+                rows = rows @ self._inputs[group]
+            yield part, rows.flatten(2)

@@ -71,6 +71,7 @@ class Plan:
         single_sample: the survey saw one sample only, so that batch axes are guesses.
         sizes: a watched use's (out numel, patches numel) a sample.
         spread: whether embeddings of a single row of tokens are spread over the samples.
+        last: the index of the use whose output is the network's, -1 where there is none.
     """
 
     watched: tuple[str, ...] = ()
@@ -79,6 +80,7 @@ class Plan:
     single_sample: bool = False
     sizes: tuple[tuple[int, int], ...] = ()
     spread: bool = False
+    last: int = -1
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON."""
@@ -94,8 +96,8 @@ class Plan:
         }
         order = tuple(tuple(tuple(pair) for pair in use) for use in data["order"])
         sizes = tuple(tuple(pair) for pair in data["sizes"])
-        spread = data.get("spread", False)  # files of version 0.1 have none
-        return cls(tuple(data["watched"]), order, uses, data["single_sample"], sizes, spread)
+        spread, last = data.get("spread", False), data.get("last", -1)  # files of version 0.1 have none
+        return cls(tuple(data["watched"]), order, uses, data["single_sample"], sizes, spread, last)
 
     def check_order(self, names: Sequence[dict[str, str]], samples: int, model: str) -> None:
         """Raises when a recording differs from the survey's, or shows the batch axes that one sample could not."""
@@ -116,11 +118,27 @@ class Plan:
         """Whether rows are all there is of a block: it is generic, or its uses disagree about the layout."""
         return block.family == "generic" or (block.matrix is None and len(self.uses[block.name]) > 1)
 
-    def numbers_per_sample(self, cotangents: int) -> int:
-        """Estimates the numbers held a sample: all g twice, and the patches and rotated gradients of one layer."""
-        all_g = sum(out for out, _ in self.sizes)
-        largest = max((2 * patches + 3 * cotangents * out for out, patches in self.sizes), default=0)
-        return 2 * cotangents * all_g + largest + 1
+    def numbers_per_sample(self, cotangents: int, written: bool = True) -> int:
+        """Estimates the numbers held a sample: all g twice, and the patches and rotated gradients of one layer.
+
+        Args:
+            cotangents: R.
+            written: whether they are numbers; else they are the outputs themselves, and a layer whose output they are
+                has no g.
+        """
+        sizes = [(0 if i == self.last and not written else out, n) for i, (out, n) in enumerate(self.sizes)]
+        largest = max((2 * patches + 3 * cotangents * out for out, patches in sizes), default=0)
+        matrix = 0 if written else 2 * cotangents**2  # of the outputs, which some structures give, and its root
+        return 2 * cotangents * sum(out for out, _ in sizes) + largest + matrix + 1
+
+    def least(self, blocks: Sequence[Block]) -> int:
+        """Estimates the numbers built of a sample for one output where layers take one position at a time.
+
+        What is as large as one layer's activations (tokens merged, inputs of a group norm normalised) is not counted.
+        """
+        explicit = [3 * block.size for block in blocks if self.is_explicit(block)]
+        matrices = [b.matrix_shape for b in blocks if b.family in MATRIX_FAMILIES[:2] and b.matrix is not None]
+        return max([0, *explicit, *(groups * (2 * inputs + 3 * outputs) for groups, outputs, inputs in matrices)])
 
 
 @dataclass(frozen=True)
@@ -172,7 +190,12 @@ def _dropout_rate(module: nn.Module) -> float:
 
 
 def probe(
-    model: nn.Module, parameters: dict[str, Tensor], inputs: Any, params: Predicate | LastLayer, forward: Forward | None
+    model: nn.Module,
+    parameters: dict[str, Tensor],
+    inputs: Any,
+    params: Predicate | LastLayer,
+    forward: Forward | None,
+    most: int,
 ) -> Survey:
     """Surveys a network on a few samples.
 
@@ -182,6 +205,7 @@ def probe(
         inputs: a first batch; at most four samples of it are used.
         params: the selection.
         forward: how the network is called.
+        most: how many numbers may be built for a strip of positions beside the activations.
 
     Returns:
         Blocks, the plan to read recordings with, and the coverage report.
@@ -214,7 +238,7 @@ def probe(
             reasons[name] = "" if told_apart else MINGLED
             if use.stale:
                 reasons[name] = "its layer's input is modified in place"
-    _compare_with_autograd(chosen, gradients, axes, samples, names, truth, reasons)
+    _compare_with_autograd(chosen, gradients, axes, samples, names, truth, reasons, most)
     covered = [name for name in names if not reasons[name]]
     blocks, uses, order = _blocks([u for u in chosen if set(u.names.values()) & set(covered)], covered, parameters)
     axis_of = {id(use): axis for use, axis in zip(chosen, axes, strict=True)}
@@ -224,7 +248,8 @@ def probe(
     }
     blocks += [Block(name, (name,), (tuple(parameters[name].shape),), "generic") for name in names if reasons[name]]
     sizes, spread = tuple(_numbers(use, samples) for use in kept), any(use.spread for use in kept)
-    plan = Plan(tuple(covered), order, indexed, samples == 1, sizes, spread)
+    last_index = next((i for i, use in enumerate(kept) if use.is_output(outputs)), -1)
+    plan = Plan(tuple(covered), order, indexed, samples == 1, sizes, spread, last_index)
     lines = tuple(
         Covered(block.name, block.parameters, block.size, block.family, reasons[block.parameters[0]])
         for block in blocks
@@ -314,6 +339,7 @@ def _compare_with_autograd(
     names: Sequence[str],
     truth: dict[str, Tensor],
     reasons: dict[str, str],
+    most: int,
 ) -> None:
     """Marks parameters whose recorded uses do not add up to autograd's gradient."""
     for name in names:
@@ -321,7 +347,7 @@ def _compare_with_autograd(
         for use, g, axis in zip(noted, gradients, axes, strict=True):
             for role, found in use.names.items():
                 if found == name and axis is not None:
-                    jacobian = use.use.jacobian(g[2:], axis, samples, frozenset((role,)), total.dtype)
+                    jacobian = use.use.jacobian(g[2:], axis, samples, frozenset((role,)), total.dtype, most)
                     single = _single(name, use, role, tuple(total.shape))
                     total = total + single.split(jacobian.sum_rows()[0])[name]
         eps = torch.finfo(truth[name].dtype).eps

@@ -8,8 +8,10 @@ import torch
 import lapwing as lw
 from lapwing import batches
 from lapwing import tangent as tn
+from lapwing.numerics import add_squares, mirrored
 from lapwing.tangent.jacobian import SumOfUses
 from lapwing.tangent.layers.embedding import OneHot
+from lapwing.tangent.positions import Strips
 from tests import oracle
 from tests.zoo import ZOO
 
@@ -145,13 +147,14 @@ def test_a_table_used_by_two_families():
 
 def shared(batch: int, cotangents: int, positions: int, groups: int, outputs: int, inputs: int) -> tn.SharedOuter:
     a = torch.randn(batch, positions, groups, inputs, dtype=torch.float64)
-    return tn.SharedOuter(a, torch.randn(batch, cotangents, positions, groups, outputs, dtype=torch.float64))
+    g = torch.randn(batch, cotangents, positions, groups, outputs, dtype=torch.float64)
+    return tn.SharedOuter(Strips.whole(a, g))
 
 
 def summed(form) -> torch.Tensor:
     """J (B, R, P) by the defining sum over positions."""
-    rows = torch.einsum("nrtgo,ntgi->nrgoi", form.g, form.a)
-    return rows.flatten(2)
+    ((a, g),) = form.strips
+    return torch.einsum("nrtgo,ntgi->nrgoi", g, a).flatten(2)
 
 
 @pytest.mark.parametrize("by_rows", [True, False])
@@ -198,3 +201,23 @@ def test_the_cheaper_way_to_an_ntk_block_is_taken():
     assert many._rows_are_cheaper(many)
     many_outputs = shared(8, 60, 4, 1, 8, 9)
     assert many_outputs._rows_are_cheaper(many_outputs)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("size", [1, 128, 129, 300])
+def test_symmetric_products_by_their_lower_triangles(size, groups):
+    """What has been added twice, mirrored, is the whole product."""
+    first, second = torch.randn(2, groups, 7, size, dtype=torch.float64)
+    sums = torch.zeros(groups, size, size, dtype=torch.float64)
+    add_squares(sums, first)
+    add_squares(sums, second)
+    close(mirrored(sums), first.mT @ first + second.mT @ second)
+
+
+def test_a_wide_layer_adds_the_factors_it_returns():
+    form = tn.Outer(torch.randn(5, 300).double(), torch.randn(5, 2, 140).double(), 140)
+    sums = torch.zeros(1, 300, 300).double(), torch.zeros(1, 140, 140).double()
+    assert form.add_kronecker_factors(False, *sums) == 5
+    wanted = form.kronecker_factors(False)
+    close(mirrored(sums[0]), wanted[0])
+    close(mirrored(sums[1]), wanted[1])

@@ -269,6 +269,16 @@ def test_parameters_are_the_networks_own() -> None:
     assert "1.num_batches_tracked" not in names
 
 
+def test_a_last_layer_has_no_gradients_of_its_own_to_hold():
+    """Where the outputs themselves are the cotangents; numbers in their place are counted."""
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1000)).eval(), torch.randn(4, 16)
+    tangent = Tangent.survey(model, x, lw.last_layer, memory=2**26)
+    assert tangent.plan.last == 0
+    assert tangent.chunk_length() == 8
+    assert tangent.chunk_length(cotangents=1000) == 3
+    assert Tangent.survey(model, x, lw.matching("0.*"), memory=2**26).plan.last == -1
+
+
 def test_what_does_not_fit_at_once_is_said(caplog):
     """256 outputs behind two 64-channel maps: all of one sample's gradients are over 16 MiB, one output's are not."""
     convolutions = nn.Conv2d(1, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1)
@@ -278,22 +288,32 @@ def test_what_does_not_fit_at_once_is_said(caplog):
         Tangent.survey(model, x, EVERY)
         assert not caplog.records
         tangent = Tangent.survey(model, x, EVERY, memory=SMALL)
-    assert "One sample of Sequential needs about 29 MiB for its 256 outputs together" in caplog.text
-    assert "memory=33554432 would take them once" in caplog.text
+    assert "One sample of Sequential needs about 29 MiB in one piece (C = 256)" in caplog.text
+    assert "memory=33554432 would take them at once" in caplog.text
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert tangent.chunk_length() == 1
 
 
 def test_a_sample_above_the_budget_is_warned_of(caplog):
-    """The patches of one large image alone are over 16 MiB, whatever the number of outputs."""
+    """The rows of a recurrent layer are formed whole; a large image is taken by strips of its positions."""
+    model, x = nn.Sequential(nn.LSTM(64, 700)), torch.randn(2, 3, 64)
+    forward = lambda network, batch: network(batch)[0][:, -1, :2]  # noqa: E731
+    with caplog.at_level("WARNING", "lapwing"):
+        Tangent.survey(model.eval(), x, EVERY, forward)
+        assert not caplog.records
+        Tangent.survey(model, x, EVERY, forward, memory=SMALL)
+    assert "One sample of Sequential needs about 22 MiB even for one output and one position at a time" in caplog.text
+    assert "pass memory=33554432" in caplog.text
+
+
+def test_one_large_image_is_not_warned_of(caplog):
+    """Its patches are over 16 MiB, those of a strip of positions are not."""
     model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 4, 3), nn.Flatten(2)).eval()
     x = torch.randn(2, 1, 160, 160)
-    with caplog.at_level("WARNING", "lapwing"):
-        Tangent.survey(model, x, EVERY, forward=lambda network, batch: network(batch).mean((1, 2))[:, None])
-        assert not caplog.records
+    with caplog.at_level("INFO", "lapwing"):
         Tangent.survey(model, x, EVERY, lambda network, batch: network(batch).mean((1, 2))[:, None], memory=SMALL)
-    assert "One sample of Sequential needs about 33 MiB even for one output at a time" in caplog.text
-    assert "pass memory=67108864" in caplog.text
+    assert "One sample of Sequential needs about 33 MiB in one piece (C = 1)" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
 class Positions(nn.Module):

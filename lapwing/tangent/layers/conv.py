@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from ..blocks import Matrix
 from ..outer import Outer, SharedOuter
-from .use import BatchAxis, Handler, Use, Watched, outer_jacobian, with_bias_column
+from ..positions import Box, Strip, at
+from .use import BatchAxis, Handler, Use, Watched, outer_jacobian
 
 
 def unfold(
@@ -43,6 +44,25 @@ def unfold(
     return x.reshape(x.shape[0], prod(x.shape[1 : 1 + space]), x.shape[1 + space], -1)
 
 
+def window(
+    x: Tensor,
+    box: Box,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: list[tuple[int, int]],
+    dilation: tuple[int, ...],
+) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Returns the part of x (N, channels, *space) that a box of output positions sees, and the padding it needs."""
+    rest = []
+    for dim, (part, k, s, (before, _), d) in enumerate(zip(box, kernel, stride, padding, dilation, strict=True)):
+        size = x.shape[2 + dim]
+        start, stop = part.start * s - before, (part.stop - 1) * s - before + d * (k - 1) + 1
+        low, high = min(max(start, 0), size), min(max(stop, 0), size)
+        x = x.narrow(2 + dim, low, high - low)
+        rest.append((max(0, min(stop, 0) - start), max(0, stop - max(start, size))))
+    return x, rest
+
+
 class ConvUse(Use):
     """`out = W * a + b`: positions T are the pixels of the output."""
 
@@ -68,19 +88,28 @@ class ConvUse(Use):
         return Matrix(self.groups, weight.shape[0] // self.groups, prod(weight.shape[1:]))
 
     def jacobian(
-        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, most: int
     ) -> Outer | SharedOuter:
-        """Unfolds the input now and not before: patches of all layers at once would not fit."""
-        layout = self.matrix()
-        kernel = tuple(self.parameters["weight"].shape[2:])
-        patches = unfold(self.inputs.to(dtype), kernel, self.stride, self.padding, self.dilation)  # (N, L, channels, k)
-        patches = patches.unflatten(2, (self.groups, -1)).flatten(3)  # (N, L, G, I)
-        a = axis.front(patches, samples).reshape(samples, -1, *patches.shape[2:])
+        """Unfolds the input now and not before, at some positions: patches of everything at once would not fit."""
         assert g is not None  # a feature map is no output
-        g = g.flatten(3).unflatten(2, (self.groups, layout.outputs))  # (R, N, G, O, L)
-        g = axis.front(g, samples, 1)  # (R, B, [k,] G, O, L)
-        g = g.movedim(-1, -3).reshape(g.shape[0], samples, -1, self.groups, layout.outputs)
-        return outer_jacobian(with_bias_column(a, roles), g.transpose(0, 1).to(dtype), layout.outputs)
+        layout, space = self.matrix(), self.inputs.ndim - 2
+        kernel = tuple(self.parameters["weight"].shape[2:])
+        x = axis.front(self.inputs, samples)  # (B, [k,] channels, *space)
+        x = x if x.ndim > space + 2 else x.unsqueeze(1)
+        g = axis.front(g.unflatten(2, (self.groups, layout.outputs)), samples, 1)  # (R, B, [k,] G, O, *space)
+        gradients = g if g.ndim > space + 4 else g.unsqueeze(2)
+
+        def part(box: Box) -> Strip:
+            images = x[:, box[0]].flatten(0, 1)
+            images, padding = window(images, box[1:], kernel, self.stride, self.padding, self.dilation)
+            patches = unfold(images, kernel, self.stride, padding, self.dilation)  # (B k, L, channels, kernel)
+            a = patches.reshape(samples, -1, self.groups, layout.inputs)
+            there = at(gradients[:, :, box[0]], box[1:], 5).flatten(5)  # (R, B, k, G, O, L)
+            there = there.movedim(-1, 3).reshape(len(there), samples, -1, self.groups, layout.outputs)
+            return a, there.transpose(0, 1)
+
+        grid = (x.shape[1], *gradients.shape[5:])
+        return outer_jacobian(part, grid, (samples, len(g)), layout, roles, dtype, most)
 
 
 def _numbers(value: int | tuple[int, ...], space: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...numerics import total
 from ..blocks import Matrix
 from ..jacobian import BlockJacobian, MatrixJacobian
 from .use import BatchAxis, Handler, Use, Watched
@@ -16,19 +17,17 @@ from .use import BatchAxis, Handler, Use, Watched
 class OneHot(MatrixJacobian):
     """`J[n, r] = Σ_t g[n, r, t] e_token(n, t)ᵀ` for tokens (B, T) and g (B, R, T, O).
 
-    Laid out as (O = width, I = vocabulary). Repeated tokens of a sample are merged at the first of them, so that
-    positions never share a weight.
+    Laid out as (O = width, I = vocabulary). Repeated tokens of a sample are merged, so that positions never share a
+    weight; no more of them are left than the vocabulary holds.
     """
 
     groups = 1
 
     def __init__(self, tokens: Tensor, g: Tensor, vocabulary: int) -> None:
-        same = tokens[:, :, None] == tokens[:, None, :]  # (B, T, T)
-        first = same & (same.cumsum(1) == 1)  # row t: the positions merged into t, the first with its token
-        self.tokens, self.g = tokens, torch.einsum("nts,nrsd->nrtd", first.to(g.dtype), g)
         self.vocabulary, self.width = vocabulary, g.shape[-1]
         self.batch, self.cotangents, self.size = tokens.shape[0], g.shape[1], vocabulary * g.shape[-1]
-        self.unmerged = g
+        self.unmerged = tokens, g
+        self.tokens, self.g = _merged(tokens, g, vocabulary)
 
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
         """Yields rows for one output channel after another."""
@@ -44,17 +43,28 @@ class OneHot(MatrixJacobian):
         """Returns J with g in another basis (1, O, O); the one-hot inputs are in A's eigenbasis already."""
         if inputs is not None:
             raise ValueError("one-hot inputs are not rotated")
-        return self if outputs is None else OneHot(self.tokens, self.unmerged @ outputs[0], self.vocabulary)
+        if outputs is None:
+            return self
+        return OneHot(self.tokens, self.g @ outputs[0], self.vocabulary).within(self.slice_bytes)
 
-    def weighted_factor(self, weights: Tensor) -> Tensor:
+    def _factor(self, weights: Tensor) -> Tensor:
         """Returns `g √w` at the tokens met, (B, R, T O)."""
         picked = weights.reshape(self.width, self.vocabulary)[:, self.tokens].permute(1, 2, 0)  # (B, T, O)
         return (self.g * picked.sqrt()[:, None]).flatten(2)
 
     def weighted_grams(self, candidates: Sequence[Tensor]) -> list[Tensor]:
         """Returns the thin factors' Gram matrices (B, R, R)."""
-        factors = [self.weighted_factor(weights) for weights in candidates]
+        factors = (self._factor(weights) for weights in candidates)
         return [factor @ factor.mT for factor in factors]
+
+    def weighted_norms(self, candidates: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns the thin factors' squared norms, plain and without their mean over cotangents, each (n, B, R)."""
+        plain, centred = [], []
+        for weights in candidates:
+            factor = self._factor(weights)
+            plain.append(factor.square().sum(-1))
+            centred.append((factor - factor.mean(1, keepdim=True)).square().sum(-1))
+        return torch.stack(plain), torch.stack(centred)
 
     def squared_sum(self) -> Tensor:
         """Returns `Σ J²` (P,) by adding up where tokens agree."""
@@ -72,25 +82,47 @@ class OneHot(MatrixJacobian):
         return added.mT.flatten(1)
 
     def jvp(self, vectors: Tensor) -> Tensor:
-        """Returns `J V` (B, R, K) from the entries of V at the tokens met."""
-        picked = vectors.reshape(-1, self.width, self.vocabulary)[:, :, self.tokens]  # (K, O, B, T)
-        return torch.einsum("nrtd,kdnt->nrk", self.g, picked)
+        """Returns `J V` (B, R, K) from the entries of V at the tokens met, for slices of V."""
+        step = self.step(self.tokens.numel() * self.width * self.g.element_size(), len(vectors))
+        tables = vectors.reshape(-1, self.width, self.vocabulary).split(step)
+        products = [torch.einsum("nrtd,kdnt->nrk", self.g, table[:, :, self.tokens]) for table in tables]
+        return torch.cat(products, -1)
 
     def gram(self, other: BlockJacobian) -> Tensor:
-        """Returns `[token = token'](g·g')` summed over positions, (B, R, B', R')."""
+        """Returns `[token = token'](g·g')` summed over positions, (B, R, B', R'), for slices of my positions."""
         if not isinstance(other, OneHot):
             return super().gram(other)
-        same = (self.tokens[:, :, None, None] == other.tokens).to(self.g.dtype)  # (B, T, B', T')
-        return torch.einsum("nrtd,ntms,mqsd->nrmq", self.g, same, other.g)
+        length = self.tokens.shape[1]
+        step = self.step(self.batch * other.tokens.numel() * self.g.element_size(), length)
+        parts = zip(self.tokens.split(step, 1), self.g.split(step, 2), strict=True)
+        return total(
+            torch.einsum("nrtd,ntms,mqsd->nrmq", g, (tokens[:, :, None, None] == other.tokens).to(g.dtype), other.g)
+            for tokens, g in parts
+        )
 
     def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
         """Returns A as its diagonal, the counts (1, V), Γ (1, O, O) and #(n, t).
 
         Always in the expand form, for which A is exactly diagonal; `reduce` changes nothing here.
         """
-        counts = torch.bincount(self.tokens.flatten(), minlength=self.vocabulary).to(self.g.dtype)
-        g = self.unmerged.flatten(0, 2)
-        return counts[None], (g.T @ g)[None], self.tokens.numel()
+        tokens, g = self.unmerged
+        counts = torch.bincount(tokens.flatten(), minlength=self.vocabulary).to(g.dtype)
+        g = g.transpose(0, 1).flatten(0, 2)  # (R B T, O): cotangents come first in memory
+        return counts[None], (g.T @ g)[None], tokens.numel()
+
+
+def _merged(tokens: Tensor, g: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Adds up g (B, R, T, O) where a sample's tokens (B, T) agree; leaves at most V positions, g zero at spare ones."""
+    samples, kept = tokens.shape[0], min(tokens.shape[1], vocabulary)
+    ordered, order = tokens.sort(1)
+    new = torch.ones_like(tokens, dtype=torch.bool)
+    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    place = torch.empty_like(order).scatter_(1, order, new.cumsum(1) - 1)  # of each position among the kept ones
+    first = kept * torch.arange(samples, device=tokens.device)[:, None]
+    table = g.new_zeros(g.shape[1], samples * kept, g.shape[-1])
+    merged = table.index_add(1, (first + place).flatten(), g.transpose(0, 1).flatten(1, 2))  # (R, B V, O)
+    distinct = order.new_zeros(samples, kept).scatter_(1, place, tokens)
+    return distinct, merged.unflatten(1, (samples, kept)).transpose(0, 1)
 
 
 class EmbeddingUse(Use):
@@ -109,12 +141,12 @@ class EmbeddingUse(Use):
         return Matrix(1, width, vocabulary, transposed=True)
 
     def jacobian(
-        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, most: int
     ) -> OneHot:
         """The padding token has no gradient, as in torch."""
         assert g is not None  # an embedding of tokens is no output
         width = self.matrix().outputs
-        tokens = axis.front(self.inputs, samples).reshape(samples, -1)  # (B, T)
+        tokens = axis.front(self.inputs, samples).reshape(samples, -1).long()  # (B, T)
         g = axis.front(g, samples, 1).reshape(g.shape[0], samples, -1, width).transpose(0, 1).to(dtype)
         if self.padding is not None:
             g = g * (tokens != self.padding)[:, None, :, None]

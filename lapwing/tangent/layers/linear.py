@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from ..blocks import Matrix
 from ..outer import Outer, SharedOuter
+from ..positions import Box, Strip, at
 from .use import BatchAxis, Handler, Use, Watched, outer_jacobian, with_bias_column
 
 
@@ -27,18 +28,25 @@ class LinearUse(Use):
         return Matrix(1, outputs, inputs, self.transposed)
 
     def jacobian(
-        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, most: int
     ) -> Outer | SharedOuter:
         """Positions are all dimensions between the samples and the features."""
-        outputs = self.parameters["weight"].shape[1 if self.transposed else 0]
-        a = axis.front(self.inputs, samples).to(dtype)
-        g = None if g is None else axis.front(g, samples, 1).to(dtype)
-        if a.ndim == 2:  # one position: a (B, I), g (R, B, O)
-            return Outer(with_bias_column(a, roles), None if g is None else g.transpose(0, 1), outputs)
-        a = with_bias_column(a.reshape(samples, -1, a.shape[-1]), roles)[:, :, None]  # (B, T, 1, I)
-        if g is not None:
-            g = g.reshape(g.shape[0], samples, -1, 1, outputs).transpose(0, 1)  # (B, R, T, 1, O)
-        return outer_jacobian(a, g, outputs)
+        layout = self.matrix()
+        a = axis.front(self.inputs, samples)  # (B, *grid, I)
+        g = None if g is None else axis.front(g, samples, 1)  # (R, B, *grid, O)
+        if a.ndim == 2:  # one position
+            return Outer(
+                with_bias_column(a.to(dtype), roles), None if g is None else g.to(dtype).transpose(0, 1), layout.outputs
+            )
+        assert g is not None  # outputs (B, C) have one position a sample
+        gradients = g
+
+        def part(box: Box) -> Strip:
+            some, there = at(a, box, 1), at(gradients, box, 2)
+            some = some.reshape(samples, -1, 1, some.shape[-1])  # (B, t, 1, I)
+            return some, there.reshape(len(there), samples, -1, 1, layout.outputs).transpose(0, 1)  # (B, R, t, 1, O)
+
+        return outer_jacobian(part, a.shape[1:-1], (samples, len(g)), layout, roles, dtype, most)
 
 
 def _linear(args: tuple, kwargs: dict, watched: Watched) -> Use | None:

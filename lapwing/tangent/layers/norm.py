@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...numerics import total
 from ..jacobian import Rows
+from ..positions import at, boxes
 from .use import BatchAxis, Handler, Use, Watched
 
 Normalise = Callable[[Tensor], Tensor]
@@ -20,7 +22,14 @@ Normalise = Callable[[Tensor], Tensor]
 class NormUse(Use):
     """`out = γ ⊙ x̂ + β` where x̂ is the normalised input, its features the last `features` dimensions (or dimension 1).
 
-    The normalised input is computed only when the Jacobian of γ is asked for.
+    The normalised input is computed only when the Jacobian of γ is asked for, some positions at a time.
+
+    Args:
+        inputs: x.
+        weight: γ, if any.
+        bias: β, if any.
+        normalise: gives x̂ for any (..., P) of all features at some positions.
+        features: how many dimensions they have; None says one, dimension 1.
     """
 
     family = "norm"
@@ -30,31 +39,71 @@ class NormUse(Use):
     ) -> None:
         super().__init__(inputs, weight, bias)
         self._normalise = normalise
-        self._features = features  # None: one channel dimension, dimension 1
+        self._features = features
         self.sample_dims = 1 if features is None else inputs.ndim - features
 
     def jacobian(
-        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, most: int
     ) -> Rows:
         """Sums over every dimension that is neither sample nor feature."""
         assert g is not None  # only linear layers are read as outputs
         parts = []
         if "weight" in roles:
-            parts.append(self._rows(g.to(dtype) * self._normalise(self.inputs.to(dtype)), axis, samples))
+            parts.append(self._scaled(g, axis, samples, dtype, most))
         if "bias" in roles:
-            parts.append(self._rows(g.to(dtype), axis, samples))
+            parts.append(self._summed(g, axis, samples, dtype))
         return Rows(torch.cat(parts, -1))
 
-    def _rows(self, products: Tensor, axis: BatchAxis, samples: int) -> Tensor:
-        products = axis.front(products, samples, 1)  # (R, B, rest...)
-        if self._features is None:
-            channels = -(self.inputs.ndim - 1)  # the channels come first among the last dimensions
-            keep = products.movedim(channels, -1)
-            products = keep.reshape(*keep.shape[:2], -1, keep.shape[-1]).sum(2)
-        else:
-            products = products.reshape(*products.shape[:2], -1, *products.shape[products.ndim - self._features :])
-            products = products.sum(2).flatten(2)
-        return products.transpose(0, 1)  # (B, R, P)
+    def _scaled(self, g: Tensor, axis: BatchAxis, samples: int, dtype: torch.dtype, most: int) -> Tensor:
+        """Returns `Σ_t g ⊙ x̂` (B, R, P), a box of positions at a time."""
+        g = self._laid_out(g, axis, samples, 1)  # (R, B, *grid, P)
+        x = self._laid_out(self._seen(dtype), axis, samples, 0)
+        numbers = samples * (len(g) + 3) * x.shape[-1]
+        rows = total(
+            _over_positions(at(g, box, 2) * self._normalise(at(x, box, 1).to(dtype)), dtype)
+            for box in boxes(x.shape[1:-1], most // max(1, numbers))
+        )
+        return rows.transpose(0, 1)
+
+    def _seen(self, dtype: torch.dtype) -> Tensor:
+        """Returns what is normalised position by position: the input."""
+        return self.inputs
+
+    def _summed(self, g: Tensor, axis: BatchAxis, samples: int, dtype: torch.dtype) -> Tensor:
+        """Returns `Σ_t g` (B, R, P)."""
+        return _over_positions(self._laid_out(g, axis, samples, 1), dtype).transpose(0, 1)
+
+    def _laid_out(self, values: Tensor, axis: BatchAxis, samples: int, lead: int) -> Tensor:
+        """Returns a view (lead..., B, *grid, features)."""
+        values = axis.front(values, samples, lead)
+        if self._features is None:  # the channels come first among the last dimensions
+            return values.movedim(1 - self.inputs.ndim, -1)
+        return values.flatten(-self._features)
+
+
+def _over_positions(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums (R, B, *grid, features) over the grid."""
+    grid = tuple(range(2, values.ndim - 1))
+    return values.sum(grid, dtype=dtype) if grid else values.to(dtype)
+
+
+class GroupNormUse(NormUse):
+    """A norm whose statistics run over positions: x̂ is computed whole, as large as the input.
+
+    Args:
+        inputs: x.
+        weight: γ, if any.
+        bias: β, if any.
+        normalise: gives x̂ for x.
+    """
+
+    def __init__(self, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, normalise: Normalise) -> None:
+        super().__init__(inputs, weight, bias, lambda x: x, None)
+        self._normalise_whole = normalise
+
+    def _seen(self, dtype: torch.dtype) -> Tensor:
+        """Returns x̂."""
+        return self._normalise_whole(self.inputs.to(dtype))
 
 
 class ScaleUse(NormUse):
@@ -69,11 +118,11 @@ class ShiftUse(NormUse):
     family = "shift"
 
     def jacobian(
-        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, most: int
     ) -> Rows:
         """The gradient at the output is the gradient of the weight."""
         assert g is not None
-        return Rows(self._rows(g.to(dtype), axis, samples))
+        return Rows(self._summed(g, axis, samples, dtype))
 
 
 def _read(names: tuple[str, ...], args: tuple, kwargs: dict) -> dict:
@@ -86,23 +135,29 @@ def _shape(given: dict) -> list[int]:
 
 def _layer_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
     given = _read(("input", "shape", "weight", "bias", "eps"), args, kwargs)
-    shape, eps = _shape(given), given.get("eps", 1e-5)
-    return NormUse(
-        given["input"], given.get("weight"), given.get("bias"), lambda x: F.layer_norm(x, shape, eps=eps), len(shape)
-    )
+    features, eps = len(_shape(given)), given.get("eps", 1e-5)
+
+    def normalise(x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], eps=eps)
+
+    return NormUse(given["input"], given.get("weight"), given.get("bias"), normalise, features)
 
 
 def _rms_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
     given = _read(("input", "shape", "weight", "eps"), args, kwargs)
-    shape, eps = _shape(given), given.get("eps")
-    return NormUse(given["input"], given.get("weight"), None, lambda x: F.rms_norm(x, shape, eps=eps), len(shape))
+    features, eps = len(_shape(given)), given.get("eps")
+
+    def normalise(x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], eps=eps)
+
+    return NormUse(given["input"], given.get("weight"), None, normalise, features)
 
 
 def _group_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
     given = _read(("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
     groups, eps = given["num_groups"], given.get("eps", 1e-5)
-    return NormUse(
-        given["input"], given.get("weight"), given.get("bias"), lambda x: F.group_norm(x, groups, eps=eps), None
+    return GroupNormUse(
+        given["input"], given.get("weight"), given.get("bias"), lambda x: F.group_norm(x, groups, eps=eps)
     )
 
 
@@ -115,7 +170,7 @@ def _batch_norm(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     eps = given.get("eps", 1e-5)
 
     def normalise(x: Tensor) -> Tensor:
-        return F.batch_norm(x, mean.to(x.dtype), variance.to(x.dtype), eps=eps)
+        return (x - mean.to(x.dtype)) * (variance.to(x.dtype) + eps).rsqrt()
 
     return NormUse(given["input"], given.get("weight"), given.get("bias"), normalise, None)
 

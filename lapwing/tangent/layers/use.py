@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from ..blocks import Matrix
 from ..jacobian import BlockJacobian
 from ..outer import Outer, SharedOuter
+from ..positions import Box, Strip, Strips
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Use(ABC):
 
     @abstractmethod
     def jacobian(
-        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, most: int
     ) -> BlockJacobian:
         """Returns the block Jacobian of this use.
 
@@ -68,6 +70,7 @@ class Use(ABC):
             samples: B.
             roles: which of weight and bias are treated.
             dtype: the dtype to contract in.
+            most: how many numbers may be built for a strip of positions beside the activations.
         """
 
 
@@ -86,9 +89,34 @@ def with_bias_column(a: Tensor, roles: frozenset[str]) -> Tensor:
     return torch.cat([a, ones], -1) if "weight" in roles else ones
 
 
-def outer_jacobian(a: Tensor, g: Tensor | None, outputs: int) -> Outer | SharedOuter:
-    """Builds the Jacobian of a matrix weight from a (B, T, G, I) and g (B, R, T, G, O)."""
-    if a.shape[1] == a.shape[2] == 1:
-        return Outer(a[:, 0, 0], None if g is None else g[:, :, 0, 0], outputs)
-    assert g is not None  # outputs (B, C) have one position a sample
-    return SharedOuter(a, g)
+def outer_jacobian(
+    part: Callable[[Box], Strip],
+    grid: Sequence[int],
+    sizes: tuple[int, int],
+    matrix: Matrix,
+    roles: frozenset[str],
+    dtype: torch.dtype,
+    most: int,
+) -> Outer | SharedOuter:
+    """Builds the Jacobian of a matrix weight used at a grid of positions.
+
+    Args:
+        part: gives inputs (B, t, G, I), without a bias column, and g (B, R, t, G, O) at a box of positions.
+        grid: the positions of a sample.
+        sizes: (B, R).
+        matrix: the weight's layout.
+        roles: which of weight and bias are treated.
+        dtype: the dtype to contract in.
+        most: how many numbers a strip may need.
+    """
+
+    def strip(box: Box) -> Strip:
+        a, g = part(box)
+        return with_bias_column(a.to(dtype), roles), g.to(dtype)
+
+    columns = ("weight" in roles) * matrix.inputs + ("bias" in roles)
+    strips = Strips.cut(strip, grid, (*sizes, matrix.groups, matrix.outputs, columns), dtype, most)
+    if prod(grid) == matrix.groups == 1:
+        ((a, g),) = strips
+        return Outer(a[:, 0, 0], g[:, :, 0, 0], matrix.outputs)
+    return SharedOuter(strips)

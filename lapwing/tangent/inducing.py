@@ -1,0 +1,218 @@
+"""Blocks of the NTK between a batch and anchors whose inputs move: differentiable, one chunk's graph at a time.
+
+The blocks are summed without a graph. Their gradients then go back to the anchors' inputs chunk by chunk, through a
+record that is differentiable in them, against records that are not. So memory is that of one chunk of either kind,
+whatever the network, the batch and M are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .. import batches
+from ..numerics import total
+from .anchors import Anchors, Weights
+from .chunk import Record
+from .network import Cotangents, Tangent
+
+GRAPH = 5
+"""How many times what a plain record holds a differentiable one may hold, with its graph and that of a contraction."""
+
+
+class Kernel(NamedTuple):
+    """Blocks of the NTK `κ = Σ_b w_b J_b J_bᵀ`, float64.
+
+    Attributes:
+        inner: K_Z (M, M), among the anchors; differentiable in their inputs.
+        cross: K_xZ (B, R, M), between the batch and the anchors; differentiable in the anchors' inputs.
+        own: K_x (B, R, R), of each sample of the batch.
+        outputs: f (B, C) of the batch.
+    """
+
+    inner: Tensor
+    cross: Tensor
+    own: Tensor
+    outputs: Tensor
+
+
+def kernel(anchors: Anchors, weights: Weights, inputs: Any, cotangents: Cotangents = None) -> Kernel:
+    """Returns the NTK's blocks of a batch and anchors, differentiable where the anchors' inputs require gradients.
+
+    Args:
+        anchors: rows J̃ (M, P).
+        weights: w, one a block.
+        inputs: B samples.
+        cotangents: R as a function of the outputs, such as a root of Λ, of which the blocks are then; None for the C
+            outputs themselves. A function is called once for each chunk.
+
+    Cost: one forward pass a sample and an anchor, R backward passes a sample and one an anchor; for gradients about
+    five passes more an anchor. Where chunks do not fit the budget, those of the anchors again for each of the batch.
+    """
+    moving = [leaf for leaf in _leaves(anchors) if leaf.requires_grad]
+    return Kernel(*_Blocks.apply(anchors, dict(weights), inputs, cotangents, *moving))
+
+
+class _Chunks:
+    """Records of consecutive chunks and the places of their rows: held where it is one, else made when asked for.
+
+    Args:
+        makers: `(places, function that makes the record)` of each chunk.
+    """
+
+    def __init__(self, makers: Sequence[tuple[Any, Callable[[], Record]]]) -> None:
+        self._makers = makers
+        self._held: Record | None = None
+
+    def __len__(self) -> int:
+        """Number of chunks."""
+        return len(self._makers)
+
+    def __getitem__(self, i: int) -> tuple[Any, Record]:
+        """Returns one of them."""
+        places, make = self._makers[i]
+        if len(self) > 1:
+            return places, make()
+        self._held = make() if self._held is None else self._held
+        return places, self._held
+
+
+def _anchor_chunks(anchors: Anchors, held: int) -> _Chunks:
+    """Anchors that fit half the budget with `held` numbers each; places are slots."""
+
+    def maker(inputs: Any, u: Tensor) -> Callable[[], Record]:
+        return lambda: anchors.tangent.record(inputs, u, torch.float64)
+
+    requests = anchors.requests(torch.float64, held, share=2)
+    return _Chunks([(slots, maker(inputs, u)) for slots, inputs, u in requests])
+
+
+def _batch_chunks(tangent: Tangent, inputs: Any, cotangents: Cotangents, held: int) -> _Chunks:
+    """Samples that fit half the budget with `held` numbers for each row; places are slices."""
+
+    def maker(part: slice, chunk: Any) -> Callable[[], Record]:
+        u = cotangents[part] if isinstance(cotangents, Tensor) else cotangents
+        return lambda: tangent.record(chunk, u, torch.float64)
+
+    columns = cotangents.shape[-1] if isinstance(cotangents, Tensor) else None
+    count = columns or getattr(cotangents, "columns", tangent.outputs)
+    length = max(1, tangent.chunk_length(columns or cotangents, torch.float64, count * held) // 2)
+    return _Chunks([(part, maker(part, chunk)) for part, chunk in batches.chunks(inputs, length)])
+
+
+class _Blocks(torch.autograd.Function):
+    """The blocks; `moving` are the anchors' tensors that require gradients, in order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchors: Anchors, weights: Weights, inputs: Any, cotangents: Cotangents, *moving: Tensor
+    ) -> tuple[Tensor, ...]:
+        drawn: list[Tensor] = []
+
+        def noted(outputs: Tensor) -> Tensor:
+            assert callable(cotangents)
+            drawn.append(cotangents(outputs))
+            return drawn[-1]
+
+        noted.columns = getattr(cotangents, "columns", anchors.tangent.outputs)  # type: ignore[attr-defined]
+        there = _anchor_chunks(_detached(anchors), 0)
+        batch = _batch_chunks(anchors.tangent, inputs, noted if callable(cotangents) else cotangents, len(anchors))
+        inner = torch.zeros(len(anchors), len(anchors), dtype=torch.float64, device=anchors.tangent.device)
+        for i in range(len(there)):
+            mine, record = there[i]
+            for j in range(i + 1):
+                theirs, other = (mine, record) if i == j else there[j]
+                part = _gram(record, other, weights).reshape(len(mine), len(theirs))
+                inner[mine[:, None], theirs] = part
+                inner[theirs[:, None], mine] = part.T
+        parts = [_beside(batch[i][1], there, weights, len(anchors)) for i in range(len(batch))]
+        ctx.anchors, ctx.weights, ctx.inputs, ctx.cotangents = anchors, weights, inputs, cotangents
+        if callable(cotangents):
+            ctx.cotangents = torch.cat(drawn)
+        ctx.held = there, batch
+        cross, own, outputs = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.mark_non_differentiable(own, outputs)
+        return inner, cross, own, outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, inner: Tensor, cross: Tensor, *rest: Any) -> tuple[Any, ...]:
+        anchors, (there, batch) = ctx.anchors, ctx.held
+        size = anchors.tangent.size  # rows of one side are kept for the gradients of the other
+        again = _anchor_chunks(_detached(anchors), size)
+        there = there if len(again) == len(there) == 1 else again
+        beside = _batch_chunks(anchors.tangent, ctx.inputs, ctx.cotangents, size)
+        batch = batch if len(beside) == len(batch) == 1 else beside
+        return None, None, None, None, *_push_back(anchors, ctx.weights, there, batch, inner, cross)
+
+
+def _beside(record: Record, there: _Chunks, weights: Weights, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns K_xZ, K_x and f of one chunk of the batch."""
+    outputs, columns = record.outputs, record.cotangents
+    cross = outputs.new_zeros(record.samples, columns, count, dtype=torch.float64)
+    own = outputs.new_zeros(record.samples, columns, columns, dtype=torch.float64)
+    for i in range(len(there)):
+        slots, anchors = there[i]
+        for name, weight in weights.items():
+            block = record[name]
+            cross[:, :, slots] += weight * block.gram(anchors[name]).flatten(2)
+            if not i:
+                own += block.weighted_gram(outputs.new_full((block.size,), weight, dtype=torch.float64))
+    return cross, own, outputs
+
+
+def _gram(mine: Record, theirs: Record, weights: Weights) -> Tensor:
+    """Returns `Σ_b w_b J_b J'_bᵀ` (B, R, B', R')."""
+    if mine is theirs:
+        blocks = ((weight, mine[name]) for name, weight in weights.items())
+        return total(weight * block.gram(block) for weight, block in blocks)
+    return total(weight * mine[name].gram(theirs[name]) for name, weight in weights.items())
+
+
+@torch.enable_grad()
+def _push_back(
+    anchors: Anchors, weights: Weights, there: _Chunks, batch: _Chunks, inner: Tensor, cross: Tensor
+) -> list[Tensor]:
+    """Returns the gradients of the anchors' inputs, given those of K_Z (M, M) and K_xZ (B, R, M)."""
+    flags = [leaf.requires_grad for leaf in _leaves(anchors)]
+    free = _detached(anchors, moving=True)
+    leaves = [leaf for leaf, moves in zip(_leaves(free), flags, strict=True) if moves]
+    found = [torch.zeros_like(leaf) for leaf in leaves]
+    sides, together = len(there) + len(batch), len(there) == len(batch) == 1
+    for slots, chunk, u in free.requests(torch.float64, 0, share=GRAPH):
+        record, values = free.tangent.record(chunk, u, torch.float64), []
+        for i in range(sides):
+            if i < len(there):  # both sides of K_Z move
+                places, other = there[i]
+                weighting = (inner + inner.T)[slots][:, places]
+            else:
+                places, other = batch[i - len(there)]
+                weighting = cross[places].flatten(0, 1).T[slots]
+            values.append((_gram(record, other, weights).reshape(weighting.shape) * weighting).sum())
+            if together and i + 1 < sides:
+                continue
+            grads = torch.autograd.grad(total(values), leaves, retain_graph=i + 1 < sides, allow_unused=True)
+            values = []
+            for sum_, grad in zip(found, grads, strict=True):
+                if grad is not None:
+                    sum_ += grad
+    return found
+
+
+def _leaves(anchors: Anchors) -> list[Tensor]:
+    """Returns the tensors of the anchors' inputs, in order."""
+    return [leaf for group in anchors.inputs for leaf in batches.tensors(group)]
+
+
+def _detached(anchors: Anchors, moving: bool = False) -> Anchors:
+    """Returns the anchors with inputs that are leaves of no graph, and with gradients where they had them if asked."""
+    groups = []
+    for group in anchors.inputs:
+        leaves, nest = batches.flatten(group)
+        groups.append(batches.unflatten((x.detach().requires_grad_(moving and x.requires_grad) for x in leaves), nest))
+    return replace(anchors, inputs=tuple(groups))
