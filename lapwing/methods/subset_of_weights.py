@@ -81,6 +81,17 @@ class SubsetOfWeights(Method):
                 "posterior over the same weights: write SubsetOfWeights(size=100, by='diagonal')."
             )
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the options are the same; of posteriors, whether they are one object."""
+        return isinstance(other, SubsetOfWeights) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        """Follows `==`: a posterior counts as the object that it is."""
+        return hash(self._key())
+
+    def _key(self) -> tuple[int, str | int, Residual]:
+        return self.size, self.by if isinstance(self.by, str) else id(self.by), self.residual
+
     def __repr__(self) -> str:
         """Names a posterior by its method alone."""
         by = repr(self.by) if isinstance(self.by, str) else f"<{getattr(self.by, 'method', type(self.by).__name__)}>"

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import update_bn
 from tqdm import tqdm
 
 from .. import batches
 from ..batches import Forward
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..errors import LapwingError
-from ..likelihoods import Categorical, Gaussian, Likelihood, resolve
+from ..likelihoods import Likelihood, resolve
+from ..loaders import first_batch, inferred_likelihood
 from ..posterior import Posterior
-from ..prior import Prior, is_positive
+from ..prior import is_positive
 from ..tangent import LastLayer, Predicate, Tangent, everything
-from ..tangent.eager import outside_inference, parameters_of, uncompiled, without_compiled
-from ..tangent.stamp import Stamp
+from ..tangent.eager import outside_inference
+from .batch_norm import refresh
+from .constructed import constructed, copied, put
 from .passes import check_choice
 from .snapshots import SnapshotCollector
 
@@ -137,30 +137,17 @@ class SWAG:
                 f"Asked for SWAG with scale={scale!r}; a positive finite number is needed: write scale=0.5, or leave "
                 "it out."
             )
-        inputs, targets = _first_batch(loader)
-        likelihood = _inferred(targets) if likelihood is None else resolve(likelihood)
+        inputs, targets = batches.split(first_batch(loader))
+        likelihood = inferred_likelihood(targets) if likelihood is None else resolve(likelihood)
         network = _averaged(collector)
         bar = sys.stderr.isatty() if progress is None else progress
         if batch_norm == "refresh":
-            _refresh(network, tqdm(loader, "batch norm statistics", disable=not bar, leave=False), forward, seed)
+            refresh(network, tqdm(loader, "batch norm statistics", disable=not bar, leave=False), forward, seed)
         network.eval()
         chosen = set(collector.names)
         tangent = Tangent.survey(network, inputs, lambda name, _: name in chosen, forward, memory)
-        statistics, samples = _statistics(tangent, tqdm(loader, "likelihood", disable=not bar, leave=False), likelihood)
-        given = not likelihood.needs_noise
-        if not given:
-            likelihood = likelihood.with_noise_variance(likelihood.residual_variance(statistics))
-        blocks, device = tangent.blocks, tangent.device
-        flat = Prior(
-            torch.zeros(len(blocks), dtype=torch.float64, device=device),
-            {block.name: torch.zeros(block.size, dtype=tangent.dtype, device=device) for block in blocks},
-            given=True,
-        )
         method = f"SWAG(rank={len(collector.deviations)}, snapshots={collector.count}, scale={scale})"
-        return Posterior(
-            tangent, _covariance(collector, tangent, scale), likelihood, flat, statistics, samples, 1.0, 1.0, method,
-            given, Stamp.of(tangent.state()),
-        )  # fmt: skip
+        return constructed(tangent, _covariance(collector, tangent, scale), likelihood, loader, method, progress)
 
 
 def _collected(
@@ -194,94 +181,9 @@ def _collected(
 
 def _averaged(collector: SnapshotCollector) -> nn.Module:
     """Returns a copy of the network with the averaged weights and the last snapshot's buffers."""
-    try:
-        network = copy.deepcopy(uncompiled(collector.model))
-    except (RuntimeError, TypeError) as error:
-        raise LapwingError(
-            f"Asked for SWAG of {type(collector.model).__name__}, found that it cannot be copied ({error}); the "
-            "average is put into a copy of the network: keep no tensors with a graph, locks or files in the module."
-        ) from error
-    own = {**dict(network.named_buffers()), **parameters_of(network)}
-    with torch.no_grad():
-        for name, value in {**collector.buffers, **collector.mean}.items():
-            own[name].copy_(value)
+    network = copied(collector.model, "SWAG")
+    put(network, {**collector.buffers, **collector.mean})
     return network
-
-
-class _OnInputs(nn.Module):
-    """A network called as in the fit."""
-
-    def __init__(self, network: nn.Module, called: Forward | None) -> None:
-        super().__init__()
-        self.network, self.called = network, called
-
-    def forward(self, inputs: Any) -> Tensor:
-        return batches.call(self.network, inputs, self.called)
-
-
-def _refresh(network: nn.Module, loader: Iterable[Any], forward: Forward | None, seed: int) -> None:
-    """Takes batch norm statistics anew, in training mode; torch's generators are left as they were."""
-    device = next(network.parameters()).device
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), without_compiled():
-        torch.default_generator.manual_seed(seed)
-        for each in devices:
-            with torch.cuda.device(each):
-                torch.cuda.manual_seed(seed)
-        wrapped = ([inputs] for inputs, _ in _batches(network, loader))  # update_bn takes the first of a list
-        update_bn(wrapped, _OnInputs(network, forward))
-
-
-def _statistics(tangent: Tangent, loader: Iterable[Any], likelihood: Likelihood) -> tuple[dict[str, Tensor], int]:
-    """Returns the likelihood's statistics, added over the data, and the number of samples."""
-    statistics: dict[str, Tensor] = {}
-    samples = 0
-    for inputs, targets in _batches(tangent.model, loader):
-        outputs = tangent.outputs_of(inputs)
-        batches.check_outputs(outputs, "these inputs")
-        likelihood.check(outputs, targets)
-        for name, value in likelihood.statistics(outputs, targets).items():
-            statistics[name] = statistics.get(name, 0) + value
-        samples += len(outputs)
-    if not samples:
-        raise LapwingError(
-            "Asked to go through the loader again for SWAG, found no samples after a first batch the first time; every "
-            "pass needs the same data: pass a DataLoader or a list of batches, not a generator."
-        )
-    return statistics, samples
-
-
-def _batches(network: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Tensor]]:
-    """Yields the inputs and targets of batches that are not empty."""
-    weight = next(network.parameters())
-    for number, raw in enumerate(loader, 1):
-        inputs, targets = batches.split(raw)
-        batches.check_inputs(inputs, weight, f"the inputs of batch number {number}")
-        if batches.size(inputs):
-            yield inputs, targets
-
-
-def _first_batch(loader: Any) -> tuple[Any, Any]:
-    """Returns the inputs and targets of the first batch with samples."""
-    iterator = iter(loader) if isinstance(loader, Iterable) and not isinstance(loader, (Tensor, Mapping)) else loader
-    if iterator is loader:
-        raise LapwingError(
-            f"Asked for SWAG on a loader, found {batches.describe(loader)}; an iterable of (inputs, targets) batches "
-            "that can be gone through several times is needed: write [(x, y)] for one batch, or "
-            "torch.utils.data.DataLoader(dataset, batch_size=100)."
-        )
-    for batch in iterator:
-        inputs, targets = batches.split(batch)
-        if batches.size(inputs):
-            return inputs, targets
-    raise LapwingError(
-        f"Asked for SWAG on a loader of type {type(loader).__name__}, found no samples in it; at least one is needed: "
-        "check the dataset's length, and drop_last=True with a batch size above it."
-    )
-
-
-def _inferred(targets: Any) -> Likelihood:
-    return Gaussian() if targets.is_floating_point() else Categorical()
 
 
 def _covariance(collector: SnapshotCollector, tangent: Tangent, scale: float) -> LowRankPlusDiagonal:

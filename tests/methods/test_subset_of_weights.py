@@ -179,6 +179,17 @@ def test_by_a_fitted_posterior_is_by_its_variances():
     assert torch.equal(same.covariance.basis.picked, problem.fit(SubsetOfWeights(10)).covariance.basis.picked)
 
 
+def test_methods_compare_and_hash():
+    problem = setup("mlp")
+    first, second = (problem.fit(lw.Diagonal()) for _ in range(2))
+    assert SubsetOfWeights(5, by=first) == SubsetOfWeights(5, by=first)
+    assert SubsetOfWeights(5, by=first) != SubsetOfWeights(5, by=second)
+    assert SubsetOfWeights(5) != SubsetOfWeights(5, "magnitude")
+    assert SubsetOfWeights(5) != lw.Diagonal()
+    found = {SubsetOfWeights(5), SubsetOfWeights(5), SubsetOfWeights(5, by=first), SubsetOfWeights(5, by=first)}
+    assert len(found | {SubsetOfWeights(5, by=second), SubsetOfWeights(6)}) == 4
+
+
 # --- the basis -------------------------------------------------------------------------------------------------------
 
 

@@ -325,6 +325,21 @@ def two_inputs() -> tuple[nn.Module, list[Any]]:
     return model, [batch, tuple(t[:4] for t in batch)]
 
 
+def test_a_batch_of_one_has_no_variance():
+    model, loader = two_inputs()
+    states = wander(model, 3)
+    uneven = [*loader, tuple(t[:1] for t in loader[0])]
+    asked = r"Asked to refresh batch norm.*\(1, 3\).*; batches of at least 2 samples.*drop_last=True.*batch_norm='keep'"
+    for forward in (None, lambda network, inputs: network(*inputs)):
+        with pytest.raises(lw.LapwingError, match=asked):
+            SWAG.from_snapshots(states, uneven, model=model, forward=forward)
+    kept = SWAG.from_snapshots(states, uneven, model=model, batch_norm="keep")
+    assert kept.samples == 11
+    images = Setup(ZOO["cnn_bn_inplace"], lw.everything)  # several positions have a variance
+    alone = [(images.x[:1], images.y[:1]), *images.loader]
+    posterior_of(images, wander(images.model, 3), loader=alone)
+
+
 def test_dropout_in_the_refresh_follows_the_seed():
     model, loader = two_inputs()
     states = wander(model, 3)
@@ -575,11 +590,12 @@ def test_options_out_of_range():
 @pytest.mark.parametrize(
     ("loader", "said"),
     [
-        (iter([]), "can be gone through several times"),
+        (iter([]), "can be gone through once only"),
         (torch.ones(3, 4), "found Tensor"),
         (None, "found NoneType"),
-        ([], "no samples"),
-        ([(torch.ones(0, 4).double(), torch.ones(0).long())], "no samples"),
+        ((torch.ones(3, 4), torch.ones(3)), "found one batch"),
+        ([], "no batch"),
+        ([(torch.ones(0, 4).double(), torch.ones(0).long())], "without samples"),
         ([(torch.ones(3, 4).double() * torch.nan, torch.ones(3).long())], "NaN"),
         ([(torch.ones(3, 4).double(), torch.tensor([0, 1, 7]))], "7"),
     ],

@@ -1,0 +1,75 @@
+"""What comes out of a loader: the first batch, the likelihood that its targets mean, and all batches, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from . import batches
+from .errors import LapwingError
+from .likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+
+
+def first_batch(loader: Any) -> Any:
+    """Returns the first batch, and makes sure that the loader begins again.
+
+    Raises:
+        LapwingError: cases 8 and 9: no loader, one that can be gone through once only, or one without samples.
+    """
+    if not hasattr(loader, "__iter__") or isinstance(loader, (Tensor, Mapping)):
+        raise LapwingError(
+            f"Asked to fit on a loader, found {batches.describe(loader)}; an iterable of (inputs, targets) batches is "
+            "needed: write [(x, y)] for one batch, or torch.utils.data.DataLoader(dataset, batch_size=100)."
+        )
+    if isinstance(loader, tuple) and len(loader) == 2 and all(isinstance(item, Tensor) for item in loader):
+        raise LapwingError(
+            f"Asked to fit on a loader, found one batch, {batches.describe(loader)}; an iterable of batches is needed: "
+            "write [(x, y)]."
+        )
+    iterator = iter(loader)
+    if iterator is loader or (not isinstance(loader, DataLoader) and iter(loader) is iterator):
+        raise LapwingError(
+            f"Asked to fit on a loader of type {type(loader).__name__}, found that it can be gone through once only; "
+            "every pass needs the same data: pass a DataLoader or a list of batches, not a generator."
+        )
+    for batch in iterator:
+        if batches.size(batches.split(batch)[0]) == 0:
+            raise LapwingError(
+                "Asked to fit on a loader, found a first batch without samples; at least one is needed: check the "
+                "dataset's length and filters."
+            )
+        return batch
+    raise LapwingError(
+        f"Asked to fit on a loader of type {type(loader).__name__}, found no batch in it; at least one is needed: "
+        "check the dataset's length, and drop_last=True with a batch size above it."
+    )
+
+
+def inferred_likelihood(targets: Any) -> Likelihood:
+    """Returns the Gaussian for floating-point targets, the Categorical for integers, the Bernoulli for bool.
+
+    Raises:
+        LapwingError: for targets that are no tensor.
+    """
+    if isinstance(targets, Tensor):
+        if targets.dtype == torch.bool:
+            return Bernoulli()
+        return Gaussian() if targets.is_floating_point() else Categorical()
+    raise LapwingError(
+        f"Asked to infer the likelihood from targets, found {batches.describe(targets)}; a tensor is needed: floats "
+        "for likelihood='gaussian', integers for likelihood='categorical', bool for likelihood='bernoulli'."
+    )
+
+
+def checked_batches(network: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Tensor]]:
+    """Yields the inputs and targets of batches that are not empty."""
+    weight = next(network.parameters())
+    for number, raw in enumerate(loader, 1):
+        inputs, targets = batches.split(raw)
+        batches.check_inputs(inputs, weight, f"the inputs of batch number {number}")
+        if batches.size(inputs):
+            yield inputs, targets
