@@ -9,8 +9,29 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import LapwingError
 from .fitting import fit
-from .likelihoods import Categorical, Gaussian, LaplaceBridge, Likelihood, Probit, SampledLink
-from .methods import EKFAC, ELLA, KFAC, SWAG, Diagonal, Full, Method, OptimalSubspace, SubsetOfWeights
+from .likelihoods import Bernoulli, Categorical, Gaussian, LaplaceBridge, Likelihood, Probit, Quadrature, SampledLink
+from .methods import (
+    EKFAC,
+    ELLA,
+    KFAC,
+    SWAG,
+    AlphaDivergence,
+    ClosedForm,
+    ConjugateGradients,
+    Diagonal,
+    Full,
+    InducingPoints,
+    MeanField,
+    Method,
+    NaturalGradient,
+    OptimalSubspace,
+    SampledLLA,
+    StochasticGradient,
+    SubsetOfData,
+    SubsetOfWeights,
+    VaLLA,
+    VariationalBound,
+)
 from .persistence import load
 from .posterior import Posterior
 from .prediction import Linearized, MonteCarlo, Streamlined
@@ -33,8 +54,10 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "EKFAC", "ELLA", "KFAC", "SWAG", "BoundedEvidence", "Categorical", "Diagonal", "EarlyStopping", "Evidence", "Full",
-    "Gaussian", "LaplaceBridge", "LapwingError", "Likelihood", "Linearized", "Method", "MonteCarlo", "OptimalSubspace",
-    "Posterior", "Probit", "SampledLink", "Streamlined", "SubsetOfWeights", "Validation", "compare", "coverage",
+    "EKFAC", "ELLA", "KFAC", "SWAG", "AlphaDivergence", "Bernoulli", "BoundedEvidence", "Categorical", "ClosedForm",
+    "ConjugateGradients", "Diagonal", "EarlyStopping", "Evidence", "Full", "Gaussian", "InducingPoints",
+    "LaplaceBridge", "LapwingError", "Likelihood", "Linearized", "MeanField", "Method", "MonteCarlo", "NaturalGradient",
+    "OptimalSubspace", "Posterior", "Probit", "Quadrature", "SampledLLA", "SampledLink", "StochasticGradient",
+    "Streamlined", "SubsetOfData", "SubsetOfWeights", "VaLLA", "Validation", "VariationalBound", "compare", "coverage",
     "everything", "fit", "last_layer", "load", "matching",
 ]  # fmt: skip

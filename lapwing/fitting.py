@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from . import batches
 from .batches import Forward
 from .covariance import Covariance, PriorCovariance
 from .errors import LapwingError
-from .likelihoods import Categorical, Gaussian, Likelihood, resolve
+from .likelihoods import Likelihood, resolve
+from .loaders import first_batch, inferred_likelihood
 from .methods import KFAC, FisherRoot, Found, Method, Problem
+from .methods.passes import Seen
 from .posterior import Posterior
 from .prior import Prior, is_positive
 from .runner import Runner
@@ -86,9 +87,9 @@ def fit(
     _check_numbers(prior_precision, weight_decay, temperature, data_size, seed)
     _check_choices(tune, forward)
     seed = int(seed)
-    first = _first_batch(loader)
+    first = first_batch(loader)
     inputs, targets = batches.split(first)
-    likelihood = _infer_likelihood(targets) if likelihood is None else resolve(likelihood)
+    likelihood = inferred_likelihood(targets) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(model, inputs, params, forward, memory)
     runner = Runner(loader, progress, 0 if tune is None else tune.prefixes)
     if weight_decay is not None:
@@ -104,16 +105,23 @@ def fit(
         data_size,
     )  # fmt: skip
     found = runner.run(method, problem)
+    tangent = found.tangent or tangent
     likelihood, prior = _settled(found, likelihood, prior)
-    if data_size is None and not runner.whole:
-        data_size = runner.count()
+    seen, size = runner.seen(), None if data_size is None else float(data_size)
+    if found.seen is not None:
+        seen, size = found.seen, _size_for(found.seen, found.data_factor, runner.count(), data_size)
+    elif data_size is None and not runner.whole:
+        size = runner.count()
 
-    def posterior(covariance: Covariance, statistics: dict[str, Tensor], samples: int, size: int | None) -> Posterior:
+    def posterior(
+        covariance: Covariance, statistics: Mapping[str, Tensor], samples: int, size: float | None
+    ) -> Posterior:
         return Posterior.assemble(
-            tangent, covariance, likelihood, prior, statistics, samples, size, float(temperature), method, found.history
-        )
+            tangent, covariance, likelihood, prior, dict(statistics), samples, size, float(temperature), method,
+            found.history,
+        )  # fmt: skip
 
-    whole = posterior(found.covariance, runner.statistics, runner.samples, data_size)
+    whole = posterior(found.covariance, seen.statistics, seen.samples, size)
     if found.precision is not None or not isinstance(found.covariance, PriorCovariance):
         if tune not in (None, BoundedEvidence()):
             log.warning("%s chooses its own prior; tune=%r was not used", type(method).__name__, tune)
@@ -123,7 +131,18 @@ def fit(
     parts = sorted(runner.prefixes().items())
     unscaled = parts if whole.data_factor > 1 else parts[:-1]  # all of the data is a part where `whole` is scaled
     prefixes = tuple(posterior(*kept, samples, None) for samples, kept in unscaled)
-    return tune.tune(whole, Training(loader, prefixes))
+    return tune.tune(whole, Training(loader, prefixes, runner.count()))
+
+
+def _size_for(seen: Seen, factor: float, shown: int, data_size: int | None) -> float | None:
+    """Returns the data size that scales a chosen part of the data as its method and the user ask."""
+    if data_size is not None and data_size < shown:
+        raise LapwingError(
+            f"Asked for data_size={data_size}, found {shown} samples in the loader; N must be at least as many: leave "
+            "data_size out, or give the size of the whole training set."
+        )
+    factor *= 1.0 if data_size is None else data_size / shown
+    return None if factor == 1.0 else factor * seen.samples
 
 
 def _settled(found: Found, likelihood: Likelihood, prior: Prior) -> tuple[Likelihood, Prior]:
@@ -190,43 +209,3 @@ def _check_choices(tune: Any, forward: Any) -> None:
             f"Asked for forward={forward!r}; a function of the model and a batch's inputs is needed: write "
             "forward=lambda model, inputs: model(inputs)."
         )
-
-
-def _first_batch(loader: Any) -> Any:
-    """Returns the first batch, and makes sure that the loader begins again (cases 8 and 9)."""
-    if not hasattr(loader, "__iter__") or isinstance(loader, (Tensor, Mapping)):
-        raise LapwingError(
-            f"Asked to fit on a loader, found {batches.describe(loader)}; an iterable of (inputs, targets) batches is "
-            "needed: write [(x, y)] for one batch, or torch.utils.data.DataLoader(dataset, batch_size=100)."
-        )
-    if isinstance(loader, tuple) and len(loader) == 2 and all(isinstance(item, Tensor) for item in loader):
-        raise LapwingError(
-            f"Asked to fit on a loader, found one batch, {batches.describe(loader)}; an iterable of batches is needed: "
-            "write [(x, y)]."
-        )
-    iterator = iter(loader)
-    if iterator is loader or (not isinstance(loader, DataLoader) and iter(loader) is iterator):
-        raise LapwingError(
-            f"Asked to fit on a loader of type {type(loader).__name__}, found that it can be gone through once only; "
-            "every pass needs the same data: pass a DataLoader or a list of batches, not a generator."
-        )
-    for batch in iterator:
-        if batches.size(batches.split(batch)[0]) == 0:
-            raise LapwingError(
-                "Asked to fit on a loader, found a first batch without samples; at least one is needed: check the "
-                "dataset's length and filters."
-            )
-        return batch
-    raise LapwingError(
-        f"Asked to fit on a loader of type {type(loader).__name__}, found no batch in it; at least one is needed: "
-        "check the dataset's length, and drop_last=True with a batch size above it."
-    )
-
-
-def _infer_likelihood(targets: Any) -> Likelihood:
-    if isinstance(targets, Tensor):
-        return Gaussian() if targets.is_floating_point() else Categorical()
-    raise LapwingError(
-        f"Asked to infer the likelihood from targets, found {batches.describe(targets)}; a tensor is needed: floats "
-        "for likelihood='gaussian', integers for likelihood='categorical'."
-    )

@@ -71,7 +71,7 @@ class Posterior:
         prior: Prior,
         statistics: dict[str, Tensor],
         samples: int,
-        data_size: int | None,
+        data_size: float | None,
         temperature: float,
         method: object,
         history: Mapping[str, Tensor],

@@ -94,9 +94,10 @@ class Runner:
             try:
                 step = next(passes) if state is None else passes.send(state)
             except StopIteration as stop:
-                if not self.samples:
+                found = stop.value if isinstance(stop.value, Found) else Found(stop.value)
+                if not self.samples and found.seen is None:
                     self._sum(_NoPass(), problem)
-                return stop.value if isinstance(stop.value, Found) else Found(stop.value)
+                return found
             state = self._sum(step, problem) if isinstance(step, SumPass) else self._iterate(step, problem)
 
     def _sum(self, step: SumPass, problem: Problem) -> State:

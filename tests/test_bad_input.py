@@ -209,7 +209,8 @@ def test_6_inputs_of_the_wrong_dtype(posterior: lw.Posterior, dtype: torch.dtype
 
 
 def test_6_targets_of_the_wrong_dtype() -> None:
-    refused(lambda: fit([(X, Y > 0)]), "integer dtype", "torch.bool", "y.long()")
+    refused(lambda: fit([(X, Y > 0)]), "Bernoulli", "(8, 3)", "torch.bool", "y.long()", "categorical")
+    refused(lambda: fit([(X, Y > 0)], likelihood="categorical"), "integer dtype", "torch.bool", "y.long()")
     refused(lambda: fit([(X, Y.float())], likelihood="categorical"), "integer dtype", "float32", "y.long()", "gaussian")
     refused(lambda: fit([(X, REAL > 0)], likelihood="gaussian"), "real dtype", "torch.bool", "y.float()")
 

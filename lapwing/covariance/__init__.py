@@ -7,18 +7,19 @@ from .basis import Basis, ExplicitBasis, ImplicitBasis
 from .blockwise import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, Structure
 from .coordinates import CoordinateBasis
 from .dense import DenseCovariance
+from .draws import Draws
 from .low_rank import LowRank, LowRankWithResidual, Subspace
 from .low_rank_diagonal import LowRankPlusDiagonal
 from .output import AnyLatent, JointLatent, Latent, LatentDraws, MarginalLatent, Term
 
 COVARIANCES: dict[str, type[Covariance]] = {
-    cls.__name__: cls for cls in (Blockwise, DenseCovariance, LowRank, LowRankPlusDiagonal, LowRankWithResidual)
+    cls.__name__: cls for cls in (Blockwise, DenseCovariance, Draws, LowRank, LowRankPlusDiagonal, LowRankWithResidual)
 }
 """Class name -> class, for reading files."""
 
 __all__ = [
     "COVARIANCES", "AnyLatent", "Basis", "Blockwise", "CoordinateBasis", "Covariance", "DenseBlock", "DenseCovariance",
-    "DiagonalBlock", "ExplicitBasis", "ImplicitBasis", "JointLatent", "KroneckerBlock", "Latent", "LatentDraws",
-    "LayerBlock", "LowRank", "LowRankPlusDiagonal", "LowRankWithResidual", "MarginalLatent", "PrecisionCovariance",
-    "PriorCovariance", "Structure", "Subspace", "Term",
+    "DiagonalBlock", "Draws", "ExplicitBasis", "ImplicitBasis", "JointLatent", "KroneckerBlock", "Latent",
+    "LatentDraws", "LayerBlock", "LowRank", "LowRankPlusDiagonal", "LowRankWithResidual", "MarginalLatent",
+    "PrecisionCovariance", "PriorCovariance", "Structure", "Subspace", "Term",
 ]  # fmt: skip

@@ -33,6 +33,14 @@ class LayerBlock(ABC):
             full: whether to return covariances (B, O, O), or variances (B, O).
         """
 
+    def rotation(self) -> tuple[Tensor | None, Tensor] | None:
+        """Returns V (G, I, Q) and s (G, O, Q) with `Var[W a]_j = Σ_q (Vᵀ a)_q² s_jq` for certain a, in each group.
+
+        V is None where it is the identity; nothing is returned where no basis does for all j. Made once, it spares
+        `push` the outputs' rotation of every row.
+        """
+        return None
+
 
 class Covariance(ABC):
     """A PSD matrix Σ over the weights of some blocks.

@@ -61,6 +61,10 @@ class Structure(ABC):
     ) -> Tensor:
         """Returns `LayerBlock.push` for a weight of shape (O, I)."""
 
+    def rotation(self, weights: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor | None, Tensor] | None:
+        """Returns `LayerBlock.rotation` for a weight of shape (G, O, I)."""
+        return None
+
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that make up the structure."""
@@ -103,6 +107,10 @@ class DiagonalBlock(Structure):
             moment = moment + (variance if variance.ndim == 2 else variance.diagonal(dim1=-2, dim2=-1))
         pushed = moment @ weights.reshape(shape).T  # (B, O)
         return torch.diag_embed(pushed) if full else pushed
+
+    def rotation(self, weights: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor | None, Tensor]:
+        """Returns the identity and w."""
+        return None, weights.reshape(shape)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns λ."""
@@ -169,6 +177,10 @@ class KroneckerBlock(Structure):
             )
         rotated = Rotated(self.outputs[0], moment @ weights[0].T)
         return rotated.dense() if full else rotated.variance()
+
+    def rotation(self, weights: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor | None, Tensor]:
+        """Returns U_in and `U_out² w`."""
+        return self.inputs, self.outputs.square() @ weights
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns λ and the bases."""
@@ -249,11 +261,14 @@ def push_factor(factor: Tensor, mean: Tensor, variance: Tensor | None, full: boo
 
 
 class _Layer(LayerBlock):
-    def __init__(self, structure: Structure, weights: Tensor, shape: tuple[int, int]) -> None:
+    def __init__(self, structure: Structure, weights: Tensor, shape: tuple[int, int, int]) -> None:
         self._structure, self._weights, self._shape = structure, weights, shape
 
     def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-        return self._structure.push(self._weights, self._shape, mean, variance, full)
+        return self._structure.push(self._weights, self._shape[1:], mean, variance, full)
+
+    def rotation(self) -> tuple[Tensor | None, Tensor] | None:
+        return self._structure.rotation(self._weights, self._shape)
 
 
 class Blockwise(PrecisionCovariance):
@@ -359,7 +374,7 @@ class Blockwise(PrecisionCovariance):
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance."""
         block = next(block for block in self.blocks if block.name == name)
-        return _Layer(self.structures[name], self._weights[name], block.matrix_shape[1:])
+        return _Layer(self.structures[name], self._weights[name], block.matrix_shape)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns every structure's tensors, `block/name`."""

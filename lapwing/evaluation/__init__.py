@@ -7,9 +7,9 @@ from lapwing.evaluation.augmentation import AugmentedLoader, StrongAugmentation
 from lapwing.evaluation.comparison import Comparison, compare
 from lapwing.evaluation.corruptions import COMMON, CORRUPTIONS, DIGITS, corrupt
 from lapwing.evaluation.dead_weights import dead_parameters
+from lapwing.evaluation.rotations import RotatedLoader, rotate, rotation_curves
 
 __all__ = [
-    "COMMON", "CORRUPTIONS", "DIGITS", "AugmentedLoader", "Comparison", "StrongAugmentation", "compare", "corrupt",
-    "dead_parameters",
-    "measures", "metrics",
+    "COMMON", "CORRUPTIONS", "DIGITS", "AugmentedLoader", "Comparison", "RotatedLoader", "StrongAugmentation",
+    "compare", "corrupt", "dead_parameters", "measures", "metrics", "rotate", "rotation_curves",
 ]  # fmt: skip

@@ -17,7 +17,15 @@ from .. import batches
 from ..covariance import Latent
 from ..covariance.output import Rotated
 from ..errors import LapwingError
-from ..likelihoods import Categorical, ClassPrediction, Likelihood, Prediction, RegressionPrediction
+from ..likelihoods import (
+    Bernoulli,
+    BernoulliPrediction,
+    Categorical,
+    ClassPrediction,
+    Likelihood,
+    Prediction,
+    RegressionPrediction,
+)
 from ..posterior import Posterior
 from ..prediction import Linearized, Way
 from . import metrics
@@ -99,8 +107,9 @@ def compare(
     """Compares posteriors on the same held-out data.
 
     Classification: accuracy, negative log likelihood (NLL), expected calibration error (ECE, 15 bins), Brier score, and
-    AUROC. Regression: RMSE, NLL, CRPS, coverage of the 90 % interval, and AUROC. The networks themselves are rows too:
-    where no module is among the candidates and all posteriors are around one network, it is added as "MAP".
+    AUROC; Bernoulli outputs are two classes each, pooled. Regression: RMSE, NLL, CRPS, coverage of the 90 % interval,
+    and AUROC. The networks themselves are rows too: where no module is among the candidates and all posteriors are
+    around one network, it is added as "MAP".
 
     Args:
         posteriors: name -> a posterior, a pair (posterior, way) such as `(posterior, lw.MonteCarlo(30))`, or a network.
@@ -219,7 +228,10 @@ def _call(model: nn.Module, inputs: Any) -> Tensor:
 def _likelihood(loader: Iterable[Any]) -> Likelihood:
     """Returns the likelihood of a comparison without a posterior, which must be that of class labels."""
     for batch in loader:
-        if batches.split(batch)[1].is_floating_point():
+        targets = batches.split(batch)[1]
+        if targets.dtype == torch.bool:
+            return Bernoulli()
+        if targets.is_floating_point():
             raise LapwingError(
                 "Asked to compare networks alone on real targets, found no posterior and so no noise variance; at "
                 'least one posterior is needed: write compare({"KFAC": lw.fit(model, loader)}, test_loader).'
@@ -256,7 +268,10 @@ def _timed(candidate: _Candidate, inputs: Any) -> tuple[Prediction, float, float
     _wait()
     middle = time.perf_counter()
     prediction = candidate.predict(inputs)
-    _ = prediction.probs if isinstance(prediction, ClassPrediction) else prediction.distribution()  # leave nothing lazy
+    if isinstance(prediction, (ClassPrediction, BernoulliPrediction)):  # leave nothing lazy
+        _ = prediction.probs
+    else:
+        prediction.distribution()
     _wait()
     return prediction, middle - start, time.perf_counter() - middle
 
@@ -275,8 +290,10 @@ def _row(parts: list[Prediction], targets: list[Tensor]) -> dict[str, float]:
     """Returns the metrics of one candidate."""
     log_prob = torch.cat([part.log_prob(y).detach() for part, y in zip(parts, targets, strict=True)])
     labels = torch.cat(targets)
-    if isinstance(parts[0], ClassPrediction):
-        probs = torch.cat([cast(ClassPrediction, part).probs for part in parts])
+    if isinstance(parts[0], (ClassPrediction, BernoulliPrediction)):
+        probs = torch.cat([cast(ClassPrediction | BernoulliPrediction, part).probs for part in parts])
+        if isinstance(parts[0], BernoulliPrediction):
+            probs, labels = metrics.as_classes(probs, labels)
         found = {
             "accuracy": metrics.accuracy(probs, labels),
             "NLL": metrics.nll(log_prob),
@@ -301,7 +318,7 @@ def _scores(parts: list[Prediction], score: Score) -> Tensor:
     """Returns one uncertainty a sample."""
     found = []
     for part in parts:
-        if not isinstance(part, ClassPrediction):
+        if not isinstance(part, (ClassPrediction, BernoulliPrediction)):
             found.append(cast(RegressionPrediction, part).std[:, 0])
         else:
             found.append(part.entropy() if score == "entropy" else 1 - part.confidence)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import LapwingError
+from lapwing.likelihoods.targets import check_binary_targets
 
 _SQRT_HALF = math.sqrt(0.5)
 
@@ -103,6 +104,27 @@ def brier(probs: Tensor, labels: Tensor) -> Tensor:
     distance = probs.clone()
     distance[torch.arange(len(labels)), labels] -= 1.0  # (N, C)
     return distance.square().sum(1).mean()
+
+
+def as_classes(probs: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
+    """Write Bernoulli outputs as two classes each, ``(1 - p, p)``: probabilities (N·C, 2) and labels (N·C,).
+
+    Args:
+        probs: probabilities of yes (N, C), as ``posterior.predict(x).probs`` gives them.
+        answers: 0 and 1, bool, integers or floats, (N, C), or (N,) when C = 1.
+
+    Raises:
+        LapwingError: shapes or values are not as above.
+
+    Example:
+        >>> probs, labels = as_classes(torch.tensor([[0.25], [0.75]]), torch.tensor([False, False]))
+        >>> accuracy(probs, labels).item()
+        0.5
+    """
+    probs = _double(probs)
+    check_binary_targets("as_classes", probs.shape, probs.device, answers.detach().cpu())
+    yes = probs.flatten()
+    return torch.stack([1.0 - yes, yes], 1), answers.detach().cpu().flatten().long()
 
 
 def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from lapwing.errors import LapwingError
 from lapwing.likelihoods.base import Likelihood, NoiselessLikelihood
+from lapwing.likelihoods.bernoulli import Bernoulli
+from lapwing.likelihoods.bernoulli_prediction import BernoulliPrediction
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.gaussian import Gaussian
-from lapwing.likelihoods.links import ClassLink, ExactLink, LaplaceBridge, Link, Probit, SampledLink
+from lapwing.likelihoods.links import (
+    BinaryLink,
+    ClassLink,
+    ExactLink,
+    LaplaceBridge,
+    Link,
+    Probit,
+    Quadrature,
+    SampledLink,
+)
 from lapwing.likelihoods.predictions import ClassPrediction, MixturePrediction, Prediction, RegressionPrediction
 
 __all__ = [
+    "Bernoulli",
+    "BernoulliPrediction",
+    "BinaryLink",
     "Categorical",
     "ClassLink",
     "ClassPrediction",
@@ -22,19 +36,24 @@ __all__ = [
     "NoiselessLikelihood",
     "Prediction",
     "Probit",
+    "Quadrature",
     "RegressionPrediction",
     "SampledLink",
     "resolve",
 ]
 
-_BY_NAME: dict[str, type[Likelihood]] = {"categorical": Categorical, "gaussian": Gaussian}
+_BY_NAME: dict[str, type[Likelihood]] = {
+    "categorical": Categorical,
+    "bernoulli": Bernoulli,
+    "gaussian": Gaussian,
+}
 
 
 def resolve(likelihood: str | Likelihood) -> Likelihood:
     """Return the likelihood for a plain label, or the given one.
 
     Args:
-        likelihood: "categorical", "gaussian", or an instance.
+        likelihood: "categorical", "bernoulli", "gaussian", or an instance.
 
     Returns:
         The likelihood.
@@ -57,5 +76,6 @@ def resolve(likelihood: str | Likelihood) -> Likelihood:
         )
     raise LapwingError(
         f"A likelihood is one of {labels} or an instance of Likelihood, found {likelihood!r}; "
-        'write likelihood="categorical" for integer labels, likelihood="gaussian" for real targets.'
+        'write likelihood="categorical" for integer labels, likelihood="bernoulli" for yes or no, '
+        'likelihood="gaussian" for real targets.'
     )

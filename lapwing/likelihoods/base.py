@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import LapwingError
-from lapwing.likelihoods.links import LatentLike, Link, weight_draws
+from lapwing.likelihoods import divergence
+from lapwing.likelihoods.links import LatentLike, Link, SampledLink, weight_draws
 from lapwing.likelihoods.predictions import Prediction
 
 
@@ -99,6 +100,58 @@ class Likelihood(ABC):
         Raises:
             LapwingError: for a link that the likelihood or the latent does not allow.
         """
+
+    def log_power_mean(
+        self,
+        mean: Tensor,
+        covariance: Tensor,
+        targets: Tensor,
+        alpha: float = 1.0,
+        noise_variance: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        link: Link | None = None,
+    ) -> Tensor:
+        """Return ``1/α log E[p(y|f)^α]`` under ``f ~ N(mean, covariance)``, ``E[log p(y|f)]`` at α = 0.
+
+        The data's term of variational objectives by α-divergences, in VaLLA's at α = 1 (its appendix D), where it is
+        the log predictive probability. For any likelihood by Monte Carlo; differentiable in mean and covariance, and
+        for Gaussian noise in its variance.
+
+        Args:
+            mean: Means of the outputs, (B, C).
+            covariance: Covariances of each input's outputs, (B, C, C).
+            targets: y, taken as checked.
+            alpha: α, at least 0.
+            noise_variance: σ² in place of the likelihood's own, a scalar.
+            generator: Source of randomness for draws; None means seed 0.
+            link: How the expectation is taken, ``SampledLink(draws)`` or what else the likelihood offers; None for its
+                own choice, exact where that is cheap.
+
+        Returns:
+            Values (B,). Cost by Monte Carlo: time O(B C³ + draws B C²), memory O(draws B C).
+
+        Raises:
+            LapwingError: for α out of range, a noise variance where there is none, or a link that does not fit.
+        """
+        divergence.check_alpha(alpha)
+        chosen = self._integral(link, alpha, (SampledLink,))
+        assert isinstance(chosen, SampledLink)
+        likelihood = self if noise_variance is None else self.with_noise_variance(float(noise_variance))
+        return divergence.sampled_log_power_mean(
+            likelihood.log_prob, mean, covariance, targets, alpha, chosen.draws, generator
+        )
+
+    def _integral(self, link: Link | None, alpha: float, accepted: tuple[type[Link], ...]) -> Link:
+        """Return the link that takes an expectation: the first accepted one where none is asked for."""
+        if link is None:
+            return accepted[0]()
+        if isinstance(link, accepted):
+            return link
+        names = " or ".join(f"{kind.__name__}()" for kind in accepted)
+        raise LapwingError(
+            f"The {self.name} likelihood cannot take its power mean of alpha={alpha} with link={_shown(link)}; write "
+            f"link={names}, or leave link=None."
+        )
 
     def choose_link(self, latent: LatentLike, link: Link | None) -> Link:
         """Return the link to use, checked against the likelihood and the kind of latent.

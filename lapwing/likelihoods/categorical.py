@@ -8,6 +8,8 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
+from lapwing.covariance.output import Dense, Latent
+from lapwing.likelihoods import divergence
 from lapwing.likelihoods.base import NoiselessLikelihood
 from lapwing.likelihoods.links import (
     ClassLink,
@@ -15,6 +17,7 @@ from lapwing.likelihoods.links import (
     LatentLike,
     Link,
     Probit,
+    Quadrature,
     SampledLink,
     at_least_float32,
 )
@@ -78,3 +81,38 @@ class Categorical(NoiselessLikelihood):
         """
         chosen = cast("ClassLink", self.choose_link(latent, link))
         return ClassPrediction(chosen.log_probs(latent, generator), latent, chosen)
+
+    def log_power_mean(
+        self,
+        mean: Tensor,
+        covariance: Tensor,
+        targets: Tensor,
+        alpha: float = 1.0,
+        noise_variance: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        link: Link | None = None,
+    ) -> Tensor:
+        """Return ``1/α log E[p(y|f)^α]``, (B,): by quadrature for two classes, else by Monte Carlo.
+
+        Arguments as for `Likelihood.log_power_mean`. At α = 1 it is the log predictive probability, and every link of
+        a prediction may be asked for: ``Probit()`` and ``LaplaceBridge()`` are closed forms without randomness,
+        ``Probit(marginal=True)`` the one of the VaLLA paper.
+
+        Raises:
+            LapwingError: for α out of range, a noise variance, or a link that does not fit.
+        """
+        divergence.check_alpha(alpha)
+        self.with_noise_variance(None if noise_variance is None else float(noise_variance))  # refuses one
+        two: tuple[type[Link], ...] = (Quadrature,) if mean.shape[-1] == 2 else ()
+        closed: tuple[type[Link], ...] = (Probit, LaplaceBridge) if alpha == 1 else ()
+        chosen = self._integral(link, alpha, (*two, SampledLink, *closed))
+        if isinstance(chosen, SampledLink):
+            return super().log_power_mean(mean, covariance, targets, alpha, None, generator, chosen)
+        mean, labels = at_least_float32(mean), targets.long()
+        if isinstance(chosen, Quadrature):
+            gap = (mean[:, 1] - mean[:, 0]) * (2 * labels - 1)
+            variance = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) - covariance[:, 0, 1] - covariance[:, 1, 0]
+            found = divergence.binary_log_power_mean(gap, variance.clamp_min(0.0), alpha, chosen.nodes)
+            return found.to(mean.dtype)
+        latent = Latent(mean, (Dense(covariance.to(mean.dtype)),))
+        return cast("ClassLink", chosen).log_probs(latent).gather(-1, labels[:, None]).squeeze(-1)

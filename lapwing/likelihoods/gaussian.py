@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import LapwingError
+from lapwing.likelihoods import divergence
 from lapwing.likelihoods.base import Likelihood
 from lapwing.likelihoods.links import ExactLink, LatentLike, Link, at_least_float32
 from lapwing.likelihoods.predictions import RegressionPrediction
@@ -129,6 +130,31 @@ class Gaussian(Likelihood):
         """
         self.choose_link(latent, link)
         return RegressionPrediction(latent, self._set_noise("predict()"))
+
+    def log_power_mean(
+        self,
+        mean: Tensor,
+        covariance: Tensor,
+        targets: Tensor,
+        alpha: float = 1.0,
+        noise_variance: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        link: Link | None = None,
+    ) -> Tensor:
+        """Return ``1/α log E[N(y; f, σ²I)^α]`` in closed form, (B,), differentiable in σ² too.
+
+        `divergence.gaussian_log_power_mean` has the formula; arguments as for `Likelihood.log_power_mean`, of which
+        ``generator`` is not used.
+
+        Raises:
+            LapwingError: if σ² is not set, for α out of range, or for any link but ExactLink.
+        """
+        divergence.check_alpha(alpha)
+        self._integral(link, alpha, self.links)
+        noise = self._set_noise("log_power_mean()") if noise_variance is None else noise_variance
+        mean, wide = at_least_float32(mean), mean.double()
+        targets = aligned_targets("Gaussian", wide, targets)
+        return divergence.gaussian_log_power_mean(wide, covariance.double(), targets, alpha, noise).to(mean.dtype)
 
     def _set_noise(self, asked: str) -> float:
         """Return σ², refusing one that is still to be tuned."""

@@ -15,8 +15,10 @@ from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lapwing.errors import LapwingError
+from lapwing.likelihoods import quadrature
 
 _CHUNK_NUMBERS = 2**23  # latent values held at once while averaging over draws: 64 MiB in float64
 
@@ -162,6 +164,20 @@ def averaged_softmax_log_probs(chunks: Iterator[Tensor]) -> Tensor:
     return total - math.log(count)
 
 
+def averaged_sigmoid_log_odds(chunks: Iterator[Tensor]) -> Tensor:
+    """Return ``log Σ_s σ(f_s) - log Σ_s σ(-f_s)`` from chunks of draws (s, B, C), never leaving log space.
+
+    Args:
+        chunks: Draws f, chunk by chunk; at least one.
+
+    Returns:
+        Log odds, (B, C).
+    """
+    sums = [torch.stack([F.logsigmoid(f), F.logsigmoid(-f)]).logsumexp(1) for f in chunks]  # (2, s, B, C) -> (2, B, C)
+    both = torch.stack(sums).logsumexp(0)
+    return both[0] - both[1]
+
+
 # ---- the options
 
 
@@ -182,8 +198,16 @@ class ClassLink(Link):
         """Return log probabilities (B, C); ``generator`` None means seed 0 where draws are needed."""
 
 
+class BinaryLink(Link):
+    """A link whose result is the probability of yes for each output alone."""
+
+    @abstractmethod
+    def log_odds(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
+        """Return ``log p - log(1 - p)``, (B, C); ``generator`` None means seed 0 where draws are needed."""
+
+
 @dataclass(frozen=True)
-class Probit(ClassLink):
+class Probit(ClassLink, BinaryLink):
     """Probit link on one-against-the-rest logits, in closed form: time and memory O(B C) beside the variances.
 
     ``softmax_c(f'_c / sqrt(1 + π/8 v_c))`` with ``f' = f - mean(f)`` and ``v_c = Var[f_c - mean_{k≠c} f_k]``. The
@@ -207,6 +231,11 @@ class Probit(ClassLink):
         classes = mean.shape[-1]
         contrast = centred_variance(latent) * (classes / (classes - 1)) ** 2
         return probit_log_probs(mean - mean.mean(-1, keepdim=True), contrast)
+
+    def log_odds(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
+        """Return ``f / sqrt(1 + π/8 v)``, (B, C); reads the mean and variances only and draws nothing."""
+        mean, variance = at_least_float32(latent.mean), at_least_float32(latent.variance)
+        return mean * torch.rsqrt(1.0 + (math.pi / 8.0) * variance)
 
 
 @dataclass(frozen=True)
@@ -233,8 +262,40 @@ class LaplaceBridge(ClassLink):
 
 
 @dataclass(frozen=True)
-class SampledLink(ClassLink):
+class Quadrature(BinaryLink):
+    """The exact probability of a Bernoulli output, ``∫ σ(f) N(f; m, v) df``, by numerical integration.
+
+    A trapezoidal rule in a stretched variable, since Gauss-Hermite rules fail at large variances
+    (`lapwing.likelihoods.quadrature`). At every mean and variance the error, of probabilities and of their logarithms,
+    is below 1e-4 with 32 nodes, 1e-7 with 48, 1e-10 with 64. Time O(nodes B C) in float64, memory in chunks.
+
+    Args:
+        nodes: Number of nodes.
+
+    Raises:
+        LapwingError: if ``nodes`` is below 16.
+    """
+
+    nodes: int = quadrature.NODES
+    accepts_draws: ClassVar[bool] = False
+    reads_covariance: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Check the number of nodes."""
+        if isinstance(self.nodes, bool) or not isinstance(self.nodes, int) or self.nodes < 16:
+            raise LapwingError(f"Quadrature needs at least 16 nodes, found nodes={self.nodes!r}; write Quadrature(48).")
+
+    def log_odds(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
+        """Return log odds (B, C); reads the mean and variances only and draws nothing."""
+        mean = at_least_float32(latent.mean)
+        return quadrature.log_odds(mean, latent.variance, self.nodes).to(mean.dtype)
+
+
+@dataclass(frozen=True)
+class SampledLink(ClassLink, BinaryLink):
     """Average of the softmax over joint latent draws; over the latent's own weight draws where it has them.
+
+    For Bernoulli outputs the average of the sigmoid of each.
 
     Unbiased, with a standard error of at most ``1 / (2 sqrt(draws))`` a probability. Time O(draws B C) after the
     latent's own sampling; draws are taken in chunks.
@@ -257,6 +318,10 @@ class SampledLink(ClassLink):
     def log_probs(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
         """Return log probabilities (B, C); ``generator`` None means seed 0."""
         return averaged_softmax_log_probs(draw_chunks(latent, self.draws, generator))
+
+    def log_odds(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
+        """Return log odds (B, C); ``generator`` None means seed 0."""
+        return averaged_sigmoid_log_odds(draw_chunks(latent, self.draws, generator))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ def check_labels(name: str, outputs_shape: torch.Size, device: torch.device, lab
     if classes < 2:
         raise LapwingError(
             f"{name} needs at least 2 outputs, found outputs of shape {tuple(outputs_shape)} for labels of shape "
-            f"{shape}; give the network one output a class, for two classes `torch.nn.Linear(features, 2)`."
+            f"{shape}; for yes or no write `likelihood='bernoulli'`, else give the network one output a class, for two "
+            "classes `torch.nn.Linear(features, 2)`."
         )
     if shape != (batch,):
         if shape == (batch, 1):
@@ -70,24 +71,8 @@ def check_real_targets(name: str, outputs_shape: torch.Size, device: torch.devic
     Raises:
         LapwingError: for a wrong shape, device or dtype, or NaN or infinite targets.
     """
-    batch, outputs = _batch_and_outputs(name, outputs_shape, device, targets, "targets")
+    _check_target_shape(name, outputs_shape, device, targets)
     shape, dtype = tuple(targets.shape), targets.dtype
-    if shape != (batch, outputs) and not (outputs == 1 and shape == (batch,)):
-        if outputs > 1 and shape in ((batch,), (batch, 1)) and not dtype.is_floating_point:
-            line = 'for class labels write `likelihood="categorical"`'
-        elif outputs > 1 and shape in ((batch,), (batch, 1)):
-            line = "give the network one output, `torch.nn.Linear(features, 1)`, or one target an output"
-        elif len(shape) > 0 and shape[0] == batch and targets.numel() == batch * outputs:
-            line = f"write `y.reshape(len(y), {outputs})`"
-        elif shape == (outputs, batch):
-            line = "write `y.T`"
-        else:
-            line = "give one target an output and input, in the same order as the inputs"
-        accepted = f"({batch}, 1) or ({batch},)" if outputs == 1 else f"({batch}, {outputs})"
-        raise LapwingError(
-            f"{name} accepts targets of shape {accepted} for outputs of shape {tuple(outputs_shape)}, "
-            f"found targets of shape {shape} and dtype {dtype}; {line}."
-        )
     if dtype.is_complex or dtype == torch.bool:
         line = "y.real" if dtype.is_complex else "y.float()"
         raise LapwingError(
@@ -101,6 +86,65 @@ def check_real_targets(name: str, outputs_shape: torch.Size, device: torch.devic
             f"{name} accepts finite targets, but {_where(bad, targets)} NaN or infinite; "
             f"drop those rows with `keep = {keep}; x, y = x[keep], y[keep]`."
         )
+
+
+def check_binary_targets(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:
+    """Check targets of 0 and 1, as bool, integers or floats, (B, C) against outputs (B, C); (B,) when C = 1.
+
+    Args:
+        name: The likelihood's class name, for the message.
+        outputs_shape: Shape of the outputs.
+        device: Device of the outputs.
+        targets: The targets to check.
+
+    Raises:
+        LapwingError: for a wrong shape or device, complex or NaN targets, or values other than 0 and 1.
+    """
+    _check_target_shape(name, outputs_shape, device, targets)
+    if targets.dtype == torch.bool:
+        return
+    if targets.dtype.is_complex:
+        raise LapwingError(
+            f"{name} accepts targets 0 and 1, found all {targets.numel()} values of shape {tuple(targets.shape)} in "
+            f"{targets.dtype}; write `y.real`."
+        )
+    bad = (targets != 0) & (targets != 1)
+    if not bool(bad.any()):
+        return
+    wrong = targets[bad]
+    if not targets.dtype.is_floating_point and bool((targets.abs() == 1).all()):
+        line = "targets of -1 and 1 need `y = (y + 1) // 2`"
+    elif bool((targets.abs() == 1).all()):
+        line = "targets of -1 and 1 need `y = (y + 1) / 2`"
+    elif bool(wrong.isnan().any()):
+        keep = "~y.isnan()" if targets.dim() == 1 else "~y.isnan().any(1)"
+        line = f"drop rows with NaN by `keep = {keep}; x, y = x[keep], y[keep]`"
+    elif bool(((wrong > 0) & (wrong < 1)).all()):
+        line = "probabilities in place of answers are not accepted, write `y > 0.5`"
+    elif targets.dtype.is_floating_point:
+        line = 'for real targets write `likelihood="gaussian"`'
+    else:
+        line = 'for more than two classes write `likelihood="categorical"` and give the network one output a class'
+    raise LapwingError(f"{name} accepts targets 0 and 1, but {_where(bad, targets)} neither; {line}.")
+
+
+def aligned_binary_targets(name: str, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return targets of 0 and 1 in the shape and dtype of outputs (B, C), (B,) as (B, 1); never broadcasts.
+
+    Args:
+        name: The likelihood's class name, for the message.
+        outputs: Network outputs, (B, C).
+        targets: Targets, (B, C), or (B,) when C = 1.
+
+    Returns:
+        Targets, (B, C).
+
+    Raises:
+        LapwingError: if the shapes do not fit.
+    """
+    if targets.shape != outputs.shape:
+        _check_target_shape(name, outputs.shape, outputs.device, targets)
+    return targets.reshape(outputs.shape).to(outputs)
 
 
 def aligned_targets(name: str, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -120,6 +164,29 @@ def aligned_targets(name: str, outputs: Tensor, targets: Tensor) -> Tensor:
     if targets.shape != outputs.shape:
         check_real_targets(name, outputs.shape, outputs.device, targets)
     return targets.reshape(outputs.shape).to(outputs)
+
+
+def _check_target_shape(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:
+    """Refuse what is not one target an output: (B, C), or (B,) when C = 1."""
+    batch, outputs = _batch_and_outputs(name, outputs_shape, device, targets, "targets")
+    shape, dtype = tuple(targets.shape), targets.dtype
+    if shape != (batch, outputs) and not (outputs == 1 and shape == (batch,)):
+        if outputs > 1 and shape in ((batch,), (batch, 1)) and not dtype.is_floating_point:
+            integers = "`y.long()` and " if dtype == torch.bool else ""
+            line = f'for class labels write {integers}`likelihood="categorical"`'
+        elif outputs > 1 and shape in ((batch,), (batch, 1)):
+            line = "give the network one output, `torch.nn.Linear(features, 1)`, or one target an output"
+        elif len(shape) > 0 and shape[0] == batch and targets.numel() == batch * outputs:
+            line = f"write `y.reshape(len(y), {outputs})`"
+        elif shape == (outputs, batch):
+            line = "write `y.T`"
+        else:
+            line = "give one target an output and input, in the same order as the inputs"
+        accepted = f"({batch}, 1) or ({batch},)" if outputs == 1 else f"({batch}, {outputs})"
+        raise LapwingError(
+            f"{name} accepts targets of shape {accepted} for outputs of shape {tuple(outputs_shape)}, "
+            f"found targets of shape {shape} and dtype {dtype}; {line}."
+        )
 
 
 def _batch_and_outputs(

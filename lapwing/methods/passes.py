@@ -152,12 +152,18 @@ class Found:
         precision: δ (n_blocks,) that the method chose; None leaves the prior to the tuning.
         noise_variance: σ² that the method chose; None leaves it to the tuning.
         history: numbers by name, such as an objective step by step: `posterior.history`.
+        seen: the part of the data that curvature and evidence are of, where the method chose one; None for all.
+        data_factor: what multiplies them, beside the N/n of `data_size`.
+        tangent: the network at the mean that the method moved to, a copy of the user's; None leaves it where it is.
     """
 
     covariance: Covariance
     precision: Tensor | None = None
     noise_variance: float | None = None
     history: Mapping[str, Tensor] = field(default_factory=dict)
+    seen: Seen | None = None
+    data_factor: float = 1.0
+    tangent: Tangent | None = None
 
 
 @dataclass(frozen=True)

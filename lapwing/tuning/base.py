@@ -18,10 +18,12 @@ class Training:
         loader: the training data.
         prefixes: posteriors of the first samples alone, by rising number, where the tuning asks for them; with
             `data_size`, that of all samples too, not scaled.
+        shown: how many samples the loader shows, where that is known: the posterior may be one of fewer.
     """
 
     loader: Iterable[Any] = ()
     prefixes: tuple[Posterior, ...] = ()
+    shown: int | None = None
 
 
 class Tuning(ABC):

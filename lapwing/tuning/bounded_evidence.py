@@ -82,7 +82,7 @@ class BoundedEvidence(Tuning):
             return tuned
         exponents = [self.decades * i / (self.points - 1) for i in range(self.points)]
         candidates = [_raised(tuned, exponent) for exponent in exponents]
-        found = self.costs(candidates, training.loader)
+        found = self.costs(candidates, training.loader, training.shown)
         exponent = crossing(exponents, found, self.nats)
         if exponent == 0:
             return tuned
@@ -98,19 +98,20 @@ class BoundedEvidence(Tuning):
             )  # fmt: skip
         return _raised(tuned, exponent)
 
-    def costs(self, candidates: Sequence[Posterior], loader: Iterable[Any]) -> list[float]:
+    def costs(self, candidates: Sequence[Posterior], loader: Iterable[Any], shown: int | None = None) -> list[float]:
         """Returns what the spread of each candidate costs, in nats a training sample; below 0 where it helps.
 
         Args:
             candidates: posteriors of one fit.
             loader: the training data.
+            shown: how many samples it shows; those of the candidates where None.
 
         Raises:
             LapwingError: for a loader without samples.
         """
         first = candidates[0]
         totals, count = [0.0] * len(candidates), 0
-        for inputs, targets in self._spread(loader, first.samples):
+        for inputs, targets in self._spread(loader, shown or first.samples):
             size = batches.size(inputs)
             scores = held_out_scores(candidates, None, [(inputs, targets)])  # checks the targets
             own = float(first.likelihood.log_prob(first.tangent.outputs_of(inputs), targets).double().sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,6 +14,7 @@ from torch import distributions as dist
 
 from lapwing.errors import LapwingError
 from lapwing.likelihoods import (
+    Bernoulli,
     Categorical,
     Gaussian,
     Likelihood,
@@ -58,12 +60,16 @@ def outputs_and_targets(likelihood, batch=5, size=3, seed=0):
     outputs = torch.randn(batch, size, generator=generator, dtype=F64)
     if likelihood.name == "categorical":
         return outputs, torch.randint(size, (batch,), generator=generator)
+    if likelihood.name == "bernoulli":
+        return outputs, torch.rand(batch, size, generator=generator) < 0.5
     if likelihood.name == "poisson":
         return outputs, torch.poisson(outputs.exp(), generator)
     return outputs, torch.randn(batch, size, generator=generator, dtype=F64)
 
 
-ALL = pytest.mark.parametrize("likelihood", [Gaussian(0.3), Categorical(), Poisson()], ids=lambda value: value.name)
+ALL = pytest.mark.parametrize(
+    "likelihood", [Gaussian(0.3), Categorical(), Bernoulli(), Poisson()], ids=lambda value: value.name
+)
 
 
 def expected_hessian(likelihood, output):
@@ -75,6 +81,11 @@ def expected_hessian(likelihood, output):
     if likelihood.name == "categorical":
         probs = output.softmax(-1)
         return sum(p * hessian(torch.tensor([label])) for label, p in enumerate(probs))
+    if likelihood.name == "bernoulli":
+        answers = list(itertools.product([0, 1], repeat=len(output)))
+        return sum(
+            likelihood.log_prob(output[None], torch.tensor([y]))[0].exp() * hessian(torch.tensor([y])) for y in answers
+        )
     centre = output.exp() if likelihood.name == "poisson" else output
     # these Hessians are affine in y, so their average over y is their value at its mean, reached here from integers
     low, high = centre.floor(), centre.floor() + 1
@@ -156,7 +167,7 @@ def test_statistics_are_float64_sums_of_half_precision_outputs(likelihood):
     assert all(value.dtype == F64 for value in statistics.values())
 
 
-@pytest.mark.parametrize("likelihood", [Gaussian(0.3), Categorical()], ids=lambda value: value.name)
+@pytest.mark.parametrize("likelihood", [Gaussian(0.3), Categorical(), Bernoulli()], ids=lambda value: value.name)
 def test_roots_keep_the_dtype_of_the_outputs_and_log_probs_do_not(likelihood):
     outputs, targets = outputs_and_targets(likelihood)
     outputs = outputs.bfloat16()
@@ -165,9 +176,10 @@ def test_roots_keep_the_dtype_of_the_outputs_and_log_probs_do_not(likelihood):
     assert likelihood.log_prob(outputs, targets).dtype == torch.float32
 
 
-def test_categorical_root_is_finite_and_differentiable_at_certainty():
+@pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()], ids=lambda value: value.name)
+def test_roots_are_finite_and_differentiable_at_certainty(likelihood):
     outputs = torch.tensor([[500.0, 0.0, -500.0]], requires_grad=True)
-    root = Categorical().fisher_root(outputs)
+    root = likelihood.fisher_root(outputs)
     root.square().sum().backward()
     assert root.isfinite().all()
     assert outputs.grad.isfinite().all()
@@ -207,9 +219,10 @@ def test_untuned_noise_is_refused_where_a_number_is_needed(use):
 def test_resolve():
     assert resolve("gaussian") == Gaussian()
     assert resolve("categorical") == Categorical()
+    assert resolve("bernoulli") == Bernoulli()
     poisson = Poisson()
     assert resolve(poisson) is poisson
-    with pytest.raises(LapwingError, match=r'"categorical", "gaussian".*found \'softmax\''):
+    with pytest.raises(LapwingError, match=r'"categorical", "bernoulli", "gaussian".*found \'softmax\''):
         resolve("softmax")
     with pytest.raises(LapwingError, match=r"found the class Gaussian; write `Gaussian\(\)`"):
         resolve(Gaussian)

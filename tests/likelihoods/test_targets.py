@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lapwing.errors import LapwingError
-from lapwing.likelihoods import Categorical, ClassPrediction, Gaussian, Probit
+from lapwing.likelihoods import Bernoulli, Categorical, ClassPrediction, Gaussian, Probit
 
 LABELS = [
     # outputs' shape, labels, what the message must say
@@ -23,7 +23,7 @@ LABELS = [
     ((4, 3), torch.tensor([[0], [1], [2], [0]]), ["(4,)", "(4, 1)", "torch.int64", "y.squeeze(1)"]),
     ((4, 3), torch.eye(3)[[0, 1, 2, 0]], ["(4,)", "(4, 3)", "y.argmax(1)"]),
     ((4, 3), torch.tensor([0, 1]), ["(4,)", "(2,)", "one label an input"]),
-    ((4, 1), torch.tensor([0, 1, 0, 1]), ["at least 2 outputs", "(4, 1)", "features, 2)"]),
+    ((4, 1), torch.tensor([0, 1, 0, 1]), ["at least 2 outputs", "(4, 1)", "'bernoulli'", "features, 2)"]),
     ((4, 5, 3), torch.zeros(4, 5, dtype=torch.long), ["(4, 5, 3)", "(4, 5)", "f.reshape(-1, C)"]),
     ((4, 3), torch.zeros(4, dtype=torch.long, device="meta"), ["cpu", "meta", 'y.to("cpu")']),
     ((4, 3), [0, 1, 2, 0], ["list", "torch.as_tensor(y)"]),
@@ -45,6 +45,23 @@ TARGETS = [
     ((4, 1), torch.zeros(4, dtype=torch.bool), ["torch.bool", "y.float()"]),
     ((4, 1), torch.zeros(4, dtype=torch.complex64), ["torch.complex64", "y.real"]),
     ((4, 1), torch.zeros(4, device="meta"), ["meta", 'y.to("cpu")']),
+]
+BINARY = [
+    ((4, 1), torch.tensor([0, 1, 2, 1]), ["1 of 4", "index 2: 2", "neither", '"categorical"']),
+    ((4, 1), torch.tensor([-1, 1, 1, -1]), ["2 of 4", "index 0: -1", "(y + 1) // 2"]),
+    ((4, 1), torch.tensor([-1.0, 1.0, 1.0, -1.0]), ["index 0: -1.0", "(y + 1) / 2"]),
+    ((4, 1), torch.tensor([-1.0, 1.0, 0.0, -1.0]), ["2 of 4", '"gaussian"']),
+    ((4, 2), torch.tensor([[0.0, 1], [0.25, 0], [1, 1], [0, 0.75]]), ["2 of 8", "(1, 0): 0.25", "y > 0.5"]),
+    ((4, 1), torch.tensor([0.0, float("nan"), 1.0, 1.0]), ["1 of 4", "index 1: nan", "keep = ~y.isnan()"]),
+    ((4, 2), torch.full((4, 2), float("nan")), ["8 of 8", "~y.isnan().any(1)"]),
+    ((4, 1), torch.tensor([0.0, 3.7, 1.0, 1.0]), ["1 of 4", "index 1: 3.7", '"gaussian"']),
+    ((4, 3), torch.zeros(4, dtype=torch.long), ["(4, 3)", "(4,)", '"categorical"']),
+    ((4, 2), torch.zeros(4, dtype=torch.bool), ["(4, 2)", "(4,)", "`y.long()` and", '"categorical"']),
+    ((4, 2), torch.zeros(2, 4, dtype=torch.bool), ["(4, 2)", "(2, 4)", "torch.bool", "y.T"]),
+    ((4, 1), torch.zeros(1, 4), ["(4, 1) or (4,)", "(1, 4)"]),
+    ((4, 1), torch.zeros(4, dtype=torch.complex64), ["torch.complex64", "y.real"]),
+    ((4, 1), torch.zeros(4, device="meta"), ["meta", 'y.to("cpu")']),
+    ((4, 1), [0, 1, 0, 1], ["list", "torch.as_tensor(y)"]),
 ]
 
 
@@ -70,6 +87,26 @@ def test_target_errors(shape, targets, said):
     assert message.startswith("Gaussian")
     assert all(part in message for part in said), message
     assert is_one_sentence(message), message
+
+
+@pytest.mark.parametrize(("shape", "targets", "said"), BINARY)
+def test_binary_target_errors(shape, targets, said):
+    with pytest.raises(LapwingError) as caught:
+        Bernoulli().check(torch.zeros(shape), targets)
+    message = str(caught.value)
+    assert message.startswith("Bernoulli")
+    assert all(part in message for part in said), message
+    assert is_one_sentence(message), message
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(4,), (4, 1)])
+def test_good_answers_pass_in_every_dtype(dtype, shape):
+    outputs, answers = torch.arange(-2.0, 2.0)[:, None], torch.tensor([0, 1, 1, 0])
+    targets = answers.to(dtype).reshape(shape)
+    Bernoulli().check(outputs, targets)
+    wanted = torch.where(answers == 1, outputs[:, 0].sigmoid(), (-outputs[:, 0]).sigmoid()).log()
+    torch.testing.assert_close(Bernoulli().log_prob(outputs, targets), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
@@ -100,3 +137,4 @@ def test_predictions_check_their_labels_too():
 def test_empty_batches_pass():
     Categorical().check(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long))
     Gaussian().check(torch.zeros(0, 1), torch.zeros(0))
+    Bernoulli().check(torch.zeros(0, 1), torch.zeros(0))

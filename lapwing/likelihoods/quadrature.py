@@ -1,0 +1,112 @@
+"""Expectations of functions of a sigmoid under a Gaussian, `E[g(f)]`, f ~ N(m, v): accurate at every mean and variance.
+
+Such functions change within a few units around f = 0, the Gaussian within its standard deviation, and one may be
+thousands of times the other. Gauss-Hermite rules see the second scale only: with 64 nodes a probability is wrong by
+4e-2 at a standard deviation of 1000, more than by the probit approximation (2e-2). Here the trapezoidal rule is applied
+in a variable that is stretched around f = 0. It converges geometrically: over standard deviations s from 1e-6 to 1000,
+means within 8 s of 0 or within 100 units, the error of log E[σ(f)] is 9e-5, 6e-8 and 3e-11
+with 32, 48 and 64 nodes, that of an expected entropy 7e-8, 5e-11 and 2e-13.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+NODES = 48
+"""Nodes of a rule: an error below 1e-7."""
+
+_REACH = 8.0  # standard deviations on either side: 1e-15 of the mass is beyond
+_STRETCH = 2.0  # standard deviations from the kink at which nodes become evenly spaced
+_KINK = 3.0  # half the width of what a sigmoid does at f = 0; its poles are at ±iπ
+_WIDEST = 1e4  # standard deviations above see a step: an error of 3e-5
+_LEAST_VARIANCE = 1e-12  # added to the variance: the derivative of its root stays finite
+_CHUNK_NUMBERS = 2**22
+
+
+def rule(mean: Tensor, variance: Tensor, slope: float = 0.0, nodes: int = NODES) -> tuple[Tensor, Tensor]:
+    """Return nodes f and log weights with ``Σ_k e^{w_k} g(f_k) ≈ E[g(f)]``, f ~ N(m, v).
+
+    With z = (f - m)/s and the kink at κ = -m/s, the trapezoidal rule in u is taken after
+    ``z = κ + h asinh(ω sinh(u))``: steps of ω near the kink, of h away from it.
+
+    Args:
+        mean: m, any shape, float64.
+        variance: v, of the same shape, at least 0.
+        slope: g grows as ``e^{slope f}`` for f below 0: the nodes follow the integrand's mass to where that puts it, so
+            that logarithms of tiny expectations are right. 0 for bounded g.
+        nodes: Number of nodes.
+
+    Returns:
+        f and log weights, (..., nodes); f is differentiable in mean and variance, the weights are constants.
+    """
+    std = (variance + _LEAST_VARIANCE).sqrt()
+    with torch.no_grad():
+        kink = -mean / std
+        centre = torch.minimum(slope * std, kink).clamp_min(0.0)
+        kink = (kink - centre).clamp(-_REACH, _REACH)
+        width = _KINK / (_STRETCH * std.clamp_max(_WIDEST))
+        width = (width * (1.0 + width.square()).rsqrt())[..., None]
+        ends = torch.stack([-_REACH - kink, _REACH - kink], -1) / _STRETCH
+        ends = torch.asinh(torch.sinh(ends) / width)  # (..., 2)
+        step = (ends[..., 1:] - ends[..., :1]) / (nodes - 1)
+        grown = (ends[..., :1] + step * torch.arange(nodes, dtype=mean.dtype, device=mean.device)).exp()  # e^u
+        y = 0.5 * width * (grown - 1.0 / grown)
+        z = (centre + kink)[..., None] + _STRETCH * torch.asinh(y)
+        density = 0.5 * _STRETCH * step * width * (grown + 1.0 / grown) * (1.0 + y.square()).rsqrt()  # dz
+        weights = density.log() - 0.5 * z.square() - 0.5 * math.log(2.0 * math.pi)
+    return mean[..., None] + std[..., None] * z, weights
+
+
+def expectation(function: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
+    """Return ``E[g(f)]`` of a bounded g, elementwise.
+
+    Args:
+        function: g, elementwise.
+        mean: m, any shape.
+        variance: v, of the same shape.
+        nodes: Number of nodes.
+
+    Returns:
+        Expectations in float64, of the shape of the mean. Time O(nodes) an element, memory in chunks.
+    """
+
+    def of(mean: Tensor, variance: Tensor) -> Tensor:
+        f, weights = rule(mean, variance, 0.0, nodes)
+        return (weights.exp() * function(f)).sum(-1)
+
+    return _in_chunks(of, mean, variance, nodes)
+
+
+def log_sigmoid_mean(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
+    """Return ``log E[σ(f)]``, elementwise; arguments as for `expectation`."""
+
+    def of(mean: Tensor, variance: Tensor) -> Tensor:
+        f, weights = rule(mean, variance, 1.0, nodes)
+        return torch.logsumexp(F.logsigmoid(f) + weights, -1)
+
+    return _in_chunks(of, mean, variance, nodes)
+
+
+def log_odds(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
+    """Return ``log E[σ(f)] - log E[σ(-f)]``, elementwise, from the smaller of the two; as `expectation` otherwise."""
+    signs = torch.where(mean < 0, -1.0, 1.0).to(mean.dtype)
+    smaller = log_sigmoid_mean(-signs * mean, variance, nodes)
+    return signs * (torch.log1p(-smaller.exp()) - smaller)
+
+
+def sigmoid_entropy(logits: Tensor) -> Tensor:
+    """Return the entropy of ``y ~ Bernoulli(σ(f))`` in nats, ``log(1 + e^{-|f|}) + |f| σ(-|f|)``, elementwise."""
+    size = logits.abs()
+    return F.softplus(-size) + size * torch.sigmoid(-size)
+
+
+def _in_chunks(function: Callable[[Tensor, Tensor], Tensor], mean: Tensor, variance: Tensor, nodes: int) -> Tensor:
+    """Apply a function of flat float64 tensors to a few million nodes at a time."""
+    length = max(1, _CHUNK_NUMBERS // nodes)
+    parts = zip(mean.double().flatten().split(length), variance.double().flatten().split(length), strict=True)
+    return torch.cat([function(m, v) for m, v in parts]).reshape(mean.shape)

@@ -1,0 +1,115 @@
+"""Posteriors made without `lw.fit`: a network with given weights, and a covariance that is known already."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from .. import batches
+from ..covariance import Covariance
+from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
+from ..errors import LapwingError
+from ..likelihoods import Likelihood
+from ..loaders import checked_batches
+from ..posterior import Posterior
+from ..prior import Prior
+from ..tangent import Tangent, join
+from ..tangent.eager import parameters_of, uncompiled
+from ..tangent.stamp import Stamp
+
+
+def copied(model: nn.Module, method: str) -> nn.Module:
+    """Returns a copy of the uncompiled network, for a method that moves the mean.
+
+    Raises:
+        LapwingError: for a network that cannot be copied.
+    """
+    try:
+        return copy.deepcopy(uncompiled(model))
+    except (RuntimeError, TypeError) as error:
+        raise LapwingError(
+            f"Asked for {method} of {type(model).__name__}, found that it cannot be copied ({error}); the moved mean "
+            "is put into a copy of the network: keep no tensors with a graph, locks or files in the module."
+        ) from error
+
+
+@torch.no_grad()
+def put(network: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Writes parameters and buffers, by name, into a network: a copy, never the user's."""
+    own = {**dict(network.named_buffers()), **parameters_of(network)}
+    for name, value in values.items():
+        own[name].copy_(value)
+
+
+def diagonal(tangent: Tangent, variances: Mapping[str, Tensor]) -> LowRankPlusDiagonal:
+    """Returns the covariance of independent weights from their variances, by parameter."""
+    joined = {name: value.to(tangent.device, tangent.dtype) for name, value in variances.items()}
+    parts = join(tangent.blocks, joined)
+    return LowRankPlusDiagonal(
+        tangent.blocks, parts, {name: part.new_zeros(0, len(part)) for name, part in parts.items()}
+    )
+
+
+def constructed(
+    tangent: Tangent,
+    covariance: Covariance,
+    likelihood: Likelihood,
+    loader: Iterable[Any],
+    method: str,
+    progress: bool | None,
+) -> Posterior:
+    """Returns the posterior around a network as it is, after one forward pass over the data.
+
+    Args:
+        tangent: the network.
+        covariance: Σ, without a prior.
+        likelihood: a noise variance that is None becomes the mean squared residual.
+        loader: the training data.
+        method: the method's name and options.
+        progress: show a bar; None shows one on a terminal.
+
+    Raises:
+        LapwingError: for bad input, or a loader that shows nothing the second time.
+    """
+    hidden = not (sys.stderr.isatty() if progress is None else progress)
+    shown = tqdm(loader, "likelihood", disable=hidden, leave=False)
+    statistics, samples = _statistics(tangent, shown, likelihood, method.partition("(")[0])
+    given = not likelihood.needs_noise
+    if not given:
+        likelihood = likelihood.with_noise_variance(likelihood.residual_variance(statistics))
+    blocks, device = tangent.blocks, tangent.device
+    flat = Prior(
+        torch.zeros(len(blocks), dtype=torch.float64, device=device),
+        {block.name: torch.zeros(block.size, dtype=tangent.dtype, device=device) for block in blocks},
+        given=True,
+    )
+    return Posterior(
+        tangent, covariance, likelihood, flat, statistics, samples, 1.0, 1.0, method, given, Stamp.of(tangent.state())
+    )
+
+
+def _statistics(
+    tangent: Tangent, loader: Iterable[Any], likelihood: Likelihood, method: str
+) -> tuple[dict[str, Tensor], int]:
+    """Returns the likelihood's statistics, added over the data, and the number of samples."""
+    statistics: dict[str, Tensor] = {}
+    samples = 0
+    for inputs, targets in checked_batches(tangent.model, loader):
+        outputs = tangent.outputs_of(inputs)
+        batches.check_outputs(outputs, "these inputs")
+        likelihood.check(outputs, targets)
+        for name, value in likelihood.statistics(outputs, targets).items():
+            statistics[name] = statistics.get(name, 0) + value
+        samples += len(outputs)
+    if not samples:
+        raise LapwingError(
+            f"Asked to go through the loader again for {method}, found no samples after a first batch the first time; "
+            "every pass needs the same data: pass a DataLoader or a list of batches, not a generator."
+        )
+    return statistics, samples

@@ -1,0 +1,243 @@
+"""Inducing points: M (input, output) pairs, clustered or drawn from the first samples shown, or given."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .. import batches
+from ..errors import LapwingError
+from ..tangent import Anchors
+from .passes import Batch, Pass, Problem, State, SumPass, class_labels
+from .rows import choose
+
+log = logging.getLogger("lapwing")
+
+Initial = Literal["kmeans", "data"]
+INITIALS: tuple[Initial, ...] = ("kmeans", "data")
+
+POOL = 2000
+"""Clusters are found among this many of the first samples shown, or 20 M if that is more: no cost grows with N."""
+
+
+@dataclass(frozen=True, eq=False)
+class InducingPoints:
+    """Inducing points of your own choice, for `VaLLA`.
+
+    Args:
+        inputs: a batch as the network takes it.
+        outputs: which output each is of, (M,) int64; None takes every output at every input, `M = B C`.
+
+    Raises:
+        LapwingError: for outputs of another shape or dtype.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> lw.InducingPoints(torch.randn(20, 3))
+        InducingPoints(inputs=Tensor (20, 3) float32, outputs=None)
+    """
+
+    inputs: Any
+    outputs: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Checks shapes and dtypes."""
+        count, outputs = batches.size(self.inputs), self.outputs
+        whole = isinstance(outputs, Tensor) and not outputs.is_floating_point() and outputs.dtype != torch.bool
+        if not count or (outputs is not None and not (whole and outputs.shape == (count,))):
+            raise LapwingError(
+                f"Asked for InducingPoints(inputs={batches.describe(self.inputs)}, outputs={batches.describe(outputs)}"
+                f"); at least one input, and one output number for each, are needed: write outputs=torch.zeros({count},"
+                " dtype=torch.int64), or leave outputs out to take every one."
+            )
+
+    def __repr__(self) -> str:
+        """Names shapes, not numbers."""
+        outputs = None if self.outputs is None else batches.describe(self.outputs)
+        return f"InducingPoints(inputs={batches.describe(self.inputs)}, outputs={outputs})"
+
+
+def inducing_points(
+    problem: Problem, wanted: int | InducingPoints, initial: Initial
+) -> Generator[Pass, State, Anchors]:
+    """Yields the pass that shows some samples, where points are not given; returns rows of J at M pairs."""
+    if isinstance(wanted, InducingPoints):
+        return _given(problem, wanted)
+    pool = _Pool(max(POOL, 20 * wanted), wanted, problem.tangent.memory)
+    groups, labels = pool.shown((yield pool))
+    classes = problem.tangent.outputs
+    if classes == 1 or int(labels.min()) < 0 or int(labels.max()) >= classes:
+        labels = torch.zeros_like(labels)
+    else:
+        _warn_of_order(labels, classes)
+    joined = _joined(groups)
+    if initial == "kmeans" and joined is None:
+        log.info(
+            "Inputs that are discrete or of several shapes (%s): the %d inducing points are samples of the data, and "
+            "stay there", batches.describe(groups[0]), wanted,
+        )  # fmt: skip
+    if initial == "data" or joined is None:
+        return _drawn(problem, groups if joined is None else [joined], labels, wanted)
+    return _clustered(problem, joined, labels, wanted)
+
+
+def movable(anchors: Anchors) -> bool:
+    """Whether the inputs are real numbers throughout, so that gradients in them exist."""
+    return all(leaf.is_floating_point() for group in anchors.inputs for leaf in batches.tensors(group))
+
+
+def _given(problem: Problem, points: InducingPoints) -> Anchors:
+    """Returns anchors at points that the user gave, checked against the network."""
+    tangent, outputs = problem.tangent, points.outputs
+    leaves, nest = batches.flatten(points.inputs)
+    inputs = batches.unflatten((leaf.detach() for leaf in leaves), nest)
+    batches.check_inputs(inputs, next(iter(tangent.parameters.values())), "the inducing points")
+    count = len(tangent.outputs_of(inputs))
+    if outputs is None:
+        samples = torch.arange(count).repeat_interleave(tangent.outputs)
+        return Anchors(tangent, (inputs,), samples, torch.arange(tangent.outputs).repeat(count))
+    if int(outputs.min()) < 0 or int(outputs.max()) >= tangent.outputs:
+        raise LapwingError(
+            f"Asked for inducing points at outputs {int(outputs.min())} to {int(outputs.max())}, found a network of "
+            f"{tangent.outputs} outputs; numbers from 0 to {tangent.outputs - 1} are needed: leave outputs out to take "
+            "every one."
+        )
+    return Anchors(tangent, (inputs,), torch.arange(count), outputs.cpu().long())
+
+
+class _Pool(SumPass):
+    """The first samples shown: `start/leaf` tensors of a batch, `start/nest` for how they nest, `start/labels`.
+
+    Args:
+        limit: how many are shown.
+        least: how many are kept in any case.
+        memory: bytes beyond which no more are.
+    """
+
+    label = "inducing points"
+
+    def __init__(self, limit: int, least: int, memory: int) -> None:
+        self.limit, self._least, self._memory = limit, least, memory
+
+    def init(self) -> State:
+        return {}
+
+    def update(self, state: State, batch: Batch) -> None:
+        if batch.start >= self._least and sum(value.nbytes for value in state.values()) > self._memory:
+            return
+        leaves, nest = batches.flatten(batch.inputs)
+        state[f"{batch.start}/nest"] = torch.tensor(list(nest.encode()), dtype=torch.uint8)
+        state[f"{batch.start}/labels"] = class_labels(batch.inputs, batch.targets)
+        state.update({f"{batch.start}/{i}": leaf.detach().clone() for i, leaf in enumerate(leaves)})
+
+    def shown(self, state: State) -> tuple[list[Any], Tensor]:
+        """Returns the batches' inputs and all class labels, -1 where targets are none."""
+        groups = []
+        starts = sorted(int(name.removesuffix("/nest")) for name in state if name.endswith("/nest"))
+        for start in starts:
+            count = sum(name.startswith(f"{start}/") for name in state) - 2
+            nest = bytes(state[f"{start}/nest"].tolist()).decode()
+            groups.append(batches.unflatten((state[f"{start}/{i}"] for i in range(count)), nest))
+        return groups, torch.cat([state[f"{start}/labels"] for start in starts])
+
+
+def _warn_of_order(labels: Tensor, classes: int) -> None:
+    present = len(labels.unique())
+    if present < 0.75 * classes:
+        log.warning(
+            "The first %d samples shown hold %d of %d classes, and the inducing points are of these alone; shuffle the "
+            "training data: DataLoader(..., shuffle=True).", len(labels), present, classes,
+        )  # fmt: skip
+
+
+def _joined(groups: list[Any]) -> Any | None:
+    """Returns all inputs as one batch, or None where they are not real numbers of one shape a sample."""
+    parts = [batches.flatten(group) for group in groups]
+    first, nest = parts[0]
+    for group, (leaves, other) in zip(groups, parts, strict=True):
+        count = batches.size(group)
+        pairs = zip(leaves, first, strict=True) if other == nest else None
+        if pairs is None or not all(
+            x.is_floating_point() and x.ndim and len(x) == count and x.shape[1:] == y.shape[1:] for x, y in pairs
+        ):
+            return None
+    return batches.unflatten((torch.cat(same) for same in zip(*[leaves for leaves, _ in parts], strict=True)), nest)
+
+
+def _shares(available: list[int], wanted: int) -> list[int]:
+    """Divides a number as evenly as what is available of each kind allows."""
+    shares = [0] * len(available)
+    left = min(wanted, sum(available))
+    while left:
+        for i in sorted(range(len(shares)), key=lambda i: shares[i]):
+            if left and shares[i] < available[i]:
+                shares[i], left = shares[i] + 1, left - 1
+    return shares
+
+
+def _pairs(problem: Problem, inputs: tuple[Any, ...], picked: Tensor, labels: Tensor, wanted: int) -> Anchors:
+    """Returns M different pairs of picked inputs and outputs: that of its class first, then the next.
+
+    Args:
+        problem: for the network.
+        inputs: groups of samples.
+        picked: places in them (U,), class by class.
+        labels: their classes (U,).
+        wanted: M; at most U C there are.
+    """
+    count, width = len(picked), problem.tangent.outputs
+    turn = torch.empty_like(labels)  # how many of its class come before it
+    for label in labels.unique():
+        turn[labels == label] = torch.arange(int((labels == label).sum()))
+    numbers = torch.arange(min(wanted, count * width))
+    first = (labels + turn)[numbers % count]
+    return Anchors(problem.tangent, inputs, picked[numbers % count], (first + numbers // count) % width)
+
+
+def _drawn(problem: Problem, groups: list[Any], labels: Tensor, wanted: int) -> Anchors:
+    """Returns samples at random, as many of each class, with outputs balanced."""
+    generator = problem.generator()
+    kinds = [(labels == label).nonzero()[:, 0] for label in labels.unique()]
+    shares = _shares([len(kind) for kind in kinds], wanted)
+    parts = [kind[choose(len(kind), share, generator)] for kind, share in zip(kinds, shares, strict=True)]
+    picked = torch.cat(parts)
+    return _pairs(problem, tuple(groups), picked, labels[picked], wanted)
+
+
+def _clustered(problem: Problem, inputs: Any, labels: Tensor, wanted: int) -> Anchors:
+    """Returns centres of clusters, as many of each class, with outputs balanced; all samples where they are as few."""
+    leaves, nest = batches.flatten(inputs)
+    features = torch.cat([leaf.float().flatten(1).cpu() for leaf in leaves], 1)
+    kinds = [(labels == label).nonzero()[:, 0] for label in labels.unique()]
+    shares = _shares([len(kind) for kind in kinds], wanted)
+    centres = []
+    for kind, share in zip(kinds, shares, strict=True):
+        centres.append(features[kind] if share == len(kind) else _means(features[kind], share, problem.seed))
+    widths = [leaf[0].numel() for leaf in leaves]
+    found = torch.cat(centres).split(widths, 1)
+    moved = (x.reshape(-1, *leaf.shape[1:]).to(leaf) for x, leaf in zip(found, leaves, strict=True))
+    classes = torch.cat([labels[kind[:share]] for kind, share in zip(kinds, shares, strict=True)])
+    return _pairs(problem, (batches.unflatten(moved, nest),), torch.arange(len(classes)), classes, wanted)
+
+
+def _means(points: Tensor, count: int, seed: int) -> Tensor:
+    """Returns the centres (count, D) of clusters of points (n, D)."""
+    if not count:
+        return points[:0]
+    try:
+        from sklearn.cluster import KMeans
+    except ModuleNotFoundError as error:
+        raise LapwingError(
+            "Asked for inducing points by initial='kmeans', found that scikit-learn is not installed; it is needed for "
+            "that: run pip install lapwing[eval], or write VaLLA(initial='data')."
+        ) from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fewer distinct points than clusters
+        found = KMeans(count, n_init=1, random_state=seed % 2**32).fit(points.numpy())
+    return torch.from_numpy(found.cluster_centers_)

@@ -1,0 +1,120 @@
+"""The mode of the linearised model `f + J m`, found by Newton steps of which a system's further right-hand side is one.
+
+`(sG + Δ) step = ∇_m [log p(y | f + J m)/τ - 1/2 ‖Δ^(1/2)(θ̂ + m - μ0)‖²]`: for Gaussian noise the whole way, otherwise
+G stands for the Hessian and a search along the step keeps the log joint from falling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+from torch import Tensor
+
+from .. import batches
+from ..likelihoods import Likelihood
+from ..tangent import Record, Vectors
+from .curvature_products import pulled
+from .linear_system import LinearSystem, inner_by_block
+from .passes import Batch, Pass, Problem, State, SumPass
+
+LENGTHS = tuple(0.5**i for i in range(9))
+"""Parts of a Newton step that are compared."""
+
+
+class LinearisedMode:
+    """`θ_lin = θ̂ + m`, at first θ̂.
+
+    Attributes:
+        offset: m (1, P_block) a block.
+        wanted: whether it is looked for; else it stays θ̂.
+    """
+
+    wanted = True
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self.offset = {block.name: problem.zeros(1, block.size) for block in problem.tangent.blocks}
+
+    def distance(self, features: Vectors | None) -> Tensor:
+        """Returns `‖θ_lin - μ0‖²` by block (n_blocks,), weighted by the features' squared scales."""
+        weighted = apart = self._apart()
+        if features is not None:
+            weighted = {name: value * features[name] for name, value in apart.items()}
+        return inner_by_block(apart, weighted)[:, 0]
+
+    def gradient(self, system: LinearSystem, noise_variance: float | None) -> Generator[Pass, State, Vectors]:
+        """Yields a pass; returns the gradient of the log joint at m, (1, P_block) a block."""
+        likelihood = self._problem.likelihood.with_noise_variance(noise_variance)
+        state = yield _Score(self._problem, likelihood, self.offset)
+        factor, prior, apart = system.scale / likelihood.curvature_scale, system.prior(), self._apart()
+        return {name: factor * score - prior[name] * apart[name] for name, score in state.items()}
+
+    def advance(
+        self, system: LinearSystem, noise_variance: float | None, step: Vectors
+    ) -> Generator[Pass, State, None]:
+        """Yields a pass; moves m along the step, by that part of it with the highest log joint, or not at all."""
+        likelihood = self._problem.likelihood.with_noise_variance(noise_variance)
+        state = yield _Along(self._problem, likelihood, self.offset, step)
+        factor, prior, apart = system.scale / likelihood.curvature_scale, system.prior(), self._apart()
+        length = torch.tensor((0.0, *LENGTHS), dtype=torch.float64, device=state["log_likelihood"].device)
+        weighted = {name: prior[name] * value for name, value in step.items()}
+        slope, curve = inner_by_block(apart, weighted).sum(), inner_by_block(step, weighted).sum()
+        joint = factor * state["log_likelihood"] - length * slope - length.square() * curve / 2
+        best = float(length[joint.nan_to_num(-torch.inf).argmax()])
+        for name, value in self.offset.items():
+            value.add_(step[name], alpha=best)
+
+    def _apart(self) -> Vectors:
+        mean, prior = self._problem.tangent.mean(), self._problem.prior.mean
+        return {name: value + mean[name] - prior[name] for name, value in self.offset.items()}
+
+
+class _Score(SumPass):
+    """`Σ_n J_nᵀ ∇_f log p(y_n | f_n + J_n m)`, (1, P_block) a block."""
+
+    label = "gradient of the linearised model"
+
+    def __init__(self, problem: Problem, likelihood: Likelihood, offset: Vectors) -> None:
+        self._problem, self._likelihood, self._offset = problem, likelihood, offset
+
+    def init(self) -> State:
+        return {name: torch.zeros_like(value) for name, value in self._offset.items()}
+
+    def update(self, state: State, batch: Batch) -> None:
+        for part, record in batch.records():
+            score = self._score(record, batch.targets[part])
+            if record.cotangents > 2:  # J m came by forward mode, without the backward passes of every output
+                record = batch.tangent.record(batches.take(batch.inputs, part), score)
+                score = torch.ones_like(score[:, :1])
+            for name in state:
+                state[name] += pulled(record[name], score)
+
+    def _score(self, record: Record, targets: Tensor) -> Tensor:
+        """Returns `∇_f log p(y | f)` at `f + J m`, (B, C, 1)."""
+        outputs = record.outputs + record.jvp(self._offset)[..., 0]
+        self._likelihood.check(outputs, targets)
+        with torch.enable_grad():
+            leaf = outputs.detach().requires_grad_()
+            return torch.autograd.grad(self._likelihood.log_prob(leaf, targets).sum(), leaf)[0][:, :, None]
+
+
+class _Along(SumPass):
+    """`Σ_n log p(y_n | f_n + J_n (m + t step))` for no part t of the step and several."""
+
+    label = "search along a step of the linearised model"
+
+    def __init__(self, problem: Problem, likelihood: Likelihood, offset: Vectors, step: Vectors) -> None:
+        self._problem, self._likelihood = problem, likelihood
+        self._both = {name: torch.cat([value, step[name]]) for name, value in offset.items()}
+
+    def init(self) -> State:
+        return {"log_likelihood": self._problem.zeros(1 + len(LENGTHS), dtype=torch.float64)}
+
+    def update(self, state: State, batch: Batch) -> None:
+        for part, record in batch.records():
+            moved = record.jvp(self._both)  # (B, C, 2)
+            for i, length in enumerate((0.0, *LENGTHS)):
+                outputs = record.outputs + moved[..., 0] + length * moved[..., 1]
+                log_prob = self._likelihood.log_prob(outputs, batch.targets[part])
+                state["log_likelihood"][i] += log_prob.double().sum()

@@ -1,0 +1,279 @@
+"""Mean-field variational inference: independent weights around a moved mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import batches
+from ..batches import Forward
+from ..errors import LapwingError
+from ..likelihoods import Likelihood, resolve
+from ..loaders import first_batch, inferred_likelihood
+from ..posterior import Posterior
+from ..prior import is_positive
+from ..tangent import LastLayer, Predicate, Tangent, everything
+from ..tangent.eager import outside_inference, parameters_of, uncompiled
+from ..tangent.selection import select
+from .constructed import constructed, copied, diagonal, put
+from .fine_tuning import FineTuning
+from .ivon import ivon_variances
+from .passes import Batch, Found, Method, Passes, Problem, Seen, State, SumPass, check_count
+
+
+@dataclass(frozen=True)
+class MeanField(Method):
+    """Mean-field variational inference, `θ ~ N(m, diag σ²)`: by fine-tuning, from an IVON optimiser, or from variances.
+
+    As a method of `lw.fit` it fine-tunes from the trained weights, with Adam and a cosine schedule, on
+
+        1/τ Σ_n -E_q[log p(y_n | f(x_n, θ))] + KL(q ‖ N(μ0, δ⁻¹ I))
+
+    The mean moves, so the posterior is around a copy of the network, `posterior.model`: save its `state_dict()` beside
+    the posterior. Yours is only read, and batch norm keeps its statistics. A prior precision that is None is the best
+    one at every step, `δ = P / (‖m - μ0‖² + Σ σ²)`; a noise variance likewise. `posterior.history` holds `objective`
+    (nats over all data, minus a lower bound of the evidence at τ = 1), `log_likelihood` (a sample), `divergence`, and
+    where they are learned `prior_precision` and `noise_variance`, step by step. The result has no evidence and no
+    other prior.
+
+    A few hundred steps from a small σ, the default, are early stopping: taken to its end, the objective at τ = 1
+    underfits networks with more weights than the data determine. For many steps lower `temperature` to about 0.05.
+
+    Source: Deng et al. 2020, BayesAdapter (fine-tuning from the trained weights, "MFVI-BF" in ELLA's Tables 1 and 2);
+    Blundell et al. 2015, equation 1 (the objective); Kingma et al. 2015, equation 6, and Wen et al. 2018, equation 4
+    (the draws).
+
+    Args:
+        steps: how many batches are seen, the loader being gone through again where it ends.
+        learning_rate: of the mean, Adam's.
+        std_rate: of log σ, Adam's: it moves by at most about half of `std_rate * steps`.
+        initial_std: σ of every weight at the start, in units of the weights.
+
+    Raises:
+        LapwingError: for numbers out of range; in `lw.fit`, for an objective that is no longer finite.
+
+    Cost: a step is a forward and a backward pass of the batch, with linear layers and convolutions run twice; memory
+    O(P) for seven vectors. At the end one forward pass over the data that were seen.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> x, y = torch.randn(64, 4), torch.randint(3, (64,))
+        >>> model = torch.nn.Linear(4, 3).eval()
+        >>> posterior = lw.fit(model, [(x, y)], lw.MeanField(steps=20))
+        >>> posterior.predict(x, via=lw.MonteCarlo(20)).probs.shape
+        torch.Size([64, 3])
+    """
+
+    steps: int = 300
+    learning_rate: float = 1e-4
+    std_rate: float = 1e-2
+    initial_std: float = 3e-3
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        check_count("MeanField", "steps", self.steps)
+        for name in ("learning_rate", "std_rate", "initial_std"):
+            if not is_positive(getattr(self, name)):
+                raise LapwingError(
+                    f"Asked for MeanField({name}={getattr(self, name)!r}); a positive finite number is needed: write "
+                    f"MeanField({name}={type(self).__dataclass_fields__[name].default}), or leave it out."
+                )
+
+    def passes(self, problem: Problem) -> Passes:
+        """The steps, then the likelihood at the moved mean."""
+        tangent = problem.tangent
+        network = copied(tangent.model, "MeanField")
+        tuning = FineTuning(problem, self.steps, self.learning_rate, self.std_rate, self.initial_std)
+        state = yield tuning
+        put(network, tuning.by_parameter(state["mean"]))
+        moved, shown = replace(tangent, model=network), problem.count()
+        samples = problem.seen().samples
+        statistics = yield _Likelihood(problem, moved, samples if samples < shown else None)
+        precision = problem.precision
+        if not problem.prior.given:
+            precision = torch.full_like(precision, float(tuning.weight_precision(state)))
+        kept = {name.removeprefix("history/"): value for name, value in state.items() if name.startswith("history/")}
+        return Found(
+            diagonal(moved, tuning.by_parameter((2 * state["log_std"]).exp())),
+            precision,
+            tuning.noise_variance(state),
+            history=kept,
+            seen=Seen(samples, statistics),
+            data_factor=shown / samples,
+            tangent=moved,
+        )
+
+    @staticmethod
+    @outside_inference
+    def from_optimizer(
+        model: nn.Module,
+        optimizer: Any,
+        loader: Iterable[Any],
+        *,
+        likelihood: str | Likelihood | None = None,
+        scale: float = 1.0,
+        params: Predicate | LastLayer = everything,
+        forward: Forward | None = None,
+        memory: int | None = None,
+        progress: bool | None = None,
+    ) -> Posterior:
+        """Returns the posterior that an IVON optimiser has trained: `m = θ̂`, `σ² = 1 / (λ (h + γ))`.
+
+        h is the optimiser's `hess`, λ its `ess`, γ its `weight_decay`, of each parameter group. It is recognised by
+        these (`ivon.IVON` of the package ivon-opt has them); nothing is imported. Parameters that it does not train
+        are certain. Outside of `optimizer.sampled_params()` the network's weights are the mean.
+
+        Source: Shen et al. 2024, Variational Learning is Effective for Large Deep Networks, Algorithm 1; the mean-field
+        posterior of Streamlined Prediction (section 4).
+
+        Args:
+            model: the trained network, in eval mode. It is used, not copied.
+            optimizer: what trained it.
+            loader: the training data, (inputs, targets) batches that can be gone through several times.
+            likelihood: "categorical", "gaussian" or an instance; None infers it from the targets' dtype. A noise
+                variance that is None becomes the mean squared residual.
+            scale: what multiplies Σ.
+            params: which of the optimiser's parameters are uncertain. Not `lw.last_layer`.
+            forward: `forward(model, inputs)` where `model(x)`, `model(*x)` or `model(**x)` does not do.
+            memory: budget in bytes for one chunk of samples; 1 GiB when None.
+            progress: show a bar; None shows one on a terminal.
+
+        Returns:
+            An immutable posterior. It has no prior of its own and no evidence.
+
+        Raises:
+            LapwingError: for another optimiser or network, or bad input.
+
+        Cost: one forward pass over the data; memory O(P).
+
+        Example:
+            >>> import torch, lapwing as lw
+            >>> x, y = torch.randn(64, 4), torch.randint(3, (64,))
+            >>> model = torch.nn.Linear(4, 3).eval()
+            >>> optimiser = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-4)  # stands for ivon.IVON(...)
+            >>> optimiser.param_groups[0] |= {"hess": torch.full((15,), 0.1), "ess": 64.0}
+            >>> posterior = lw.MeanField.from_optimizer(model, optimiser, [(x, y)])
+            >>> posterior.predict(x, via=lw.Streamlined()).probs.shape
+            torch.Size([64, 3])
+        """
+        if not isinstance(model, nn.Module) or isinstance(params, LastLayer):
+            given = type(model).__name__ if not isinstance(model, nn.Module) else "params=lw.last_layer"
+            raise LapwingError(
+                f"Asked for MeanField.from_optimizer with {given}; the network that the optimiser trains, and for "
+                "params a selection by name, are accepted: write lw.MeanField.from_optimizer(model, optimizer, loader, "
+                "params=lw.matching('head.*'))."
+            )
+        own = parameters_of(uncompiled(model))
+        found = ivon_variances(optimizer, own, type(model).__name__)
+        names = select(params, {name: own[name] for name in found}, (), type(model).__name__)
+        method = f"MeanField.from_optimizer({type(optimizer).__name__}, scale={scale})"
+        chosen = {name: found[name] for name in names}
+        return _around(model, chosen, loader, method, likelihood, scale, forward, memory, progress)
+
+    @staticmethod
+    @outside_inference
+    def from_variances(
+        model: nn.Module,
+        variances: Mapping[str, Tensor],
+        loader: Iterable[Any],
+        *,
+        likelihood: str | Likelihood | None = None,
+        scale: float = 1.0,
+        forward: Forward | None = None,
+        memory: int | None = None,
+        progress: bool | None = None,
+    ) -> Posterior:
+        """Returns the posterior `N(θ̂, diag σ²)` of variances found elsewhere.
+
+        Args:
+            model: the trained network, in eval mode. It is used, not copied.
+            variances: parameter name -> σ², not negative, in the parameter's shape; other parameters are certain.
+            loader: as in `from_optimizer`, and so are the others.
+            likelihood: p(y | f).
+            scale: what multiplies Σ.
+            forward: how the network is called.
+            memory: budget in bytes.
+            progress: show a bar.
+
+        Returns:
+            An immutable posterior. It has no prior of its own and no evidence.
+
+        Raises:
+            LapwingError: for names, shapes or values that do not fit, or bad input.
+
+        Cost: one forward pass over the data; memory O(P).
+
+        Example:
+            >>> import torch, lapwing as lw
+            >>> x, y = torch.randn(64, 4), torch.randn(64, 2)
+            >>> model = torch.nn.Linear(4, 2).eval()
+            >>> posterior = lw.MeanField.from_variances(model, {"weight": torch.full((2, 4), 0.01)}, [(x, y)])
+            >>> posterior.predict(x).epistemic_variance.shape
+            torch.Size([64, 2])
+        """
+        own = parameters_of(uncompiled(model)) if isinstance(model, nn.Module) else {}
+        given = dict(variances) if isinstance(variances, Mapping) else {}
+        wrong = [name for name, value in given.items() if not _fits(value, own.get(name))]
+        if not given or wrong:
+            found = f"{wrong[0]!r}: {batches.describe(given[wrong[0]])}" if wrong else batches.describe(variances)
+            shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in list(own.items())[:4])
+            raise LapwingError(
+                f"Asked for MeanField.from_variances of {type(model).__name__}, found {found}; finite variances, not "
+                f"negative, by the name and in the shape of its parameters ({shapes}, ...) are needed: write "
+                "lw.MeanField.from_variances(model, {name: tensor}, loader)."
+            )
+        method = f"MeanField.from_variances(scale={scale})"
+        return _around(model, given, loader, method, likelihood, scale, forward, memory, progress)
+
+
+def _fits(variance: Any, parameter: Tensor | None) -> bool:
+    if parameter is None or not isinstance(variance, Tensor) or variance.shape != parameter.shape:
+        return False
+    return parameter.is_floating_point() and bool((variance.isfinite() & (variance >= 0)).all())
+
+
+def _around(
+    model: nn.Module,
+    variances: Mapping[str, Tensor],
+    loader: Iterable[Any],
+    method: str,
+    likelihood: str | Likelihood | None,
+    scale: float,
+    forward: Forward | None,
+    memory: int | None,
+    progress: bool | None,
+) -> Posterior:
+    """Returns the posterior of given variances around a network as it is."""
+    if not is_positive(scale):
+        raise LapwingError(
+            f"Asked for MeanField with scale={scale!r}; a positive finite number is needed: write scale=1.0, or leave "
+            "it out."
+        )
+    inputs, targets = batches.split(first_batch(loader))
+    likelihood = inferred_likelihood(targets) if likelihood is None else resolve(likelihood)
+    tangent = Tangent.survey(model, inputs, lambda name, _: name in variances, forward, memory)
+    covariance = diagonal(tangent, {name: scale * variances[name] for name in tangent.parameters})
+    return constructed(tangent, covariance, likelihood, loader, method, progress)
+
+
+class _Likelihood(SumPass):
+    """The likelihood's statistics at the moved mean, over as many samples as the steps have seen."""
+
+    label = "likelihood at the new mean"
+
+    def __init__(self, problem: Problem, moved: Tangent, limit: int | None) -> None:
+        self.limit, self._likelihood, self._moved = limit, problem.likelihood, moved
+
+    def init(self) -> State:
+        return {}
+
+    def update(self, state: State, batch: Batch) -> None:
+        outputs = self._moved.outputs_of(batch.inputs)
+        batches.check_outputs(outputs, "these inputs")
+        batch.outputs.append((slice(0, len(outputs)), outputs))
+        for name, value in self._likelihood.statistics(outputs, batch.targets).items():
+            state[name] = state.get(name, 0) + value

@@ -1,0 +1,164 @@
+"""Stochastic gradients for the systems of sampled LLA: steps cost a batch each, and the draws are never exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import batches
+from ..errors import LapwingError
+from ..prior import is_positive
+from ..tangent import Vectors
+from .conjugate_gradients import Solved, Solving, check_preconditioner, check_tolerance, residual_of
+from .curvature_products import CurvatureProducts
+from .linear_system import LinearSystem, inner
+from .passes import Batch, IteratePass, Method, State, check_count
+
+POWER_STEPS = 8
+"""Power iterations for the largest curvature of the first batch."""
+
+
+@dataclass(frozen=True)
+class StochasticGradient:
+    """Solves `(s G + Δ) z = b` by preconditioned Nesterov steps on batches, `G ≈ n/B G_batch`, and averages the last.
+
+    The objective is `1/2 zᵀ(s G)z + 1/2 ‖Δ^(1/2)(z - z₀)‖²`, `z₀ = Δ⁻¹ b`, whose gradient noise vanishes with z in the
+    directions that the data fix (Antorán et al. 2023, section 3); z₀ takes one pass. For data of which a pass is
+    dear: `ConjugateGradients` is exact, and mostly faster. The loader's batches should be in random order.
+
+    Args:
+        steps: batches.
+        learning_rate: step size, relative to the inverse of the largest preconditioned curvature of the first batch.
+        momentum: of Nesterov's method, in [0, 1).
+        average: the mean is taken over this part of the steps, the last ones.
+        clip: gradients are kept within so many times `‖b‖`.
+        tolerance: of the relative residual above which a warning is logged.
+        preconditioner: as for `ConjugateGradients`.
+
+    Raises:
+        LapwingError: for numbers out of range, a preconditioner that is no method, or steps that diverge.
+
+    Cost: `steps` batches, and a pass for the residual; memory of about seven numbers a weight and draw.
+
+    Example:
+        >>> import lapwing as lw
+        >>> lw.StochasticGradient(steps=500, learning_rate=0.3).momentum
+        0.9
+    """
+
+    steps: int = 1000
+    learning_rate: float = 0.3
+    momentum: float = 0.9
+    average: float = 0.5
+    clip: float = 10.0
+    tolerance: float = 0.1
+    preconditioner: Method | None = None
+
+    def __post_init__(self) -> None:
+        """Checks numbers and method."""
+        name = "StochasticGradient"
+        check_count(name, "steps", self.steps)
+        check_tolerance(name, self.tolerance)
+        check_preconditioner(name, self.preconditioner)
+        accepted = {
+            "learning_rate": is_positive(self.learning_rate),
+            "momentum": self.momentum == 0 or (is_positive(self.momentum) and self.momentum < 1),
+            "average": is_positive(self.average) and self.average <= 1,
+            "clip": is_positive(self.clip),
+        }
+        for option, fine in accepted.items():
+            if not fine:
+                raise LapwingError(
+                    f"Asked for {name}({option}={getattr(self, option)!r}); positive numbers are accepted, a momentum "
+                    f"below 1 and an average of at most 1: write {name}(steps=1000), or leave {option} out."
+                )
+
+    def more(self) -> str:
+        """Returns what to write for a smaller residual."""
+        return f"StochasticGradient(steps={4 * self.steps}), or ConjugateGradients(),"
+
+    def solve(self, system: LinearSystem, start: Vectors, products: Vectors) -> Solving:
+        """Yields passes; returns the solution. Arguments as for `ConjugateGradients.solve`."""
+        del products
+        state = yield _Steps(self, system, start)
+        solution = {name: state[f"mean/{name}"] for name in start}
+        del state
+        products = yield from system.products(solution)
+        residual, norms = residual_of(system, solution, products)
+        relative = inner(residual, residual).sqrt() / norms
+        self.check(relative)
+        return Solved(solution, products, relative, self.steps)
+
+    def check(self, relative: Tensor) -> None:
+        """Raises where residuals are not finite, or have grown far beyond those of z = 0."""
+        worst = float(relative.max())
+        if not relative.isfinite().all() or worst > 10:
+            raise LapwingError(
+                f"Asked for StochasticGradient(learning_rate={self.learning_rate}), found that its steps diverge, to a "
+                f"relative residual of {worst:.1e}; shorter ones are needed: write "
+                f"learning_rate={self.learning_rate / 4:g}, or take larger batches."
+            )
+
+
+class _Steps(IteratePass):
+    """Nesterov's method: `v ← μ v - η Ψ̃ ∇(z + μ v)`, `z ← z + v`, and the running mean of the last z."""
+
+    label = "stochastic gradients"
+
+    def __init__(self, options: StochasticGradient, system: LinearSystem, start: Vectors) -> None:
+        self._options, self._system, self._start = options, system, start
+        self.steps = options.steps
+        self._sides, self._prior = system.right_hand_sides(), system.prior()
+        self._norms = inner(self._sides, self._sides).sqrt()
+        self._precondition: Callable[[Vectors], Vectors] = system.preconditioner()
+
+    def init(self) -> State:
+        state = {f"z/{name}": z for name, z in self._start.items()}
+        state |= {f"{part}/{name}": torch.zeros_like(z) for name, z in self._start.items() for part in ("v", "mean")}
+        scalars = torch.zeros(2, dtype=torch.float64, device=self._system.problem.tangent.device)
+        return {**state, "steps": scalars[0], "rate": scalars[1]}
+
+    @torch.no_grad()
+    def step(self, state: State, batch: Batch, generator: torch.Generator) -> None:
+        options, taken = self._options, int(state["steps"])
+        if not taken:
+            state["rate"].fill_(options.learning_rate / self._largest(batch, generator))
+        rate = float(state["rate"])
+        ahead = {name: state[f"z/{name}"] + options.momentum * state[f"v/{name}"] for name in self._start}
+        gradient = {name: image.sub_(self._sides[name]) for name, image in self._image(batch, ahead).items()}
+        sizes = inner(gradient, gradient).sqrt() / torch.where(self._norms > 0, self._norms, 1.0)
+        if not sizes.isfinite().all() or (taken > 10 and float(sizes.median()) > 1e4):
+            options.check(sizes * torch.inf)
+        shrink = (options.clip / sizes.clamp_min(options.clip))[:, None]
+        for name, moved in self._precondition(gradient).items():
+            velocity, z, mean = (state[f"{part}/{name}"] for part in ("v", "z", "mean"))
+            velocity.mul_(options.momentum).add_(moved * shrink.to(moved.dtype), alpha=-rate)
+            z.add_(velocity)
+            averaged = taken - self.steps + max(1, round(options.average * self.steps))
+            if averaged >= 0:
+                mean.lerp_(z, 1 / (averaged + 1))
+        state["steps"] += 1
+
+    def _image(self, batch: Batch, vectors: Vectors) -> Vectors:
+        """Returns `(n/B s G_batch + Δ) V`."""
+        products = CurvatureProducts(self._system.problem, self._system.root, vectors)
+        image = products.init()
+        products.update(image, batch)
+        scale = self._system.scale * self._system.problem.seen().samples / batches.size(batch.inputs)
+        return {name: image[name].mul_(scale).addcmul_(v, self._prior[name]) for name, v in vectors.items()}
+
+    def _largest(self, batch: Batch, generator: torch.Generator) -> float:
+        """Returns about the largest eigenvalue of `Ψ̃ (n/B s G_batch + Δ)`, by the power method."""
+        vectors = {
+            name: torch.randn((1, z.shape[1]), generator=generator, dtype=z.dtype, device=z.device)
+            for name, z in self._start.items()
+        }
+        grown = torch.ones((), dtype=torch.float64)
+        for _ in range(POWER_STEPS):
+            moved = self._precondition(self._image(batch, vectors))
+            grown = inner(moved, moved).sqrt()
+            vectors = {name: (v / grown).to(v.dtype) for name, v in moved.items()}
+        return float(grown)

@@ -1,0 +1,59 @@
+"""VaLLA: the linearised posterior as a sparse Gaussian process on the rows of J at inducing points."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..errors import LapwingError
+from .inducing_points import INITIALS, InducingPoints, Initial, inducing_points
+from .natural_gradient import ClosedForm, VallaFit
+from .passes import Method, Passes, Problem, check_choice, check_count
+
+
+@dataclass(frozen=True)
+class VaLLA(Method):
+    """Variational linearised Laplace, `Σ = (Δ + J_Zᵀ A J_Z)⁻¹` (Ortega et al. 2024, equation 6).
+
+    J_Z are rows of J at M inducing points, pairs of an input and an output. The latent variance is that of the sparse
+    Gaussian process `κ(x,x') - κ_xZ (A⁻¹ + K_Z)⁻¹ κ_Zx'` with the NTK `κ = J Δ⁻¹ Jᵀ`, between Full's with all training
+    points induced and the prior's; the mean is the network's. Nothing is assumed independent across outputs.
+
+    Args:
+        inducing_points: M, or `InducingPoints` of your own.
+        fit: how A, and what else is open, is found.
+        initial: where M points are, or begin: "kmeans", centres of clusters of the first `max(2000, 20 M)` samples
+            shown, class by class; or "data", some of these samples. Discrete inputs are always samples.
+
+    Raises:
+        LapwingError: for numbers below 1, or another label.
+
+    Cost: memory O(M P), or O(M²) where that exceeds the budget; time as the fit says, and O(M³).
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> x = torch.linspace(-1, 1, 64)[:, None]
+        >>> model = torch.nn.Sequential(torch.nn.Linear(1, 20), torch.nn.Tanh(), torch.nn.Linear(20, 1)).eval()
+        >>> posterior = lw.fit(model, [(x, x.sin())], lw.VaLLA(inducing_points=10))
+        >>> posterior.predict(x).std.shape
+        torch.Size([64, 1])
+    """
+
+    inducing_points: int | InducingPoints = 100
+    fit: VallaFit = field(default_factory=ClosedForm)
+    initial: Initial = "kmeans"
+
+    def __post_init__(self) -> None:
+        """Checks numbers and labels."""
+        if not isinstance(self.inducing_points, InducingPoints):
+            check_count("VaLLA", "inducing_points", self.inducing_points)
+        check_choice("VaLLA", "initial", self.initial, INITIALS)
+        if not isinstance(self.fit, VallaFit):
+            raise LapwingError(
+                f"Asked for VaLLA(fit={self.fit!r}); accepted are lw.ClosedForm(), lw.NaturalGradient(steps=100), "
+                "lw.VariationalBound() and lw.AlphaDivergence(): write VaLLA(fit=lw.ClosedForm())."
+            )
+
+    def passes(self, problem: Problem) -> Passes:
+        """Some samples for the inducing points, then those of the fit."""
+        anchors = yield from inducing_points(problem, self.inducing_points, self.initial)
+        return (yield from self.fit.passes(problem, anchors))

@@ -1,0 +1,348 @@
+"""Bernoulli outputs: quadrature against scipy, agreement with two classes, predictions, and fits."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from scipy.integrate import quad
+from torch import distributions as dist
+
+import lapwing as lw
+from lapwing.covariance import Latent, MarginalLatent
+from lapwing.covariance.output import Dense
+from lapwing.errors import LapwingError
+from lapwing.likelihoods import (
+    Bernoulli,
+    BernoulliPrediction,
+    Categorical,
+    LaplaceBridge,
+    Probit,
+    Quadrature,
+    SampledLink,
+    quadrature,
+)
+from lapwing.likelihoods import links as links_module
+from tests.likelihoods.fakes import FakeDraws, FakeLatent, joint_latent, random_latent
+
+F64 = torch.float64
+
+
+def sigmoid(f: float) -> float:
+    return 1 / (1 + math.exp(-f)) if f > 0 else math.exp(f) / (1 + math.exp(f))
+
+
+def integral(function, mean: float, std: float) -> float:
+    """E[function(f)] by scipy, broken at the mean and where the sigmoid turns."""
+    density = lambda z: function(mean + std * z) * math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)  # noqa: E731
+    breaks = sorted({-12.0, 0.0, 12.0, *(min(12.0, max(-12.0, (t - mean) / std)) for t in (-30, -5, 0, 5, 30))})
+    return sum(quad(density, a, b, epsabs=1e-13, limit=200)[0] for a, b in pairwise(breaks))
+
+
+def marginal(mean, std) -> MarginalLatent:
+    """One output an input, of these means and standard deviations."""
+    mean, variance = torch.tensor(mean, dtype=F64)[:, None], torch.tensor(std, dtype=F64)[:, None] ** 2
+    return MarginalLatent(mean, variance, torch.zeros_like(variance))
+
+
+GRID = [(m, s) for s in (1e-3, 0.3, 1.0, 3.0, 10.0, 100.0, 1000.0) for m in (0.0, 0.7, -2.0, 3.0 * s, -1.5 * s)]
+
+
+class TestQuadrature:
+    @pytest.mark.parametrize(("nodes", "tolerance"), [(32, 1e-4), (48, 1e-7), (64, 1e-10)])
+    def test_probabilities_at_every_scale(self, nodes, tolerance):
+        means, stds = zip(*GRID, strict=True)
+        found = Bernoulli().predict(marginal(means, stds), Quadrature(nodes)).probs[:, 0]
+        for p, (m, s) in zip(found.tolist(), GRID, strict=True):
+            assert p == pytest.approx(integral(sigmoid, m, s), abs=tolerance, rel=0), (m, s)
+
+    def test_gauss_hermite_fails_where_it_does_not(self):
+        """Why there is a rule of our own: 64 nodes at a standard deviation of 1000 are 0.04 off."""
+        import numpy as np
+
+        points, weights = np.polynomial.hermite_e.hermegauss(64)
+        s = 1000.0
+        errors, ours = [], []
+        for m in (20.0, 50.0, 100.0, 150.0):
+            exact = integral(sigmoid, m, s)
+            errors.append(
+                abs(sum(w * sigmoid(m + s * z) for z, w in zip(points, weights, strict=True)) / weights.sum() - exact)
+            )
+            ours.append(abs(float(Bernoulli().predict(marginal([m], [s])).probs) - exact))
+        assert max(errors) > 0.02
+        assert max(ours) < 1e-7
+
+    @pytest.mark.parametrize(
+        ("mean", "std"), [(-60.0, 1e-3), (-60.0, 3.0), (-400.0, 10.0), (-30.0, 5.0), (-800.0, 1.0)]
+    )
+    def test_logarithms_of_tiny_probabilities(self, mean, std):
+        """``σ(f) = e^f σ(-f)``, so ``E σ(f) = e^{m + v/2} E_{N(m + v, v)} σ(-f)``, whose expectation is large."""
+        tilted = mean + std**2
+        assert tilted <= 0.5
+        wanted = mean + 0.5 * std**2 + math.log(integral(lambda f: sigmoid(-f), tilted, std))
+        found = float(quadrature.log_sigmoid_mean(torch.tensor([mean], dtype=F64), torch.tensor([std**2], dtype=F64)))
+        assert found == pytest.approx(wanted, abs=1e-6)
+        assert float(Bernoulli().predict(marginal([mean], [std])).log_odds) == pytest.approx(wanted, abs=1e-6)
+
+    def test_expected_entropy(self):
+        def entropy(f: float) -> float:
+            return math.log1p(math.exp(-abs(f))) + abs(f) * sigmoid(-abs(f))
+
+        for m, s in GRID:
+            arguments = (torch.tensor([m], dtype=F64), torch.tensor([s * s], dtype=F64))
+            found = float(quadrature.expectation(quadrature.sigmoid_entropy, *arguments))
+            assert found == pytest.approx(integral(entropy, m, s), abs=1e-9)
+
+    def test_no_variance_is_the_sigmoid(self):
+        mean = torch.linspace(-700, 700, 29, dtype=F64)[:, None].requires_grad_()
+        variance = torch.zeros(29, 1, dtype=F64, requires_grad=True)
+        odds = Quadrature().log_odds(MarginalLatent(mean, variance, variance))
+        torch.testing.assert_close(odds, mean, rtol=1e-9, atol=1e-7)
+        odds.sum().backward()
+        torch.testing.assert_close(mean.grad, torch.ones_like(mean), rtol=1e-6, atol=1e-6)
+        assert variance.grad.isfinite().all()
+
+    def test_extremes_are_finite(self):
+        latent = marginal([0.0, 1e4, -1e4, 1e6, -1e6, 5.0, 1e8], [1e6, 0.0, 0.0, 1e3, 1e3, 1e8, 1e8])
+        prediction = Bernoulli().predict(latent)
+        for value in (prediction.log_odds, prediction.probs, prediction.entropy(), prediction.mutual_information()):
+            assert value.isfinite().all()
+        wanted = torch.tensor([0.5, 0.5, 0.8413447461], dtype=F64)
+        torch.testing.assert_close(prediction.probs[[0, 5, 6], 0], wanted, rtol=0, atol=2e-5)
+
+    def test_derivatives(self):
+        mean = torch.tensor([[0.0], [0.4], [-2.0], [3.0]], dtype=F64, requires_grad=True)
+        variance = torch.tensor([[0.5], [1e-3], [30.0], [4.0]], dtype=F64, requires_grad=True)
+        link = Quadrature(100)
+        assert torch.autograd.gradcheck(lambda m, v: link.log_odds(MarginalLatent(m, v, v)), (mean, variance))
+
+    def test_derivative_in_the_variance_where_it_is_zero(self):
+        """``∂/∂v E[σ(f)] = 1/2 E[σ''(f)]``."""
+        mean = torch.tensor([[0.8]], dtype=F64)
+        variance = torch.zeros(1, 1, dtype=F64, requires_grad=True)
+        p = quadrature.log_sigmoid_mean(mean, variance).exp()
+        p.backward()
+        s = mean.sigmoid()
+        torch.testing.assert_close(variance.grad, 0.5 * s * (1 - s) * (1 - 2 * s), rtol=1e-6, atol=1e-9)
+
+    def test_chunks_and_empty_inputs(self, monkeypatch):
+        latent = random_latent(batch=7, size=3)
+        whole = Quadrature().log_odds(latent)
+        monkeypatch.setattr(quadrature, "_CHUNK_NUMBERS", 5 * 48)
+        torch.testing.assert_close(Quadrature().log_odds(latent), whole, rtol=0, atol=0)
+        empty = torch.zeros(0, 2)
+        assert Quadrature().log_odds(MarginalLatent(empty, empty, empty)).shape == (0, 2)
+
+    def test_half_precision_becomes_float32(self):
+        mean = torch.randn(4, 2).bfloat16()
+        for link in (Quadrature(), Probit()):
+            assert link.log_odds(MarginalLatent(mean, mean.abs(), mean.abs())).dtype == torch.float32
+
+    @pytest.mark.parametrize("nodes", [0, 15, True, 20.0])
+    def test_too_few_nodes(self, nodes):
+        with pytest.raises(LapwingError, match=r"at least 16 nodes, found nodes=.*write Quadrature\(48\)"):
+            Quadrature(nodes)
+
+
+class TestTwoClasses:
+    """One logit f is two classes with logits (0, f)."""
+
+    def pair(self, scale: float) -> tuple[Latent, Latent]:
+        latent = random_latent(batch=6, size=1, scale=scale)
+        mean = torch.cat([torch.zeros_like(latent.mean), latent.mean], 1)
+        covariance = torch.zeros(6, 2, 2, dtype=F64)
+        covariance[:, 1, 1] = latent.variance[:, 0]
+        return Latent(latent.mean, (Dense(latent.covariance),)), Latent(mean, (Dense(covariance),))
+
+    @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
+    def test_probit(self, scale):
+        one, two = self.pair(scale)
+        answers = torch.tensor([0, 1, 1, 0, 1, 0])
+        binary, classes = Bernoulli().predict(one, Probit()), Categorical().predict(two, Probit())
+        torch.testing.assert_close(binary.probs[:, 0], classes.probs[:, 1])
+        torch.testing.assert_close(binary.log_prob(answers), classes.log_prob(answers))
+        torch.testing.assert_close(binary.confidence, classes.confidence)
+        torch.testing.assert_close(binary.entropy(), classes.entropy())
+        assert torch.equal(binary.classes[:, 0], classes.classes)
+
+    @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
+    def test_exact(self, scale):
+        """200 000 draws of two classes: a standard error of at most 0.0011; five of them."""
+        one, two = self.pair(scale)
+        binary, classes = Bernoulli().predict(one), Categorical().predict(two, SampledLink(200_000))
+        torch.testing.assert_close(binary.probs[:, 0], classes.probs[:, 1], rtol=0, atol=5.5e-3)
+        information = classes.mutual_information(20_000)
+        torch.testing.assert_close(binary.mutual_information(), information, rtol=0, atol=1e-2)
+
+    def test_weight_draws(self):
+        draws = 3 * torch.randn(9, 5, 1, generator=torch.Generator().manual_seed(0), dtype=F64)
+        binary = Bernoulli().predict(FakeDraws(draws))
+        classes = Categorical().predict(FakeDraws(torch.cat([torch.zeros_like(draws), draws], -1)))
+        assert binary.link == SampledLink()
+        torch.testing.assert_close(binary.probs[:, 0], classes.probs[:, 1])
+        torch.testing.assert_close(binary.mutual_information(), classes.mutual_information())
+
+    def test_fisher_and_likelihood(self):
+        f = torch.randn(5, 1, dtype=F64)
+        two = torch.cat([torch.zeros_like(f), f], 1)
+        root, root2 = Bernoulli().fisher_root(f), Categorical().fisher_root(two)
+        torch.testing.assert_close(root @ root.mT, (root2 @ root2.mT)[:, 1:, 1:])
+        answers = torch.tensor([1, 0, 0, 1, 1])
+        torch.testing.assert_close(Bernoulli().log_prob(f, answers), Categorical().log_prob(two, answers))
+
+
+class TestPrediction:
+    def test_numbers(self):
+        prediction = Bernoulli().predict(random_latent(batch=5))
+        assert isinstance(prediction, BernoulliPrediction)
+        assert "5 inputs, 3 outputs, link=Quadrature(nodes=48)" in repr(prediction)
+        reference = prediction.distribution()
+        assert reference.batch_shape == (5,)
+        assert reference.event_shape == (3,)
+        torch.testing.assert_close(reference.mean, prediction.probs)
+        torch.testing.assert_close(prediction.entropy(), reference.entropy())
+        answers = torch.rand(5, 3) < 0.5
+        for targets in (answers, answers.long(), answers.float()):
+            torch.testing.assert_close(prediction.log_prob(targets), reference.log_prob(answers.double()))
+        likeliest = torch.maximum(prediction.probs, 1 - prediction.probs)
+        torch.testing.assert_close(prediction.confidence, likeliest.prod(-1))
+        assert torch.equal(prediction.classes, (prediction.probs > 0.5).long())
+        with pytest.raises(LapwingError, match=r"BernoulliPrediction.log_prob accepts targets 0 and 1"):
+            prediction.log_prob(torch.full((5, 3), 2))
+
+    def test_answers_are_drawn_with_their_probabilities(self):
+        """40 000 draws: a standard error of at most 0.0025; five of them."""
+        prediction = Bernoulli().predict(random_latent())
+        answers = prediction.sample(40_000)
+        assert answers.shape == (40_000, 4, 3)
+        assert answers.dtype == torch.int64
+        assert torch.equal(answers, prediction.sample(40_000))
+        assert not torch.equal(answers, prediction.sample(40_000, torch.Generator().manual_seed(1)))
+        torch.testing.assert_close(answers.double().mean(0), prediction.probs, atol=0.0125, rtol=0)
+        with pytest.raises(LapwingError, match="n=0"):
+            prediction.sample(0)
+
+    def test_answers_of_a_joint_latent_are_drawn_together(self):
+        latent = FakeLatent(
+            torch.zeros(2, 1, dtype=F64),
+            (torch.full((2, 2), 9.0, dtype=F64) + 1e-6 * torch.eye(2)).reshape(2, 1, 2, 1),
+            joint=True,
+        )
+        answers = Bernoulli().predict(latent).sample(20_000)[..., 0]
+        agreement = float((answers[:, 0] == answers[:, 1]).double().mean())
+        exact = integral(lambda f: sigmoid(f) ** 2 + sigmoid(-f) ** 2, 0.0, 3.0)
+        assert agreement == pytest.approx(exact, abs=0.018)
+        assert exact > 0.6
+        assert Bernoulli().predict(joint_latent()).mutual_information().shape == (3,)
+
+    def test_mutual_information_against_brute_force(self):
+        draws = 2 * torch.randn(9, 3, 2, generator=torch.Generator().manual_seed(0), dtype=F64)
+        found = Bernoulli().predict(FakeDraws(draws)).mutual_information()
+        p = draws.sigmoid()
+        mean = p.mean(0)
+        entropy = lambda p: -(p * p.log() + (1 - p) * (1 - p).log())  # noqa: E731
+        torch.testing.assert_close(found, (entropy(mean) - entropy(p).mean(0)).sum(-1))
+        with pytest.raises(LapwingError, match="nodes=8"):
+            Bernoulli().predict(random_latent()).mutual_information(8)
+
+    def test_mutual_information_vanishes_with_the_variance(self):
+        information = Bernoulli().predict(marginal([0.3, 5.0], [0.0, 1e-4])).mutual_information()
+        assert (information >= 0).all()
+        assert (information < 1e-8).all()
+
+    @pytest.mark.parametrize("link", [Quadrature(100), Probit(), SampledLink(16)])
+    def test_everything_is_differentiable(self, link):
+        latent = random_latent(batch=2, size=2)
+        answers = torch.tensor([[1, 0], [0, 1]])
+
+        def numbers(mean, root):
+            prediction = Bernoulli().predict(FakeLatent(mean, root @ root.mT), link)
+            return (
+                prediction.log_prob(answers),
+                prediction.entropy(),
+                prediction.confidence,
+                prediction.mutual_information(100),
+            )
+
+        root = torch.linalg.cholesky(latent.covariance)
+        assert torch.autograd.gradcheck(numbers, (latent.mean.requires_grad_(), root.requires_grad_()))
+
+    def test_links(self, monkeypatch):
+        latent, draws = random_latent(), FakeDraws(torch.randn(7, 4, 3, dtype=F64))
+        assert Bernoulli().predict(latent).link == Quadrature()
+        with pytest.raises(
+            LapwingError, match=r"bernoulli .* a Gaussian latent .*write link=Quadrature\(\) or Probit\(\)"
+        ):
+            Bernoulli().predict(latent, LaplaceBridge())
+        with pytest.raises(LapwingError, match=r"weight draws .*write link=SampledLink\(\)"):
+            Bernoulli().predict(draws, Quadrature())
+        with pytest.raises(LapwingError, match=r"categorical .*Quadrature"):
+            Categorical().predict(latent, Quadrature())
+        whole = Bernoulli().predict(draws).log_odds
+        torch.testing.assert_close(whole.sigmoid(), draws.draws.sigmoid().mean(0))
+        monkeypatch.setattr(links_module, "_CHUNK_NUMBERS", 24)
+        torch.testing.assert_close(Bernoulli().predict(draws).log_odds, whole)
+
+
+class TestFits:
+    """A fit with one logit is a fit with two, where the weights of the first stand still."""
+
+    def data(self) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(40, 3, generator=generator, dtype=F64)
+        return x, (x[:, 0] - x[:, 1] + 0.5 * torch.randn(40, generator=generator, dtype=F64)) > 0
+
+    @pytest.mark.parametrize("tune", [lw.Evidence(), lw.BoundedEvidence(), "validation"])
+    @pytest.mark.parametrize("method", [lw.Full(), lw.KFAC(), lw.ELLA(3, 10, "prior")])
+    def test_equals_two_classes(self, method, tune):
+        x, y = self.data()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            one = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double().eval()
+        two = lambda model, x: torch.cat([torch.zeros(len(x), 1, dtype=F64), model(x)], 1)  # noqa: E731
+        if tune == "validation":
+            tune = lw.Validation([(x[:15], y[:15])])
+        loader = [(x[:25], y[:25]), (x[25:], y[25:])]
+        binary = lw.fit(one, loader, method, likelihood="bernoulli", tune=tune)
+        if method != lw.Full():  # others see another number of rows or another factor
+            assert binary.predict(x).probs.shape == (40, 1)
+            return
+        loader = [(x, y.long()) for x, y in loader]
+        if isinstance(tune, lw.Validation):
+            tune = lw.Validation([(x[:15], y[:15].long())])
+        classes = lw.fit(one, loader, method, likelihood="categorical", forward=two, tune=tune)
+        rough = 1e-6 if isinstance(tune, lw.Evidence) else 0.3  # the others score by the default links, which differ
+        assert math.log(binary.prior_precision) == pytest.approx(math.log(classes.prior_precision), abs=rough)
+        classes = classes.with_prior(binary.prior_precision)
+        torch.testing.assert_close(binary.latent(x).variance[:, 0], classes.latent(x).variance[:, 1])
+        assert binary.log_marginal_likelihood() == pytest.approx(classes.log_marginal_likelihood(), rel=1e-9)
+        ours, theirs = binary.predict(x, link=lw.Probit()), classes.predict(x)
+        torch.testing.assert_close(ours.log_prob(y), theirs.log_prob(y.long()))
+
+    @pytest.mark.parametrize("via", [lw.Linearized(), lw.MonteCarlo(20), lw.Streamlined()])
+    def test_several_labels_by_every_way(self, via, tmp_path):
+        x, _ = self.data()
+        model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.ReLU(), torch.nn.Linear(5, 4)).double().eval()
+        y = torch.rand(40, 4) < 0.5
+        posterior = lw.fit(model, [(x[:30], y[:30]), (x[30:], y[30:])], lw.KFAC(), likelihood=Bernoulli())
+        prediction = posterior.predict(x, via=via)
+        assert prediction.probs.shape == (40, 4)
+        assert prediction.log_prob(y).isfinite().all()
+        posterior.save(tmp_path / "p.safetensors")
+        again = lw.load(tmp_path / "p.safetensors", model)
+        assert again.likelihood == Bernoulli()
+        torch.testing.assert_close(again.predict(x, via=via).probs, prediction.probs)
+
+    def test_the_table_of_a_comparison(self):
+        x, y = self.data()
+        model = torch.nn.Linear(3, 1).double().eval()
+        posterior = lw.fit(model, [(x, y)], lw.Full(), likelihood=Bernoulli())
+        table = lw.compare({"Full": posterior}, [(x[:20], y[:20]), (x[20:], y[20:])], foreign=5 + x, repeats=1)
+        prediction = posterior.predict(x)
+        assert table["Full"]["NLL"] == pytest.approx(-float(prediction.log_prob(y).mean()))
+        assert table["Full"]["accuracy"] == pytest.approx(float((prediction.classes[:, 0] == y).double().mean()))
+        expected = dist.Bernoulli(model(x).detach().sigmoid()).log_prob(y[:, None].double()).mean()
+        assert table["MAP"]["NLL"] == pytest.approx(-float(expected), abs=1e-6)
+        assert set(table.columns) == {"accuracy", "NLL", "ECE", "Brier", "AUROC", "passes"}

@@ -1,0 +1,567 @@
+"""Mean-field variational inference: draws against their distributions, fine-tuning against closed forms."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.covariance.dense import concatenate
+from lapwing.methods.fine_tuning import adam, best_precision, divergence
+from lapwing.methods.reparametrisation import drawn_outputs, own_draws
+from lapwing.tangent import Tangent
+from tests import oracle
+from tests.conformance import EVERY, close, jacobian, pack, sampled_from
+from tests.test_untouched import untouched
+from tests.zoo import ZOO
+
+NETWORKS = (
+    "mlp", "cnn_bn_inplace", "grouped_strided_conv", "prelu", "transposed_conv", "gpt2", "tied", "shared_module",
+    "frozen_trunk", "weight_norm", "compiled", "lstm", "bilinear", "squeezed",
+)  # fmt: skip
+SHORT = lw.MeanField(steps=4, initial_std=0.05)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def loader_of(name: str, samples: int = 9) -> tuple[nn.Module, list[Any], Any]:
+    """A network of the zoo, its data in uneven batches, and test inputs."""
+    case = ZOO[name]
+    x, y = case.inputs(samples, 1), case.targets(samples, 1)
+    batches = [pack(oracle.take(x, rows), y[rows]) for rows in (slice(0, 5), slice(5, 8), slice(8, samples))]
+    return case.build(), batches, case.inputs(3, 2)
+
+
+# --- the pieces ------------------------------------------------------------------------------------------------------
+
+
+def test_divergence_equals_torch_distributions():
+    log_std, offset = torch.randn(7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+    for precision in (torch.tensor(3.0, dtype=torch.float64), torch.rand(7, dtype=torch.float64) + 0.1):
+        q = torch.distributions.Normal(offset, log_std.exp())
+        p = torch.distributions.Normal(torch.zeros(7, dtype=torch.float64), precision.rsqrt().expand(7))
+        close(divergence(log_std, offset, precision), torch.distributions.kl_divergence(q, p).sum())
+
+
+def test_best_precision_minimises_the_divergence():
+    log_std, offset = torch.randn(7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+    best = best_precision(log_std, offset)
+    least = divergence(log_std, offset, best)
+    assert all(least < divergence(log_std, offset, best * factor) for factor in (0.99, 1.01))
+
+
+def test_adam_equals_torch():
+    start, gradients = torch.randn(5, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64)
+    value, first, second = start.clone(), torch.zeros(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+    theirs = start.clone().requires_grad_()
+    optimiser = torch.optim.Adam([theirs], lr=0.03)
+    for taken, gradient in enumerate(gradients):
+        adam(value, gradient, first, second, taken, 0.03)
+        theirs.grad = gradient.clone()
+        optimiser.step()
+    close(value, theirs.detach())
+
+
+# --- the draws -------------------------------------------------------------------------------------------------------
+
+
+class Positions(nn.Module):
+    """A linear layer at several positions, a convolution with one, a norm, then a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Linear(3, 4)
+        self.conv = nn.Conv1d(4, 5, 2)
+        self.norm = nn.LayerNorm(5)
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.conv(self.tokens(x).mT).flatten(1)))
+
+
+def problem(model: nn.Module, x: Any, spread: float = 0.1) -> tuple[Tangent, dict[str, Tensor], dict[str, Tensor]]:
+    """The surveyed network, its weights, and a σ of each."""
+    tangent = Tangent.survey(model, x, EVERY)
+    means = {name: value.detach() for name, value in tangent.parameters.items()}
+    stds = {n: spread * (0.5 + torch.rand(m.shape, generator=generator(5), dtype=m.dtype)) for n, m in means.items()}
+    return tangent, means, stds
+
+
+def plain_draws(tangent: Tangent, x: Any, means: Any, stds: Any, count: int) -> Tensor:
+    """Outputs (count, B, C) of the network itself at drawn weights."""
+    source, out = generator(1), []
+    for _ in range(count):
+        w = {n: m + stds[n] * torch.randn(m.shape, generator=source, dtype=m.dtype) for n, m in means.items()}
+        with torch.no_grad():
+            out.append(torch.func.functional_call(tangent.model, w, (x,)))
+    return torch.stack(out)
+
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "one position": (lambda: nn.Sequential(nn.Linear(3, 2)), (2, 3)),
+    "without bias": (lambda: nn.Sequential(nn.Linear(3, 2, bias=False)), (2, 3)),
+    "tokens": (lambda: nn.Sequential(nn.Linear(3, 2), nn.Flatten()), (2, 2, 3)),
+    "conv": (lambda: nn.Sequential(nn.Conv2d(2, 2, 2, padding=1), nn.Flatten()), (2, 2, 2, 2)),
+    "conv with one position": (lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten()), (2, 2, 2, 2)),
+    "grouped conv": (lambda: nn.Sequential(nn.Conv2d(2, 4, 2, 2, 1, groups=2), nn.Flatten()), (2, 2, 2, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_draws_of_one_layer_have_the_moments_of_shared_weights(case):
+    """The outputs of a sample, all positions together, have the mean and covariance `J diag(σ²) Jᵀ`."""
+    build, shape = CASES[case]
+    torch.manual_seed(0)
+    model = build().double().eval()
+    x = torch.randn(shape, dtype=torch.float64)
+    tangent, means, stds = problem(model, x)
+    axes, source = own_draws(tangent), generator(2)
+    assert set(axes) == set(means)
+    with torch.no_grad():
+        draws = torch.stack([drawn_outputs(tangent, x, means, stds, axes, source) for _ in range(3000)])
+    names = list(means)
+    sigma = torch.diag(torch.cat([stds[n].flatten() for n in names]).square())
+    wanted = oracle.output_covariance(oracle.jacobian(model, x, names), sigma)
+    for n, (mean, covariance) in enumerate(zip(oracle.outputs(model, x), wanted, strict=True)):
+        sampled_from(draws[:, n] - mean, covariance)
+    between = (draws[:, 0] - oracle.outputs(model, x)[0]).T @ (draws[:, 1] - oracle.outputs(model, x)[1]) / len(draws)
+    limit = 5.5 * (wanted[0].diagonal()[:, None] * wanted[1].diagonal() / len(draws)).sqrt()
+    assert (between.abs() <= limit).all()  # samples draw their own weights: shared ones would be correlated
+
+
+def test_draws_of_a_network_have_the_distribution_of_shared_weights():
+    """A deep network: mean and covariance of a sample's outputs, and of products, within their standard errors."""
+    torch.manual_seed(0)
+    model = Positions().double().eval()
+    x = torch.randn(2, 2, 3, dtype=torch.float64)
+    tangent, means, stds = problem(model, x, 0.3)
+    axes = own_draws(tangent)
+    assert set(axes) == {"tokens.weight", "tokens.bias", "conv.weight", "conv.bias", "head.weight", "head.bias"}
+    with torch.no_grad():
+        source = generator(3)
+        mine = torch.stack([drawn_outputs(tangent, x, means, stds, axes, source) for _ in range(3000)])
+    theirs = plain_draws(tangent, x, means, stds, 3000)
+    for power in (lambda f: f, lambda f: f.square(), lambda f: (f > 0).double(), lambda f: f.prod(-1, keepdim=True)):
+        a, b = power(mine), power(theirs)
+        error = ((a.var(0) + b.var(0)) / 3000).sqrt()
+        assert ((a.mean(0) - b.mean(0)).abs() <= 5 * error).all()
+
+
+@pytest.mark.parametrize("case", ["one position", "conv"])
+def test_gradients_agree_with_shared_weights_in_expectation(case):
+    """`∂/∂m` and `∂/∂σ` of E[log p] by own draws and by plain ones; the own ones of m vary less."""
+    build, shape = CASES[case]
+    torch.manual_seed(0)
+    model = build().double().eval()
+    shape = (6, *shape[1:])
+    x = torch.randn(shape, dtype=torch.float64)
+    tangent, means, stds = problem(model, x, 0.5)
+    y = torch.randint(oracle.outputs(model, x).shape[1], (6,), generator=generator())
+
+    def gradients(axes: Any, count: int) -> Tensor:
+        source, found = generator(4), []
+        for _ in range(count):
+            m = {name: value.clone().requires_grad_() for name, value in means.items()}
+            s = {name: value.clone().requires_grad_() for name, value in stds.items()}
+            loss = nn.functional.cross_entropy(drawn_outputs(tangent, x, m, s, axes, source), y, reduction="sum")
+            grads = torch.autograd.grad(loss, [*m.values(), *s.values()])
+            found.append(torch.cat([g.flatten() for g in grads]))
+        return torch.stack(found)
+
+    own, plain = gradients(own_draws(tangent), 3000), gradients({}, 3000)
+    error = ((own.var(0) + plain.var(0)) / 3000).sqrt()
+    assert ((own.mean(0) - plain.mean(0)).abs() <= 5 * error).all()
+    half = own.shape[1] // 2  # those of m
+    assert own[:, :half].var(0).sum() < 0.6 * plain[:, :half].var(0).sum()
+
+
+def test_what_is_used_twice_shares_its_draw():
+    for name in ("tied", "shared_module"):
+        model, batches, _ = loader_of(name)
+        tangent = Tangent.survey(model, batches[0][0], EVERY)
+        names = [n for use in tangent.plan.order for _, n in use]
+        assert not {n for n in own_draws(tangent) if names.count(n) > 1}
+        assert any(names.count(n) > 1 for n in names)
+
+
+def test_dead_inputs_have_finite_gradients():
+    model = nn.Sequential(nn.Linear(3, 2, bias=False)).eval()
+    x = torch.zeros(2, 3)
+    tangent = Tangent.survey(model, x, EVERY)
+    m, s = torch.randn(2, 3, requires_grad=True), torch.rand(2, 3, requires_grad=True)
+    out = drawn_outputs(tangent, x, {"0.weight": m}, {"0.weight": s}, own_draws(tangent), generator())
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (m, s)))
+
+
+# --- fine-tuning -----------------------------------------------------------------------------------------------------
+
+
+def regression(outputs: int = 1) -> tuple[nn.Linear, Tensor, Tensor]:
+    """A linear model, not at its mode, with correlated inputs."""
+    x = torch.randn(40, 3, generator=generator(1), dtype=torch.float64)
+    x[:, 2] += 0.7 * x[:, 0]
+    y = x @ torch.randn(3, outputs, generator=generator(2), dtype=torch.float64)
+    y = y + 0.5 * torch.randn(y.shape, generator=generator(3), dtype=torch.float64)
+    torch.manual_seed(0)
+    return nn.Linear(3, outputs, bias=False).double().eval(), x, y
+
+
+CONJUGATE = lw.MeanField(steps=3000, learning_rate=0.01, std_rate=0.005, initial_std=0.1)
+
+
+@pytest.mark.parametrize(("temperature", "centre"), [(1.0, 0.0), (3.0, 0.4)])
+def test_conjugate_regression_reaches_the_closed_form(temperature, centre):
+    """The best diagonal Gaussian has the exact mean, and variances 1 / diagonal of the exact precision.
+
+    Held to 0.1 standard deviations and 5 % of one: the steps are random, off by about 1.3 %, and without bias.
+    """
+    model, x, y = regression(2)
+    posterior = lw.fit(
+        model, [(x[:20], y[:20]), (x[20:], y[20:])], CONJUGATE, likelihood=lw.Gaussian(0.25), prior_precision=4.0,
+        prior_mean=centre, temperature=temperature,
+    )  # fmt: skip
+    precision = x.T @ x / 0.25 / temperature + 4 * torch.eye(3, dtype=torch.float64)
+    mean = torch.linalg.solve(precision, x.T @ y / 0.25 / temperature + 4 * centre).T
+    std = precision.diagonal().rsqrt().expand(2, 3)
+    assert ((posterior.model.weight.detach() - mean).abs() <= 0.1 * std).all()
+    found = posterior.covariance.diagonal()[posterior.tangent.blocks[0].name].reshape(2, 3)
+    torch.testing.assert_close(found.sqrt(), std.contiguous(), rtol=0.05, atol=0)
+    assert (model.weight - mean).abs().max() > 5 * std.max()  # it did move
+
+
+def test_conjugate_regression_with_a_part_of_the_data():
+    model, x, y = regression()
+    posterior = lw.fit(model, [(x, y)], CONJUGATE, likelihood=lw.Gaussian(0.25), prior_precision=4.0, data_size=120)
+    precision = 3 * x.T @ x / 0.25 + 4 * torch.eye(3, dtype=torch.float64)
+    found = posterior.covariance.diagonal()[posterior.tangent.blocks[0].name]
+    torch.testing.assert_close(found.sqrt(), precision.diagonal().rsqrt(), rtol=0.05, atol=0)
+    assert posterior.data_factor == pytest.approx(3.0)
+
+
+def test_prior_and_noise_are_learned():
+    """At the optimum δ = P / (‖m‖² + Σσ²), and σ² = E‖y - f‖² / N, both with the closed form's own values."""
+    model, x, y = regression(2)
+    posterior = lw.fit(model, [(x, y)], CONJUGATE)
+    block = posterior.tangent.blocks[0].name
+    mean, variance = posterior.model.weight.detach(), posterior.covariance.diagonal()[block].reshape(2, 3)
+    delta = float(posterior.prior.precision[0])
+    assert delta == pytest.approx(6 / float(mean.square().sum() + variance.sum()), rel=1e-9)
+    residual = (y - x @ mean.T).square().sum() + (x.square() @ variance.T).sum()
+    assert posterior.noise_variance == pytest.approx(float(residual) / 80, rel=0.05)
+    precision = x.T @ x / posterior.noise_variance + delta * torch.eye(3, dtype=torch.float64)
+    torch.testing.assert_close(
+        variance.rsqrt(), precision.diagonal().sqrt().expand(2, 3).contiguous(), rtol=0.05, atol=0
+    )
+    close(mean, torch.linalg.solve(precision, x.T @ y / posterior.noise_variance).T, 0.03)
+    assert posterior.history["noise_variance"][-1] == pytest.approx(posterior.noise_variance, rel=0.02)
+    assert posterior.history["prior_precision"][-1] == pytest.approx(delta, rel=0.01)
+
+
+def test_objective_is_the_lower_bound():
+    """At steps of nothing it is `-E log p + KL`, E in closed form, up to the noise of the draws; below log evidence."""
+    model, x, y = regression()
+    still = lw.MeanField(steps=400, learning_rate=1e-12, std_rate=1e-12, initial_std=0.05)
+    posterior = lw.fit(model, [(x, y)], still, likelihood=lw.Gaussian(0.25), prior_precision=4.0)
+    w = model.weight.detach()[0]
+    squares = (y[:, 0] - x @ w).square().sum() + 0.05**2 * x.square().sum()
+    log_likelihood = -0.5 * squares / 0.25 - 20 * math.log(2 * math.pi * 0.25)
+    apart = divergence(torch.full((3,), math.log(0.05), dtype=torch.float64), w, torch.tensor(4.0, dtype=torch.float64))
+    history = posterior.history
+    error = history["objective"].std() / 20
+    assert abs(history["objective"].mean() - (apart - log_likelihood)) < 5 * error
+    close(history["divergence"], apart.expand(400), 1e-6)
+    close(history["objective"], history["divergence"] - 40 * history["log_likelihood"])
+    covariance = 0.25 * torch.eye(40, dtype=torch.float64) + x @ x.T / 4
+    zero = torch.zeros(40, dtype=torch.float64)
+    evidence = torch.distributions.MultivariateNormal(zero, covariance).log_prob(y[:, 0])
+    assert -history["objective"].mean() < evidence
+    tuned = lw.fit(model, [(x, y)], CONJUGATE, likelihood=lw.Gaussian(0.25), prior_precision=4.0)
+    assert evidence - 1.5 < -tuned.history["objective"][-300:].mean() < evidence
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_any_network_can_be_tuned(name):
+    """The user's network is untouched, the mean has moved, and every way of prediction works on the copy."""
+    model, batches, test = loader_of(name)
+    before = oracle.outputs(model, test)
+    (posterior,) = untouched(model, lambda: lw.fit(model, batches, SHORT, params=EVERY, seed=3))
+    linearized, drawn = untouched(
+        model, lambda: posterior.latent(test), lambda: posterior.predict(test, via=lw.MonteCarlo(5))
+    )
+    close(oracle.outputs(model, test), before)
+    assert posterior.model is not oracle.uncompiled(model)
+    close(linearized.mean, oracle.outputs(posterior.model, test))
+    assert not torch.allclose(linearized.mean, before, rtol=1e-9, atol=0)
+    assert (linearized.variance > 0).all()
+    assert drawn.log_prob(ZOO[name].targets(3, 2)).isfinite().all()
+    diagonal = concatenate(posterior.tangent.blocks, posterior.covariance.diagonal())
+    assert diagonal.shape == (posterior.tangent.size,)
+    assert ((diagonal > 0.045**2) & (diagonal < 0.055**2)).all()
+
+
+def test_linearised_and_streamlined_predictions_equal_dense_ones():
+    model, batches, test = loader_of("mlp")
+    posterior = lw.fit(model, batches, SHORT, params=EVERY)
+    blocks = posterior.tangent.blocks
+    sigma = torch.diag(concatenate(blocks, posterior.covariance.diagonal()))
+    close(posterior.latent(test).covariance, oracle.output_covariance(jacobian(posterior.model, test, blocks), sigma))
+    assert posterior.latent(test, via=lw.Streamlined()).variance.isfinite().all()
+    last = lw.fit(model, batches, SHORT, params=lw.last_layer)
+    close(last.latent(test, via=lw.Streamlined()).variance, last.latent(test).variance)
+
+
+def test_seeds():
+    model, batches, _ = loader_of("cnn_bn_inplace")
+    fits = [lw.fit(model, batches, SHORT, seed=seed) for seed in (1, 1, 2)]
+    weights = [torch.cat([p.flatten() for p in fit.model.parameters()]) for fit in fits]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    state = torch.get_rng_state()
+    lw.fit(model, batches, SHORT)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_chunks_add_up():
+    """Batches beyond the memory budget go in chunks, whose gradients and likelihoods add up."""
+    model, x, y = regression()
+    still = lw.MeanField(steps=1, learning_rate=1e-3, initial_std=1e-9)
+    whole = lw.fit(model, [(x, y)], still, likelihood=lw.Gaussian(0.25))
+    original = Tangent.chunk_length
+    try:
+        Tangent.chunk_length = lambda *arguments, **options: 7  # type: ignore[method-assign]
+        parts = lw.fit(model, [(x, y)], still, likelihood=lw.Gaussian(0.25))
+    finally:
+        Tangent.chunk_length = original  # type: ignore[method-assign]
+    close(parts.history["objective"], whole.history["objective"], 1e-6)
+    close(parts.model.weight.detach(), whole.model.weight.detach(), 1e-9)
+
+
+def test_frozen_layers_stay():
+    model, batches, _ = loader_of("mlp")
+    names = [name for name, _ in model.named_parameters()]
+    dict(model.named_parameters())[names[0]].requires_grad_(False)
+    posterior = lw.fit(model, batches, SHORT)
+    for name, value in posterior.model.named_parameters():
+        assert torch.equal(value, model.get_parameter(name)) == (name == names[0])
+        assert value.requires_grad == (name != names[0])
+
+
+def test_batch_norm_keeps_its_statistics():
+    model, batches, _ = loader_of("cnn_bn_inplace")
+    posterior = lw.fit(model, batches, SHORT)
+    for (name, own), moved in zip(model.named_buffers(), posterior.model.buffers(), strict=True):
+        assert torch.equal(own, moved), name
+
+
+def test_tied_weights_stay_tied():
+    model, batches, _ = loader_of("tied")
+    posterior = lw.fit(model, batches, SHORT)
+    assert len(list(posterior.model.parameters())) == len(list(model.parameters()))
+    close(posterior.latent(loader_of("tied")[2]).mean, oracle.outputs(posterior.model, loader_of("tied")[2]))
+
+
+def test_one_output_and_bfloat16():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(torch.bfloat16).eval()
+    x = torch.randn(20, 3, dtype=torch.bfloat16)
+    posterior = lw.fit(model, [(x, x.sum(1).float())], lw.MeanField(steps=5, learning_rate=0.05))
+    assert posterior.covariance.dtype == torch.float32
+    assert {p.dtype for p in posterior.model.parameters()} == {torch.bfloat16}
+    assert posterior.predict(x, via=lw.MonteCarlo(5)).mean.shape == (20, 1)
+    assert posterior.predict(x).variance.isfinite().all()
+
+
+def test_steps_that_end_before_the_data_do():
+    """Statistics and scale are those of the samples seen, at the moved mean."""
+    model, x, y = regression()
+    batches = [(x[:10], y[:10]), (x[10:20], y[10:20]), (x[20:], y[20:])]
+    posterior = lw.fit(model, batches, lw.MeanField(steps=2, learning_rate=0.1), likelihood=lw.Gaussian(0.25))
+    assert posterior.samples == 20
+    assert posterior.data_factor == pytest.approx(2.0)
+    residual = (y[:20] - x[:20] @ posterior.model.weight.detach().T).square().sum()
+    close(posterior.statistics["squared_error"], residual)
+    whole = lw.fit(model, batches, lw.MeanField(steps=4, learning_rate=0.1), likelihood=lw.Gaussian(0.25))
+    assert (whole.samples, whole.data_factor) == (40, 1.0)
+    close(whole.statistics["squared_error"], (y - x @ whole.model.weight.detach().T).square().sum())
+
+
+def test_divergence_is_one_sentence_and_leaves_the_network():
+    model, x, y = regression()
+    model.float()
+
+    def diverge() -> None:
+        with pytest.raises(lw.LapwingError, match=r"not finite; smaller steps.*lw\.MeanField\(learning_rate=1e\+15"):
+            lw.fit(model, [(1e20 * x.float(), y.float())], lw.MeanField(steps=50, learning_rate=1e16))
+
+    untouched(model, diverge)
+
+
+@pytest.mark.parametrize("options", [{"steps": 0}, {"steps": 1.5}, {"learning_rate": 0}, {"std_rate": -1},
+                                     {"initial_std": math.inf}, {"initial_std": None}])  # fmt: skip
+def test_numbers_out_of_range(options):
+    name = next(iter(options))
+    with pytest.raises(lw.LapwingError, match=rf"MeanField\({name}="):
+        lw.MeanField(**options)
+
+
+def test_a_loss_in_the_middle_leaves_the_network():
+    model, batches, _ = loader_of("mlp")
+
+    class Breaks:
+        def __iter__(self):
+            yield batches[0]
+            yield batches[1]
+            if self.seen:
+                raise OSError("disk")
+            self.seen = True
+
+        seen = False
+
+    def break_off() -> None:
+        with pytest.raises(OSError, match="disk"):
+            lw.fit(model, Breaks(), lw.MeanField(steps=9))
+
+    untouched(model, break_off)
+
+
+def test_other_priors_and_evidence_are_refused():
+    model, batches, _ = loader_of("mlp")
+    posterior = lw.fit(model, batches, SHORT)
+    with pytest.raises(lw.LapwingError, match="no"):
+        posterior.with_prior(3.0)
+    with pytest.raises(lw.LapwingError, match="evidence"):
+        posterior.log_marginal_likelihood()
+
+
+def test_save_and_load(tmp_path):
+    """The file goes beside the moved network's state dict; the user's own network is another one."""
+    model, batches, test = loader_of("cnn_bn_inplace")
+    posterior = lw.fit(model, batches, SHORT)
+    path = tmp_path / "posterior.safetensors"
+    posterior.save(path)
+    with pytest.raises(lw.LapwingError, match="other values"):
+        lw.load(path, model)
+    again = ZOO["cnn_bn_inplace"].build()
+    again.load_state_dict(posterior.model.state_dict())
+    loaded = lw.load(path, again)
+    for via in (lw.Linearized(), lw.MonteCarlo(4)):
+        found, wanted = (each.latent(test, via=via) for each in (loaded, posterior))
+        close(found.mean, wanted.mean)
+        close(found.variance, wanted.variance)
+    assert {name: value.tolist() for name, value in loaded.history.items()} == {
+        name: value.tolist() for name, value in posterior.history.items()
+    }
+
+
+# --- an optimiser's state, and given variances ------------------------------------------------------------------------
+
+
+class Ivon(torch.optim.Optimizer):
+    """The state that an IVON optimiser has, with random curvatures."""
+
+    def __init__(self, parameters: Any, ess: float = 50.0, weight_decay: float = 0.1) -> None:
+        super().__init__(parameters, {"ess": ess, "weight_decay": weight_decay})
+        for number, group in enumerate(self.param_groups):
+            size = sum(value.numel() for value in group["params"])
+            group["hess"] = torch.rand(size, generator=generator(number), dtype=group["params"][0].dtype)
+
+    def step(self, closure: Any = None) -> None: ...
+
+
+def flat_variances(posterior: lw.Posterior) -> dict[str, Tensor]:
+    """σ² by parameter."""
+    return {n: v for b in posterior.tangent.blocks for n, v in b.split(posterior.covariance.diagonal()[b.name]).items()}
+
+
+def test_variances_of_several_groups_are_exact():
+    """Groups in another order than the network's parameters, each with its own numbers; biases apart from weights."""
+    model, batches, test = loader_of("cnn_bn_inplace")
+    named = dict(model.named_parameters())
+    biases = [name for name in named if name.endswith("bias")][::-1]
+    weights = [name for name in named if name not in biases]
+    optimiser = Ivon([{"params": [named[n] for n in biases], "ess": 7.0},
+                      {"params": [named[n] for n in weights], "weight_decay": 0.3}])  # fmt: skip
+    (posterior,) = untouched(model, lambda: lw.MeanField.from_optimizer(model, optimiser, batches))
+    untouched(model, lambda: posterior.predict(test, via=lw.MonteCarlo(3)))
+    assert posterior.model is model
+    found, start = flat_variances(posterior), 0
+    for names, group in zip((biases, weights), optimiser.param_groups, strict=True):
+        start = 0
+        for name in names:
+            h = group["hess"][start : start + named[name].numel()].reshape(named[name].shape)
+            close(found[name], 1 / (group["ess"] * (h + group["weight_decay"])), 1e-12)
+            start += named[name].numel()
+    close(posterior.latent(test).mean, oracle.outputs(model, test))
+    twice = flat_variances(lw.MeanField.from_optimizer(model, optimiser, batches, scale=2.0))
+    assert all(torch.allclose(twice[name], 2 * value) for name, value in found.items())
+
+
+def test_parameters_outside_of_the_optimiser_are_certain():
+    model, batches, _ = loader_of("mlp")
+    head = [value for name, value in model.named_parameters() if name.startswith("2")]
+    other = nn.Linear(2, 2).double()
+    optimiser = Ivon([*head, *other.parameters()])  # some that are not the network's
+    posterior = lw.MeanField.from_optimizer(model, optimiser, batches)
+    assert set(posterior.tangent.parameters) == {n for n, _ in model.named_parameters() if n.startswith("2")}
+    some = lw.MeanField.from_optimizer(model, Ivon(model.parameters()), batches, params=lw.matching("0.*"))
+    assert set(some.tangent.parameters) == {n for n, _ in model.named_parameters() if n.startswith("0")}
+
+
+def test_noise_is_the_residual_where_it_is_open():
+    model, x, y = regression()
+    posterior = lw.MeanField.from_optimizer(model, Ivon(model.parameters()), [(x, y)])
+    assert posterior.noise_variance == pytest.approx(float((y - x @ model.weight.detach().T).square().mean()))
+    given = lw.MeanField.from_optimizer(model, Ivon(model.parameters()), [(x, y)], likelihood=lw.Gaussian(2.0))
+    assert given.noise_variance == 2.0
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_other_optimisers_are_refused(kind):
+    model, batches, _ = loader_of("mlp")
+    with pytest.raises(lw.LapwingError, match=rf"of {kind.__name__}, found no 'hess'.*ivon\.IVON.*lw\.MeanField\(\)"):
+        lw.MeanField.from_optimizer(model, kind(model.parameters(), lr=0.1), batches)
+
+
+def test_states_that_do_not_fit_are_refused():
+    model, batches, _ = loader_of("mlp")
+    for broken in (lambda h: h[:-1], lambda h: h - 2, lambda h: h * math.nan):
+        optimiser = Ivon(model.parameters())
+        optimiser.param_groups[0]["hess"] = broken(optimiser.param_groups[0]["hess"])
+        with pytest.raises(lw.LapwingError, match="parameter group 0.*positive"):
+            lw.MeanField.from_optimizer(model, optimiser, batches)
+    with pytest.raises(lw.LapwingError, match="found none of its 6 parameters"):
+        lw.MeanField.from_optimizer(model, Ivon(ZOO["mlp"].build().parameters()), batches)
+    with pytest.raises(lw.LapwingError, match="scale=0"):
+        lw.MeanField.from_optimizer(model, Ivon(model.parameters()), batches, scale=0)
+    with pytest.raises(lw.LapwingError, match="last_layer"):
+        lw.MeanField.from_optimizer(model, Ivon(model.parameters()), batches, params=lw.last_layer)
+    batch_norm, data, _ = loader_of("cnn_bn_inplace")
+    with pytest.raises(lw.LapwingError, match="eval"):
+        lw.MeanField.from_optimizer(batch_norm.train(), Ivon(batch_norm.parameters()), data)
+
+
+def test_given_variances(tmp_path):
+    model, batches, test = loader_of("mlp")
+    variances = {"0.weight": torch.rand(model[0].weight.shape, dtype=torch.float64), "2.bias": torch.zeros(3).double()}
+    variances["2.bias"] = torch.zeros_like(model[2].bias.detach())
+    posterior = lw.MeanField.from_variances(model, variances, batches)
+    found = flat_variances(posterior)
+    assert set(found) == set(variances)
+    assert all(torch.equal(found[name], value) for name, value in variances.items())
+    posterior.save(tmp_path / "p.safetensors")
+    close(lw.load(tmp_path / "p.safetensors", model).latent(test).variance, posterior.latent(test).variance)
+    for wrong in (
+        {},
+        {"3.weight": torch.ones(2)},
+        {"0.weight": torch.ones(2)},
+        {"0.bias": -variances["2.bias"] - 1},
+        3,
+    ):
+        with pytest.raises(lw.LapwingError, match=r"from_variances.*0\.weight"):
+            lw.MeanField.from_variances(model, wrong, batches)

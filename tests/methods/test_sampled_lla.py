@@ -1,0 +1,486 @@
+"""Sampled linearised Laplace: draws against dense solves for the same noise, and EM against Full's evidence."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lapwing as lw
+from lapwing.methods import passes
+from lapwing.methods.curvature_products import NOISE as DATA
+from lapwing.methods.curvature_products import generator_at, prior_noise
+from tests import oracle
+from tests.conformance import EVERY, NOISE, Setup, close, cut, sampled_from, setup
+from tests.zoo import ZOO
+
+EXACTLY = lw.ConjugateGradients(iterations=400, tolerance=1e-12)
+NETWORKS = (
+    "mlp", "mlp_scalar", "squeezed", "cnn_bn_inplace", "grouped_strided_conv", "conv1d", "prelu", "tied", "attention",
+    "embedding_bag_of_tokens", "gpt2", "lstm", "shared_module", "transposed_conv", "all_frozen", "compiled",
+)  # fmt: skip
+
+
+def together(vectors: dict[str, Tensor]) -> Tensor:
+    """Joins blocks, (S, P)."""
+    return torch.cat(list(vectors.values()), -1)
+
+
+def draws_of(fitted: lw.Posterior) -> Tensor:
+    """The posterior's draws z (S, P)."""
+    return together(fitted.covariance.draws)
+
+
+def unit_root(problem: Setup) -> Tensor:
+    """R (N, C, R) at unit noise."""
+    return problem.likelihood.fisher_root(problem.f)
+
+
+def right_hand_sides(
+    problem: Setup, count: int, delta: Tensor, scale: float, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """Returns `√s Σ_n J_nᵀ R_n ε_n + Δ^(1/2) ε₀` (S, P) by a loop, for the library's ε."""
+    root, data = unit_root(problem), torch.zeros(count, len(problem.theta), dtype=torch.float64)
+    for n, (J, R) in enumerate(zip(problem.J, root, strict=True)):
+        noise = torch.randn((R.shape[1], count), generator=generator_at(seed, n, DATA), dtype=torch.float64)
+        data += (R @ noise).T @ J
+    tangent = SimpleNamespace(blocks=problem.blocks, dtype=dtype, device=torch.device("cpu"))
+    fit: Any = SimpleNamespace(tangent=tangent, seed=seed)
+    prior = together(dict(prior_noise(fit, count)))
+    return scale**0.5 * data + delta.sqrt() * prior
+
+
+def solved(problem: Setup, count: int, delta: Tensor | float = 2.0, factor: float = 1.0, seed: int = 0) -> Tensor:
+    """Returns the dense solution (S, P)."""
+    delta = oracle.precision_vector(delta, len(problem.theta))
+    scale = factor * (1.0 if problem.case.classification else 1 / NOISE)
+    b = right_hand_sides(problem, count, delta, scale, seed)
+    return torch.linalg.solve(factor * problem.G + torch.diag(delta), b.T).T
+
+
+# --- draws -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 5])  # one vector of three outputs goes by forward mode
+@pytest.mark.parametrize("name", NETWORKS)
+def test_draws_are_the_dense_solution(name, count):
+    problem = setup(name)
+    fitted = problem.fit(lw.SampledLLA(count, EXACTLY), tune=None)
+    close(draws_of(fitted), solved(problem, count), 1e-8)
+    assert fitted.history["residuals"].shape == (count,)
+    assert fitted.history["residuals"].max() <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention"])
+def test_last_layer(name):
+    problem = setup(name, last_layer=True)
+    close(draws_of(problem.fit(lw.SampledLLA(3, EXACTLY), tune=None)), solved(problem, 3), 1e-8)
+
+
+def test_unfrozen_parameters_alone():
+    problem = Setup(ZOO["frozen_trunk"], lw.everything)
+    close(draws_of(problem.fit(lw.SampledLLA(3, EXACTLY), tune=None)), solved(problem, 3), 1e-8)
+
+
+@pytest.mark.parametrize("name", ["mlp", "deep_linear"])
+def test_temperature_data_size_and_prior(name):
+    problem = setup(name)
+    method = lw.SampledLLA(3, EXACTLY)
+    options = {"temperature": 3.0, "data_size": 45, "tune": None}
+    close(draws_of(problem.fit(method, **options)), solved(problem, 3, factor=5 / 3), 1e-8)
+    fitted = problem.fit(method, prior_precision=None, weight_decay=0.3, tune=None, prior_mean=1.5)
+    close(draws_of(fitted), solved(problem, 3, 9 * 0.3), 1e-8)
+    values = torch.tensor([0.5 * 1.7**i for i in range(len(problem.blocks))]).double()
+    by_name = {block.name: float(value) for block, value in zip(problem.blocks, values, strict=True)}
+    fitted = problem.fit(method, prior_precision=by_name, tune=None)
+    close(draws_of(fitted), solved(problem, 3, problem.expand(values)), 1e-8)
+    assert fitted.prior_precision == by_name
+
+
+@pytest.mark.parametrize(
+    "preconditioner",
+    [lw.KFAC(), lw.EKFAC(), lw.Diagonal(), lw.ELLA(rank=5, rows=8, residual="prior"), lw.Full()],
+    ids=lambda method: type(method).__name__,
+)
+def test_preconditioners_change_the_way_not_the_end(preconditioner):
+    problem = setup("cnn_bn_inplace")
+    solver = lw.ConjugateGradients(300, 1e-12, preconditioner)
+    fitted = problem.fit(lw.SampledLLA(4, solver), tune=None)
+    close(draws_of(fitted), solved(problem, 4), 1e-8)
+    if isinstance(preconditioner, lw.Full):
+        assert fitted.history["iterations"].tolist() == [1.0]
+
+
+def test_more_draws_than_weights():
+    """A block of directions that spans everything takes one step; its Gram matrices are singular."""
+    problem = setup("mlp_scalar")
+    fitted = problem.fit(lw.SampledLLA(50, EXACTLY), tune=None)
+    assert fitted.history["iterations"].tolist() == [1.0]
+    close(draws_of(fitted), solved(problem, 50), 1e-8)
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp_scalar"])
+def test_covariance_is_fulls_within_monte_carlo_error(name):
+    """`E‖Σ - Ψ‖² = (tr(Ψ)² + ‖Ψ‖²)/S` for S exact draws; second moments each within 5.5 standard errors."""
+    problem, count = setup(name), 600
+    fitted = problem.fit(lw.SampledLLA(count, lw.ConjugateGradients(tolerance=1e-8)), tune=None)
+    full = oracle.laplace_covariance(problem.G, 2.0)
+    sampled_from(draws_of(fitted), full)
+    expected = ((full.trace() ** 2 + full.square().sum()) / count).sqrt()
+    assert 0.6 < float((fitted.covariance.to_dense() - full).norm() / expected) < 1.5
+
+
+@pytest.mark.parametrize("name", ["mlp", "grouped_strided_conv", "tied"])
+def test_batches_and_chunks_do_not_matter(name, monkeypatch):
+    problem, method = setup(name), lw.SampledLLA(4, EXACTLY)
+    whole = draws_of(problem.fit(method, tune=None))
+    for lengths in ((4, 4, 1), (2, 3, 4), (9,)):
+        other = problem.fit(method, tune=None, loader=cut(problem.x, problem.y, lengths))
+        close(draws_of(other), whole, 1e-8)
+    monkeypatch.setattr(lw.tangent.Tangent, "chunk_length", lambda *args, **kwargs: 2)
+    close(draws_of(problem.fit(method, tune=None)), whole, 1e-8)
+
+
+def test_gradients_that_do_not_fit_at_once():
+    problem = setup("grouped_strided_conv")
+    model, method = problem.model, lw.SampledLLA(3, lw.ConjugateGradients(tolerance=1e-10))
+    whole = draws_of(problem.fit(method, tune=None))
+    fitted = lw.fit(model, problem.loader, method, params=EVERY, prior_precision=2.0, memory=2**24)
+    close(draws_of(fitted), whole, 1e-7)
+
+
+def test_seeds():
+    problem, method = setup("mlp"), lw.SampledLLA(4, EXACTLY)
+    first, again, other = (draws_of(problem.fit(method, tune=None, seed=seed)) for seed in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert (first - other).abs().max() > 0.1 * first.abs().max()
+    close(other, solved(problem, 4, seed=4), 1e-8)
+
+
+def test_positions_have_numbers_of_their_own():
+    drawn = {
+        float(torch.randn((), generator=generator_at(seed, n, s)))
+        for seed in (0, 1)
+        for n in range(500)
+        for s in (0, 2)
+    }
+    assert len(drawn) == 2000
+    values = torch.tensor([float(torch.randn((), generator=generator_at(0, n, 0))) for n in range(4000)])
+    assert abs(float(values.mean())) < 5 / 4000**0.5
+    assert abs(float((values[1:] * values[:-1]).mean())) < 5 / 4000**0.5
+
+
+def test_bfloat16_network():
+    problem = setup("cnn_bn_inplace")
+    model = problem.case.build().bfloat16()
+    fitted = lw.fit(model, [(problem.x.bfloat16(), problem.y)], lw.SampledLLA(6), params=EVERY, prior_precision=2.0)
+    assert draws_of(fitted).dtype == torch.float32
+    assert fitted.history["residuals"].max() <= 0.01
+    delta = torch.full((len(problem.theta),), 2.0).double()
+    b = right_hand_sides(problem, 6, delta, 1.0, dtype=torch.float32)
+    wanted = torch.linalg.solve(problem.G + torch.diag(delta), b.T).T
+    assert (draws_of(fitted) - wanted).norm() < 0.05 * wanted.norm()
+    assert fitted.predict(problem.test.bfloat16()).probs.shape == (3, 3)
+
+
+def test_many_outputs_sample_the_fisher(monkeypatch):
+    """One column an input, the same in every pass; a loader in another order each time would change G."""
+    problem = setup("mlp")
+    monkeypatch.setattr(passes, "EXACT_FISHER_OUTPUTS", 2)
+    method = lw.SampledLLA(300, lw.ConjugateGradients(tolerance=1e-9))
+    fitted = problem.fit(method, tune=None)
+    again = problem.fit(method, tune=None, loader=cut(problem.x, problem.y, (2, 7)))
+    close(draws_of(again), draws_of(fitted), 1e-6)
+    assert fitted.history["residuals"].max() <= 1e-9
+    shuffled = DataLoader(TensorDataset(problem.x, problem.y), 3, shuffle=True)
+    with pytest.raises(lw.LapwingError, match="shuffle=False"):
+        problem.fit(method, tune=None, loader=shuffled)
+
+
+# --- what is made of them --------------------------------------------------------------------------------------------
+
+
+def test_latent_and_sample():
+    problem = setup("cnn_bn_inplace")
+    fitted = problem.fit(lw.SampledLLA(6), tune=None)
+    sigma, draws = fitted.covariance.to_dense(), draws_of(fitted)
+    close(sigma, draws.T @ draws / 6)
+    close(together(fitted.covariance.diagonal()), sigma.diagonal())
+    latent = fitted.latent(problem.test)
+    close(latent.mean, oracle.outputs(problem.model, problem.test))
+    close(latent.covariance, oracle.output_covariance(problem.J_test, sigma), 1e-8)
+    joint = fitted.latent(problem.test, joint=True)
+    close(joint.covariance, oracle.joint_output_covariance(problem.J_test, sigma), 1e-8)
+    picked = together(fitted.covariance.sample(6, torch.Generator().manual_seed(1)))
+    similar = (picked @ draws.T) / draws.square().sum(1)
+    assert sorted(similar.abs().argmax(1).tolist()) == list(range(6))
+    close(similar.abs().amax(1), torch.ones(6).double())
+    sampled_from(together(fitted.covariance.sample(20_000, torch.Generator().manual_seed(1))), sigma)
+    for way in (lw.MonteCarlo(6), lw.Linearized()):
+        assert fitted.predict(problem.test, via=way).probs.sum(-1).allclose(torch.ones(3).double())
+    mlp = setup("mlp").fit(lw.SampledLLA(6), tune=None)
+    assert mlp.predict(setup("mlp").test, via=lw.Streamlined()).probs.isfinite().all()
+
+
+def test_save_and_load(tmp_path):
+    problem = setup("mlp")
+    fitted = problem.fit(lw.SampledLLA(4), prior_precision=None, tune=None)
+    fitted.save(tmp_path / "p.safetensors")
+    again = lw.load(tmp_path / "p.safetensors", problem.model)
+    assert torch.equal(draws_of(again), draws_of(fitted))
+    assert again.prior_precision == fitted.prior_precision
+    assert torch.equal(again.history["residuals"], fitted.history["residuals"])
+    close(again.latent(problem.test).covariance, fitted.latent(problem.test).covariance)
+    with pytest.raises(lw.LapwingError, match="another prior"):
+        fitted.with_prior(3.0)
+
+
+# --- EM --------------------------------------------------------------------------------------------------------------
+
+MANY = lw.SampledLLA(400, lw.ConjugateGradients(tolerance=1e-6), em_steps=20)
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp_scalar"])
+def test_em_finds_the_maximum_of_the_evidence(name):
+    """γ of 10 from 400 draws has a relative error of 2 %, and steps end within 2 % of the fixed point."""
+    problem = setup(name, samples=40)
+    full = problem.fit(lw.Full(), prior_precision=None)
+    fitted = problem.fit(MANY, prior_precision=None, tune=None)
+    assert fitted.prior_precision == pytest.approx(full.prior_precision, rel=0.06)
+    history = fitted.history
+    assert history["precision"].shape == (len(history["iterations"]), len(problem.blocks))
+    distance = float(problem.theta.square().sum())
+    assert float(history["effective_dimension"][-1]) / distance == pytest.approx(fitted.prior_precision, rel=0.02)
+    twice = problem.fit(lw.SampledLLA(400, MANY.solver, em_steps=1), prior_precision=None, tune=None)
+    assert len(twice.history["precision"]) == 2
+
+
+def test_em_starts_from_a_preconditioner():
+    problem = setup("mlp", samples=40)
+    solver = lw.ConjugateGradients(tolerance=1e-6, preconditioner=lw.Full())
+    fitted = problem.fit(lw.SampledLLA(400, solver), prior_precision=None, tune=None)
+    assert len(fitted.history["precision"]) <= 2  # its evidence is the one that is sought
+    assert fitted.prior_precision == pytest.approx(
+        problem.fit(MANY, prior_precision=None, tune=None).prior_precision, rel=0.03
+    )
+
+
+def test_em_by_block():
+    problem = setup("mlp", samples=40)
+    full = problem.fit(lw.Full(), prior_precision=None, tune=lw.Evidence(per_layer=True))
+    method = lw.SampledLLA(600, MANY.solver, em_steps=20, per_block=True)
+    fitted = problem.fit(method, prior_precision=None, tune=None)
+    for block, value in full.prior_precision.items():
+        assert fitted.prior_precision[block] == pytest.approx(value, rel=0.1)
+
+
+def regression() -> tuple[nn.Module, Tensor, Tensor]:
+    """A trained network of one output."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 3, generator=generator, dtype=torch.float64)
+    y = x[:, :1].sin() + 0.3 * x[:, 1:2] + 0.1 * torch.randn(60, 1, generator=generator, dtype=torch.float64)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimiser = torch.optim.Adam(net.parameters(), 1e-2)
+    for _ in range(600):
+        optimiser.zero_grad()
+        loss = (net(x) - y).square().sum() / 0.02 + 0.5 * sum(p.square().sum() for p in net.parameters())
+        loss.backward()
+        optimiser.step()
+    return net.eval(), x, y
+
+
+def test_em_with_an_open_noise_variance():
+    net, x, y = regression()
+    for options in ({}, {"data_size": 180}, {"temperature": 2.0}):
+        full = lw.fit(net, [(x, y)], lw.Full(), tune=lw.Evidence(), **options)
+        fitted = lw.fit(net, [(x, y)], MANY, **options)
+        assert fitted.prior_precision == pytest.approx(full.prior_precision, rel=0.06)
+        assert fitted.noise_variance == pytest.approx(full.noise_variance, rel=0.04)
+    given = lw.fit(net, [(x, y)], MANY, prior_precision=2.0)
+    full = lw.fit(net, [(x, y)], lw.Full(), prior_precision=2.0, tune=lw.Evidence())
+    assert given.prior_precision == 2.0
+    assert given.noise_variance == pytest.approx(full.noise_variance, rel=0.04)
+
+
+def test_without_em():
+    net, x, y = regression()
+    fitted = lw.fit(net, [(x, y)], lw.SampledLLA(4, em_steps=0))
+    assert fitted.prior_precision == 1.0
+    assert fitted.noise_variance == pytest.approx(float((net(x) - y).detach().square().mean()))
+    assert len(fitted.history["iterations"]) == 1
+
+
+def linearised_mode(problem: Setup, delta: float) -> Tensor:
+    """Returns the mode (P,) of the linearised model's log joint, by damped Newton steps."""
+    m = torch.zeros_like(problem.theta)
+
+    def joint(m: Tensor) -> Tensor:
+        f = problem.f + torch.einsum("ncp,p->nc", problem.J, m)
+        if problem.case.classification:
+            fit = oracle.categorical_log_likelihood(f, problem.y)
+        else:
+            fit = oracle.gaussian_log_likelihood(f, problem.y, NOISE)
+        return fit - delta / 2 * (problem.theta + m).square().sum()
+
+    for _ in range(50):
+        gradient = torch.func.grad(joint)(m)
+        step = torch.linalg.solve(-torch.func.hessian(joint)(m), gradient)
+        length = next(t for t in (1.0, 0.5, 0.25, 0.1, 0.0) if joint(m + t * step) >= joint(m))
+        m = m + length * step
+    assert torch.func.grad(joint)(m).norm() < 1e-6 * delta * problem.theta.norm()
+    return problem.theta + m
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp", "mlp_scalar", "squeezed"])
+def test_em_at_the_linearised_mode(name):
+    """δ is `γ/‖θ_lin‖²` of the mode at δ."""
+    problem = setup(name, samples=40)
+    method = lw.SampledLLA(300, MANY.solver, em_steps=40, linearised_mode=True)
+    fitted = problem.fit(method, prior_precision=None, tune=None)
+    mode = linearised_mode(problem, fitted.prior_precision)
+    effective = float(fitted.history["effective_dimension"][-1])
+    assert effective / float(mode.square().sum()) == pytest.approx(fitted.prior_precision, rel=0.1)
+    assert abs(float(mode.norm() / problem.theta.norm()) - 1) > 0.05  # it is another one than the network
+    assert len(draws_of(fitted)) == 300
+
+
+# --- the g-prior -----------------------------------------------------------------------------------------------------
+
+
+def features(problem: Setup) -> Tensor:
+    """g (P,), with mean 1 over weights that have curvature and those that have none."""
+    ratio = problem.G.diagonal() / problem.G.diagonal().mean()
+    return torch.where(ratio > 1e-6, ratio, 1.0)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "embedding_bag_of_tokens"])
+def test_g_prior_is_isotropic_over_scaled_features(name):
+    problem = setup(name)  # tokens that never occur have no curvature
+    g = features(problem)
+    assert (g == 1).any() == (name == "embedding_bag_of_tokens")
+    fitted = problem.fit(lw.SampledLLA(4, EXACTLY, prior="g"), tune=None)
+    close(draws_of(fitted), solved(problem, 4, 2.0 * g), 1e-8)
+    assert fitted.prior_precision == 2.0
+    whitened = problem.J / g.sqrt()
+    sigma = oracle.laplace_covariance(oracle.ggn(whitened, problem.fisher), 2.0) / torch.outer(g, g).sqrt()
+    many = draws_of(problem.fit(lw.SampledLLA(600, lw.ConjugateGradients(tolerance=1e-8), prior="g"), tune=None))
+    sampled_from(many, sigma)
+
+
+@pytest.mark.parametrize("preconditioner", [None, lw.KFAC()])
+def test_em_under_the_g_prior(preconditioner):
+    problem = setup("mlp", samples=40)
+    solver = lw.ConjugateGradients(tolerance=1e-6, preconditioner=preconditioner)
+    fitted = problem.fit(lw.SampledLLA(400, solver, 20, "g"), prior_precision=None, tune=None)
+    g, delta = features(problem), torch.tensor(fitted.prior_precision).double()
+    gamma = (problem.G @ torch.linalg.inv(problem.G + torch.diag(delta * g))).trace()
+    wanted = float(gamma / (g * problem.theta.square()).sum())
+    assert fitted.prior_precision == pytest.approx(wanted, rel=0.06)
+
+
+# --- stochastic gradients --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preconditioner", [None, lw.KFAC()])
+def test_stochastic_gradients_come_near(preconditioner):
+    problem = setup("mlp", samples=40)
+    loader = cut(problem.x, problem.y, (20, 20))
+    solver = lw.StochasticGradient(steps=600, learning_rate=0.3, preconditioner=preconditioner)
+    fitted = problem.fit(lw.SampledLLA(8, solver), tune=None, loader=loader)
+    wanted = solved(problem, 8)
+    assert (draws_of(fitted) - wanted).norm() < 0.05 * wanted.norm()
+    delta = torch.full((len(problem.theta),), 2.0).double()
+    b = right_hand_sides(problem, 8, delta, 1.0)
+    residual = (b - draws_of(fitted) @ (problem.G + torch.diag(delta))).norm(dim=1) / b.norm(dim=1)
+    close(fitted.history["residuals"], residual, 1e-8)
+
+
+def test_whole_batches_converge():
+    """Without noise in the gradients the draws are the solution."""
+    problem = setup("mlp")
+    solver = lw.StochasticGradient(steps=700, learning_rate=0.9, average=0.02)
+    fitted = problem.fit(lw.SampledLLA(2, solver), tune=None, loader=cut(problem.x, problem.y, (9,)))
+    close(draws_of(fitted), solved(problem, 2), 1e-3)
+
+
+@pytest.mark.slow
+def test_em_by_stochastic_gradients():
+    problem = setup("mlp", samples=40)
+    loader = cut(problem.x, problem.y, (20, 20))
+    full = problem.fit(lw.Full(), prior_precision=None)
+    method = lw.SampledLLA(100, lw.StochasticGradient(steps=150))
+    fitted = problem.fit(method, prior_precision=None, tune=None, loader=loader)
+    assert fitted.prior_precision == pytest.approx(full.prior_precision, rel=0.15)
+
+
+def test_steps_that_diverge_say_so():
+    problem = setup("mlp", samples=40)
+    method = lw.SampledLLA(3, lw.StochasticGradient(steps=200, learning_rate=50.0, clip=1e9))
+    with pytest.raises(lw.LapwingError, match=r"diverge.*learning_rate=12\.5"):
+        problem.fit(method, tune=None)
+
+
+# --- what is refused, and what is said -------------------------------------------------------------------------------
+
+
+def test_a_residual_above_the_tolerance_is_said(caplog):
+    problem = setup("cnn_bn_inplace")
+    with caplog.at_level(logging.WARNING, "lapwing"):
+        fitted = problem.fit(lw.SampledLLA(2, lw.ConjugateGradients(2, 1e-8)), tune=None)
+    assert fitted.history["iterations"].tolist() == [2.0]
+    assert fitted.history["residuals"].max() > 1e-8
+    assert "iterations=4" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"draws": 0}, "draws=20"),
+        ({"em_steps": -1}, "em_steps=20"),
+        ({"prior": "h"}, "'isotropic', 'g'"),
+        ({"per_block": "yes"}, "False, True"),
+        ({"solver": lw.KFAC()}, "ConjugateGradients"),
+    ],
+)
+def test_options_out_of_range(options, says):
+    with pytest.raises(lw.LapwingError, match=says):
+        lw.SampledLLA(**options)
+
+
+@pytest.mark.parametrize(
+    ("solver", "options"),
+    [
+        (lw.ConjugateGradients, {"iterations": 0}),
+        (lw.ConjugateGradients, {"tolerance": 1.0}),
+        (lw.ConjugateGradients, {"preconditioner": "kfac"}),
+        (lw.StochasticGradient, {"steps": 1.5}),
+        (lw.StochasticGradient, {"momentum": 1.0}),
+        (lw.StochasticGradient, {"learning_rate": 0.0}),
+        (lw.StochasticGradient, {"average": 2.0}),
+        (lw.StochasticGradient, {"clip": -1.0}),
+    ],
+)
+def test_solver_options_out_of_range(solver, options):
+    with pytest.raises(lw.LapwingError, match="write"):
+        solver(**options)
+
+
+def test_draws_that_do_not_fit():
+    net, x = nn.Linear(300, 300), torch.randn(4, 300)
+    with pytest.raises(lw.LapwingError, match="take fewer draws"):
+        lw.fit(net, [(x, x)], lw.SampledLLA(64), memory=2**24)
+
+
+def test_a_preconditioner_needs_a_prior():
+    problem = setup("mlp")
+    solver = lw.ConjugateGradients(preconditioner=lw.SampledLLA(2))
+    with pytest.raises(lw.LapwingError, match=r"lw\.KFAC"):
+        problem.fit(lw.SampledLLA(2, solver), tune=None)

@@ -1,0 +1,248 @@
+"""Subset of data: the conformance checks, Full on the same points, and what stands for what in the evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+import lapwing as lw
+from lapwing.covariance import ExplicitBasis, ImplicitBasis
+from lapwing.methods.subset_of_data import chosen_places
+from tests import oracle
+from tests.conformance import EVERY, Setup, close, cut, psd, setup
+from tests.methods.test_methods import FEW, MethodConformance, OnFewNetworks
+from tests.methods.test_subspaces import Forgiving
+from tests.zoo import ZOO
+
+
+def places_of(method: lw.SubsetOfData, samples: int, seed: int = 0) -> Tensor:
+    """The points that a uniform subset takes."""
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed))[: method.size].sort().values
+
+
+def curvature_of(problem: Setup, places: Tensor) -> Tensor:
+    """G of some of the points, noise included."""
+    return oracle.ggn(problem.J[places], problem.fisher[places])
+
+
+def alone(problem: Setup, places: Tensor, method: lw.Method | None = None, **options: object) -> lw.Posterior:
+    """A method fitted on these points and no others."""
+    loader = cut(oracle.take(problem.x, places), problem.y[places], (len(places),))
+    return problem.fit(method or lw.Full(), loader=loader, **options)
+
+
+def within(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives subsets of data another memory budget; chunks stay as they are."""
+    original = lw.SubsetOfData.passes
+
+    def passes(self, problem):
+        small = replace(problem.tangent, memory=budget)
+        tangent = Forgiving(*(getattr(small, field) for field in small.__dataclass_fields__))
+        return original(self, replace(problem, tangent=tangent))
+
+    monkeypatch.setattr(lw.SubsetOfData, "passes", passes)
+
+
+class SubsetConformance(MethodConformance):
+    test_order_does_not_matter = None  # points are picked by their place in the data
+
+    def sigma(self, problem, G, delta, fitted):
+        factor = float(G.trace() / problem.G.trace())
+        if self.method.rescale:
+            factor *= problem.samples / self.method.size
+        return oracle.laplace_covariance(factor * curvature_of(problem, places_of(self.method, problem.samples)), delta)
+
+
+class TestSubset(SubsetConformance):
+    method = lw.SubsetOfData(4)
+
+
+class TestRescaledSubset(OnFewNetworks, SubsetConformance):
+    method = lw.SubsetOfData(4, rescale=True)
+
+
+class TestAllOfTheData(OnFewNetworks, MethodConformance):
+    """Every point: Full exactly."""
+
+    method = lw.SubsetOfData(1000)
+
+    def sigma(self, problem, G, delta, fitted):
+        return oracle.laplace_covariance(G, delta)
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("noise", ["given", "open"])
+def test_is_full_on_the_subset_in_everything(name, noise):
+    """Posterior, evidence, tuned prior and noise, predictions: those of a fit that never saw the other points."""
+    problem, method = setup(name), lw.SubsetOfData(5)
+    options: dict = {"prior_precision": None}
+    if noise == "open" and not problem.case.classification:
+        options["likelihood"] = lw.Gaussian()
+    mine = problem.fit(method, **options)
+    theirs = alone(problem, places_of(method, 9), **options)
+    assert mine.samples == theirs.samples == 5
+    assert mine.data_factor == 1.0
+    assert mine.prior_precision == pytest.approx(theirs.prior_precision, rel=1e-6)
+    assert mine.noise_variance == pytest.approx(theirs.noise_variance, rel=1e-6) if theirs.noise_variance else True
+    assert mine.log_marginal_likelihood() == pytest.approx(theirs.log_marginal_likelihood(), rel=1e-9)
+    bounds = [p.log_marginal_likelihood(lower_bound=True) for p in (mine, theirs)]
+    assert bounds[0] == pytest.approx(bounds[1], rel=1e-9)
+    theirs = theirs.with_prior(mine.prior_precision, mine.noise_variance)
+    close(mine.covariance.to_dense(), theirs.covariance.to_dense(), 1e-8)
+    close(mine.latent(problem.test).covariance, theirs.latent(problem.test).covariance, 1e-8)
+    place = places_of(method, 9)
+    loader = cut(oracle.take(problem.x, place), problem.y[place], (5,))
+    gradient = mine.log_marginal_likelihood(linearised_mode=True, loader=loader)
+    assert gradient == pytest.approx(theirs.log_marginal_likelihood(linearised_mode=True, loader=loader), rel=1e-8)
+
+
+@pytest.mark.parametrize("name", ["mlp", "deep_linear"])
+def test_evidence_of_a_rescaled_subset_is_that_of_its_data_size(name):
+    """The likelihood and the curvature of the same points, both N/n times; `data_size` and τ on top of it."""
+    problem, method = setup(name), lw.SubsetOfData(3, rescale=True)
+    for options, size in (({}, 9), ({"data_size": 45}, 45), ({"temperature": 2.0}, 9)):
+        mine = problem.fit(method, prior_precision=None, **options)
+        theirs = alone(problem, places_of(method, 9), prior_precision=None, **{**options, "data_size": size})
+        assert mine.data_factor == pytest.approx(size / 3)
+        assert mine.prior_precision == pytest.approx(theirs.prior_precision, rel=1e-6)
+        assert mine.log_marginal_likelihood() == pytest.approx(theirs.log_marginal_likelihood(), rel=1e-8)
+    whole = problem.fit(lw.SubsetOfData(1000, rescale=True)).log_marginal_likelihood()
+    assert whole == pytest.approx(problem.fit(lw.Full()).log_marginal_likelihood(), rel=1e-9)
+
+
+def test_data_size_below_the_loader_is_refused():
+    with pytest.raises(lw.LapwingError, match="data_size=6, found 9 samples in the loader"):
+        setup("mlp").fit(lw.SubsetOfData(3), data_size=6)
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp_scalar", "conv1d", "tied", "prelu"])
+@pytest.mark.parametrize("delta", [0.01, 2.0])
+def test_orders(name, delta):
+    """`Full ≼ SubsetOfData(n + 1) ≼ SubsetOfData(n) ≼ prior`: one seed takes nested subsets."""
+    problem = setup(name)
+    chain = [problem.fit(lw.Full(), prior_precision=delta).covariance.to_dense()]
+    chain += [problem.fit(lw.SubsetOfData(n), prior_precision=delta).covariance.to_dense() for n in (8, 5, 2, 1)]
+    chain.append(torch.eye(len(chain[0])).double() / delta)
+    for lower, upper in pairwise(chain):
+        assert torch.linalg.eigvalsh(upper - lower).min() > -1e-10 / delta
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp_scalar", "tied"])
+@pytest.mark.parametrize("ratios", [False, True])
+def test_implicit_directions(name, ratios, monkeypatch):
+    """A budget for the rows' Gram matrix but not for the rows: the same posterior, to the implicit basis's 1e-5."""
+    problem, method = setup(name), lw.SubsetOfData(3)
+    precision = {b.name: 2.0 + i for i, b in enumerate(problem.blocks)} if ratios else 2.0
+    explicit = problem.fit(method, prior_precision=precision)
+    rows = 3 * problem.case.outputs
+    assert 16 * rows**2 < 8 * rows * len(problem.theta)
+    within(16 * rows**2, monkeypatch)
+    implicit = problem.fit(method, prior_precision=precision)
+    assert isinstance(explicit.covariance.basis, ExplicitBasis)
+    assert isinstance(implicit.covariance.basis, ImplicitBasis)
+    close(implicit.covariance.to_dense(), explicit.covariance.to_dense(), 1e-5)
+    close(implicit.latent(problem.test).covariance, explicit.latent(problem.test).covariance, 1e-5)
+    assert implicit.samples == 3
+    evidence = [p.log_marginal_likelihood() for p in (implicit, explicit)]
+    assert evidence[0] == pytest.approx(evidence[1], rel=1e-5)
+
+
+def test_too_small_a_budget_names_the_size(monkeypatch):
+    within(2000, monkeypatch)
+    with pytest.raises(lw.LapwingError, match=r"SubsetOfData\(size=9\) needs .* ask for a smaller size"):
+        setup("mlp").fit(lw.SubsetOfData(500))
+
+
+def test_validation_tunes_it():
+    problem, method = setup("cnn_bn_inplace"), lw.SubsetOfData(5)
+    held_out = [(problem.case.inputs(7, 5), problem.case.targets(7, 5))]
+    tune = lw.Validation(held_out)
+    mine = problem.fit(method, prior_precision=None, tune=tune)
+    theirs = alone(problem, places_of(method, 9), prior_precision=None, tune=tune)
+    assert mine.prior_precision == pytest.approx(theirs.prior_precision, rel=1e-5)
+    bounded = problem.fit(method, prior_precision=None, tune=lw.BoundedEvidence())
+    assert bounded.prior_precision >= problem.fit(method, prior_precision=None).prior_precision * (1 - 1e-9)
+    with pytest.raises(lw.LapwingError, match="no sums on the way"):
+        problem.fit(method, prior_precision=None, tune=lw.EarlyStopping(held_out))
+
+
+class TestChoice:
+    labels = torch.tensor([3] * 50 + [0] * 5 + [7] * 45)
+
+    def test_uniform_subsets_are_nested_and_follow_the_seed(self):
+        at = lambda n, seed=0: chosen_places(100, n, torch.Generator().manual_seed(seed), None)  # noqa: E731
+        assert set(at(10).tolist()) < set(at(20).tolist())
+        assert torch.equal(at(100), torch.arange(100))
+        assert not torch.equal(at(10), at(10, 1))
+        assert len(at(40).unique()) == 40
+
+    def test_balanced_takes_as_many_of_each_class(self):
+        at = lambda n: chosen_places(100, n, torch.Generator().manual_seed(0), self.labels)  # noqa: E731
+        for n, wanted in ((12, [4, 4, 4]), (30, [5, 12, 13]), (100, [5, 50, 45])):
+            places = at(n)
+            assert torch.equal(places, places.unique())
+            counts = [int((self.labels[places] == label).sum()) for label in (0, 3, 7)]
+            assert sorted(counts) == sorted(wanted)
+
+    def test_balanced_fits(self):
+        problem = setup("cnn_bn_inplace", samples=30)
+        method = lw.SubsetOfData(6, sampling="balanced")
+        fitted = problem.fit(method)
+        places = chosen_places(30, 6, torch.Generator().manual_seed(0), problem.y)
+        assert problem.y[places].bincount().max() - problem.y[places].bincount().min() <= 1
+        close(fitted.covariance.to_dense(), alone(problem, places).covariance.to_dense(), 1e-8)
+        bernoulli = Setup(ZOO["mlp_scalar"], EVERY, 30)
+        y = torch.arange(30) % 10 == 0
+        fitted = lw.fit(
+            bernoulli.model,
+            [(bernoulli.x, y)],
+            lw.SubsetOfData(6, "balanced"),
+            likelihood="bernoulli",
+            prior_precision=1.0,
+        )
+        assert psd(fitted.covariance.to_dense())
+        assert fitted.statistics["log_likelihood"] > -20
+
+    def test_balanced_needs_labels(self):
+        with pytest.raises(lw.LapwingError, match="no class labels.*sampling='uniform'"):
+            setup("deep_linear").fit(lw.SubsetOfData(3, "balanced"))
+
+    @pytest.mark.parametrize("method", [lw.SubsetOfData(6, "balanced"), lw.SubsetOfData(6)])
+    def test_a_shuffling_loader(self, method, monkeypatch):
+        """One pass over a uniform subset is right in any order; the rest needs one order, and says so."""
+        problem = setup("cnn_bn_inplace", samples=30)
+        loader = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(problem.x, problem.y), batch_size=7, shuffle=True
+        )
+        if method.sampling == "uniform":
+            assert psd(problem.fit(method, loader=loader).covariance.to_dense())
+            within(16 * (6 * problem.case.outputs) ** 2, monkeypatch)
+        with pytest.raises(lw.LapwingError, match="shuffle=False"):
+            problem.fit(method, loader=loader)
+
+    @pytest.mark.parametrize("wrong", [{"size": 0}, {"size": 2.5}, {"sampling": "label"}, {"rescale": 3}])
+    def test_bad_options(self, wrong):
+        with pytest.raises(lw.LapwingError, match=next(iter(wrong))):
+            lw.SubsetOfData(**wrong)
+
+
+def test_only_the_chosen_points_are_run(monkeypatch):
+    """No forward pass of the others: the loader is read, as far as the last chosen point, and no more."""
+    problem = setup("mlp", samples=9)
+    seen = []
+    handle = problem.model.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    try:
+        problem.fit(lw.SubsetOfData(2), loader=cut(problem.x, problem.y, (3, 3, 3)), tune=None)
+    finally:
+        handle.remove()
+    survey = []
+    handle = problem.model.register_forward_pre_hook(lambda module, args: survey.append(len(args[0])))
+    try:
+        lw.tangent.Tangent.survey(problem.model, problem.x[:3], EVERY)
+    finally:
+        handle.remove()
+    assert sum(seen) - sum(survey) == 2

@@ -1,0 +1,433 @@
+"""VaLLA at fixed inducing points: its dense oracle, the paper's formulas, limits, orders, and the choice of points."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.methods.inducing_points import _shares, inducing_points, movable
+from lapwing.methods.passes import Batch
+from lapwing.tangent import Anchors, Tangent
+from tests import oracle
+from tests.conformance import NOISE, Setup, close, cut, jacobian, psd, setup, subspace_covariance
+from tests.conformance import subspace as span_of
+from tests.methods.test_methods import FEW, MethodConformance, OnFewNetworks
+
+
+def points_of(problem: Setup, method: lw.VaLLA, loader: list | None = None, seed: int = 0) -> Anchors:
+    """Drives the pass that chooses the points, without a fit."""
+    asked = SimpleNamespace(tangent=problem.tangent, seed=seed, generator=lambda: torch.Generator().manual_seed(seed))
+    choosing = inducing_points(asked, method.inducing_points, method.initial)
+    try:
+        step = next(choosing)
+    except StopIteration as stop:
+        return stop.value
+    state, start = step.init(), 0
+    for batch in loader or problem.loader:
+        inputs, targets = lw.batches.split(batch)
+        step.update(state, Batch(problem.tangent, inputs, targets, start))
+        start += len(targets)
+    try:
+        choosing.send(state)
+    except StopIteration as stop:
+        return stop.value
+    raise AssertionError("one pass is enough")
+
+
+def rows_at(problem: Setup, anchors: Anchors) -> Tensor:
+    """The oracle's rows of J (M, P) at anchors."""
+    rows = torch.cat([jacobian(problem.model, group, problem.blocks) for group in anchors.inputs])
+    return rows[anchors.samples, anchors.outputs]
+
+
+class VallaConformance(MethodConformance):
+    test_order_does_not_matter = None  # points are found among the first samples, in their order
+
+    def sigma(self, problem, G, delta, fitted):
+        """The posterior on the span of the rows, whitened by the ratios of the fit's own prior, with the residual."""
+        chosen = fitted.prior.precision
+        rows = rows_at(problem, points_of(problem, self.method)) * problem.expand(chosen / chosen[0]).rsqrt()
+        return subspace_covariance(span_of(rows), G, delta, True)
+
+
+class TestVallaOfData(VallaConformance):
+    method = lw.VaLLA(6, initial="data", fit=lw.ClosedForm())
+
+
+class TestVallaOfClusters(OnFewNetworks, VallaConformance):
+    method = lw.VaLLA(5, initial="kmeans", fit=lw.ClosedForm())
+
+
+class TestVallaBySteps(OnFewNetworks, VallaConformance):
+    """One epoch of natural gradients over uneven batches: the closed form exactly."""
+
+    method = lw.VaLLA(6, initial="data", fit=lw.NaturalGradient(steps=3))
+    tolerance = 1e-8
+
+
+class TestVallaOfEveryPoint(OnFewNetworks, MethodConformance):
+    """Z = X with every output: Full exactly (proposition 3)."""
+
+    method = lw.VaLLA(10_000, initial="data", fit=lw.ClosedForm())
+    instead: ClassVar[dict[str, str]] = {}
+
+    def sigma(self, problem, G, delta, fitted):
+        return oracle.laplace_covariance(G, delta)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_given_points_at_all_inputs_give_full(name):
+    problem = setup(name)
+    fitted = problem.fit(lw.VaLLA(lw.InducingPoints(problem.x), fit=lw.ClosedForm()))
+    close(fitted.covariance.to_dense(), problem.fit(lw.Full()).covariance.to_dense(), 1e-8)
+
+
+# --- the paper's formulas --------------------------------------------------------------------------------------------
+
+SOME = ("mlp", "mlp_scalar", "conv1d")
+
+
+def dense_kernels(problem: Setup, method: lw.VaLLA, delta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """J̃ (M, P), K_Z (M, M) and Σ_n k_Zn Λ_n k_nZ (M, M)."""
+    rows = rows_at(problem, points_of(problem, method))
+    return rows, rows @ rows.T / delta, rows @ problem.G @ rows.T / delta**2
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_precision_form_and_kernel_form(name):
+    """`Σ = (δI + J_Zᵀ A J_Z)⁻¹` with equation 39's A, and `K* = κ - κ_xZ (A⁻¹ + K)⁻¹ κ_Zx` of equation 6."""
+    problem, delta, method = setup(name), 0.7, lw.VaLLA(4, initial="kmeans", fit=lw.ClosedForm())
+    rows, K, Q = dense_kernels(problem, method, delta)
+    A = torch.linalg.inv(K) @ Q @ torch.linalg.inv(K)
+    fitted = problem.fit(method, prior_precision=delta)
+    sigma = torch.linalg.inv(delta * torch.eye(rows.shape[1]).double() + rows.T @ A @ rows)
+    close(fitted.covariance.to_dense(), sigma, 1e-8)
+    root = torch.linalg.cholesky(A)
+    middle = root @ torch.linalg.inv(torch.eye(len(K)).double() + root.T @ K @ root) @ root.T
+    kxz = problem.J_test @ rows.T / delta
+    wanted = problem.J_test @ problem.J_test.mT / delta - kxz @ middle @ kxz.mT
+    close(fitted.latent(problem.test).covariance, wanted, 1e-8)
+
+
+def test_titsias():
+    """Equation 37 for Gaussian noise: `κ - k K⁻¹ k + k (σ⁻² K_ZX K_XZ + K)⁻¹ k`, and his bound on the evidence."""
+    problem, delta, method = setup("mlp_scalar"), 0.4, lw.VaLLA(4, fit=lw.ClosedForm())
+    fitted = problem.fit(method, prior_precision=delta)
+    rows, K, _ = dense_kernels(problem, method, delta)
+    J = problem.J[:, 0]
+    kxz, kzn = problem.J_test[:, 0] @ rows.T / delta, rows @ J.T / delta
+    prior = problem.J_test[:, 0].square().sum(1) / delta
+    wanted = prior - (kxz @ torch.linalg.inv(K) * kxz).sum(1)
+    wanted += (kxz @ torch.linalg.inv(kzn @ kzn.T / NOISE + K) * kxz).sum(1)
+    close(fitted.latent(problem.test).variance[:, 0], wanted, 1e-8)
+    low = kzn.T @ torch.linalg.inv(K) @ kzn  # (N, N)
+    residual, theta = problem.y - problem.f, problem.theta
+    bound = -0.5 * residual.square().sum() / NOISE - 0.5 * len(J) * math.log(2 * math.pi * NOISE)
+    bound -= 0.5 * torch.logdet(torch.eye(len(J)).double() + low / NOISE) + 0.5 * delta * theta.square().sum()
+    bound -= 0.5 * (J.square().sum() / delta - low.trace()) / NOISE
+    assert fitted.log_marginal_likelihood(lower_bound=True) == pytest.approx(float(bound), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp_scalar", "conv1d", "tied", "prelu"])
+def test_between_ella_and_the_prior(name):
+    """`ELLA ≼ VaLLA ≼ prior` on the same rows, and nested points bring VaLLA closer to Full in trace."""
+    problem = setup(name)
+    identity = torch.eye(len(problem.theta)).double()
+    traces = []
+    for count in (1, 3, 6, 10_000):
+        method = lw.VaLLA(count, initial="data", fit=lw.ClosedForm())
+        sigma = problem.fit(method).covariance.to_dense()
+        ella = subspace_covariance(
+            span_of(rows_at(problem, points_of(problem, method))), problem.G, 2.0 * identity.diagonal(), False
+        )
+        for lower, upper in pairwise((ella, sigma, identity / 2)):
+            assert torch.linalg.eigvalsh(upper - lower).min() > -1e-9
+        traces.append(float(sigma.trace()))
+    assert traces[-1] == pytest.approx(float(problem.fit(lw.Full()).covariance.to_dense().trace()), rel=1e-8)
+    assert traces[-1] <= min(traces[:-1]) + 1e-9
+
+
+# --- natural gradients -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp_scalar", "grouped_strided_conv"])
+def test_one_epoch_of_steps_is_the_closed_form(name):
+    problem = setup(name)
+    exact = problem.fit(lw.VaLLA(5, fit=lw.ClosedForm()))
+    for steps in (3, 6):
+        found = problem.fit(lw.VaLLA(5, fit=lw.NaturalGradient(steps)))
+        close(found.covariance.to_dense(), exact.covariance.to_dense(), 1e-8)
+        close(found.covariance.traces, exact.covariance.traces, 1e-8)
+        bounds = [fit.log_marginal_likelihood(lower_bound=True) for fit in (found, exact)]
+        assert bounds[0] == pytest.approx(bounds[1], rel=1e-8)
+
+
+@pytest.mark.parametrize("data_size", [None, 45])
+def test_fewer_steps_than_an_epoch_scale_what_they_saw(data_size):
+    """Two batches of three: the closed form on these eight samples, scaled to N."""
+    problem = setup("mlp")
+    method = lw.VaLLA(lw.InducingPoints(oracle.take(problem.x, slice(0, 3))), fit=lw.NaturalGradient(2))
+    found = problem.fit(method, data_size=data_size)
+    assert found.samples == 8
+    assert found.data_factor == pytest.approx((data_size or 9) / 8)
+    part = cut(oracle.take(problem.x, slice(0, 8)), problem.y[:8], (5, 3))
+    exact = problem.fit(lw.VaLLA(method.inducing_points, fit=lw.ClosedForm()), loader=part, data_size=data_size or 9)
+    close(found.covariance.to_dense(), exact.covariance.to_dense(), 1e-8)
+    assert found.log_marginal_likelihood(lower_bound=True) == pytest.approx(
+        exact.log_marginal_likelihood(lower_bound=True), rel=1e-8
+    )
+
+
+def test_a_constant_rate_is_the_running_mean_that_it_says():
+    problem, rate = setup("mlp_scalar"), 0.3
+    given = lw.InducingPoints(problem.x[:4])
+    found = problem.fit(lw.VaLLA(given, fit=lw.NaturalGradient(3, rate=rate)))
+    G, start = torch.zeros_like(problem.G), 0
+    for length in (5, 3, 1):
+        J = problem.J[start : start + length, 0]
+        G, start = (1 - rate) * G + rate * 9 / length * J.T @ J / NOISE, start + length
+    rows = jacobian(problem.model, given.inputs, problem.blocks)[:, 0]
+    wanted = subspace_covariance(span_of(rows), G, torch.full_like(rows[0], 2.0), True)
+    close(found.covariance.to_dense(), wanted, 1e-8)
+
+
+# --- numbers and data ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fit", [lw.ClosedForm(), lw.NaturalGradient(4)])
+def test_bfloat16(fit):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 3)).eval()
+    x, y = torch.randn(40, 4), torch.randint(3, (40,))
+    exact = lw.fit(model, [(x, y)], lw.VaLLA(10, fit=fit), prior_precision=1.0).latent(x[:5]).variance
+    half = model.to(torch.bfloat16)
+    found = lw.fit(half, [(x.bfloat16(), y)], lw.VaLLA(10, fit=fit), prior_precision=1.0)
+    variance = found.latent(x[:5].bfloat16()).variance
+    assert variance.dtype == torch.float32
+    assert (variance > 0).all()
+    torch.testing.assert_close(variance, exact, rtol=0.3, atol=0.1)
+
+
+@pytest.mark.parametrize("fit", [lw.ClosedForm(), lw.NaturalGradient(3)])
+def test_the_seed_repeats(fit):
+    problem = setup("mlp")
+    method = lw.VaLLA(4, fit=fit, initial="data")
+    first, again, other = (problem.fit(method, seed=seed).covariance.to_dense() for seed in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, other, rtol=1e-3)
+
+
+def test_float32_variances_are_positive_at_the_points():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1)).eval()
+    x = torch.linspace(-2, 2, 300)[:, None]
+    fitted = lw.fit(model, [(x, x.sin())], lw.VaLLA(40, fit=lw.ClosedForm()), likelihood=lw.Gaussian(1e-4))
+    assert (fitted.latent(x).variance > 0).all()
+
+
+def test_the_span_may_stay_implicit():
+    """Where M P exceeds the budget the directions are never written out; the result is the same, and is saved."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 500), nn.Tanh(), nn.Linear(500, 400), nn.Tanh(), nn.Linear(400, 2)).eval()
+    x, y = torch.randn(60, 40), torch.randint(2, (60,))
+    method = lw.VaLLA(30, fit=lw.ClosedForm())
+    wide, narrow = (lw.fit(model, [(x, y)], method, prior_precision=1.0, memory=m) for m in (2**30, 2**24))
+    assert type(narrow.covariance.basis).__name__ == "ImplicitBasis"
+    torch.testing.assert_close(narrow.latent(x[:4]).variance, wide.latent(x[:4]).variance, rtol=1e-4, atol=1e-4)
+
+
+# --- the points ------------------------------------------------------------------------------------------------------
+
+
+def test_shares():
+    assert _shares([50, 5, 45], 12) == [4, 4, 4]
+    assert _shares([50, 2, 45], 12) == [5, 2, 5]
+    assert _shares([3, 1], 10) == [3, 1]
+    assert _shares([5], 0) == [0]
+
+
+def classes(count: int, sort: bool = False) -> tuple[Tensor, Tensor]:
+    y = torch.arange(count) % 3
+    y = y.sort().values if sort else y
+    return torch.randn(count, 4, generator=torch.Generator().manual_seed(0)).double() + 5 * y[:, None], y
+
+
+class TestChoiceOfPoints:
+    def problem(self, outputs: int = 3) -> Setup:
+        return setup("mlp" if outputs == 3 else "mlp_scalar")
+
+    @pytest.mark.parametrize("initial", ["kmeans", "data"])
+    def test_classes_and_outputs_are_balanced(self, initial):
+        x, y = classes(300)
+        anchors = points_of(self.problem(), lw.VaLLA(12, initial=initial), [(x[:200], y[:200]), (x[200:], y[200:])])
+        means = anchors.inputs[0][anchors.samples].mean(1)
+        assert (means / 5).round().long().bincount().tolist() == [4, 4, 4]
+        assert anchors.outputs.bincount().tolist() == [4, 4, 4]
+        assert movable(anchors)
+        if initial == "data":
+            assert all((x == row).all(1).any() for row in anchors.inputs[0][anchors.samples])
+        else:
+            assert not any((x == row).all(1).any() for row in anchors.inputs[0])
+
+    def test_centres_are_those_of_clusters(self):
+        x = torch.tensor([[0.0], [0.1], [5.0], [5.2], [9.0]]).double().expand(5, 3).contiguous()
+        loader = [(x, torch.zeros(5, 1).double())]
+        anchors = points_of(self.problem(1), lw.VaLLA(3), loader)
+        assert sorted(anchors.inputs[0][:, 0].tolist()) == pytest.approx([0.05, 5.1, 9.0])
+        assert anchors.outputs.tolist() == [0, 0, 0]
+
+    def test_more_points_than_samples_take_further_outputs(self):
+        x, y = classes(6)
+        anchors = points_of(self.problem(), lw.VaLLA(10), [(x, y)])
+        pairs = set(zip(anchors.samples.tolist(), anchors.outputs.tolist(), strict=True))
+        assert len(pairs) == len(anchors) == 10
+        assert len(points_of(self.problem(), lw.VaLLA(100), [(x, y)])) == 18
+
+    def test_only_the_first_samples_are_looked_at(self):
+        seen = set()
+
+        class Data(torch.utils.data.Dataset):
+            x, y = classes(6000)
+
+            def __len__(self):
+                return 6000
+
+            def __getitem__(self, i):
+                seen.add(i)
+                return self.x[i], self.y[i]
+
+        loader = torch.utils.data.DataLoader(Data(), batch_size=500)
+        fitted = self.problem().fit(lw.VaLLA(10, fit=lw.NaturalGradient(2)), loader=loader)
+        assert max(seen) == 1999  # of 2000 for the points; two batches of steps
+        assert fitted.samples == 1000
+        assert fitted.data_factor == 6
+
+    def test_a_sorted_loader_is_warned_of(self, caplog):
+        x, y = classes(9000, sort=True)
+        problem = self.problem()
+        with caplog.at_level(logging.WARNING, "lapwing"):
+            problem.fit(lw.VaLLA(4), loader=[(x[i : i + 500], y[i : i + 500]) for i in range(0, 9000, 500)], tune=None)
+        assert [r for r in caplog.records if "hold 1 of 3 classes" in r.getMessage()]
+        caplog.clear()
+        x, y = classes(300)
+        with caplog.at_level(logging.WARNING, "lapwing"):
+            problem.fit(lw.VaLLA(4), loader=[(x, y)], tune=None)
+        assert not [r for r in caplog.records if "classes" in r.getMessage()]
+
+    @pytest.mark.parametrize("name", ["gpt2", "tied", "embedding_bag_of_tokens"])
+    def test_discrete_inputs_are_samples(self, name, caplog):
+        problem = setup(name)
+        with caplog.at_level(logging.INFO, "lapwing"):
+            fitted = problem.fit(lw.VaLLA(5))
+        told = [r for r in caplog.records if "discrete" in r.getMessage()]
+        assert len(told) == 1
+        assert psd(fitted.covariance.to_dense())
+        assert not movable(points_of(problem, lw.VaLLA(5)))
+
+    def test_texts_of_several_lengths(self):
+        case = setup("gpt2")
+        batches = [case.loader[0]]
+        shorter = {key: value[:, :4] for key, value in case.loader[1].items() if key != "labels"}
+        batches.append({**shorter, "labels": case.loader[1]["labels"]})
+        anchors = points_of(case, lw.VaLLA(24), batches)
+        assert len(anchors.inputs) == 2
+        assert len(anchors) == 24  # eight samples, three outputs
+        assert len(anchors.rows(torch.float64)) == 24
+
+    def test_without_scikit_learn(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "sklearn.cluster", None)
+        with pytest.raises(lw.LapwingError, match=r"pip install lapwing\[eval\].*initial='data'"):
+            setup("mlp_scalar").fit(lw.VaLLA(3))
+        setup("mlp_scalar").fit(lw.VaLLA(3, initial="data"))
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("count", [0, -1, 2.0, True, "all"])
+    def test_counts(self, count):
+        with pytest.raises(lw.LapwingError, match="inducing_points"):
+            lw.VaLLA(count)
+        with pytest.raises(lw.LapwingError, match="steps"):
+            lw.NaturalGradient(count)
+
+    def test_labels_and_fits(self):
+        with pytest.raises(lw.LapwingError, match="'kmeans', 'data'"):
+            lw.VaLLA(3, initial="k-means")
+        with pytest.raises(lw.LapwingError, match=r"lw.ClosedForm\(\)"):
+            lw.VaLLA(3, fit=lw.ClosedForm)
+        for rate in (0.0, 1.5, float("nan"), "0.1"):
+            with pytest.raises(lw.LapwingError, match="rate"):
+                lw.NaturalGradient(3, rate=rate)
+
+    def test_given_points(self):
+        problem = setup("mlp")
+        x = problem.x[:3]
+        for outputs in (torch.zeros(2, dtype=torch.int64), torch.zeros(3), torch.zeros(3, 1, dtype=torch.int64), [0]):
+            with pytest.raises(lw.LapwingError, match="InducingPoints"):
+                lw.InducingPoints(x, outputs)
+        with pytest.raises(lw.LapwingError, match="InducingPoints"):
+            lw.InducingPoints(x[:0])
+        for inputs, found in (
+            (x[:, :2], r"\(3, 2\)"),
+            (x.float(), "float32"),
+            (x * torch.nan, "NaN or infinite"),
+        ):
+            with pytest.raises(lw.LapwingError, match=found):
+                problem.fit(lw.VaLLA(lw.InducingPoints(inputs)))
+        with pytest.raises(lw.LapwingError, match="0 to 3.*0 to 2"):
+            problem.fit(lw.VaLLA(lw.InducingPoints(x, torch.tensor([0, 3, 1]))))
+
+    def test_a_repr_is_short(self):
+        text = repr(lw.VaLLA(lw.InducingPoints(torch.randn(50, 3), torch.zeros(50, dtype=torch.int64))))
+        assert "Tensor (50, 3) float32" in text
+        assert len(text) < 200
+
+
+def test_given_points_are_not_changed():
+    problem = setup("mlp_scalar")
+    x = problem.x[:3].clone().requires_grad_()
+    before = x.detach().clone()
+    problem.fit(lw.VaLLA(lw.InducingPoints(x)))
+    assert torch.equal(x.detach(), before)
+    assert x.grad is None
+
+
+def test_the_tangent_is_not_asked_for_more_than_the_budget():
+    """A pool larger than the budget is cut short, never below the points asked for."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3000, 2)).eval()
+    x, y = torch.randn(1500, 3000), torch.randint(2, (1500,))
+    loader = [(x[i : i + 300], y[i : i + 300]) for i in range(0, 1500, 300)]
+    tangent = Tangent.survey(model, x[:5], memory=2**24)
+    asked = SimpleNamespace(tangent=tangent, seed=0, generator=lambda: torch.Generator().manual_seed(0))
+    choosing = inducing_points(asked, 10, "data")
+    step = next(choosing)
+    state = step.init()
+    for i, (inputs, targets) in enumerate(loader):
+        step.update(state, Batch(tangent, inputs, targets, 300 * i))
+    assert sum(value.nbytes for value in state.values()) < 2**24 + 2 * x[:300].nbytes
+
+
+def test_steps_end_with_one_pass_over_the_data():
+    problem = setup("mlp_scalar")
+    shown = []
+
+    class Loader(list):
+        def __iter__(self):
+            for batch in super().__iter__():
+                shown.append(len(batch[1]))
+                yield batch
+
+    points = lw.InducingPoints(problem.x[:4])
+    found = problem.fit(lw.VaLLA(points, fit=lw.NaturalGradient(1000)), loader=Loader(problem.loader))
+    assert len(shown) == 1 + 3 + 1  # the survey's, the steps, and the one by which they know
+    exact = problem.fit(lw.VaLLA(points, fit=lw.ClosedForm()))
+    close(found.covariance.to_dense(), exact.covariance.to_dense(), 1e-10)

@@ -1,0 +1,389 @@
+"""VaLLA's fits that move the inducing points: their objectives, optima, limits, early stopping, and divergence."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.methods import alpha_divergence, moving_points, variational_bound
+from lapwing.methods.moving_points import divergence, inner_factor, remaining
+from lapwing.methods.passes import Batch, FisherRoot, Problem, Seen
+from lapwing.prior import Prior
+from lapwing.tangent import Anchors
+from lapwing.tangent.inducing import Kernel
+from tests import oracle
+from tests.conformance import Setup, close, jacobian, psd, setup
+from tests.methods.test_valla import points_of, rows_at
+
+MOVING = (lw.AlphaDivergence(steps=4), lw.VariationalBound(steps=4), lw.VariationalBound(4, then=lw.NaturalGradient(3)))
+
+
+def frozen(anchors: Anchors) -> bool:
+    return False
+
+
+# --- pure functions --------------------------------------------------------------------------------------------------
+
+
+def test_divergence_is_the_gaussian_one():
+    """With the distance it is `KL(N(θ̂, (δI + J_ZᵀAJ_Z)⁻¹) ‖ N(μ0, I/δ))` in weight space."""
+    generator = torch.Generator().manual_seed(0)
+    rows, root = (torch.randn(*shape, generator=generator).double() for shape in ((4, 9), (4, 4)))
+    delta, mean = 0.7, torch.randn(9, generator=generator).double()
+    precision = delta * torch.eye(9).double() + rows.T @ root @ root.T @ rows
+    q = torch.distributions.MultivariateNormal(mean, precision_matrix=precision)
+    p = torch.distributions.MultivariateNormal(torch.zeros(9).double(), torch.eye(9).double() / delta)
+    found = divergence(inner_factor(rows @ rows.T / delta, root)) + delta * mean.square().sum() / 2
+    close(found, torch.distributions.kl_divergence(q, p))
+
+
+def test_remaining_covariance_is_that_of_weight_space():
+    generator = torch.Generator().manual_seed(0)
+    rows, root, J = (torch.randn(*s, generator=generator).double() for s in ((4, 9), (4, 4), (5, 2, 9)))
+    root[:, 3] = 0  # A may be singular
+    kernel = Kernel(rows @ rows.T, J @ rows.T, J @ J.mT, torch.zeros(5, 2))
+    sigma = torch.linalg.inv(torch.eye(9).double() + rows.T @ root @ root.T @ rows)
+    close(remaining(kernel, inner_factor(kernel.inner, root), root), J @ sigma @ J.mT)
+
+
+# --- objectives ------------------------------------------------------------------------------------------------------
+
+
+def problem_of(problem: Setup, **options) -> Problem:
+    """What a method is told, all data seen."""
+    prior = Prior.read(problem.tangent, options.pop("prior_precision", 2.0), options.pop("prior_mean", 0.0))
+    likelihood = options.pop("likelihood", problem.likelihood)
+    root = FisherRoot(likelihood, problem.tangent.outputs, torch.Generator())
+    n = problem.samples
+    return Problem(
+        problem.tangent, likelihood, root, prior, True, 0, lambda: problem.y, lambda: n, lambda: Seen(n, {}), **options
+    )
+
+
+def values_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return moving_points.finished(state)
+
+
+@pytest.mark.parametrize("name", ["mlp_scalar", "conv1d", "mlp"])
+def test_the_bound_is_the_dense_one(name):
+    """`-[Σ log p - 1/2 tr(Λ_n J Σ Jᵀ)] + KL` in weight space, at the optimal A, with temperature and data size."""
+    case = setup(name)
+    for options, factor in (({}, 1.0), ({"temperature": 2.0, "data_size": 45}, 2.5)):
+        problem = problem_of(case, prior_mean=0.3, **options)
+        anchors = points_of(case, lw.VaLLA(4))
+        steps = variational_bound._BoundSteps(problem, anchors, 3, 0.1, None)
+        state = steps.init()
+        batch = Batch(case.tangent, case.x, case.y, 0)
+        found = steps.objective(state, values_of(state), batch, torch.Generator())
+        rows = rows_at(case, anchors)
+        inverse = torch.linalg.inv(rows @ rows.T)
+        A = factor * inverse @ rows @ case.G @ rows.T @ inverse
+        precision = 2 * torch.eye(rows.shape[1]).double() + rows.T @ A @ rows
+        q = torch.distributions.MultivariateNormal(case.theta, precision_matrix=precision)
+        p = torch.distributions.MultivariateNormal(
+            torch.full_like(case.theta, 0.3), torch.eye(len(case.theta)).double() / 2
+        )
+        expected = factor * (case.log_likelihood - (case.G @ torch.linalg.inv(precision)).trace() / 2)
+        close(found, torch.distributions.kl_divergence(q, p) - expected, 1e-6)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_the_divergence_for_gaussian_noise(alpha):
+    """Mini-batches are scaled to N; at α = 0 the bound without the distance, at α = 1 the log predictive density."""
+    case, noise = setup("conv1d"), 0.2
+    problem = problem_of(case, likelihood=lw.Gaussian(noise), data_size=90)
+    anchors = points_of(case, lw.VaLLA(4))
+    fit = lw.AlphaDivergence(alpha=alpha)
+    steps = alpha_divergence._AlphaSteps(fit, problem, anchors, None)
+    state = steps.init()
+    some = slice(0, 5)
+    batch = Batch(case.tangent, oracle.take(case.x, some), case.y[some], 0)
+    found = steps.objective(state, values_of(state), batch, torch.Generator())
+    rows = rows_at(case, anchors)
+    sigma = torch.linalg.inv(2 * torch.eye(rows.shape[1]).double() + rows.T @ rows)  # L = I
+    expected = torch.zeros(()).double()
+    for J, f, y in zip(case.J[some], case.f[some], case.y[some], strict=True):
+        K, r = J @ sigma @ J.T, y - f
+        if alpha == 0:
+            one = -0.5 * (r.square().sum() + K.trace()) / noise - len(r) / 2 * math.log(2 * math.pi * noise)
+        else:
+            eye = torch.eye(len(r)).double()
+            whole = torch.distributions.MultivariateNormal(torch.zeros(len(r)).double(), noise / alpha * eye + K)
+            one = whole.log_prob(r) / alpha  # N(y; f, σ²)^α is N(y; f, σ²/α) up to its constant
+            one = one - len(r) / 2 * (math.log(2 * math.pi * noise) - math.log(2 * math.pi * noise / alpha) / alpha)
+        expected = expected + one
+    kl = divergence(inner_factor(rows @ rows.T / 2, torch.eye(4).double()))
+    close(found, kl - 90 / 5 * expected, 1e-8)
+
+
+def test_the_divergence_for_classes_is_the_log_of_the_predicted_probability():
+    case = setup("mlp")
+    anchors = points_of(case, lw.VaLLA(4))
+    steps = alpha_divergence._AlphaSteps(lw.AlphaDivergence(), problem_of(case), anchors, None)
+    state = steps.init()
+    found = steps.objective(state, values_of(state), Batch(case.tangent, case.x, case.y, 0), torch.Generator())
+    fitted = case.fit(lw.VaLLA(_given(anchors), fit=lw.AlphaDivergence(steps=1, learning_rate=1e-12)))
+    kl = divergence(inner_factor(rows_at(case, anchors) @ rows_at(case, anchors).T / 2, torch.eye(4).double()))
+    wanted = kl - fitted.predict(case.x).log_prob(case.y).sum()
+    close(found, wanted, 1e-6)
+    assert float(fitted.history["objective"][0]) == pytest.approx(float(wanted), abs=1e6)
+
+
+def _given(anchors: Anchors) -> lw.InducingPoints:
+    return lw.InducingPoints(anchors.inputs[0][anchors.samples], anchors.outputs)
+
+
+# --- optima ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def still(monkeypatch):
+    """Z stays: what is optimised is A."""
+    monkeypatch.setattr(moving_points, "movable", frozen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp_scalar"])
+def test_at_alpha_zero_the_optimal_A_is_the_closed_form(name, still):
+    """Fixed Z, δ and σ², Gaussian noise: Adam on L to within 1 % of the variances that the closed form gives."""
+    case = setup(name)
+    loader = [(case.x, case.y)]
+    exact = case.fit(lw.VaLLA(3, fit=lw.ClosedForm()), loader=loader)
+    found = case.fit(lw.VaLLA(3, fit=lw.AlphaDivergence(alpha=0.0, steps=4000, learning_rate=0.01)), loader=loader)
+    torch.testing.assert_close(found.latent(case.test).variance, exact.latent(case.test).variance, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_at_alpha_one_the_optimal_A_is_not_the_closed_form(still):
+    """The predictive density asks for less certainty: four times the variance here, where residuals exceed σ²."""
+    case = setup("mlp_scalar")
+    loader = [(case.x, case.y)]
+    exact = case.fit(lw.VaLLA(3, fit=lw.ClosedForm()), loader=loader).latent(case.x).variance
+    found = case.fit(lw.VaLLA(3, fit=lw.AlphaDivergence(steps=3000)), loader=loader).latent(case.x).variance
+    ratio = float(found.mean() / exact.mean())
+    assert 1.5 < ratio < 10, ratio
+
+
+@pytest.mark.parametrize("name", ["mlp_scalar", "mlp", "attention"])
+def test_moving_points_raise_the_bound(name):
+    """The evidence's lower bound with the points found is above that of the points it began at."""
+    case = setup(name, samples=40)
+    loader = [(case.x, case.y)]
+    began = case.fit(lw.VaLLA(3, fit=lw.ClosedForm()), loader=loader)
+    moved = case.fit(lw.VaLLA(3, fit=lw.VariationalBound(100, 0.03)), loader=loader)
+    full = case.fit(lw.Full(), loader=loader)
+    first, last, most = (fit.log_marginal_likelihood(lower_bound=True) for fit in (began, moved, full))
+    assert first < last <= most + 1e-6
+    objective = moved.history["objective"]
+    assert float(objective[-1]) == pytest.approx(-last, rel=1e-3)
+    assert float(objective[-1]) < float(objective[0])
+
+
+def test_nothing_to_move_is_the_closed_form(caplog):
+    case = setup("tied")
+    exact = case.fit(lw.VaLLA(5, fit=lw.ClosedForm()))
+    found = case.fit(lw.VaLLA(5, fit=lw.VariationalBound(3)))
+    close(found.covariance.to_dense(), exact.covariance.to_dense(), 1e-12)
+
+
+def toy(count: int = 60) -> tuple[nn.Module, Tensor, Tensor]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1, 15), nn.Tanh(), nn.Linear(15, 1)).double().eval()
+        x = torch.linspace(-2, 2, count)[:, None].double()
+        return model, x, model(x).detach() + 0.3 * torch.randn(count, 1).double()
+
+
+@pytest.mark.slow
+def test_the_bound_finds_precision_and_noise():
+    """δ and σ² of the bound are those that the evidence's lower bound has at the points found."""
+    model, x, y = toy()
+    fitted = lw.fit(model, [(x, y)], lw.VaLLA(8, fit=lw.VariationalBound(1500, 0.01)), tune=lw.Evidence())
+    history = fitted.history
+    assert float(history["noise_variance"][-1]) == pytest.approx(fitted.noise_variance, rel=0.02)
+    assert float(history["precision"][-1]) == pytest.approx(float(fitted.prior.precision[0]), rel=0.1)
+
+
+def test_by_the_divergence_what_is_given_is_kept_and_the_rest_is_found():
+    model, x, y = toy()
+    fit = lw.VaLLA(5, fit=lw.AlphaDivergence(steps=30, learning_rate=0.05))
+    free = lw.fit(model, [(x, y)], fit)
+    assert free.prior_precision != 1.0
+    assert free.noise_variance != pytest.approx(float((model(x) - y).detach().square().mean()))
+    kept = lw.fit(model, [(x, y)], fit, prior_precision=0.7)
+    assert kept.prior_precision == pytest.approx(0.7, rel=1e-12)
+    both = lw.fit(model, [(x, y)], fit, prior_precision=0.7, likelihood=lw.Gaussian(0.04))
+    assert both.noise_variance == 0.04
+    assert both.prior_precision == pytest.approx(0.7, rel=1e-12)
+
+
+def test_found_numbers_belong_to_the_covariance():
+    """The posterior's variance is `K*` at what was found: `(Δ + J_ZᵀAJ_Z)⁻¹` noise, N/n and τ undone."""
+    model, x, y = toy()
+    fit = lw.AlphaDivergence(steps=3, learning_rate=1e-9)  # A stays the identity
+    points = lw.InducingPoints(x[::20])
+    for options in ({}, {"data_size": 600}, {"temperature": 3.0}, {"prior_precision": {"0": 2.0, "2": 0.5}}):
+        fitted = lw.fit(model, [(x[:40], y[:40]), (x[40:], y[40:])], lw.VaLLA(points, fit=fit), **options)
+        rows = jacobian(model, x[::20], fitted.tangent.blocks)[:, 0]
+        delta = torch.cat(
+            [
+                torch.full((b.size,), float(d))
+                for b, d in zip(fitted.tangent.blocks, fitted.prior.precision, strict=True)
+            ]
+        )
+        sigma = torch.linalg.inv(torch.diag(delta.double()) + rows.T @ rows)
+        close(fitted.covariance.to_dense(), sigma, 1e-6)
+
+
+# --- validation ------------------------------------------------------------------------------------------------------
+
+
+def test_early_stopping_returns_the_best_not_the_last():
+    model, x, y = toy()
+    held_out = [(x[::7], y[::7] + 0.5), (x[3::7], y[3::7] - 0.5)]  # noisier: training overshoots
+    fit = lw.AlphaDivergence(steps=400, learning_rate=0.05, validation=held_out, every=10, patience=2)
+    fitted = lw.fit(model, [(x, y)], lw.VaLLA(5, fit=fit))
+    scores = fitted.history["validation"]
+    best = int(scores.argmin())
+    assert len(scores) == best + 3  # and two looks that did not improve
+    assert len(fitted.history["objective"]) == 10 * (len(scores) - 1)
+    found = -torch.cat([fitted.predict(a).log_prob(b) for a, b in held_out]).mean()
+    assert float(found) == pytest.approx(float(scores[best]), rel=1e-6)
+
+
+def test_without_validation_the_last_is_returned():
+    model, x, y = toy()
+    runs = [lw.fit(model, [(x, y)], lw.VaLLA(5, fit=lw.AlphaDivergence(steps=n))) for n in (4, 4)]
+    assert torch.equal(runs[0].history["objective"], runs[1].history["objective"])
+    assert "validation" not in runs[0].history
+    assert len(runs[0].history["objective"]) == 4
+
+
+def test_bad_validation():
+    model, x, y = toy()
+    for held_out, found in (([], "without batches"), ([(x * torch.nan, y)], "NaN"), ([(x, y * torch.nan)], "NaN")):
+        with pytest.raises(lw.LapwingError, match=found):
+            lw.fit(model, [(x, y)], lw.VaLLA(3, fit=lw.AlphaDivergence(steps=2, validation=held_out)))
+    with pytest.raises(lw.LapwingError, match="validation=Tensor"):
+        lw.AlphaDivergence(validation=x)
+
+
+# --- divergence ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fit", [lw.AlphaDivergence, lw.VariationalBound])
+def test_divergence_is_told(fit):
+    model, x, y = toy()
+    with pytest.raises(lw.LapwingError, match=r"diverged: .* at step \d+ after .*learning_rate=100000\)"):
+        lw.fit(model, [(x, y)], lw.VaLLA(5, fit=fit(steps=50, learning_rate=1e6)))
+
+
+def test_bad_numbers():
+    for make in (lw.AlphaDivergence, lw.VariationalBound):
+        for rate in (0.0, -1.0, float("nan"), "1"):
+            with pytest.raises(lw.LapwingError, match="learning_rate"):
+                make(learning_rate=rate)
+        with pytest.raises(lw.LapwingError, match="steps"):
+            make(steps=0)
+    for alpha in (-1.0, float("inf"), True, None):
+        with pytest.raises(lw.LapwingError, match="alpha"):
+            lw.AlphaDivergence(alpha=alpha)
+    with pytest.raises(lw.LapwingError, match="then"):
+        lw.VariationalBound(then=lw.AlphaDivergence())
+    with pytest.raises(lw.LapwingError, match="patience"):
+        lw.AlphaDivergence(patience=0)
+
+
+def test_bad_targets_are_told_before_a_step():
+    case = setup("mlp")
+    for fit in MOVING[:2]:
+        with pytest.raises(lw.LapwingError, match="0 to 2"):
+            case.fit(lw.VaLLA(3, fit=fit, initial="data"), loader=[(case.x, case.y + 7)])
+
+
+# --- everything else -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fit", MOVING)
+@pytest.mark.parametrize(
+    "name", ["mlp", "mlp_scalar", "cnn_bn_inplace", "attention", "vit", "gpt2", "tied", "frozen_trunk", "all_frozen"]
+)
+def test_networks(name, fit, tmp_path):
+    """Every fit runs on every kind of network, is repeatable, a covariance below the prior's, and comes back."""
+    case = setup(name)
+    for options in ({}, {"prior_precision": None}):
+        fitted = case.fit(lw.VaLLA(4, fit=fit), **options)
+        sigma = fitted.covariance.to_dense()
+        assert psd(sigma)
+        prior = torch.diag(1 / case.expand(fitted.prior.precision))
+        assert torch.linalg.eigvalsh(prior - sigma).min() > -1e-9 * prior.max()
+        close(fitted.latent(case.test).covariance, oracle.output_covariance(case.J_test, sigma), 1e-7)
+    again = case.fit(lw.VaLLA(4, fit=fit), **options)
+    assert torch.equal(again.covariance.to_dense(), sigma)
+    fitted.save(tmp_path / "p.safetensors")
+    loaded = lw.load(tmp_path / "p.safetensors", case.model)
+    close(loaded.covariance.to_dense(), sigma, 1e-10)
+
+
+@pytest.mark.parametrize("fit", MOVING[:2])
+def test_last_layer(fit):
+    case = setup("cnn_bn_inplace", last_layer=True)
+    fitted = case.fit(lw.VaLLA(4, fit=fit))
+    assert len(fitted.tangent.blocks) == 1
+    assert psd(fitted.covariance.to_dense())
+
+
+@pytest.mark.parametrize("fit", MOVING)
+def test_half_precision_and_float32(fit):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 3)).eval()
+    x, y = torch.randn(40, 4), torch.randint(3, (40,))
+    for dtype in (torch.float32, torch.bfloat16):
+        fitted = lw.fit(model.to(dtype), [(x.to(dtype), y)], lw.VaLLA(6, fit=fit))
+        variance = fitted.latent(x[:5].to(dtype)).variance
+        assert variance.dtype == torch.float32
+        assert (variance > 0).all()
+
+
+def test_points_in_half_precision_move_by_less_than_its_rounding():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).eval().to(torch.bfloat16)
+    x = torch.randn(30, 2).to(torch.bfloat16)
+    tangent = lw.tangent.Tangent.survey(model, x[:5])
+    anchors = Anchors(tangent, (x[:4],), torch.arange(4), torch.zeros(4, dtype=torch.int64))
+    likelihood = lw.Gaussian(0.1)
+    root = FisherRoot(likelihood, 1, torch.Generator())
+    prior = Prior.read(tangent, 1.0)
+    problem = Problem(tangent, likelihood, root, prior, False, 0, None, lambda: 30, lambda: Seen(30, {}))
+    steps = variational_bound._BoundSteps(problem, anchors, 5, 1e-4, None)
+    state = steps.init()
+    for _ in range(5):
+        steps.step(state, Batch(tangent, x, torch.zeros(30, 1), 0), torch.Generator())
+    assert state["open/input/0/0"].dtype == torch.float32
+    assert (state["open/input/0/0"] != x[:4].float()).all()
+
+
+@pytest.mark.parametrize("targets", ["binary", "columns"])
+def test_bernoulli(targets):
+    torch.manual_seed(0)
+    outputs = 1 if targets == "binary" else 3
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, outputs)).eval()
+    x = torch.randn(30, 4)
+    y = torch.randint(2, (30,) if outputs == 1 else (30, outputs)).float()
+    for fit in MOVING:
+        fitted = lw.fit(model, [(x, y)], lw.VaLLA(4, fit=fit), likelihood=lw.Bernoulli())
+        assert (fitted.latent(x).variance > 0).all()
+
+
+def test_a_small_budget_gives_the_same():
+    """Chunks of two samples: the same points, gradient by gradient."""
+    case = setup("mlp")
+    for fit in MOVING[:2]:
+        whole = case.fit(lw.VaLLA(4, fit=fit)).covariance.to_dense()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lw.tangent.Tangent, "chunk_length", lambda *args, **kwargs: 2)
+            close(case.fit(lw.VaLLA(4, fit=fit)).covariance.to_dense(), whole, 1e-6)
