@@ -163,8 +163,8 @@ def _method_and_params(method: Any, params: Any) -> tuple[Method, Predicate | La
     if method is not None and not isinstance(method, Method):
         raise LapwingError(
             f"Asked for method={method!r}; accepted are lw.Full(), lw.Diagonal(), lw.KFAC(), lw.EKFAC(), "
-            "lw.ELLA(rank=20, rows=200), lw.OptimalSubspace(rank=20) and lw.SubsetOfWeights(size=100): write "
-            "method=lw.KFAC()."
+            "lw.ELLA(rank=20, rows=200), lw.OptimalSubspace(rank=20), lw.SubsetOfWeights(size=100), lw.VaLLA(), "
+            "lw.SubsetOfData(size=500), lw.SampledLLA() and lw.MeanField(): write method=lw.KFAC()."
         )
     if params is None:
         params = last_layer if method is None else everything

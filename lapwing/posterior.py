@@ -98,7 +98,7 @@ class Posterior:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The network that this is a posterior of: yours, or for SWAG a copy with averaged weights."""
+        """The network that this is a posterior of: yours, or for SWAG and MeanField a copy with other weights."""
         return self.tangent.model
 
     @property

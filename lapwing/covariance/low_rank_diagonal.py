@@ -33,10 +33,13 @@ class LowRankPlusDiagonal(Covariance):
         blocks: the blocks.
         variances: D, not negative, (P_block,) a block.
         factor: F, (K, P_block) a block; K may be 0.
+        precision: δ (n_blocks,) that it was found at, if there was a prior.
     """
 
-    def __init__(self, blocks: tuple[Block, ...], variances: Vectors, factor: Vectors) -> None:
-        self.blocks = blocks
+    def __init__(
+        self, blocks: tuple[Block, ...], variances: Vectors, factor: Vectors, precision: Tensor | None = None
+    ) -> None:
+        self.blocks, self.precision = blocks, precision
         self.variances = {block.name: variances[block.name] for block in blocks}
         self.factor = {block.name: factor[block.name] for block in blocks}
 
@@ -98,13 +101,14 @@ class LowRankPlusDiagonal(Covariance):
         return _Layer(self.variances[name], self.factor[name].reshape(-1, *block.matrix_shape[1:]))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns D and F by block."""
+        """Returns D and F by block, and δ if there is one."""
         variances = {f"variances/{name}": value for name, value in self.variances.items()}
-        return {**variances, **{f"factor/{name}": rows for name, rows in self.factor.items()}}
+        prior = {} if self.precision is None else {"precision": self.precision}
+        return {**variances, **{f"factor/{name}": rows for name, rows in self.factor.items()}, **prior}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> LowRankPlusDiagonal:
         """Rebuilds the covariance."""
         names = [block.name for block in tangent.blocks]
         variances, factor = ({name: tensors[f"{part}/{name}"] for name in names} for part in ("variances", "factor"))
-        return cls(tangent.blocks, variances, factor)
+        return cls(tangent.blocks, variances, factor, tensors.get("precision"))

@@ -47,12 +47,14 @@ def put(network: nn.Module, values: Mapping[str, Tensor]) -> None:
         own[name].copy_(value)
 
 
-def diagonal(tangent: Tangent, variances: Mapping[str, Tensor]) -> LowRankPlusDiagonal:
-    """Returns the covariance of independent weights from their variances, by parameter."""
+def diagonal(
+    tangent: Tangent, variances: Mapping[str, Tensor], precision: Tensor | None = None
+) -> LowRankPlusDiagonal:
+    """Returns the covariance of independent weights from their variances, by parameter, and the prior they had."""
     joined = {name: value.to(tangent.device, tangent.dtype) for name, value in variances.items()}
     parts = join(tangent.blocks, joined)
     return LowRankPlusDiagonal(
-        tangent.blocks, parts, {name: part.new_zeros(0, len(part)) for name, part in parts.items()}
+        tangent.blocks, parts, {name: part.new_zeros(0, len(part)) for name, part in parts.items()}, precision
     )
 
 

@@ -71,7 +71,7 @@ class MeanField(Method):
     steps: int = 300
     learning_rate: float = 1e-4
     std_rate: float = 1e-2
-    initial_std: float = 3e-3
+    initial_std: float = 1e-2
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
@@ -98,7 +98,7 @@ class MeanField(Method):
             precision = torch.full_like(precision, float(tuning.weight_precision(state)))
         kept = {name.removeprefix("history/"): value for name, value in state.items() if name.startswith("history/")}
         return Found(
-            diagonal(moved, tuning.by_parameter((2 * state["log_std"]).exp())),
+            diagonal(moved, tuning.by_parameter((2 * state["log_std"]).exp()), precision),
             precision,
             tuning.noise_variance(state),
             history=kept,

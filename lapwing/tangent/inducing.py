@@ -99,9 +99,9 @@ def _batch_chunks(tangent: Tangent, inputs: Any, cotangents: Cotangents, held: i
         u = cotangents[part] if isinstance(cotangents, Tensor) else cotangents
         return lambda: tangent.record(chunk, u, torch.float64)
 
-    columns = cotangents.shape[-1] if isinstance(cotangents, Tensor) else None
-    count = columns or getattr(cotangents, "columns", tangent.outputs)
-    length = max(1, tangent.chunk_length(columns or cotangents, torch.float64, count * held) // 2)
+    drawn = cotangents.shape[-1] if isinstance(cotangents, Tensor) else None
+    columns: int = drawn or getattr(cotangents, "columns", tangent.outputs)
+    length = max(1, tangent.chunk_length(columns, torch.float64, columns * held) // 2)
     return _Chunks([(part, maker(part, chunk)) for part, chunk in batches.chunks(inputs, length)])
 
 

@@ -261,6 +261,7 @@ def test_prior_and_noise_are_learned():
     close(mean, torch.linalg.solve(precision, x.T @ y / posterior.noise_variance).T, 0.03)
     assert posterior.history["noise_variance"][-1] == pytest.approx(posterior.noise_variance, rel=0.02)
     assert posterior.history["prior_precision"][-1] == pytest.approx(delta, rel=0.01)
+    assert posterior.prior_precision == pytest.approx(delta, rel=0.01)
 
 
 def test_objective_is_the_lower_bound():
