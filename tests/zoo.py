@@ -226,7 +226,9 @@ def _gpt2() -> nn.Module:
 
 def _gpt2_inputs(batch_size: int, seed: int) -> dict[str, Tensor]:
     tokens = _tokens(1, 17, 6)(batch_size, seed)  # never the padding token 0
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    mask = torch.ones_like(tokens)
+    mask[1::2, -2:] = 0  # every other text is shorter
+    return {"input_ids": tokens * mask, "attention_mask": mask}
 
 
 _add("attention", zm.PreNormAttention, _real(4, 6), 3, True, "pre-norm attention block written by hand")
@@ -234,7 +236,7 @@ _add("mha", lambda: zm.SelfAttention(batch_first=True), _real(4, 6), 3, True, "o
 _add("mha_seq_first", lambda: zm.SelfAttention(batch_first=False), _real(4, 6), 3, True, "batch in dimension 1 within")
 _add("encoder_layer", zm.EncoderLayer, _real(4, 8), 3, True, "fused fast path when no gradient is wanted")
 _add("vit", _vit, lambda b, s: {"pixel_values": _real(1, 8, 8)(b, s)}, 3, True, "Hugging Face: dict in, .logits out")
-_add("gpt2", _gpt2, _gpt2_inputs, 3, True, "Hugging Face, Conv1D layers with transposed weights, causal mask")
+_add("gpt2", _gpt2, _gpt2_inputs, 3, True, "Hugging Face, Conv1D with transposed weights, causal and padding masks")
 _add("tied", zm.TiedTokens, _tokens(0, 7, 4), 7, True, "embedding and head share one weight")
 _add(
     "embedding_bag_of_tokens", zm.TokenSum, lambda b, s: _tokens(0, 9, 7)(b, s).clamp(max=5), 3, True,

@@ -47,9 +47,7 @@ def put(network: nn.Module, values: Mapping[str, Tensor]) -> None:
         own[name].copy_(value)
 
 
-def diagonal(
-    tangent: Tangent, variances: Mapping[str, Tensor], precision: Tensor | None = None
-) -> LowRankPlusDiagonal:
+def diagonal(tangent: Tangent, variances: Mapping[str, Tensor], precision: Tensor | None = None) -> LowRankPlusDiagonal:
     """Returns the covariance of independent weights from their variances, by parameter, and the prior they had."""
     joined = {name: value.to(tangent.device, tangent.dtype) for name, value in variances.items()}
     parts = join(tangent.blocks, joined)

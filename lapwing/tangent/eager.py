@@ -51,7 +51,12 @@ def _math_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Computes attention by plain products: fused kernels have no forward mode, second derivative or batching rule."""
+    """Computes attention by plain products: fused kernels have no forward mode, second derivative or batching rule.
+
+    The operation beneath adds its mask to the scores whatever its dtype, so what a boolean one leaves out becomes -inf.
+    """
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
     return torch.ops.aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
     )[0]

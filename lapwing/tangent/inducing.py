@@ -100,7 +100,7 @@ def _batch_chunks(tangent: Tangent, inputs: Any, cotangents: Cotangents, held: i
         return lambda: tangent.record(chunk, u, torch.float64)
 
     drawn = cotangents.shape[-1] if isinstance(cotangents, Tensor) else None
-    columns: int = drawn or getattr(cotangents, "columns", tangent.outputs)
+    columns: int = getattr(cotangents, "columns", tangent.outputs) if drawn is None else drawn
     length = max(1, tangent.chunk_length(columns, torch.float64, columns * held) // 2)
     return _Chunks([(part, maker(part, chunk)) for part, chunk in batches.chunks(inputs, length)])
 

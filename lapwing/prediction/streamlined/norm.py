@@ -1,0 +1,174 @@
+"""Moments through norms, linearised with their statistics, and through softmaxes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .fusion import aten
+from .moments import Moments, Rule, Site, Treated, Value, mean_of, variance_of
+
+
+def normalised(x: Tensor, variance: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
+    """Returns `x̂ = (x - μ)/s` over the last dimension and its variances, for independent entries of x.
+
+        v_x̂ = [(1 - 2/D - 2 x̂²/D) v + (Σv + 2 x̂ Σx̂v + x̂² Σx̂²v)/D²] / s²
+
+    Without its mean (`centred=False`) the terms of μ are left out: `[(1 - 2 x̂²/D) v + x̂² Σx̂²v/D²] / s²`.
+
+    Args:
+        x: (..., D).
+        variance: v, of the same shape.
+        eps: added to the mean square.
+        centred: whether μ is taken off, or is 0 (root-mean-square norms).
+
+    Cost: time O(D).
+    """
+    d = x.shape[-1]
+    x = x - x.mean(-1, keepdim=True) if centred else x
+    inverse = (x.square().mean(-1, keepdim=True) + eps).rsqrt()  # 1/s
+    x = x * inverse
+    scaled, square = variance * inverse.square(), x.square()
+    second = (square * scaled).sum(-1, keepdim=True) / d**2
+    if not centred:
+        return x, (1 - 2 / d * square) * scaled + square * second
+    total, cross = scaled.sum(-1, keepdim=True) / d**2, (x * scaled).sum(-1, keepdim=True) / d**2
+    return x, (1 - 2 / d - 2 / d * square) * scaled + (total + 2 * x * cross + square * second)
+
+
+def layer_norm(site: Site, given: dict[str, Any]) -> Moments:
+    """`F.layer_norm` and `F.rms_norm` over the last dimensions."""
+    x, centred = given["input"], site.node.target is aten.layer_norm.default
+    count = len(given["normalized_shape"])
+    eps = given["eps"]
+    eps = torch.finfo(mean_of(x).dtype).eps if eps is None else eps
+
+    def apply(x: Tensor) -> Tensor:
+        return site.node.target(**{**given, "input": x, "weight": None, "bias": None} if centred else
+                                {**given, "input": x, "weight": None})  # type: ignore[operator]  # fmt: skip
+
+    if isinstance(x, Moments):
+        mean, variance = normalised(x.mean.flatten(-count), x.variance.flatten(-count), eps, centred)
+        inner: Value = Moments(mean.reshape(x.mean.shape), variance.reshape(x.mean.shape))
+    else:
+        inner = apply(x)
+    return affine(site, inner, given["weight"], given.get("bias"), 0)
+
+
+def group_norm(site: Site, given: dict[str, Any]) -> Moments:
+    """`F.group_norm`."""
+    x, groups = given["input"], given["num_groups"]
+    shape = mean_of(x).shape
+    if isinstance(x, Moments):
+        mean, variance = (value.reshape(shape[0], groups, -1) for value in (x.mean, x.variance))
+        mean, variance = normalised(mean, variance, given["eps"], True)
+        inner: Value = Moments(mean.reshape(shape), variance.reshape(shape))
+    else:
+        inner = F.group_norm(x, groups, eps=given["eps"])
+    return affine(site, inner, given["weight"], given["bias"], len(shape) - 2)
+
+
+def batch_norm(site: Site, given: dict[str, Any]) -> Moments | tuple[Moments]:
+    """`F.batch_norm` in eval mode, with treated weights; with certain ones it is an element-wise function."""
+    x = given["input"]
+    trailing = mean_of(x).ndim - 2
+    scale = (given["running_var"] + given["eps"]).rsqrt()
+    scale, shift = (v.reshape(-1, *(1,) * trailing) for v in (scale, -given["running_mean"] * scale))
+    mean = torch.addcmul(shift, mean_of(x), scale)
+    inner = Moments(mean, x.variance) if isinstance(x, Moments) else mean
+    found = affine(site, inner, given["weight"], given["bias"], trailing, scale.square())
+    return found if site.node.target is aten.batch_norm.default else (found,)
+
+
+def affine(
+    site: Site, x: Value, weight: Value | None, bias: Value | None, trailing: int, factor: Tensor | None = None
+) -> Moments:
+    """Returns the moments of `γ x̂ + β`, with γ and β correlated within one feature as the posterior says.
+
+        Var = (γ² + Var[γ]) v + Var[γ] x̂² + Var[β] + 2 x̂ Cov[γ, β]
+
+    Args:
+        site: the call.
+        x: x̂.
+        weight: γ, if any.
+        bias: β, if any.
+        trailing: how many dimensions come after the features.
+        factor: of the variances, which are then those of x̂ without it.
+    """
+
+    def wide(value: Any) -> Any:
+        return None if value is None else value.reshape(*value.shape, *(1,) * trailing)
+
+    mean, variance = mean_of(x), variance_of(x)
+    gamma, beta, gamma_v, beta_v = map(wide, (mean_of(weight), mean_of(bias), variance_of(weight), variance_of(bias)))
+    if gamma is None:
+        out = mean if beta is None else mean + beta
+    else:
+        out = mean * gamma if beta is None else torch.addcmul(beta, mean, gamma)
+    total = beta_v
+    if gamma_v is not None:
+        total = torch.addcmul(mean.new_zeros(()) if total is None else total, mean.square(), gamma_v)
+    if variance is not None:
+        slope = mean.new_ones(()) if gamma is None else gamma.square()
+        slope = slope if gamma_v is None else slope + gamma_v
+        slope = slope if factor is None else slope * factor
+        total = variance * slope if total is None else torch.addcmul(total, variance, slope)
+    crossed = _covariance(site, gamma_v, beta_v, mean.dtype)
+    if crossed is not None:
+        total = total + 2 * mean * crossed
+    return Moments(out, total if total.shape == out.shape else total.expand_as(out))
+
+
+def _covariance(site: Site, gamma_v: Tensor | None, beta_v: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Returns Cov[γ, β] in the shape of γ's variances, None where it is 0."""
+    weight, bias = site.roles.get("weight"), site.roles.get("bias")
+    if gamma_v is None or beta_v is None or weight is None or bias is None or weight[0] is not bias[0]:
+        return None
+    size = gamma_v.numel()
+    found = site.constant("crossed", lambda: _crossed(weight[0], size, dtype))
+    return None if found is None else found.reshape(gamma_v.shape)
+
+
+def _crossed(treated: Treated, size: int, dtype: torch.dtype) -> Tensor | None:
+    """Returns `Cov[γ_i, β_i]` from variances of sums, `Var[γ_i + β_i] = Var γ_i + Var β_i + 2 Cov[γ_i, β_i]`."""
+    found = treated.covariance.rotation()
+    if found is not None and found[0] is None:
+        return None  # diagonal
+    eye = torch.eye(size, dtype=dtype, device=treated.marginals[treated.block.parameters[0]].device)
+    names = treated.block.parameters
+    variances = treated.covariance.push(torch.cat([eye, eye], 1), None, False).flatten()
+    return (variances - treated.marginals[names[0]].flatten() - treated.marginals[names[1]].flatten()) / 2
+
+
+def softmax(site: Site, given: dict[str, Any]) -> Moments:
+    """Returns the moments of a softmax, linearised: `v_y = y² [(1 - 2y) v + Σ y² v]`."""
+    x, dim = given["self"], given["dim"]
+    y = x.mean.softmax(dim)
+    square = y.square()
+    shared = (square * x.variance).sum(dim, keepdim=True)
+    return Moments(y, square * ((1 - 2 * y) * x.variance + shared))
+
+
+def log_softmax(site: Site, given: dict[str, Any]) -> Moments:
+    """Returns the moments of a log softmax, linearised: `v_y = (1 - 2y) v + Σ y² v`."""
+    x, dim = given["self"], given["dim"]
+    y = x.mean.log_softmax(dim)
+    p = y.exp()
+    return Moments(y, (1 - 2 * p) * x.variance + (p.square() * x.variance).sum(dim, keepdim=True))
+
+
+RULES: dict[Any, Rule] = {
+    aten.layer_norm.default: layer_norm,
+    aten.rms_norm.default: layer_norm,
+    aten.group_norm.default: group_norm,
+    aten.batch_norm.default: batch_norm,
+    aten._native_batch_norm_legit_no_training.default: batch_norm,
+    aten.softmax.int: softmax,
+    aten._softmax.default: softmax,
+    aten._safe_softmax.default: softmax,
+    aten.log_softmax.int: log_softmax,
+    aten._log_softmax.default: log_softmax,
+}

@@ -1,0 +1,86 @@
+"""What streamlined prediction refuses, by name and with the line to write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lapwing import tangent as tn
+from lapwing.covariance import DenseCovariance
+from lapwing.errors import LapwingError
+from lapwing.prediction.streamlined import Streamlined
+from tests.prediction.streamlined_oracle import F64, build, mlp, psd, survey
+from tests.zoo import ZOO
+
+
+def refuse(model, x, message, params=None, way=None, **options):
+    tangent = tn.Tangent.survey(model.double().eval(), x, params or tn.matching("*"), **options)
+    covariance = DenseCovariance(tangent.blocks, psd(tangent.size), torch.ones(len(tangent.blocks), dtype=F64), 1.0)
+    with pytest.raises(LapwingError, match=message) as caught:
+        (way or Streamlined()).latent(tangent, covariance, x, joint=False)
+    assert "lw.Linearized()" in str(caught.value)
+
+
+class Sorted(nn.Module):
+    def forward(self, x):
+        return x.sort(-1).values
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.layer(x) if x.sum() > 0 else -self.layer(x)
+
+
+def test_large_calls_without_a_rule_are_named():
+    x = torch.randn(3, 4, dtype=F64)
+    model = nn.Sequential(nn.Linear(4, 5000), nn.Sequential(nn.Tanh(), Sorted()), nn.Linear(5000, 2))
+    found = r"aten.sort in '1.1' \(Sorted\) on an uncertain tensor of 5000 numbers, for which there is no moment rule"
+    tangent = tn.Tangent.survey(model.double().eval(), x, tn.matching("0.bias"))
+    with pytest.raises(LapwingError, match=found) as caught:
+        Streamlined().latent(tangent, build(tangent, "diagonal"), x)
+    assert "lw.Linearized()" in str(caught.value)
+
+
+def test_control_flow_on_data_is_named():
+    refuse(Branching(), torch.ones(3, 4, dtype=F64), "torch.export cannot read its forward")
+
+
+@pytest.mark.parametrize("mode", ["diagonal", "full"])
+@pytest.mark.parametrize("name", ["tied", "shared_module", "functional_reuse"])
+def test_shared_weights_are_named(name, mode):
+    names = {"tied": "embedding.weight", "shared_module": "shared.weight", "functional_reuse": "fc.weight"}
+    case = ZOO[name]
+    refuse(case.build(), case.inputs(3, 0), f"share the treated parameter {names[name]}", way=Streamlined(mode))
+
+
+def test_treated_weights_that_do_not_reach_the_outputs_are_named():
+    case = ZOO["attention"]
+    refuse(case.build(), case.inputs(3, 0), "no treated parameter reaches its outputs", tn.matching("query.*"))
+
+
+def test_options_are_checked():
+    x = torch.randn(3, 4, dtype=F64)
+    tangent = survey(mlp(), x)
+    covariance = build(tangent, "kronecker")
+    with pytest.raises(LapwingError, match="Streamlined\\(covariance='dense'\\)"):
+        Streamlined("dense")
+    with pytest.raises(LapwingError, match="Streamlined\\(attention='keys'\\)"):
+        Streamlined(attention="keys")
+    with pytest.raises(LapwingError, match="Streamlined\\(residual='both'\\)"):
+        Streamlined(residual="both")
+    with pytest.raises(LapwingError, match="no covariances between matched activations"):
+        Streamlined("full", activations="moments")
+    with pytest.raises(LapwingError, match="joint=True via lw.Streamlined"):
+        Streamlined().latent(tangent, covariance, x, joint=True)
+    with pytest.raises(LapwingError, match="NaN"):
+        Streamlined().latent(tangent, covariance, x / 0 * 0, joint=False)
+    tangent = survey(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)).double(), x)
+    covariance = build(tangent, "kronecker")
+    tangent.model.train()
+    with pytest.raises(LapwingError, match=r"model.eval\(\)"):
+        Streamlined().latent(tangent, covariance, x, joint=False)

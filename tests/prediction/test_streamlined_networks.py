@@ -1,0 +1,267 @@
+"""Streamlined prediction through whole networks: the zoo, Hugging Face models, residual networks, odd inputs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lapwing import tangent as tn
+from lapwing.covariance import Blockwise, DiagonalBlock
+from lapwing.prediction.linearized import Linearized
+from lapwing.prediction.streamlined import Streamlined
+from lapwing.reproduce.models import BasicBlock
+from tests.prediction.streamlined_oracle import F64, build, survey
+from tests.zoo import ZOO
+
+SHARED = ("tied", "shared_module", "functional_reuse")
+NAMES = [n for n in ZOO if n not in SHARED]
+
+
+def covariance_of(tangent, scale=1.0, precision=50.0):
+    """A diagonal posterior."""
+    structures = {b.name: DiagonalBlock(torch.rand(b.size, dtype=F64)) for b in tangent.blocks}
+    return Blockwise(tangent.blocks, structures, torch.full((len(tangent.blocks),), precision, dtype=F64), scale)
+
+
+def call(model, x):
+    out = model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
+    out = getattr(out, "logits", out)
+    return out[:, None] if out.ndim == 1 else out
+
+
+def cut(x, rows):
+    if isinstance(x, dict):
+        return {key: value[rows] for key, value in x.items()}
+    return tuple(value[rows] for value in x) if isinstance(x, tuple) else x[rows]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zoo_keeps_means_and_does_not_depend_on_the_batch(name):
+    torch.manual_seed(1)
+    case = ZOO[name]
+    model, x = case.build(), case.inputs(4, 0)
+    before = copy.deepcopy(getattr(model, "_orig_mod", model).state_dict())
+    tangent = tn.Tangent.survey(model, x, tn.matching("*"))
+    covariance = covariance_of(tangent)
+    latent = Streamlined().latent(tangent, covariance, x)
+    torch.testing.assert_close(latent.mean, call(model, x).detach(), rtol=1e-12, atol=1e-12)
+    assert (latent.variance > 0).all()
+    for rows in (slice(0, 1), slice(1, 4)):
+        part = Streamlined().latent(tangent, covariance, cut(x, rows))
+        torch.testing.assert_close(part.covariance, latent.covariance[rows], rtol=1e-9, atol=1e-12)
+    other = Streamlined().latent(tangent, covariance, case.inputs(3, 7))
+    torch.testing.assert_close(other.mean, call(model, case.inputs(3, 7)).detach(), rtol=1e-12, atol=1e-12)
+    after = getattr(model, "_orig_mod", model).state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+
+
+@pytest.mark.parametrize("mode", ["diagonal", "full"])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("custom_parameter", "squeezed")])
+def test_last_layer_is_linearised(name, mode):
+    case = ZOO[name]
+    x = case.inputs(3, 0)
+    tangent = tn.Tangent.survey(case.build(), x, tn.last_layer)
+    covariance = build(tangent, "dense block")
+    expected = Linearized().latent(tangent, covariance, x, joint=False)
+    found = Streamlined(mode).latent(tangent, covariance, x)
+    torch.testing.assert_close(found.covariance, expected.covariance, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_full_mode_is_linearised_to_first_order(name):
+    """With weights so sure that their products with uncertain inputs do not count."""
+    torch.manual_seed(2)
+    case = ZOO[name]
+    x = case.inputs(3, 0)
+    tangent = tn.Tangent.survey(case.build(), x, tn.matching("*"))
+    covariance = covariance_of(tangent, scale=1e7, precision=1e8)
+    expected = Linearized().latent(tangent, covariance, x, joint=False)
+    found = Streamlined("full", attention="scores").latent(tangent, covariance, x)
+    error = (found.covariance - expected.covariance).norm() / expected.covariance.norm()
+    assert error < 1e-6
+    torch.testing.assert_close(found.mean, expected.mean, rtol=1e-12, atol=1e-12)
+
+
+# ---- Hugging Face
+
+
+def bert():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=17, max_position_embeddings=16, hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=16, num_labels=3, initializer_range=0.4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return BertForSequenceClassification(config).double().eval()
+
+
+def tokens(samples, length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 17, (samples, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1:, length - 2 :] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("make", [bert, ZOO["gpt2"].build], ids=["bert", "gpt2"])
+def test_batches_of_another_length_need_no_other_reading(make):
+    from lapwing.prediction.streamlined.graph import read
+
+    model, x = make(), tokens(4, 6)
+    tangent = tn.Tangent.survey(model, {**x, "attention_mask": torch.ones_like(x["attention_mask"])}, tn.matching("*"))
+    covariance = covariance_of(tangent)
+    first = Streamlined().latent(tangent, covariance, x)
+    torch.testing.assert_close(first.mean, call(model, x).detach(), rtol=1e-12, atol=1e-12)
+    other = tokens(3, 8, seed=3)
+    second = Streamlined().latent(tangent, covariance, other)
+    torch.testing.assert_close(second.mean, call(model, other).detach(), rtol=1e-12, atol=1e-12)
+    assert read(tangent, x) is read(tangent, other)
+    one = Streamlined().latent(tangent, covariance, tokens(1, 5))
+    torch.testing.assert_close(one.mean, call(model, tokens(1, 5)).detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_subsets_of_a_transformer():
+    case = ZOO["vit"]
+    model, x = case.build(), case.inputs(4, 0)
+    found = []
+    for params in (("classifier.*",), ("classifier.*", "vit.layers.1.mlp*"), ("*",)):
+        tangent = tn.Tangent.survey(model, x, tn.matching(*params))
+        found.append(Streamlined().latent(tangent, covariance_of(tangent, scale=0.0), x).variance)
+    assert (found[0] < found[1]).all()
+    assert (found[1] < found[2]).all()
+
+
+def test_transformer_encoder_in_both_layouts():
+    torch.manual_seed(0)
+    results = []
+    for first in (True, False):
+        torch.manual_seed(4)
+        layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=first, activation="gelu")
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+        class Pooled(nn.Module):
+            def __init__(self, encoder=encoder, first=first):
+                super().__init__()
+                self.encoder, self.head, self.first = encoder, nn.Linear(8, 3), first
+
+            def forward(self, x):
+                h = self.encoder(x if self.first else x.transpose(0, 1))
+                return self.head(h.mean(1 if self.first else 0))
+
+        model = Pooled().double().eval()
+        x = torch.randn(3, 5, 8, dtype=F64, generator=torch.Generator().manual_seed(1))
+        tangent = tn.Tangent.survey(model, x, tn.matching("*"))
+        torch.manual_seed(5)
+        latent = Streamlined().latent(tangent, covariance_of(tangent), x)
+        torch.testing.assert_close(latent.mean, model(x).detach())
+        results.append(latent.covariance)
+    torch.testing.assert_close(*results)
+
+
+# ---- residual networks
+
+
+def resnet(channels=4, outputs=3):
+    stem = [nn.Conv2d(3, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
+    blocks = [BasicBlock(channels, channels, 1), BasicBlock(channels, 2 * channels, 2)]
+    model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * channels, outputs))
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.2)
+            module.running_var.uniform_(0.5, 1.5)
+    return model.double().eval()
+
+
+@pytest.mark.parametrize("kind", ["kronecker", "diagonal"])
+def test_residual_network(kind):
+    torch.manual_seed(0)
+    model, x = resnet(), torch.randn(3, 3, 8, 8, dtype=F64)
+    params = tn.matching("0.*", "*conv*", "7.*")
+    tangent = tn.Tangent.survey(model, x, params)
+    covariance = build(tangent, kind)
+    covariance = covariance.with_prior(1e4 * covariance.precision, 1e3)
+    latent = Streamlined().latent(tangent, covariance, x)
+    torch.testing.assert_close(latent.mean, model(x).detach())
+    ratio = latent.variance / Linearized().latent(tangent, covariance, x, joint=False).variance
+    assert ((ratio > 0.05) & (ratio < 20)).all()
+
+
+# ---- ways of calling
+
+
+def test_own_forward_with_functional_operations():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 6)
+            self.weight = nn.Parameter(torch.randn(6, 2))
+
+        def forward(self, x, scale):
+            h = F.silu(self.a(x)) * scale
+            h = h + F.relu(self.b(h)).clamp(max=2.0)
+            return F.normalize(h, dim=-1) @ self.weight
+
+    torch.manual_seed(0)
+    model = Own().double().eval()
+    x = (torch.randn(5, 4, dtype=F64), torch.rand(5, 1, dtype=F64))
+    tangent = tn.Tangent.survey(model, x, tn.matching("*"))
+    covariance = covariance_of(tangent)
+    latent = Streamlined().latent(tangent, covariance, x)
+    torch.testing.assert_close(latent.mean, model(*x).detach())
+    by_dict = {"x": x[0], "scale": x[1]}
+    again = Streamlined().latent(tangent, covariance, by_dict)
+    torch.testing.assert_close(again.covariance, latent.covariance)
+
+
+def test_forward_argument():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6)).double().eval()
+    x = {"left": torch.randn(3, 4, dtype=F64), "names": ["a", "b", "c"]}
+    tangent = tn.Tangent.survey(
+        model, x, tn.matching("*"), forward=lambda m, given: m(given["left"]).unflatten(1, (3, 2)).mean(1)
+    )
+    covariance = covariance_of(tangent)
+    latent = Streamlined().latent(tangent, covariance, x)
+    torch.testing.assert_close(latent.mean, model(x["left"]).unflatten(1, (3, 2)).mean(1).detach())
+
+
+def test_bfloat16_network():
+    torch.manual_seed(0)
+    model, x = resnet(), torch.randn(3, 3, 8, 8)
+    found = []
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.manual_seed(1)
+        model, x = model.to(dtype), x.bfloat16().to(dtype)
+        tangent = tn.Tangent.survey(model, x, tn.matching("*conv*", "7.*"))
+        structures = {b.name: DiagonalBlock(torch.rand(b.size, dtype=tangent.dtype)) for b in tangent.blocks}
+        precision = torch.full((len(tangent.blocks),), 50.0, dtype=F64)
+        found.append(Streamlined().latent(tangent, Blockwise(tangent.blocks, structures, precision, 1.0), x))
+    assert found[0].mean.dtype == torch.float32
+    torch.testing.assert_close(found[0].variance.double(), found[1].variance, rtol=0.1, atol=0.0)
+
+
+def test_hooks_count():
+    x = torch.randn(3, 4, dtype=F64)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double().eval()
+    tangent = survey(model, x)
+    covariance = covariance_of(tangent)
+    before = Streamlined().latent(tangent, covariance, x)
+    model[2].register_forward_hook(lambda module, args, out: 2 * out)
+    after = Streamlined().latent(tangent, covariance, x)
+    torch.testing.assert_close(after.covariance, 4 * before.covariance)
+
+
+def test_weights_that_change_are_read_anew():
+    x = torch.randn(3, 4, dtype=F64)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double().eval()
+    tangent = survey(model, x, tn.matching("0.*"))
+    covariance = covariance_of(tangent)
+    before = Streamlined().latent(tangent, covariance, x)
+    with torch.no_grad():
+        model[2].weight.mul_(2.0)
+    after = Streamlined().latent(tangent, covariance, x)
+    torch.testing.assert_close(after.covariance, 4 * before.covariance)

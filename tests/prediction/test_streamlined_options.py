@@ -1,0 +1,259 @@
+"""Attention by scores or values, matched activations, correlated branches, against loops, draws and quadrature."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.func import jacrev
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lapwing import tangent as tn
+from lapwing.covariance import Blockwise, DiagonalBlock
+from lapwing.prediction.linearized import Linearized
+from lapwing.prediction.streamlined import Streamlined
+from tests.prediction.streamlined_oracle import F64, build
+
+
+class Shifted(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.shift = function, nn.Parameter(torch.zeros(1))
+
+    def forward(self, *inputs):
+        return self.function(*inputs).flatten(1) + self.shift
+
+
+def propagate(function, inputs, variances, **options):
+    model = Shifted(function).double().eval()
+    tangent = tn.Tangent.survey(model, inputs, tn.matching("shift"))
+    covariance = build(tangent, "diagonal")
+    found = Streamlined(**options).propagate(tangent, covariance, inputs, variances)
+    return found.mean, found.variance - covariance.diagonal()["shift"], model
+
+
+def diagonal_posterior(tangent, precision: float):
+    structures = {b.name: DiagonalBlock(torch.rand(b.size, dtype=F64)) for b in tangent.blocks}
+    return Blockwise(tangent.blocks, structures, torch.full((len(tangent.blocks),), precision, dtype=F64), 1.0)
+
+
+# ---- attention
+
+
+def fused(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def causal(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.7)
+
+
+def masked(q, k, v):
+    mask = torch.tensor([[True, True, False, True]])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def biased(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.tensor([[0.3, -1.0, 0.0, 2.0]], dtype=F64))
+
+
+def by_hand(q, k, v):
+    weights = torch.softmax(q @ k.transpose(-1, -2) / 3**0.5, -1)
+    return F.dropout(weights, 0.1, False) @ v
+
+
+def by_einsum(q, k, v):
+    scores = torch.einsum("bhtd,bhsd->bhts", q, k) * 0.5
+    return torch.einsum("bhts,bhsd->bhtd", scores.masked_fill(torch.eye(4, dtype=torch.bool), -1e9).softmax(-1), v)
+
+
+KINDS = [fused, causal, masked, biased, by_hand, by_einsum]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_with_certain_scores_equals_loops(kind):
+    q, k, v, s = (torch.randn(2, 2, 4, 3, dtype=F64) for _ in range(4))
+    s = s.square()
+    mean, variance, model = propagate(kind, (q, k, v), {0: s + 1, 1: s + 2, 2: s})
+    P = kind(q, k, torch.eye(4, dtype=F64).expand(2, 2, 4, 4))  # the weights themselves
+    expected = torch.zeros(2, 2, 4, 3, dtype=F64)
+    for b in range(2):
+        for h in range(2):
+            for t in range(4):
+                for d in range(3):
+                    expected[b, h, t, d] = sum(P[b, h, t, u] ** 2 * s[b, h, u, d] for u in range(4))
+    torch.testing.assert_close(variance, expected.flatten(1))
+    torch.testing.assert_close(mean, model(q, k, v).detach())
+
+
+@pytest.mark.parametrize("kind", KINDS[:4])
+def test_attention_with_uncertain_scores_equals_jacobians(kind):
+    q, k, v = (torch.randn(2, 2, 4, 3, dtype=F64) for _ in range(3))
+    spreads = [torch.rand(2, 2, 4, 3, dtype=F64) for _ in range(3)]
+    mean, variance, model = propagate(kind, (q, k, v), dict(enumerate(spreads)), attention="scores")
+    expected = torch.zeros_like(variance)
+    with sdpa_kernel(SDPBackend.MATH):
+        for b in range(2):
+            one = tuple(part[b] for part in (q, k, v))
+            for J, spread in zip(
+                jacrev(lambda *x: model(*(y[None] for y in x))[0], (0, 1, 2))(*one), spreads, strict=True
+            ):
+                expected[b] += J.detach().flatten(1).square() @ spread[b].flatten()
+    torch.testing.assert_close(variance, expected)
+    torch.testing.assert_close(mean, model(q, k, v).detach())
+
+
+# ---- matched activations
+
+
+def test_matched_relu_equals_draws():
+    x, v = torch.randn(4, 6, dtype=F64), torch.rand(4, 6, dtype=F64) * 2 + 0.01
+    mean, variance, _ = propagate(nn.ReLU(), x, {0: v}, activations="moments")
+    draws = (x + v.sqrt() * torch.randn(400_000, 4, 6, dtype=F64)).relu()
+    torch.testing.assert_close(mean, draws.mean(0), rtol=0.02, atol=0.005)
+    torch.testing.assert_close(variance, draws.var(0), rtol=0.02, atol=0.003)
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-4, 1.0, 30.0, -30.0])
+def test_matched_relu_keeps_its_precision(size):
+    from lapwing.prediction.streamlined.elementwise import relu_moments
+    from lapwing.prediction.streamlined.moments import Moments
+
+    m = torch.tensor([size, -size, 1.0], dtype=F64)
+    v = torch.tensor([1.0, 1.0, 1e-12], dtype=F64)
+    found = relu_moments(Moments(m, v))
+    grid = torch.linspace(-9, 9, 200_001, dtype=F64)
+    weights = (-grid.square() / 2).exp()
+    weights = weights / weights.sum()
+    values = (m[:, None] + v.sqrt()[:, None] * grid).relu()
+    mean = values @ weights
+    torch.testing.assert_close(found.mean, mean, rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(found.variance, (values - mean[:, None]).square() @ weights, rtol=1e-5, atol=1e-12)
+    assert (found.variance >= 0).all()
+
+
+@pytest.mark.parametrize("kind", [nn.Tanh, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Softplus])
+def test_matched_smooth_activations_equal_fine_quadrature(kind):
+    x, v = torch.randn(3, 4, dtype=F64), torch.rand(3, 4, dtype=F64)
+    module = nn.Sequential(nn.BatchNorm1d(4), kind()).double().eval()
+    mean, variance, _ = propagate(module, x, {0: v}, activations="moments")
+    grid = torch.linspace(-9, 9, 100_001, dtype=F64)
+    weights = (-grid.square() / 2).exp()
+    weights = weights / weights.sum()
+    shifted = (x[..., None] + v.sqrt()[..., None] * grid) / (1 + 1e-5) ** 0.5
+    values = module[1](shifted)
+    first = values @ weights
+    torch.testing.assert_close(mean, first, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(variance, (values - first[..., None]).square() @ weights, rtol=1e-4, atol=1e-5)
+
+
+def test_matched_moments_approach_draws_of_a_network():
+    """Where weights are uncertain, matching is nearer the truth than the linearised activations."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 60), nn.ReLU(), nn.Linear(60, 3)).double().eval()
+    x = torch.randn(8, 4, dtype=F64)
+    tangent = tn.Tangent.survey(model, x, tn.matching("*"))
+    covariance = diagonal_posterior(tangent, 3.0)
+    draws = covariance.sample(20_000, torch.Generator().manual_seed(0))
+    parts = tn.split(tangent.blocks, draws)
+    moved = {name: value + tangent.parameters[name].detach() for name, value in parts.items()}
+    out = torch.vmap(lambda p: torch.func.functional_call(model, p, (x,)))(moved).detach()
+    errors = {}
+    for activations in ("linear", "moments"):
+        latent = Streamlined(activations=activations).latent(tangent, covariance, x)
+        errors[activations] = [
+            float((latent.mean - out.mean(0)).abs().mean()), float((latent.variance / out.var(0)).log().abs().mean())
+        ]  # fmt: skip
+    assert errors["moments"][1] < 0.5 * errors["linear"][1]
+    assert errors["moments"][1] < 0.05
+    assert errors["moments"][0] < 0.05
+
+
+# ---- branches
+
+
+class Residual(nn.Module):
+    def __init__(self, width=5):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def test_correlated_branch_adds_the_diagonal_of_its_jacobian():
+    torch.manual_seed(0)
+    inner = Residual().double()
+    x, v = torch.randn(3, 5, dtype=F64), torch.rand(3, 5, dtype=F64)
+    _, alone, _ = propagate(inner, x, {0: v})
+    _, found, _ = propagate(inner, x, {0: v}, residual="correlated")
+    J = torch.stack([jacrev(lambda one: inner(one) - one)(sample) for sample in x]).detach()
+    torch.testing.assert_close(found - alone, 2 * J.diagonal(dim1=1, dim2=2) * v)
+
+
+def test_correlated_branches_of_a_projected_shortcut():
+    torch.manual_seed(0)
+    main, short = nn.Conv2d(2, 3, 3, stride=2, padding=1).double(), nn.Conv2d(2, 3, 1, stride=2).double()
+    x, v = torch.randn(2, 2, 4, 4, dtype=F64), torch.rand(2, 2, 4, 4, dtype=F64)
+
+    class Projected(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.main, self.short = main, short
+
+        def forward(self, x):
+            return self.short(x) - 0.5 * torch.tanh(self.main(x))
+
+    _, found, _ = propagate(Projected(), x, {0: v}, residual="correlated")
+    expected = []
+    for one, spread in zip(x, v, strict=True):
+        a = jacrev(lambda y: short(y[None])[0])(one).reshape(12, -1)
+        b = jacrev(lambda y: -0.5 * torch.tanh(main(y[None])[0]))(one).reshape(12, -1)
+        squares = short.weight.square()
+        alone = F.conv2d(spread[None], squares, stride=2).flatten()
+        slope = 0.5 * (1 - torch.tanh(main(one[None])).square())
+        other = (slope.square() * F.conv2d(spread[None], main.weight.square(), stride=2, padding=1)).flatten()
+        expected.append(alone + other + 2 * (a * b) @ spread.flatten())
+    torch.testing.assert_close(found, torch.stack(expected).detach())
+
+
+@pytest.mark.parametrize("mode", ["diagonal", "full"])
+def test_correlations_bring_variances_nearer_the_linearised_ones(mode):
+    torch.manual_seed(0)
+    blocks = [Residual() for _ in range(3)]
+    with torch.no_grad():
+        for block in blocks:  # branches that point along the shortcut, as identity-like blocks do
+            block.down.weight.copy_(block.up.weight.T)
+    model = nn.Sequential(nn.Linear(4, 5), *blocks, nn.Linear(5, 2)).double().eval()
+    x = torch.randn(6, 4, dtype=F64)
+    tangent = tn.Tangent.survey(model, x, tn.matching("*"))
+    covariance = diagonal_posterior(tangent, 1e6)
+    exact = Linearized().latent(tangent, covariance, x, joint=False)
+    errors = []
+    for residual in ("independent", "correlated"):
+        latent = Streamlined(mode, residual=residual).latent(tangent, covariance, x)
+        errors.append(float((latent.variance / exact.variance).log().abs().mean()))
+    assert errors[1] < 0.5 * errors[0]
+    if mode == "full":
+        assert errors[1] < 1e-4
+        found = Streamlined("full").latent(tangent, covariance, x)
+        torch.testing.assert_close(found.covariance, exact.covariance, rtol=1e-3, atol=1e-12)
+
+
+def test_too_large_a_branch_is_named():
+    class Image(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.inner = nn.Conv2d(1, 2, 1), nn.Conv2d(2, 2, 3, padding=1)
+
+        def forward(self, x):
+            h = self.first(x)
+            return (h + self.inner(h)).mean((2, 3))
+
+    from lapwing.errors import LapwingError
+
+    model, x = Image().double().eval(), torch.randn(2, 1, 50, 50, dtype=F64)
+    tangent = tn.Tangent.survey(model, x, tn.matching("*"))
+    with pytest.raises(LapwingError, match="share 5000 numbers a sample"):
+        Streamlined(residual="correlated").latent(tangent, diagonal_posterior(tangent, 1.0), x)
