@@ -37,8 +37,8 @@ class AlphaDivergence(VallaFit):
     """Adam on `-N/B Σ_batch 1/α log E_q[p(y|f)^α] + KL` over Z, `A = L Lᵀ`, δ and σ² (Ortega et al. 2024, Algorithm 1).
 
     The published fit. `KL = 1/2 [logdet(I + LᵀK_Z L) - M + tr(I + LᵀK_Z L)⁻¹]`, equation 5 without the mean's constant
-    part. L begins as the identity. δ and σ² that you gave are kept. At α = 0, the bound, δ would run to infinity
-    (appendix D); above, it tends to fit the training data too closely, so give `validation`.
+    part. L begins as the identity, an open δ as `P/‖θ̂-μ0‖²`. δ and σ² that you gave are kept. At α = 0, the bound, δ
+    would run to infinity (appendix D); above, it fits the training data too closely in the end, so give `validation`.
 
     Args:
         alpha: α; 1 is the log predictive density, by the closed form of the likelihood's link where there is one.

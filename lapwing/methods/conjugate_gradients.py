@@ -55,10 +55,10 @@ class ConjugateGradients:
         iterations: at most; each is a pass over the data.
         tolerance: of the relative residual.
         preconditioner: a method with a prior, such as `KFAC()`, `Diagonal()` or `ELLA(residual="prior")`, whose
-            covariance stands for the inverse; None takes the prior's. Where the data fix far fewer directions than there
-            are weights, A is the prior plus a low rank, which the draws find by themselves and other structures blur:
-            for 400 images and the 29 034 weights of an MNIST network, 32 draws took 19 iterations to 1e-3 with None, 42
-            with ELLA of rank 100, and were at 2e-2 or above after 60 with `KFAC()`, `EKFAC()` and `Diagonal()`.
+            covariance stands for the inverse; None takes the prior's. Where the data fix far fewer directions than
+            there are weights, A is the prior plus a low rank, which the draws find by themselves and other structures
+            blur: for 400 images and the 29 034 weights of an MNIST network, 32 draws took 19 iterations to 1e-3 with
+            None and 42 with ELLA of rank 100, and were above 2e-2 after 60 with `KFAC()`, `EKFAC()` and `Diagonal()`.
 
     Raises:
         LapwingError: for numbers out of range, or a preconditioner that is no method.

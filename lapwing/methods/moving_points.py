@@ -100,6 +100,8 @@ class MovingSteps(IteratePass):
         self._widths = [[_spread(leaf.to(dtype)) for leaf in leaves] for leaves in self._leaves]
         ratios = problem.precision / problem.precision[0]
         self.weights = {b.name: 1 / r for b, r in zip(problem.tangent.blocks, ratios.tolist(), strict=True)}
+        distances = [(m - problem.prior.mean[n]).double().square().sum() for n, m in problem.tangent.mean().items()]
+        self.distance = (ratios * torch.stack(distances)).sum()
         self.data_size = problem.data_size or problem.count()
 
     def init(self) -> State:
@@ -108,7 +110,9 @@ class MovingSteps(IteratePass):
         for i, leaves in enumerate(self._leaves):
             state.update({f"open/input/{i}/{j}": x.detach().to(problem.tangent.dtype) for j, x in enumerate(leaves)})
         if not problem.prior.given:
-            state["open/log_precision"] = problem.precision[0].log()
+            size = problem.tangent.size  # the weights' own spread, whatever the network's scale
+            start = size / self.distance if self.distance > 0 else problem.precision[0]
+            state["open/log_precision"] = start.log()
         if self._noise is not None:
             state["open/log_noise"] = problem.precision.new_tensor(self._noise).log()
         for name in [name for name in state if name.startswith("open/")]:

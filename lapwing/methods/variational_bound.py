@@ -85,14 +85,6 @@ class _BoundSteps(MovingSteps):
 
     label, method = "variational bound", "VariationalBound"
 
-    def __init__(
-        self, problem: Problem, anchors: Anchors, steps: int, rate: float, noise_variance: float | None
-    ) -> None:
-        super().__init__(problem, anchors, steps, rate, noise_variance)
-        ratios = problem.precision / problem.precision[0]
-        distances = [(m - problem.prior.mean[n]).double().square().sum() for n, m in problem.tangent.mean().items()]
-        self._distance = (ratios * torch.stack(distances)).sum()
-
     def start(self) -> State:
         count, room = len(self.anchors), torch.zeros(self.steps, dtype=torch.float64)
         device = self.problem.tangent.device
@@ -127,4 +119,4 @@ class _BoundSteps(MovingSteps):
         if noise is not None:
             state["noise_variance"][taken] = noise.detach().cpu()
         bound = weight / count * (logs - unit * spread / precision / 2) - divergence(factor)
-        return precision * self._distance / 2 - bound
+        return precision * self.distance / 2 - bound

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_remaining_covariance_is_that_of_weight_space():
 # --- objectives ------------------------------------------------------------------------------------------------------
 
 
-def problem_of(problem: Setup, **options) -> Problem:
+def problem_of(problem: Setup, **options: Any) -> Problem:
     """What a method is told, all data seen."""
     prior = Prior.read(problem.tangent, options.pop("prior_precision", 2.0), options.pop("prior_mean", 0.0))
     likelihood = options.pop("likelihood", problem.likelihood)
@@ -284,12 +285,14 @@ def test_divergence_is_told(fit):
 
 def test_bad_numbers():
     for make in (lw.AlphaDivergence, lw.VariationalBound):
-        for rate in (0.0, -1.0, float("nan"), "1"):
+        rates: tuple[Any, ...] = (0.0, -1.0, float("nan"), "1")
+        for rate in rates:
             with pytest.raises(lw.LapwingError, match="learning_rate"):
                 make(learning_rate=rate)
         with pytest.raises(lw.LapwingError, match="steps"):
             make(steps=0)
-    for alpha in (-1.0, float("inf"), True, None):
+    alphas: tuple[Any, ...] = (-1.0, float("inf"), True, None)
+    for alpha in alphas:
         with pytest.raises(lw.LapwingError, match="alpha"):
             lw.AlphaDivergence(alpha=alpha)
     with pytest.raises(lw.LapwingError, match="then"):
@@ -358,7 +361,7 @@ def test_points_in_half_precision_move_by_less_than_its_rounding():
     likelihood = lw.Gaussian(0.1)
     root = FisherRoot(likelihood, 1, torch.Generator())
     prior = Prior.read(tangent, 1.0)
-    problem = Problem(tangent, likelihood, root, prior, False, 0, None, lambda: 30, lambda: Seen(30, {}))
+    problem = Problem(tangent, likelihood, root, prior, False, 0, lambda: x[:, 0], lambda: 30, lambda: Seen(30, {}))
     steps = variational_bound._BoundSteps(problem, anchors, 5, 1e-4, None)
     state = steps.init()
     for _ in range(5):

@@ -1,0 +1,95 @@
+"""VaLLA on the CIFAR-10 ResNet-20 (Ortega et al. 2024): Table 1's row and Figure 7."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lapwing as lw
+
+from ..evaluation.corruptions import COMMON, corrupt
+from ..tuning import Tuning
+from .ella_baselines import normalised, pixels
+from .ella_cifar import Cifar
+from .valla_images import LINKS, class_scores, latents
+
+SEVERITIES = (1, 3, 5)
+
+
+@dataclass(frozen=True)
+class CifarTask:
+    """The ResNet-20, training images, some of the first 2 000 test images to validate, others to report.
+
+    Attributes:
+        setup: network and data.
+        x: reported images.
+        y: their labels.
+        corrupted: severity -> images and labels, as many of each of 19 kinds.
+    """
+
+    setup: Cifar
+    x: Tensor
+    y: Tensor
+    corrupted: dict[int, tuple[Tensor, Tensor]]
+
+    @classmethod
+    def load(cls, seed: int, shown: int, reported: int, each: int) -> CifarTask:
+        """Reads the data.
+
+        Args:
+            seed: of the training images shown, and of the corruptions.
+            shown: training images.
+            reported: test images.
+            each: corrupted images of one kind and severity.
+        """
+        setup = Cifar.load(seed, shown, reported)
+        x, y = torch.cat([x for x, _ in setup.test]), torch.cat([y for _, y in setup.test])
+        raw, corrupted = pixels(x), {}
+        for severity in SEVERITIES:
+            parts = [slice(each * i, each * (i + 1)) for i in range(len(COMMON))]
+            found = [corrupt(raw[part], kind, severity, seed=seed) for part, kind in zip(parts, COMMON, strict=True)]
+            corrupted[severity] = normalised(torch.cat(found)), torch.cat([y[part] for part in parts])
+        return cls(setup, x, y, corrupted)
+
+    def network_scores(self) -> dict[str, Any]:
+        """Returns MAP's scores, and NLL by kind of corruption."""
+        with torch.no_grad():
+            clean = class_scores(torch.cat([self.setup.model(part) for part in self.x.split(250)]).softmax(-1), self.y)
+            found = {s: self.setup.model(x).softmax(-1) for s, (x, _) in self.corrupted.items()}
+        return {"softmax": clean, "corrupted": {str(s): self._by_kind(s, probs) for s, probs in found.items()}}
+
+    def row(self, method: lw.Method, params: Any, tune: Tuning | None, seed: int, **options: Any) -> dict[str, Any]:
+        """Fits a method and returns its scores by link, NLL by kind of corruption (probit), and seconds."""
+        start = time.process_time()
+        posterior = lw.fit(
+            self.setup.model, self.setup.train, method, params=params, tune=tune, data_size=50_000, seed=seed,
+            memory=2**31, **options,
+        )  # fmt: skip
+        fitted = time.process_time()
+        latent = latents(posterior, self.x, 50)
+        predicted = time.process_time()
+        found: dict[str, Any] = {}
+        for name, link in LINKS.items():
+            found[name] = class_scores(_probs(posterior, latent, link), self.y)
+        turned = {s: _probs(posterior, latents(posterior, x, 50), lw.Probit()) for s, (x, _) in self.corrupted.items()}
+        return {
+            **found, "corrupted": {str(s): self._by_kind(s, probs) for s, probs in turned.items()},
+            "prior_precision": posterior.prior_precision, "images": posterior.samples, "seconds": fitted - start,
+            "predict_seconds": predicted - fitted,
+        }  # fmt: skip
+
+    def _by_kind(self, severity: int, probs: Tensor) -> dict[str, Any]:
+        labels = self.corrupted[severity][1]
+        losses = -probs.double()[torch.arange(len(labels)), labels].clamp_min(1e-30).log()
+        kinds = losses.reshape(len(COMMON), -1).mean(1).tolist()
+        return {**class_scores(probs, labels), "nll by kind": kinds}
+
+
+def _probs(posterior: lw.Posterior, latent: Any, link: Any) -> Tensor:
+    prediction = posterior.likelihood.predict(latent, link)
+    assert hasattr(prediction, "probs")
+    return prediction.probs
