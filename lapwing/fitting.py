@@ -106,6 +106,7 @@ def fit(
     )  # fmt: skip
     found = runner.run(method, problem)
     tangent = found.tangent or tangent
+    given = prior.given
     likelihood, prior = _settled(found, likelihood, prior)
     seen, size = runner.seen(), None if data_size is None else float(data_size)
     if found.seen is not None:
@@ -123,7 +124,7 @@ def fit(
 
     whole = posterior(found.covariance, seen.statistics, seen.samples, size)
     if found.precision is not None or not isinstance(found.covariance, PriorCovariance):
-        if tune not in (None, BoundedEvidence()):
+        if not given and tune not in (None, BoundedEvidence()):
             log.warning("%s chooses its own prior; tune=%r was not used", type(method).__name__, tune)
         return whole
     if tune is None:

@@ -86,7 +86,7 @@ class EvidenceSteps:
         if self._before is not None and not self.per_block and self.squared_error is None:
             was, wanted_then = self._before
             slope = (wanted - wanted_then) / torch.where(now == was, 1.0, now - was)
-            slope = slope.clamp(-1, 0.9 if self.moving_mode else 0)
+            slope = slope.clamp(-1, 0.5 if self.moving_mode else 0)
             damping = torch.where(now == was, damping, 1 / (1 - slope))
         self._before = now, wanted
         return (damping * (wanted - now)).expand_as(self.precision)

@@ -48,7 +48,8 @@ def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Res
     scales = {block.name: 1 / r for block, r in zip(tangent.blocks, ratios.tolist(), strict=True)}
     explicit = rank * tangent.size * dtype.itemsize <= tangent.memory
     precise = torch.float64 if not explicit else dtype
-    problem.require(f"ELLA(rows={len(anchors)})", 16 * len(anchors) ** 2, "the rows' Gram matrix", "ask for fewer rows")
+    needed = 16 * len(anchors) ** 2
+    problem.require(f"The span of {len(anchors)} rows of J", needed, "their Gram matrix", "ask for fewer rows")
     coefficients = leading(anchors.gram(scales, precise), rank, precise)
     if not explicit:
         return ImplicitBasis(anchors, coefficients, scales)

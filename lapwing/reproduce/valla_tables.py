@@ -161,7 +161,7 @@ def tuned_rows(task: TableTask, seed: int, method: lw.Method, params: Any = lw.e
     return found
 
 
-def published_row(task: TableTask, seed: int, steps: int = 250, stopped: bool = True) -> dict[str, Any]:
+def published_row(task: TableTask, seed: int, steps: int = 600, stopped: bool = True) -> dict[str, Any]:
     """Fits VaLLA as published, by the α-divergence over Z, A, δ and σ² in batches of 100, 100 inducing points.
 
     Args:
