@@ -52,7 +52,7 @@ class Results:
         """Writes all rows, and means over runs that differ in the seed alone."""
         groups: dict[str, list[dict[str, Any]]] = {}
         for run, rows in self.runs.items():
-            groups.setdefault(run.rpartition("seed")[0].rstrip(" ,"), []).append(rows)
+            groups.setdefault(run.partition("seed")[0].rstrip(" ,"), []).append(rows)
         table = {
             group: {
                 row: averaged([_numbers(rows[row]) for rows in runs if row in rows])

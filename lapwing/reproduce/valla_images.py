@@ -19,7 +19,7 @@ from ..tuning import Training, Tuning
 from .valla import IMAGES, Pictures, pictures, trained
 from .valla_tables import Untuned
 
-LINKS: dict[str, lw.Likelihood | Any] = {
+LINKS: dict[str, Any] = {
     "probit": lw.Probit(), "textbook probit": lw.Probit(marginal=True), "Monte Carlo": lw.SampledLink(512),
 }  # fmt: skip
 DRAWS_LINKS = {"Monte Carlo": lw.SampledLink(512)}
