@@ -33,9 +33,9 @@ class Thin:
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Returns draws (n, B, C) from K normals each."""
-        shape = (count, self.factor.shape[0], self.factor.shape[-1], 1)
+        shape = (count, self.factor.shape[0], self.factor.shape[-1])
         noise = torch.randn(shape, generator=generator, dtype=self.factor.dtype, device=self.factor.device)
-        return (self.factor @ noise)[..., 0]
+        return torch.einsum("bck,sbk->sbc", self.factor, noise)  # one product a sample, not one a draw
 
 
 @dataclass(frozen=True)
