@@ -13,7 +13,7 @@ from lapwing.likelihoods import divergence
 from lapwing.likelihoods.base import NoiselessLikelihood
 from lapwing.likelihoods.bernoulli_prediction import BernoulliPrediction
 from lapwing.likelihoods.links import BinaryLink, LatentLike, Link, Probit, Quadrature, SampledLink, at_least_float32
-from lapwing.likelihoods.targets import aligned_binary_targets, check_binary_targets
+from lapwing.likelihoods.targets import aligned_targets, check_binary_targets, check_target_shape
 
 
 @dataclass(frozen=True)
@@ -107,4 +107,4 @@ class Bernoulli(NoiselessLikelihood):
     @staticmethod
     def _signs(outputs: Tensor, targets: Tensor) -> Tensor:
         """Return 1 where the answer is yes and -1 where it is no, (B, C)."""
-        return 2.0 * aligned_binary_targets("Bernoulli", outputs, targets) - 1.0
+        return 2.0 * aligned_targets("Bernoulli", outputs, targets, check_target_shape) - 1.0

@@ -13,7 +13,7 @@ from lapwing.errors import LapwingError
 from lapwing.likelihoods import quadrature
 from lapwing.likelihoods.links import LatentLike, Link, at_least_float32, seeded, weight_draws
 from lapwing.likelihoods.predictions import Prediction
-from lapwing.likelihoods.targets import aligned_binary_targets, check_binary_targets
+from lapwing.likelihoods.targets import aligned_targets, check_binary_targets, check_target_shape
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -98,7 +98,7 @@ class BernoulliPrediction(Prediction):
         """
         name = "BernoulliPrediction.log_prob"
         check_binary_targets(name, self.log_odds.shape, self.log_odds.device, targets)
-        signs = 2.0 * aligned_binary_targets(name, self.log_odds, targets) - 1.0
+        signs = 2.0 * aligned_targets(name, self.log_odds, targets, check_target_shape) - 1.0
         return F.logsigmoid(signs * self.log_odds).sum(-1)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -71,7 +73,7 @@ def check_real_targets(name: str, outputs_shape: torch.Size, device: torch.devic
     Raises:
         LapwingError: for a wrong shape, device or dtype, or NaN or infinite targets.
     """
-    _check_target_shape(name, outputs_shape, device, targets)
+    check_target_shape(name, outputs_shape, device, targets)
     shape, dtype = tuple(targets.shape), targets.dtype
     if dtype.is_complex or dtype == torch.bool:
         line = "y.real" if dtype.is_complex else "y.float()"
@@ -100,7 +102,7 @@ def check_binary_targets(name: str, outputs_shape: torch.Size, device: torch.dev
     Raises:
         LapwingError: for a wrong shape or device, complex or NaN targets, or values other than 0 and 1.
     """
-    _check_target_shape(name, outputs_shape, device, targets)
+    check_target_shape(name, outputs_shape, device, targets)
     if targets.dtype == torch.bool:
         return
     if targets.dtype.is_complex:
@@ -128,32 +130,19 @@ def check_binary_targets(name: str, outputs_shape: torch.Size, device: torch.dev
     raise LapwingError(f"{name} accepts targets 0 and 1, but {_where(bad, targets)} neither; {line}.")
 
 
-def aligned_binary_targets(name: str, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return targets of 0 and 1 in the shape and dtype of outputs (B, C), (B,) as (B, 1); never broadcasts.
-
-    Args:
-        name: The likelihood's class name, for the message.
-        outputs: Network outputs, (B, C).
-        targets: Targets, (B, C), or (B,) when C = 1.
-
-    Returns:
-        Targets, (B, C).
-
-    Raises:
-        LapwingError: if the shapes do not fit.
-    """
-    if targets.shape != outputs.shape:
-        _check_target_shape(name, outputs.shape, outputs.device, targets)
-    return targets.reshape(outputs.shape).to(outputs)
-
-
-def aligned_targets(name: str, outputs: Tensor, targets: Tensor) -> Tensor:
+def aligned_targets(
+    name: str,
+    outputs: Tensor,
+    targets: Tensor,
+    check: Callable[[str, torch.Size, torch.device, Tensor], None] = check_real_targets,
+) -> Tensor:
     """Return targets in the shape, device and dtype of outputs (B, C), (B,) as (B, 1); never broadcasts.
 
     Args:
         name: The likelihood's class name, for the message.
         outputs: Network outputs, (B, C).
         targets: Targets, (B, C), or (B,) when C = 1.
+        check: What refuses targets of another shape.
 
     Returns:
         Targets, (B, C).
@@ -162,11 +151,11 @@ def aligned_targets(name: str, outputs: Tensor, targets: Tensor) -> Tensor:
         LapwingError: if the shapes do not fit.
     """
     if targets.shape != outputs.shape:
-        check_real_targets(name, outputs.shape, outputs.device, targets)
+        check(name, outputs.shape, outputs.device, targets)
     return targets.reshape(outputs.shape).to(outputs)
 
 
-def _check_target_shape(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:
+def check_target_shape(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:
     """Refuse what is not one target an output: (B, C), or (B,) when C = 1."""
     batch, outputs = _batch_and_outputs(name, outputs_shape, device, targets, "targets")
     shape, dtype = tuple(targets.shape), targets.dtype
