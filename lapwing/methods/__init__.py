@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from .alpha_divergence import AlphaDivergence
-from .conjugate_gradients import ConjugateGradients
 from .diagonal import Diagonal
 from .ella import ELLA
 from .full import Full
-from .inducing_points import InducingPoints
 from .kfac import EKFAC, KFAC
 from .mean_field import MeanField
-from .natural_gradient import ClosedForm, NaturalGradient
 from .optimal_subspace import OptimalSubspace
 from .passes import Batch, CurvaturePass, FisherRoot, Found, IteratePass, Method, Pass, Passes, Problem, State, SumPass
 from .sampled_lla import SampledLLA
+from .sampled_lla.conjugate_gradients import ConjugateGradients
+from .sampled_lla.stochastic_gradient import StochasticGradient
 from .snapshots import SnapshotCollector
-from .stochastic_gradient import StochasticGradient
 from .subset_of_data import SubsetOfData
 from .subset_of_weights import SubsetOfWeights
 from .swag import SWAG
 from .valla import VaLLA
-from .variational_bound import VariationalBound
+from .valla.alpha_divergence import AlphaDivergence
+from .valla.inducing_points import InducingPoints
+from .valla.natural_gradient import ClosedForm, NaturalGradient
+from .valla.variational_bound import VariationalBound
 
 __all__ = [
     "EKFAC", "ELLA", "KFAC", "SWAG", "AlphaDivergence", "Batch", "ClosedForm", "ConjugateGradients", "CurvaturePass",

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.covariance.dense import concatenate
-from lapwing.methods.fine_tuning import adam, best_precision, divergence
-from lapwing.methods.reparametrisation import drawn_outputs, own_draws
+from lapwing.methods.mean_field.fine_tuning import adam, best_precision, divergence
+from lapwing.methods.mean_field.reparametrisation import drawn_outputs, own_draws
 from lapwing.tangent import Tangent
 from tests import oracle
 from tests.conformance import EVERY, close, jacobian, pack, sampled_from

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.inducing_points import _shares, inducing_points, movable
 from lapwing.methods.passes import Batch
+from lapwing.methods.valla.inducing_points import _shares, inducing_points, movable
 from lapwing.tangent import Anchors, Tangent
 from tests import oracle
 from tests.conformance import NOISE, Setup, close, cut, jacobian, psd, setup, subspace_covariance

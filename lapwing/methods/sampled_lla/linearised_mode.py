@@ -11,12 +11,12 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from .. import batches
-from ..likelihoods import Likelihood
-from ..tangent import Record, Vectors
+from ... import batches
+from ...likelihoods import Likelihood
+from ...tangent import Record, Vectors
+from ..passes import Batch, Pass, Problem, State, SumPass
 from .curvature_products import pulled
 from .linear_system import LinearSystem, inner_by_block
-from .passes import Batch, Pass, Problem, State, SumPass
 
 LENGTHS = tuple(0.5**i for i in range(9))
 """Parts of a Newton step that are compared."""

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import batches
-from ..errors import LapwingError
-from ..likelihoods import Likelihood
-from ..tangent import split
-from .passes import Batch, IteratePass, Problem, State
+from ... import batches
+from ...errors import LapwingError
+from ...likelihoods import Likelihood
+from ...tangent import split
+from ..passes import Batch, IteratePass, Problem, State
 from .reparametrisation import drawn_outputs, own_draws
 
 MOMENTUM, SQUARES = 0.9, 0.999

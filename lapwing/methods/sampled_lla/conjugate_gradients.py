@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import LapwingError
-from ..numerics import symmetric_eigen
-from ..prior import is_positive
-from ..tangent import Vectors
+from ...errors import LapwingError
+from ...numerics import symmetric_eigen
+from ...prior import is_positive
+from ...tangent import Vectors
+from ..passes import Method, Pass, State, check_count
 from .linear_system import LinearSystem, gram, inner, recombine
-from .passes import Method, Pass, State, check_count
 
 log = logging.getLogger("lapwing")
 

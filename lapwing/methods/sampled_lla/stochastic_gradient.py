@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import batches
-from ..errors import LapwingError
-from ..prior import is_positive
-from ..tangent import Vectors
+from ... import batches
+from ...errors import LapwingError
+from ...prior import is_positive
+from ...tangent import Vectors
+from ..passes import Batch, IteratePass, Method, State, check_count
 from .conjugate_gradients import Solved, Solving, check_preconditioner, check_tolerance, residual_of
 from .curvature_products import CurvatureProducts
 from .linear_system import LinearSystem, inner
-from .passes import Batch, IteratePass, Method, State, check_count
 
 POWER_STEPS = 8
 """Power iterations for the largest curvature of the first batch."""

@@ -8,14 +8,14 @@ from math import inf
 import torch
 from torch import Tensor
 
-from ..covariance import Covariance
-from ..errors import LapwingError
-from ..numerics import cholesky
-from ..tangent import Anchors
-from ..tangent.inducing import kernel
+from ...covariance import Covariance
+from ...errors import LapwingError
+from ...numerics import cholesky
+from ...tangent import Anchors
+from ...tangent.inducing import kernel
+from ..passes import Batch, Found, Passes, Problem, State, check_count
 from .moving_points import MovingSteps, divergence, finished, initial_noise, note_outputs
 from .natural_gradient import ClosedForm, NaturalGradient, VallaFit, check_rate
-from .passes import Batch, Found, Passes, Problem, State, check_count
 
 FORGET = 0.05
 """What a step counts in the mean that A is made of, at least: older samples were seen at other points."""

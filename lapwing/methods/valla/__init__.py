@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..errors import LapwingError
+from ...errors import LapwingError
+from ..passes import Method, Passes, Problem, check_choice, check_count
 from .inducing_points import INITIALS, InducingPoints, Initial, inducing_points
 from .natural_gradient import ClosedForm, VallaFit
-from .passes import Method, Passes, Problem, check_choice, check_count
 
 
 @dataclass(frozen=True)

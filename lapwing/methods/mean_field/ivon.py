@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import LapwingError
+from ...errors import LapwingError
 
 
 def ivon_variances(optimizer: Any, own: Mapping[str, Tensor], model: str) -> dict[str, Tensor]:

@@ -10,18 +10,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..covariance import Blockwise, PriorCovariance
-from ..covariance.draws import Draws
-from ..errors import LapwingError
-from ..numerics import total
-from ..tangent import Vectors
+from ...covariance import Blockwise, PriorCovariance
+from ...covariance.draws import Draws
+from ...errors import LapwingError
+from ...numerics import total
+from ...tangent import Vectors
+from ..diagonal import Diagonal
+from ..passes import Found, Method, Pass, Passes, Problem, State, check_choice, check_count
 from .conjugate_gradients import ConjugateGradients, Solved, Solving
 from .curvature_products import PositionedRoot
-from .diagonal import Diagonal
 from .evidence_steps import EvidenceSteps
 from .linear_system import LinearSystem, inner_by_block, noise_of_data
 from .linearised_mode import LinearisedMode
-from .passes import Found, Method, Pass, Passes, Problem, State, check_choice, check_count
 from .stochastic_gradient import StochasticGradient
 
 log = logging.getLogger("lapwing")

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import batches
-from ..tangent import Tangent
-from ..tangent.eager import EagerMode
-from ..tangent.layers import HANDLERS, BatchAxis, Use
-from ..tangent.layers.generic import call_with
+from ... import batches
+from ...tangent import Tangent
+from ...tangent.eager import EagerMode
+from ...tangent.layers import HANDLERS, BatchAxis, Use
+from ...tangent.layers.generic import call_with
 
 
 def own_draws(tangent: Tangent) -> dict[str, BatchAxis]:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import batches
-from ..errors import LapwingError
-from ..numerics import cholesky
-from ..tangent import Anchors
-from ..tangent.inducing import Kernel
+from ... import batches
+from ...errors import LapwingError
+from ...numerics import cholesky
+from ...tangent import Anchors
+from ...tangent.inducing import Kernel
+from ..passes import Batch, IteratePass, Pass, Problem, State, SumPass
 from .inducing_points import POOL, movable
-from .passes import Batch, IteratePass, Pass, Problem, State, SumPass
 
 DECAY = (0.9, 0.999)
 """Adam's, for the means of gradients and of their squares."""

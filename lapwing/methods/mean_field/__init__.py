@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import batches
-from ..batches import Forward
-from ..errors import LapwingError
-from ..likelihoods import Likelihood, resolve
-from ..loaders import first_batch, inferred_likelihood
-from ..posterior import Posterior
-from ..prior import is_positive
-from ..tangent import LastLayer, Predicate, Tangent, everything
-from ..tangent.eager import outside_inference, parameters_of, uncompiled
-from ..tangent.selection import select
-from .constructed import constructed, copied, diagonal, put
+from ... import batches
+from ...batches import Forward
+from ...errors import LapwingError
+from ...likelihoods import Likelihood, resolve
+from ...loaders import first_batch, inferred_likelihood
+from ...posterior import Posterior
+from ...prior import is_positive
+from ...tangent import LastLayer, Predicate, Tangent, everything
+from ...tangent.eager import outside_inference, parameters_of, uncompiled
+from ...tangent.selection import select
+from ..constructed import constructed, copied, diagonal, put
+from ..passes import Batch, Found, Method, Passes, Problem, Seen, State, SumPass, check_count
 from .fine_tuning import FineTuning
 from .ivon import ivon_variances
-from .passes import Batch, Found, Method, Passes, Problem, Seen, State, SumPass, check_count
 
 
 @dataclass(frozen=True)

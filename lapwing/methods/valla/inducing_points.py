@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .. import batches
-from ..errors import LapwingError
-from ..tangent import Anchors
-from .passes import Batch, Pass, Problem, State, SumPass, class_labels
-from .rows import choose
+from ... import batches
+from ...errors import LapwingError
+from ...tangent import Anchors
+from ..passes import Batch, Pass, Problem, State, SumPass, class_labels
+from ..rows import choose
 
 log = logging.getLogger("lapwing")
 

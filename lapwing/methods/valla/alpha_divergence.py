@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import batches
-from ..covariance import Latent, LowRankWithResidual
-from ..covariance.output import Dense
-from ..errors import LapwingError
-from ..likelihoods import Probit
-from ..tangent import Anchors
-from ..tangent.inducing import Kernel, kernel
+from ... import batches
+from ...covariance import Latent, LowRankWithResidual
+from ...covariance.output import Dense
+from ...errors import LapwingError
+from ...likelihoods import Probit
+from ...tangent import Anchors
+from ...tangent.inducing import Kernel, kernel
+from ..passes import Batch, Found, Passes, Problem, State, check_count
+from ..subspace import span_of_anchors
 from .moving_points import (
     MovingSteps,
     divergence,
@@ -28,8 +30,6 @@ from .moving_points import (
     scaled,
 )
 from .natural_gradient import VallaFit, check_rate
-from .passes import Batch, Found, Passes, Problem, State, check_count
-from .subspace import span_of_anchors
 
 
 @dataclass(frozen=True)

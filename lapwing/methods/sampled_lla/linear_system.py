@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..covariance import PriorCovariance
-from ..numerics import total
-from ..tangent import Vectors
+from ...covariance import PriorCovariance
+from ...numerics import total
+from ...tangent import Vectors
+from ..passes import Pass, Problem, State
 from .curvature_products import CurvatureProducts, DataNoise, PositionedRoot, prior_noise
-from .passes import Pass, Problem, State
 
 SLICE = 2**16
 """Weights whose vectors are brought to float64 at once."""
