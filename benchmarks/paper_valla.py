@@ -162,7 +162,7 @@ ANGLES = (0, 30, 60, 90, 120, 150, 180)
 ROTATED = 300
 
 
-def cifar(seeds: Sequence[int] = (0, 1), shown: int = 200, reported: int = 500, each: int = 3) -> None:
+def cifar(seeds: Sequence[int] = (0, 1), shown: int = 200, reported: int = 1000, each: int = 8) -> None:
     """Table 1's row and Figure 7 on the ResNet-20; 200 of the first 2 000 test images validate."""
     import lapwing as lw
     from lapwing.reproduce import valla_cifar
@@ -180,8 +180,11 @@ def cifar(seeds: Sequence[int] = (0, 1), shown: int = 200, reported: int = 500, 
             return make
 
         results.add(run, "last layer, early stopping", row(lw.Full(), lw.last_layer, True))
+        results.add(run, "diagonal", row(lw.Diagonal(), lw.everything, False))
+        results.add(run, "KFAC", row(lw.KFAC(), lw.everything, False))
         results.add(run, "VaLLA 100, closed form", row(lw.VaLLA(100), lw.everything, False))
         results.add(run, "ELLA, early stopping", row(lw.ELLA(rank=20, rows=200), lw.everything, True))
+        results.add(run, "sampled LLA", lambda task=task, seed=seed: task().sampled_row(seed))
 
 
 COUNTS = (1000, 10_000, 50_000, 200_000)
@@ -254,6 +257,8 @@ EXPERIMENTS: dict[str, Callable[[], None]] = {
     "toy_stopping": toy_stopping,
     "tables": tables,
     "images": images,
+    "cifar": cifar,
+    "cost": cost,
 }
 
 

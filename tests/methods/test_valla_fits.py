@@ -283,6 +283,13 @@ def test_divergence_is_told(fit):
         lw.fit(model, [(x, y)], lw.VaLLA(5, fit=fit(steps=50, learning_rate=1e6)))
 
 
+def test_many_classes_that_do_not_fit_are_told():
+    model = torch.nn.Linear(3, 400).eval()
+    x, y = torch.randn(8, 3), torch.randint(400, (8,))
+    with pytest.raises(lw.LapwingError, match=r"AlphaDivergence with 400 outputs needs 39 MiB .*NaturalGradient"):
+        lw.fit(model, [(x, y)], lw.VaLLA(4, fit=lw.AlphaDivergence(steps=2)), memory=2**24)
+
+
 def test_bad_numbers():
     for make in (lw.AlphaDivergence, lw.VariationalBound):
         rates: tuple[Any, ...] = (0.0, -1.0, float("nan"), "1")

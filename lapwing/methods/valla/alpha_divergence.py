@@ -50,7 +50,8 @@ class AlphaDivergence(VallaFit):
         patience: looks without improvement.
 
     Raises:
-        LapwingError: for numbers out of range; where the objective diverges.
+        LapwingError: for numbers out of range; where the objective diverges; where a batch's output covariances
+            (B, C, C) do not fit the memory budget.
 
     Cost: a step takes C backward passes a sample and about six an inducing point, with O(M³); memory one chunk of each.
     A look at the validation data costs as much as its samples in a prediction.
@@ -124,11 +125,20 @@ class _AlphaSteps(MovingSteps):
 
     def step(self, state: State, batch: Batch, generator: torch.Generator) -> None:
         if not state["taken"]:
+            self._check_memory(batches.size(batch.inputs))
             self._look(state)
         super().step(state, batch, generator)
         taken = int(state["taken"])
         if taken % self._fit.every == 0 or taken == self.steps:
             self._look(state)
+
+    def _check_memory(self, samples: int) -> None:
+        outputs = self.problem.tangent.outputs
+        self.problem.require(
+            f"AlphaDivergence with {outputs} outputs", 4 * 8 * samples * outputs**2,
+            f"the output covariances of {samples} samples and their gradients",
+            "give smaller batches, or write VaLLA(fit=lw.NaturalGradient())",
+        )  # fmt: skip
 
     def objective(self, state: State, values: State, batch: Batch, generator: torch.Generator) -> Tensor:
         problem = self.problem
