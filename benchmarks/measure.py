@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import time
 import weakref
 from collections.abc import Callable
@@ -87,5 +88,19 @@ def write(name: str, results: dict[str, Any], seed: int) -> Path:
         "date": time.strftime("%Y-%m-%d"),
     }
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({**header, "results": results}, indent=2) + "\n")
+    path.write_text(compact({**header, "results": results}))
     return path
+
+
+def compact(values: Any) -> str:
+    """Returns JSON with six digits a number and what nests no further on one line."""
+    text = json.dumps(_rounded(values), indent=1)
+    return re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda found: " ".join(found.group().split()), text) + "\n"
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    return [_rounded(part) for part in value] if isinstance(value, (list, tuple)) else value
