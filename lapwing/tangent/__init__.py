@@ -8,7 +8,7 @@ from .chunk import Record
 from .jacobian import BlockJacobian, Rows
 from .network import Tangent, coverage
 from .outer import Outer, SharedOuter
-from .probe import Coverage
+from .plan import Coverage
 from .selection import LastLayer, Predicate, everything, last_layer, matching
 
 __all__ = [

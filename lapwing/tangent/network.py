@@ -23,7 +23,8 @@ from ..numerics import accumulation_dtype
 from .blocks import Block
 from .chunk import Record
 from .eager import LOCK, outside_inference, parameters_of, uncompiled, without_compiled
-from .probe import Coverage, Covered, Plan, check_mode, probe
+from .plan import Coverage, Covered, Plan
+from .probe import check_mode, probe
 from .record import run, wants_gradient
 from .selection import LastLayer, Predicate, everything
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import Any
 
@@ -23,122 +23,12 @@ from .blocks import Block, Matrix
 from .eager import Draws, without_compiled
 from .layers import BatchAxis
 from .layers.generic import call_with
+from .plan import MATRIX_FAMILIES, Coverage, Covered, Plan
 from .record import Noted, output_gradients, run_spread
 from .selection import LastLayer, Predicate, select
 
 PROBED_SAMPLES = 4
-MATRIX_FAMILIES = ("linear", "conv", "embedding")
 MINGLED = "its samples cannot be told apart"
-
-
-@dataclass(frozen=True)
-class Covered:
-    """One line of the coverage report."""
-
-    block: str
-    parameters: tuple[str, ...]
-    weights: int
-    family: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """Which layer family treats each block of parameters; `generic` is slower, never wrong."""
-
-    lines: tuple[Covered, ...]
-
-    @property
-    def generic(self) -> tuple[Covered, ...]:
-        """The blocks that no family covers."""
-        return tuple(line for line in self.lines if line.family == "generic")
-
-    def __str__(self) -> str:
-        """A table: block, number of weights, family, and the reason where it is generic."""
-        width = max(len(line.block) for line in self.lines)
-        rows = [f"{line.block:<{width}}  {line.weights:>10,}  {line.family:<9}  {line.reason}" for line in self.lines]
-        return "\n".join(row.rstrip() for row in rows)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How to read a recording: which parameters are watched, and which uses make up each block.
-
-    Attributes:
-        watched: names of covered parameters.
-        order: the names of each watched use by role, in order.
-        uses: block name -> its uses as (index, where the samples are, roles treated).
-        single_sample: the survey saw one sample only, so that batch axes are guesses.
-        sizes: a watched use's (out numel, patches numel) a sample.
-        spread: whether embeddings of a single row of tokens are spread over the samples.
-        last: the index of the use whose output is the network's, -1 where there is none.
-    """
-
-    watched: tuple[str, ...] = ()
-    order: tuple[tuple[tuple[str, str], ...], ...] = ()
-    uses: dict[str, list[tuple[int, BatchAxis, frozenset[str]]]] = field(default_factory=dict)
-    single_sample: bool = False
-    sizes: tuple[tuple[int, int], ...] = ()
-    spread: bool = False
-    last: int = -1
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the plan as JSON."""
-        uses = {n: [[i, axis.axis, axis.inner, sorted(roles)] for i, axis, roles in u] for n, u in self.uses.items()}
-        return {**{f.name: getattr(self, f.name) for f in fields(self)}, "uses": uses}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Plan:
-        """Rebuilds the plan, with its lists as tuples again."""
-        uses = {
-            name: [(i, BatchAxis(axis, inner), frozenset(roles)) for i, axis, inner, roles in found]
-            for name, found in data["uses"].items()
-        }
-        order = tuple(tuple(tuple(pair) for pair in use) for use in data["order"])
-        sizes = tuple(tuple(pair) for pair in data["sizes"])
-        spread, last = data.get("spread", False), data.get("last", -1)  # files of version 0.1 have none
-        return cls(tuple(data["watched"]), order, uses, data["single_sample"], sizes, spread, last)
-
-    def check_order(self, names: Sequence[dict[str, str]], samples: int, model: str) -> None:
-        """Raises when a recording differs from the survey's, or shows the batch axes that one sample could not."""
-        found = tuple(tuple(sorted(use.items())) for use in names)
-        if found != self.order:
-            raise LapwingError(
-                f"Asked to run {model} as on the first batch, where it used its covered parameters {len(self.order)} "
-                f"times, found {len(found)} uses or another order; the same layers must run on every batch: leave "
-                "conditional layers out with params=lambda name, parameter: ..."
-            )
-        if self.single_sample and samples > 1:
-            raise LapwingError(
-                f"Asked to run {model} on {samples} samples, found that the first batch had one sample, which cannot "
-                "show where the layers hold the batch; begin with a batch of two or more: put a larger batch first."
-            )
-
-    def is_explicit(self, block: Block) -> bool:
-        """Whether rows are all there is of a block: it is generic, or its uses disagree about the layout."""
-        return block.family == "generic" or (block.matrix is None and len(self.uses[block.name]) > 1)
-
-    def numbers_per_sample(self, cotangents: int, written: bool = True) -> int:
-        """Estimates the numbers held a sample: all g twice, and the patches and rotated gradients of one layer.
-
-        Args:
-            cotangents: R.
-            written: whether they are numbers; else they are the outputs themselves, and a layer whose output they are
-                has no g.
-        """
-        sizes = [(0 if i == self.last and not written else out, n) for i, (out, n) in enumerate(self.sizes)]
-        largest = max((2 * patches + 3 * cotangents * out for out, patches in sizes), default=0)
-        matrix = 0 if written else 2 * cotangents**2  # of the outputs, which some structures give, and its root
-        return 2 * cotangents * sum(out for out, _ in sizes) + largest + matrix + 1
-
-    def least(self, blocks: Sequence[Block]) -> int:
-        """Estimates the numbers built of a sample for one output where layers take one position at a time.
-
-        What is as large as one layer's activations (tokens merged, inputs of a group norm normalised) is not counted.
-        """
-        explicit = [3 * block.size for block in blocks if self.is_explicit(block)]
-        matrices = [b.matrix_shape for b in blocks if b.family in MATRIX_FAMILIES[:2] and b.matrix is not None]
-        return max([0, *explicit, *(groups * (2 * inputs + 3 * outputs) for groups, outputs, inputs in matrices)])
 
 
 @dataclass(frozen=True)

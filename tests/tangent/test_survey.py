@@ -14,7 +14,7 @@ import lapwing as lw
 from benchmarks.measure import LiveBytes
 from lapwing import batches
 from lapwing.tangent import Tangent
-from lapwing.tangent.probe import Plan
+from lapwing.tangent.plan import Plan
 from tests import oracle
 from tests.zoo import ZOO
 
