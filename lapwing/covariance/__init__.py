@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from .base import Covariance, LayerBlock, PrecisionCovariance, PriorCovariance
 from .basis import Basis, ExplicitBasis, ImplicitBasis
-from .blockwise import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, Structure
+from .blockwise import Blockwise
 from .coordinates import CoordinateBasis
 from .dense import DenseCovariance
 from .draws import Draws
 from .low_rank import LowRank, LowRankWithResidual, Subspace
 from .low_rank_diagonal import LowRankPlusDiagonal
 from .output import AnyLatent, JointLatent, Latent, LatentDraws, MarginalLatent, Term
+from .structures import DenseBlock, DiagonalBlock, KroneckerBlock, Structure
 
 COVARIANCES: dict[str, type[Covariance]] = {
     cls.__name__: cls for cls in (Blockwise, DenseCovariance, Draws, LowRank, LowRankPlusDiagonal, LowRankWithResidual)

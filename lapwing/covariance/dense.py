@@ -10,8 +10,8 @@ from torch import Tensor
 from ..numerics import cholesky, symmetric_eigen
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PrecisionCovariance
-from .blockwise import push_factor
 from .output import Term, smaller
+from .structures import push_factor
 
 
 def expand(blocks: tuple[Block, ...], values: Tensor) -> Tensor:

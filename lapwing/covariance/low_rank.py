@@ -20,10 +20,10 @@ from ..numerics import cholesky
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PrecisionCovariance, PriorCovariance
 from .basis import Basis, ExplicitBasis, ImplicitBasis
-from .blockwise import push_factor
 from .coordinates import CoordinateBasis
 from .output import Dense, Term, Thin
 from .span import Span
+from .structures import push_factor
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -10,8 +10,8 @@ from torch import Tensor
 from ..numerics import total
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import Covariance, LayerBlock
-from .blockwise import DiagonalBlock, push_factor
 from .output import Dense, Marginals, Term, Thin
+from .structures import DiagonalBlock, push_factor
 
 
 class _Layer(LayerBlock):

@@ -1,0 +1,254 @@
+"""The curvature of one block, `U diag(λ) Uᵀ`: diagonal, Kronecker-factored or dense in its own eigenbasis.
+
+U is orthonormal: the identity, a Kronecker product or a dense matrix. Every function of the curvature is a weighting
+`w(λ)` of that basis, so a prior never refactorises anything.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..tangent import BlockJacobian
+from ..tangent.jacobian import SLICE_BYTES, MatrixJacobian
+from ..tangent.outer import Outer
+from .output import Dense, Marginals, Rotated, Term, Thin, smaller
+
+
+class Structure(ABC):
+    """The curvature of one block, `U diag(λ) Uᵀ`.
+
+    Attributes:
+        eigenvalues: λ, in any shape of P entries; weights w have the same shape.
+    """
+
+    kind: str
+    eigenvalues: Tensor
+
+    @abstractmethod
+    def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
+        """Returns `Uᵀ v` (or `U v`) for v (..., P), in the shape (..., *λ.shape) on the rotated side."""
+
+    @abstractmethod
+    def diagonal(self, weights: Tensor) -> Tensor:
+        """Returns the diagonal of `U diag(w) Uᵀ` (P,)."""
+
+    @abstractmethod
+    def outputs_at(
+        self, jacobian: BlockJacobian, candidates: Sequence[Tensor], marginal: bool
+    ) -> Sequence[Term | Marginals]:
+        """Returns `J U diag(w) Uᵀ Jᵀ` of each sample, for several weights w: J is rotated, or its rows formed, once.
+
+        With `marginal`, what would be a matrix comes as its variances alone.
+        """
+
+    @abstractmethod
+    def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
+        """Returns `J U diag(w) Uᵀ Jᵀ` across samples (B, R, B, R)."""
+
+    @abstractmethod
+    def push(
+        self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
+    ) -> Tensor:
+        """Returns `LayerBlock.push` for a weight of shape (O, I)."""
+
+    def rotation(self, weights: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor | None, Tensor] | None:
+        """Returns `LayerBlock.rotation` for a weight of shape (G, O, I)."""
+        return None
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors that make up the structure."""
+
+
+class DiagonalBlock(Structure):
+    """`diag(λ)`."""
+
+    kind = "diagonal"
+
+    def __init__(self, eigenvalues: Tensor) -> None:
+        self.eigenvalues = eigenvalues
+
+    def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
+        """Returns v: the basis is the identity."""
+        return vectors
+
+    def diagonal(self, weights: Tensor) -> Tensor:
+        """Returns w."""
+        return weights
+
+    def outputs_at(
+        self, jacobian: BlockJacobian, candidates: Sequence[Tensor], marginal: bool
+    ) -> Sequence[Term | Marginals]:
+        """Returns diagonals for an output layer, thin factors for one position, else matrices."""
+        if isinstance(jacobian, Outer) and jacobian.is_output:
+            return [Rotated(None, jacobian.input_scale(weights)) for weights in candidates]
+        return _weighted(jacobian, candidates, marginal)
+
+    def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
+        """Returns the weighted Gram matrix across samples."""
+        return jacobian.joint_weighted_gram(weights)
+
+    def push(
+        self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
+    ) -> Tensor:
+        """Returns `(m² + v) wᵀ`: covariances of the input do not count beside their diagonal."""
+        moment = mean.square()
+        if variance is not None:
+            moment = moment + (variance if variance.ndim == 2 else variance.diagonal(dim1=-2, dim2=-1))
+        pushed = moment @ weights.reshape(shape).T  # (B, O)
+        return torch.diag_embed(pushed) if full else pushed
+
+    def rotation(self, weights: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor | None, Tensor]:
+        """Returns the identity and w."""
+        return None, weights.reshape(shape)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns λ."""
+        return {"eigenvalues": self.eigenvalues}
+
+
+class KroneckerBlock(Structure):
+    """`(U_out ⊗ U_in) diag(λ) (U_out ⊗ U_in)ᵀ` in G groups, with U_in None where A is diagonal (embeddings).
+
+    KFAC has `λ_ji = α_i γ_j`; EKFAC the second moments of the rotated Jacobian.
+
+    Attributes:
+        eigenvalues: λ (G, O, I).
+        inputs: U_in (G, I, I) or None.
+        outputs: U_out (G, O, O).
+    """
+
+    kind = "kronecker"
+
+    def __init__(self, eigenvalues: Tensor, inputs: Tensor | None, outputs: Tensor) -> None:
+        self.eigenvalues, self.inputs = eigenvalues, inputs
+        self.outputs = outputs.contiguous()  # eigh gives columns; `Rotated` scales and multiplies rows
+
+    def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
+        """Returns `U_outᵀ M U_in` for v seen as M (G, O, I), or its inverse."""
+        matrix = vectors if back else vectors.unflatten(-1, self.eigenvalues.shape)
+        outputs = self.outputs if back else self.outputs.mT
+        matrix = outputs @ matrix
+        if self.inputs is not None:
+            matrix = matrix @ (self.inputs.mT if back else self.inputs)
+        return matrix.flatten(-3) if back else matrix
+
+    def diagonal(self, weights: Tensor) -> Tensor:
+        """Returns `U_out² w (U_in²)ᵀ` (P,)."""
+        spread = self.outputs.square() @ weights
+        return (spread if self.inputs is None else spread @ self.inputs.square().mT).flatten()
+
+    def outputs_at(
+        self, jacobian: BlockJacobian, candidates: Sequence[Tensor], marginal: bool
+    ) -> Sequence[Term | Marginals]:
+        """Rotates a and g, then weights them; an output layer keeps `U_out diag(s) U_outᵀ` as factors."""
+        flat = [weights.flatten() for weights in candidates]
+        if isinstance(jacobian, Outer) and jacobian.is_output:
+            rotated = jacobian.rotate(self.inputs, None)
+            return [Rotated(self.outputs[0], rotated.input_scale(weights)) for weights in flat]
+        assert isinstance(jacobian, MatrixJacobian)
+        return _weighted(jacobian.rotate(self.inputs, self.outputs), flat, marginal)
+
+    def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
+        """Rotates a and g, then takes the weighted Gram matrix across samples."""
+        assert isinstance(jacobian, MatrixJacobian)
+        return jacobian.rotate(self.inputs, self.outputs).joint_weighted_gram(weights.flatten())
+
+    def push(
+        self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
+    ) -> Tensor:
+        """Returns `U_out diag_j(Σ_i (U_inᵀ M U_in)_ii w_ji) U_outᵀ`: Streamlined Prediction's equation 10, exact."""
+        assert self.inputs is not None  # tokens have no moments
+        basis = self.inputs[0]
+        moment = (mean @ basis).square()
+        if variance is not None:
+            moment = moment + (
+                variance @ basis.square() if variance.ndim == 2 else ((variance @ basis) * basis).sum(-2)
+            )
+        rotated = Rotated(self.outputs[0], moment @ weights[0].T)
+        return rotated.dense() if full else rotated.variance()
+
+    def rotation(self, weights: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor | None, Tensor]:
+        """Returns U_in and `U_out² w`."""
+        return self.inputs, self.outputs.square() @ weights
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns λ and the bases."""
+        named = {"eigenvalues": self.eigenvalues, "inputs": self.inputs, "outputs": self.outputs}
+        return {key: value for key, value in named.items() if value is not None}
+
+
+class DenseBlock(Structure):
+    """`U diag(λ) Uᵀ` with a dense U (P, P)."""
+
+    kind = "dense"
+
+    def __init__(self, eigenvalues: Tensor, basis: Tensor) -> None:
+        self.eigenvalues, self.basis = eigenvalues, basis
+
+    def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
+        """Returns `Uᵀ v` or `U v`."""
+        return vectors @ (self.basis.T if back else self.basis)
+
+    def diagonal(self, weights: Tensor) -> Tensor:
+        """Returns `U² w`."""
+        return self.basis.square() @ weights
+
+    def outputs_at(
+        self, jacobian: BlockJacobian, candidates: Sequence[Tensor], marginal: bool
+    ) -> Sequence[Term | Marginals]:
+        """Forms the rows and rotates them."""
+        rows = jacobian.rows() @ self.basis
+        return [smaller(rows * weights.sqrt()) for weights in candidates]
+
+    def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
+        """Forms the rows."""
+        factor = jacobian.rows() @ (self.basis * weights.sqrt())
+        return torch.einsum("brk,csk->brcs", factor, factor)
+
+    def push(
+        self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
+    ) -> Tensor:
+        """Contracts the dense block."""
+        return push_factor((self.basis * weights.sqrt()).T.reshape(-1, *shape), mean, variance, full)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns λ and U."""
+        return {"eigenvalues": self.eigenvalues, "basis": self.basis}
+
+
+def _weighted(jacobian: BlockJacobian, candidates: Sequence[Tensor], marginal: bool) -> Sequence[Term | Marginals]:
+    """Returns `J diag(w) Jᵀ` as thin factors where the layer has them, else as matrices or their variances."""
+    factors = [jacobian.weighted_factor(weights) for weights in candidates]
+    thin = [Thin(factor) for factor in factors if factor is not None]
+    if thin:
+        return thin
+    if marginal:
+        return [Marginals(plain, centred) for plain, centred in zip(*jacobian.weighted_norms(candidates), strict=True)]
+    return [Dense(gram) for gram in jacobian.weighted_grams(candidates)]
+
+
+STRUCTURES: dict[str, type[Structure]] = {cls.kind: cls for cls in (DiagonalBlock, KroneckerBlock, DenseBlock)}
+
+
+def push_factor(factor: Tensor, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
+    """Returns `LayerBlock.push` for the covariance `Σ_k F_k F_kᵀ` of F (K, O, I), a slice of F at a time."""
+    covariances = full and variance is not None and variance.ndim == 3
+    numbers = mean.shape[0] * factor.shape[1] * (factor.shape[2] if covariances else 1)
+    pushed = mean.new_zeros(())
+    for rows in factor.split(max(1, SLICE_BYTES // (numbers * mean.element_size()))):
+        means = torch.einsum("koi,bi->bko", rows, mean)
+        pushed = pushed + (means.mT @ means if full else means.square().sum(1))
+        if covariances:
+            pushed = pushed + torch.einsum("bkoj,kpj->bop", torch.einsum("koi,bij->bkoj", rows, variance), rows)
+    if variance is None or covariances:
+        return pushed
+    if full:
+        return pushed + torch.einsum("koi,kpi,bi->bop", factor, factor, variance)
+    if variance.ndim == 2:
+        return pushed + variance @ factor.square().sum(0).T
+    return pushed + torch.einsum("koi,koj,bij->bo", factor, factor, variance)
