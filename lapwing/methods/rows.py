@@ -65,10 +65,11 @@ def choose_rows(problem: Problem, rows: int | Literal["all"], sampling: Sampling
         total = len(labels) * width
         picked = choose(total, total if rows == "all" else min(rows, total), generator)
         return picked // width, picked % width
-    if int(labels.min()) < 0 or int(labels.max()) >= width:
+    if int(labels.min()) < 0 or (sampling == "label" and int(labels.max()) >= width):  # one logit has two classes
         raise LapwingError(
-            f"Asked for rows sampled by sampling={sampling!r}, found targets that are no class labels from 0 to "
-            f"{width - 1}; integer labels (n,) are needed: write sampling='uniform'."
+            f"Asked for rows sampled by sampling={sampling!r}, found targets that are no class labels"
+            f"{f' from 0 to {width - 1}' if sampling == 'label' else ''}; integer labels (n,) are needed: write "
+            "sampling='uniform'."
         )
     count = min(rows, len(labels))
     if sampling == "label":

@@ -55,7 +55,13 @@ class TestChoiceOfRows:
         with pytest.raises(lw.LapwingError, match="sampling='uniform'"):
             choose_rows(problem_of(torch.full((9,), -1), 3), 3, "label")
         with pytest.raises(lw.LapwingError, match="from 0 to 2"):
-            choose_rows(problem_of(torch.arange(9), 3), 3, "balanced")
+            choose_rows(problem_of(torch.arange(9), 3), 3, "label")
+
+    def test_one_logit_has_two_classes(self):
+        labels = torch.tensor([0] * 20 + [1] * 4)
+        samples, outputs = choose_rows(problem_of(labels, 1), 8, "balanced")
+        assert labels[samples].bincount().tolist() == [4, 4]
+        assert not outputs.any()
 
     def test_large_totals_do_not_repeat_and_follow_the_seed(self):
         found = choose(10**12, 500, torch.Generator().manual_seed(3))
