@@ -263,7 +263,7 @@ class LowRankWithResidual(Subspace, PrecisionCovariance):
 
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns the log determinant on the subspace; outside it the posterior is the prior."""
-        if self._rows is None:
+        if self._rows is None or self._at.values_at(precision) is not None:
             return self._at.log_det_ratio(precision, scale)
         rows, curvature = self._rows
         root = cholesky(rows.prior_gram(1 / precision))

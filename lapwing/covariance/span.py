@@ -47,7 +47,9 @@ class Span:
         return self.basis.prior_gram(precision)[: self.rank, : self.rank]
 
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
-        """Returns `Σ log(1 + s h)` at any prior, as `logdet(S + s H) - logdet S`."""
+        """Returns `Σ log(1 + s h)` at any prior, as `logdet(S + s H) - logdet S` where h is not known there."""
+        if (values := self.values_at(precision)) is not None:
+            return torch.log1p(scale * values).sum()
         prior = self._prior(precision)
         with_data, without = cholesky(prior + scale * self.curvature), cholesky(prior)
         return 2 * (with_data.diagonal().log() - without.diagonal().log()).sum()
@@ -63,8 +65,17 @@ class Span:
                 "Asked for the lower bound of a subspace's evidence, found a fit that did not sum the trace of the "
                 "curvature, which it needs; fit with tune=lw.Evidence(), beside prior_precision=... to keep that."
             )
-        inside = torch.cholesky_solve(self.curvature, cholesky(self._prior(precision))).diagonal().sum()
+        if (values := self.values_at(precision)) is not None:
+            inside = values.sum()
+        else:
+            inside = torch.cholesky_solve(self.curvature, cholesky(self._prior(precision))).diagonal().sum()
         return scale * ((traces / precision).sum() - inside).clamp_min(0)
+
+    def values_at(self, precision: Tensor) -> Tensor | None:
+        """Returns h (k,) at a prior of the same ratios between blocks, where it needs no gradient; else None."""
+        if precision.requires_grad or not torch.equal(precision / precision[0], self.precision / self.precision[0]):
+            return None
+        return self.values * (self.precision[0] / precision[0])
 
     def project(self, record: Record) -> Tensor:
         """Returns `J W̃ᵀ` (B, R, k)."""
