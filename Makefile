@@ -1,6 +1,8 @@
 # Every target stands alone: it makes .venv, installs what it needs there, and runs.
 # PYTHON=python3.12 chooses the interpreter; LAPWING_DATA=folder the data sets (without it, what needs them is skipped by name).
+# WORKERS=0 runs the tests in one process, to debug them.
 PYTHON ?= python3
+WORKERS ?= auto
 BIN := .venv/bin
 
 # a folder of data sets beside the checkout is found by itself; an empty LAPWING_DATA turns that off
@@ -16,10 +18,10 @@ demo: .venv/installed
 	$(BIN)/python examples/demo.py
 
 test: .venv/installed
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 
 test-slow: .venv/installed
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n $(WORKERS) -m slow
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.run
@@ -35,7 +37,7 @@ $(BIN)/pip:
 
 .venv/installed: pyproject.toml constraints.txt | $(BIN)/pip
 	$(BIN)/python -m pip install -q -c constraints.txt "torch==2.13.0"
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[eval,test]"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[eval,export,test]"
 	@touch $@
 
 .venv/installed-lint: .venv/installed

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .deployment import deploy
 from .errors import LapwingError
 from .fitting import fit
 from .likelihoods import Bernoulli, Categorical, Gaussian, LaplaceBridge, Likelihood, Probit, Quadrature, SampledLink
@@ -34,9 +35,9 @@ from .methods import (
 )
 from .persistence import load
 from .posterior import Posterior
-from .prediction import Linearized, MonteCarlo, Streamlined
+from .prediction import Linearized, MonteCarlo, Scaled, Streamlined, Uncertain, propagate
 from .tangent import coverage, everything, last_layer, matching
-from .tuning import BoundedEvidence, EarlyStopping, Evidence, Validation
+from .tuning import BoundedEvidence, EarlyStopping, Evidence, Validation, scale_factor
 
 if TYPE_CHECKING:
     from .evaluation import compare
@@ -57,7 +58,7 @@ __all__ = [
     "EKFAC", "ELLA", "KFAC", "SWAG", "AlphaDivergence", "Bernoulli", "BoundedEvidence", "Categorical", "ClosedForm",
     "ConjugateGradients", "Diagonal", "EarlyStopping", "Evidence", "Full", "Gaussian", "InducingPoints",
     "LaplaceBridge", "LapwingError", "Likelihood", "Linearized", "MeanField", "Method", "MonteCarlo", "NaturalGradient",
-    "OptimalSubspace", "Posterior", "Probit", "Quadrature", "SampledLLA", "SampledLink", "StochasticGradient",
-    "Streamlined", "SubsetOfData", "SubsetOfWeights", "VaLLA", "Validation", "VariationalBound", "compare", "coverage",
-    "everything", "fit", "last_layer", "load", "matching",
+    "OptimalSubspace", "Posterior", "Probit", "Quadrature", "SampledLLA", "SampledLink", "Scaled", "StochasticGradient",
+    "Streamlined", "SubsetOfData", "SubsetOfWeights", "Uncertain", "VaLLA", "Validation", "VariationalBound", "compare",
+    "coverage", "deploy", "everything", "fit", "last_layer", "load", "matching", "propagate", "scale_factor",
 ]  # fmt: skip

@@ -18,7 +18,8 @@ from .diagnosis import Diagnosis
 from .errors import LapwingError
 from .likelihoods import Likelihood, Link, Prediction
 from .numerics import total
-from .prediction import Linearized, Way
+from .prediction import Linearized, Uncertain, Way
+from .prediction.uncertain import separate
 from .prior import Prior, is_positive
 from .tangent import Tangent, Vectors, split
 from .tangent.eager import outside_inference
@@ -269,7 +270,7 @@ class Posterior:
         """Returns the latent distribution of the outputs f(x).
 
         Args:
-            x: a batch of inputs, or a loader.
+            x: a batch of inputs, or a loader; `lw.Uncertain(x, variance)` in place of any tensor that is measured.
             via: the way through the network.
             joint: keep covariances across inputs: `.covariance` is then (B, C, B, C).
 
@@ -289,7 +290,7 @@ class Posterior:
                 "write via=lw.Linearized()."
             )
         if batches.is_loader(x):
-            parts = [self._latent(batches.inputs_of(batch), via, False) for batch in x]
+            parts = [self._latent(_inputs_of(batch), via, False) for batch in x]
             if joint or not parts:
                 raise LapwingError(
                     f"Asked for latents of a loader with joint={joint}, found {len(parts)} batches; joint covariances "
@@ -301,17 +302,18 @@ class Posterior:
     @outside_inference
     def _latent(self, inputs: Any, via: Way, joint: bool) -> AnyLatent:
         inputs = batches.plain(inputs)
-        if (isinstance(inputs, Tensor) and not inputs.ndim) or batches.size(inputs) == 0:
+        values, spreads = separate(inputs)
+        if (isinstance(values, Tensor) and not values.ndim) or batches.size(values) == 0:
             raise LapwingError(
-                f"Asked for the latent at {batches.describe(inputs)}, found no samples in it; at least one is needed: "
+                f"Asked for the latent at {batches.describe(values)}, found no samples in it; at least one is needed: "
                 "give a single sample as x[None], and leave empty batches out."
             )
-        with torch.set_grad_enabled(wants_gradient(inputs)):
+        with torch.set_grad_enabled(wants_gradient((values, spreads))):
             latent = via.latent(self.tangent, self.covariance, inputs, joint)
         if latent.mean.shape[1] != self.tangent.outputs:
             raise LapwingError(
                 f"Asked for the {self.tangent.outputs} outputs of {type(self.tangent.model).__name__} at "
-                f"{batches.describe(inputs)}, found outputs of shape {tuple(latent.mean.shape)}; as many as in the fit "
+                f"{batches.describe(values)}, found outputs of shape {tuple(latent.mean.shape)}; as many as in the fit "
                 "are needed: check the shape of the inputs, and give a single sample as x[None]."
             )
         return latent
@@ -411,6 +413,10 @@ class Posterior:
                 "written or replaced after the fit; a posterior describes the weights it was fitted with: fit again, "
                 "or load them back into the model and use lw.load(path, model)."
             )
+
+
+def _inputs_of(batch: Any) -> Any:
+    return batch if isinstance(batch, Uncertain) else batches.inputs_of(batch)
 
 
 def _together(parts: list[AnyLatent]) -> AnyLatent:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from .linearized import Linearized
 from .montecarlo import MonteCarlo
+from .propagation import propagate
+from .scaled import Scaled
 from .streamlined import Streamlined
+from .uncertain import Uncertain
 from .way import Way
 
-__all__ = ["Linearized", "MonteCarlo", "Streamlined", "Way"]
+__all__ = ["Linearized", "MonteCarlo", "Scaled", "Streamlined", "Uncertain", "Way", "propagate"]

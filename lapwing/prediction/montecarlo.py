@@ -12,14 +12,19 @@ from ..covariance import AnyLatent, Covariance, LatentDraws
 from ..errors import LapwingError
 from ..tangent import Tangent, split
 from ..tangent.layers.generic import call_with
+from .uncertain import drawn, separate
 from .way import Way
+
+_OTHER_STREAM = 0x9E3779B97F4A7C15
+"""Added to the seed for draws of inputs, so that those of the weights are the same with and without them."""
 
 
 @dataclass(frozen=True)
 class MonteCarlo(Way):
     """`f(x, θ_s)` for draws `θ_s ~ N(θ̂, Σ)`, the weights passed in functionally: the model is never written.
 
-    Every call draws the same weights (same seed), so predictions for different inputs belong together.
+    Every call draws the same weights (same seed), so predictions for different inputs belong together. Uncertain inputs
+    (`lw.Uncertain`) are drawn too, anew with each draw of the weights.
 
     Args:
         draws: S, at least 2.
@@ -55,14 +60,17 @@ class MonteCarlo(Way):
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
         """Returns the outputs under each draw; draws are joint across inputs by nature."""
-        batches.check_inputs(inputs, next(iter(tangent.parameters.values())), "the inputs")
+        values, spreads = separate(inputs)
+        batches.check_inputs(values, torch.empty(0, device=tangent.device), "the inputs")
         generator = torch.Generator(covariance.device).manual_seed(self.seed)
+        noise = torch.Generator(tangent.device).manual_seed((self.seed + _OTHER_STREAM) % 2**63)
         own = tangent.parameters
         mean, outputs = tangent.mean(), []
         for _ in range(self.draws):
-            drawn = covariance.sample(1, generator)
-            moved = {name: mean[name] + draw[0].to(mean[name].dtype) for name, draw in drawn.items()}
+            steps = covariance.sample(1, generator)
+            moved = {name: mean[name] + step[0].to(mean[name].dtype) for name, step in steps.items()}
             weights = split(tangent.blocks, moved)
             weights = {name: value.to(own[name].dtype) for name, value in weights.items()}
-            outputs.append(call_with(tangent.model, tangent.forward, weights, inputs).to(tangent.dtype))
+            given = drawn(values, spreads, noise) if spreads else values
+            outputs.append(call_with(tangent.model, tangent.forward, weights, given).to(tangent.dtype))
         return LatentDraws(torch.stack(outputs), joint)

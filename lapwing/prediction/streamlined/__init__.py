@@ -18,9 +18,11 @@ from ...tangent import Tangent
 from ...tangent.eager import outside_inference, without_compiled
 from ...tangent.probe import check_mode
 from ...tangent.record import wants_gradient
+from ..uncertain import leaves_of, separate
 from ..way import Way
 from .graph import Graph, read
 from .joint import Walk
+from .kronecker import seen
 from .program import Options, Program, build
 
 _PROGRAMS: weakref.WeakKeyDictionary[Covariance, dict[Any, tuple[Graph, Program | Walk]]] = weakref.WeakKeyDictionary()
@@ -28,8 +30,10 @@ _PROGRAMS: weakref.WeakKeyDictionary[Covariance, dict[Any, tuple[Graph, Program 
 _LABELS = {
     "covariance": ("diagonal", "full"),
     "residual": ("independent", "correlated", None),
-    "attention": ("values", "scores"),
+    "attention": ("values", "scores", "tokens", "features"),
     "activations": ("linear", "moments"),
+    "positions": ("correlated", "independent"),
+    "kronecker": ("exact", "shifted"),
 }
 
 
@@ -44,13 +48,19 @@ class Streamlined(Way):
     means are the network's outputs. Layers are taken as independent of each other, whatever the posterior says; within
     a layer its covariance counts in full. What several calls make of one tensor (an activation or a norm written by
     hand) is linearised as one function, norms with their statistics. With the last layer alone treated the result is
-    that of `Linearized()`.
+    that of `Linearized()`. Uncertain inputs (`lw.Uncertain`) are carried too; in "diagonal" mode what hidden units
+    share of their noise is lost, in deep networks most of it.
 
-    In "diagonal" mode the entries of a sample's tensors are independent of each other: positions that share a layer's
-    weights, copies of an entry, the two sides of a sum. Pooling many positions then makes too little of the weights'
-    uncertainty. "full" mode keeps all of this: it equals `Linearized()` for a block-diagonal Σ, plus what the weights'
-    products with uncertain inputs add in each layer; in grouped convolutions and at tensors that are multiplied with
-    each other those products are left out.
+    In "diagonal" mode the entries of a sample's tensors are independent of each other: channels, copies of an entry,
+    the two sides of a sum. Positions of one channel (pixels, tokens), which share a layer's weights, are not, with one
+    correlation ρ a channel: `Cov[h_t, h_t'] = ρ √(v_t v_t')`, set at each layer so that the mean of its outputs over
+    positions has the right variance, `Σ_ii' ā_i ā_i' Cov[W_ji, W_ji']` from its weights, with ā the mean of its inputs.
+    That is exact for a layer that is averaged over its positions. What is left of the difference to `Linearized()` are
+    the covariances between channels, which make variances of deep convolutional networks too small, more so the more
+    certain the weights are; `lapwing.evaluation.approximation_errors` says how much, layer by layer, and a scale factor
+    tuned on held-out data makes up for the level. "full" mode keeps all covariances: it equals `Linearized()` for a
+    block-diagonal Σ, plus what the weights' products with uncertain inputs add in each layer; in grouped convolutions
+    and at tensors that are multiplied with each other those products are left out.
 
     Attributes:
         covariance: what is kept of hidden tensors: "diagonal", their variances, or "full", their covariances within a
@@ -59,20 +69,31 @@ class Streamlined(Way):
         residual: the two sides of a sum that share an input: "independent", as in the paper, or "correlated", which
             adds `2 Cov[x, h]`. None: correlated in full mode, independent in diagonal mode, where correlations cost as
             many forward-mode passes of a branch as its input has numbers a sample.
-        attention: what is uncertain: the "values" alone, as in the paper, or the "scores" as well, to first order.
+        attention: "values", as in the paper: values are uncertain, scores are not. "tokens": as "values", with the
+            covariances between tokens of what the values' weights add, `Σ_ii' a_si a_s'i' Cov[W_ei, W_ei']`, exact
+            where "values" has ρ; as many times a linear layer as there are heads. "features": as "values", with the
+            covariances between a head's features that share inputs, up to the layer after the attention (equation 74);
+            likewise. "scores": queries and keys are uncertain too, to first order. The middle two are for
+            `scaled_dot_product_attention` and layers with tokens in one dimension; other calls are as with "values".
         activations: "linear", or the exact moments of element-wise functions of Gaussians, "moments": closed for ReLU,
             by quadrature with twenty evaluations for others; means then differ from the network's outputs.
+        positions: positions of a channel: "correlated", or "independent", as in the paper. Independent ones make too
+            little of the weights wherever many are averaged. In full mode it does not matter. Where a network merges
+            its samples between other dimensions, they are independent.
+        kronecker: posteriors of lw.KFAC(): "exact", or "shifted", the paper's equation 10, which is too sure.
 
     Cost: no pass but the forward one, after about a second that a network's first batch takes. "diagonal", in products
     of the size of the layer's own: one before the first treated layer, two after it, three at a layer with a diagonal
-    posterior; with a Kronecker-factored one two and a rotation of its inputs, O(I² + I O) a position; memory a few
+    posterior; with a Kronecker-factored one two and a rotation of its inputs, O(I² + I O) a position; attention one
+    more; correlated positions a few element-wise passes of inputs and outputs, and one position more; memory a few
     times a forward pass. "full": as many forward-mode passes of each call as its tensors have numbers n a sample, and
     memory O(B n²) for all pairs of live tensors: for small networks. Batches are cut into chunks that fit the memory
     budget.
 
     Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, equations 2 to 7, 49, 71 and 83 to 88, with
-    layer norms linearised instead of taken as linear, and Kronecker-factored posteriors in their exact eigenbasis where
-    the paper approximates them by equation 10. "moments" is its comparison in table 3.
+    layer norms linearised instead of taken as linear, correlated positions (equations 78 to 88 keep covariances of
+    pixels), and Kronecker-factored posteriors in their exact eigenbasis. "moments" is its comparison in table 3,
+    "features" that of tables 14 to 16.
 
     Example:
         >>> import lapwing as lw
@@ -89,8 +110,10 @@ class Streamlined(Way):
 
     covariance: Literal["diagonal", "full"] = "diagonal"
     residual: Literal["independent", "correlated"] | None = None
-    attention: Literal["values", "scores"] = "values"
+    attention: Literal["values", "scores", "tokens", "features"] = "values"
     activations: Literal["linear", "moments"] = "linear"
+    positions: Literal["independent", "correlated"] = "correlated"
+    kronecker: Literal["exact", "shifted"] = "exact"
 
     def __post_init__(self) -> None:
         """Checks the labels."""
@@ -119,32 +142,38 @@ class Streamlined(Way):
                 "Asked for joint=True via lw.Streamlined(), which carries each input's moments alone, without "
                 "covariances across inputs; accepted is joint=False: write via=lw.Linearized() for joint=True."
             )
-        return self.propagate(tangent, covariance, inputs)
+        values, spreads = separate(inputs)
+        return self.propagate(tangent, covariance, values, spreads)
 
     @outside_inference
     def propagate(
         self, tangent: Tangent, covariance: Covariance, inputs: Any, input_variances: Mapping[int, Tensor] | None = None
     ) -> Latent:
-        """Returns the latent Gaussian where some inputs are uncertain too, `x ~ N(x, diag v)`.
+        """Returns the latent Gaussian where some inputs are uncertain too, `x ~ N(x, Σ_x)`.
 
         Args:
             tangent: the network.
             covariance: Σ.
             inputs: B samples.
             input_variances: place of a floating-point tensor among the leaves of the inputs -> its variances, in its
-                own shape.
+                own shape; in full mode also its covariances (B, n, n).
 
         Raises:
             LapwingError: as for `latent`.
         """
         check_mode(tangent.model)
-        batches.check_inputs(inputs, next(iter(tangent.parameters.values())), "the inputs")
+        batches.check_inputs(inputs, torch.empty(0, device=tangent.device), "the inputs")
         if not batches.size(inputs):
             raise LapwingError(
                 f"Asked for streamlined prediction at {batches.describe(inputs)}, found no samples; one at least is "
                 "needed: give a single sample as x[None]."
             )
         inputs, given = batches.plain(inputs), dict(input_variances or {})
+        if self.covariance != "full" and any(v.shape != leaves_of(inputs)[place].shape for place, v in given.items()):
+            raise LapwingError(
+                "Asked for lw.Uncertain(x, covariance=...) via lw.Streamlined(), which keeps the variances of hidden "
+                "tensors alone; accepted are variances, or full mode: write via=lw.Streamlined('full')."
+            )
         # under the lock of without_compiled: other threads swap parameters
         with torch.set_grad_enabled(wants_gradient((inputs, given))), without_compiled():
             places = tuple(sorted(given))
@@ -158,18 +187,24 @@ class Streamlined(Way):
         matrix = torch.cat([part.covariance for part in parts])  # (B, C, C)
         return Latent(mean.to(tangent.dtype), (Dense(matrix.to(tangent.dtype)),))
 
+    def options(self, inputs: tuple[int, ...] = ()) -> Options:
+        """Returns what a program is built for, at inputs of which those at some places are uncertain."""
+        full = self.covariance == "full"
+        correlated = full if self.residual is None else self.residual == "correlated"
+        return Options(full, correlated, self.attention, self.activations, inputs, self.positions, self.kronecker)
+
     def _engine(
         self, tangent: Tangent, covariance: Covariance, inputs: Any, uncertain: tuple[int, ...] = ()
     ) -> Program | Walk:
         """Returns the program for inputs like these, built once for each graph and posterior."""
-        graph, full = read(tangent, inputs), self.covariance == "full"
-        correlated = full if self.residual is None else self.residual == "correlated"
-        options = Options(full, correlated, self.attention, self.activations, uncertain)
+        graph = read(tangent, inputs)
+        options = self.options(uncertain)
         known = _PROGRAMS.setdefault(covariance, {})
         key = id(graph), self, uncertain
         if key not in known:
             program = build(tangent, covariance, graph, options, inputs)
-            known[key] = graph, Walk.of(program, covariance, inputs) if options.full else program
+            whole = seen(covariance, self.kronecker)
+            known[key] = graph, Walk.of(program, whole, inputs) if options.full else program
         return known[key][1]
 
 

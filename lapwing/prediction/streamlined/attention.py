@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from .fusion import aten
+from .layout import share
 from .moments import Moments, Rule, Site, Value, mean_of
+from .values import marked, mixed
 
 
 def attended(site: Site, given: dict[str, Any]) -> Moments:
@@ -37,14 +39,23 @@ def attended(site: Site, given: dict[str, Any]) -> Moments:
     weights = scores.softmax(-1).nan_to_num(0.0) if given["attn_mask"] is not None else scores.softmax(-1)
     mean, square = weights @ v, weights.square()
     parts = []
+    common = None
+    if site.attention == "tokens" and isinstance(value, Moments):
+        found = mixed(site, value, weights, square)
+        if found is not None:
+            return found
     if isinstance(value, Moments):
-        parts.append(square @ value.variance)
+        parts.append(square @ value.own)
+        if value.correlation is not None:
+            common = (weights @ value.common).square()
+            parts.append(common)
     if site.attention == "scores":
         parts.extend(part * scale**2 for part in _from_scores(query, key, v, mean, weights))
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    return Moments(mean, total)
+    found = Moments(mean, total, None if common is None else share(total, [(common, 1.0)]))
+    return marked(site, found, value, weights)
 
 
 def _from_scores(query: Value, key: Value, v: Tensor, mean: Tensor, weights: Tensor) -> Iterator[Tensor]:
@@ -64,7 +75,9 @@ def _from_scores(query: Value, key: Value, v: Tensor, mean: Tensor, weights: Ten
 
 def _repeated(value: Any, times: int) -> Any:
     if isinstance(value, Moments):
-        return Moments(*(part.repeat_interleave(times, -3) for part in (value.mean, value.variance)))
+        rho = None if value.correlation is None else value.correlation.expand_as(value.variance)
+        rho = None if rho is None else rho.repeat_interleave(times, -3)
+        return Moments(value.mean.repeat_interleave(times, -3), value.variance.repeat_interleave(times, -3), rho)
     return value.repeat_interleave(times, -3)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch.nn import functional as F
 
 from ...tangent.layers.conv import unfold
 from .fusion import aten
+from .layout import together
+from .linear import total_of
 from .moments import Moments, Rule, Site, Treated, mean_of, variance_of
 
 _PATCHES = 2**24
@@ -33,6 +36,7 @@ def convolution(site: Site, given: dict[str, Any]) -> Moments:
 
     h = apply(mean, w, b)
     parts = []
+    layout = site.layout if site.node.target in _PLAIN else None
     if variance is not None:
         second = site.constant("second", lambda: w.square() if spread is None else w.square() + spread, w, spread)
         parts.append(apply(variance, second))
@@ -45,10 +49,93 @@ def convolution(site: Site, given: dict[str, Any]) -> Moments:
         parts.append(apply(mean.square(), spread))
     if isinstance(bias, Moments) and not shared:
         parts.append(bias.variance.reshape(-1, *(1,) * (w.ndim - 2)).expand_as(h))
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return Moments(h, total)
+    total = total_of(parts)
+    if layout is None:
+        return Moments(h, total)
+    pooled: list[Tensor] = []
+    own = None
+    if isinstance(x, Moments):
+        cover = _cover(site, given, mean)
+        counted = site.constant("counted", lambda: _counted(cover, second), second)  # (O, C)
+        own = _by_groups(x.mean_own(layout, site.samples, 1), counted, given["groups"])
+        if x.correlation is not None:
+            inherited = site.constant("inherited", lambda: _inherited(cover, w, spread), w, spread)  # (O, C)
+            average = x.amplitude(layout, site.samples, 1)  # (B, C)
+            pooled.append(_by_groups(average.square(), inherited, given["groups"]))
+    if spread is not None:
+        rows = _mean_patches(site, given, mean)  # (B, C, *kernel)
+        pooled.append(_pooled(treated if layer else None, rows, spread, shared, given["groups"]))
+    if isinstance(bias, Moments) and not shared:
+        pooled.append(bias.variance.expand(h.shape[0], -1))
+    if not pooled:
+        return Moments(h, total)
+    rho = together(total, total_of(pooled), own, layout, site.samples, 1)  # (B, O)
+    return Moments(h, total, layout.spread(rho, total, 1))
+
+
+def _inherited(cover: Sequence[Tensor], w: Tensor, spread: Tensor | None) -> Tensor:
+    """Returns `(Σ_k W_jck)² + Σ_k Var[W_jck]` (O, C), each k counted for the share of positions that see it inside."""
+    seen = w.new_ones(())
+    for matrix in cover:
+        seen = seen[..., None] * matrix.sum(-1)  # (*kernel)
+    found = (w * seen).flatten(2).sum(-1).square()
+    return found if spread is None else found + (spread * seen.square()).flatten(2).sum(-1)
+
+
+def _counted(cover: Sequence[Tensor], second: Tensor) -> Tensor:
+    """Returns `Σ_k (W² + Var[W])_jck` (O, C), counted likewise."""
+    seen = second.new_ones(())
+    for matrix in cover:
+        seen = seen[..., None] * matrix.sum(-1)
+    return (second * seen).flatten(2).sum(-1)
+
+
+def _coverage(given: dict[str, Any], kernel: tuple[int, ...], sizes: tuple[int, ...], like: Tensor) -> list[Tensor]:
+    """Returns, for each dimension, what each input counts in the mean over positions at each place of the kernel."""
+    space = len(kernel)
+    stride, dilation = (numbers(given[name], space) for name in ("stride", "dilation"))
+    padding = pairs(given["padding"], kernel, dilation)
+    found = []
+    for n, k, s, d, (before, after) in zip(sizes, kernel, stride, dilation, padding, strict=True):
+        count = (n + before + after - d * (k - 1) - 1) // s + 1
+        start = torch.arange(count, device=like.device) * s - before  # (T,)
+        places = start[None, :] + torch.arange(k, device=like.device)[:, None] * d  # (k, T)
+        hits = places[..., None] == torch.arange(n, device=like.device)  # (k, T, n)
+        found.append(hits.to(like.dtype).sum(1) / count)
+    return found
+
+
+def _cover(site: Site, given: dict[str, Any], mean: Tensor) -> list[Tensor]:
+    """Returns `_coverage` of a call."""
+    kernel, sizes = tuple(mean_of(given["weight"]).shape[2:]), tuple(mean.shape[2:])
+    return site.constant(f"cover {sizes}", lambda: _coverage(given, kernel, sizes, mean))
+
+
+def _mean_patches(site: Site, given: dict[str, Any], mean: Tensor) -> Tensor:
+    """Returns the means of an input's patches over positions (B, C, *kernel)."""
+    for matrix in reversed(_cover(site, given, mean)):
+        mean = (mean @ matrix.mT).movedim(-1, 2)  # the last dimension of space goes to the front as one of the kernel
+    return mean
+
+
+def _pooled(treated: Treated | None, rows: Tensor, spread: Tensor, bias: bool, groups: int) -> Tensor:
+    """Returns what the weights add to the variances of the mean over positions (B, O)."""
+    if treated is None:
+        return _by_groups(rows.flatten(1).square(), spread.flatten(1), groups)
+    found = treated.covariance.rotation()
+    rows = rows.reshape(rows.shape[0], groups, -1)  # (B, G, I)
+    rows = F.pad(rows, (0, 1), value=1.0) if bias else rows
+    if found is None:
+        return treated.covariance.push(rows[:, 0], None, False)
+    basis, variances = (None if part is None else part.to(rows.dtype) for part in found)
+    rotated = rows if basis is None else torch.einsum("bgi,giq->bgq", rows, basis)
+    return torch.einsum("bgq,goq->bgo", rotated.square(), variances).flatten(1)
+
+
+def _by_groups(x: Tensor, weight: Tensor, groups: int) -> Tensor:
+    """Returns `W x` for x (B, I) and W (O, I / G)."""
+    x, weight = x.unflatten(1, (groups, -1)), weight.unflatten(0, (groups, -1))
+    return torch.einsum("bgi,goi->bgo", x, weight).flatten(1)
 
 
 def _from_weights(site: Site, treated: Treated, given: dict[str, Any], mean: Tensor, bias: bool, apply: Any) -> Tensor:
@@ -128,12 +215,14 @@ def pairs(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> l
     return [(p, p) for p in numbers(0 if padding == "valid" else padding, len(kernel))]
 
 
+_PLAIN: tuple[Any, ...] = (
+    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
+    aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
+)  # fmt: skip
 RULES: dict[Any, Rule] = {
     target: convolution
     for target in (
-        aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
-        aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
-        aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input,
+        *_PLAIN, aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input,
     )
 }  # fmt: skip
 """A transposed convolution's weights are treated by no layer family of the tangent, so only their variances count."""

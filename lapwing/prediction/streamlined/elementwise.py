@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from .fusion import Fused, aten
+from .layout import Layout, constant
 from .moments import Moments, Value
 
 NODES = 20
 """Points of the quadrature for functions without a closed form."""
 
 
-def carried(fused: Fused, given: Mapping[str, Value], activations: str) -> Moments:
+def carried(fused: Fused, given: Mapping[str, Value], activations: str, layout: Layout | None = None) -> Moments:
     """Passes moments through one function (Streamlined Prediction, equations 5 and 6).
 
         E[g(h)] = g(m)        Var[g(h)] = g'(m)² Var[h]
@@ -27,18 +28,29 @@ def carried(fused: Fused, given: Mapping[str, Value], activations: str) -> Momen
         given: the uncertain tensor and the certain values that take part, by name.
         activations: "linear" for the above, "moments" for the moments of g(h) themselves. Functions with statistics of
             the tensor, as norms, are linearised in either case.
+        layout: the dimensions of the result, where positions are correlated: slopes leave correlations as they are.
     """
     source: Any = given[fused.source]
     relu = fused.node.target is aten.relu.default
-    if activations == "moments" and not fused.statistics:
-        if not relu:
-            return quadrature(lambda x: fused(x, given), source)
-        inner = Fused(fused.source, fused.body[:-1], ())
-        return relu_moments(Moments(*inner.moments(source.mean, source.variance, given)) if inner.body else source)
-    if relu and len(fused.body) == 1:
+    if relu and len(fused.body) == 1 and activations == "linear":
         mean = source.mean.relu()
-        return Moments(mean, source.variance * (mean > 0))
-    return Moments(*fused.moments(source.mean, source.variance, given))
+        return Moments(mean, source.variance * (mean > 0), source.correlation)
+    if activations == "linear" or fused.statistics:
+        found = Moments(*fused.moments(source.mean, source.variance, given))
+    elif relu:
+        inner = Fused(fused.source, fused.body[:-1], ())
+        found = relu_moments(Moments(*inner.moments(source.mean, source.variance, given)) if inner.body else source)
+    else:
+        found = quadrature(lambda x: fused(x, given), source)
+    rho = source.correlation
+    if layout is not None and found.mean.shape != source.mean.shape and one_for_all(source.variance, layout, found):
+        rho = torch.ones_like(source.variance)
+    return found if rho is None else Moments(found.mean, found.variance, rho)
+
+
+def one_for_all(variance: Tensor, layout: Layout, found: Moments) -> bool:
+    """Whether a value is the same at all positions of what it is broadcast to."""
+    return layout.shared and constant(variance, found.mean.ndim, layout.positions)
 
 
 def relu_moments(h: Moments) -> Moments:

@@ -148,7 +148,7 @@ def _read(tangent: Tangent, inputs: Any) -> Graph:
     for dynamic in (True, False):
         given = example if dynamic else inputs
         try:
-            with _quiet(), torch.no_grad():
+            with quiet(), torch.no_grad():
                 program = _exported(wrapped, given, dynamic)
                 graph = _graph(tangent, program, given)
             if graph.accepts(inputs) and _agrees(tangent, graph, given):
@@ -187,7 +187,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps fused fast paths, which have no graph, and torch's warnings about reading, out."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -302,4 +302,4 @@ def operation(node: fx.Node) -> str:
     return ".".join(str(node.target).split(".")[:2])
 
 
-__all__ = ["Graph", "execute", "operation", "read", "run_all", "users_of", "where"]
+__all__ = ["Graph", "execute", "operation", "quiet", "read", "run_all", "users_of", "where"]

@@ -74,7 +74,8 @@ class Walk:
 
         Args:
             inputs: B samples.
-            variances: place of an uncertain input among the leaves -> its variances, in its own shape.
+            variances: place of an uncertain input among the leaves -> its variances, in its own shape, or its
+                covariances (B, n, n).
         """
         samples = batches.size(inputs)
         started = self._program.start(inputs, variances)
@@ -83,7 +84,8 @@ class Walk:
         for name in (self._program.graph.leaves[place] or "" for place in variances):
             spread = variance_of(started[name])
             assert spread is not None
-            known[name, name] = torch.diag_embed(self._rows.flat(name, spread, samples))
+            flat = spread.shape == values[name].shape
+            known[name, name] = torch.diag_embed(self._rows.flat(name, spread, samples)) if flat else spread
         for place, call in enumerate(self._calls):
             self._step(place, call, values, known, samples)
         output = self._program.plan.output

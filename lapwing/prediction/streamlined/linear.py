@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import functional as F
 
 from ...covariance import LayerBlock
-from .arithmetic import product
+from .arithmetic import contracted
 from .fusion import aten
+from .layout import together
 from .moments import Moments, Rule, Site, Treated, Value, mean_of, variance_of
+from .values import between_features, origin
 
 
 def linear(site: Site, given: dict[str, Any]) -> Moments:
@@ -20,7 +23,7 @@ def linear(site: Site, given: dict[str, Any]) -> Moments:
         raise site.refusal("with factors", "are addmm(b, a, W) with none")
     x, weight, bias, transposed = layer_of(site, given)
     if site.node.target not in _WITH_BIAS and site.treated("other", "mat2") is None:
-        return product(x, weight, torch.matmul)
+        return contracted(site, x, weight, torch.matmul)
     return through(site, x, weight, bias, transposed)
 
 
@@ -37,10 +40,10 @@ def baddbmm(site: Site, given: dict[str, Any]) -> Moments:
     """`β c + α x y` with a certain c."""
     if isinstance(given["self"], Moments):
         raise site.refusal("with an uncertain summand", "is a certain one")
-    found = product(given["batch1"], given["batch2"], torch.matmul)
+    found = contracted(site, given["batch1"], given["batch2"], torch.matmul)
     alpha, beta = given["alpha"], given["beta"]
     summand = given["self"] * beta if beta else 0
-    return Moments(summand + alpha * found.mean, alpha**2 * found.variance)
+    return Moments(summand + alpha * found.mean, alpha**2 * found.variance, found.correlation)
 
 
 def einsum(site: Site, given: dict[str, Any]) -> Moments:
@@ -53,7 +56,7 @@ def einsum(site: Site, given: dict[str, Any]) -> Moments:
     if len(operands) != 2:
         raise site.refusal(f"of {len(operands)} tensors", "are two")
     x, y = operands
-    return product(x, y, lambda x, y: torch.einsum(equation, x, y))
+    return contracted(site, x, y, lambda x, y: torch.einsum(equation, x, y))
 
 
 def through(site: Site, x: Value, weight: Value, bias: Value | None, transposed: bool) -> Moments:
@@ -65,26 +68,71 @@ def through(site: Site, x: Value, weight: Value, bias: Value | None, transposed:
     """
     mean, variance = mean_of(x), variance_of(x)
     w, b, spread = mean_of(weight), mean_of(bias), variance_of(weight)
+
     h = _product(mean, w, b) if transposed else F.linear(mean, w, b)
     parts = []
     if variance is not None:
         second = site.constant("second", lambda: w.square() if spread is None else w.square() + spread, w, spread)
         parts.append(_product(variance, second if transposed else second.mT, None))
+
+    def added(rows: Tensor) -> Tensor:
+        """Returns what the layer's own weights add for certain inputs."""
+        return total_of(_added(site, rows, spread, bias, transposed))
+
+    if _added_at_all(site, spread, bias):
+        parts.append(added(mean))
+    if site.attention == "features":
+        crossed = between_features(site, _input_name(site), x, w.mT if transposed else w)
+        parts.extend([] if crossed is None else [crossed])
+    total = total_of(parts)
+    layout = site.layout
+    where = origin(site, x, w.mT if transposed else w, added if _added_at_all(site, spread, bias) else None)
+    if layout is None:
+        return Moments(h, total, None, where)
+    pooled: list[Tensor] = []
+    own = None
+    for part in _added(site, layout.mean(mean, site.samples), spread, bias, transposed):
+        pooled.append(part.expand(site.samples, -1))
+    if isinstance(x, Moments) and x.correlation is not None:
+        pooled.append(x.amplitude(layout, site.samples).square() @ (second if transposed else second.mT))
+    if not pooled:
+        return Moments(h, total, None, where)
+    if isinstance(x, Moments):
+        own = x.mean_own(layout, site.samples) @ (second if transposed else second.mT)
+    rho = together(total, total_of(pooled), own, layout, site.samples, -1)  # (B, O)
+    return Moments(h, total, layout.spread(rho, total), where)
+
+
+def _added_at_all(site: Site, spread: Tensor | None, bias: Value | None) -> bool:
+    return own_weights(site) is not None or spread is not None or isinstance(bias, Moments)
+
+
+def _input_name(site: Site) -> str:
+    return (
+        "input" if site.node.target is aten.linear.default else "mat1" if "addmm" in str(site.node.target) else "self"
+    )
+
+
+def _added(site: Site, mean: Tensor, spread: Tensor | None, bias: Value | None, transposed: bool) -> list[Tensor]:
+    """Returns what uncertain weights and biases add to the variances, for certain inputs (..., I)."""
     treated = own_weights(site)
-    if treated is None:
-        if spread is not None:
-            parts.append(_product(mean.square(), spread if transposed else spread.mT, None))
-        if isinstance(bias, Moments):
-            parts.append(bias.variance.expand_as(h))
-    else:
-        shared = isinstance(bias, Moments) and treated.block.bias
+    shared = treated is not None and isinstance(bias, Moments) and treated.block.bias
+    parts = []
+    if treated is not None:
         parts.append(variance_from(site, treated, mean, shared))
-        if isinstance(bias, Moments) and not shared:
-            parts.append(bias.variance.expand_as(h))
-    total = parts[0]
+    elif spread is not None:
+        parts.append(_product(mean.square(), spread if transposed else spread.mT, None))
+    if isinstance(bias, Moments) and not shared:
+        parts.append(bias.variance.expand(*mean.shape[:-1], -1))
+    return parts
+
+
+def total_of(parts: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of some tensors."""
+    found = parts[0]
     for part in parts[1:]:
-        total = total + part
-    return Moments(h, total)
+        found = found + part
+    return found
 
 
 def _product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -120,6 +168,22 @@ def rotation(covariance: LayerBlock, dtype: torch.dtype) -> tuple[Tensor | None,
         return None
     basis, spread = found
     return (None if basis is None else basis[0].to(dtype)), spread[0].to(dtype)
+
+
+def is_layer(node: fx.Node) -> bool:
+    """Whether a call is a linear layer: a product with a weight matrix of the network's own."""
+    if node.target in _WITH_BIAS:
+        return True
+    return node.target in (aten.matmul.default, aten.mm.default) and _is_weight(node.args[1])
+
+
+def _is_weight(node: Any) -> bool:
+    """Whether a value is a parameter, up to transposition."""
+    while isinstance(node, fx.Node) and node.op != "placeholder":
+        if node.target not in (aten.t.default, aten.transpose.int, aten.numpy_T.default, aten.permute.default):
+            return False
+        node = node.args[0]
+    return isinstance(node, fx.Node) and node.name.startswith("p_")
 
 
 _WITH_BIAS = (aten.linear.default, aten.addmm.default)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .fusion import aten
+from .layout import quotient, share
 from .moments import Moments, Rule, Site, Treated, Value, mean_of, variance_of
 
 
@@ -52,7 +53,7 @@ def layer_norm(site: Site, given: dict[str, Any]) -> Moments:
 
     if isinstance(x, Moments):
         mean, variance = normalised(x.mean.flatten(-count), x.variance.flatten(-count), eps, centred)
-        inner: Value = Moments(mean.reshape(x.mean.shape), variance.reshape(x.mean.shape))
+        inner: Value = Moments(mean.reshape(x.mean.shape), variance.reshape(x.mean.shape), x.correlation)
     else:
         inner = apply(x)
     return affine(site, inner, given["weight"], given.get("bias"), 0)
@@ -65,7 +66,7 @@ def group_norm(site: Site, given: dict[str, Any]) -> Moments:
     if isinstance(x, Moments):
         mean, variance = (value.reshape(shape[0], groups, -1) for value in (x.mean, x.variance))
         mean, variance = normalised(mean, variance, given["eps"], True)
-        inner: Value = Moments(mean.reshape(shape), variance.reshape(shape))
+        inner: Value = Moments(mean.reshape(shape), variance.reshape(shape), x.correlation)
     else:
         inner = F.group_norm(x, groups, eps=given["eps"])
     return affine(site, inner, given["weight"], given["bias"], len(shape) - 2)
@@ -78,7 +79,7 @@ def batch_norm(site: Site, given: dict[str, Any]) -> Moments | tuple[Moments]:
     scale = (given["running_var"] + given["eps"]).rsqrt()
     scale, shift = (v.reshape(-1, *(1,) * trailing) for v in (scale, -given["running_mean"] * scale))
     mean = torch.addcmul(shift, mean_of(x), scale)
-    inner = Moments(mean, x.variance) if isinstance(x, Moments) else mean
+    inner = Moments(mean, x.variance, x.correlation) if isinstance(x, Moments) else mean
     found = affine(site, inner, given["weight"], given["bias"], trailing, scale.square())
     return found if site.node.target is aten.batch_norm.default else (found,)
 
@@ -108,18 +109,40 @@ def affine(
         out = mean if beta is None else mean + beta
     else:
         out = mean * gamma if beta is None else torch.addcmul(beta, mean, gamma)
-    total = beta_v
-    if gamma_v is not None:
-        total = torch.addcmul(mean.new_zeros(()) if total is None else total, mean.square(), gamma_v)
+    crossed = _covariance(site, gamma_v, beta_v, mean.dtype)
+
+    def added(mean: Tensor, shape: Any) -> Tensor | None:
+        """Returns what γ and β add at a certain x̂, whose dimensions `shape` fits their values to."""
+        total = None if beta_v is None else shape(beta_v)
+        if gamma_v is not None:
+            total = torch.addcmul(mean.new_zeros(()) if total is None else total, mean.square(), shape(gamma_v))
+        return total if crossed is None or total is None else total + 2 * mean * shape(crossed)
+
+    own = added(mean, lambda value: value)
+    total: Any = own
     if variance is not None:
         slope = mean.new_ones(()) if gamma is None else gamma.square()
         slope = slope if gamma_v is None else slope + gamma_v
         slope = slope if factor is None else slope * factor
-        total = variance * slope if total is None else torch.addcmul(total, variance, slope)
-    crossed = _covariance(site, gamma_v, beta_v, mean.dtype)
-    if crossed is not None:
-        total = total + 2 * mean * crossed
-    return Moments(out, total if total.shape == out.shape else total.expand_as(out))
+        carried = variance * slope
+        total = carried if own is None else own + carried
+    total = total if total.shape == out.shape else total.expand_as(out)
+    layout = site.layout
+    if layout is None:
+        return Moments(out, total)
+    parts: list[tuple[Tensor, Tensor | float | None]] = []
+    channel = 1 if trailing else -1
+    width = next((value.numel() for value in (gamma, beta) if value is not None), 0)
+    if own is not None and width == out.shape[channel]:
+        own = own.expand_as(out)
+        average = layout.mean(mean, site.samples, channel)
+        pooled: Any = added(average, lambda value: value.reshape(-1))
+        whole, count = layout.mean(own, site.samples, channel), out.numel() // average.numel()
+        rho = quotient((pooled - whole / count).clamp_min(0), whole - whole / count)
+        parts.append((own, layout.spread(rho, out, channel)))
+    if isinstance(x, Moments):
+        parts.append((carried, x.correlation))
+    return Moments(out, total, share(total, parts, layout.positions))
 
 
 def _covariance(site: Site, gamma_v: Tensor | None, beta_v: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -79,11 +79,11 @@ def plan(graph: Graph, treated: frozenset[str], inputs: frozenset[str], attentio
         graph: the network's calls.
         treated: names of treated parameters.
         inputs: names of uncertain inputs.
-        attention: "values", where scores are certain, or "scores".
+        attention: "scores" where they are uncertain; else they are certain.
     """
     users, calls, output = users_of(graph.nodes), graph.nodes, graph.output
     uncertain = set(treated) | set(inputs)
-    pinned = _scores(calls, users, uncertain) if attention == "values" else frozenset[str]()
+    pinned = _scores(calls, users, uncertain) if attention != "scores" else frozenset[str]()
     for node in calls:
         if node.name not in pinned and _floats(node) and any(s.name in uncertain for s in node.all_input_nodes):
             uncertain.add(node.name)
@@ -106,7 +106,7 @@ def plan(graph: Graph, treated: frozenset[str], inputs: frozenset[str], attentio
 
 def carriers(node: fx.Node, attention: str) -> list[fx.Node]:
     """Returns the arguments whose uncertainty a call carries on: all, but of an attention's only the values."""
-    if node.target is aten.scaled_dot_product_attention.default and attention == "values":
+    if node.target is aten.scaled_dot_product_attention.default and attention != "scores":
         return [node.args[2]]  # type: ignore[list-item]
     return node.all_input_nodes
 

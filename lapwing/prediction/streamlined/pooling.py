@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .fusion import aten
+from .layout import share
 from .moments import Moments, Rule, Site
 
 
@@ -19,7 +20,12 @@ def averaged(site: Site, given: dict[str, Any]) -> Moments:
     def apply(x: Tensor) -> Tensor:
         return site.node.target(**{**given, "self": x})  # type: ignore[operator]
 
-    return Moments(apply(x.mean), apply(x.variance) / _divisors(given, x.mean))
+    divisors = _divisors(given, x.mean)
+    if x.correlation is None:
+        return Moments(apply(x.mean), apply(x.variance) / divisors)
+    common = apply(x.common).square()
+    variance = common + apply(x.own) / divisors
+    return Moments(apply(x.mean), variance, share(variance, [(common, 1.0)]))
 
 
 def _divisors(given: dict[str, Any], x: Tensor) -> Tensor | int:
@@ -76,14 +82,17 @@ def won(site: Site, given: dict[str, Any]) -> Moments:
     stride = given["stride"] or None
     options = (given["kernel_size"], stride, given["padding"], given["dilation"], given["ceil_mode"])
     mean, index = pool(x.mean, *options, return_indices=True)
-    return Moments(mean, _at(x.variance, index, space))
+    rho = None if x.correlation is None else _at(x.correlation.expand_as(x.variance), index, space)
+    return Moments(mean, _at(x.variance, index, space), rho)
 
 
 def won_adaptively(site: Site, given: dict[str, Any]) -> tuple[Moments, Tensor]:
     """The same for adaptive windows; the second value is the place of the winner."""
     x: Moments = given["self"]
     mean, index = site.node.target(**{**given, "self": x.mean})  # type: ignore[operator]
-    return Moments(mean, _at(x.variance, index, len(given["output_size"]))), index
+    space = len(given["output_size"])
+    rho = None if x.correlation is None else _at(x.correlation.expand_as(x.variance), index, space)
+    return Moments(mean, _at(x.variance, index, space), rho), index
 
 
 def _at(variance: Tensor, index: Tensor, space: int) -> Tensor:

@@ -31,8 +31,11 @@ from . import (
 from .branches import Branches
 from .fusion import call, resolve
 from .graph import Graph
+from .kronecker import seen
+from .layout import Layout
 from .moments import Moments, Rule, Site, Treated, Value, mean_of
 from .plan import Item, Plan, plan
+from .positions import layouts
 from .rows import Rows, read_rows
 
 RULES: dict[Any, Rule] = {
@@ -51,6 +54,8 @@ class Options:
     attention: str
     activations: str
     inputs: tuple[int, ...] = ()
+    positions: str = "independent"
+    kronecker: str = "exact"
 
 
 @dataclass
@@ -66,6 +71,7 @@ class Program:
         network: name of the network's class.
         options: what it was built for.
         rows: where the samples are, for the correlations of branches.
+        layouts: name of a value -> its dimensions, where positions are correlated.
     """
 
     graph: Graph
@@ -76,6 +82,7 @@ class Program:
     network: str
     options: Options
     rows: Rows | None = None
+    layouts: Mapping[str, Layout] = field(default_factory=dict, repr=False)
     _branches: dict[str, Branches] = field(default_factory=dict, repr=False)
     _tail: frozenset[str] = frozenset()
     _numbers: int = 1
@@ -106,6 +113,11 @@ class Program:
         for name, place in last.items():
             if name != self.plan.output and name not in self.graph.tensors:
                 self._frees[place].append(name)
+
+    @property
+    def ends(self) -> frozenset[str]:
+        """Names of the steps at the end that have covariances."""
+        return self._tail
 
     @property
     def largest(self) -> int:
@@ -142,15 +154,18 @@ class Program:
 
     def start(self, inputs: Any, variances: Mapping[int, Tensor]) -> dict[str, Value]:
         """Returns the values of all placeholders, treated parameters and uncertain inputs with their moments."""
-        values: dict[str, Value] = dict(self.graph.bind(inputs))
-        for name in self.graph.tensors:
-            values[name] = values[name].detach()
-        for name, (treated, parameter) in self.treated.items():
-            if name in self.plan.uncertain:
-                values[name] = Moments(self.worked(name, values[name]), treated.marginals[parameter])
+        values: dict[str, Value] = {**self.graph.bind(inputs), **self.weights()}
         for place, variance in variances.items():
             name = self.graph.leaves[place] or ""
             values[name] = Moments(values[name].to(self.dtype), variance.to(self.dtype))
+        return values
+
+    def weights(self) -> dict[str, Value]:
+        """Returns the network's own tensors, treated parameters with their moments."""
+        values: dict[str, Value] = {name: value.detach() for name, value in self.graph.tensors.items()}
+        for name, (treated, parameter) in self.treated.items():
+            if name in self.plan.uncertain:
+                values[name] = Moments(self.worked(name, values[name]), treated.marginals[parameter])
         return values
 
     def step(self, item: Item, values: Mapping[str, Value], samples: int) -> Value:
@@ -168,13 +183,14 @@ class Program:
                 return found
         given = {name: _marginal(v) if name in item.uncertain else means(v) for name, v in given.items()}
         if item.fused is not None:
-            return elementwise.carried(item.fused, given, self.options.activations)
+            layout = self.layouts.get(node.name)
+            return elementwise.carried(item.fused, given, self.options.activations, layout)
         site = self.sites[node.name]
         if node.target not in RULES:
             assert self.rows is not None
             return generic.linearised(item, site, given, self.rows, samples, self.dtype)
         arguments = site.named(*resolve(node, given, self.dtype))
-        found = RULES[node.target](site, arguments)
+        found = RULES[node.target](site.at(samples) if site.layouts else site, arguments)
         if node.name in self._branches:
             return self._correlated(self._branches[node.name], found, values, site, arguments, samples)
         return found
@@ -193,7 +209,7 @@ class Program:
         given = {name: self.worked(name, values[name]) for name in sides.reads + sides.sides}
         sign = arguments.get("alpha", 1) * (-1 if "sub" in str(site.node.target) else 1)
         shared = sides.covariance(given, self.rows, samples, self.dtype, site)
-        return Moments(found.mean, (found.variance + 2 * sign * shared).clamp_min(0))
+        return Moments(found.mean, (found.variance + 2 * sign * shared).clamp_min(0), found.correlation)
 
     def _end(self, item: Item, given: dict[str, Value], samples: int) -> tail.Joint | None:
         """Returns the value of a step at the end of the network with covariances, if it has them."""
@@ -274,17 +290,19 @@ def build(tangent: Tangent, covariance: Covariance, graph: Graph, options: Optio
         LapwingError: a call without a rule; a treated parameter that is used twice, or not at all.
     """
     dtype, network = covariance.record_dtype or tangent.dtype, type(tangent.model).__name__
-    treated = _treated(tangent, covariance, graph, dtype)
+    treated = _treated(tangent, seen(covariance, options.kronecker), graph, dtype)
     inputs = frozenset(name for place in options.inputs if (name := graph.leaves[place]) is not None)
     planned = plan(graph, frozenset(treated), inputs, options.attention)
     _check_uses(network, planned, treated)
-    sites = {}
-    for item in planned.items:
-        if item.uncertain and item.fused is None:
-            sites[item.node.name] = Site.of(item.node, treated, options.attention, network)
-    unruled = any(site.node.target not in RULES for site in sites.values())
+    calls = [item.node for item in planned.items if item.uncertain and item.fused is None]
+    unruled = any(node.target not in RULES for node in calls)
     rows = read_rows(graph, example, network) if not options.full and (options.correlated or unruled) else None
-    return Program(graph, planned, sites, treated, dtype, network, options, rows)
+    together = options.positions == "correlated"
+    asked = not options.full and (together or options.attention in ("tokens", "features"))
+    found = layouts(planned, graph, example, network) if asked else {}
+    sites = {node.name: Site.of(node, treated, options.attention, network, found, together) for node in calls}
+    kept = found if together else {}
+    return Program(graph, planned, sites, treated, dtype, network, options, rows, kept)
 
 
 def _treated(
@@ -293,7 +311,7 @@ def _treated(
     """Finds the placeholders of treated parameters; a tied one is known by its tensor, not by its name."""
     diagonal = covariance.diagonal()
     owned: dict[int, tuple[Block, str]] = {}
-    for block in tangent.blocks:
+    for block in covariance.blocks:
         for name in block.parameters:
             owned[id(tangent.parameters[name])] = block, name
     blocks: dict[str, Treated] = {}

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ... import batches
 from ...errors import LapwingError
-from .graph import Graph, run_all
+from .graph import Graph, execute, run_all
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def read_rows(graph: Graph, inputs: Any, network: str) -> Rows:
     """
     leaves = [shape for shape in graph.shapes if shape]
     symbol = leaves[0][0]
-    if not isinstance(symbol, str):
+    if not isinstance(symbol, str) or symbol.isdigit():
         raise LapwingError(
             f"Asked for streamlined prediction through {network}, found a forward that takes batches of one size only, "
             "where covariances, or a call without a moment rule, need to know the samples; accepted is a forward that "
@@ -91,12 +91,9 @@ def read_rows(graph: Graph, inputs: Any, network: str) -> Rows:
 def _checked(graph: Graph, inputs: Any, rows: Rows, shared: list[str], network: str) -> Rows:
     """Finds how the samples run where they share a dimension: another second sample must leave the first as it is."""
     last, device = batches.size(inputs) - 1, next(iter(graph.tensors.values())).device
-    if last == 0:
-        other = batches.take(inputs, torch.zeros(2, dtype=torch.long, device=device))
-        inputs, last = _moved(other), 1
-    pairs = [torch.tensor(pair, device=device) for pair in ((0, last), (0, 0))]
+    pairs = [batches.take(inputs, torch.tensor(pair, device=device)) for pair in ((0, last), (0, 0))]
     with torch.no_grad():
-        first, second = (run_all(graph, batches.take(inputs, pair)) for pair in pairs)
+        first, second = _run_moved(graph, pairs[0], rows.dims, shared), run_all(graph, pairs[1])
     fastest = set[str]()
     for name in shared:
         for way in (Rows(rows.dims), Rows(rows.dims, frozenset([name]))):
@@ -113,12 +110,58 @@ def _checked(graph: Graph, inputs: Any, rows: Rows, shared: list[str], network: 
     return Rows(rows.dims, frozenset(fastest))
 
 
+def first_rows(graph: Graph, inputs: Any) -> Rows:
+    """Finds the values whose first dimension is the samples', where the batch has a fixed size.
+
+    Args:
+        graph: the network's calls.
+        inputs: B samples.
+
+    Returns:
+        The values that are the same along that dimension when all samples are, with the first as it was.
+
+    Cost: two passes.
+    """
+    count = batches.size(inputs)
+    device = next(iter(graph.tensors.values())).device
+    with torch.no_grad():
+        mixed = run_all(graph, inputs)
+        alike = run_all(graph, batches.take(inputs, torch.zeros(count, dtype=torch.long, device=device)))
+    found = {}
+    for name, value in mixed.items():
+        if not isinstance(value, Tensor) or name in graph.tensors or value.shape[:1] != (count,):
+            continue
+        same = alike[name].double()
+        if torch.allclose(same, value[:1].double().expand_as(same), rtol=1e-3, atol=1e-6, equal_nan=True):
+            found[name] = 0
+    return Rows(found)
+
+
+def _run_moved(graph: Graph, pair: Any, dims: Mapping[str, int], shared: list[str]) -> dict[str, Any]:
+    """Runs the calls on two samples, the second made another one in case they are equal: integers where looked up."""
+    values = graph.bind(_moved(pair))
+    for node in graph.nodes:
+        value = execute(node, lambda n: values[n.name])
+        sources = [values[source.name] for source in node.all_input_nodes if source.name in dims]
+        real = isinstance(value, Tensor) and value.is_floating_point()
+        if real and sources and node.name in dims and node.name not in shared:
+            if not any(source.is_floating_point() for source in sources):
+                value = _other(value, dims[node.name])
+        values[node.name] = value
+    return values
+
+
 def _moved(inputs: Any) -> Any:
-    """Makes the second of two equal samples another one, where the inputs are real numbers."""
+    """Makes the second of two samples another one, where the inputs are real numbers."""
 
     def move(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.ndim or not leaf.is_floating_point():
-            return leaf
-        return torch.cat([leaf[:1], leaf[1:].flip(-1) * 0.5 + 0.25])
+        return _other(leaf, 0) if isinstance(leaf, Tensor) and leaf.ndim and leaf.is_floating_point() else leaf
 
     return pytree.tree_map(move, inputs)
+
+
+def _other(x: Tensor, dim: int) -> Tensor:
+    """Returns two samples, the second changed, also where it is constant and would be normalised."""
+    first, second = x.narrow(dim, 0, 1), x.narrow(dim, 1, 1)
+    ramp = torch.linspace(0.25, 1.0, second.shape[-1], dtype=x.dtype, device=x.device)
+    return torch.cat([first, second.flip(-1) * 0.5 + ramp], dim)

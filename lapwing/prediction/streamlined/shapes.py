@@ -15,16 +15,23 @@ def moved(site: Site, given: dict[str, Any]) -> Value:
     """Applies the call to means and variances alike; certain tensors among several have variances of 0."""
     mean = _apply(site, {name: _map(mean_of, value) for name, value in given.items()})
     variance = _apply(site, {name: _map(_variance, value) for name, value in given.items()})
+    rho: Any = None
+    if site.layouts and any(x.correlation is not None for x in _uncertain(given)):
+        rho = _apply(site, {name: _map(_correlation, value) for name, value in given.items()})
     if isinstance(mean, (tuple, list)):
-        return tuple(Moments(m, v) for m, v in zip(mean, variance, strict=True))
-    return Moments(mean, variance)
+        rest = zip(mean, variance, rho or [None] * len(mean), strict=True)
+        return tuple(Moments(*parts, _origin(given)) for parts in rest)
+    return Moments(mean, variance, rho, _origin(given))
 
 
 def padded(site: Site, given: dict[str, Any]) -> Value:
     """Pads: a constant has a variance of 0, what is repeated has its own."""
     x = given["self"]
     mean = _apply(site, {**given, "self": x.mean})
-    return Moments(mean, _apply(site, {**given, "self": x.variance, "value": 0}))
+    variance = _apply(site, {**given, "self": x.variance, "value": 0})
+    if x.correlation is None:
+        return Moments(mean, variance)
+    return Moments(mean, variance, _apply(site, {**given, "self": _correlation(x), "value": 0}))
 
 
 def picked(site: Site, given: dict[str, Any]) -> Value:
@@ -47,7 +54,31 @@ def _map(function: Any, value: Any) -> Any:
 def _variance(value: Any) -> Any:
     if isinstance(value, Moments):
         return value.variance
-    return torch.zeros_like(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    return _zeros(value)
+
+
+def _correlation(value: Any) -> Any:
+    if isinstance(value, Moments) and value.correlation is not None:
+        return value.correlation.expand_as(value.variance)
+    return _zeros(value.variance if isinstance(value, Moments) else value)
+
+
+def _zeros(value: Any) -> Any:
+    floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return torch.zeros_like(value) if floats else value
+
+
+def _origin(given: dict[str, Any]) -> Any:
+    """Returns where entries come from, if it is one place."""
+    found = _uncertain(given)
+    return found[0].origin if len(found) == 1 else None
+
+
+def _uncertain(given: dict[str, Any]) -> list[Moments]:
+    found: list[Moments] = []
+    for value in given.values():
+        found.extend(v for v in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(v, Moments))
+    return found
 
 
 _MOVES = (

@@ -16,7 +16,7 @@ from .linear import layer_of, own_weights
 from .moments import Moments, Site, mean_of, variance_of
 from .plan import Item, Plan
 
-_VIEWS = frozenset(
+VIEWS = frozenset(
     {
         aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.unsqueeze.default, aten.squeeze.dim,
         aten.squeeze.default, aten.squeeze.dims, aten.slice.Tensor, aten._unsafe_view.default,
@@ -56,7 +56,7 @@ def find(plan: Plan) -> frozenset[str]:
         found.append(name)
         if item.fused is not None and not item.fused.statistics:
             name = item.fused.source
-        elif item.uncertain and item.node.target in _VIEWS:
+        elif item.uncertain and item.node.target in VIEWS:
             name = item.uncertain[0]
         else:
             return frozenset(found) if item.uncertain and item.node.target in _LAYERS else frozenset()
@@ -122,8 +122,12 @@ def continued(item: Item, source: Joint, given: Mapping[str, Any], viewed: Any) 
 
 def _through(fused: Fused, source: Joint, given: Mapping[str, Any]) -> Joint | None:
     x = source.mean
-    y, slope = jvp(lambda x: fused(x, given), (x,), (torch.ones_like(x),))  # type: ignore[misc]
+    if fused.closed:
+        y, slope = fused.slope(x, given)
+    else:
+        y, slope = jvp(lambda x: fused(x, given), (x,), (torch.ones_like(x),))  # type: ignore[misc]
     if y.shape != x.shape:
         return None
-    slope = slope.reshape(len(source.covariance), -1)  # (B, n)
+    slope = slope.expand_as(y) if isinstance(slope, Tensor) else torch.full_like(y, slope)
+    slope = slope.reshape(source.covariance.shape[0], -1)  # (B, n)
     return Joint(y, slope[:, :, None] * source.covariance * slope[:, None, :])

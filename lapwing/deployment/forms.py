@@ -1,0 +1,121 @@
+"""The covariances of weights as sums of squares, the form in which they take few plain products at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..covariance import Covariance, LayerBlock
+from ..covariance.output import Dense, Rotated
+from ..errors import LapwingError
+from ..tangent import Block, Vectors
+
+MOST = 2**27
+"""Numbers of a basis that is found from quadratic forms."""
+
+_ROWS = 2**22
+
+
+def forms(spread: Callable[[Tensor], Tensor], inputs: int, like: Tensor, where: str) -> tuple[Tensor, Tensor]:
+    """Returns V (I, Q) and s (R, Q) with `q_r(a) = Σ_q (Vᵀ a)_q² s_rq` for quadratic forms q_r known by their values.
+
+    The matrix of each is read off at unit vectors and sums of two, and diagonalised.
+
+    Args:
+        spread: rows (N, I) -> values (N, R).
+        inputs: I.
+        like: gives dtype and device.
+        where: whose forms they are, for messages.
+
+    Raises:
+        LapwingError: where R times I squared is too many numbers.
+
+    Cost: I²/2 evaluations, time O(R I³), memory O(R I²).
+    """
+    eye = torch.eye(inputs, dtype=like.dtype, device=like.device)
+    own = spread(eye)  # (I, R)
+    outputs = own.shape[1]
+    if outputs * inputs**2 > MOST:
+        raise LapwingError(
+            f"Asked to deploy a posterior whose weights of {where} are correlated without a common basis, found "
+            f"{outputs} x {inputs}² numbers in their covariances; at most {MOST} are accepted: fit with lw.KFAC() or "
+            "lw.Diagonal(), or with params=lw.last_layer."
+        )
+    matrices = torch.diag_embed(own.T).double()  # (R, I, I)
+    first, second = torch.triu_indices(inputs, inputs, 1, device=like.device)
+    for some in torch.arange(len(first), device=like.device).split(max(1, _ROWS // max(1, inputs))):
+        i, j = first[some], second[some]
+        both = (spread(eye[i] + eye[j]) - own[i] - own[j]).T.double() / 2  # (R, n)
+        matrices[:, i, j] = matrices[:, j, i] = both
+    values, vectors = torch.linalg.eigh(matrices)
+    kept = values.abs() > 1e-12 * values.abs().amax().clamp_min(torch.finfo(values.dtype).tiny)  # (R, I)
+    basis = vectors.transpose(1, 2)[kept].T  # (I, Q)
+    owner = torch.arange(outputs, device=like.device)[:, None].expand_as(kept)[kept]
+    scale = torch.nn.functional.one_hot(owner, outputs).T * values[kept]  # (R, Q)
+    return basis.to(like.dtype).contiguous(), scale.to(like.dtype).contiguous()
+
+
+class Rotating(LayerBlock):
+    """A layer's covariance with a basis, found by `forms` where the structure has none.
+
+    Args:
+        block: the layer's weights.
+        covariance: their covariance, kept as `inner`.
+        like: gives the device and the dtype of rows.
+    """
+
+    def __init__(self, block: Block, covariance: LayerBlock, like: Tensor) -> None:
+        self._block, self.inner, self._like = block, covariance, like
+
+    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
+        """Returns what the covariance gives."""
+        return self.inner.push(mean, variance, full)
+
+    def rotation(self) -> tuple[Tensor | None, Tensor] | None:
+        """Returns the covariance's own basis, or the one of its forms."""
+        found = self.inner.rotation()
+        if found is not None or self._block.matrix is None or self._block.matrix_shape[0] > 1:
+            return found
+        basis, scale = forms(
+            lambda rows: self.inner.push(rows, None, False),
+            self._block.matrix_shape[2],
+            self._like,
+            repr(self._block.name),
+        )
+        return basis[None], scale[None]
+
+
+class Deployed:
+    """A covariance as a program of moments reads it, with a basis for every layer.
+
+    Args:
+        covariance: Σ.
+        dtype: of the rows that are pushed through it.
+    """
+
+    def __init__(self, covariance: Covariance, dtype: torch.dtype) -> None:
+        self.blocks, self.record_dtype = covariance.blocks, covariance.record_dtype
+        self._covariance, self._dtype = covariance, dtype
+
+    def diagonal(self) -> Vectors:
+        """Returns the marginal variances."""
+        return self._covariance.diagonal()
+
+    def layer_block(self, name: str) -> LayerBlock:
+        """Returns one block's covariance."""
+        block = next(block for block in self.blocks if block.name == name)
+        like = torch.empty(0, dtype=self._dtype, device=self._covariance.device)
+        return Rotating(block, self._covariance.layer_block(name), like)
+
+
+def marginals(matrix: Tensor, centred: bool) -> Tensor:
+    """Returns the variances of covariances (N, O, O), those of the centred outputs behind them: (N, O) or (N, 2 O)."""
+    dense = Dense(matrix)
+    return torch.cat([dense.variance(), dense.centred_variance()], -1) if centred else dense.variance()
+
+
+def of_independent(variance: Tensor, centred: bool) -> Tensor:
+    """Returns the same for variances (N, O) of independent outputs."""
+    return torch.cat([variance, Rotated(None, variance).centred_variance()], -1) if centred else variance

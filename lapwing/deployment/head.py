@@ -1,0 +1,151 @@
+"""The last layer of a deployed network: variances of its outputs, also of the centred ones, without a C x C matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..covariance import LayerBlock
+from ..prediction.streamlined.fusion import resolve
+from ..prediction.streamlined.linear import layer_of, own_weights
+from ..prediction.streamlined.moments import Moments, Value, mean_of, variance_of
+from ..prediction.streamlined.plan import Item
+from ..prediction.streamlined.program import Program
+from ..prediction.streamlined.tail import is_layer
+from .forms import forms, marginals, of_independent
+
+_NUMBERS = 2**24
+
+
+@dataclass(frozen=True)
+class Head:
+    """A last linear layer with one position a sample.
+
+        Var[h]_r = Σ_q (Vᵀ a)_q² s_rq + Σ_i v_i u_ri + β_r        r: outputs, then centred ones if asked for
+
+    Attributes:
+        source: name of its input.
+        weight: W (O, I).
+        bias: b (O,), or None.
+        basis: Vᵀ (Q, I), None where it is the identity.
+        offset: what the bias column adds to Vᵀ a (Q,), or None.
+        scale: s (R, Q), None where the weights are certain.
+        shift: β (R,), or None.
+        through: u (R, I), None for certain inputs.
+    """
+
+    source: str
+    weight: Tensor
+    bias: Tensor | None
+    basis: Tensor | None
+    offset: Tensor | None
+    scale: Tensor | None
+    shift: Tensor | None
+    through: Tensor | None
+
+    def __call__(self, value: Value) -> tuple[Tensor, Tensor]:
+        """Returns the outputs (..., O) and the variances (B, R)."""
+        mean, variance = mean_of(value), variance_of(value)
+        h = F.linear(mean, self.weight, self.bias)
+        total: Any = self.shift
+        if self.scale is not None:
+            rows = _flat(mean)
+            rows = rows if self.basis is None else F.linear(rows, self.basis, self.offset)
+            total = F.linear(rows.square(), self.scale, total)
+        if variance is not None and self.through is not None:
+            spread = F.linear(_flat(variance), self.through)
+            total = spread if total is None else total + spread
+        return h, total
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def read_head(program: Program, item: Item, values: Mapping[str, Any], samples: int, centred: bool) -> Head | None:
+    """Reads the last layer of a program, None where it has several positions a sample or weights of no layer.
+
+    Args:
+        program: the network's moments.
+        item: the layer.
+        values: those before it, at an example.
+        samples: B of the example.
+        centred: whether centred outputs are asked for too.
+
+    Cost: for weights with a common basis I products (O, O); else see `forms`.
+    """
+    if not is_layer(item.node) or item.node.name not in program.sites:
+        return None
+    site = program.sites[item.node.name]
+    read = {name: program.worked(name, values[name]) for name in item.sources}
+    given = site.named(*resolve(item.node, read, program.dtype))
+    x, weight, bias, transposed = layer_of(site, given)
+    mean, variance, w, b = mean_of(x), variance_of(x), mean_of(weight), mean_of(bias)
+    treated = own_weights(site)
+    if w.ndim != 2 or mean.ndim < 2 or mean.numel() != samples * mean.shape[-1]:
+        return None
+    if isinstance(weight, Moments) and treated is None:
+        return None
+    own = treated is not None and treated.block.has_weight
+    shared = own and isinstance(bias, Moments) and treated is not None and treated.block.bias
+    w = (w.mT if transposed else w).contiguous()  # (O, I)
+    basis = offset = scale = shift = through = None
+    if own and treated is not None:
+        basis, scale = _rotation(treated.covariance, w, shared, centred)
+        if shared and basis is None:
+            shift, scale = scale[:, -1].contiguous(), scale[:, :-1].contiguous()
+        elif shared and basis is not None:
+            offset, basis = basis[:, -1].contiguous(), basis[:, :-1].contiguous()
+    if isinstance(bias, Moments) and not shared:
+        alone = site.treated("bias", "self")
+        if alone is not None and not alone.block.has_weight:
+            added = marginals(alone.covariance.push(w.new_ones(1, 1), None, True), centred)
+        else:
+            added = of_independent(bias.variance[None], centred)
+        shift = added[0] if shift is None else shift + added[0]
+    if variance is not None:
+        units = (w - w.mean(0)).square()
+        through = torch.cat([w.square(), units]) if centred else w.square()  # (R, I)
+        if own and treated is not None:
+            eye = torch.eye(w.shape[1] + shared, dtype=w.dtype, device=w.device)[: w.shape[1]]
+            through = through + _spread(treated.covariance, eye, w.shape[0], centred).T
+    return Head(_source(item, x, read), w, b, basis, offset, scale, shift, through)
+
+
+def _source(item: Item, x: Value, read: Mapping[str, Any]) -> str:
+    return next(name for name in item.sources if read[name] is x)
+
+
+def _spread(covariance: LayerBlock, rows: Tensor, outputs: int, centred: bool) -> Tensor:
+    """Returns the variances (N, R) of `W a` at rows a, some rows at a time."""
+    if not centred:
+        return covariance.push(rows, None, False)
+    found = getattr(covariance, "inner", covariance).rotation()
+    if found is not None and found[0] is None:  # diagonal: the outputs are independent
+        return of_independent(covariance.push(rows, None, False), centred)
+    parts = rows.split(max(1, _NUMBERS // outputs**2))
+    return torch.cat([marginals(covariance.push(part, None, True), centred) for part in parts])
+
+
+def _rotation(covariance: LayerBlock, w: Tensor, bias: bool, centred: bool) -> tuple[Tensor | None, Tensor]:
+    """Returns Vᵀ (Q, I) and s (R, Q), the bias column included."""
+    inputs = w.shape[1] + bias
+    inner = getattr(covariance, "inner", covariance)
+    found = inner.rotation()
+    if found is None:
+
+        def spread(rows: Tensor) -> Tensor:
+            return _spread(inner, rows, w.shape[0], centred)
+
+        vectors, scale = forms(spread, inputs, w, "the last layer")
+        return vectors.mT.contiguous(), scale
+    basis, variances = found
+    if basis is None:
+        return None, of_independent(variances[0].T, centred).T.to(w.dtype).contiguous()
+    rows = basis[0].mT.to(w.dtype).contiguous()  # (Q, I), orthonormal: each gives one column of s
+    return rows, _spread(inner, rows, w.shape[0], centred).T.contiguous()

@@ -1,0 +1,202 @@
+"""The deployed network: a module from inputs to predictions, and its way to ONNX."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim
+
+from .. import batches
+from ..errors import LapwingError
+from ..prediction.streamlined.graph import quiet
+from .tracing import Traced
+
+aten = torch.ops.aten
+
+
+class Predictor(nn.Module):
+    """A network with its error bars: inputs to predictions, in plain calls on tensors.
+
+    Made by `lw.deploy`. It holds copies of all weights as buffers, needs neither the posterior nor the network, and can
+    be compiled, exported, moved and saved like any module. It does not look for NaN.
+
+    Args:
+        traced: the moments as a module.
+        names: names of the inputs: () for a tensor, else of the entries of a tuple or dict.
+        keys: whether the inputs are a dict.
+        returns: names of what is returned.
+    """
+
+    def __init__(self, traced: Traced, names: tuple[str, ...], keys: bool, returns: tuple[str, ...]) -> None:
+        super().__init__()
+        self.calls = traced.module
+        self.names, self.keys, self.returns = names, keys, returns
+        self._free = traced.free
+        self._dtypes = tuple(leaf.dtype for leaf in batches.tensors(traced.example))
+        self._fixed = tuple(
+            tuple(None if dim in free else length for dim, length in enumerate(leaf.shape))
+            for leaf, free in zip(batches.tensors(traced.example), traced.free, strict=True)
+        )
+        self.eval()
+
+    def forward(self, x: Any) -> Any:
+        """Returns the predictions at inputs of the structure that the network was deployed with.
+
+        Args:
+            x: a tensor, or a tuple or dict of tensors.
+
+        Returns:
+            Probabilities (B, C), or means and variances (B, C) each.
+
+        Raises:
+            LapwingError: inputs of another structure, dtype or shape; not checked in compiled or exported code.
+        """
+        if not torch.compiler.is_compiling():
+            self._check(x)
+        if self.keys:
+            return self.calls(*(x[name] for name in self.names))
+        return self.calls(x) if not self.names else self.calls(*x)
+
+    def _check(self, x: Any) -> None:
+        leaves = batches.tensors(x)
+        keyed = hasattr(x, "keys")
+        if self.keys:
+            fits = keyed and all(name in x for name in self.names)
+            leaves = [x[name] for name in self.names] if fits else leaves
+        else:
+            fits = isinstance(x, (tuple, list)) if self.names else isinstance(x, Tensor)
+        wrong = not fits or len(leaves) != len(self._fixed)
+        for leaf, dtype, shape in zip(leaves, self._dtypes, self._fixed, strict=False):
+            wrong = wrong or leaf.dtype != dtype or leaf.ndim != len(shape) or not leaf.shape[0]
+            wrong = wrong or any(n is not None and n != m for n, m in zip(shape, leaf.shape, strict=False))
+        if wrong:
+            raise LapwingError(
+                f"Asked a deployed network for predictions at {batches.describe(x)}, found inputs of another form than "
+                f"it was deployed with; {self._accepted()} is accepted: give such inputs, or write "
+                "lw.deploy(posterior, x) with inputs like these."
+            )
+
+    def _accepted(self) -> str:
+        """Describes the inputs that are accepted."""
+        parts = []
+        for dtype, shape, free in zip(self._dtypes, self._fixed, self._free, strict=True):
+            lengths = ", ".join(free[dim] if n is None else str(n) for dim, n in enumerate(shape))
+            parts.append(f"Tensor ({lengths}) {str(dtype).removeprefix('torch.')}")
+        if not self.names:
+            return parts[0]
+        if self.keys:
+            return "dict(" + ", ".join(f"{name}={part}" for name, part in zip(self.names, parts, strict=True)) + ")"
+        return "tuple(" + ", ".join(parts) + ")"
+
+    @property
+    def dynamic_shapes(self) -> Any:
+        """What `torch.export.export(predictor, (x,), dynamic_shapes=...)` takes for free batches and lengths."""
+        shapes = [{dim: Dim.AUTO for dim in free} for free in self._free]
+        if not self.names:
+            return (shapes[0],)
+        return (dict(zip(self.names, shapes, strict=True)) if self.keys else tuple(shapes),)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Predictor:
+        """Moves the buffers, and the calls that make tensors on a device with them."""
+        super()._apply(fn, recurse)
+        device = next((buffer.device for buffer in self.buffers()), None)
+        if device is not None:
+            moved = functools.partial(_on_device, device=device)
+            for node in self.calls.graph.nodes:
+                node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), moved)
+            self.calls.recompile()
+        return self
+
+    def to_onnx(self, path: str | os.PathLike[str], x: Any) -> Path:
+        """Writes the network as an ONNX file that onnxruntime runs, with free batches and lengths.
+
+        Inputs are named "x", or as the entries of a dict; outputs "probabilities", or "mean" and "variance".
+
+        Args:
+            path: of the file; weights above 2 GB go into a second file beside it.
+            x: an example of the inputs.
+
+        Returns:
+            The path.
+
+        Raises:
+            LapwingError: where onnx and onnxscript are not installed.
+
+        Cost: an export of the calls, seconds for a network of a few hundred.
+        """
+        require("onnx", "onnxscript")
+        self._check(x)
+        leaves = tuple(x[name] for name in self.names) if self.keys else tuple(x) if self.names else (x,)
+        leaves = tuple(_several(leaf, free) for leaf, free in zip(leaves, self._free, strict=True))
+        with quiet(), _silent():
+            program = torch.onnx.export(
+                _Plain(self.calls).transform(), leaves, dynamic_shapes=tuple(free or None for free in self._free),
+                input_names=list(self.names) or ["x"], dynamo=True, verbose=False,
+            )  # fmt: skip
+        assert program is not None
+        _name_outputs(program.model.graph, self.returns)
+        program.save(os.fspath(path))
+        return Path(path)
+
+
+class _Plain(fx.Transformer):
+    """Writes functions that onnxruntime lacks in double precision by those it has."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is aten.sinh.default:
+            grown = args[0].exp()
+            return 0.5 * (grown - 1 / grown)
+        if target is aten.asinh.default:
+            size = args[0].abs()
+            return args[0].sign() * (size + (size * size + 1).sqrt()).log()
+        return super().call_function(target, args, kwargs)
+
+
+def _on_device(leaf: Any, device: torch.device) -> Any:
+    return device if isinstance(leaf, torch.device) else leaf
+
+
+def _name_outputs(graph: Any, names: tuple[str, ...]) -> None:
+    """Names the outputs of an ONNX graph; values that have these names already are called otherwise."""
+    for node in graph:
+        for value in node.outputs:
+            if value.name in names:
+                value.name = f"{value.name}_of_{node.name}"
+    for value, name in zip(graph.outputs, names, strict=True):
+        value.name = name
+
+
+def _several(leaf: Tensor, free: Mapping[int, str]) -> Tensor:
+    """Repeats a single sample: a length of one would be taken as fixed."""
+    return leaf.expand(2, *leaf.shape[1:]).clone() if 0 in free and len(leaf) == 1 else leaf
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keeps what the exporter logs to itself."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def require(*names: str) -> None:
+    """Raises where packages of the extra `export` are missing."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise LapwingError(
+            f"Asked to write ONNX, found that {' and '.join(missing)} cannot be imported; they come with an extra: "
+            "write pip install lapwing[export]."
+        )

@@ -1,0 +1,317 @@
+"""Sensitivity to inputs: how much noise each input bears before the prediction suffers, learned by gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import batches
+from ..batches import Forward
+from ..covariance import AnyLatent
+from ..errors import LapwingError
+from ..likelihoods import (
+    BernoulliPrediction,
+    ClassPrediction,
+    Likelihood,
+    MixturePrediction,
+    Prediction,
+    RegressionPrediction,
+    resolve,
+)
+from ..loaders import inferred_likelihood
+from ..posterior import Posterior
+from ..prediction import Linearized, Uncertain, Way
+from ..prediction.propagation import NoCovariance, Untreated, certain_latent
+from ..prediction.uncertain import leaves_of, with_leaves
+from ..prior import is_positive
+from ..tangent.eager import outside_inference
+
+_SLOWED = 0.75
+"""θ: where `weight` is None, the loss grows at 1 - θ of the speed that it would have without a pull back."""
+
+_LARGEST = math.log(1e20)
+"""Where variances of inputs that the network ignores end."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sensitivities:
+    """What `sensitivity` found at B inputs.
+
+    Attributes:
+        values: `min_j σ_j / σ_i` in (0, 1], in the shape of the inputs: 1 for the input of each sample that bears the
+            least noise, near 0 for inputs that the network ignores.
+        variance: the learned variances v = σ², in squared units of the inputs.
+        inputs: the inputs.
+        stopped: whether the rule ended a sample, rather than the number of steps (B,).
+        steps: how many steps each sample took (B,).
+        history: "nlpd", "entropy": negative log predictive density, and entropy of the input, both in nats, at the
+            start and after each step (steps + 1, B); a sample that has stopped keeps its last.
+    """
+
+    values: Tensor
+    variance: Tensor
+    inputs: Tensor
+    stopped: Tensor
+    steps: Tensor
+    history: Mapping[str, Tensor] = field(repr=False)
+
+    @property
+    def std(self) -> Tensor:
+        """The noise that each input bears, in its units: tolerances σ."""
+        return self.variance.sqrt()
+
+    def plot(
+        self,
+        axes: Any = None,
+        *,
+        features: Sequence[str] | None = None,
+        shape: tuple[int, ...] | None = None,
+        low: float = 0.0,
+        labels: Sequence[str] | None = None,
+    ) -> Any:
+        """Draws maps over images, a column each, or bars over tabular features: mean and quartiles over the samples.
+
+        Args:
+            axes: matplotlib axes to draw in, one an image, or one for bars; a new figure when None.
+            features: names of tabular features.
+            shape: height and width, or channels first, of images whose inputs are flat.
+            low: sensitivities below are drawn as it: the paper's figures show 0.5 to 1.
+            labels: titles of the images.
+
+        Returns:
+            The figure. Channels of an image are averaged.
+
+        Raises:
+            LapwingError: inputs that are neither images nor features, or another number of names or axes.
+
+        Cost: needs matplotlib, `pip install lapwing[eval]`.
+        """
+        from . import sensitivity_plots  # matplotlib is imported there
+
+        if shape is None and self.values.ndim == 2:
+            return sensitivity_plots.bars(self.values, axes, features)
+        return sensitivity_plots.maps(self.values, self.inputs, axes, shape, low, labels)
+
+
+@outside_inference
+def sensitivity(
+    candidate: Posterior | nn.Module,
+    inputs: Any,
+    targets: Tensor | None = None,
+    *,
+    via: Way = Linearized(),  # noqa: B008 (frozen)
+    likelihood: str | Likelihood | None = None,
+    rise: float = 0.1,
+    weight: float | None = None,
+    variance: float = 1e-5,
+    rate: float = 0.1,
+    steps: int = 2000,
+    forward: Forward | None = None,
+) -> Sensitivities:
+    """Learns for each sample how much noise its inputs bear: the widest Gaussian around x that costs little.
+
+        ℓ(v) = λ NLPD(y | N(x, diag v)) - H(N(x, diag v)),    gradient steps on log v, until NLPD rises by `rise`
+
+    Where v_i ∂NLPD/∂v_i is the same for all i, nothing can be gained by moving noise from one input to another; for a
+    linear network with weights w_i that is `v_i ∝ 1/w_i²`, so that the sensitivities are `|w_i| / max_j |w_j|`. An
+    input that the network ignores has no loss against its entropy: its variance grows by `e^rate` each step for ever.
+
+    The paper has λ = 1. A sum over many inputs of entropies then outweighs a loss of a fraction of a nat, and what the
+    variances are equal but for little when the rule stops them. By default λ follows the loss, for each sample: with
+    `p_i = v_i ∂NLPD/∂v_i` it is `3/8 |Σ p| / Σ p²`, so that the NLPD grows at a quarter of the speed that it would have
+    at λ = 0, and the noise moves to where it costs least on the way.
+
+    Args:
+        candidate: a posterior; or a network, whose weights are then certain.
+        inputs: B samples; or what the network takes, with `lw.Uncertain` in place of the one tensor that is asked
+            about, whose variance is where it starts.
+        targets: y; the network's own predictions when None.
+        via: the way through the network. `Linearized()` is exact to first order. `Streamlined("full")` also has what
+            uncertain weights make of uncertain inputs, for small networks; `Streamlined()` is the cheapest, and can
+            have far too little of the noise in deep networks, whose hidden units share it.
+        likelihood: for a network: "categorical", "bernoulli" or an instance, such as `lw.Gaussian(noise_variance)`;
+            None infers it from the targets. A posterior has its own.
+        rise: by how many nats the NLPD of a sample may change.
+        weight: λ; None for one that follows the loss.
+        variance: where variances start, in squared units of x.
+        rate: step on log v.
+        steps: at most so many.
+        forward: for a network: `forward(model, inputs)` where `model(x)` does not do.
+
+    Returns:
+        Sensitivities in [0, 1] and variances in the shape of x: the last within the rule. Each sample is on its own.
+
+    Raises:
+        LapwingError: numbers out of range; no likelihood, or one that is a posterior's; more than one uncertain input.
+
+    Cost: the way's, a step, and a pass back through it; about 400 steps from 1e-5 to 0.1.
+
+    Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, equation 11 and appendix B.3, which steps by
+    Adam and does not say on which function of the variance.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> from lapwing.evaluation import sensitivity
+        >>> model = torch.nn.Linear(3, 1, bias=False).eval()
+        >>> _ = model.weight.data.copy_(torch.tensor([[2.0, -1.0, 0.0]]))
+        >>> found = sensitivity(model, torch.zeros(1, 3), likelihood=lw.Gaussian(0.5))
+        >>> [round(float(value), 2) for value in found.values[0]]
+        [1.0, 0.5, 0.0]
+    """
+    _check(rise=rise, variance=variance, rate=rate, steps=steps, weight=1.0 if weight is None else weight)
+    values, place, start = _parts(inputs, variance)
+    x = leaves_of(values)[place]
+    predict = _predictor(candidate, likelihood, via, targets, forward)
+
+    def score(log_v: Tensor, y: Tensor | None) -> tuple[Tensor, Prediction]:
+        prediction = predict(with_leaves(values, {place: Uncertain(x, log_v.exp())}))
+        return (torch.zeros(()) if y is None else -prediction.log_prob(y)), prediction
+
+    log_v = start.log()
+    if targets is None:
+        with torch.no_grad():
+            targets = _own(score(log_v, None)[1])
+    targets = batches.plain(targets)
+    return _learn(x, log_v, lambda v: score(v, targets)[0], rise, weight, rate, steps)
+
+
+def _learn(
+    x: Tensor,
+    log_v: Tensor,
+    nlpd_of: Callable[[Tensor], Tensor],
+    rise: float,
+    weight: float | None,
+    rate: float,
+    steps: int,
+) -> Sensitivities:
+    """Takes the steps; samples stop one by one."""
+    samples = len(x)
+    nlpd, pull = _slope(nlpd_of, log_v)
+    first, taken = nlpd, torch.zeros(samples, dtype=torch.long, device=x.device)
+    active = torch.ones(samples, dtype=torch.bool, device=x.device)
+    history = [(nlpd, _entropy(log_v))]
+    for _ in range(steps):
+        moved = 1 - (_followed(pull) if weight is None else 2 * weight * pull)
+        step = rate * moved.clamp(-4.0, 4.0).reshape(x.shape)
+        trial = (log_v + step).clamp_max(_LARGEST)
+        found, slope = _slope(nlpd_of, trial)
+        active = active & ((found - first).abs() <= rise)
+        where = active.reshape(-1, *[1] * (x.ndim - 1))
+        log_v = torch.where(where, trial, log_v)
+        nlpd, pull = torch.where(active, found, nlpd), torch.where(active[:, None], slope, pull)
+        taken = taken + active
+        history.append((nlpd, _entropy(log_v)))
+        if not active.any():
+            break
+    smallest = log_v.flatten(1).amin(1).reshape(-1, *[1] * (x.ndim - 1))
+    values = ((smallest - log_v) / 2).exp()
+    told = {name: torch.stack(part) for name, part in zip(("nlpd", "entropy"), zip(*history, strict=True), strict=True)}
+    return Sensitivities(values, log_v.exp(), x.detach(), ~active, taken, told)
+
+
+def _slope(nlpd_of: Callable[[Tensor], Tensor], log_v: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the NLPD (B,) and its slopes `v ∂NLPD/∂v` (B, n)."""
+    with torch.enable_grad():
+        at = log_v.detach().requires_grad_()
+        nlpd = nlpd_of(at)
+        (slope,) = torch.autograd.grad(nlpd.sum(), at)
+    return nlpd.detach(), slope.flatten(1).nan_to_num(0.0)
+
+
+def _followed(pull: Tensor) -> Tensor:
+    """Returns `2 λ p` (B, n) for slopes p and the λ that follows them, `2 λ = θ |Σ p| / Σ p²`; no matter how small."""
+    unit = pull / pull.abs().amax(1, keepdim=True).clamp_min(torch.finfo(pull.dtype).tiny)
+    square = unit.square().sum(1, keepdim=True).clamp_min(torch.finfo(pull.dtype).tiny)
+    return _SLOWED * unit.sum(1, keepdim=True).abs() / square * unit
+
+
+def _entropy(log_v: Tensor) -> Tensor:
+    """Returns `½ Σ_i log(2 π e v_i)`, (B,)."""
+    return 0.5 * (log_v + math.log(2 * math.pi * math.e)).flatten(1).sum(1)
+
+
+def _own(prediction: Prediction) -> Tensor:
+    """Returns what is predicted, as targets."""
+    if isinstance(prediction, (ClassPrediction, BernoulliPrediction)):
+        return prediction.classes
+    assert isinstance(prediction, (RegressionPrediction, MixturePrediction))
+    return prediction.mean
+
+
+def _parts(inputs: Any, variance: float) -> tuple[Any, int, Tensor]:
+    """Returns inputs without uncertainty, the place of the one that is asked about, and its variances at the start."""
+    leaves = leaves_of(inputs)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Uncertain)]
+    if isinstance(inputs, Tensor):
+        leaves, places = [Uncertain(inputs, variance)], [0]
+    if len(places) != 1 or leaves[places[0]].covariance is not None:
+        raise LapwingError(
+            f"Asked for sensitivities at {batches.describe(inputs)}, found {len(places)} uncertain inputs; one tensor, "
+            "or one lw.Uncertain with variances among the inputs, is needed: write lw.Uncertain(x, 1e-5) in its place."
+        )
+    (place,) = places
+    chosen: Uncertain = leaves[place]
+    start = chosen.spread.detach().clone()
+    if not chosen.value.numel() or not bool((start > 0).all()):
+        raise LapwingError(
+            f"Asked for sensitivities at {batches.describe(chosen.value)}, found no samples, or variances of 0 to "
+            "start from; samples and positive variances are needed: write sensitivity(posterior, x, variance=1e-5)."
+        )
+    return with_leaves(inputs, {place: chosen.value.detach()}), place, start
+
+
+def _predictor(
+    candidate: Any, likelihood: str | Likelihood | None, via: Way, targets: Tensor | None, forward: Forward | None
+) -> Callable[[Any], Prediction]:
+    """Returns how a candidate predicts at uncertain inputs."""
+    if isinstance(candidate, Posterior):
+        if likelihood is not None or forward is not None:
+            raise LapwingError(
+                "Asked for sensitivities of a posterior with a likelihood or forward; it has its own, and they are for "
+                "networks alone: leave them out."
+            )
+        return lambda inputs: candidate.predict(inputs, via)
+    if not isinstance(candidate, nn.Module):
+        raise LapwingError(
+            f"Asked for sensitivities of {type(candidate).__name__}; a posterior or a network is needed: write "
+            "sensitivity(lw.fit(model, loader), x)."
+        )
+    if likelihood is None and targets is None:
+        raise LapwingError(
+            "Asked for sensitivities of a network, found neither targets nor a likelihood, which says what its outputs "
+            "mean; one of them is needed: write sensitivity(model, x, likelihood='categorical')."
+        )
+    chosen = inferred_likelihood(targets) if likelihood is None else resolve(likelihood)
+    if chosen.needs_noise:
+        raise LapwingError(
+            "Asked for sensitivities of a network under a Gaussian likelihood, found no noise variance; it is needed: "
+            "write likelihood=lw.Gaussian(noise_variance=0.1), the mean squared residual of held-out data."
+        )
+    tangent = Untreated.of(candidate, forward, None)
+    covariance = NoCovariance(tangent)
+
+    def latent(inputs: Any) -> AnyLatent:
+        return certain_latent(tangent, covariance, inputs, via)
+
+    return lambda inputs: chosen.predict(latent(inputs))
+
+
+def _check(**numbers: Any) -> None:
+    """Raises for numbers out of range."""
+    for name, value in numbers.items():
+        whole = name != "steps" or (isinstance(value, Integral) and not isinstance(value, bool))
+        if not is_positive(value) or not whole:
+            kind = "whole" if name == "steps" else "finite"
+            raise LapwingError(
+                f"Asked for sensitivity({name}={value!r}); a positive {kind} number is needed: leave it out, or write "
+                f"{name}={2000 if name == 'steps' else 0.1}."
+            )
+
+
+__all__ = ["Sensitivities", "sensitivity"]

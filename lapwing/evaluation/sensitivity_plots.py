@@ -1,0 +1,113 @@
+"""Pictures of sensitivities: maps over images, bars over features. Needs matplotlib, `pip install lapwing[eval]`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .. import batches
+from ..errors import LapwingError
+
+
+def maps(
+    values: Tensor,
+    inputs: Tensor,
+    axes: Any = None,
+    shape: tuple[int, ...] | None = None,
+    low: float = 0.0,
+    labels: Sequence[str] | None = None,
+) -> Any:
+    """Draws each image in grey under its sensitivities in colour, from `low` to 1.
+
+    Args:
+        values: sensitivities (B, ...).
+        inputs: images, in the same shape.
+        axes: one an image; a new figure when None.
+        shape: (height, width) or (channels, height, width) of a sample, where it is flat.
+        low: where the colours begin; below, the image shows.
+        labels: titles.
+
+    Returns:
+        The figure.
+
+    Raises:
+        LapwingError: for what is no image, or another number of axes or labels.
+    """
+    import matplotlib.pyplot as plt
+
+    if not 0 <= low < 1:
+        raise LapwingError(f"Asked for plot(low={low!r}); a number from 0 to below 1 is needed: write low=0.5.")
+    maps, images = (_images(part, shape) for part in (values, inputs))
+    flat = _axes(axes, len(maps), lambda: plt.subplots(1, len(maps), figsize=(1.6 * len(maps), 1.8), squeeze=False)[1])
+    if labels is not None and len(labels) != len(maps):
+        raise LapwingError(f"Asked for {len(labels)} labels of {len(maps)} images; one each is needed.")
+    for i, axis in enumerate(flat):
+        axis.imshow(images[i], cmap="gray_r", alpha=0.35)
+        shown = axis.imshow(maps[i], cmap="inferno_r", vmin=low, vmax=1.0)
+        shown.set_alpha((maps[i] > low).astype(float) * 0.85)
+        axis.set_axis_off()
+        if labels is not None:
+            axis.set_title(labels[i], fontsize=8)
+    return flat[0].figure
+
+
+def bars(values: Tensor, axes: Any = None, features: Sequence[str] | None = None) -> Any:
+    """Draws the mean sensitivity of each feature, largest on top, with the quartiles over samples as lines.
+
+    Args:
+        values: sensitivities (B, d).
+        axes: an axis; a new figure when None.
+        features: d names.
+
+    Returns:
+        The figure.
+
+    Raises:
+        LapwingError: for another number of names.
+    """
+    import matplotlib.pyplot as plt
+
+    count = values.shape[1]
+    names = [f"x{i}" for i in range(count)] if features is None else list(features)
+    if len(names) != count:
+        raise LapwingError(
+            f"Asked to draw {count} features, found {len(names)} names; one each is needed: write features=[...]."
+        )
+    (axis,) = _axes(axes, 1, lambda: plt.subplots(figsize=(5, 0.3 * count + 0.8), layout="constrained")[1])
+    table = values.detach().double()
+    order = table.mean(0).argsort()
+    parts = (table.mean(0), table.quantile(0.25, 0), table.quantile(0.75, 0))
+    mean, low, high = (part[order].tolist() for part in parts)
+    axis.barh(range(count), mean, color="#1f77b4", alpha=0.7)
+    axis.hlines(range(count), low, high, color="#222222", linewidth=1.5)
+    axis.set_yticks(range(count), [names[i] for i in order.tolist()])
+    axis.set(xlim=(0, 1), xlabel="sensitivity")
+    return axis.figure
+
+
+def _images(values: Tensor, shape: tuple[int, ...] | None) -> Any:
+    """Returns (B, height, width) as an array, channels averaged."""
+    found = values.detach().float() if shape is None else values.detach().float().reshape(len(values), *shape)
+    if found.ndim == 4:
+        found = found.mean(1)
+    if found.ndim != 3:
+        raise LapwingError(
+            f"Asked to draw images, found {batches.describe(values)}; (B, height, width) or (B, channels, height, "
+            "width) is needed: write plot(shape=(28, 28)) for flat ones."
+        )
+    return found.cpu().numpy()
+
+
+def _axes(axes: Any, count: int, make: Any) -> list[Any]:
+    """Returns a list of axes, those given or new ones."""
+    import numpy as np
+
+    found = list(np.ravel(make() if axes is None else axes))
+    if len(found) != count:
+        raise LapwingError(f"Asked to draw {count} pictures, found {len(found)} axes; one each is needed.")
+    return found
+
+
+__all__ = ["bars", "maps"]

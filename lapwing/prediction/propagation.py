@@ -1,0 +1,164 @@
+"""Input errors through a network whose weights are certain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import batches
+from ..batches import Forward
+from ..covariance import AnyLatent, Covariance, LayerBlock, Term
+from ..errors import LapwingError
+from ..numerics import accumulation_dtype
+from ..tangent import Block, Record, Tangent, Vectors
+from ..tangent.eager import outside_inference, parameters_of
+from ..tangent.plan import Plan
+from ..tangent.probe import check_mode
+from ..tangent.record import wants_gradient
+from .linearized import Linearized
+from .uncertain import separate
+from .way import Way
+
+
+class Untreated(Tangent):
+    """A network none of whose weights is treated."""
+
+    @classmethod
+    def of(cls, model: nn.Module, forward: Forward | None, memory: int | None) -> Untreated:
+        """Checks the network and its mode.
+
+        Raises:
+            LapwingError: no module with weights, or one in training mode.
+        """
+        nothing = {"blocks": [], "plan": Plan().to_json(), "coverage": [], "outputs": 0}
+        found = cls.from_json(nothing, model, forward, memory)
+        assert isinstance(found, cls)
+        check_mode(found.model)
+        return found
+
+    @property
+    def _weight(self) -> Tensor:
+        named = parameters_of(self.model)
+        return next((value for value in named.values() if value.is_floating_point()), next(iter(named.values())))
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """None."""
+        return {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that sums are kept in."""
+        return accumulation_dtype(self._weight.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._weight.device
+
+
+class NoCovariance(Covariance):
+    """Σ over no weights at all."""
+
+    def __init__(self, tangent: Untreated) -> None:
+        self.blocks: tuple[Block, ...] = ()
+        self._like = torch.zeros(0, dtype=tangent.dtype, device=tangent.device)
+
+    def mv(self, vectors: Vectors) -> Vectors:
+        return {}
+
+    def sample(self, count: int, generator: torch.Generator) -> Vectors:
+        return {}
+
+    def diagonal(self) -> Vectors:
+        return {}
+
+    def output_covariance(self, record: Record) -> tuple[Term, ...]:
+        return ()
+
+    def joint_output_covariance(self, record: Record) -> Tensor:
+        shape = record.outputs.shape
+        return record.outputs.new_zeros(*shape, *shape)
+
+    def layer_block(self, name: str) -> LayerBlock:
+        raise KeyError(name)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"none": self._like}
+
+    @classmethod
+    def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> NoCovariance:
+        return cls(Untreated.of(tangent.model, tangent.forward, tangent.memory))
+
+
+@outside_inference
+def propagate(
+    model: nn.Module,
+    inputs: Any,
+    via: Way = Linearized(),  # noqa: B008 (frozen)
+    *,
+    forward: Forward | None = None,
+    memory: int | None = None,
+) -> AnyLatent:
+    """Carries uncertain inputs through a network whose weights are certain: `f(x) ~ N(f(x), J_x Σ_x J_xᵀ)`.
+
+    No fit is needed. For weights and inputs uncertain together give `lw.Uncertain` to `posterior.latent`.
+
+    Args:
+        model: the trained network, in eval mode. Outputs (B, C).
+        inputs: what the network takes, with `lw.Uncertain` in place of at least one tensor.
+        via: `Linearized()`, to first order; `Streamlined()`, layer by layer in one pass, or in full mode, which is the
+            same as `Linearized()` for networks that it covers; `MonteCarlo(draws)`, the network itself at draws of x.
+        forward: `forward(model, inputs)` where `model(x)`, `model(*x)` or `model(**x)` does not do.
+        memory: budget in bytes for one chunk of samples; 1 GiB when None.
+
+    Returns:
+        `.mean .variance .std` (B, C), `.covariance` (B, C, C), `.sample(n)`; differentiable in x and Σ_x where they
+        require gradients.
+
+    Raises:
+        LapwingError: inputs none of which is uncertain; bad inputs; a network in training mode.
+
+    Cost: the way's: C backward passes of activations, one forward pass (after about a second in which each call reads
+    the network), or S forward passes.
+
+    Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, section 4.3 and equation 6, with certain
+    weights, after Petersen et al. 2024.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> model = torch.nn.Linear(3, 2).eval()
+        >>> x = torch.randn(5, 3)
+        >>> latent = lw.propagate(model, lw.Uncertain(x, 0.01))
+        >>> torch.allclose(latent.covariance, 0.01 * model.weight @ model.weight.T, atol=1e-6)
+        True
+    """
+    tangent = Untreated.of(model, forward, memory)
+    return certain_latent(tangent, NoCovariance(tangent), inputs, via)
+
+
+def certain_latent(tangent: Untreated, covariance: NoCovariance, inputs: Any, via: Way) -> AnyLatent:
+    """Returns what `propagate` does, for a network that is checked."""
+    if not isinstance(via, Way):
+        raise LapwingError(
+            f"Asked for via={via!r}; accepted are lw.Linearized(), lw.MonteCarlo(draws=50) and lw.Streamlined(): "
+            "write via=lw.Linearized()."
+        )
+    values, spreads = separate(inputs)
+    if not spreads:
+        raise LapwingError(
+            f"Asked to propagate uncertain inputs, found {batches.describe(inputs)}, none of them uncertain; at least "
+            "one is needed: write lw.Uncertain(x, variance) in place of x."
+        )
+    if not batches.size(values):
+        raise LapwingError(
+            f"Asked to propagate {batches.describe(values)}, found no samples in it; at least one is needed: give a "
+            "single sample as x[None]."
+        )
+    with torch.set_grad_enabled(wants_gradient((values, spreads))):
+        return via.latent(tangent, covariance, inputs, False)
+
+
+__all__ = ["NoCovariance", "Untreated", "certain_latent", "propagate"]

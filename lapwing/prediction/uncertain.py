@@ -1,0 +1,260 @@
+"""Uncertain inputs: `x ~ N(x, Σ_x)`, as a part of what a network is given, beside or within tuples and dicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .. import batches
+from ..errors import LapwingError
+from ..numerics import psd_root
+from ..tangent import Tangent
+from ..tangent.layers.generic import call_with
+
+Spreads = dict[int, Tensor]
+"""Place of a tensor among the leaves of the inputs -> its variances, in its own shape, or covariances (B, n, n)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Uncertain:
+    """An input that is known up to a Gaussian, `x ~ N(x, Σ_x)`, independently for each sample.
+
+    Give it in place of a tensor, alone or within a tuple or dict, to `posterior.latent`, `posterior.predict` or
+    `lw.propagate`; it adds to the weights' uncertainty. Differentiable in value and variance.
+
+    Args:
+        value: x, floating-point (B, ...), the samples first.
+        variance: Σ_x's diagonal, in squared units of x: a number, or what broadcasts to x.
+        covariance: Σ_x in full, (B, n, n) or (n, n), where a sample has n numbers, in the order of `x.flatten(1)`;
+            instead of `variance`. `Streamlined()` takes it in full mode alone.
+
+    Raises:
+        LapwingError: integer inputs, such as tokens; negative, infinite or NaN variances; shapes that do not fit.
+
+    Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, section 4.3.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> x, y = torch.randn(32, 4), torch.arange(32) % 3
+        >>> posterior = lw.fit(torch.nn.Linear(4, 3).eval(), [(x, y)], prior_precision=1.0)
+        >>> noisy = posterior.latent(lw.Uncertain(x, 0.1), via=lw.Streamlined())
+        >>> bool((noisy.variance > posterior.latent(x, via=lw.Streamlined()).variance).all())
+        True
+    """
+
+    value: Tensor
+    variance: Tensor | float | None = None
+    covariance: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the parts."""
+        x = self.value
+        if not isinstance(x, Tensor) or not x.ndim or not x.is_floating_point():
+            raise LapwingError(
+                f"Asked for lw.Uncertain({batches.describe(x)}), found no floating-point tensor with samples first; "
+                "integer inputs, such as tokens, have no variance: give them as they are, and wrap those that are "
+                "measured, lw.Uncertain(x, 0.01)."
+            )
+        if (self.variance is None) == (self.covariance is None):
+            raise LapwingError(
+                f"Asked for lw.Uncertain({batches.describe(x)}), found "
+                f"{'neither variance nor covariance' if self.variance is None else 'both variance and covariance'}; "
+                "one of them is needed: write lw.Uncertain(x, 0.01)."
+            )
+        given = self.variance if self.covariance is None else self.covariance
+        if not isinstance(given, Tensor) and (isinstance(given, bool) or not isinstance(given, Real)):
+            raise LapwingError(
+                f"Asked for lw.Uncertain with {batches.describe(given)} as variance; a number or a tensor is needed: "
+                "write lw.Uncertain(x, 0.01)."
+            )
+        if isinstance(given, Tensor) and given.device != x.device:
+            raise LapwingError(
+                f"Asked for lw.Uncertain with x on {x.device}, found its variance on {given.device}; both must be on "
+                f"one device: write variance.to('{x.device}')."
+            )
+        if self.covariance is None:
+            self._check_variance()
+        else:
+            self._check_covariance(self.covariance)
+
+    def _check_variance(self) -> None:
+        shape, given = tuple(self.value.shape), self.variance
+        if isinstance(given, Tensor):
+            try:
+                fits = torch.broadcast_shapes(given.shape, shape) == shape
+            except RuntimeError:
+                fits = False
+            if not fits:
+                raise LapwingError(
+                    f"Asked for lw.Uncertain with x of shape {shape}, found variances of shape {tuple(given.shape)}; "
+                    "a number, or a shape that broadcasts to that of x, is needed: write lw.Uncertain(x, 0.01)."
+                )
+        _check_numbers(given)
+
+    def _check_covariance(self, given: Any) -> None:
+        count = self.value.shape[0]
+        numbers = math.prod(self.value.shape[1:])
+        if not isinstance(given, Tensor) or tuple(given.shape) not in ((numbers, numbers), (count, numbers, numbers)):
+            raise LapwingError(
+                f"Asked for lw.Uncertain with x of shape {tuple(self.value.shape)}, found a covariance "
+                f"{batches.describe(given)}; ({count}, {numbers}, {numbers}) or ({numbers}, {numbers}) is needed: "
+                "write lw.Uncertain(x, covariance=S), or lw.Uncertain(x, variance) for variances."
+            )
+        _check_numbers(given.diagonal(dim1=-2, dim2=-1))
+        matrix = given.detach()
+        if not torch.allclose(matrix, matrix.mT, rtol=1e-3, atol=1e-6 * float(matrix.abs().max())):
+            raise LapwingError(
+                "Asked for lw.Uncertain with a covariance, found one that is not symmetric; a covariance matrix is "
+                "needed: write covariance=(S + S.mT) / 2, if that is meant."
+            )
+
+    @property
+    def spread(self) -> Tensor:
+        """Variances in x's shape, or covariances (B, n, n), in the dtype of x, float32 or wider where given so."""
+        given = self.variance if self.covariance is None else self.covariance
+        dtype = torch.promote_types(self.value.dtype, torch.float32)
+        if not isinstance(given, Tensor):
+            return torch.full(self.value.shape, float(given or 0.0), dtype=dtype, device=self.value.device)
+        given = given.to(torch.promote_types(given.dtype, dtype))
+        if self.covariance is None:
+            return given.expand(self.value.shape)
+        return given.expand(self.value.shape[0], *given.shape[-2:])
+
+    def __repr__(self) -> str:
+        """Shapes rather than numbers."""
+        name = "variance" if self.covariance is None else "covariance"
+        given = self.variance if self.covariance is None else self.covariance
+        shown = batches.describe(given) if isinstance(given, Tensor) else given
+        return f"Uncertain({batches.describe(self.value)}, {name}={shown})"
+
+
+def _check_numbers(given: Tensor | float | None) -> None:
+    """Raises for variances that are negative, infinite or NaN."""
+    values = torch.as_tensor(given).detach()
+    bad = ~(torch.isfinite(values) & (values >= 0))
+    if bool(bad.any()):
+        raise LapwingError(
+            f"Asked for lw.Uncertain with variances, found {int(bad.sum())} of {bad.numel()} negative, infinite or "
+            "NaN; finite numbers of at least 0 are needed: write std**2 for standard deviations."
+        )
+
+
+def separate(inputs: Any) -> tuple[Any, Spreads]:
+    """Returns inputs with the values of uncertain ones in their place, and the spreads of those.
+
+    Raises:
+        LapwingError: an uncertain input whose first dimension is not the batch.
+    """
+    tree = dict(inputs) if hasattr(inputs, "keys") else inputs
+    leaves, spec = pytree.tree_flatten(tree)
+    if not any(isinstance(leaf, Uncertain) for leaf in leaves):
+        return inputs, {}
+    values = batches.plain(pytree.tree_unflatten([x.value if isinstance(x, Uncertain) else x for x in leaves], spec))
+    spreads: Spreads = {place: x.spread for place, x in enumerate(leaves) if isinstance(x, Uncertain)}
+    samples = batches.size(values)
+    for place in spreads:
+        length = leaves[place].value.shape[0]
+        if length != samples:
+            raise LapwingError(
+                f"Asked for uncertain inputs of {samples} samples, found lw.Uncertain of {length}; one value a sample "
+                "is needed: expand what the samples share, x.expand(samples, ...)."
+            )
+    return values, batches.plain(spreads)
+
+
+def leaves_of(values: Any) -> list[Any]:
+    """Returns the leaves of inputs in the order of their places."""
+    return pytree.tree_leaves(dict(values) if hasattr(values, "keys") else values)
+
+
+def with_leaves(values: Any, changed: Mapping[int, Any]) -> Any:
+    """Returns inputs with other tensors at some places."""
+    leaves, spec = pytree.tree_flatten(dict(values) if hasattr(values, "keys") else values)
+    return pytree.tree_unflatten([changed.get(place, leaf) for place, leaf in enumerate(leaves)], spec)
+
+
+def drawn(values: Any, spreads: Spreads, generator: torch.Generator) -> Any:
+    """Returns one draw of inputs, `x + Σ_x^½ ε`."""
+    moved = {}
+    for place, spread in spreads.items():
+        x = leaves_of(values)[place]
+        noise = torch.randn(x.shape, generator=generator, dtype=spread.dtype, device=x.device)
+        if spread.shape == x.shape:
+            step = spread.clamp_min(torch.finfo(spread.dtype).tiny).sqrt() * noise
+        else:
+            step = (psd_root(spread) @ noise.flatten(1)[..., None]).reshape(x.shape)
+        moved[place] = (x + step).to(x.dtype)
+    return with_leaves(values, moved)
+
+
+def carried(tangent: Tangent, values: Any, spreads: Spreads, differentiable: bool) -> tuple[Tensor, Tensor]:
+    """Returns the network's outputs (B, C), and what uncertain inputs add to first order, `J_x Σ_x J_xᵀ` (B, C, C).
+
+    Args:
+        tangent: the network.
+        values: B samples.
+        spreads: of the uncertain ones.
+        differentiable: keep the graph in the values; that in the spreads is kept in any case.
+
+    Cost: a forward and C backward passes of activations, in chunks that fit the memory budget.
+    """
+    means, parts = [], []
+    for rows, chunk in batches.chunks(values, _length(tangent, values, spreads)):
+        outputs, jacobians = _jacobians(tangent, chunk, list(spreads), differentiable)
+        dtype = tangent.dtype
+        found: Any = 0
+        for (place, spread), jacobian in zip(spreads.items(), jacobians, strict=True):
+            given, j = spread[rows].to(dtype), jacobian.to(dtype)  # (B, C, n)
+            flat = given.shape == leaves_of(chunk)[place].shape
+            half = j * given.flatten(1)[:, None] if flat else j @ given
+            found = found + half @ j.mT
+        means.append(outputs.to(dtype))
+        parts.append(found)
+    return torch.cat(means), torch.cat(parts)
+
+
+def _jacobians(tangent: Tangent, values: Any, places: list[int], differentiable: bool) -> tuple[Tensor, list[Tensor]]:
+    """Returns outputs (B, C) and, for each uncertain tensor, its Jacobian (B, C, n)."""
+    leaves = leaves_of(values)
+    with torch.enable_grad():
+        at = {place: leaves[place] if differentiable else leaves[place].detach() for place in places}
+        at = {place: x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for place, x in at.items()}
+        outputs = call_with(tangent.model, tangent.forward, {}, with_leaves(values, at))
+        if not outputs.requires_grad:
+            return outputs, [outputs.new_zeros(*outputs.shape, x[0].numel()) for x in at.values()]
+        rows: list[tuple[Tensor, ...]] = [
+            torch.autograd.grad(
+                column.sum(), list(at.values()), retain_graph=True, create_graph=differentiable, materialize_grads=True
+            )
+            for column in outputs.unbind(1)
+        ]
+    jacobians = [torch.stack(parts, 1).flatten(2) for parts in zip(*rows, strict=True)]  # (B, C, n)
+    return outputs if differentiable else outputs.detach(), jacobians
+
+
+def _length(tangent: Tangent, values: Any, spreads: Spreads) -> int:
+    """Returns how many samples fit the budget: what autograd keeps of two of them is looked at."""
+    few = batches.take(values, slice(0, 2))
+    samples, kept = batches.size(few), {}
+
+    def note(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x), torch.enable_grad():
+        at = {place: leaves_of(few)[place].detach().requires_grad_() for place in spreads}
+        outputs = call_with(tangent.model, tangent.forward, {}, with_leaves(few, at)).shape[1]
+    own = {x.untyped_storage().data_ptr() for x in tangent.model.parameters()}
+    graph = sum(size for place, size in kept.items() if place not in own)
+    numbers = sum(leaves_of(values)[place][0].numel() for place in spreads)
+    return max(1, int(tangent.memory // (2 * graph // samples + 4 * outputs * (numbers + outputs) * 8)))
+
+
+__all__ = ["Spreads", "Uncertain", "carried", "drawn", "leaves_of", "separate", "with_leaves"]

@@ -1,0 +1,183 @@
+"""One factor for the covariance of the outputs, chosen on validation data or by the bound of the evidence."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .. import batches
+from ..covariance import AnyLatent, Latent, LatentDraws, MarginalLatent, PrecisionCovariance
+from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
+from ..covariance.output import Dense
+from ..errors import LapwingError
+from ..likelihoods import LaplaceBridge, Link
+from ..posterior import Posterior
+from ..prediction import Scaled, Streamlined, Way
+from ..prediction.scaled import scaled
+from .evidence import maximise
+from .held_out import Grid
+
+log = logging.getLogger("lapwing")
+
+
+def scale_factor(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    via: Way = Streamlined(),  # noqa: B008 (frozen)
+    *,
+    by: Literal["validation", "evidence"] = "validation",
+    link: Link | None = None,
+    decades: tuple[float, float] = (-6.0, 3.0),
+    points: int = 37,
+) -> Scaled:
+    """Chooses the factor s of a way's covariance, `f(x) ~ N(m, s V)`, and returns the scaled way.
+
+    By validation, `s = argmax Σ_n log ∫ p(y_n|f) N(f; m_n, s V_n) df` over held-out data. By the evidence, s maximises
+    its lower bound for `q_s = N(θ̂, s Σ)` over training data,
+
+        N/n 1/τ Σ_n E[log p(y_n|f)] - KL(q_s ‖ N(μ0, Δ⁻¹)),   f ~ N(m_n, s V_n)
+        KL = 1/2 [s tr(ΔΣ) + (θ̂-μ0)ᵀΔ(θ̂-μ0) - P - P log s - logdet(ΔΣ)]
+
+    of which `s tr(ΔΣ) - P log s` matters. For Gaussian noise and `Linearized` its top is `s = P / tr((G/τ + Δ) Σ)`,
+    with G the exact curvature: 1 for `Full`, and for `Diagonal` and `EKFAC`, which have the exact diagonal in their
+    basis. So the bound corrects what is approximate in the covariance's structure, in the way, or in a likelihood that
+    is not Gaussian, and nothing else; validation also makes up for a wrong model.
+
+    Means and covariances are found once; candidates cost no more than predictions from them. The noise variance stays.
+
+    Args:
+        posterior: the posterior.
+        loader: (inputs, targets) batches: held-out data; for the evidence, the training data or a random part of them.
+        via: the way to scale.
+        by: "validation" or "evidence".
+        link: from latents to predictions, the default one when None; for the evidence, how expectations are taken
+            (`Likelihood.log_power_mean` at α = 0).
+        decades: the range of log10 s.
+        points: of the grid over it, around whose best point golden sections follow.
+
+    Returns:
+        `lw.Scaled(via, s)`. A warning is logged where s is at an end of the range.
+
+    Raises:
+        LapwingError: for an empty loader, a link that does not fit or does not see the factor (LaplaceBridge), or
+            options out of range; by the evidence, for a covariance without a prior or with directions of variance 0.
+
+    Cost: one pass over the loader, the way's; memory of its means and variances, or O(C²) a sample where the link
+    reads covariances; then about 70 evaluations of the link or, by the evidence, of expectations.
+
+    Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, section 4 (posterior approximations), without
+    an equation there; the bound is the usual one of variational inference (their section 2).
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> x, y = torch.randn(64, 4), torch.arange(64) % 3
+        >>> posterior = lw.fit(torch.nn.Linear(4, 3).eval(), [(x[:32], y[:32])], lw.KFAC(), prior_precision=1.0)
+        >>> way = lw.scale_factor(posterior, [(x[32:], y[32:])])
+        >>> posterior.predict(x, via=way).probs.shape
+        torch.Size([64, 3])
+    """
+    _check(posterior, loader, by)
+    grid = Grid(decades, points)
+    grid.check("scale_factor")
+    trace, size = _divergence(posterior) if by == "evidence" else (0.0, 0.0)
+    kept, count = [], 0
+    with torch.no_grad():
+        for batch in loader:
+            inputs, targets = batches.split(batch)
+            latent = posterior.latent(inputs, via)
+            posterior.likelihood.check(latent.mean, targets)
+            read = None if by == "evidence" else posterior.likelihood.choose_link(latent, link)
+            if isinstance(read, LaplaceBridge):
+                raise LapwingError(
+                    "Asked for a scale factor with link=LaplaceBridge(), whose probabilities stay as they are when all "
+                    "variances are scaled; the other links are accepted: write link=lw.Probit()."
+                )
+            kept.append((_known(latent, read), targets))
+            count += len(latent.mean)
+        if not count:
+            raise LapwingError(
+                "Asked for a scale factor, found no sample in the loader; (inputs, targets) batches are needed: write "
+                "lw.scale_factor(posterior, [(x_val, y_val)])."
+            )
+        term = _expected if by == "evidence" else _predicted
+
+        def score(exponent: float) -> float:
+            factor = 10**exponent
+            fit = sum(term(posterior, at(factor), targets, link) for at, targets in kept) / count
+            return fit - (factor * trace - size * math.log(factor)) / 2
+
+        exponent = maximise(score, *decades, points)
+        best = score(exponent)
+        exponent = next((end for end in decades if score(end) >= best - 1e-12 * abs(best)), exponent)  # on a plateau
+    low, high = decades
+    if exponent in decades:
+        log.warning(
+            "The scale factor of %r reached an end of its range, 1e%g: by the %s a %s covariance of the outputs would "
+            "do better; decades=(%g, %g) looks further.",
+            via, exponent, by, "narrower" if exponent == low else "wider", low - 3, high + 3,
+        )  # fmt: skip
+    return Scaled(via, 10**exponent)
+
+
+def _check(posterior: Any, loader: Any, by: Any) -> None:
+    """Refuses what is no posterior, no loader, or no known label."""
+    if not isinstance(posterior, Posterior) or not hasattr(loader, "__iter__") or isinstance(loader, Tensor):
+        raise LapwingError(
+            f"Asked for scale_factor({batches.describe(posterior)}, {batches.describe(loader)}); a posterior and a "
+            "loader of (inputs, targets) batches are needed: write lw.scale_factor(posterior, [(x_val, y_val)])."
+        )
+    if by not in ("validation", "evidence"):
+        raise LapwingError(
+            f"Asked for scale_factor(by={by!r}); accepted are 'validation' and 'evidence': write by='validation'."
+        )
+
+
+def _divergence(posterior: Posterior) -> tuple[float, float]:
+    """Returns `tr(ΔΣ)` and P, both per sample of N/τ.
+
+    Raises:
+        LapwingError: where `KL(N(θ̂, sΣ) ‖ prior)` does not exist.
+    """
+    covariance = posterior.covariance
+    whole = isinstance(covariance, (PrecisionCovariance, LowRankPlusDiagonal)) and covariance.precision is not None
+    if isinstance(covariance, LowRankPlusDiagonal):
+        whole = whole and all(bool((value > 0).all()) for value in covariance.variances.values())
+    if not whole:
+        raise LapwingError(
+            f"Asked for a scale factor by the evidence of {posterior.method}, found a {type(covariance).__name__} "
+            "without a prior or with directions of variance 0, so that the divergence from the prior is not defined; "
+            "lw.KFAC()'s is accepted, or a subspace's with residual='prior': write by='validation' for this one."
+        )
+    variances, deltas = covariance.diagonal(), posterior.prior.precision.tolist()
+    named = zip(covariance.blocks, deltas, strict=True)
+    trace = sum(delta * float(variances[block.name].double().sum()) for block, delta in named)
+    data = posterior.samples * posterior.data_factor / posterior.temperature
+    return trace / data, covariance.size / data
+
+
+def _known(latent: AnyLatent, link: Link | None) -> Callable[[float], AnyLatent | MarginalLatent]:
+    """Returns the latent as a function of s, with what a link reads of it in float64; all moments without a link."""
+    mean = latent.mean.detach().double()
+    if isinstance(latent, LatentDraws) and link is not None:
+        draws = LatentDraws(latent.draws.detach().double())
+        return lambda factor: scaled(draws, factor)
+    if isinstance(latent, Latent) and link is not None and not link.reads_covariance:
+        plain, centred = latent.variance.detach().double(), latent.centred_variance.detach().double()
+        return lambda factor: MarginalLatent(mean, factor * plain, factor * centred)
+    matrix = latent.covariance.detach().double()
+    return lambda factor: Latent(mean, (Dense(factor * matrix),))
+
+
+def _predicted(posterior: Posterior, latent: Any, targets: Tensor, link: Link | None) -> float:
+    """Returns `Σ log p(y)` of the predictions."""
+    return float(posterior.likelihood.predict(latent, link).log_prob(targets).sum())
+
+
+def _expected(posterior: Posterior, latent: Any, targets: Tensor, link: Link | None) -> float:
+    """Returns `Σ E[log p(y|f)]`, from the same draws at every scale where it takes draws."""
+    return float(posterior.likelihood.log_power_mean(latent.mean, latent.covariance, targets, 0.0, link=link).sum())

@@ -1,0 +1,267 @@
+"""Sensitivities against what equation 11 gives for linear networks, the rule that ends them, and pictures."""
+
+from __future__ import annotations
+
+import math
+
+import matplotlib as mpl
+import pytest
+import torch
+from torch import nn
+
+import lapwing as lw
+from lapwing.errors import LapwingError
+from lapwing.evaluation import Sensitivities, sensitivity
+
+mpl.use("Agg")
+
+import matplotlib.pyplot as plt
+
+F64 = torch.float64
+W = torch.tensor([[2.0, -1.0, 0.5, 0.1]], dtype=F64)
+
+
+def linear(weight: torch.Tensor) -> nn.Linear:
+    model = nn.Linear(weight.shape[1], weight.shape[0], bias=False).double().eval()
+    model.weight.data.copy_(weight)
+    return model
+
+
+def mlp(factor: float = 10.0) -> nn.Sequential:
+    """A network that is sure of its classes."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double().eval()
+    model[2].weight.data.mul_(factor)
+    return model
+
+
+NOISE = lw.Gaussian(0.5)
+
+
+class TestLinearNetworks:
+    @pytest.mark.parametrize("via", [lw.Streamlined(), lw.Streamlined("full"), lw.Linearized()])
+    @pytest.mark.parametrize("options", [{}, {"rate": 0.03, "steps": 5000}, {"variance": 1e-8}])
+    def test_variances_are_inverse_squares_of_the_weights(self, via, options):
+        """With the targets on the mean NLPD is ½ log(2π s²), s² = σ² + Σ w_i² v_i: every w_i² v_i is the same u."""
+        found = sensitivity(linear(W), torch.randn(3, 4, dtype=F64), likelihood=NOISE, via=via, **options)
+        torch.testing.assert_close(found.values, (W.abs() / W.abs().max()).expand(3, 4), rtol=0.02, atol=1e-3)
+        total = (W.square() * found.variance).sum(1)
+        rises = 0.5 * torch.log1p(total / 0.5)
+        assert bool((rises <= 0.1 + 1e-6).all())
+        assert bool((rises >= 0.08).all())
+        assert bool(found.stopped.all())
+        torch.testing.assert_close(found.history["nlpd"][-1] - found.history["nlpd"][0], rises, rtol=1e-3, atol=1e-4)
+
+    def test_an_ignored_input_bears_noise_without_bound(self):
+        """Nothing is held against its entropy, so that log v grows by the rate each step."""
+        found = sensitivity(linear(torch.tensor([[1.0, 0.0]])), torch.randn(2, 2, dtype=F64), likelihood=NOISE)
+        assert bool((found.values[:, 1] < 1e-4).all())
+        torch.testing.assert_close(found.variance[:, 1], 1e-5 * (0.1 * found.steps.double()).exp())
+        longer = sensitivity(linear(torch.zeros(1, 2)), torch.randn(2, 2, dtype=F64), likelihood=NOISE, steps=50)
+        assert not bool(longer.stopped.any())
+        torch.testing.assert_close(longer.variance, torch.full((2, 2), 1e-5 * math.exp(5.0), dtype=F64))
+
+    def test_variances_end_somewhere(self):
+        found = sensitivity(linear(torch.zeros(1, 2)).float(), torch.randn(2, 2), likelihood=NOISE, rate=5.0, steps=200)
+        assert bool(torch.isfinite(found.variance).all())
+
+    def test_equation_11_with_a_weight_ends_in_its_stationary_point(self):
+        """λ u / s² = 1 and s² = σ² + d u, so u = σ² / (λ - d)."""
+        found = sensitivity(
+            linear(W), torch.randn(2, 4, dtype=F64), likelihood=NOISE, weight=12.0, rise=0.5, rate=0.3, steps=600
+        )
+        assert not bool(found.stopped.any())
+        torch.testing.assert_close(W.square() * found.variance, torch.full((2, 4), 0.5 / (12 - 4), dtype=F64))
+
+    def test_two_classes_see_the_difference_of_their_rows(self):
+        weight = torch.tensor([[1.0, 2.0, 3.0], [4.0, 2.5, 3.1]], dtype=F64)
+        x = torch.tensor([[1.0, 0.0, 0.0], [-1.0, 0.5, 0.0]], dtype=F64)
+        wanted = torch.tensor([1.0, 0.5 / 3, 0.1 / 3], dtype=F64).expand(2, 3)
+        for via in (lw.Streamlined(), lw.Linearized()):
+            found = sensitivity(linear(weight), x, likelihood="categorical", via=via)
+            torch.testing.assert_close(found.values, wanted, rtol=0.03, atol=2e-3)
+
+    def test_yes_or_no(self):
+        found = sensitivity(linear(3 * W), torch.ones(2, 4, dtype=F64), likelihood="bernoulli")
+        torch.testing.assert_close(found.values, (W.abs() / 2).expand(2, 4), rtol=0.03, atol=2e-3)
+
+    def test_uncertain_weights_add_their_variance(self):
+        """Var[w x] has v_i (w_i² + Var[w_i]), so that the sensitivities are their roots."""
+        model, x = linear(W), torch.randn(20, 4, dtype=F64)
+        posterior = lw.fit(model, [(x, x @ W.T)], lw.Diagonal(), likelihood=NOISE, prior_precision=1.0)
+        (spread,) = posterior.covariance.diagonal().values()
+        assert bool((spread > 0.1 * W.square().min()).all())
+        wanted = (W.square() + spread).sqrt()
+        found = sensitivity(posterior, x[:3], via=lw.Streamlined())
+        torch.testing.assert_close(found.values, (wanted / wanted.max()).expand(3, 4), rtol=0.02, atol=1e-3)
+
+
+class TestRule:
+    def test_each_sample_is_on_its_own(self):
+        model, x = mlp(), torch.randn(5, 4, dtype=F64)
+        whole = sensitivity(model, x, likelihood="categorical", rate=0.5)
+        for i in range(2):
+            alone = sensitivity(model, x[i : i + 1], likelihood="categorical", rate=0.5)
+            torch.testing.assert_close(alone.variance[0], whole.variance[i])
+            assert int(alone.steps[0]) == int(whole.steps[i])
+
+    def test_the_same_again(self):
+        model, x = mlp(), torch.randn(5, 4, dtype=F64)
+        a, b = (sensitivity(model, x, likelihood="categorical", rate=0.5) for _ in range(2))
+        assert torch.equal(a.variance, b.variance)
+
+    @pytest.mark.parametrize("rise", [0.01, 0.2])
+    @pytest.mark.parametrize("weight", [None, 1.0])
+    def test_the_last_within_the_rule(self, rise, weight):
+        model, x = mlp(), torch.randn(5, 4, dtype=F64)
+        y = model(x).argmax(1)
+        found = sensitivity(model, x, y, rise=rise, weight=weight)
+        assert bool(found.stopped.all())
+        at = [
+            -lw.Categorical().predict(lw.propagate(model, lw.Uncertain(x, v))).log_prob(y)
+            for v in (torch.full_like(x, 1e-5), found.variance, found.variance * math.exp(0.3))
+        ]
+        assert bool((at[1] - at[0] <= rise).all())
+        assert bool((at[2] - at[0] > rise).all())
+        torch.testing.assert_close(found.history["nlpd"][0], at[0].detach())
+        torch.testing.assert_close(found.history["nlpd"][-1], at[1].detach())
+        entropy = 0.5 * (2 * math.pi * math.e * found.variance).log().sum(1)
+        torch.testing.assert_close(found.history["entropy"][-1], entropy)
+        assert len(found.history["nlpd"]) == int(found.steps.max()) + 2
+
+    def test_steps_end_it_too(self):
+        found = sensitivity(mlp(), torch.randn(3, 4, dtype=F64), likelihood="categorical", steps=7)
+        assert found.steps.tolist() == [7, 7, 7]
+        assert not bool(found.stopped.any())
+
+    def test_wrong_targets_stop_where_the_density_has_changed(self):
+        """Noise helps there: the NLPD falls, by as much as the rule allows."""
+        model, x = mlp(), 3 * torch.randn(5, 4, dtype=F64)
+        y = model(x).argmin(1)
+        found = sensitivity(model, x, y)
+        change = found.history["nlpd"][-1] - found.history["nlpd"][0]
+        assert bool((change < 0).all())
+        assert bool((change >= -0.1).all())
+        assert bool(found.stopped.all())
+
+    def test_a_posterior_and_its_own_predictions(self):
+        model, x = mlp(), torch.randn(20, 4, dtype=F64)
+        posterior = lw.fit(model, [(x, torch.arange(20) % 3)], lw.KFAC(), prior_precision=1.0)
+        found = sensitivity(posterior, x[:3])
+        given = sensitivity(posterior, x[:3], posterior.predict(x[:3]).classes)
+        assert torch.equal(found.variance, given.variance)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+    def test_one_of_several_inputs(self):
+        class Two(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.table = nn.Linear(4, 1, bias=False), nn.Embedding(5, 1)
+
+            def forward(self, x, tokens):
+                return self.a(x) + self.table(tokens).mean(1)
+
+        model = Two().double().eval()
+        model.a.weight.data.copy_(W)
+        x, tokens = torch.randn(2, 4, dtype=F64), torch.randint(5, (2, 3))
+        found = sensitivity(model, {"x": lw.Uncertain(x, 1e-6), "tokens": tokens}, likelihood=NOISE)
+        torch.testing.assert_close(found.values, (W.abs() / 2).expand(2, 4), rtol=0.02, atol=1e-3)
+        assert torch.equal(found.inputs, x)
+
+    def test_images_and_inference_mode(self):
+        model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 3)).eval()
+        with torch.inference_mode():
+            found = sensitivity(model, torch.randn(2, 1, 6, 6), torch.tensor([0, 2]), steps=20)
+        assert found.values.shape == found.variance.shape == (2, 1, 6, 6)
+        assert bool((found.values.flatten(1).amax(1) == 1).all())
+        assert bool((found.values > 0).all())
+        assert torch.equal(found.std, found.variance.sqrt())
+
+
+class TestRefusals:
+    x = torch.randn(3, 4, dtype=F64)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"rise": 0.0}, r"sensitivity\(rise=0.0\)"),
+            ({"rate": -1.0}, r"sensitivity\(rate=-1.0\)"),
+            ({"variance": float("nan")}, r"sensitivity\(variance=nan\)"),
+            ({"weight": float("inf")}, r"sensitivity\(weight=inf\)"),
+            ({"steps": 2.5}, r"sensitivity\(steps=2.5\); a positive whole number"),
+            ({"steps": 0}, r"sensitivity\(steps=0\)"),
+            ({"likelihood": "gaussian"}, "found no noise variance"),
+            ({"likelihood": None}, "neither targets nor a likelihood"),
+            ({"targets": torch.tensor([0, 1, 5])}, "5"),
+            ({"via": "streamlined"}, "accepted are"),
+        ],
+    )
+    def test_options(self, options, message):
+        with pytest.raises(LapwingError, match=message):
+            sensitivity(mlp(), self.x, **{"likelihood": "categorical", **options})
+
+    def test_inputs(self):
+        u = lw.Uncertain(self.x, 0.1)
+        cases = [
+            ((u, u), "found 2 uncertain inputs"),
+            ({"x": self.x}, "found 0 uncertain inputs"),
+            (lw.Uncertain(self.x, covariance=torch.eye(4, dtype=F64)), "with variances among the inputs"),
+            (lw.Uncertain(self.x, 0.0), "variances of 0"),
+            (self.x[:0], "no samples"),
+            (torch.ones(3, 4, dtype=torch.long), "integer inputs"),
+            (self.x / 0, "NaN or infinite"),
+        ]
+        for inputs, message in cases:
+            with pytest.raises(LapwingError, match=message):
+                sensitivity(mlp(), inputs, likelihood="categorical")
+
+    def test_candidates(self):
+        with pytest.raises(LapwingError, match="a posterior or a network is needed"):
+            sensitivity(lambda x: x, self.x)
+        posterior = lw.fit(mlp(), [(self.x, torch.arange(3))], prior_precision=1.0)
+        with pytest.raises(LapwingError, match="it has its own"):
+            sensitivity(posterior, self.x, likelihood="categorical")
+        with pytest.raises(LapwingError, match=r"model.eval\(\)"):
+            sensitivity(nn.Sequential(nn.Dropout(), nn.Linear(4, 3)), self.x.float(), likelihood="categorical")
+
+
+class TestPlots:
+    def found(self, *shape: int) -> Sensitivities:
+        values = torch.rand(shape)
+        zero = torch.zeros(shape[0])
+        return Sensitivities(values, values, torch.rand(shape), zero.bool(), zero.long(), {})
+
+    def test_maps(self):
+        for shape, given in (((3, 1, 8, 8), None), ((3, 3, 8, 8), None), ((3, 8, 8), None), ((3, 64), (8, 8))):
+            figure = self.found(*shape).plot(shape=given, low=0.5, labels=["a", "b", "c"])
+            assert len(figure.axes) == 3
+            assert [axis.get_title() for axis in figure.axes] == ["a", "b", "c"]
+            drawn = figure.axes[0].images[1]
+            assert drawn.get_array().shape == (8, 8)
+            assert drawn.get_clim() == (0.5, 1.0)
+            plt.close(figure)
+        figure, axes = plt.subplots(1, 2)
+        assert self.found(2, 4, 4).plot(axes) is figure
+        plt.close(figure)
+
+    def test_bars(self):
+        found = self.found(6, 3)
+        figure = found.plot(features=["a", "b", "c"])
+        widths = [patch.get_width() for patch in figure.axes[0].patches]
+        torch.testing.assert_close(torch.tensor(widths), found.values.mean(0).sort().values.double())
+        order = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+        assert order == ["abc"[i] for i in found.values.mean(0).argsort().tolist()]
+        plt.close(figure)
+
+    def test_refusals(self):
+        with pytest.raises(LapwingError, match="found 2 names"):
+            self.found(6, 3).plot(features=["a", "b"])
+        with pytest.raises(LapwingError, match=r"plot\(shape=\(28, 28\)\)"):
+            self.found(6, 3, 4, 5, 6).plot()
+        axis = plt.subplots()[1]
+        with pytest.raises(LapwingError, match="found 1 axes"):
+            self.found(6, 4, 4).plot(axis)
+        with pytest.raises(LapwingError, match=r"plot\(low=1.0\)"):
+            self.found(6, 4, 4).plot(low=1.0)
+        with pytest.raises(LapwingError, match="2 labels of 6 images"):
+            self.found(6, 4, 4).plot(labels=["a", "b"])
+        plt.close("all")

@@ -1,0 +1,271 @@
+"""Positions that share weights: exact limits, what comes near the linearised variances, and where they are found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lapwing import tangent as tn
+from lapwing.prediction.linearized import Linearized
+from lapwing.prediction.streamlined import Streamlined
+from lapwing.prediction.streamlined.moments import Moments
+from lapwing.reproduce.models import BasicBlock
+from tests.prediction.streamlined_oracle import F64, build, draw_outputs
+from tests.prediction.test_streamlined_networks import covariance_of
+from tests.zoo import ZOO
+
+SURE = {"scale": 1e7, "precision": 1e8}  # products of weights with uncertain inputs do not count
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def mean_of_tokens():
+    return Function(lambda x: x.mean(1))
+
+
+# ---- exact limits
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "kronecker", "dense block"])
+@pytest.mark.parametrize("positive", [True, False])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: [nn.Conv2d(2, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()],
+        lambda: [nn.Conv2d(2, 3, 3, stride=2, padding=1, dilation=2, bias=False), Function(lambda x: x.mean((2, 3)))],
+        lambda: [nn.Conv2d(2, 4, 3, padding="same", groups=2), nn.AdaptiveAvgPool2d(1), nn.Flatten()],
+        lambda: [nn.Flatten(2), nn.Linear(36, 4), mean_of_tokens()],
+    ],
+    ids=["conv", "strided conv", "grouped conv", "tokens"],
+)
+def test_mean_over_the_positions_of_one_layer_is_exact(layer, positive, kind):
+    """Where positions move together at all: with inputs of both signs ρ may have to be negative, and is 0."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*layer()).double().eval()
+    if kind == "dense block" and getattr(model[0], "groups", 1) > 1:
+        pytest.skip("refused by name")
+    x = torch.randn(3, 2, 6, 6, dtype=F64)
+    x = x.abs() + 0.1 if positive else x
+    tangent = tn.Tangent.survey(model, x, tn.matching("*"))
+    covariance = build(tangent, kind)
+    expected = Linearized().latent(tangent, covariance, x, joint=False).variance
+    found = Streamlined().latent(tangent, covariance, x).variance
+    if positive and kind != "dense block":  # a dense block may turn weights against each other
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    assert (found >= expected * (1 - 1e-9)).all()
+
+
+def test_layers_without_activations_are_nearly_exact_for_diagonal_posteriors():
+    """The channels of the first layer are independent there; one number ρ a channel does not hold all of its shape."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(4, 5, 1), nn.Conv2d(5, 3, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    model = nn.Sequential(*layers).double().eval()
+    x = torch.rand(3, 4, 3, 3, dtype=F64) + 0.1
+    tangent = tn.Tangent.survey(model, x, tn.matching("0.*"))
+    covariance = build(tangent, "diagonal")
+    exact = Linearized().latent(tangent, covariance, x, joint=False)
+    alone = Streamlined(positions="independent").latent(tangent, covariance, x)
+    assert (alone.variance < 0.2 * exact.variance).all()
+    latent = Streamlined().latent(tangent, covariance, x)
+    torch.testing.assert_close(latent.variance, exact.variance, rtol=0.02, atol=0.0)
+    draws = draw_outputs(model, tangent, covariance, x)
+    torch.testing.assert_close(draws.var(0), latent.variance, rtol=0.07, atol=0.0)
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "kronecker"])
+def test_equal_positions_are_one(kind):
+    """A network of pixels that are all alike is the network of one pixel, whatever its activations."""
+    torch.manual_seed(0)
+    deep = nn.Sequential(
+        nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6), nn.GELU(), nn.Conv2d(6, 5, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(5, 2),
+    ).double().eval()  # fmt: skip
+    x = torch.randn(4, 3, 1, 1, dtype=F64)
+    results = []
+    for inputs in (x, x.expand(4, 3, 5, 4).contiguous()):
+        tangent = tn.Tangent.survey(deep, inputs, tn.matching("*"))
+        torch.manual_seed(1)
+        results.append(Streamlined().latent(tangent, build(tangent, kind), inputs).covariance)
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
+
+
+def test_attention_and_residuals_of_equal_tokens_are_one():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, activation="gelu")
+    model = nn.Sequential(nn.Linear(3, 8), layer, mean_of_tokens(), nn.Linear(8, 2)).double().eval()
+    x = torch.randn(4, 1, 3, dtype=F64)
+    results = []
+    for inputs in (x, x.expand(4, 6, 3).contiguous()):
+        tangent = tn.Tangent.survey(model, inputs, tn.matching("*"))
+        torch.manual_seed(1)
+        results.append(Streamlined().latent(tangent, covariance_of(tangent), inputs).covariance)
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
+
+
+def test_without_positions_nothing_changes():
+    for name in ("mlp", "prelu"):
+        case = ZOO[name]
+        x = case.inputs(3, 0)
+        tangent = tn.Tangent.survey(case.build(), x, tn.matching("*"))
+        covariance = covariance_of(tangent)
+        ways = [Streamlined(positions=positions) for positions in ("independent", "correlated")]
+        both = [way.latent(tangent, covariance, x).covariance for way in ways]
+        torch.testing.assert_close(*both, rtol=0, atol=0)
+
+
+# ---- nearer the linearised variances
+
+
+def convolutions():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), BasicBlock(8, 8, 1), BasicBlock(8, 16, 2)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)), torch.rand(6, 3, 8, 8)
+
+
+def vision_transformer():
+    torch.manual_seed(0)
+    patches = [nn.Conv2d(3, 12, 2, 2), nn.Flatten(2), Function(lambda x: x.transpose(1, 2))]
+    layers = [nn.TransformerEncoderLayer(12, 3, 24, batch_first=True, norm_first=True) for _ in range(2)]
+    return nn.Sequential(*patches, *layers, nn.LayerNorm(12), mean_of_tokens(), nn.Linear(12, 4)), torch.rand(
+        6, 3, 8, 8
+    )
+
+
+@pytest.mark.parametrize("make", [convolutions, vision_transformer])
+def test_correlated_positions_are_nearer(make):
+    model, x = make()
+    model, x = model.double().eval(), x.double()
+    tangent = tn.Tangent.survey(model, x, tn.matching("*"))
+    covariance = covariance_of(tangent, **SURE)
+    exact = Linearized().latent(tangent, covariance, x, joint=False).variance
+    errors = [
+        (Streamlined(positions=p).latent(tangent, covariance, x).variance / exact).log().abs().mean()
+        for p in ("independent", "correlated")
+    ]
+    assert errors[1] < 0.5 * errors[0]
+    assert errors[1] < 0.7
+
+
+@pytest.mark.parametrize("name", [n for n in ZOO if n not in ("tied", "shared_module", "functional_reuse")])
+def test_correlations_are_between_zero_and_one(name):
+    case = ZOO[name]
+    x = case.inputs(3, 0)
+    tangent = tn.Tangent.survey(case.build(), x, tn.matching("*"))
+    engine = Streamlined()._engine(tangent, covariance_of(tangent), x)
+    values = engine.start(x, {})
+    for item in engine.plan.items:
+        found = values[item.node.name] = engine.step(item, values, 3)
+        if isinstance(found, Moments) and found.correlation is not None:
+            rho = found.correlation.expand_as(found.variance)
+            assert ((rho >= 0) & (rho <= 1)).all()
+
+
+# ---- where positions are
+
+
+def layouts_of(model, x):
+    tangent = tn.Tangent.survey(model.double().eval(), x, tn.matching("*"))
+    engine = Streamlined()._engine(tangent, covariance_of(tangent), x)
+    return next(iter(engine.sites.values())).layouts
+
+
+def test_layouts_of_a_transformer():
+    model, x = vision_transformer()
+    found = layouts_of(model, x.double())
+    assert found["conv2d"].positions == (2, 3)
+    assert found["flatten"].positions == (2,)
+    assert found["transpose"].positions == (1,)
+    heads = [layout for layout in found.values() if len(layout.channels.shape) == 4 and layout.positions == (2,)]
+    assert heads
+    assert all(layout.channels.shape == (1, 3, 1, 4) for layout in heads)
+
+
+class Merged(nn.Module):
+    """Tokens merged with samples, as Hugging Face's Conv1D does, and samples second."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.a, self.b = kind, nn.Linear(4, 5), nn.Linear(5, 2)
+
+    def forward(self, x):
+        samples, tokens, _ = x.shape
+        if self.kind == "merged":
+            h = torch.relu(self.a(x.reshape(-1, 4))).reshape(samples, tokens, 5)
+        elif self.kind == "second":
+            h = torch.relu(self.a(x.transpose(0, 1))).transpose(0, 1)
+        elif self.kind == "merged fastest":
+            h = torch.relu(self.a(x.transpose(0, 1).reshape(-1, 4))).reshape(tokens, samples, 5).transpose(0, 1)
+        elif self.kind == "fixed":
+            h = torch.relu(self.a(x)) + torch.zeros(len(x), 1, 1, dtype=x.dtype)
+        else:
+            h = torch.relu(self.a(x))
+        return self.b(h.mean(1))
+
+
+@pytest.mark.parametrize("kind", ["merged", "second", "merged fastest", "fixed"])
+def test_samples_anywhere_give_the_same(kind):
+    x = torch.randn(3, 6, 4, dtype=F64)
+    results = []
+    for label in ("plain", kind):
+        torch.manual_seed(0)
+        model = Merged(label).double().eval()
+        tangent = tn.Tangent.survey(model, x, tn.matching("*"))
+        torch.manual_seed(1)
+        results.append(Streamlined().latent(tangent, covariance_of(tangent), x).covariance)
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
+
+
+def test_gates_are_the_same_at_all_positions():
+    """Squeeze and excitation: the gate has no positions, so what it multiplies moves as one."""
+
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return (x * torch.sigmoid(self.gate(x.mean((2, 3))))[:, :, None, None]).mean((2, 3))
+
+    torch.manual_seed(0)
+    model, x = Gated().double().eval(), torch.rand(4, 3, 5, 5, dtype=F64)
+    tangent = tn.Tangent.survey(model, x, tn.matching("*"))
+    covariance = build(tangent, "diagonal")
+    expected = Linearized().latent(tangent, covariance, x, joint=False).variance
+    torch.testing.assert_close(Streamlined().latent(tangent, covariance, x).variance, expected)
+
+
+def test_differentiable_in_inputs_where_variances_are_zero():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU(), nn.Conv2d(2, 2, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    x = torch.randn(2, 1, 5, 5, dtype=F64)
+    model = model.double().eval()
+    tangent = tn.Tangent.survey(model, x, tn.matching("*"))
+    covariance = covariance_of(tangent)
+
+    def variance(inputs):
+        return Streamlined().latent(tangent, covariance, inputs).variance
+
+    assert torch.autograd.gradcheck(variance, (x.requires_grad_(),))
+    assert F.relu(model[0](x)).eq(0).any()
+
+
+def test_the_place_of_the_samples_is_found_from_equal_ones():
+    torch.manual_seed(0)
+    model, x = Merged("merged fastest").double().eval(), torch.randn(3, 6, 4, dtype=F64)
+    results = []
+    for first in (x, x[:1].expand(3, 6, 4).contiguous()):
+        tangent = tn.Tangent.survey(model, x, tn.matching("*"))
+        torch.manual_seed(1)
+        covariance = covariance_of(tangent)
+        Streamlined().latent(tangent, covariance, first)  # builds the program
+        results.append(Streamlined().latent(tangent, covariance, x).covariance)
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,154 @@
+"""Covariances of attention's values between tokens and between features, against dense formulas and draws."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.func import jacrev
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lapwing import tangent as tn
+from lapwing.prediction.linearized import Linearized
+from lapwing.prediction.streamlined import Streamlined
+from tests.prediction.streamlined_oracle import F64, assert_within_monte_carlo_error, build, draw_outputs
+from tests.prediction.test_streamlined_networks import covariance_of
+from tests.prediction.test_streamlined_options import propagate
+from tests.zoo import ZOO
+
+
+class Attention(nn.Module):
+    """Scores of z, values of x: linear in x and in the weights of the values."""
+
+    def __init__(self, heads: int, packed: bool = False, first: bool = True, causal: bool = False) -> None:
+        super().__init__()
+        self.heads, self.first, self.causal, self.packed = heads, first, causal, packed
+        self.scores = nn.Linear(4, 12)
+        self.values = nn.Linear(4, 18 if packed else 6)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x, z):
+        if not self.first:
+            x = x.transpose(0, 1)
+        v = self.values(x)
+        if not self.first:
+            v = v.transpose(0, 1)
+        v = v.unflatten(-1, (3, 6)).unbind(2)[2] if self.packed else v
+        q, k = self.scores(z).chunk(2, -1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.out(mixed.transpose(1, 2).flatten(2)).flatten(1)
+
+
+def case(**options):
+    torch.manual_seed(0)
+    return Attention(**options).double().eval(), (torch.randn(2, 5, 4, dtype=F64), torch.randn(2, 5, 4, dtype=F64))
+
+
+OPTIONS = [{"heads": 1}, {"heads": 2}, {"heads": 3, "packed": True}, {"heads": 2, "first": False, "causal": True}]
+
+
+@pytest.mark.parametrize("positions", ["independent", "correlated"])
+@pytest.mark.parametrize("kind", ["diagonal", "kronecker", "dense block"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_tokens_that_share_values_weights_are_exact(options, kind, positions):
+    """`Σ_kl P_tk P_tl Σ_i a_ki a_li Cov[W_oi, W_oi']`: outputs are linear in the values' weights."""
+    model, x = case(**options)
+    model.out = nn.Identity()
+    tangent = tn.Tangent.survey(model, x, tn.matching("values.*"))
+    covariance = build(tangent, kind)
+    exact = Linearized().latent(tangent, covariance, x, joint=False)
+    found = Streamlined(attention="tokens", positions=positions).latent(tangent, covariance, x)
+    torch.testing.assert_close(found.variance, exact.variance, rtol=1e-9, atol=1e-12)
+    alone = Streamlined(positions="independent").latent(tangent, covariance, x)
+    assert (alone.variance - exact.variance).abs().max() > 0.05 * exact.variance.mean()
+
+
+def test_tokens_agree_with_draws():
+    model, x = case(heads=2)
+    model.out = nn.Identity()
+
+    class One(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            return self.inner(*x.chunk(2, -1))
+
+    with sdpa_kernel(SDPBackend.MATH):
+        joined, outer = torch.cat(x, -1), One().eval()
+        tangent = tn.Tangent.survey(outer, joined, tn.matching("*values.*"))
+        covariance = build(tangent, "diagonal")
+        found = Streamlined(attention="tokens").latent(tangent, covariance, joined)
+        draws = draw_outputs(outer, tangent, covariance, joined)
+    whole = Linearized().latent(tangent, covariance, joined, joint=False).covariance
+    torch.testing.assert_close(found.variance, whole.diagonal(dim1=1, dim2=2), rtol=1e-9, atol=1e-12)
+    assert_within_monte_carlo_error(draws, found.mean, whole)
+
+
+def test_correlated_positions_come_near_the_exact_tokens():
+    model, x = case(heads=2)
+    model.out = nn.Identity()
+    x = (x[0].abs() + 0.5, x[1])
+    tangent = tn.Tangent.survey(model, x, tn.matching("values.*"))
+    covariance = build(tangent, "diagonal")
+    exact, near, alone = (
+        Streamlined(positions=positions, attention=attention).latent(tangent, covariance, x).variance
+        for positions, attention in (("correlated", "tokens"), ("correlated", "values"), ("independent", "values"))
+    )
+    error, other = ((found / exact).log().abs().mean() for found in (near, alone))
+    assert error < 0.1
+    assert other > 5 * error
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_features_of_a_head_that_share_inputs_equal_loops(options):
+    """Equation 74: within a head as the weights say, between heads independent."""
+    model, (x, z) = case(**options)
+    v = torch.rand(2, 5, 4, dtype=F64)
+    inputs, spreads = (x, z), {0: v}
+    _, found, _ = propagate(model, inputs, spreads, attention="features", positions="independent")
+    heads, size = options["heads"], 6 // options["heads"]
+    W = model.values.weight.detach()[-6:]
+    U = model.out.weight.detach()
+    q, k = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in model.scores(z).chunk(2, -1))
+    eye = torch.eye(5, dtype=F64).expand(2, heads, 5, 5)
+    P = F.scaled_dot_product_attention(q, k, eye, is_causal=options.get("causal", False)).detach()
+    expected = torch.zeros(2, 5, 3, dtype=F64)
+    for h in range(heads):
+        part = slice(h * size, (h + 1) * size)
+        cov = torch.einsum("ei,bsi,fi->bsef", W[part], v, W[part])  # of the values' features, token by token
+        mixed = torch.einsum("bts,bsef->btef", P[:, h].square(), cov)
+        expected += torch.einsum("me,btef,mf->btm", U[:, part], mixed, U[:, part])
+    torch.testing.assert_close(found, expected.flatten(1))
+    _, plain, _ = propagate(model, inputs, spreads, positions="independent")
+    assert (plain - found).abs().max() > 0.01 * found.mean()
+
+
+def test_features_of_one_head_equal_jacobians():
+    model, (x, z) = case(heads=1)
+    v = torch.rand(2, 5, 4, dtype=F64)
+    _, found, _ = propagate(model, (x, z), {0: v}, attention="features", positions="independent")
+    with sdpa_kernel(SDPBackend.MATH):
+        rows = [jacrev(lambda a, b=b: model(a[None], z[b][None])[0])(x[b]).flatten(1) for b in range(2)]
+    expected = torch.stack([(J.square() @ v[b].flatten()).detach() for b, J in enumerate(rows)])
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("attention", ["tokens", "features"])
+@pytest.mark.parametrize("name", ["vit", "bert", "gpt2", "mha", "mha_seq_first", "encoder_layer", "mlp"])
+def test_networks_keep_means_and_do_not_depend_on_the_batch(name, attention):
+    if name not in ZOO:
+        pytest.skip("not in the zoo")
+    case = ZOO[name]
+    x = case.inputs(4, 0)
+    tangent = tn.Tangent.survey(case.build(), x, tn.matching("*"))
+    covariance = covariance_of(tangent)
+    way = Streamlined(attention=attention)
+    latent, plain = way.latent(tangent, covariance, x), Streamlined().latent(tangent, covariance, x)
+    torch.testing.assert_close(latent.mean, plain.mean, rtol=1e-12, atol=1e-12)
+    assert ((latent.variance / plain.variance).log().abs() < 2).all()
+    some = {k: t[:1] for k, t in x.items()} if isinstance(x, dict) else x[:1]
+    torch.testing.assert_close(way.latent(tangent, covariance, some).covariance, latent.covariance[:1])

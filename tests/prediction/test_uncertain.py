@@ -1,0 +1,370 @@
+"""Uncertain inputs through every way, against dense Jacobians and draws of x."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import jacrev
+
+import lapwing as lw
+from lapwing.errors import LapwingError
+from lapwing.prediction.propagation import NoCovariance, Untreated, certain_latent
+from tests.prediction.streamlined_oracle import assert_within_monte_carlo_error, linear_by_loops
+
+F64 = torch.float64
+WAYS = [lw.Linearized(), lw.Streamlined(), lw.Streamlined("full"), lw.MonteCarlo(20)]
+NETWORKS = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), (4,)),
+    "one output": (lambda: nn.Sequential(nn.Linear(4, 5), nn.SiLU(), nn.Linear(5, 1)), (4,)),
+    "in place": (lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 2)), (4,)),
+    "norm": (lambda: nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.GELU(), nn.Linear(5, 3)), (4,)),
+    "convolution": (
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 3)), (2, 5, 5)
+    ),
+}  # fmt: skip
+
+
+class Two(nn.Module):
+    """A network of two inputs, by name, and of tokens where they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(2, 3, bias=False)
+        self.table = nn.Embedding(6, 3)
+
+    def forward(self, a: Tensor, b: Tensor, tokens: Tensor | None = None) -> Tensor:
+        out = torch.tanh(self.first(a)) + self.second(b)
+        return out if tokens is None else out + self.table(tokens).mean(1)
+
+
+def made(name: str) -> tuple[nn.Module, Tensor]:
+    make, shape = NETWORKS[name]
+    return make().double().eval(), torch.randn(3, *shape, dtype=F64)
+
+
+def jacobians(model: nn.Module, x: Tensor) -> Tensor:
+    """J (B, C, n) sample by sample."""
+    return torch.stack([jacrev(lambda one: model(one[None])[0])(each).reshape(-1, each.numel()) for each in x]).detach()
+
+
+def psd(count: int, size: int) -> Tensor:
+    root = torch.randn(count, size, size, dtype=F64)
+    return root @ root.mT
+
+
+def fitted(model: nn.Module, x: Tensor, **options) -> lw.Posterior:
+    with torch.no_grad():
+        outputs = model(x).shape[1]
+    return lw.fit(model, [(x, torch.randn(len(x), outputs, dtype=F64))], lw.KFAC(), likelihood=lw.Gaussian(0.5),
+                  prior_precision=1.0, **options)  # fmt: skip
+
+
+def certain(model: nn.Module):
+    """What `lw.propagate` does, the network read once."""
+    tangent = Untreated.of(model, None, None)
+    covariance = NoCovariance(tangent)
+    return lambda inputs, via: certain_latent(tangent, covariance, inputs, via)
+
+
+@pytest.mark.parametrize("via", [lw.Linearized(), lw.Streamlined("full")], ids=["linearized", "full"])
+@pytest.mark.parametrize("name", NETWORKS)
+class TestCertainWeights:
+    def test_variances(self, name, via):
+        model, x = made(name)
+        v = torch.rand_like(x)
+        found = lw.propagate(model, lw.Uncertain(x, v), via)
+        j = jacobians(model, x)
+        torch.testing.assert_close(found.covariance, (j * v.flatten(1)[:, None]) @ j.mT)
+        torch.testing.assert_close(found.mean, model(x).detach())
+        assert not found.covariance.requires_grad
+
+    def test_covariances(self, name, via):
+        model, x = made(name)
+        s = psd(3, x[0].numel())
+        j = jacobians(model, x)
+        for given in (s, s[0]):
+            found = lw.propagate(model, lw.Uncertain(x, covariance=given), via)
+            torch.testing.assert_close(found.covariance, j @ given @ j.mT)
+
+
+@pytest.mark.parametrize("name", ["mlp", "one output", "convolution"])
+def test_linearized_adds_to_the_weights_part(name):
+    model, x = made(name)
+    posterior, v = fitted(model, x), torch.rand_like(x)
+    j = jacobians(model, x)
+    added = (j * v.flatten(1)[:, None]) @ j.mT
+    certain, found = posterior.latent(x), posterior.latent(lw.Uncertain(x, v))
+    torch.testing.assert_close(found.covariance, certain.covariance + added)
+    torch.testing.assert_close(found.mean, certain.mean)
+    joint = posterior.latent(lw.Uncertain(x, v), joint=True).covariance - posterior.latent(x, joint=True).covariance
+    for a in range(3):
+        for b in range(3):
+            torch.testing.assert_close(joint[a, :, b], added[a] if a == b else torch.zeros_like(added[a]))
+
+
+def test_full_mode_with_weights_equals_loops():
+    """Equations 3 and 4 with Cov[x] to start from."""
+    model, x = made("mlp")
+    posterior, s = fitted(model, x), psd(3, 4)
+    dense, start, blocks = posterior.covariance.to_dense(), 0, {}
+    for block in posterior.tangent.blocks:
+        part, start = slice(start, start + block.size), start + block.size
+        blocks[block.name] = dense[part, part].reshape(*block.matrix_shape[1:], *block.matrix_shape[1:])
+    found = posterior.latent(lw.Uncertain(x, covariance=s), via=lw.Streamlined("full")).covariance
+    for mean, cov, expected in zip(x, s, found, strict=True):
+        for name in ("0", "2"):
+            layer = model[int(name)]
+            joined = torch.cat([layer.weight, layer.bias[:, None]], 1).detach()
+            mean = torch.cat([mean, torch.ones(1, dtype=F64)])
+            padded = torch.zeros(len(mean), len(mean), dtype=F64)
+            padded[:-1, :-1] = cov
+            cov, mean = linear_by_loops(mean, padded, joined, blocks[name]), joined @ mean
+            if name == "0":
+                mean = mean.tanh()
+                cov = (1 - mean**2)[:, None] * cov * (1 - mean**2)
+        torch.testing.assert_close(cov, expected)
+
+
+def test_diagonal_mode_with_certain_weights_is_a_product_of_squares():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).double().eval()
+    x, v = torch.randn(3, 4, dtype=F64), torch.rand(3, 4, dtype=F64)
+    found = lw.propagate(model, lw.Uncertain(x, v), lw.Streamlined()).covariance
+    hidden = v @ model[0].weight.square().T
+    expected = torch.einsum("ci,bi,di->bcd", model[1].weight, hidden, model[1].weight)  # covariances in the last layer
+    torch.testing.assert_close(found, expected.detach())
+
+
+class TestMonteCarlo:
+    def test_linear_network(self):
+        model = nn.Linear(4, 3).double().eval()
+        x, s = torch.randn(2, 4, dtype=F64), psd(2, 4)
+        w = model.weight.detach()
+        for given, wanted in (({"covariance": s}, s), ({"variance": 0.3}, 0.3 * torch.eye(4, dtype=F64))):
+            latent = lw.propagate(model, lw.Uncertain(x, **given), lw.MonteCarlo(5000))
+            assert_within_monte_carlo_error(latent.draws, model(x).detach(), (w @ wanted @ w.T).expand(2, 3, 3))
+
+    def test_the_weights_draws_are_the_same_with_and_without(self):
+        model, x = made("mlp")
+        posterior = fitted(model, x)
+        plain = posterior.latent(x, via=lw.MonteCarlo(5))
+        torch.testing.assert_close(posterior.latent(lw.Uncertain(x, 0.0), via=lw.MonteCarlo(5)).draws, plain.draws)
+        noisy = posterior.latent(lw.Uncertain(x, 0.5), via=lw.MonteCarlo(4000)).variance
+        assert bool((noisy > posterior.latent(x, via=lw.MonteCarlo(4000)).variance).all())
+
+    def test_draws_agree_to_first_order_where_noise_is_small(self):
+        model, x = made("norm")
+        u = lw.Uncertain(x, 1e-4 * torch.rand_like(x))
+        draws = lw.propagate(model, u, lw.MonteCarlo(20_000)).draws
+        exact = lw.propagate(model, u, lw.Linearized())
+        error = (draws.var(0) / exact.variance - 1).abs().max()
+        assert float(error) < 0.06  # five standard errors of a variance of 20 000 draws, and second order
+
+
+@pytest.mark.parametrize("via", WAYS, ids=lambda via: repr(via)[:32])
+class TestEveryWay:
+    def test_broadcasting(self, via):
+        model, x = made("mlp")
+        row = torch.rand(4, dtype=F64)
+        reference = lw.propagate(model, lw.Uncertain(x, row.expand(3, 4).clone()), via)
+        for given in (row, row[None]):
+            torch.testing.assert_close(lw.propagate(model, lw.Uncertain(x, given), via).variance, reference.variance)
+        columns = torch.rand(3, 1, dtype=F64)
+        a = lw.propagate(model, lw.Uncertain(x, columns), via).variance
+        torch.testing.assert_close(a, lw.propagate(model, lw.Uncertain(x, columns.expand(3, 4).clone()), via).variance)
+        b = lw.propagate(model, lw.Uncertain(x, 0.5), via).variance
+        torch.testing.assert_close(
+            b, lw.propagate(model, lw.Uncertain(x, torch.full((3, 4), 0.5, dtype=F64)), via).variance
+        )
+
+    def test_nested_inputs(self, via):
+        model = Two().double().eval()
+        a, b, tokens = torch.randn(3, 4, dtype=F64), torch.randn(3, 2, dtype=F64), torch.randint(6, (3, 5))
+        u = lw.Uncertain(b, 0.2)
+        w = model.second.weight.detach()
+        found = [
+            lw.propagate(model, (a, u), via),
+            lw.propagate(model, {"a": a, "b": u}, via),
+            lw.propagate(model, {"tokens": tokens, "b": u, "a": a}, via),
+            lw.propagate(
+                model, {"x": [a, {"y": (u, None)}]}, via, forward=lambda m, i: m(i["x"][0], i["x"][1]["y"][0])
+            ),
+        ]
+        for each in found:
+            if isinstance(via, lw.MonteCarlo):
+                torch.testing.assert_close(each.variance, found[0].variance)
+            else:
+                torch.testing.assert_close(each.variance, 0.2 * w.square().sum(1).expand(3, 3))
+        both = lw.propagate(model, (lw.Uncertain(a, 0.1), u), via)
+        assert bool((both.variance > found[0].variance).any())
+
+    def test_posterior_with_nested_inputs(self, via):
+        model = Two().double().eval()
+        batch = {
+            "tokens": torch.randint(6, (8, 5)),
+            "a": torch.randn(8, 4, dtype=F64),
+            "b": torch.randn(8, 2, dtype=F64),
+        }
+        posterior = lw.fit(model, [{**batch, "labels": torch.arange(8) % 3}], lw.Diagonal(), prior_precision=1.0)
+        noisy = {**batch, "b": lw.Uncertain(batch["b"], 5.0)}
+        assert bool((posterior.latent(noisy, via=via).variance > posterior.latent(batch, via=via).variance).any())
+        torch.testing.assert_close(
+            posterior.predict([noisy, noisy], via=via).probs[8:], posterior.predict(noisy, via=via).probs
+        )
+
+    def test_chunks_change_nothing(self, via):
+        model, x = made("mlp")
+        posterior = fitted(model, x)
+        sliced = replace(posterior, tangent=replace(posterior.tangent, memory=1))
+        given = [lw.Uncertain(x, torch.rand_like(x))]
+        if via != lw.Streamlined():
+            given.append(lw.Uncertain(x, covariance=psd(3, 4)))
+        for u in given:
+            torch.testing.assert_close(sliced.latent(u, via=via).variance, posterior.latent(u, via=via).variance)
+            tangent = replace(Untreated.of(model, None, None), memory=1)
+            alone = certain_latent(tangent, NoCovariance(tangent), u, via)
+            torch.testing.assert_close(alone.variance, lw.propagate(model, u, via).variance)
+
+    def test_no_graph_unless_asked_for(self, via):
+        model, x = made("mlp")
+        with torch.inference_mode():
+            u = lw.Uncertain(x * 1, x.square())
+            assert not lw.propagate(model, u, via).variance.requires_grad
+            assert not fitted(model, x).latent(u, via=via).variance.requires_grad
+        assert not lw.propagate(model, lw.Uncertain(x, 0.1), via).variance.requires_grad
+        assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+
+    def test_half_precision_and_frozen_networks(self, via):
+        model = (
+            nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).to(torch.bfloat16).eval().requires_grad_(False)
+        )
+        x = torch.randn(3, 4).to(torch.bfloat16)
+        found = lw.propagate(model, lw.Uncertain(x, 0.1), via)
+        exact = lw.propagate(model.float(), lw.Uncertain(x.float(), 0.1), via)
+        assert found.variance.dtype == torch.float32
+        torch.testing.assert_close(found.variance, exact.variance, rtol=0.1, atol=1e-2)
+
+    def test_a_loader_of_uncertain_batches(self, via):
+        model, x = made("mlp")
+        posterior, u = fitted(model, x), lw.Uncertain(x, 0.1)
+        found = posterior.predict([u, (u, torch.zeros(3, 3, dtype=F64))], via=via)
+        torch.testing.assert_close(found.variance[3:], found.variance[:3])
+
+
+@pytest.mark.parametrize("via", [lw.Linearized(), lw.Streamlined(), lw.Streamlined("full")])
+@pytest.mark.parametrize("bayes", [False, True])
+def test_derivatives(via, bayes):
+    model, x = made("mlp")
+    posterior = fitted(model, x) if bayes else None
+    latent = certain(model)
+    v = torch.rand_like(x)
+
+    def variance(x: Tensor, v: Tensor) -> Tensor:
+        u = lw.Uncertain(x, v)
+        return (posterior.latent(u, via=via) if posterior else latent(u, via)).variance
+
+    assert torch.autograd.gradcheck(variance, (x.requires_grad_(), v.requires_grad_()))
+    at_zero = torch.zeros_like(x).requires_grad_()
+    (slope,) = torch.autograd.grad(variance(x.detach(), at_zero).sum(), at_zero)
+    assert bool(torch.isfinite(slope).all())
+    assert bool((slope > 0).any())
+
+
+def test_derivatives_in_covariances_and_for_draws():
+    model, x = made("mlp")
+    s = psd(3, 4).requires_grad_()
+    latent = certain(model)
+    for via in (lw.Linearized(), lw.Streamlined("full")):
+
+        def total(s: Tensor, via: lw.Linearized | lw.Streamlined = via) -> Tensor:
+            return latent(lw.Uncertain(x, covariance=(s + s.mT) / 2), via).covariance
+
+        assert torch.autograd.gradcheck(total, (s,))
+    v = torch.zeros_like(x).requires_grad_()
+    latent = lw.propagate(model, lw.Uncertain(x, v), lw.MonteCarlo(3))
+    assert bool(torch.isfinite(torch.autograd.grad(latent.mean.sum(), v)[0]).all())
+
+
+def test_an_ignored_input_adds_nothing():
+    class Ignoring(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x[:, :2])
+
+    model = Ignoring().double().eval()
+    x = torch.randn(3, 4, dtype=F64)
+    v = torch.tensor([0.0, 0.0, 1.0, 2.0], dtype=F64)
+    for via in (lw.Linearized(), lw.Streamlined(), lw.Streamlined("full")):
+        assert bool((lw.propagate(model, lw.Uncertain(x, v), via).variance == 0).all())
+
+
+class TestRefusals:
+    x = torch.randn(3, 4)
+
+    def refuse(self, message: str, *args, **options) -> None:
+        with pytest.raises(LapwingError, match=message):
+            lw.Uncertain(*args, **options)
+
+    def test_values(self):
+        self.refuse("integer inputs, such as tokens, have no variance", torch.ones(3, 4, dtype=torch.long), 0.1)
+        self.refuse("no floating-point tensor", [1.0, 2.0], 0.1)
+        self.refuse("samples first", torch.tensor(1.0), 0.1)
+
+    def test_variances(self):
+        self.refuse("found neither variance nor covariance", self.x)
+        self.refuse("found both variance and covariance", self.x, 0.1, torch.eye(4))
+        self.refuse("1 of 1 negative, infinite or NaN", self.x, -0.1)
+        self.refuse("2 of 4 negative, infinite or NaN", self.x, torch.tensor([0.1, -1.0, torch.nan, 0.0]))
+        self.refuse("1 of 1 negative", self.x, float("inf"))
+        self.refuse(r"found variances of shape \(3,\)", self.x, torch.ones(3))
+        self.refuse(r"found variances of shape \(2, 3, 4\)", self.x, torch.ones(2, 3, 4))
+        self.refuse("a number or a tensor is needed", self.x, "0.1")
+        self.refuse("a number or a tensor is needed", self.x, True)
+        self.refuse("both must be on one device", self.x, torch.ones(4, device="meta"))
+
+    def test_covariances(self):
+        self.refuse(r"\(3, 4, 4\) or \(4, 4\) is needed", self.x, covariance=torch.ones(3, 4))
+        self.refuse(r"\(3, 4, 4\) or \(4, 4\) is needed", self.x, covariance=0.5)
+        self.refuse("not symmetric", self.x, covariance=torch.eye(4) + torch.ones(4, 4).triu(1))
+        self.refuse("negative", self.x, covariance=-torch.eye(4))
+
+    def test_calls(self):
+        model = nn.Sequential(nn.Linear(4, 2), nn.Dropout()).eval()
+        u = lw.Uncertain(self.x, 0.1)
+        cases = [
+            (model, self.x, {}, "none of them uncertain"),
+            (model, u, {"via": "linearized"}, "accepted are lw.Linearized"),
+            (model, lw.Uncertain(self.x / 0, 0.1), {}, "NaN or infinite"),
+            (model, lw.Uncertain(self.x[:0], 0.1), {}, "no samples"),
+            (lambda x: x, u, {}, "a torch.nn.Module"),
+            (
+                model,
+                lw.Uncertain(self.x, covariance=torch.eye(4)),
+                {"via": lw.Streamlined()},
+                r"lw.Streamlined\('full'\)",
+            ),
+            (Two().eval(), (self.x, lw.Uncertain(torch.ones(1, 2), 0.1)), {}, "3 samples, found lw.Uncertain of 1"),
+        ]
+        for network, inputs, options, message in cases:
+            with pytest.raises(LapwingError, match=message):
+                lw.propagate(network, inputs, **options)
+        with pytest.raises(LapwingError, match=r"model.eval\(\)"):
+            lw.propagate(model.train(), u)
+
+    def test_nan_values_of_every_way(self):
+        model, x = made("mlp")
+        posterior = fitted(model, x)
+        for via in WAYS:
+            with pytest.raises(LapwingError, match="NaN or infinite"):
+                posterior.latent(lw.Uncertain(x / 0, 0.1), via=via)
+
+
+def test_repr_shows_shapes():
+    x = torch.randn(3, 4)
+    assert repr(lw.Uncertain(x, 0.1)) == "Uncertain(Tensor (3, 4) float32, variance=0.1)"
+    assert "covariance=Tensor (4, 4) float32" in repr(lw.Uncertain(x, covariance=torch.eye(4)))

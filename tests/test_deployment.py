@@ -1,0 +1,442 @@
+"""Deployed networks give the numbers of the posterior: in eager mode, exported, compiled, and in onnxruntime."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.deployment import Predictor
+from lapwing.reproduce.models import MnistCNN, ResNet20
+from tests.zoo import ZOO
+
+SIZES = (1, 3, 7)
+
+
+def real(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[int], Tensor]:
+    return lambda samples: torch.randn(samples, *shape, generator=torch.Generator().manual_seed(samples)).to(dtype)
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=17, max_position_embeddings=16, hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=16, num_labels=3, initializer_range=0.4,
+    )  # fmt: skip
+    return BertForSequenceClassification(config).eval()
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=17, n_positions=16, n_embd=8, n_layer=2, n_head=2, num_labels=3, pad_token_id=0,
+        initializer_range=0.4,
+    )  # fmt: skip
+    return GPT2ForSequenceClassification(config).eval()
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    config = ViTConfig(
+        image_size=8, patch_size=4, num_channels=1, hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=16, num_labels=3, initializer_range=0.4,
+    )  # fmt: skip
+    return ViTForImageClassification(config).eval()
+
+
+def texts(samples: int, length: int = 6) -> dict[str, Tensor]:
+    ids = torch.randint(1, 17, (samples, length), generator=torch.Generator().manual_seed(samples))
+    mask = torch.ones_like(ids)
+    mask[1:, length - 2 :] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+class Encoder(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, activation="gelu")
+        self.encoder, self.head = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x).mean(1))
+
+
+def mlp(outputs: int = 3, activation: type[nn.Module] = nn.GELU) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), activation(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, outputs)).eval()
+
+
+def normed(model: nn.Module) -> nn.Module:
+    """Moves batch-norm statistics away from their defaults."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.3)
+            module.running_var.uniform_(0.5, 1.5)
+    return model.eval()
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    "mlp": (mlp, real(5)),
+    "mnist_cnn": (lambda: normed(MnistCNN()), real(1, 28, 28)),
+    "resnet20": (lambda: normed(ResNet20()), real(3, 32, 32)),
+    "encoder": (lambda: Encoder().eval(), real(4, 8)),
+    "one": (lambda: Encoder(1).eval(), real(4, 8)),
+    "vit": (vit, lambda n: {"pixel_values": real(1, 8, 8)(n)}),
+    "bert": (bert, texts),
+    "gpt2": (gpt2, texts),
+}
+QUICK = ("mlp", "mnist_cnn", "bert")
+ALL = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NETWORKS if name != "one"]
+
+
+@cache
+def deployed(name: str, outputs: str) -> tuple[lw.Posterior, Predictor]:
+    """A diagonal posterior of all layers, and its predictor; not to be changed."""
+    posterior, inputs = fitted(name)
+    return posterior, lw.deploy(posterior, inputs(4), outputs=outputs)  # type: ignore[arg-type]
+
+
+def fitted(
+    name: str, method: Any = None, params: Any = lw.everything, likelihood: Any = None
+) -> tuple[lw.Posterior, Callable[[int], Any]]:
+    """A posterior around a network, and what makes its inputs."""
+    torch.manual_seed(0)
+    make, inputs = NETWORKS[name]
+    model, x = make(), inputs(4)
+    outputs = 10 if name in ("mnist_cnn", "resnet20") else 3
+    y = torch.arange(4) % outputs
+    if isinstance(likelihood, lw.Bernoulli):
+        y = torch.nn.functional.one_hot(y, outputs)
+    batch = {**x, "labels": y} if isinstance(x, dict) else (x, y)
+    method = method or lw.Diagonal()
+    return lw.fit(model, [batch], method, params=params, likelihood=likelihood, prior_precision=30.0), inputs
+
+
+def assert_same(found: Any, posterior: lw.Posterior, x: Any, via: Any, outputs: str, tolerance: float = 1e-6) -> None:
+    """Compares with `posterior`, variances relative to the largest."""
+    found = [torch.as_tensor(part) for part in (found if isinstance(found, (tuple, list)) else (found,))]
+    if outputs == "latent":
+        latent = posterior.latent(x, via=via)
+        wanted: list[Tensor] = [latent.mean, latent.variance]
+    else:
+        prediction: Any = posterior.predict(x, via=via)
+        wanted = [prediction.probs] if hasattr(prediction, "probs") else [prediction.mean, prediction.variance]
+    assert len(found) == len(wanted)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.shape == theirs.shape
+        assert ours.dtype == theirs.dtype
+        assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max().clamp_min(1e-3)
+
+
+def onnx_outputs(path: Path, x: Any) -> list[Any]:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(path, options)
+    given = x if isinstance(x, dict) else {"x": x}
+    return session.run(None, {key: value.numpy() for key, value in given.items()})
+
+
+# ---- the same numbers
+
+
+@pytest.mark.parametrize("outputs", ["latent", pytest.param("prediction", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ALL)
+def test_eager(name: str, outputs: str) -> None:
+    posterior, predictor = deployed(name, outputs)
+    make, inputs = NETWORKS[name]
+    for size in SIZES:
+        assert_same(predictor(inputs(size)), posterior, inputs(size), lw.Streamlined(), outputs, 2e-6)
+    torch.manual_seed(0)
+    fresh = make().state_dict()
+    assert all(torch.equal(fresh[key], value) for key, value in posterior.model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_exported(name: str) -> None:
+    posterior, predictor = deployed(name, "latent")
+    inputs = NETWORKS[name][1]
+    x = inputs(4)
+    module = torch.export.export(predictor, (x,), dynamic_shapes=predictor.dynamic_shapes).module()
+    for size in SIZES:
+        assert_same(module(inputs(size)), posterior, inputs(size), lw.Streamlined(), "latent", 2e-6)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("mlp", "mnist_cnn") else pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS if n != "one"],
+)
+def test_onnx(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    inputs = NETWORKS[name][1]
+    for outputs in ("prediction", "latent") if name == "mlp" else ("latent",):
+        posterior, predictor = deployed(name, outputs)
+        path = predictor.to_onnx(tmp_path / "network.onnx", inputs(1))
+        for size in SIZES:
+            assert_same(onnx_outputs(path, inputs(size)), posterior, inputs(size), lw.Streamlined(), outputs, 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp", "mnist_cnn", "vit", "gpt2"])
+def test_compiled(name: str) -> None:
+    posterior, predictor = deployed(name, "latent")
+    inputs = NETWORKS[name][1]
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(predictor, backend="inductor" if shutil.which("g++") else "aot_eager", fullgraph=True)
+        found = [compiled(inputs(size)) for size in SIZES]
+    torch._dynamo.reset()
+    for size, part in zip(SIZES, found, strict=True):
+        assert_same(part, posterior, inputs(size), lw.Streamlined(), "latent", 5e-6)
+
+
+def test_compiled_calls_are_one_graph() -> None:
+    posterior, predictor = deployed("mlp", "prediction")
+    inputs = NETWORKS["mlp"][1]
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = torch.compile(predictor, backend="eager", fullgraph=True)(inputs(3))
+    torch._dynamo.reset()
+    assert_same(found, posterior, inputs(3), lw.Streamlined(), "prediction")
+
+
+@pytest.mark.parametrize("length", [4, 9])
+def test_texts_of_other_lengths(length: int) -> None:
+    posterior, predictor = deployed("bert", "latent")
+    assert_same(predictor(texts(3, length)), posterior, texts(3, length), lw.Streamlined(), "latent", 2e-6)
+
+
+@pytest.mark.parametrize("name", ["cnn_bn_inplace", "residual_block", "groupnorm_rms", "mha_seq_first", "conv1d"])
+def test_zoo_in_double_precision(name: str) -> None:
+    case = ZOO[name]
+    x, y = case.inputs(4, 0), case.targets(4, 0)
+    likelihood = None if case.classification else lw.Gaussian(0.2)
+    posterior = lw.fit(case.build(), [(x, y)], lw.Diagonal(), likelihood=likelihood, prior_precision=30.0)
+    predictor = lw.deploy(posterior, x)
+    for size in SIZES:
+        assert_same(
+            predictor(case.inputs(size, 5)), posterior, case.inputs(size, 5), lw.Streamlined(), "prediction", 1e-11
+        )
+
+
+# ---- posteriors, ways, likelihoods
+
+METHODS = {
+    "diagonal": lw.Diagonal(), "kfac": lw.KFAC(), "ekfac": lw.EKFAC(), "full": lw.Full(), "ella": lw.ELLA(3),
+    "residual": lw.ELLA(3, residual="prior"), "subset": lw.SubsetOfData(3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("outputs", ["prediction", "latent"])
+@pytest.mark.parametrize("method", METHODS)
+def test_last_layer_via_linearized(method: str, outputs: str) -> None:
+    posterior, inputs = fitted("mlp", METHODS[method], lw.last_layer)
+    predictor = lw.deploy(posterior, inputs(2), via=lw.Linearized(), outputs=outputs)
+    for size in SIZES:
+        assert_same(predictor(inputs(size)), posterior, inputs(size), lw.Linearized(), outputs)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_any_structure_streamlined(method: str) -> None:
+    posterior, inputs = fitted("mlp", METHODS[method])
+    for outputs in ("prediction", "latent"):
+        predictor = lw.deploy(posterior, inputs(2), outputs=outputs)
+        assert_same(predictor(inputs(3)), posterior, inputs(3), lw.Streamlined(), outputs, 5e-6)
+
+
+@pytest.mark.parametrize("name", ["mnist_cnn", "gpt2"])
+def test_kronecker_factors_of_convolutions_and_transposed_weights(name: str) -> None:
+    posterior, inputs = fitted(name, lw.KFAC())
+    predictor = lw.deploy(posterior, inputs(2))
+    assert_same(predictor(inputs(3)), posterior, inputs(3), lw.Streamlined(), "prediction", 5e-6)
+
+
+@pytest.mark.parametrize("params", ["4.bias", "4.weight", "2.bias", "0.*"])
+def test_parts_of_a_network(params: str) -> None:
+    posterior, inputs = fitted("mlp", lw.Full(), lw.matching(params))
+    for outputs in ("prediction", "latent"):
+        predictor = lw.deploy(posterior, inputs(2), outputs=outputs)
+        assert_same(predictor(inputs(3)), posterior, inputs(3), lw.Streamlined(), outputs, 5e-6)
+
+
+@pytest.mark.parametrize("inner", [lw.Streamlined(), lw.Linearized()], ids=["streamlined", "linearized"])
+def test_scaled(inner: Any) -> None:
+    posterior, inputs = fitted("mlp", params=lw.last_layer)
+    via = lw.Scaled(lw.Scaled(inner, 0.5), 0.3)
+    for outputs in ("prediction", "latent"):
+        assert_same(lw.deploy(posterior, inputs(2), via, outputs)(inputs(3)), posterior, inputs(3), via, outputs)
+
+
+def test_options_of_the_way() -> None:
+    for name, via in (("mlp", lw.Streamlined(activations="moments")), ("one", lw.Streamlined(attention="scores"))):
+        posterior, inputs = fitted(name)
+        assert_same(lw.deploy(posterior, inputs(2), via)(inputs(3)), posterior, inputs(3), via, "prediction")
+
+
+@pytest.mark.parametrize("link", [lw.Probit(), lw.Probit(marginal=True), lw.LaplaceBridge()], ids=str)
+def test_links(link: Any) -> None:
+    for params in (lw.everything, lw.last_layer):
+        posterior, inputs = fitted("mlp", lw.KFAC(), params)
+        found = lw.deploy(posterior, inputs(2), link=link)(inputs(3))
+        wanted: Any = posterior.predict(inputs(3), via=lw.Streamlined(), link=link)
+        torch.testing.assert_close(found, wanted.probs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("link", [None, lw.Probit()], ids=["quadrature", "probit"])
+def test_bernoulli(link: Any, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    posterior, inputs = fitted("mlp", likelihood=lw.Bernoulli())
+    predictor = lw.deploy(posterior, inputs(2), link=link)
+    wanted: Any = posterior.predict(inputs(7), via=lw.Streamlined(), link=link)
+    torch.testing.assert_close(predictor(inputs(7)), wanted.probs, rtol=1e-6, atol=1e-6)
+    (found,) = onnx_outputs(predictor.to_onnx(tmp_path / "network.onnx", inputs(2)), inputs(7))
+    torch.testing.assert_close(torch.from_numpy(found), wanted.probs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("via", [lw.Streamlined(), lw.Linearized()], ids=["streamlined", "linearized"])
+def test_regression_with_one_output(via: Any) -> None:
+    x = torch.randn(20, 5)
+    params = lw.last_layer if isinstance(via, lw.Linearized) else lw.everything
+    posterior = lw.fit(mlp(1), [(x, torch.randn(20, 1))], lw.KFAC(), params=params)
+    for outputs in ("prediction", "latent"):
+        predictor = lw.deploy(posterior, x, via, outputs)
+        assert_same(predictor(x[:3]), posterior, x[:3], via, outputs)
+
+
+def test_a_function_after_the_last_layer() -> None:
+    x, y = torch.randn(9, 5), torch.arange(9) % 3
+    for method in (lw.Diagonal(), lw.KFAC()):
+        model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3), nn.Tanh()).eval()
+        posterior = lw.fit(model, [(x, y)], method, prior_precision=30.0)
+        for outputs in ("prediction", "latent"):
+            predictor = lw.deploy(posterior, x, outputs=outputs)
+            assert_same(predictor(x[:7]), posterior, x[:7], lw.Streamlined(), outputs)
+        posterior = lw.fit(model, [(x, y)], method, params=lw.matching("2.*"), prior_precision=30.0)
+        predictor = lw.deploy(posterior, x, lw.Linearized())
+        assert_same(predictor(x[:7]), posterior, x[:7], lw.Linearized(), "prediction")
+
+
+def test_outputs_that_are_no_layers() -> None:
+    x, y = torch.randn(4, 2, 6, 6), torch.arange(4) % 3
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    posterior = lw.fit(model, [(x, y)], lw.Diagonal(), prior_precision=30.0)
+    for outputs in ("prediction", "latent"):
+        assert_same(lw.deploy(posterior, x, outputs=outputs)(x[:3]), posterior, x[:3], lw.Streamlined(), outputs)
+
+
+# ---- a module like any other
+
+
+def test_it_stands_alone(tmp_path: Path) -> None:
+    """Weights are copies, the state is complete, gradients in x pass through, and `to` leaves the network alone."""
+    posterior, inputs = fitted("mlp")
+    x = inputs(3)
+    predictor = lw.deploy(posterior, x)
+    wanted = predictor(x)
+    assert not list(predictor.parameters())
+    stores = {value.untyped_storage().data_ptr() for value in posterior.model.state_dict().values()}
+    assert stores.isdisjoint(buffer.untyped_storage().data_ptr() for buffer in predictor.buffers())
+
+    other = lw.deploy(posterior, x)
+    state = {key: value.clone() for key, value in predictor.state_dict().items()}
+    for buffer in other.buffers():
+        buffer.zero_()
+    assert not torch.equal(other(x), wanted)
+    other.load_state_dict(state)
+    assert torch.equal(other(x), wanted)
+
+    leaf = x.clone().requires_grad_()
+    predictor(leaf)[:, 0].sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.abs().max() > 0
+    with torch.no_grad():
+        posterior.model[0].weight.zero_()
+    assert torch.equal(predictor(x), wanted)
+
+
+def test_moving_to_another_device() -> None:
+    """The meta device stands for any other: buffers and the tensors that calls make go with the module."""
+    predictor = copy.deepcopy(deployed("bert", "latent")[1]).to("meta")
+    x = {key: value.to("meta") for key, value in texts(3).items()}
+    assert all(part.device.type == "meta" for part in predictor(x))
+
+
+def test_two_tensors() -> None:
+    case = ZOO["frozen_trunk"]
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return self.two(torch.tanh(self.one(a) + b))
+
+    x = (case.inputs(5, 0).float(), torch.randn(5, 6))
+    posterior = lw.fit(Sum().eval(), [(*x, torch.arange(5) % 3)], lw.Diagonal(), prior_precision=30.0)
+    predictor = lw.deploy(posterior, x)
+    one = (x[0][:1], x[1][:1])
+    assert_same(predictor(one), posterior, one, lw.Streamlined(), "prediction")
+
+
+# ---- bad input
+
+
+def test_ways_that_cannot_be_deployed() -> None:
+    posterior, inputs = fitted("mlp")
+    for via in (lw.Streamlined("full"), lw.MonteCarlo(5), lw.Streamlined(residual="correlated"), "streamlined"):
+        with pytest.raises(lw.LapwingError, match=r"Asked to deploy via=.*accepted are lw\.Streamlined\(\)"):
+            lw.deploy(posterior, inputs(2), via=via)  # type: ignore[arg-type]
+    with pytest.raises(lw.LapwingError, match=r"via lw\.Linearized\(\), found treated weights.*last layer alone"):
+        lw.deploy(posterior, inputs(2), via=lw.Linearized())
+
+
+def test_links_and_outputs_that_cannot_be_deployed() -> None:
+    posterior, inputs = fitted("mlp")
+    with pytest.raises(lw.LapwingError, match=r"SampledLink.*found that it draws.*link=lw\.Probit\(\)"):
+        lw.deploy(posterior, inputs(2), link=lw.SampledLink(5))
+    with pytest.raises(lw.LapwingError, match=r"outputs='both'.*'prediction' and 'latent'"):
+        lw.deploy(posterior, inputs(2), outputs="both")  # type: ignore[arg-type]
+
+
+def test_calls_that_go_by_forward_mode() -> None:
+    case = ZOO["lstm"]
+    x, y = case.inputs(3, 0), case.targets(3, 0)
+    posterior = lw.fit(case.build(), [(x, y)], lw.Diagonal(), likelihood=lw.Gaussian(0.1), prior_precision=30.0)
+    with pytest.raises(lw.LapwingError, match=r"aten\.lstm.*no moment rule.*params=lw\.matching"):
+        lw.deploy(posterior, x)
+
+
+def test_inputs_of_another_form() -> None:
+    posterior, inputs = fitted("mlp")
+    predictor = lw.deploy(posterior, inputs(4))
+    for x in (torch.randn(3, 6), inputs(3).double(), (inputs(3),), {"x": inputs(3)}, torch.randn(5), inputs(3)[:0]):
+        with pytest.raises(lw.LapwingError, match=r"found inputs of another form.*Tensor \(batch, 5\) float32"):
+            predictor(x)
+    with pytest.raises(lw.LapwingError, match="a flat tuple or dict of tensors, is accepted"):
+        lw.deploy(posterior, [inputs(3)])
+    _, texts_of = deployed("bert", "latent")
+    with pytest.raises(lw.LapwingError, match=r"dict\(input_ids=Tensor \(batch, length1\) int64"):
+        texts_of({"input_ids": texts(3)["input_ids"]})
+
+
+def test_missing_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    posterior, inputs = fitted("mlp")
+    predictor = lw.deploy(posterior, inputs(2))
+    assert isinstance(predictor, Predictor)
+    monkeypatch.setattr("lapwing.deployment.predictor.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(lw.LapwingError, match=r"onnx and onnxscript cannot be imported.*pip install lapwing\[export\]"):
+        predictor.to_onnx(tmp_path / "network.onnx", inputs(2))

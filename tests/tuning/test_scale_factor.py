@@ -1,0 +1,361 @@
+"""Scale factors: scaled latents, the best factor by naive predictions, the bound's closed form, ends of the range."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+import lapwing as lw
+from lapwing.errors import LapwingError
+from lapwing.tuning.scale_factor import scale_factor
+
+WAYS = [lw.Linearized(), lw.Streamlined(), lw.Streamlined(covariance="full"), lw.MonteCarlo(20)]
+
+
+def network(outputs, dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, outputs)).to(dtype).eval()
+
+
+def regression(outputs=1, dtype=torch.float64, samples=40):
+    """A trained network, training and held-out batches; the held-out targets are noisier."""
+    model = network(outputs, dtype)
+    x = torch.randn(2 * samples, 3, dtype=dtype)
+    y = torch.sin(x.sum(1, keepdim=True) + torch.arange(outputs, dtype=dtype))
+    y = y + torch.cat([torch.full((samples, 1), 0.1), torch.full((samples, 1), 0.6)]).to(dtype) * torch.randn_like(y)
+    train(model, lambda: mse_loss(model(x[:samples]), y[:samples]))
+    return model, cut(x[:samples], y[:samples]), cut(x[samples:], y[samples:])
+
+
+def classification(classes=3, samples=40):
+    """Likewise; a third of the held-out labels are drawn at random."""
+    model = network(classes)
+    x = torch.randn(2 * samples, 3, dtype=torch.float64)
+    y = ((x.sum(1) > 0).long() + (x[:, 0] > 1).long()).clamp_max(classes - 1)
+    y[samples::3] = torch.randint(classes, y[samples::3].shape)
+    train(model, lambda: cross_entropy(model(x[:samples]), y[:samples]))
+    return model, cut(x[:samples], y[:samples]), cut(x[samples:], y[samples:])
+
+
+def train(model, loss, steps=150):
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        loss().backward()
+        optimiser.step()
+
+
+def cut(x, y):
+    """Batches of unequal size."""
+    sizes = [len(x) - 25, 25]
+    return list(zip(x.split(sizes), y.split(sizes), strict=True))
+
+
+def naive(posterior, loader, via, factor, link=None):
+    """The mean log probability of predictions through `lw.Scaled`, batch by batch."""
+    found = [posterior.predict(x, via=lw.Scaled(via, factor), link=link).log_prob(y) for x, y in loader]
+    return float(torch.cat(found).double().mean())
+
+
+def is_best(score, factor, slack=0.0):
+    """Whether no factor near or far has a better score by more than the slack."""
+    others = [factor * 10**e for e in (-2, -1, -0.3, -0.05, -0.005, 0.005, 0.05, 0.3, 1, 2)]
+    return all(score(factor) >= score(other) - slack for other in others)
+
+
+# ---- the way
+
+
+@pytest.mark.parametrize("via", WAYS, ids=repr)
+def test_the_latent_keeps_its_mean_and_scales_its_covariance(via):
+    model, loader, held_out = classification()
+    posterior = lw.fit(model, loader, lw.KFAC(), prior_precision=1.0)
+    x = held_out[0][0]
+    one, four = posterior.latent(x, via=via), posterior.latent(x, via=lw.Scaled(via, 4.0))
+    assert type(one) is type(four)
+    torch.testing.assert_close(four.mean, one.mean, rtol=1e-12, atol=1e-12)
+    for name in ("covariance", "variance"):
+        torch.testing.assert_close(getattr(four, name), 4 * getattr(one, name))
+    if hasattr(one, "centred_variance"):
+        torch.testing.assert_close(four.centred_variance, 4 * one.centred_variance)
+
+
+@pytest.mark.parametrize("params", [lw.everything, lw.last_layer], ids=["everything", "last layer"])
+@pytest.mark.parametrize("method", [lw.KFAC(), lw.ELLA(5, 12), lw.Full()], ids=repr)
+def test_the_linearised_way_is_that_of_the_scaled_posterior(method, params):
+    """`J (s Σ) Jᵀ`: thin, rotated and dense terms, and covariances across inputs."""
+    model, loader, held_out = classification()
+    posterior = lw.fit(model, loader, method, params=params, prior_precision=1.0)
+    x, way = held_out[0][0], lw.Scaled(lw.Linearized(), 0.3)
+    torch.testing.assert_close(posterior.latent(x, via=way).covariance, 0.3 * posterior.latent(x).covariance)
+    joint = posterior.latent(x, via=way, joint=True)
+    assert joint.joint
+    torch.testing.assert_close(joint.covariance, 0.3 * posterior.latent(x, joint=True).covariance)
+
+
+def test_ways_nest_and_say_what_they_are():
+    way = lw.Scaled(lw.Scaled(lw.Streamlined(), 2.0), 0.25)
+    assert eval(repr(way), vars(lw)) == way
+    model, loader, held_out = regression()
+    posterior = lw.fit(model, loader, lw.Diagonal(), prior_precision=1.0, likelihood=lw.Gaussian(0.1))
+    x = held_out[0][0].requires_grad_()
+    variance = posterior.latent(x, via=way).variance
+    torch.testing.assert_close(variance, 0.5 * posterior.latent(x, via=lw.Streamlined()).variance)
+    assert torch.autograd.grad(variance.sum(), x)[0].abs().sum() > 0
+
+
+def test_a_loaded_posterior_predicts_the_same_through_the_scaled_way(tmp_path):
+    model, loader, held_out = classification()
+    posterior = lw.fit(model, loader, lw.KFAC(), prior_precision=1.0)
+    way = lw.scale_factor(posterior, held_out)
+    posterior.save(tmp_path / "p.safetensors")
+    again = lw.load(tmp_path / "p.safetensors", model)
+    x = held_out[0][0]
+    torch.testing.assert_close(again.predict(x, via=way).probs, posterior.predict(x, via=way).probs)
+    assert lw.scale_factor(again, held_out).factor == pytest.approx(way.factor, rel=1e-4)
+
+
+@pytest.mark.parametrize("factor", [0, -1.0, math.inf, math.nan, True, "2", None])
+def test_bad_factors(factor):
+    with pytest.raises(LapwingError, match=r"positive finite number is needed: write"):
+        lw.Scaled(lw.Streamlined(), factor)
+
+
+def test_a_class_is_no_way():
+    with pytest.raises(LapwingError, match="an instance of a way"):
+        lw.Scaled(lw.Streamlined, 1.0)
+
+
+# ---- by validation
+
+
+@pytest.mark.parametrize("via", WAYS, ids=repr)
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_no_other_factor_predicts_held_out_targets_better(via, outputs):
+    model, loader, held_out = regression(outputs)
+    posterior = lw.fit(model, loader, lw.Diagonal(), likelihood=lw.Gaussian(0.02), prior_precision=1.0)
+    found = scale_factor(posterior, held_out, via)
+    assert found.via == via
+    assert 1e-2 < found.factor < 1e2
+    assert is_best(lambda factor: naive(posterior, held_out, via, factor), found.factor)
+
+
+@pytest.mark.parametrize("link", [None, lw.Probit(marginal=True), lw.SampledLink(2000)], ids=repr)
+@pytest.mark.parametrize("via", [lw.Linearized(), lw.Streamlined()], ids=repr)
+def test_no_other_factor_predicts_held_out_labels_better(via, link):
+    model, loader, held_out = classification()
+    posterior = lw.fit(model, loader, lw.KFAC(), prior_precision=5.0)
+    found = scale_factor(posterior, held_out, via, link=link)
+    slack = 5e-3 if isinstance(link, lw.SampledLink) else 0.0  # other draws: the covariances are kept multiplied out
+    assert is_best(lambda factor: naive(posterior, held_out, via, factor, link), found.factor, slack)
+
+
+def test_draws_of_weights_are_averaged():
+    model, loader, held_out = classification()
+    posterior = lw.fit(model, loader, lw.KFAC(), prior_precision=5.0)
+    via = lw.MonteCarlo(20)
+    found = lw.scale_factor(posterior, held_out, via)
+    assert is_best(lambda factor: naive(posterior, held_out, via, factor), found.factor)
+    with pytest.raises(LapwingError, match="link"):
+        lw.scale_factor(posterior, held_out, via, link=lw.Probit())
+
+
+def test_binary_outputs_and_flat_targets():
+    _, loader, held_out = classification(classes=2)
+    loader, held_out = ([(x, y.double()) for x, y in part] for part in (loader, held_out))
+    model = network(1)
+    x, y = (torch.cat(parts) for parts in zip(*loader, strict=True))
+    train(model, lambda: nn.functional.binary_cross_entropy_with_logits(model(x)[:, 0], y))
+    posterior = lw.fit(model, loader, lw.KFAC(), likelihood="bernoulli", prior_precision=1.0)
+    found = lw.scale_factor(posterior, held_out)
+    assert is_best(lambda factor: naive(posterior, held_out, lw.Streamlined(), factor), found.factor)
+    model, loader, held_out = regression()
+    posterior = lw.fit(model, loader, lw.KFAC(), likelihood=lw.Gaussian(0.02), prior_precision=1.0)
+    assert lw.scale_factor(posterior, [(x, y[:, 0]) for x, y in held_out]) == lw.scale_factor(posterior, held_out)
+
+
+def test_the_noise_is_found_where_only_it_is_missing():
+    """Constant variances v: `s v + σ²` becomes the mean squared error."""
+    torch.manual_seed(0)
+    x, y = torch.ones(200, 1).double(), 0.5 * torch.randn(200, 1).double()
+    model = nn.Linear(1, 1).double().eval()
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    variances = {"weight": torch.full((1, 1), 0.05), "bias": torch.full((1,), 0.05)}
+    posterior = lw.MeanField.from_variances(model, variances, [(x, y)], likelihood=lw.Gaussian(0.01))
+    found = lw.scale_factor(posterior, [(x, y)], lw.Linearized())
+    assert found.factor == pytest.approx((float(y.square().mean()) - 0.01) / 0.1, rel=1e-5)
+
+
+def test_batches_do_not_matter_nor_does_the_order():
+    model, loader, held_out = classification()
+    posterior = lw.fit(model, loader, lw.KFAC(), prior_precision=5.0)
+    whole = [(torch.cat([x for x, _ in held_out]), torch.cat([y for _, y in held_out]))]
+    found = [lw.scale_factor(posterior, part).factor for part in (held_out, held_out[::-1], whole, iter(held_out))]
+    assert found == pytest.approx([found[0]] * 4, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_dtypes(dtype):
+    model, loader, held_out = regression(dtype=torch.float64)
+    expected = lw.scale_factor(lw.fit(model, loader, lw.Diagonal(), likelihood=lw.Gaussian(0.02)), held_out)
+    narrow = model.to(dtype)
+    loader, held_out = ([(x.to(dtype), y.to(dtype)) for x, y in part] for part in (loader, held_out))
+    found = lw.scale_factor(lw.fit(narrow, loader, lw.Diagonal(), likelihood=lw.Gaussian(0.02)), held_out)
+    assert found.factor == pytest.approx(expected.factor, rel=1e-3 if dtype == torch.float32 else 0.3)
+
+
+def test_many_classes_keep_their_variances_alone():
+    """A thousand outputs: a (B, C, C) covariance is never written out for the default link."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1000).eval()
+    x, y = torch.randn(8, 4), torch.randint(1000, (8,))
+    posterior = lw.fit(model, [(x, y)], lw.KFAC(), params=lw.last_layer, prior_precision=1.0)
+    latents = []
+
+    class Kept(lw.Linearized):
+        def latent(self, *arguments):
+            latents.append(super().latent(*arguments))
+            return latents[-1]
+
+    assert lw.scale_factor(posterior, [(x, y)], Kept()).factor > 0
+    assert "covariance" not in vars(latents[0])
+
+
+# ---- by the evidence
+
+
+@pytest.mark.parametrize("tempering", [{}, {"data_size": 100, "temperature": 2.0}], ids=["plain", "tempered"])
+@pytest.mark.parametrize("prior", [2.0, {"0.*": 1.0, "2.*": 4.0}], ids=["one δ", "two δ"])
+@pytest.mark.parametrize(
+    "method", [lw.Full(), lw.Diagonal(), lw.EKFAC(), lw.KFAC(), lw.ELLA(5, 12, residual="prior")], ids=repr
+)
+def test_the_bound_of_a_linearised_gaussian_has_a_closed_form(method, prior, tempering):
+    """`s = P / tr((G/τ + Δ) Σ)`, and 1 for the GGN posterior and for structures with its exact diagonal."""
+    model, loader, _ = regression(outputs=2)
+    options = {"likelihood": lw.Gaussian(0.1), "prior_precision": prior, **tempering}
+    posterior = lw.fit(model, loader, method, **options)
+    exact = lw.fit(model, loader, lw.Full(form="primal"), **options).covariance.to_dense().double()
+    covariance = posterior.covariance.to_dense().double()
+    expected = len(covariance) / float((torch.linalg.inv(exact) * covariance).sum())
+    found = lw.scale_factor(posterior, loader, lw.Linearized(), by="evidence").factor
+    assert found == pytest.approx(expected, rel=1e-4)
+    if isinstance(method, (lw.Full, lw.Diagonal, lw.EKFAC)):
+        assert found == pytest.approx(1.0, rel=1e-4)
+    else:
+        assert abs(found - 1) > 1e-3
+
+
+def test_the_bound_of_labels_equals_a_naive_one():
+    """Over draws of weights' outputs: E[log p] by a fixed grid for two classes, KL by torch.distributions."""
+    model, loader, _ = classification(classes=2)
+    posterior = lw.fit(model, loader, lw.KFAC(), prior_precision=2.0)
+    mean = torch.cat([posterior.tangent.mean()[block.name].reshape(-1) for block in posterior.tangent.blocks])
+    prior = torch.distributions.MultivariateNormal(0 * mean, torch.eye(len(mean)).double() / 2.0)
+    dense = posterior.covariance.to_dense()
+
+    def bound(factor):
+        total = -torch.distributions.kl_divergence(torch.distributions.MultivariateNormal(mean, factor * dense), prior)
+        z = torch.linspace(-8, 8, 801).double()
+        weights = (-z.square() / 2).exp()
+        for x, y in loader:
+            latent = posterior.latent(x)
+            gap = (latent.mean[:, 1] - latent.mean[:, 0]) * (2 * y - 1)
+            contrast = latent.covariance
+            spread = factor * (contrast[:, 0, 0] + contrast[:, 1, 1] - 2 * contrast[:, 0, 1])
+            logs = torch.nn.functional.logsigmoid(gap[:, None] + spread.sqrt()[:, None] * z)
+            total = total + (logs @ weights / weights.sum()).sum()
+        return float(total)
+
+    assert is_best(bound, lw.scale_factor(posterior, loader, lw.Linearized(), by="evidence").factor)
+
+
+def test_part_of_the_training_data_stands_for_all():
+    """Every sample twice is the same bound as once, and so is half of data that repeat."""
+    model, loader, _ = regression()
+    posterior = lw.fit(model, loader + loader, lw.KFAC(), likelihood=lw.Gaussian(0.1), prior_precision=1.0)
+    found = [lw.scale_factor(posterior, part, by="evidence").factor for part in (loader + loader, loader)]
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+def test_mean_field_has_a_bound_where_it_has_a_prior():
+    model, loader, _ = classification()
+    posterior = lw.fit(model, loader, lw.MeanField(steps=20, initial_std=0.1))
+    assert 1e-3 < lw.scale_factor(posterior, loader, by="evidence").factor < 1e3
+    flat = lw.MeanField.from_variances(model, {"2.weight": torch.full((3, 8), 0.1)}, loader)
+    with pytest.raises(LapwingError, match="without a prior or with directions of variance 0"):
+        lw.scale_factor(flat, loader, by="evidence")
+
+
+@pytest.mark.parametrize("method", [lw.ELLA(5, 12), lw.SampledLLA(4)], ids=repr)
+def test_structures_of_less_than_full_rank_have_no_bound(method):
+    model, loader, held_out = classification()
+    posterior = lw.fit(model, loader, method, prior_precision=1.0)
+    with pytest.raises(LapwingError, match="write by='validation'"):
+        lw.scale_factor(posterior, loader, lw.Linearized(), by="evidence")
+    assert lw.scale_factor(posterior, held_out, lw.Linearized()).factor > 0
+
+
+# ---- ends of the range, bad input
+
+
+def test_an_end_of_the_range_is_told(caplog):
+    model, loader, held_out = regression()
+    posterior = lw.fit(model, loader, lw.Diagonal(), likelihood=lw.Gaussian(0.02), prior_precision=1.0)
+    inside = lw.scale_factor(posterior, held_out).factor
+
+    def told():
+        return [record.getMessage() for record in caplog.records if record.name == "lapwing"]
+
+    with caplog.at_level(logging.WARNING, "lapwing"):
+        assert lw.scale_factor(posterior, held_out).factor == inside
+        assert not told()
+        low = math.log10(inside)
+        assert lw.scale_factor(posterior, held_out, decades=(low - 2, low - 1)).factor == pytest.approx(inside / 10)
+        assert lw.scale_factor(posterior, held_out, decades=(low + 1, low + 2)).factor == pytest.approx(inside * 10)
+    words = told()
+    assert "a wider covariance" in words[0]
+    assert "a narrower covariance" in words[1]
+
+
+def test_a_plateau_ends_at_the_end_of_the_range():
+    """A network that is better without any spread: below some factor all predictions are the same."""
+    model, loader, _ = regression()
+    posterior = lw.fit(model, loader, lw.Diagonal(), likelihood=lw.Gaussian(10.0), prior_precision=1.0)
+    assert lw.scale_factor(posterior, loader, decades=(-20.0, 2.0), points=89).factor == 1e-20
+
+
+def test_a_link_that_does_not_see_the_factor_is_refused():
+    model, loader, held_out = classification()
+    posterior = lw.fit(model, loader, lw.KFAC(), prior_precision=5.0)
+    x = held_out[0][0]
+    one, ten = (posterior.predict(x, via=lw.Scaled(lw.Linearized(), s), link=lw.LaplaceBridge()) for s in (1.0, 10.0))
+    torch.testing.assert_close(one.probs, ten.probs)
+    with pytest.raises(LapwingError, match="stay as they are"):
+        lw.scale_factor(posterior, held_out, link=lw.LaplaceBridge())
+
+
+def test_bad_input():
+    model, loader, held_out = regression()
+    posterior = lw.fit(model, loader, lw.Diagonal(), likelihood=lw.Gaussian(0.02), prior_precision=1.0)
+    with pytest.raises(LapwingError, match="no sample in the loader"):
+        lw.scale_factor(posterior, [])
+    with pytest.raises(LapwingError, match="leave empty batches out"):
+        lw.scale_factor(posterior, [(held_out[0][0][:0], held_out[0][1][:0])])
+    with pytest.raises(LapwingError, match="a posterior and a loader"):
+        lw.scale_factor(model, held_out)
+    with pytest.raises(LapwingError, match="a posterior and a loader"):
+        lw.scale_factor(posterior, held_out[0][0])
+    with pytest.raises(LapwingError, match=r"accepted are 'validation' and 'evidence'"):
+        lw.scale_factor(posterior, held_out, by="bound")
+    with pytest.raises(LapwingError, match="rising range"):
+        lw.scale_factor(posterior, held_out, decades=(1.0, -1.0))
+    with pytest.raises(LapwingError, match="Streamlined"):
+        lw.scale_factor(posterior, held_out, lw.Streamlined)
+    with pytest.raises(LapwingError):
+        lw.scale_factor(posterior, [(held_out[0][0], held_out[0][1][:3])])
