@@ -1,14 +1,15 @@
-"""`make bench`: the cost benchmark, and the trained networks where the data folder is at hand."""
+"""`make bench`: the cost benchmarks, and the trained networks where the data folder is at hand."""
 
 from __future__ import annotations
 
-from benchmarks import cost, real_networks
+from benchmarks import cost, real_networks, streamlined_cost
 from lapwing.reproduce.data import available
 
 
 def main() -> None:
     """Runs all benchmarks."""
     cost.main()
+    streamlined_cost.main(["mlp", "resnet20", "vit"])
     if available("mnist.npz", "mnist_cnn_ella.safetensors"):
         real_networks.main(["mnist"])
     if available("cifar10.npz", "cifar10_resnet20_optionA.safetensors"):

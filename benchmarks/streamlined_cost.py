@@ -1,0 +1,175 @@
+"""What deployed networks cost, in plain forward passes of the same batch run in the same way.
+
+Means and variances of the outputs, in eager mode, by `torch.compile`, and in onnxruntime, beside the count of products
+that the method must do: one a layer before the first treated one, two after it, and one more at a treated layer, each
+weighted by the layer's FLOPs. One thread, its CPU time, the fastest of many. Random weights and inputs: cost does not
+depend on them. Tables 13 and 17 of Li et al., Streamlining Prediction in Bayesian Deep Learning, report 1.01 (last
+layer of a ViT), 1.16 (a ViT without covariances) and 7.9 (an MLP) on a GPU at a batch of one.
+
+    python -m benchmarks.streamlined_cost [mlp resnet20 vit]
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+import lapwing as lw
+from benchmarks.cost import mlp
+from benchmarks.measure import write
+from lapwing.prediction.streamlined.graph import execute, read
+from lapwing.prediction.streamlined.plan import plan
+from lapwing.reproduce.models import ResNet20
+
+SEED = 0
+WAY = lw.Streamlined(positions="independent")
+
+
+def vit() -> nn.Module:
+    """Four blocks of width 128, 64 patches of 4 x 4 pixels."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        image_size=32, patch_size=4, num_channels=3, hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
+        intermediate_size=256, num_labels=10,
+    )  # fmt: skip
+    return _Logits(ViTForImageClassification(config)).eval()
+
+
+class _Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).logits
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[str, ...]]] = {
+    "mlp": (mlp, (784,), ("4.*",)),
+    "resnet20": (lambda: ResNet20().eval(), (3, 32, 32), ("layer3.2.*", "linear.*")),
+    "vit": (vit, (3, 32, 32), ("*layers.3.*", "*classifier.*")),
+}
+"""Name -> what makes it, the shape of a sample, the patterns of its last block."""
+
+
+def products(posterior: lw.Posterior, x: Tensor) -> float:
+    """Returns how many products of its size the method does for each layer, averaged by FLOPs."""
+    tangent = posterior.tangent
+    graph = read(tangent, x)
+    treated = {name for name, parameter in graph.parameters.items() if parameter in tangent.parameters}
+    planned = plan(graph, frozenset(treated), frozenset(), "values")
+    uncertain = planned.uncertain
+    values: dict[str, Any] = graph.bind(x)
+    plain = needed = 0
+    with torch.no_grad():
+        for node in graph.nodes:
+            with FlopCounterMode(display=False) as counter:
+                values[node.name] = execute(node, lambda n: values[n.name])
+            flops, sources = counter.get_total_flops(), [source.name for source in node.all_input_nodes]
+            attention = "attention" in str(node.target)
+            if attention:  # its kernel on a CPU is not counted
+                flops = sdpa_flop_count(*(values[name].shape for name in sources[:3]))
+            if not flops:
+                continue
+            plain += flops
+            if attention:  # one of its two products carries the variances of the values
+                needed += 1.5 * flops if node.name in uncertain else flops
+            else:
+                needed += flops * (1 + (sources[0] in uncertain) + bool(treated & set(sources[1:2])))
+    return needed / plain
+
+
+def fastest(calls: list[Callable[[], Any]], seconds: float) -> list[float]:
+    """Returns the least CPU time of each call in milliseconds, run in turns for about as long as given."""
+    best = [float("inf")] * len(calls)
+    for call in calls:
+        call(), call()
+    end, rounds = time.perf_counter() + seconds, 0
+    while time.perf_counter() < end or rounds < 5:
+        rounds += 1
+        for place, call in enumerate(calls):
+            start = time.process_time_ns()
+            call()
+            best[place] = min(best[place], (time.process_time_ns() - start) / 1e6)
+    return best
+
+
+def session(path: Path) -> Callable[[Tensor], Any]:
+    """Returns what runs an ONNX file on one thread."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    loaded = onnxruntime.InferenceSession(path, options)
+    return lambda x: loaded.run(None, {"x": x.numpy()})
+
+
+def exported(model: nn.Module, x: Tensor, path: Path) -> Callable[[Tensor], Any]:
+    """Writes a plain network as ONNX."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            model, (x,), input_names=["x"], dynamic_shapes=({0: "batch"},), dynamo=True, verbose=False
+        )
+    assert program is not None
+    program.save(path)
+    return session(path)
+
+
+def row(model: nn.Module, shape: tuple[int, ...], method: Any, params: Any, folder: Path, via: Any = WAY) -> dict:
+    """Returns the costs of one posterior, at batches of 1 and 100."""
+    x = torch.randn(100, *shape)
+    posterior = lw.fit(model, [(x, torch.arange(100) % 10)], method, params=params, prior_precision=100.0)
+    predictor = lw.deploy(posterior, x, via, "latent")
+    found: dict[str, Any] = {"products": products(posterior, x)}
+    plain_onnx = exported(model, x, folder / "plain.onnx")
+    ours_onnx = session(predictor.to_onnx(folder / "predictor.onnx", x))
+    for batch in (1, 100):
+        z = torch.randn(batch, *shape)
+        torch._dynamo.reset()
+        with torch.no_grad():
+            plain, ours = torch.compile(model), torch.compile(predictor)
+            runs = (model, predictor, plain, ours, plain_onnx, ours_onnx)
+            best = fastest([lambda run=run, z=z: run(z) for run in runs], 3.0)
+        ratios = {name: best[2 * i + 1] / best[2 * i] for i, name in enumerate(("eager", "compiled", "onnxruntime"))}
+        times = {f"{name}_milliseconds": best[2 * i] for i, name in enumerate(ratios)}
+        found[f"batch {batch}"] = {**ratios, "compiled_to_eager_forward": best[3] / best[0], **times}
+    return found
+
+
+def main(names: list[str] | None = None) -> None:
+    """Runs everything and writes `benchmarks/results/streamlined_cost.json`."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name in names or list(NETWORKS):
+        make, shape, block = NETWORKS[name]
+        torch.manual_seed(SEED)
+        model = make()
+        cases = {
+            "diagonal": (lw.Diagonal(), lw.everything, WAY),
+            "last block, diagonal": (lw.Diagonal(), lw.matching(*block), WAY),
+            "last layer, KFAC": (lw.KFAC(), lw.last_layer, lw.Linearized()),
+            "KFAC": (lw.KFAC(), lw.everything, WAY),
+            "diagonal, positions correlated": (lw.Diagonal(), lw.everything, lw.Streamlined()),
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            for label, (method, params, via) in cases.items():
+                if name == "mlp" and "positions" in label:
+                    continue
+                found[f"{name}: {label}"] = row(model, shape, method, params, Path(folder), via)
+                print(f"{name}: {label}", found[f"{name}: {label}"], flush=True)
+        print(write("streamlined_cost", found, SEED), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
