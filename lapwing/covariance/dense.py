@@ -11,7 +11,7 @@ from ..numerics import cholesky, symmetric_eigen
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PrecisionCovariance
 from .output import Term, smaller
-from .structures import push_factor
+from .structures import FactorLayer
 
 
 def expand(blocks: tuple[Block, ...], values: Tensor) -> Tensor:
@@ -29,14 +29,6 @@ def cut(blocks: tuple[Block, ...], flat: Tensor) -> Vectors:
     """Cuts (..., P) into blocks."""
     parts = flat.split([block.size for block in blocks], -1)
     return {block.name: part for block, part in zip(blocks, parts, strict=True)}
-
-
-class _Layer(LayerBlock):
-    def __init__(self, root: Tensor) -> None:
-        self._root = root  # (K, O, I)
-
-    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-        return push_factor(self._root, mean, variance, full)
 
 
 class DenseCovariance(PrecisionCovariance):
@@ -128,7 +120,7 @@ class DenseCovariance(PrecisionCovariance):
         """Returns one block's covariance; correlations with other layers are left out."""
         block = next(block for block in self.blocks if block.name == name)
         root = cut(self.blocks, self._root.T)[name]  # (P, P_block)
-        return _Layer(root.reshape(-1, *block.matrix_shape[1:]))
+        return FactorLayer(root.reshape(-1, *block.matrix_shape[1:]))
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns G, the prior and the eigenpairs."""

@@ -11,17 +11,7 @@ from ..numerics import total
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import Covariance, LayerBlock
 from .output import Term, Thin
-from .structures import push_factor
-
-
-class _Layer(LayerBlock):
-    """One layer's draws Z (S, O, I)."""
-
-    def __init__(self, draws: Tensor) -> None:
-        self._draws = draws
-
-    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-        return push_factor(self._draws.to(mean.dtype), mean, variance, full) / len(self._draws)
+from .structures import FactorLayer
 
 
 class Draws(Covariance):
@@ -76,7 +66,8 @@ class Draws(Covariance):
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance; correlations with other layers are left out."""
         block = next(block for block in self.blocks if block.name == name)
-        return _Layer(self.draws[name].reshape(-1, *block.matrix_shape[1:]))
+        draws = self.draws[name].reshape(-1, *block.matrix_shape[1:])
+        return FactorLayer(draws / len(draws) ** 0.5)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the draws by block, and the prior they belong to."""

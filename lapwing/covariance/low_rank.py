@@ -23,7 +23,7 @@ from .basis import Basis, ExplicitBasis, ImplicitBasis
 from .coordinates import CoordinateBasis
 from .output import Dense, Term, Thin
 from .span import Span
-from .structures import push_factor
+from .structures import FactorLayer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -33,28 +33,18 @@ BASES: dict[str, type[Basis]] = {cls.__name__: cls for cls in (CoordinateBasis, 
 """Class name -> class, for reading files."""
 
 
-class _Layer(LayerBlock):
-    """One layer's rows of the subspace, F (K, O, I)."""
-
-    def __init__(self, factor: Tensor) -> None:
-        self._factor = factor
-
-    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-        return push_factor(self._factor.to(mean.dtype), mean, variance, full)
-
-
 class _LayerWithResidual(LayerBlock):
     """One layer's prior variance less what the data took from it, F (K, O, I)."""
 
     def __init__(self, prior_variance: float, taken: Tensor) -> None:
-        self._prior_variance, self._taken = prior_variance, taken
+        self._prior_variance, self._outputs, self._taken = prior_variance, taken.shape[1], FactorLayer(taken)
 
     def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
         moment = mean.square().sum(-1)  # (B,), the trace of M
         if variance is not None:
             moment = moment + (variance if variance.ndim == 2 else variance.diagonal(dim1=-2, dim2=-1)).sum(-1)
-        prior = (self._prior_variance * moment)[:, None].expand(-1, self._taken.shape[1])
-        taken = push_factor(self._taken.to(mean.dtype), mean, variance, full)
+        prior = (self._prior_variance * moment)[:, None].expand(-1, self._outputs)
+        taken = self._taken.push(mean, variance, full)
         return torch.diag_embed(prior) - taken if full else (prior - taken).clamp_min(0)
 
 
@@ -198,7 +188,7 @@ class LowRank(Subspace):
         block = next(block for block in self.blocks if block.name == name)
         rows = self._at.directions()[name]
         factor = rows * self._weights.sqrt()[:, None].to(rows.dtype)
-        return _Layer(factor.reshape(-1, *block.matrix_shape[1:]))
+        return FactorLayer(factor.reshape(-1, *block.matrix_shape[1:]))
 
 
 class LowRankWithResidual(Subspace, PrecisionCovariance):

@@ -11,19 +11,19 @@ from ..numerics import total
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import Covariance, LayerBlock
 from .output import Dense, Marginals, Term, Thin
-from .structures import DiagonalBlock, push_factor
+from .structures import DiagonalBlock, FactorLayer
 
 
 class _Layer(LayerBlock):
     """One layer's variances D (P_block,) and rows of the factor F (K, O, I)."""
 
     def __init__(self, variances: Tensor, factor: Tensor) -> None:
-        self._variances, self._factor = variances, factor
+        self._variances, self._shape, self._factor = variances, factor.shape[1:], FactorLayer(factor)
 
     def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-        shape = self._factor.shape[1], self._factor.shape[2]
+        shape = self._shape[0], self._shape[1]
         diagonal = DiagonalBlock(self._variances).push(self._variances.to(mean.dtype), shape, mean, variance, full)
-        return diagonal + push_factor(self._factor.to(mean.dtype), mean, variance, full)
+        return diagonal + self._factor.push(mean, variance, full)
 
 
 class LowRankPlusDiagonal(Covariance):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,7 +16,11 @@ from torch import Tensor
 from ..tangent import BlockJacobian
 from ..tangent.jacobian import SLICE_BYTES, MatrixJacobian
 from ..tangent.outer import Outer
+from .base import LayerBlock
 from .output import Dense, Marginals, Rotated, Term, Thin, smaller
+
+MATRIX_SIDE = 4096
+"""A layer with at most so many weights may have its covariance written out, 64 MiB, where that spares work."""
 
 
 class Structure(ABC):
@@ -233,6 +238,35 @@ def _weighted(jacobian: BlockJacobian, candidates: Sequence[Tensor], marginal: b
 
 
 STRUCTURES: dict[str, type[Structure]] = {cls.kind: cls for cls in (DiagonalBlock, KroneckerBlock, DenseBlock)}
+
+
+class FactorLayer(LayerBlock):
+    """One layer's `Σ_k F_k F_kᵀ` for rows F (K, O, I)."""
+
+    def __init__(self, factor: Tensor) -> None:
+        self._factor = factor
+
+    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
+        rows, outputs, inputs = self._factor.shape
+        fits = outputs * inputs <= max(rows, MATRIX_SIDE)
+        if variance is not None and variance.ndim == 3 and rows >= outputs and fits:
+            return self._push_matrix(mean, variance, full)
+        return push_factor(self._factor.to(mean.dtype), mean, variance, full)
+
+    @cached_property
+    def _matrix(self) -> Tensor:
+        """The layer's own covariance (O, O, I, I)."""
+        rows = self._factor.flatten(1)
+        _, outputs, inputs = self._factor.shape
+        return (rows.T @ rows).reshape(outputs, inputs, outputs, inputs).transpose(1, 2).contiguous()
+
+    def _push_matrix(self, mean: Tensor, variance: Tensor, full: bool) -> Tensor:
+        """Contracts the covariance with `M = m mᵀ + V`: O²I² products a sample, where the rows take K O I²."""
+        moment = (mean[:, :, None] * mean[:, None] + variance).flatten(1)  # (B, I I)
+        matrix = self._matrix.to(mean.dtype)
+        if full:
+            return (moment @ matrix.flatten(2).flatten(0, 1).T).unflatten(1, matrix.shape[:2])  # (B, O, O)
+        return moment @ matrix.diagonal().permute(2, 0, 1).flatten(1).T  # (B, O)
 
 
 def push_factor(factor: Tensor, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
