@@ -88,6 +88,22 @@ def rotations(seeds: Sequence[int] = (0, 1)) -> None:
                 )  # fmt: skip
 
 
+def products(seeds: Sequence[int] = (0, 1)) -> None:
+    """Figure 6: how far products of weights and activations, and their sums, are from Gaussians."""
+    import lapwing as lw
+    from lapwing.reproduce import streamlined_mlp as digits
+    from lapwing.reproduce.streamlined_products import products as measured
+
+    results = Results("streamlined_products", {"network": "784-128-64-10, MNIST", "draws": 2000})
+    for seed in seeds:
+        task = once(lambda seed=seed: digits.MLPTask.load("mnist", seed))
+        for name, tune in (("evidence", lw.Evidence()), ("bounded evidence", lw.BoundedEvidence())):
+            results.add(
+                f"KFAC, seed {seed}", name,
+                lambda t=task, tune=tune: measured(t().model, t().laplace(lw.KFAC(), tune), t().tested[0][:1]),
+            )  # fmt: skip
+
+
 def sensitivity(seeds: Sequence[int] = (0, 1)) -> None:
     """Figures 5 and 10: maps of digits, bars of table columns, and what noise they stand for."""
     from benchmarks.figures import FIGURES
@@ -101,6 +117,7 @@ EXPERIMENTS: dict[str, Callable[[], None]] = {
     "scale": scale,
     "mlp": mlp,
     "rotations": rotations,
+    "products": products,
     "sensitivity": sensitivity,
 }
 
