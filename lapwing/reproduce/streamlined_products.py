@@ -35,7 +35,7 @@ def products(
     Args:
         model: linear layers and element-wise functions, in turns.
         posterior: over all of its weights.
-        x: one input (1, D).
+        x: one input (1, ...).
         draws: S, of all weights.
         seed: of the draws.
         shown: how many products of each layer are looked at, at random among inputs that are not always 0.
@@ -45,7 +45,7 @@ def products(
     """
     weights = posterior.sample(draws, seed)
     generator = torch.Generator().manual_seed(seed)
-    a, found = x.expand(draws, -1), {}
+    a, found = x.expand(draws, *x.shape[1:]), {}
     for name, layer in model.named_children():
         if not isinstance(layer, nn.Linear):
             a = layer(a)

@@ -243,6 +243,116 @@ def test_gates_are_the_same_at_all_positions():
     torch.testing.assert_close(Streamlined().latent(tangent, covariance, x).variance, expected)
 
 
+# ---- products and gates
+
+
+def fused(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, scale=1.0)
+
+
+BY_HAND = {
+    "matmul": lambda q, k, v: (q @ k.mT).softmax(-1) @ v,
+    "other side": lambda q, k, v: (v.mT @ (k @ q.mT).softmax(-2)).mT,
+    "einsum": lambda q, k, v: torch.einsum("bhts,bhsd->bhtd", torch.einsum("bhtd,bhsd->bhts", q, k).softmax(-1), v),
+    "bmm": lambda q, k, v: torch.bmm(
+        torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).softmax(-1), v.flatten(0, 1)
+    ).unflatten(0, (-1, 2)),
+}
+
+
+class Cross(nn.Module):
+    """Three learned queries; values of another width than the keys."""
+
+    def __init__(self, attention, groups=1):
+        super().__init__()
+        self.attention = attention
+        self.query = nn.Parameter(torch.randn(1, 2 * groups, 3, 2))
+        self.key, self.value, self.out = nn.Linear(4, 4), nn.Linear(4, 6), nn.Linear(6 * groups, 2)
+
+    def forward(self, x):
+        k, v = (layer(x).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (self.key, self.value))
+        found = self.attention(self.query.expand(x.shape[0], -1, -1, -1), k, v)
+        return self.out(found.transpose(1, 2).flatten(2)).mean(1)
+
+
+def cross_attended(function, positions="correlated", groups=1, **options):
+    torch.manual_seed(0)
+    model, x = Cross(function, groups).double().eval(), torch.rand(3, 5, 4, dtype=F64)
+    tangent = tn.Tangent.survey(model, x, tn.matching("key.*", "value.*", "out.*"))
+    torch.manual_seed(1)
+    return Streamlined(positions=positions, **options).latent(tangent, covariance_of(tangent), x).variance
+
+
+@pytest.mark.parametrize("kind", [*BY_HAND])
+def test_attention_by_hand_takes_what_positions_share_through(kind):
+    expected = cross_attended(fused)
+    torch.testing.assert_close(cross_attended(BY_HAND[kind]), expected, rtol=1e-9, atol=1e-12)
+    assert (expected > cross_attended(fused, "independent")).all()
+
+
+@pytest.mark.parametrize("attention", ["values", "scores", "tokens", "features"])
+def test_heads_that_share_values_equal_repeated_ones(attention):
+    def shared(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, scale=1.0, enable_gqa=True)
+
+    def repeated(q, k, v):
+        return fused(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
+
+    both = [cross_attended(function, groups=2, attention=attention) for function in (shared, repeated)]
+    torch.testing.assert_close(*both, rtol=1e-9, atol=1e-12)
+
+
+def test_products_with_weights_written_as_sums():
+    class Written(nn.Module):
+        def __init__(self, weight_first):
+            super().__init__()
+            self.first, self.weight, self.weight_first = nn.Linear(4, 3), nn.Parameter(torch.randn(5, 3)), weight_first
+
+        def forward(self, x):
+            h = self.first(x)
+            if self.weight_first:
+                return torch.einsum("oi,bti->bto", self.weight, h).mean(1)
+            return torch.einsum("bti,oi->bto", h, self.weight).mean(1)
+
+    results = []
+    for weight_first in (True, False):
+        torch.manual_seed(0)
+        model, x = Written(weight_first).double().eval(), torch.rand(3, 6, 4, dtype=F64)
+        tangent = tn.Tangent.survey(model, x, tn.matching("*"))
+        torch.manual_seed(1)
+        results.append(Streamlined().latent(tangent, covariance_of(tangent), x).variance)
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: F.glu(torch.cat([a, b], -1), -1),
+        lambda a, b: F.glu(torch.cat([a, b], -1).mT, 1).mT,
+        lambda a, b: a / (1 + b.exp()),
+        lambda a, b: 2.0 / (1 + b.exp()) + a,
+    ],
+    ids=["gate", "gate of rows", "quotient", "denominator"],
+)
+def test_equal_positions_stay_one_in_gates_and_quotients(function):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 4), nn.Linear(3, 4)
+
+        def forward(self, x):
+            return function(self.a(x), self.b(x)).mean(1)
+
+    torch.manual_seed(0)
+    model, x = Two().double().eval(), torch.randn(4, 1, 3, dtype=F64)
+    results = []
+    for inputs in (x, x.expand(4, 6, 3).contiguous()):
+        tangent = tn.Tangent.survey(model, inputs, tn.matching("*"))
+        torch.manual_seed(1)
+        results.append(Streamlined().latent(tangent, covariance_of(tangent), inputs).covariance)
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
+
+
 def test_differentiable_in_inputs_where_variances_are_zero():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU(), nn.Conv2d(2, 2, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten())

@@ -152,3 +152,53 @@ def test_networks_keep_means_and_do_not_depend_on_the_batch(name, attention):
     assert ((latent.variance / plain.variance).log().abs() < 2).all()
     some = {k: t[:1] for k, t in x.items()} if isinstance(x, dict) else x[:1]
     torch.testing.assert_close(way.latent(tangent, covariance, some).covariance, latent.covariance[:1])
+
+
+class Shared(nn.Module):
+    """Four heads with two sets of values, or the same with four."""
+
+    def __init__(self, repeated):
+        super().__init__()
+        self.first, self.query, self.key, self.value = (nn.Linear(4, n) for n in (4, 8, 4, 6))
+        self.out = nn.Linear(12, 3)
+        self.shared = not repeated
+        if repeated:
+            for layer in (self.key, self.value):
+                for part in (layer.weight, layer.bias):
+                    part.data = part.data.unflatten(0, (2, -1)).repeat_interleave(2, 0).flatten(0, 1)
+
+    def forward(self, x):
+        h = self.first(x)
+        parts = ((self.query, 4), (self.key, 2 if self.shared else 4), (self.value, 2 if self.shared else 4))
+        q, k, v = (layer(h).unflatten(-1, (n, -1)).transpose(1, 2) for layer, n in parts)
+        found = F.scaled_dot_product_attention(q, k, v, enable_gqa=self.shared)
+        return self.out(found.transpose(1, 2).flatten(2)).flatten(1)
+
+
+@pytest.mark.parametrize("positions", ["independent", "correlated"])
+@pytest.mark.parametrize("attention", ["tokens", "features"])
+def test_heads_that_share_values_equal_heads_with_equal_ones(attention, positions):
+    results = []
+    for repeated in (False, True):
+        torch.manual_seed(0)
+        model, x = Shared(repeated).double().eval(), torch.rand(3, 5, 4, dtype=F64)
+        tangent = tn.Tangent.survey(model, x, tn.matching("first.*"))
+        torch.manual_seed(1)
+        covariance = covariance_of(tangent)
+        results.append(Streamlined(attention=attention, positions=positions).latent(tangent, covariance, x).variance)
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
+    plain = Streamlined(positions=positions).latent(tangent, covariance, x).variance
+    assert torch.equal(plain, results[1]) == (attention == "tokens")
+
+
+def test_attention_that_is_not_seen_is_logged_once(caplog):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double().eval(), torch.randn(3, 3, dtype=F64)
+    tangent = tn.Tangent.survey(model, x, tn.matching("*"))
+    covariance = build(tangent, "diagonal")
+    expected = Streamlined().latent(tangent, covariance, x).variance
+    caplog.clear()
+    for way in (Streamlined(attention="tokens"), Streamlined(attention="features")):
+        torch.testing.assert_close(way.latent(tangent, covariance, x).variance, expected)
+    (record,) = [record for record in caplog.records if record.name == "lapwing"]
+    assert "scaled_dot_product_attention" in record.getMessage()

@@ -74,12 +74,15 @@ class Streamlined(Way):
             where "values" has ρ; as many times a linear layer as there are heads. "features": as "values", with the
             covariances between a head's features that share inputs, up to the layer after the attention (equation 74);
             likewise. "scores": queries and keys are uncertain too, to first order. The middle two are for
-            `scaled_dot_product_attention` and layers with tokens in one dimension; other calls are as with "values".
+            `scaled_dot_product_attention` and layers with tokens in one dimension; other calls, attention written by
+            hand among them, are as with "values" (a network with these alone is logged).
         activations: "linear", or the exact moments of element-wise functions of Gaussians, "moments": closed for ReLU,
             by quadrature with twenty evaluations for others; means then differ from the network's outputs.
         positions: positions of a channel: "correlated", or "independent", as in the paper. Independent ones make too
             little of the weights wherever many are averaged. In full mode it does not matter. Where a network merges
-            its samples between other dimensions, they are independent.
+            its samples between other dimensions, they are independent; so they are after embeddings, softmaxes, maxima
+            over a dimension, and sums of products of two uncertain tensors, and for a layer that has them flattened
+            into its inputs.
         kronecker: posteriors of lw.KFAC(): "exact", or "shifted", the paper's equation 10, which is too sure.
 
     Cost: no pass but the forward one, after about a second that a network's first batch takes. "diagonal", in products

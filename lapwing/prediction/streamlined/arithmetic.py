@@ -82,7 +82,7 @@ def contracted(site: Site, x: Value, y: Value, bilinear: Any) -> Moments:
         if not isinstance(value, Moments) or isinstance(other, Moments) or value.correlation is None:
             continue
         source, dims = site.layouts.get(operands(site.node)[place].name), sums(site.node)
-        if site.layout is None or source is None or dims is None or not set(dims[place]) <= set(source.positions):
+        if source is None or dims is None or not set(dims[place]) <= set(source.positions):
             continue
 
         def apply(x: Tensor, y: Tensor, place: int = place) -> Tensor:
@@ -96,9 +96,8 @@ def contracted(site: Site, x: Value, y: Value, bilinear: Any) -> Moments:
 
 def operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Returns the two sides of a product."""
-    if node.target is aten.einsum.default:
-        return tuple(node.args[1])  # type: ignore[arg-type, return-value]
-    return node.args[-2:]  # type: ignore[return-value]
+    sides: Any = node.args[1] if node.target is aten.einsum.default else node.args[-2:]
+    return sides[0], sides[1]
 
 
 def sums(node: fx.Node) -> tuple[list[int], list[int]] | None:
@@ -121,7 +120,8 @@ def divided(site: Site, given: dict[str, Any]) -> Moments:
     parts = [] if v is None else [v * inverse]
     if w is not None:
         parts.append(ratio.square() * inverse * w)
-    total = sum(parts).expand_as(ratio)  # type: ignore[union-attr]
+    total: Any = sum(parts)
+    total = total.expand_as(ratio)
     sides = [correlation_in(site, side) for side in (x, y) if isinstance(side, Moments)]
     return Moments(ratio, total, share(total, zip(parts, sides, strict=True)))
 

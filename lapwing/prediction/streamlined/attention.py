@@ -77,7 +77,8 @@ def _repeated(value: Any, times: int) -> Any:
     if isinstance(value, Moments):
         rho = None if value.correlation is None else value.correlation.expand_as(value.variance)
         rho = None if rho is None else rho.repeat_interleave(times, -3)
-        return Moments(value.mean.repeat_interleave(times, -3), value.variance.repeat_interleave(times, -3), rho)
+        mean, variance = (part.repeat_interleave(times, -3) for part in (value.mean, value.variance))
+        return Moments(mean, variance, rho, value.origin)
     return value.repeat_interleave(times, -3)
 
 

@@ -1,4 +1,4 @@
-"""Moments through convolutions: linear layers on patches, whose outputs are taken as independent between positions."""
+"""Moments through convolutions: linear layers on patches."""
 
 from __future__ import annotations
 

@@ -238,6 +238,9 @@ def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:
         for length in value.shape if isinstance(leaf, Tensor) and isinstance(value, Tensor) else ():
             if isinstance(length, torch.SymInt):
                 symbol = length.node.expr
+                if symbol.is_number:  # the network's code fixed it
+                    shape.append(int(symbol))
+                    continue
                 found = program.range_constraints.get(symbol)
                 most[str(symbol)] = float("inf") if found is None or found.upper > 2**40 else float(int(found.upper))
                 shape.append(str(symbol))

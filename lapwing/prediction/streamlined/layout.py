@@ -48,7 +48,8 @@ class Layout:
         channel %= like.ndim
         if self.merged:
             times = like.shape[self.batch] // x.shape[0]
-            x = x.repeat_interleave(times, 0) if self.merged == "slowest" else x.repeat(times, 1)
+            slowest = self.merged == "slowest"  # no repeat_interleave: ONNX would fix its count
+            x = x[:, None].expand(-1, times, -1).flatten(0, 1) if slowest else x.repeat(times, 1)
         shape = [1] * like.ndim
         shape[self.batch], shape[channel] = x.shape
         return (x if self.batch < channel else x.mT).reshape(shape)

@@ -18,7 +18,7 @@ from .layout import Layout, constant, root
 
 @dataclass(frozen=True)
 class Moments:
-    """The independent Gaussians over the entries of one tensor.
+    """The Gaussians over the entries of one tensor, independent but for positions of a channel.
 
     Attributes:
         mean: of any shape.
@@ -111,7 +111,7 @@ class Site:
     Attributes:
         node: the call.
         roles: argument name -> the treated parameter that stands there, as (block, parameter name).
-        attention: "values" or "scores".
+        attention: as in `Streamlined`.
         network: name of the network's class, for messages.
         layouts: name of a value -> its dimensions, if they are asked for.
         correlated: whether positions are.

@@ -41,7 +41,7 @@ def layouts(plan: Plan, graph: Graph, inputs: Any, network: str) -> dict[str, La
         Name of a value -> its dimensions; nothing for a network that merges its samples between other dimensions.
     """
     symbol = next(shape[0] for shape in graph.shapes if shape)
-    if isinstance(symbol, str) and not symbol.isdigit():
+    if isinstance(symbol, str):
         try:
             rows = read_rows(graph, inputs, network)
         except LapwingError:
@@ -92,11 +92,15 @@ def _label(item: Item, labels: Mapping[str, Any]) -> Any:
         if target in shapes.RULES:
             return _moved(node, labels)
         if target in attention.RULES:
-            return label[..., :1, :].expand(shape)
+            values: Any = node.args[2]
+            return _attended(labels[values.name], shape) if values.name in labels else None
         if target in linear.RULES:
             return _contracted(node, labels)
         if pooling.RULES.get(target) in (pooling.averaged, pooling.won):
             return label[(..., *(slice(0, 1),) * (label.ndim - 2))].expand(shape)
+        if target is aten.glu.default:
+            dim: int = (*node.args, -1)[1]  # type: ignore[assignment]
+            return label.narrow(dim, 0, label.shape[dim] // 2)
         if target in (aten.mean.dim, aten.sum.dim_IntList):
             names = ("self", "dim", "keepdim")
             given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -108,6 +112,16 @@ def _label(item: Item, labels: Mapping[str, Any]) -> Any:
         if all(a in (1, b) for a, b in zip(label.shape, shape, strict=True)):
             return label.expand(shape)
     return None
+
+
+def _attended(label: Tensor, shape: list[int]) -> Tensor | None:
+    """Returns the labels of an attention's outputs from those of its values, heads repeated where queries have more."""
+    if label.ndim != len(shape) or not _constant(label, -2):
+        return None
+    label = label.narrow(-2, 0, 1)
+    if label.ndim > 3 and label.shape[-3] not in (1, shape[-3]):
+        label = label.repeat_interleave(shape[-3] // label.shape[-3], -3)
+    return label.expand(shape)
 
 
 def _contracted(node: fx.Node, labels: Mapping[str, Any]) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -37,6 +39,10 @@ from .moments import Moments, Rule, Site, Treated, Value, mean_of
 from .plan import Item, Plan, plan
 from .positions import layouts
 from .rows import Rows, read_rows
+
+log = logging.getLogger("lapwing")
+
+_TOLD: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 RULES: dict[Any, Rule] = {
     **shapes.RULES, **arithmetic.RULES, **linear.RULES, **conv.RULES, **pooling.RULES, **norm.RULES, **embedding.RULES,
@@ -298,7 +304,15 @@ def build(tangent: Tangent, covariance: Covariance, graph: Graph, options: Optio
     unruled = any(node.target not in RULES for node in calls)
     rows = read_rows(graph, example, network) if not options.full and (options.correlated or unruled) else None
     together = options.positions == "correlated"
-    asked = not options.full and (together or options.attention in ("tokens", "features"))
+    between = not options.full and options.attention in ("tokens", "features")
+    if between and not any(node.target in attention.RULES for node in graph.nodes) and tangent.model not in _TOLD:
+        _TOLD.add(tangent.model)
+        log.warning(
+            "%s calls no scaled_dot_product_attention: Streamlined(attention=%r) is the same as 'values' there, also "
+            "for attention written by hand, and for nn.MultiheadAttention that is asked for its weights.",
+            network, options.attention,
+        )  # fmt: skip
+    asked = not options.full and (together or between)
     found = layouts(planned, graph, example, network) if asked else {}
     sites = {node.name: Site.of(node, treated, options.attention, network, found, together) for node in calls}
     kept = found if together else {}

@@ -66,7 +66,7 @@ def read_rows(graph: Graph, inputs: Any, network: str) -> Rows:
     """
     leaves = [shape for shape in graph.shapes if shape]
     symbol = leaves[0][0]
-    if not isinstance(symbol, str) or symbol.isdigit():
+    if not isinstance(symbol, str):
         raise LapwingError(
             f"Asked for streamlined prediction through {network}, found a forward that takes batches of one size only, "
             "where covariances, or a call without a moment rule, need to know the samples; accepted is a forward that "
@@ -143,10 +143,9 @@ def _run_moved(graph: Graph, pair: Any, dims: Mapping[str, int], shared: list[st
     for node in graph.nodes:
         value = execute(node, lambda n: values[n.name])
         sources = [values[source.name] for source in node.all_input_nodes if source.name in dims]
-        real = isinstance(value, Tensor) and value.is_floating_point()
-        if real and sources and node.name in dims and node.name not in shared:
-            if not any(source.is_floating_point() for source in sources):
-                value = _other(value, dims[node.name])
+        looked_up = bool(sources) and not any(source.is_floating_point() for source in sources)
+        if looked_up and node.name in dims and node.name not in shared and value.is_floating_point():
+            value = _other(value, dims[node.name])
         values[node.name] = value
     return values
 

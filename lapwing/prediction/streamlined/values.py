@@ -58,7 +58,7 @@ def mixed(site: Site, value: Moments, weights: Tensor, square: Tensor) -> Moment
 
     Cost: P a for each head, which is O(T² I), and W_V's variances at it: a linear layer a head.
     """
-    source, rows = value.origin, _rows(site, "value")
+    source, rows = value.origin, _rows(site, "value", weights.shape[1])
     if not isinstance(source, Origin) or source.added is None or rows is None or rows.numel() == 0:
         return None
     a, heads = mean_of(source.x), len(rows)
@@ -81,7 +81,7 @@ def mixed(site: Site, value: Moments, weights: Tensor, square: Tensor) -> Moment
 def marked(site: Site, found: Moments, value: Value, weights: Tensor) -> Moments:
     """Notes P and the heads' rows of W_V with an attention's outputs, for the layer that comes after."""
     source = value.origin if isinstance(value, Moments) else None
-    rows = _rows(site, "value")
+    rows = _rows(site, "value", weights.shape[1])
     if site.attention != "features" or not isinstance(source, Origin) or rows is None:
         return found
     return replace(found, origin=replace(source, rows=rows, probabilities=weights))
@@ -104,19 +104,26 @@ def between_features(site: Site, argument: str, x: Value, weight: Tensor) -> Ten
     if not isinstance(source, Origin) or source.probabilities is None or not isinstance(source.x, Moments):
         return None
     order = _channels(site, argument)
-    if order is None or source.rows is None:
-        return None
     rows = source.rows
+    if order is None or rows is None:
+        return None
     crossed = site.constant("crossed", lambda: _crossed(weight, source.weight, rows, order), weight, source.weight)
+    if crossed is None:
+        return None
     spread = source.x.variance[:, None] @ crossed.mT  # (B, H, S, O)
     return (source.probabilities.square() @ spread).sum(1)
 
 
-def _crossed(weight: Tensor, values: Tensor, rows: Tensor, order: Tensor) -> Tensor:
-    """Returns `(U_h W_h)² - U_h² W_h²` (H, O, I), with the columns of U in an order of W's rows."""
-    places = torch.full((len(values),), -1, dtype=torch.long, device=rows.device)
-    places[order] = torch.arange(len(order), device=rows.device)
-    u = weight[:, places[rows]].movedim(1, 0)  # (H, O, d)
+def _crossed(weight: Tensor, values: Tensor, rows: Tensor, order: Tensor) -> Tensor | None:
+    """Returns `(U_h W_h)² - U_h² W_h²` (H, O, I), with the columns of U in an order of W's rows, None for other rows.
+
+    Heads that share rows are in one order in both.
+    """
+    if not torch.equal(order.sort()[0], rows.flatten().sort()[0]):
+        return None
+    columns = torch.empty_like(order)
+    columns[rows.flatten().argsort(stable=True)] = order.argsort(stable=True)
+    u = weight[:, columns.reshape(rows.shape)].movedim(1, 0)  # (H, O, d)
     w = values[rows]  # (H, d, I)
     return (u @ w).square() - u.square() @ w.square()
 
@@ -129,12 +136,13 @@ def _channels(site: Site, argument: str) -> Tensor | None:
     return found.channels.flatten().to(site.device)
 
 
-def _rows(site: Site, argument: str) -> Tensor | None:
-    """Returns the channels of values (B, H, S, d) as (H, d)."""
+def _rows(site: Site, argument: str, heads: int) -> Tensor | None:
+    """Returns the channels of values (B, H, S, d) as (H, d), repeated where queries have more heads."""
     found = site.source(argument)
     if found is None or found.batch != 0 or found.channels.ndim != 4 or found.channels.shape[2] != 1:
         return None
-    return found.channels[0, :, 0, :].to(site.device)
+    rows = found.channels[0, :, 0, :].to(site.device)
+    return rows.repeat_interleave(heads // len(rows), 0)
 
 
 def _picked(x: Tensor, rows: Tensor) -> Tensor:
