@@ -186,7 +186,16 @@ def test_onnx(name: str, tmp_path: Path) -> None:
         posterior, predictor = deployed(name, outputs)
         path = predictor.to_onnx(tmp_path / "network.onnx", inputs(1))
         for size in SIZES:
-            assert_same(onnx_outputs(path, inputs(size)), posterior, inputs(size), lw.Streamlined(), outputs, 1e-5)
+            found = onnx_outputs(path, inputs(size))
+            if name == "resnet20":  # 200 000 ReLUs a sample, of which one at its kink may fall on either side
+                latent = posterior.latent(inputs(size), via=lw.Streamlined())
+                means, variances = (torch.as_tensor(part) for part in found)
+                assert (means - latent.mean).abs().max() <= 1e-5 * latent.mean.abs().max()
+                off = (variances - latent.variance).abs().amax(1) / latent.variance.max()
+                assert off.median() <= 1e-5
+                assert off.max() <= 1e-3
+            else:
+                assert_same(found, posterior, inputs(size), lw.Streamlined(), outputs, 1e-5)
 
 
 @pytest.mark.slow
@@ -213,6 +222,27 @@ def test_compiled_calls_are_one_graph() -> None:
     assert_same(found, posterior, inputs(3), lw.Streamlined(), "prediction")
 
 
+def test_functions_that_onnx_lacks(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    x, layers = torch.randn(5, 4), [nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4), nn.Mish(), nn.Linear(4, 3)]
+    posterior = lw.fit(nn.Sequential(*layers).eval(), [(x, torch.arange(5) % 3)], lw.Diagonal(), prior_precision=30.0)
+    path = lw.deploy(posterior, x, outputs="latent").to_onnx(tmp_path / "network.onnx", x)
+    assert_same(onnx_outputs(path, x[:3]), posterior, x[:3], lw.Streamlined(), "latent", 1e-5)
+
+
+def test_onnx_export_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    posterior, inputs = fitted("mlp")
+    predictor = lw.deploy(posterior, inputs(2))
+
+    def failing(*arguments: Any, **options: Any) -> None:
+        raise torch.onnx.OnnxExporterError("no such call\nmore")
+
+    monkeypatch.setattr(torch.onnx, "export", failing)
+    with pytest.raises(lw.LapwingError, match=r"torch\.onnx cannot: no such call; .*torch\.export"):
+        predictor.to_onnx(tmp_path / "network.onnx", inputs(2))
+
+
 @pytest.mark.parametrize("length", [4, 9])
 def test_texts_of_other_lengths(length: int) -> None:
     posterior, predictor = deployed("bert", "latent")
@@ -230,6 +260,51 @@ def test_zoo_in_double_precision(name: str) -> None:
         assert_same(
             predictor(case.inputs(size, 5)), posterior, case.inputs(size, 5), lw.Streamlined(), "prediction", 1e-11
         )
+
+
+class Sequence(nn.Module):
+    """Tokens, with the sequence first within: samples and positions share a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(9, 6), nn.LayerNorm(6)
+        self.attention, self.head = nn.MultiheadAttention(6, 2), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.embed(x)).transpose(0, 1)
+        h = h + self.attention(h, h, h, need_weights=False)[0]
+        return self.head(torch.tanh(h).mean(0))
+
+
+def test_examples_that_are_all_the_same() -> None:
+    """Where the samples are is not told by one sample of equal tokens, nor by a batch of copies."""
+    model, x = Sequence().double().eval(), torch.randint(9, (7, 5))
+    posteriors = [lw.fit(model, [(x, torch.arange(7) % 3)], lw.Diagonal(), prior_precision=30.0) for _ in range(2)]
+    predictor = lw.deploy(posteriors[0], torch.zeros(1, 5, dtype=torch.long))
+    assert_same(predictor(x), posteriors[1], x, lw.Streamlined(), "prediction", 1e-11)
+    case = ZOO["mha_seq_first"]
+    x, y = case.inputs(7, 0), case.targets(7, 0)
+    posteriors = [lw.fit(case.build(), [(x, y)], lw.Diagonal(), prior_precision=30.0) for _ in range(2)]
+    predictor = lw.deploy(posteriors[0], torch.full_like(x[:4], 0.5))  # as many samples as positions
+    assert_same(predictor(x), posteriors[1], x, lw.Streamlined(), "prediction", 1e-11)
+
+
+def test_a_batch_of_one_size() -> None:
+    class Each(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(5, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(torch.stack([self.one(sample).tanh() for sample in x]))
+
+    x = torch.randn(4, 5)
+    posterior = lw.fit(Each().eval(), [(x, torch.arange(4) % 3)], params=lw.last_layer)
+    with pytest.raises(lw.LapwingError, match="one batch size only"):
+        lw.deploy(posterior, x)
+    for size in (4, 2, 1):  # read anew for each
+        found, wanted = posterior.latent(x[:size], via=lw.Streamlined()), posterior.latent(x[:size])
+        torch.testing.assert_close(found.covariance, wanted.covariance)
 
 
 # ---- posteriors, ways, likelihoods
@@ -257,7 +332,7 @@ def test_any_structure_streamlined(method: str) -> None:
         assert_same(predictor(inputs(3)), posterior, inputs(3), lw.Streamlined(), outputs, 5e-6)
 
 
-@pytest.mark.parametrize("name", ["mnist_cnn", "gpt2"])
+@pytest.mark.parametrize("name", ["mnist_cnn", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_kronecker_factors_of_convolutions_and_transposed_weights(name: str) -> None:
     posterior, inputs = fitted(name, lw.KFAC())
     predictor = lw.deploy(posterior, inputs(2))
@@ -280,10 +355,17 @@ def test_scaled(inner: Any) -> None:
         assert_same(lw.deploy(posterior, inputs(2), via, outputs)(inputs(3)), posterior, inputs(3), via, outputs)
 
 
-def test_options_of_the_way() -> None:
-    for name, via in (("mlp", lw.Streamlined(activations="moments")), ("one", lw.Streamlined(attention="scores"))):
-        posterior, inputs = fitted(name)
-        assert_same(lw.deploy(posterior, inputs(2), via)(inputs(3)), posterior, inputs(3), via, "prediction")
+@pytest.mark.parametrize(
+    ("name", "via"),
+    [
+        ("mlp", lw.Streamlined(activations="moments")),
+        pytest.param("one", lw.Streamlined(attention="scores"), marks=pytest.mark.slow),
+    ],
+    ids=["moments", "scores"],
+)
+def test_options_of_the_way(name: str, via: Any) -> None:
+    posterior, inputs = fitted(name)
+    assert_same(lw.deploy(posterior, inputs(2), via)(inputs(3)), posterior, inputs(3), via, "prediction")
 
 
 @pytest.mark.parametrize("link", [lw.Probit(), lw.Probit(marginal=True), lw.LaplaceBridge()], ids=str)
@@ -295,7 +377,9 @@ def test_links(link: Any) -> None:
         torch.testing.assert_close(found, wanted.probs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("link", [None, lw.Probit()], ids=["quadrature", "probit"])
+@pytest.mark.parametrize(
+    "link", [None, pytest.param(lw.Probit(), marks=pytest.mark.slow)], ids=["quadrature", "probit"]
+)
 def test_bernoulli(link: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     posterior, inputs = fitted("mlp", likelihood=lw.Bernoulli())
@@ -374,6 +458,16 @@ def test_moving_to_another_device() -> None:
     assert all(part.device.type == "meta" for part in predictor(x))
 
 
+def test_its_dtype_stays() -> None:
+    posterior, inputs = fitted("mlp")
+    predictor = lw.deploy(posterior, inputs(2))
+    wanted = predictor(inputs(3))
+    for change in (predictor.double, predictor.half, lambda: nn.Sequential(predictor).to(torch.bfloat16)):
+        with pytest.raises(lw.LapwingError, match="another device is accepted"):
+            change()
+    assert torch.equal(predictor.float().to("cpu", torch.float32)(inputs(3)), wanted)
+
+
 def test_two_tensors() -> None:
     case = ZOO["frozen_trunk"]
 
@@ -397,6 +491,8 @@ def test_two_tensors() -> None:
 
 def test_ways_that_cannot_be_deployed() -> None:
     posterior, inputs = fitted("mlp")
+    with pytest.raises(lw.LapwingError, match=r"deploy Sequential; a posterior is needed"):
+        lw.deploy(posterior.model, inputs(2))  # type: ignore[arg-type]
     for via in (lw.Streamlined("full"), lw.MonteCarlo(5), lw.Streamlined(residual="correlated"), "streamlined"):
         with pytest.raises(lw.LapwingError, match=r"Asked to deploy via=.*accepted are lw\.Streamlined\(\)"):
             lw.deploy(posterior, inputs(2), via=via)  # type: ignore[arg-type]
@@ -429,8 +525,10 @@ def test_inputs_of_another_form() -> None:
     with pytest.raises(lw.LapwingError, match="a flat tuple or dict of tensors, is accepted"):
         lw.deploy(posterior, [inputs(3)])
     _, texts_of = deployed("bert", "latent")
-    with pytest.raises(lw.LapwingError, match=r"dict\(input_ids=Tensor \(batch, length1\) int64"):
-        texts_of({"input_ids": texts(3)["input_ids"]})
+    ids = texts(3)["input_ids"]
+    for given in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": [[1] * 6] * 3}, ids):
+        with pytest.raises(lw.LapwingError, match=r"dict\(input_ids=Tensor \(batch, length1\) int64"):
+            texts_of(given)
 
 
 def test_missing_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

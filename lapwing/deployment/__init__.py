@@ -41,8 +41,8 @@ def deploy(
 
     Args:
         posterior: the posterior.
-        x: an example of the inputs: a tensor, or a tuple or dict of tensors, of any number of samples. Lengths of
-            integer inputs may vary later where the network allows it; other shapes may not.
+        x: an example of the inputs: a tensor, or a tuple or dict of tensors, of any number of samples. Lengths above 1
+            of integer and boolean inputs may vary later where the network allows it; other shapes may not.
         via: `Streamlined` in diagonal mode; `Linearized` where the last layer alone is treated; `Scaled` of either.
         outputs: "prediction": probabilities (B, C), or for regression means and variances (B, C) of y, noise included;
             "latent": means and variances (B, C) of the network's outputs.
@@ -69,6 +69,11 @@ def deploy(
         >>> torch.allclose(predictor(x), posterior.predict(x, via=lw.Streamlined()).probs, atol=1e-6)
         True
     """
+    if not isinstance(posterior, Posterior):
+        raise LapwingError(
+            f"Asked to deploy {batches.describe(posterior)}; a posterior is needed: write lw.deploy(lw.fit(model, "
+            "loader), x)."
+        )
     inner, factor = _unscaled(via)
     streamlined = _streamlined(inner, via)
     if outputs not in ("prediction", "latent"):

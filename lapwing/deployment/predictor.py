@@ -27,7 +27,7 @@ class Predictor(nn.Module):
     """A network with its error bars: inputs to predictions, in plain calls on tensors.
 
     Made by `lw.deploy`. It holds copies of all weights as buffers, needs neither the posterior nor the network, and can
-    be compiled, exported, moved and saved like any module. It does not look for NaN.
+    be compiled, exported, moved and saved like any module; its dtypes stay. It does not look for NaN.
 
     Args:
         traced: the moments as a module.
@@ -70,7 +70,7 @@ class Predictor(nn.Module):
         leaves = batches.tensors(x)
         keyed = hasattr(x, "keys")
         if self.keys:
-            fits = keyed and all(name in x for name in self.names)
+            fits = keyed and all(name in x and isinstance(x[name], Tensor) for name in self.names)
             leaves = [x[name] for name in self.names] if fits else leaves
         else:
             fits = isinstance(x, (tuple, list)) if self.names else isinstance(x, Tensor)
@@ -106,7 +106,15 @@ class Predictor(nn.Module):
         return (dict(zip(self.names, shapes, strict=True)) if self.keys else tuple(shapes),)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Predictor:
-        """Moves the buffers, and the calls that make tensors on a device with them."""
+        """Moves the buffers, and the calls that make tensors on a device with them; refuses other dtypes."""
+        for dtype in {buffer.dtype for buffer in self.buffers()}:
+            wanted = fn(torch.empty(0, dtype=dtype)).dtype
+            if wanted != dtype:
+                raise LapwingError(
+                    f"Asked to turn a deployed network from {dtype} into {wanted}, found calls that have their dtypes "
+                    f"written in; another device is accepted: write lw.deploy(...) for a posterior of the network in "
+                    f"{wanted}."
+                )
         super()._apply(fn, recurse)
         device = next((buffer.device for buffer in self.buffers()), None)
         if device is not None:
@@ -129,7 +137,7 @@ class Predictor(nn.Module):
             The path.
 
         Raises:
-            LapwingError: where onnx and onnxscript are not installed.
+            LapwingError: where onnx and onnxscript are not installed; calls that ONNX lacks; inputs of another form.
 
         Cost: an export of the calls, seconds for a network of a few hundred.
         """
@@ -137,11 +145,18 @@ class Predictor(nn.Module):
         self._check(x)
         leaves = tuple(x[name] for name in self.names) if self.keys else tuple(x) if self.names else (x,)
         leaves = tuple(_several(leaf, free) for leaf, free in zip(leaves, self._free, strict=True))
-        with quiet(), _silent():
-            program = torch.onnx.export(
-                _Plain(self.calls).transform(), leaves, dynamic_shapes=tuple(free or None for free in self._free),
-                input_names=list(self.names) or ["x"], dynamo=True, verbose=False,
-            )  # fmt: skip
+        try:
+            with quiet(), _silent():
+                program = torch.onnx.export(
+                    _Plain(self.calls).transform(), leaves, dynamic_shapes=tuple(free or None for free in self._free),
+                    input_names=list(self.names) or ["x"], dynamo=True, verbose=False,
+                )  # fmt: skip
+        except torch.onnx.OnnxExporterError as error:
+            reason = str(error.__cause__ or error).strip().splitlines()[0]
+            raise LapwingError(
+                f"Asked to write ONNX, found that torch.onnx cannot: {reason}; calls that ONNX has are accepted: write "
+                "torch.export.export(predictor, (x,), dynamic_shapes=predictor.dynamic_shapes) instead."
+            ) from error
         assert program is not None
         _name_outputs(program.model.graph, self.returns)
         program.save(os.fspath(path))
@@ -149,7 +164,7 @@ class Predictor(nn.Module):
 
 
 class _Plain(fx.Transformer):
-    """Writes functions that onnxruntime lacks in double precision by those it has."""
+    """Writes functions that ONNX lacks, or onnxruntime in double precision, by those it has."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is aten.sinh.default:
@@ -158,6 +173,12 @@ class _Plain(fx.Transformer):
         if target is aten.asinh.default:
             size = args[0].abs()
             return args[0].sign() * (size + (size * size + 1).sqrt()).log()
+        if target is aten.silu_backward.default:
+            gate = args[1].sigmoid()
+            return args[0] * gate * (1 + args[1] * (1 - gate))
+        if target is aten.mish_backward.default:
+            bend = torch.nn.functional.softplus(args[1]).tanh()
+            return args[0] * (bend + args[1] * args[1].sigmoid() * (1 - bend * bend))
         return super().call_function(target, args, kwargs)
 
 

@@ -75,6 +75,8 @@ def trace(
     inputs = _lengths_apart(pytree.tree_map(lambda x: x.detach(), batches.plain(inputs)))
     with torch.no_grad(), without_compiled():
         graph = read(tangent, inputs)
+        if not graph.accepts(batches.take(inputs, slice(0, 1))):
+            raise _one_size(tangent)
         program = _program(tangent, Deployed(covariance, covariance.record_dtype or tangent.dtype), graph, via, inputs)
         run = Run.of(program, inputs, observe, centred, tangent.dtype)
         if last:
@@ -138,11 +140,15 @@ def _compare(run: Run, module: fx.GraphModule, inputs: Any, tangent: Tangent) ->
     for ours, theirs in zip(found, wanted, strict=True):
         tolerance = torch.finfo(theirs.dtype).eps ** 0.5 * theirs.abs().max().clamp_min(1e-6)
         if ours.shape != theirs.shape or not bool((ours - theirs).abs().max() <= tolerance):
-            raise LapwingError(
-                f"Asked to deploy {type(tangent.model).__name__}, found that its exported calls are right for one "
-                "batch size only; a forward that takes any batch is accepted: predict with "
-                "posterior.predict(x, via=lw.Streamlined()) instead."
-            )
+            raise _one_size(tangent)
+
+
+def _one_size(tangent: Tangent) -> LapwingError:
+    return LapwingError(
+        f"Asked to deploy {type(tangent.model).__name__}, found that its exported calls are right for one "
+        "batch size only; a forward that takes any batch is accepted: predict with "
+        "posterior.predict(x, via=lw.Streamlined()) instead."
+    )
 
 
 class Run(nn.Module):
