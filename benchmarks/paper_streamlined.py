@@ -10,10 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from benchmarks.measure import write
-from benchmarks.paper_valla import CACHE, Results, once
+from benchmarks.paper_valla import CACHE, Results, once, run_named
 
 
 def uci(names: Sequence[str] = (), folds: Sequence[int] = range(5)) -> None:
@@ -122,12 +120,5 @@ EXPERIMENTS: dict[str, Callable[[], None]] = {
 }
 
 
-def main(names: Sequence[str]) -> None:
-    """Runs the named experiments, all of them when none is named."""
-    torch.set_num_threads(1)
-    for name in names or EXPERIMENTS:
-        EXPERIMENTS[name]()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_named(EXPERIMENTS, sys.argv[1:])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 import lapwing as lw
-from benchmarks.paper_valla import CACHE, Results, once
+from benchmarks.paper_valla import CACHE, Results, once, run_named
 from lapwing.reproduce import streamlined_transformers as st
 from lapwing.reproduce.data import images
 
@@ -212,12 +212,5 @@ EXPERIMENTS: dict[str, Callable[[], None]] = {
 }
 
 
-def main(names: Sequence[str]) -> None:
-    """Runs the named experiments, all of them when none is named."""
-    torch.set_num_threads(1)
-    for name in names or EXPERIMENTS:
-        EXPERIMENTS[name]()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_named(EXPERIMENTS, sys.argv[1:])

@@ -247,6 +247,13 @@ def cost() -> None:
         results.add("networks", f"{name}, M = {points}", alone)
 
 
+def run_named(experiments: Mapping[str, Callable[[], None]], names: Sequence[str]) -> None:
+    """Runs the named experiments on one thread, all of them when none is named."""
+    torch.set_num_threads(1)
+    for name in names or experiments:
+        experiments[name]()
+
+
 def once(make: Callable[[], Any]) -> Callable[[], Any]:
     """Returns a function that makes its value when it is first called."""
     return functools.cache(make)
@@ -262,12 +269,5 @@ EXPERIMENTS: dict[str, Callable[[], None]] = {
 }
 
 
-def main(names: Sequence[str]) -> None:
-    """Runs the named experiments, all of them when none is named."""
-    torch.set_num_threads(1)
-    for name in names or EXPERIMENTS:
-        EXPERIMENTS[name]()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_named(EXPERIMENTS, sys.argv[1:])
