@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from ..evaluation.sensitivity import Sensitivities, sensitivity
 from .data import arrays, images
 from .loaders import batched
 from .valla import Recipe, Table, standardised, table, train
+
+log = logging.getLogger("lapwing")
 
 DIGITS = (0, 6, 8)
 WIDTHS = (784, 128, 64, 32, 3)
@@ -213,7 +216,7 @@ def digits(
                     runs[f"seed {seed}"][row] = {
                         **summary(task, found), "agreement with MAP": agreement(mine, found.values), "seconds": seconds
                     }  # fmt: skip
-                    print(seed, row, {k: round(v, 4) for k, v in runs[f"seed {seed}"][row].items()}, flush=True)
+                    log.info("seed %d, %s: %s", seed, row, rounded(runs[f"seed {seed}"][row]))
         if folder is not None and seed == seeds[0]:
             draw_maps({key: drawn[key] for key in drawn if key[0] in ("MAP", "last layer")}, folder)
     agree = {row: agreement(*found[:2]) for row, found in maps.items() if len(found) > 1}
@@ -303,7 +306,7 @@ def tables(
                     for candidate, mean in means.items()
                 },
             }
-            print(name, seed, runs[f"{name}, seed {seed}"], flush=True)
+            log.info("%s, seed %d: %s", name, seed, runs[f"{name}, seed {seed}"])
     if folder is not None:
         draw_tables(drawn, folder)
     return runs

@@ -70,7 +70,7 @@ class CifarTask:
         return self._scored(posterior, time.process_time() - start)
 
     def sampled_row(
-        self, seed: int, precisions: Sequence[float] = (30.0, 300.0, 3000.0), draws: int = 16
+        self, seed: int, precisions: Sequence[float] = (500.0, 1500.0, 5000.0), draws: int = 16
     ) -> dict[str, Any]:
         """Fits sampled LLA at several δ and scores the one with the lowest NLL on 200 validation images."""
         start, found = time.process_time(), []
