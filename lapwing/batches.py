@@ -87,6 +87,8 @@ def _tree(inputs: Any) -> Any:
 
 def tensors(inputs: Any) -> list[Tensor]:
     """Lists the tensors in an input structure."""
+    if isinstance(inputs, Tensor):
+        return [inputs]
     return [leaf for leaf in pytree.tree_leaves(_tree(inputs)) if isinstance(leaf, Tensor)]
 
 

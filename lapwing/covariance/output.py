@@ -15,26 +15,34 @@ from ..numerics import psd_root, total
 
 @dataclass(frozen=True)
 class Thin:
-    """`F Fᵀ` for a factor F (B, C, K)."""
+    """`F diag(s) Fᵀ` for a factor F (B, C, K) and s (B, K), ones when None."""
 
     factor: Tensor
+    scale: Tensor | None = None
 
     def variance(self) -> Tensor:
         """Returns the diagonal (B, C)."""
-        return self.factor.square().sum(-1)
+        return self._sums(self.factor.square())
 
     def centred_variance(self) -> Tensor:
-        """Returns the diagonal (B, C) of `H F Fᵀ H`, `H = I - 11ᵀ/C`."""
-        return (self.factor - self.factor.mean(1, keepdim=True)).square().sum(-1)
+        """Returns the diagonal (B, C) of `H F diag(s) Fᵀ H`, `H = I - 11ᵀ/C`."""
+        return self._sums((self.factor - self.factor.mean(1, keepdim=True)).square())
+
+    def _sums(self, squares: Tensor) -> Tensor:
+        """Returns `Σ_k s_k q_k` (B, C)."""
+        return squares.sum(-1) if self.scale is None else (squares @ self.scale.unsqueeze(-1)).squeeze(-1)
 
     def dense(self) -> Tensor:
         """Returns (B, C, C)."""
-        return self.factor @ self.factor.mT
+        left = self.factor if self.scale is None else self.factor * self.scale.unsqueeze(1)
+        return left @ self.factor.mT
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Returns draws (n, B, C) from K normals each."""
         shape = (count, self.factor.shape[0], self.factor.shape[-1])
         noise = torch.randn(shape, generator=generator, dtype=self.factor.dtype, device=self.factor.device)
+        if self.scale is not None:
+            noise = noise * self.scale.clamp_min(torch.finfo(noise.dtype).tiny).sqrt()  # it has no slope at 0
         return torch.einsum("bck,sbk->sbc", self.factor, noise)  # one product a sample, not one a draw
 
 
@@ -127,10 +135,11 @@ def concatenate(parts: Sequence[Sequence[Term]]) -> tuple[Term, ...]:
     joined: list[Term] = []
     for terms in zip(*parts, strict=True):
         first = terms[0]
-        if isinstance(first, Thin) and len({term.factor.shape[-1] for term in terms}) > 1:  # texts of other lengths
-            joined.append(Dense(torch.cat([term.dense() for term in terms])))
+        if isinstance(first, Thin) and len({(t.factor.shape[-1], t.scale is None) for t in terms}) > 1:
+            joined.append(Dense(torch.cat([term.dense() for term in terms])))  # texts of other lengths
         elif isinstance(first, Thin):
-            joined.append(Thin(torch.cat([term.factor for term in terms])))
+            scale = None if first.scale is None else torch.cat([term.scale for term in terms])
+            joined.append(Thin(torch.cat([term.factor for term in terms]), scale))
         elif isinstance(first, Rotated):
             joined.append(Rotated(first.basis, torch.cat([term.scale for term in terms])))
         else:

@@ -229,7 +229,7 @@ class DenseBlock(Structure):
 def _weighted(jacobian: BlockJacobian, candidates: Sequence[Tensor], marginal: bool) -> Sequence[Term | Marginals]:
     """Returns `J diag(w) Jᵀ` as thin factors where the layer has them, else as matrices or their variances."""
     factors = [jacobian.weighted_factor(weights) for weights in candidates]
-    thin = [Thin(factor) for factor in factors if factor is not None]
+    thin = [Thin(*factor) for factor in factors if factor is not None]
     if thin:
         return thin
     if marginal:

@@ -66,7 +66,7 @@ def _cast(term: Term, dtype: torch.dtype) -> Term:
     if all(value is None or value.dtype == dtype for value in vars(term).values()):
         return term
     if isinstance(term, Thin):
-        return Thin(term.factor.to(dtype))
+        return Thin(term.factor.to(dtype), None if term.scale is None else term.scale.to(dtype))
     if isinstance(term, Rotated):
         return Rotated(None if term.basis is None else term.basis.to(dtype), term.scale.to(dtype))
     return Dense(term.matrix.to(dtype))

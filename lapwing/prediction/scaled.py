@@ -82,7 +82,7 @@ def scaled(latent: AnyLatent, factor: float) -> AnyLatent:
 def _scaled(term: Term, factor: float) -> Term:
     """Returns one term of a covariance, scaled."""
     if isinstance(term, Thin):
-        return Thin(term.factor * factor**0.5)
+        return Thin(term.factor * factor**0.5, term.scale)
     if isinstance(term, Rotated):
         return Rotated(term.basis, term.scale * factor)
     return Dense(term.matrix * factor)

@@ -152,8 +152,9 @@ def separate(inputs: Any) -> tuple[Any, Spreads]:
     Raises:
         LapwingError: an uncertain input whose first dimension is not the batch.
     """
-    tree = dict(inputs) if hasattr(inputs, "keys") else inputs
-    leaves, spec = pytree.tree_flatten(tree)
+    if isinstance(inputs, Tensor):
+        return inputs, {}
+    leaves, spec = pytree.tree_flatten(dict(inputs) if hasattr(inputs, "keys") else inputs)
     if not any(isinstance(leaf, Uncertain) for leaf in leaves):
         return inputs, {}
     values = batches.plain(pytree.tree_unflatten([x.value if isinstance(x, Uncertain) else x for x in leaves], spec))

@@ -56,8 +56,8 @@ class BlockJacobian(ABC):
         parts = [rows for _, rows in self.row_slices()]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
-    def weighted_factor(self, weights: Tensor) -> Tensor | None:
-        """Returns a thin factor F (B, R, k) with `F Fᵀ = J diag(weights) Jᵀ`, or None where there is none."""
+    def weighted_factor(self, weights: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Returns F (B, R, k) and s (B, k) with `F diag(s) Fᵀ = J diag(weights) Jᵀ`, or None where there are none."""
         return None
 
     def weighted_gram(self, weights: Tensor) -> Tensor:

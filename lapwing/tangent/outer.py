@@ -72,16 +72,14 @@ class Outer(MatrixJacobian):
         """Returns `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O), all that a diagonal weighting needs of the inputs."""
         return self.a.square() @ weights.reshape(self.outputs, self.inputs).T
 
-    def weighted_factor(self, weights: Tensor) -> Tensor:
-        """Returns `g √s` (B, R, O): a diagonal weighting is a thin factor. Time O(B O (I + R))."""
-        scale = self.input_scale(weights)
-        root = scale.clamp_min(torch.finfo(scale.dtype).tiny).sqrt()  # it has no slope at 0
-        return self.g * root.unsqueeze(1)
+    def weighted_factor(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns g (B, R, O) and `input_scale` (B, O). Time O(B O I)."""
+        return self.g, self.input_scale(weights)
 
     def weighted_grams(self, candidates: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the thin factors' Gram matrices (B, R, R)."""
+        """Returns `g diag(s) gᵀ` (B, R, R)."""
         factors = [self.weighted_factor(weights) for weights in candidates]
-        return [factor @ factor.mT for factor in factors]
+        return [(g * scale.unsqueeze(1)) @ g.mT for g, scale in factors]
 
     def squared_sum(self) -> Tensor:
         """Returns `(Σ_r g²)ᵀ a²` (P,). Time O(B O I)."""

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ..batches import Forward, call, size, tensors
 from ..errors import LapwingError
+from .chain import chain_gradients
 from .eager import EagerMode, without_compiled
 from .layers import HANDLERS, Use
 
@@ -27,13 +28,14 @@ BATCHED_BACKWARD = 2**24
 
 @dataclass
 class Noted:
-    """One watched use: what the layer saw, its parameters' names by role, and where its output is in the graph."""
+    """One watched use: what the layer saw, its parameters' names by role, and where it lies in the graph."""
 
     use: Use
     names: dict[str, str]
     edge: GradientEdge
     out: Tensor
     versions: tuple[int, int]
+    source: Node | None = None
     spread: bool = False
 
     @property
@@ -78,7 +80,8 @@ class Recorder(EagerMode):
             use.inputs, out = (x.expand(self._spread, *x.shape[1:]) for x in (use.inputs, out))
         if not out.requires_grad:
             out = out.detach().requires_grad_().clone()  # the clone may be modified in place, a leaf may not
-        self.noted.append(Noted(use, names, get_gradient_edge(out), out, (use.inputs._version, out._version), spread))
+        versions = use.inputs._version, out._version
+        self.noted.append(Noted(use, names, get_gradient_edge(out), out, versions, use.inputs.grad_fn, spread))
         return out
 
     def _is_watched(self, value: Any) -> bool:
@@ -144,8 +147,11 @@ def output_gradients(
 
     Cost: R backward passes of activations only, none for a use that is the output.
     """
-    is_output = [use.is_output(outputs) for use in noted]
     u = None if cotangents is None else cotangents.permute(2, 0, 1).to(outputs.dtype)  # (R, B, C)
+    chained = None if differentiable else chain_gradients(outputs, noted, u)
+    if chained is not None:
+        return chained
+    is_output = [use.is_output(outputs) for use in noted]
     behind = [use for use, last in zip(noted, is_output, strict=True) if not last]
     grads: list[Tensor] = []
     if behind:

@@ -58,9 +58,10 @@ def check_contractions(jacobian, rows: torch.Tensor, theirs, their_rows: torch.T
     close(jacobian.rows(), rows)
     close(jacobian.weighted_gram(weights[0]), weighted[0])
     close(torch.stack(jacobian.weighted_grams(list(weights))), torch.stack(weighted))
-    factor = jacobian.weighted_factor(weights[0])
-    if factor is not None:
-        close(factor @ factor.mT, weighted[0])
+    found = jacobian.weighted_factor(weights[0])
+    if found is not None:
+        factor, scale = found
+        close((factor * scale.unsqueeze(1)) @ factor.mT, weighted[0])
     plain, without_mean = jacobian.weighted_norms(list(weights))
     close(plain, torch.stack([(rows.square() * w).sum(-1) for w in weights]))
     close(without_mean, torch.stack([(centred.square() * w).sum(-1) for w in weights]))
