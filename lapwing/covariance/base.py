@@ -60,6 +60,10 @@ class Covariance(ABC):
         """P."""
         return sum(block.size for block in self.blocks)
 
+    def block(self, name: str) -> Block:
+        """Returns the block of that name."""
+        return next(block for block in self.blocks if block.name == name)
+
     @abstractmethod
     def mv(self, vectors: Vectors) -> Vectors:
         """Returns `Σ v`."""

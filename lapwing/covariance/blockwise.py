@@ -131,8 +131,7 @@ class Blockwise(PrecisionCovariance):
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance."""
-        block = next(block for block in self.blocks if block.name == name)
-        return _Layer(self.structures[name], self._weights[name], block.matrix_shape)
+        return _Layer(self.structures[name], self._weights[name], self.block(name).matrix_shape)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns every structure's tensors, `block/name`."""

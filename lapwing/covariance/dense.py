@@ -118,9 +118,8 @@ class DenseCovariance(PrecisionCovariance):
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance; correlations with other layers are left out."""
-        block = next(block for block in self.blocks if block.name == name)
         root = cut(self.blocks, self._root.T)[name]  # (P, P_block)
-        return FactorLayer(root.reshape(-1, *block.matrix_shape[1:]))
+        return FactorLayer(root.reshape(-1, *self.block(name).matrix_shape[1:]))
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns G, the prior and the eigenpairs."""

@@ -65,8 +65,7 @@ class Draws(Covariance):
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance; correlations with other layers are left out."""
-        block = next(block for block in self.blocks if block.name == name)
-        draws = self.draws[name].reshape(-1, *block.matrix_shape[1:])
+        draws = self.draws[name].reshape(-1, *self.block(name).matrix_shape[1:])
         return FactorLayer(draws / len(draws) ** 0.5)
 
     def tensors(self) -> dict[str, Tensor]:

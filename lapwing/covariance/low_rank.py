@@ -185,10 +185,9 @@ class LowRank(Subspace):
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance; correlations with other layers are left out."""
-        block = next(block for block in self.blocks if block.name == name)
         rows = self._at.directions()[name]
         factor = rows * self._weights.sqrt()[:, None].to(rows.dtype)
-        return FactorLayer(factor.reshape(-1, *block.matrix_shape[1:]))
+        return FactorLayer(factor.reshape(-1, *self.block(name).matrix_shape[1:]))
 
 
 class LowRankWithResidual(Subspace, PrecisionCovariance):
@@ -326,10 +325,9 @@ class LowRankWithResidual(Subspace, PrecisionCovariance):
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance; correlations with other layers are left out."""
-        block = next(block for block in self.blocks if block.name == name)
         rows = self._at.directions()[name]
         factor = rows * self._removed.sqrt()[:, None].to(rows.dtype)
-        return _LayerWithResidual(1 / self._delta[name], factor.reshape(-1, *block.matrix_shape[1:]))
+        return _LayerWithResidual(1 / self._delta[name], factor.reshape(-1, *self.block(name).matrix_shape[1:]))
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the basis (or rows), the curvature on it, the traces and the prior."""

@@ -97,8 +97,7 @@ class LowRankPlusDiagonal(Covariance):
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance; correlations with other layers are left out."""
-        block = next(block for block in self.blocks if block.name == name)
-        return _Layer(self.variances[name], self.factor[name].reshape(-1, *block.matrix_shape[1:]))
+        return _Layer(self.variances[name], self.factor[name].reshape(-1, *self.block(name).matrix_shape[1:]))
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns D and F by block, and δ if there is one."""

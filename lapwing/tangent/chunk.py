@@ -82,7 +82,7 @@ class Record(Mapping[str, BlockJacobian]):
 
     def __getitem__(self, name: str) -> BlockJacobian:
         """Builds the Jacobian of one block; patches are unfolded here and freed with the result."""
-        block = next(block for block in self._tangent.blocks if block.name == name)
+        block = self._tangent.named_blocks[name]
         groups = self._groups
         group = groups[0] if len(groups) == 1 else next(g for g in groups if any(b is block for b in g.blocks))
         if self._group is not group:

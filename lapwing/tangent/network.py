@@ -130,6 +130,11 @@ class Tangent:
         return {name: named[name] for block in self.blocks for name in block.parameters}
 
     @cached_property
+    def named_blocks(self) -> dict[str, Block]:
+        """Name -> block."""
+        return {block.name: block for block in self.blocks}
+
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype that sums are kept in."""
         return accumulation_dtype(next(iter(self.parameters.values())).dtype)
