@@ -124,8 +124,8 @@ class Likelihood(ABC):
             alpha: α, at least 0.
             noise_variance: σ² in place of the likelihood's own, a scalar.
             generator: Source of randomness for draws; None means seed 0.
-            link: How the expectation is taken, ``SampledLink(draws)`` or what else the likelihood offers; None for its
-                own choice, exact where that is cheap.
+            link: How the expectation is taken, ``SampledLink(draws)`` or what else `integrals` offers; None for its
+                first, exact where that is cheap.
 
         Returns:
             Values (B,). Cost by Monte Carlo: time O(B C³ + draws B C²), memory O(draws B C).
@@ -134,12 +134,25 @@ class Likelihood(ABC):
             LapwingError: for α out of range, a noise variance where there is none, or a link that does not fit.
         """
         divergence.check_alpha(alpha)
-        chosen = self._integral(link, alpha, (SampledLink,))
-        assert isinstance(chosen, SampledLink)
-        likelihood = self if noise_variance is None else self.with_noise_variance(float(noise_variance))
-        return divergence.sampled_log_power_mean(
-            likelihood.log_prob, mean, covariance, targets, alpha, chosen.draws, generator
-        )
+        if noise_variance is not None and self.noise_variance is None and not self.needs_noise:
+            self.with_noise_variance(float(noise_variance))  # refuses one
+        chosen = self._integral(link, alpha, self.integrals(mean.shape[-1], alpha))
+        if isinstance(chosen, SampledLink):
+            likelihood = self if noise_variance is None else self.with_noise_variance(float(noise_variance))
+            return divergence.sampled_log_power_mean(
+                likelihood.log_prob, mean, covariance, targets, alpha, chosen.draws, generator
+            )
+        return self._power_mean(mean, covariance, targets, alpha, noise_variance, chosen)
+
+    def integrals(self, outputs: int, alpha: float) -> tuple[type[Link], ...]:
+        """Return the links by which `log_power_mean` takes its expectation for C outputs, the preferred one first."""
+        return (SampledLink,)
+
+    def _power_mean(
+        self, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, noise_variance: Tensor | None, link: Link
+    ) -> Tensor:
+        """Return `log_power_mean` by one of the `integrals` that does not draw."""
+        raise AssertionError(f"{type(self).__name__} offers {type(link).__name__}() and does not take it")
 
     def _integral(self, link: Link | None, alpha: float, accepted: tuple[type[Link], ...]) -> Link:
         """Return the link that takes an expectation: the first accepted one where none is asked for."""

@@ -75,34 +75,22 @@ class Bernoulli(NoiselessLikelihood):
         chosen = cast("BinaryLink", self.choose_link(latent, link))
         return BernoulliPrediction(chosen.log_odds(latent, generator), latent, chosen)
 
-    def log_power_mean(
-        self,
-        mean: Tensor,
-        covariance: Tensor,
-        targets: Tensor,
-        alpha: float = 1.0,
-        noise_variance: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        link: Link | None = None,
-    ) -> Tensor:
-        """Return ``1/α log E[p(y|f)^α]``, (B,): by quadrature for one output or α = 0, else by Monte Carlo.
+    def integrals(self, outputs: int, alpha: float) -> tuple[type[Link], ...]:
+        """Return ``Quadrature`` for one output or α = 0, and ``SampledLink``.
 
-        The expectation of a product over correlated outputs is no product, unless α is 0. Arguments as for
-        `Likelihood.log_power_mean`; ``link`` may be ``SampledLink(draws)``, or ``Quadrature(nodes)`` where it applies.
-
-        Raises:
-            LapwingError: for α out of range, a noise variance, or another link.
+        The expectation of a product over correlated outputs is no product, unless α is 0.
         """
-        divergence.check_alpha(alpha)
-        self.with_noise_variance(None if noise_variance is None else float(noise_variance))  # refuses one
-        alone = mean.shape[-1] == 1 or alpha == 0
-        chosen = self._integral(link, alpha, (Quadrature, SampledLink) if alone else (SampledLink,))
-        if not isinstance(chosen, Quadrature):
-            return super().log_power_mean(mean, covariance, targets, alpha, None, generator, chosen)
+        return (Quadrature, SampledLink) if outputs == 1 or alpha == 0 else (SampledLink,)
+
+    def _power_mean(
+        self, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, noise_variance: Tensor | None, link: Link
+    ) -> Tensor:
+        """Return `log_power_mean` by quadrature."""
+        nodes = cast("Quadrature", link).nodes
         mean = at_least_float32(mean)
         signed = self._signs(mean, targets) * mean
         variance = covariance.diagonal(dim1=-2, dim2=-1)
-        return divergence.binary_log_power_mean(signed, variance, alpha, chosen.nodes).sum(-1).to(mean.dtype)
+        return divergence.binary_log_power_mean(signed, variance, alpha, nodes).sum(-1).to(mean.dtype)
 
     @staticmethod
     def _signs(outputs: Tensor, targets: Tensor) -> Tensor:

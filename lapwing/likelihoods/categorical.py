@@ -82,37 +82,25 @@ class Categorical(NoiselessLikelihood):
         chosen = cast("ClassLink", self.choose_link(latent, link))
         return ClassPrediction(chosen.log_probs(latent, generator), latent, chosen)
 
-    def log_power_mean(
-        self,
-        mean: Tensor,
-        covariance: Tensor,
-        targets: Tensor,
-        alpha: float = 1.0,
-        noise_variance: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        link: Link | None = None,
-    ) -> Tensor:
-        """Return ``1/α log E[p(y|f)^α]``, (B,): by quadrature for two classes, else by Monte Carlo.
+    def integrals(self, outputs: int, alpha: float) -> tuple[type[Link], ...]:
+        """Return ``Quadrature`` for two classes, ``SampledLink``, and at α = 1 the closed forms of predictions.
 
-        Arguments as for `Likelihood.log_power_mean`. At α = 1 it is the log predictive probability, and every link of
-        a prediction may be asked for: ``Probit()`` and ``LaplaceBridge()`` are closed forms without randomness,
-        ``Probit(marginal=True)`` the one of the VaLLA paper.
-
-        Raises:
-            LapwingError: for α out of range, a noise variance, or a link that does not fit.
+        At α = 1 `log_power_mean` is the log predictive probability: ``Probit()`` and ``LaplaceBridge()`` give it
+        without randomness, ``Probit(marginal=True)`` as in the VaLLA paper.
         """
-        divergence.check_alpha(alpha)
-        self.with_noise_variance(None if noise_variance is None else float(noise_variance))  # refuses one
-        two: tuple[type[Link], ...] = (Quadrature,) if mean.shape[-1] == 2 else ()
+        two: tuple[type[Link], ...] = (Quadrature,) if outputs == 2 else ()
         closed: tuple[type[Link], ...] = (Probit, LaplaceBridge) if alpha == 1 else ()
-        chosen = self._integral(link, alpha, (*two, SampledLink, *closed))
-        if isinstance(chosen, SampledLink):
-            return super().log_power_mean(mean, covariance, targets, alpha, None, generator, chosen)
+        return (*two, SampledLink, *closed)
+
+    def _power_mean(
+        self, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, noise_variance: Tensor | None, link: Link
+    ) -> Tensor:
+        """Return `log_power_mean` by quadrature for two classes, or by the closed form of a prediction."""
         mean, labels = at_least_float32(mean), targets.long()
-        if isinstance(chosen, Quadrature):
+        if isinstance(link, Quadrature):
             gap = (mean[:, 1] - mean[:, 0]) * (2 * labels - 1)
             variance = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) - covariance[:, 0, 1] - covariance[:, 1, 0]
-            found = divergence.binary_log_power_mean(gap, variance.clamp_min(0.0), alpha, chosen.nodes)
+            found = divergence.binary_log_power_mean(gap, variance.clamp_min(0.0), alpha, link.nodes)
             return found.to(mean.dtype)
         latent = Latent(mean, (Dense(covariance.to(mean.dtype)),))
-        return cast("ClassLink", chosen).log_probs(latent).gather(-1, labels[:, None]).squeeze(-1)
+        return cast("ClassLink", link).log_probs(latent).gather(-1, labels[:, None]).squeeze(-1)

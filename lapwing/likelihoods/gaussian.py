@@ -131,26 +131,14 @@ class Gaussian(Likelihood):
         self.choose_link(latent, link)
         return RegressionPrediction(latent, self._set_noise("predict()"))
 
-    def log_power_mean(
-        self,
-        mean: Tensor,
-        covariance: Tensor,
-        targets: Tensor,
-        alpha: float = 1.0,
-        noise_variance: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        link: Link | None = None,
+    def integrals(self, outputs: int, alpha: float) -> tuple[type[Link], ...]:
+        """Return ``ExactLink``: `log_power_mean` is in closed form, differentiable in σ² too."""
+        return self.links
+
+    def _power_mean(
+        self, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, noise_variance: Tensor | None, link: Link
     ) -> Tensor:
-        """Return ``1/α log E[N(y; f, σ²I)^α]`` in closed form, (B,), differentiable in σ² too.
-
-        `divergence.gaussian_log_power_mean` has the formula; arguments as for `Likelihood.log_power_mean`, of which
-        ``generator`` is not used.
-
-        Raises:
-            LapwingError: if σ² is not set, for α out of range, or for any link but ExactLink.
-        """
-        divergence.check_alpha(alpha)
-        self._integral(link, alpha, self.links)
+        """Return `log_power_mean` in closed form: `divergence.gaussian_log_power_mean` has the formula."""
         noise = self._set_noise("log_power_mean()") if noise_variance is None else noise_variance
         mean, wide = at_least_float32(mean), mean.double()
         targets = aligned_targets("Gaussian", wide, targets)
