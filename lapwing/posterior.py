@@ -151,8 +151,9 @@ class Posterior:
             A new posterior; this one is unchanged.
 
         Raises:
-            LapwingError: for numbers that are not positive.
+            LapwingError: for numbers that are not positive, or weights that changed since the fit.
         """
+        self._check_network()
         if not isinstance(prior_precision, Mapping) and not is_positive(prior_precision):
             raise LapwingError(
                 f"Asked for with_prior({prior_precision!r}); a positive finite number is needed: write "

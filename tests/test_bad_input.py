@@ -628,6 +628,9 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "entry": (_write, "0.weight"),
     "data": (lambda model: model[0].weight.data.mul_(1.1), "0.weight"),
     "assigned": (lambda model: setattr(model[2].bias, "data", torch.ones(3)), "2.bias"),
+    "cut": (lambda model: setattr(model[2].bias, "data", model[2].bias.data[:1]), "2.bias"),
+    "turned": (lambda model: setattr(model[0].weight, "data", model[0].weight.data.flip(1)), "0.weight"),
+    "signs": (lambda model: setattr(model[2].bias, "data", torch._neg_view(model[2].bias.data)), "2.bias"),
     "layer": (lambda model: model.__setitem__(2, nn.Linear(6, 3)), "2.weight"),
     "loaded": (lambda model: model.load_state_dict(network().state_dict()), "0.weight"),
     "dtype": (lambda model: model.double(), "dtype or device"),
@@ -639,6 +642,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 def test_weights_that_changed_after_the_fit(change: str, params: Any, tmp_path: Any) -> None:
     model = network()
     fitted = fit([(X, Y)], model, params=params)
+    fitted.predict(X)  # a look at the weights before they change
     act, named = CHANGES[change]
     act(model)
     asks: list[Callable[[], Any]] = [lambda via=via: fitted.latent(X, via=via) for via in [*VIAS, lw.Streamlined()]]

@@ -150,6 +150,18 @@ def test_variance_gradient_equals_the_dense_one(method):
     close(found, wanted, 1e-8)
 
 
+def test_standard_deviations_have_no_slope_where_they_are_zero():
+    model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.Tanh(), nn.Linear(5, 2, bias=False)).double().eval()
+    x = torch.randn(8, 3, dtype=torch.float64)
+    for method in (lw.Diagonal(), lw.KFAC()):
+        fitted = lw.fit(model, [(x, torch.randint(2, (8,)))], method, prior_precision=1.0)
+        at = torch.zeros(1, 3, dtype=torch.float64, requires_grad=True)
+        std = fitted.latent(at).std
+        (slope,) = torch.autograd.grad(std.sum(), at)
+        assert std.max() < 1e-100
+        assert not slope.any()
+
+
 def test_predictions_are_differentiable_in_x():
     problem = setup("mlp")
     fitted = problem.fit(lw.KFAC())

@@ -30,7 +30,7 @@ class Thin:
 
     def _sums(self, squares: Tensor) -> Tensor:
         """Returns `Σ_k s_k q_k` (B, C)."""
-        return squares.sum(-1) if self.scale is None else (squares @ self.scale.unsqueeze(-1)).squeeze(-1)
+        return (squares if self.scale is None else squares * self.scale.unsqueeze(1)).sum(-1)
 
     def dense(self) -> Tensor:
         """Returns (B, C, C)."""
@@ -42,7 +42,7 @@ class Thin:
         shape = (count, self.factor.shape[0], self.factor.shape[-1])
         noise = torch.randn(shape, generator=generator, dtype=self.factor.dtype, device=self.factor.device)
         if self.scale is not None:
-            noise = noise * self.scale.clamp_min(torch.finfo(noise.dtype).tiny).sqrt()  # it has no slope at 0
+            noise = noise * _root(self.scale).unsqueeze(0)
         return torch.einsum("bck,sbk->sbc", self.factor, noise)  # one product a sample, not one a draw
 
 
@@ -147,6 +147,11 @@ def concatenate(parts: Sequence[Sequence[Term]]) -> tuple[Term, ...]:
     return tuple(joined)
 
 
+def _root(variance: Tensor) -> Tensor:
+    """Returns standard deviations, without slope at 0."""
+    return variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
+
+
 def _generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(0) if generator is None else generator
 
@@ -172,7 +177,7 @@ class Latent:
     @property
     def std(self) -> Tensor:
         """Marginal standard deviations (B, C)."""
-        return self.variance.sqrt()
+        return _root(self.variance)
 
     @cached_property
     def centred_variance(self) -> Tensor:
@@ -240,7 +245,7 @@ class JointLatent:
     @property
     def std(self) -> Tensor:
         """Marginal standard deviations (B, C)."""
-        return self.variance.sqrt()
+        return _root(self.variance)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws outputs (n, B, C), joint across inputs and outputs; `generator=None` means seed 0."""

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from .layers import Use
 from .layers.linear import LinearUse
 
 if TYPE_CHECKING:
@@ -29,6 +28,9 @@ ELEMENTWISE = frozenset(
     )
 )  # fmt: skip
 """Names of graph nodes whose gradient at an entry depends on that entry alone, for any saved values."""
+
+EXACT = (torch.float32, torch.float64)
+"""Half precision would be rounded twice, and overflow where an activation is off."""
 
 
 def chain_gradients(outputs: Tensor, noted: Sequence[Noted], u: Tensor | None) -> list[Tensor | None] | None:
@@ -57,14 +59,16 @@ def chain_gradients(outputs: Tensor, noted: Sequence[Noted], u: Tensor | None) -
             slope = _slope(path, use.out) if path else None
             if path and slope is None:
                 return None
-            gradients.append(_scaled(u, slope, use.out) if later is None else _pulled(gradients[-1], later.use, slope))
+            gradients.append(_scaled(u, slope, use.out) if later is None else _pulled(gradients[-1], later, slope))
     return gradients[::-1]
 
 
 def _path(above: Node | None, use: Noted) -> list[Node] | None:
     """Returns the element-wise nodes between a layer's output and what is above it, None where there are others."""
-    layer = use.use
-    if not isinstance(layer, LinearUse) or use.out.ndim != 2 or use.out.dtype != layer.parameters["weight"].dtype:
+    weight = use.weight
+    if not isinstance(use.use, LinearUse) or use.out.ndim != 2 or weight is None or use.out.dtype != weight.dtype:
+        return None
+    if weight.dtype not in EXACT or weight._version != use.versions[2]:
         return None
     found: list[Node] = []
     while above is not use.edge.node:
@@ -93,13 +97,13 @@ def _scaled(g: Tensor | None, slope: Tensor | None, out: Tensor) -> Tensor | Non
     return g if g is None or slope is None else g * slope
 
 
-def _pulled(g: Tensor | None, use: Use, slope: Tensor | None) -> Tensor:
+def _pulled(g: Tensor | None, use: Noted, slope: Tensor | None) -> Tensor:
     """Returns `(g W) ⊙ φ'` (R, B, I) for the layer above, its g None where that is the identity."""
-    assert isinstance(use, LinearUse)
-    weight = use.parameters["weight"].detach()
-    weight = weight.T if use.transposed else weight
+    assert isinstance(use.use, LinearUse)
+    assert use.weight is not None
+    weight = use.weight.T if use.use.transposed else use.weight
     if g is None:
-        weight = weight.unsqueeze(1)  # (C, 1, I)
-        return weight.expand(-1, len(use.inputs), -1) if slope is None else weight * slope
+        rows = weight.unsqueeze(1)  # (C, 1, I), the network's own
+        return rows.clone().expand(-1, len(use.out), -1) if slope is None else rows * slope
     pulled = (g.flatten(0, 1) @ weight).unflatten(0, g.shape[:2])
     return pulled if slope is None else pulled.mul_(slope)  # its memory is warm: a new tensor takes longer

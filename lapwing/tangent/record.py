@@ -28,13 +28,20 @@ BATCHED_BACKWARD = 2**24
 
 @dataclass
 class Noted:
-    """One watched use: what the layer saw, its parameters' names by role, and where it lies in the graph."""
+    """One watched use: what the layer saw, its parameters' names by role, and where it lies in the graph.
+
+    Attributes:
+        versions: how often input, output and weight had been written.
+        weight: the weight as the call got it, constant.
+        source: the node that made the input, where it has a graph.
+    """
 
     use: Use
     names: dict[str, str]
     edge: GradientEdge
     out: Tensor
-    versions: tuple[int, int]
+    versions: tuple[int, int, int]
+    weight: Tensor | None = None
     source: Node | None = None
     spread: bool = False
 
@@ -80,8 +87,10 @@ class Recorder(EagerMode):
             use.inputs, out = (x.expand(self._spread, *x.shape[1:]) for x in (use.inputs, out))
         if not out.requires_grad:
             out = out.detach().requires_grad_().clone()  # the clone may be modified in place, a leaf may not
-        versions = use.inputs._version, out._version
-        self.noted.append(Noted(use, names, get_gradient_edge(out), out, versions, use.inputs.grad_fn, spread))
+        weight = constant.get(id(use.parameters.get("weight")))
+        versions = use.inputs._version, out._version, 0 if weight is None else weight._version
+        source = use.inputs.grad_fn
+        self.noted.append(Noted(use, names, get_gradient_edge(out), out, versions, weight, source, spread))
         return out
 
     def _is_watched(self, value: Any) -> bool:

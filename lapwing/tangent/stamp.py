@@ -21,17 +21,20 @@ class Stamp:
     Attributes:
         tensors: the network's own tensors by name.
         versions: their write counters.
+        shapes: their shapes.
         values: `SAMPLED` entries of each.
     """
 
     tensors: dict[str, Tensor] = field(repr=False)
     versions: tuple[int, ...] = field(repr=False)
+    shapes: tuple[torch.Size, ...] = field(repr=False)
     values: Tensor = field(repr=False)
 
     @classmethod
     def of(cls, state: Mapping[str, Tensor]) -> Stamp:
         """Takes the stamp of `Tangent.state()`. Time O(number of tensors)."""
-        return cls(dict(state), _versions(state), torch.cat(_parts(state)).nan_to_num())
+        shapes = tuple(value.shape for value in state.values())
+        return cls(dict(state), _versions(state), shapes, torch.cat(_parts(state)).nan_to_num())
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves the views out, which a copy takes of its own tensors."""
@@ -42,7 +45,7 @@ class Stamp:
         self.__dict__.update(state, versions=_versions(state["tensors"]))
 
     @cached_property
-    def _places(self) -> tuple[list[tuple[int, tuple[int, ...]]], list[Tensor]]:
+    def _places(self) -> tuple[list[tuple[Any, ...]], list[Tensor]]:
         """Where each tensor lies, and views of its kept entries; nothing where layouts or devices forbid views."""
         tensors = list(self.tensors.values())
         if len({value.device for value in tensors}) > 1 or not all(value.is_contiguous() for value in tensors):
@@ -52,12 +55,15 @@ class Stamp:
     def _values_now(self, state: Mapping[str, Tensor]) -> Tensor:
         """Returns the kept entries as they are now, through the views while the tensors lie where they did."""
         layout, views = self._places
-        return torch.cat(views if layout and layout == _layout(state) else _parts(state))
+        if layout and layout == _layout(state):
+            return torch.cat(views)
+        self.__dict__.pop("_places", None)  # the views would keep memory alive that the network has left
+        return torch.cat(_parts(state))
 
     def changed(self, state: Mapping[str, Tensor]) -> str | None:
         """Returns what is no longer as stamped: a tensor's name, or None."""
-        for name, tensor in self.tensors.items():
-            if state.get(name) is not tensor:
+        for (name, tensor), shape in zip(self.tensors.items(), self.shapes, strict=True):
+            if state.get(name) is not tensor or tensor.shape != shape:
                 return name
         now = _versions(state)
         if now != self.versions:
@@ -67,7 +73,7 @@ class Stamp:
             return "the dtype or device of its weights"
         if torch.equal(values, before) or torch.equal(values := values.nan_to_num(), before):
             return None
-        counts = [min(SAMPLED, tensor.numel()) for tensor in self.tensors.values()]
+        counts = [min(SAMPLED, shape.numel()) for shape in self.shapes]
         parts = zip(self.tensors, values.split(counts), before.split(counts), strict=True)
         return next(name for name, new, old in parts if not torch.equal(new, old))
 
@@ -83,8 +89,8 @@ def _versions(state: Mapping[str, Tensor]) -> tuple[int, ...]:
     return tuple(-1 if value.is_inference() else value._version for value in state.values())
 
 
-def _layout(state: Mapping[str, Tensor]) -> list[tuple[int, tuple[int, ...]]]:
-    return [(value.data_ptr(), value.stride()) for value in state.values()]
+def _layout(state: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:
+    return [(value.data_ptr(), value.stride(), value.dtype, value.is_neg()) for value in state.values()]
 
 
 def _parts(state: Mapping[str, Tensor]) -> list[Tensor]:

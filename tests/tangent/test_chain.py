@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lapwing as lw
 from lapwing import tangent as tn
 from lapwing.tangent.chain import chain_gradients
 from lapwing.tangent.record import output_gradients
@@ -84,6 +85,35 @@ def test_linear_layers_without_activation(middle: nn.Module) -> None:
     tangent, x, record = recorded(model := network(nn.ReLU(), middle))
     assert is_chain(record)
     close(record.rows(), dense(model, x, tangent))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_goes_through_autograd(dtype: torch.dtype) -> None:
+    """There a chain would round twice, and overflow where an activation is off."""
+    model = network(nn.ReLU()).to(dtype)
+    x = torch.randn(3, 4, dtype=dtype)
+    assert not is_chain(tn.Tangent.survey(model, x).record(x))
+
+
+def test_latents_do_not_hold_the_weights() -> None:
+    """What later steps of training, or a write into a latent, would change."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)).double().eval()
+    x, y = torch.randn(5, 4).double(), torch.randint(3, (5,))
+    latent = lw.fit(model, [(x, y)], lw.Diagonal(), prior_precision=1.0).latent(x)
+    twin = lw.fit(model, [(x, y)], lw.Diagonal(), prior_precision=1.0).latent(x).covariance
+    with torch.no_grad():
+        model[1].weight.mul_(2)
+    close(latent.covariance, twin)
+
+
+def test_weights_written_before_the_rows_are_taken() -> None:
+    """As autograd says it: the recording is of other weights."""
+    model = network(nn.ReLU())
+    record = recorded(model)[2]
+    with torch.no_grad():
+        model[2].weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        record.rows()
 
 
 @pytest.mark.parametrize(
