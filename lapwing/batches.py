@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .errors import LapwingError
+from .precision import network_precision
 
 Forward = Callable[[nn.Module, Any], Any]
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
@@ -173,7 +174,7 @@ def call(
             does not take, and outputs that are no (B, C) matrix.
     """
     try:
-        with mode or nullcontext():
+        with network_precision(), mode or nullcontext():
             out = _called(model, inputs, forward)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         if _blames_inputs(error):

@@ -23,13 +23,13 @@ from .posterior import Posterior
 from .prior import Prior, is_positive
 from .runner import Runner
 from .tangent import LastLayer, Predicate, Tangent, everything, last_layer
-from .tangent.eager import outside_inference
+from .tangent.eager import outside_modes
 from .tuning import BoundedEvidence, Training, Tuning
 
 log = logging.getLogger("lapwing")
 
 
-@outside_inference
+@outside_modes
 def fit(
     model: nn.Module,
     loader: Iterable[Any],

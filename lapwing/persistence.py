@@ -16,7 +16,7 @@ from .likelihoods import Likelihood, resolve
 from .posterior import Posterior
 from .prior import Prior
 from .tangent import Tangent
-from .tangent.eager import outside_inference
+from .tangent.eager import outside_modes
 from .tangent.stamp import Stamp, fingerprint
 
 
@@ -51,7 +51,7 @@ def write(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     storage.write(path, tensors, header)
 
 
-@outside_inference
+@outside_modes
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,

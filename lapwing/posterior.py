@@ -18,11 +18,12 @@ from .diagnosis import Diagnosis
 from .errors import LapwingError
 from .likelihoods import Likelihood, Link, Prediction
 from .numerics import total
+from .precision import full_precision
 from .prediction import Linearized, Uncertain, Way
 from .prediction.uncertain import separate
 from .prior import Prior, is_positive
 from .tangent import Tangent, Vectors, split
-from .tangent.eager import outside_inference
+from .tangent.eager import outside_modes
 from .tangent.probe import check_mode
 from .tangent.record import wants_gradient
 from .tangent.stamp import Stamp
@@ -121,7 +122,7 @@ class Posterior:
         """Returns s, what multiplies the curvature of unit noise: `N/(n σ² τ)`."""
         return likelihood.curvature_scale * self.data_factor / self.temperature
 
-    @outside_inference
+    @outside_modes
     def at(self, precision: Tensor, noise_variance: float | None) -> Posterior:
         """Returns the posterior at another prior precision (n_blocks,) and noise; the curvature is kept."""
         if not isinstance(self.covariance, PriorCovariance):
@@ -135,7 +136,7 @@ class Posterior:
             self, covariance=covariance, likelihood=likelihood, prior=replace(self.prior, precision=precision)
         )
 
-    @outside_inference
+    @outside_modes
     def with_prior(
         self, prior_precision: float | Mapping[str, float], noise_variance: float | None = None
     ) -> Posterior:
@@ -188,7 +189,7 @@ class Posterior:
         value = fit - (precision * distance).sum() / 2 - covariance.log_det_ratio(precision, scale) / 2
         return value - covariance.evidence_gap(precision, scale) / 2 if lower_bound else value
 
-    @outside_inference
+    @outside_modes
     def log_marginal_likelihood(
         self,
         *,
@@ -300,7 +301,7 @@ class Posterior:
             return _together(parts)
         return self._latent(batches.inputs_of(x) if isinstance(x, Mapping) else x, via, joint)
 
-    @outside_inference
+    @outside_modes
     def _latent(self, inputs: Any, via: Way, joint: bool) -> AnyLatent:
         inputs = batches.plain(inputs)
         values, spreads = separate(inputs)
@@ -319,6 +320,7 @@ class Posterior:
             )
         return latent
 
+    @full_precision
     def predict(
         self,
         x: Any,
@@ -376,7 +378,7 @@ class Posterior:
         vectors = {name: mean[name] + draw.to(mean[name].dtype) for name, draw in drawn.items()}
         return {name: value.to(own[name].dtype) for name, value in split(self.tangent.blocks, vectors).items()}
 
-    @outside_inference
+    @outside_modes
     def diagnose(self) -> Diagnosis:
         """Returns what was fitted, in numbers: sizes, coverage, prior, noise, evidence, effective parameters."""
         effective = evidence = None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import LapwingError
 from ..numerics import psd_root, total
+from ..precision import full_precision
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ class Latent:
     joint = False
 
     @cached_property
+    @full_precision
     def variance(self) -> Tensor:
         """Marginal variances (B, C); the covariance is not expanded for them."""
         return total(term.variance() for term in self.terms).clamp_min(0)
@@ -180,15 +182,18 @@ class Latent:
         return _root(self.variance)
 
     @cached_property
+    @full_precision
     def centred_variance(self) -> Tensor:
         """Variances (B, C) of the outputs minus their average, all that a softmax sees; not expanded either."""
         return total(term.centred_variance() for term in self.terms).clamp_min(0)
 
     @cached_property
+    @full_precision
     def covariance(self) -> Tensor:
         """Covariances of each input's outputs (B, C, C), expanded on first reading."""
         return total(term.dense() for term in self.terms)
 
+    @full_precision
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws outputs (n, B, C), inputs independent of each other; `generator=None` means seed 0."""
         generator = _generator(generator, self.mean.device)
@@ -211,6 +216,7 @@ class MarginalLatent:
     joint = False
 
     @classmethod
+    @full_precision
     def of(cls, mean: Tensor, terms: Sequence[Term | Marginals]) -> MarginalLatent:
         """Adds up terms of which only the variances are read."""
         variance = total(term.variance() for term in terms).clamp_min(0)
@@ -247,6 +253,7 @@ class JointLatent:
         """Marginal standard deviations (B, C)."""
         return _root(self.variance)
 
+    @full_precision
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws outputs (n, B, C), joint across inputs and outputs; `generator=None` means seed 0."""
         size = self.mean.numel()
@@ -289,6 +296,7 @@ class LatentDraws:
         return self.draws.std(0)
 
     @property
+    @full_precision
     def covariance(self) -> Tensor:
         """Unbiased covariance over draws: (B, C, C), or (B, C, B, C) when joint."""
         centred = self.draws - self.mean
@@ -298,6 +306,7 @@ class LatentDraws:
             return (flat.T @ flat / (len(flat) - 1)).reshape(shape)
         return torch.einsum("sbc,sbd->bcd", centred, centred) / (len(centred) - 1)
 
+    @full_precision
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Returns n of the draws, picked with replacement (n, B, C)."""
         generator = _generator(generator, self.draws.device)

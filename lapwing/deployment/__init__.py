@@ -16,7 +16,7 @@ from ..errors import LapwingError
 from ..likelihoods import Bernoulli, Categorical, Link
 from ..posterior import Posterior
 from ..prediction import Linearized, Scaled, Streamlined, Way
-from ..tangent.eager import outside_inference
+from ..tangent.eager import outside_modes
 from .observed import observing
 from .predictor import Predictor
 from .tracing import trace
@@ -25,7 +25,7 @@ _SAMPLES = 4
 """Of the example, that the network is read with."""
 
 
-@outside_inference
+@outside_modes
 def deploy(
     posterior: Posterior,
     x: Any,

@@ -13,10 +13,10 @@ from .. import batches
 from ..errors import LapwingError
 from ..posterior import Posterior
 from ..tangent import Tangent
-from ..tangent.eager import outside_inference
+from ..tangent.eager import outside_modes
 
 
-@outside_inference
+@outside_modes
 def dead_parameters(fitted: Posterior | Tangent, loader: Iterable[Any], threshold: float = 1e-6) -> Tensor:
     """Compute the share of treated weights that no output feels: `s_p ≤ threshold · max_p' s_p'`, `s_p = ‖J_·p‖`.
 

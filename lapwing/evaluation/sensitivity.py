@@ -30,7 +30,7 @@ from ..prediction import Linearized, Uncertain, Way
 from ..prediction.propagation import NoCovariance, Untreated, certain_latent
 from ..prediction.uncertain import leaves_of, with_leaves
 from ..prior import is_positive
-from ..tangent.eager import outside_inference
+from ..tangent.eager import outside_modes
 
 _SLOWED = 0.75
 """θ: where `weight` is None, the loss grows at 1 - θ of the speed that it would have without a pull back."""
@@ -99,7 +99,7 @@ class Sensitivities:
         return sensitivity_plots.maps(self.values, self.inputs, axes, shape, low, labels)
 
 
-@outside_inference
+@outside_modes
 def sensitivity(
     candidate: Posterior | nn.Module,
     inputs: Any,

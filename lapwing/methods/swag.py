@@ -19,7 +19,7 @@ from ..loaders import first_batch, inferred_likelihood
 from ..posterior import Posterior
 from ..prior import is_positive
 from ..tangent import LastLayer, Predicate, Tangent, everything
-from ..tangent.eager import outside_inference
+from ..tangent.eager import outside_modes
 from .batch_norm import refresh
 from .constructed import constructed, copied, put
 from .passes import check_choice
@@ -86,7 +86,7 @@ class SWAG:
         return SnapshotCollector(model, rank, params)
 
     @staticmethod
-    @outside_inference
+    @outside_modes
     def from_snapshots(
         snapshots: SnapshotCollector | Iterable[Mapping[str, Tensor]],
         loader: Iterable[Any],

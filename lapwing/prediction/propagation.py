@@ -13,7 +13,7 @@ from ..covariance import AnyLatent, Covariance, LayerBlock, Term
 from ..errors import LapwingError
 from ..numerics import accumulation_dtype
 from ..tangent import Block, Record, Tangent, Vectors
-from ..tangent.eager import outside_inference, parameters_of
+from ..tangent.eager import outside_modes, parameters_of
 from ..tangent.plan import Plan
 from ..tangent.probe import check_mode
 from ..tangent.record import wants_gradient
@@ -93,7 +93,7 @@ class NoCovariance(Covariance):
         return cls(Untreated.of(tangent.model, tangent.forward, tangent.memory))
 
 
-@outside_inference
+@outside_modes
 def propagate(
     model: nn.Module,
     inputs: Any,

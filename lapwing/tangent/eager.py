@@ -13,12 +13,14 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from ..precision import Arguments, Result, full_precision
 
 LOCK = threading.RLock()
 """Held while any network runs or its parameters are looked up: several threads may use one posterior."""
@@ -76,12 +78,11 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
         return dict(model.named_parameters())
 
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+def outside_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Runs a function that needs a graph outside the caller's autocast and `torch.inference_mode()`.
 
-
-def outside_inference(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Runs a function that needs a graph as under `torch.no_grad()` where the caller is in `torch.inference_mode()`."""
+    In the latter's place it is as under `torch.no_grad()`; the network itself keeps the caller's autocast.
+    """
 
     @functools.wraps(function)
     def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -90,7 +91,7 @@ def outside_inference(function: Callable[Arguments, Result]) -> Callable[Argumen
         with torch.inference_mode(False), torch.no_grad():
             return function(*args, **kwargs)
 
-    return wrapped
+    return full_precision(wrapped)
 
 
 class EagerMode(TorchFunctionMode):

@@ -22,7 +22,7 @@ from ..errors import LapwingError
 from ..numerics import accumulation_dtype
 from .blocks import Block
 from .chunk import Record
-from .eager import LOCK, outside_inference, parameters_of, uncompiled, without_compiled
+from .eager import LOCK, outside_modes, parameters_of, uncompiled, without_compiled
 from .plan import Coverage, Covered, Plan
 from .probe import check_mode, probe
 from .record import run, wants_gradient
@@ -58,7 +58,7 @@ class Tangent:
     memory: int
 
     @classmethod
-    @outside_inference
+    @outside_modes
     def survey(
         cls,
         model: nn.Module,

@@ -17,7 +17,7 @@ from ...loaders import first_batch, inferred_likelihood
 from ...posterior import Posterior
 from ...prior import is_positive
 from ...tangent import LastLayer, Predicate, Tangent, everything
-from ...tangent.eager import outside_inference, parameters_of, uncompiled
+from ...tangent.eager import outside_modes, parameters_of, uncompiled
 from ...tangent.selection import select
 from ..constructed import constructed, copied, diagonal, put
 from ..passes import Batch, Found, Method, Passes, Problem, Seen, State, SumPass, check_count
@@ -108,7 +108,7 @@ class MeanField(Method):
         )
 
     @staticmethod
-    @outside_inference
+    @outside_modes
     def from_optimizer(
         model: nn.Module,
         optimizer: Any,
@@ -175,7 +175,7 @@ class MeanField(Method):
         return _around(model, chosen, loader, method, likelihood, scale, forward, memory, progress)
 
     @staticmethod
-    @outside_inference
+    @outside_modes
     def from_variances(
         model: nn.Module,
         variances: Mapping[str, Tensor],

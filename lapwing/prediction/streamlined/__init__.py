@@ -15,7 +15,7 @@ from ...covariance import Covariance, Latent
 from ...covariance.output import Dense
 from ...errors import LapwingError
 from ...tangent import Tangent
-from ...tangent.eager import outside_inference, without_compiled
+from ...tangent.eager import outside_modes, without_compiled
 from ...tangent.probe import check_mode
 from ...tangent.record import wants_gradient
 from ..uncertain import leaves_of, separate
@@ -148,7 +148,7 @@ class Streamlined(Way):
         values, spreads = separate(inputs)
         return self.propagate(tangent, covariance, values, spreads)
 
-    @outside_inference
+    @outside_modes
     def propagate(
         self, tangent: Tangent, covariance: Covariance, inputs: Any, input_variances: Mapping[int, Tensor] | None = None
     ) -> Latent:
