@@ -106,7 +106,7 @@ def costs() -> dict[str, Any]:
     torch.manual_seed(SEED)
     found = {
         "MLP 784-128-64-10, batch 100": predictions(mlp(), torch.randn(100, 784), lw.everything, 10, 200),
-        "CNN 28x28, batch 50": predictions(cnn(), torch.randn(50, 1, 28, 28), lw.everything, 10, 20),
+        "CNN 28x28, batch 50": predictions(cnn(), torch.randn(50, 1, 28, 28), lw.everything, 10, 50),
         "fit of the MLP, a batch of 100": fits(mlp(), torch.randn(100, 784)),
     }
     for classes in (100, 1000):
