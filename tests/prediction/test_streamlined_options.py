@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing import tangent as tn
 from lapwing.covariance import Blockwise, DiagonalBlock
+from lapwing.errors import LapwingError
 from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
 from tests.prediction.streamlined_oracle import F64, build
@@ -251,9 +252,20 @@ def test_too_large_a_branch_is_named():
             h = self.first(x)
             return (h + self.inner(h)).mean((2, 3))
 
-    from lapwing.errors import LapwingError
-
     model, x = Image().double().eval(), torch.randn(2, 1, 50, 50, dtype=F64)
     tangent = tn.Tangent.survey(model, x, tn.matching("*"))
     with pytest.raises(LapwingError, match="share 5000 numbers a sample"):
         Streamlined(residual="correlated").latent(tangent, diagonal_posterior(tangent, 1.0), x)
+
+
+def test_full_covariances_that_do_not_fit_are_refused():
+    """Before they are made: one sample's would take more than 60 times the budget."""
+    model = nn.Sequential(nn.Linear(8, 8192), nn.ReLU(), nn.Linear(8192, 2)).eval()
+    x = torch.randn(4, 8)
+    tangent = tn.Tangent.survey(model, x, memory=2**24)
+    covariance = diagonal_posterior(tangent, 1.0)
+    with pytest.raises(
+        LapwingError, match=r"about [\d,]+ MiB a sample, more than the budget of 16 MiB.*Streamlined\(\)"
+    ):
+        Streamlined("full").latent(tangent, covariance, x)
+    assert Streamlined().latent(tangent, covariance, x).variance.shape == (4, 2)

@@ -137,8 +137,8 @@ class Streamlined(Way):
         """Returns the latent Gaussian at one batch, differentiable in inputs that require gradients.
 
         Raises:
-            LapwingError: joint=True; a call without a rule, named with what is accepted; NaN or infinite inputs or
-                outputs.
+            LapwingError: joint=True; a call without a rule, named with what is accepted; full covariances of one sample
+                that do not fit the memory budget; NaN or infinite inputs or outputs.
         """
         if joint:
             raise LapwingError(
@@ -180,7 +180,9 @@ class Streamlined(Way):
         # under the lock of without_compiled: other threads swap parameters
         with torch.set_grad_enabled(wants_gradient((inputs, given))), without_compiled():
             places = tuple(sorted(given))
-            length = max(1, tangent.memory // self._engine(tangent, covariance, inputs, places).bytes_per_sample)
+            needed = self._engine(tangent, covariance, inputs, places).bytes_per_sample
+            self._check_need(needed, tangent, inputs)
+            length = max(1, tangent.memory // needed)
             parts = []
             for rows, chunk in batches.chunks(inputs, length):
                 engine = self._engine(tangent, covariance, chunk, places)
@@ -189,6 +191,17 @@ class Streamlined(Way):
         batches.check_outputs(mean, "these inputs")
         matrix = torch.cat([part.covariance for part in parts])  # (B, C, C)
         return Latent(mean.to(tangent.dtype), (Dense(matrix.to(tangent.dtype)),))
+
+    def _check_need(self, needed: int, tangent: Tangent, inputs: Any) -> None:
+        """Raises where full covariances of one sample do not fit the memory budget."""
+        if self.covariance == "full" and needed > tangent.memory:
+            raise LapwingError(
+                f"Asked for lw.Streamlined('full') of {type(tangent.model).__name__} at {batches.describe(inputs)}, "
+                f"found that the covariances within its largest tensor take about {needed / 2**20:,.0f} MiB a sample, "
+                f"more than the budget of {tangent.memory / 2**20:,.0f} MiB; full mode is for small networks: write "
+                f"via=lw.Streamlined(), or pass memory={2 ** (needed - 1).bit_length()} to lw.fit if the machine has "
+                "it."
+            )
 
     def options(self, inputs: tuple[int, ...] = ()) -> Options:
         """Returns what a program is built for, at inputs of which those at some places are uncertain."""
