@@ -260,8 +260,8 @@ def test_too_large_a_branch_is_named():
 
 def test_full_covariances_that_do_not_fit_are_refused():
     """Before they are made: one sample's would take more than 60 times the budget."""
-    model = nn.Sequential(nn.Linear(8, 8192), nn.ReLU(), nn.Linear(8192, 2)).eval()
-    x = torch.randn(4, 8)
+    model = nn.Sequential(nn.Linear(8, 8192), nn.ReLU(), nn.Linear(8192, 2)).double().eval()
+    x = torch.randn(4, 8, dtype=F64)
     tangent = tn.Tangent.survey(model, x, memory=2**24)
     covariance = diagonal_posterior(tangent, 1.0)
     with pytest.raises(
