@@ -16,13 +16,14 @@ from .covariance import AnyLatent, Covariance, Latent, LatentDraws, PriorCovaria
 from .covariance.output import concatenate
 from .diagnosis import Diagnosis
 from .errors import LapwingError
+from .evidence import log_joint_gradient
 from .likelihoods import Likelihood, Link, Prediction
 from .numerics import total
 from .precision import full_precision
 from .prediction import Linearized, Uncertain, Way
 from .prediction.uncertain import separate
 from .prior import Prior, is_positive
-from .tangent import Tangent, Vectors, split
+from .tangent import Tangent, split
 from .tangent.eager import outside_modes
 from .tangent.probe import check_mode
 from .tangent.record import wants_gradient
@@ -231,42 +232,10 @@ class Posterior:
                     "Asked for the evidence at the linearised mode, found no loader; the training data are needed: "
                     "write posterior.log_marginal_likelihood(linearised_mode=True, loader=loader)."
                 )
-            gradient = self._log_joint_gradient(loader)
+            gradient = log_joint_gradient(self, loader)
             moved = self.covariance.mv(gradient)
             value = value + total((gradient[name] * moved[name]).sum() for name in gradient).double() / 2
         return float(value)
-
-    def _log_joint_gradient(self, loader: Iterable[Any]) -> Vectors:
-        """Returns the gradient of `log p(y|θ) + log p(θ)` at θ̂."""
-        dtype = self.covariance.dtype
-        mean = self.tangent.mean()
-        gradient = {
-            block.name: -delta * (mean[block.name] - self.prior.mean[block.name]).to(dtype)
-            for block, delta in zip(self.tangent.blocks, self.prior.precision.tolist(), strict=True)
-        }
-        factor, samples = self.data_factor / self.temperature, 0
-        length = self.tangent.chunk_length(1, dtype)
-        for batch in loader:
-            inputs, targets = batches.split(batch)
-            for rows, chunk in batches.chunks(inputs, length):
-
-                def score(outputs: Tensor, targets: Tensor = targets[rows]) -> Tensor:
-                    self.likelihood.check(outputs, targets)
-                    with torch.enable_grad():
-                        leaf = outputs.detach().requires_grad_()
-                        return torch.autograd.grad(self.likelihood.log_prob(leaf, targets).sum(), leaf)[0][:, :, None]
-
-                record = self.tangent.record(chunk, score, dtype)
-                samples += record.samples
-                for name in gradient:
-                    gradient[name] = gradient[name] + factor * record[name].sum_rows()[0]
-        if samples != self.samples:
-            raise LapwingError(
-                f"Asked for the evidence at the linearised mode, found {samples} samples in the loader, after "
-                f"{self.samples} in the fit; the training data of the fit are needed: pass the same loader, one that "
-                "can be gone through again."
-            )
-        return gradient
 
     def latent(self, x: Any, via: Way = Linearized(), joint: bool = False) -> AnyLatent:  # noqa: B008 (frozen)
         """Returns the latent distribution of the outputs f(x).

@@ -83,6 +83,17 @@ class Likelihood(ABC):
     def with_noise_variance(self, noise_variance: float | None) -> Likelihood:
         """Return the likelihood at another σ²."""
 
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return ``∇_f log p(y|f)``, (B, C), in the dtype of the outputs.
+
+        Raises:
+            LapwingError: for targets that `check` refuses.
+        """
+        self.check(outputs, targets)
+        with torch.enable_grad():
+            leaf = outputs.detach().requires_grad_()
+            return torch.autograd.grad(self.log_prob(leaf, targets).sum(), leaf)[0]
+
     @abstractmethod
     def predict(
         self, latent: LatentLike, link: Link | None = None, generator: torch.Generator | None = None

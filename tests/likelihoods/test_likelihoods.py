@@ -252,3 +252,19 @@ def test_an_added_likelihood_predicts():
     assert torch.equal(draws, prediction.sample(20_000))
     torch.testing.assert_close(draws.mean(0), prediction.mean, rtol=0.05, atol=0)
     torch.testing.assert_close(draws.var(0), prediction.variance, rtol=0.1, atol=0)
+
+
+def test_scores_are_residuals():
+    """∇_f log p(y|f): (y - f)/σ², e_y - p and y - p; also where the caller has gradients off; targets are checked."""
+    outputs = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    labels, real, answers = torch.tensor([0, 2, 1, 1, 0]), outputs.flip(0), torch.eye(5, 3).bool()
+    eye = torch.eye(3, dtype=torch.float64)
+    with torch.no_grad():
+        for likelihood, targets, wanted in (
+            (Gaussian(0.25), real, (real - outputs) / 0.25),
+            (Categorical(), labels, eye[labels] - outputs.softmax(-1)),
+            (Bernoulli(), answers, answers.double() - outputs.sigmoid()),
+        ):
+            torch.testing.assert_close(likelihood.score(outputs, targets), wanted)
+    with pytest.raises(LapwingError, match="label"):
+        Categorical().score(outputs, labels + 3)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import batches
 from ...likelihoods import Likelihood
-from ...tangent import Record, Vectors
+from ...tangent import Vectors
 from ..passes import Batch, Pass, Problem, State, SumPass
 from .curvature_products import pulled
 from .linear_system import LinearSystem, inner_by_block
@@ -83,20 +83,13 @@ class _Score(SumPass):
 
     def update(self, state: State, batch: Batch) -> None:
         for part, record in batch.records():
-            score = self._score(record, batch.targets[part])
+            outputs = record.outputs + record.jvp(self._offset)[..., 0]
+            score = self._likelihood.score(outputs, batch.targets[part]).unsqueeze(-1)  # (B, C, 1)
             if record.cotangents > 2:  # J m came by forward mode, without the backward passes of every output
                 record = batch.tangent.record(batches.take(batch.inputs, part), score)
                 score = torch.ones_like(score[:, :1])
             for name in state:
                 state[name] += pulled(record[name], score)
-
-    def _score(self, record: Record, targets: Tensor) -> Tensor:
-        """Returns `∇_f log p(y | f)` at `f + J m`, (B, C, 1)."""
-        outputs = record.outputs + record.jvp(self._offset)[..., 0]
-        self._likelihood.check(outputs, targets)
-        with torch.enable_grad():
-            leaf = outputs.detach().requires_grad_()
-            return torch.autograd.grad(self._likelihood.log_prob(leaf, targets).sum(), leaf)[0][:, :, None]
 
 
 class _Along(SumPass):
