@@ -411,6 +411,24 @@ class TestFromRows(PrecisionConformance):
         return LowRankWithResidual.from_rows(problem.blocks, rows, torch.diag(values), traces, precision, scale)
 
 
+def test_scaled_factors_join():
+    """Chunks of `F diag(s) Fᵀ`, alike, with another number of columns, and beside factors without a scale."""
+    first, second, narrow = random(2, 3, 4), random(1, 3, 4), random(1, 3, 2)
+    scales = [random(len(f), f.shape[-1]).abs() for f in (first, second, narrow)]
+
+    def dense(factor: Tensor, scale: Tensor) -> Tensor:
+        return factor @ torch.diag_embed(scale) @ factor.mT
+
+    alike = join_terms([(Thin(first, scales[0]),), (Thin(second, scales[1]),)])
+    assert isinstance(alike[0], Thin)
+    wanted = torch.cat([dense(first, scales[0]), dense(second, scales[1])])
+    close(alike[0].dense(), wanted)
+    close(alike[0].variance(), wanted.diagonal(dim1=1, dim2=2))
+    for other, matrix in ((Thin(narrow, scales[2]), dense(narrow, scales[2])), (Thin(second), second @ second.mT)):
+        (joined,) = join_terms([(Thin(first, scales[0]),), (other,)])
+        close(joined.dense(), torch.cat([dense(first, scales[0]), matrix]))
+
+
 def test_terms_of_different_kinds_join():
     """A chunk of one-token texts has thin factors where longer texts have matrices."""
     factor, matrix = random(2, 3, 4), random(1, 3, 3)
