@@ -151,12 +151,23 @@ class KroneckerBlock(Structure):
         self, jacobian: BlockJacobian, candidates: Sequence[Tensor], marginal: bool
     ) -> Sequence[Term | Marginals]:
         """Rotates a and g, then weights them; an output layer keeps `U_out diag(s) U_outᵀ` as factors."""
-        flat = [weights.flatten() for weights in candidates]
-        if isinstance(jacobian, Outer) and jacobian.is_output:
-            rotated = jacobian.rotate(self.inputs, None)
-            return [Rotated(self.outputs[0], rotated.input_scale(weights)) for weights in flat]
         assert isinstance(jacobian, MatrixJacobian)
-        return _weighted(jacobian.rotate(self.inputs, self.outputs), flat, marginal)
+        basis = self.inputs
+        if isinstance(jacobian, Outer) and basis is not None and 2 * self._shared > basis.shape[-1]:
+            jacobian = jacobian.rotate_inputs(basis[0, :, self._shared :])
+            basis, candidates = None, [weights[0, :, self._shared - 1 :] for weights in candidates]
+        else:
+            candidates = [weights.flatten() for weights in candidates]
+        if isinstance(jacobian, Outer) and jacobian.is_output:
+            rotated = jacobian.rotate(basis, None)
+            return [Rotated(self.outputs[0], rotated.input_scale(weights)) for weights in candidates]
+        return _weighted(jacobian.rotate(basis, self.outputs), candidates, marginal)
+
+    @cached_property
+    def _shared(self) -> int:
+        """How many input directions, the first ones, have the same eigenvalues: of A = 0, where no sample had any."""
+        same = (self.eigenvalues == self.eigenvalues[..., :1]).flatten(0, 1).all(0)
+        return int(same.cumprod(0).sum())
 
     def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
         """Rotates a and g, then takes the weighted Gram matrix across samples."""

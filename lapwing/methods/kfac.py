@@ -114,6 +114,7 @@ def _eigenbasis(inputs: Tensor, outputs: Tensor, count: Tensor) -> KroneckerBloc
         alpha, basis = inputs.double(), None
     else:
         alpha, basis = symmetric_eigen(mirrored(inputs))
+        alpha[..., : max(0, alpha.shape[-1] - int(count))] = 0  # its rank is at most #; all else is rounding noise
         basis = basis.to(inputs.dtype)
     eigenvalues = gamma[..., :, None] * alpha[..., None, :] / count.double()
     return KroneckerBlock(eigenvalues.to(inputs.dtype), basis, rotation.to(outputs.dtype))

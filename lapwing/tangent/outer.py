@@ -64,6 +64,12 @@ class Outer(MatrixJacobian):
             g = (self.g.transpose(0, 1) @ outputs[0]).transpose(0, 1)
         return Outer(a, g, self.outputs).within(self.slice_bytes)
 
+    def rotate_inputs(self, basis: Tensor) -> Outer:
+        """Returns J for inputs [|a - U Uᵀ a|, Uᵀ a], orthonormal U (I, k): enough where all beside U weighs the same."""
+        inside = self.a @ basis
+        beside = torch.linalg.vector_norm(self.a - inside @ basis.T, dim=1, keepdim=True)
+        return Outer(torch.cat([beside, inside], 1), self._g, self.outputs).within(self.slice_bytes)
+
     def shared(self) -> SharedOuter:
         """Returns the same Jacobian, written for several positions."""
         return SharedOuter(Strips.whole(self.a[:, None, None], self.g[:, :, None, None])).within(self.slice_bytes)

@@ -310,6 +310,21 @@ class TestKroneckerBlocks(BlockwiseConformance):
         return KroneckerBlock(values, within, out), dense
 
 
+class TestKroneckerBlocksOfFewSamples(TestKroneckerBlocks):
+    """Most input directions share their eigenvalues, as those do that a fit never saw."""
+
+    def structure(self, block, seed):
+        structure, dense = super().structure(block, seed)
+        if not isinstance(structure, KroneckerBlock) or structure.inputs is None:
+            return structure, dense
+        values = structure.eigenvalues
+        values[..., : values.shape[-1] // 2 + 1] = 0
+        bases = [
+            torch.kron(u.contiguous(), v.contiguous()) for u, v in zip(structure.outputs, structure.inputs, strict=True)
+        ]
+        return structure, torch.block_diag(*[u * v.flatten() @ u.T for u, v in zip(bases, values, strict=True)])
+
+
 class TestMixedBlocks(BlockwiseConformance):
     """All three kinds side by side."""
 

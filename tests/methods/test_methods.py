@@ -413,6 +413,34 @@ class TestEkfacReduce(KroneckerConformance):
     instead: ClassVar[dict[str, str]] = {"grouped_strided_conv": "conv1d"}
 
 
+@pytest.mark.parametrize("params", [lw.everything, lw.last_layer])
+@pytest.mark.parametrize("samples", [0, 5, 14, 40])
+def test_kfac_of_fewer_samples_than_inputs(samples, params):
+    """Directions that no sample showed keep the prior's variance exactly, far outside the data too; else: no change."""
+    torch.manual_seed(0)
+    trunk = [] if params is lw.last_layer else [nn.Linear(20, 4), nn.Tanh()]
+    net = nn.Sequential(*trunk, nn.Linear(4 if trunk else 20, 3)).double().eval()
+    x = torch.randn(max(samples, 1), 20).double() * (samples > 0)  # no sample: of the inputs, the bias alone
+    fitted = lw.fit(net, [(x, torch.zeros(len(x), dtype=torch.long))], lw.KFAC(), params=params, prior_precision=0.1)
+    inputs = 10 * torch.randn(6, 20).double()
+    structure = next(iter(fitted.covariance.structures.values()))
+    assert int((structure.eigenvalues == 0).all(-2).sum()) == max(0, 21 - max(samples, 1))
+    rows = fitted.tangent.record(inputs).rows()
+    wanted = oracle.output_covariance(rows, fitted.covariance.to_dense())
+    latent = fitted.latent(inputs)
+    close(latent.covariance, wanted)
+    close(latent.variance, wanted.diagonal(dim1=1, dim2=2))
+    inputs.requires_grad_()
+    slopes = torch.autograd.grad(fitted.latent(inputs).variance.sum(), inputs)[0]
+    nudged = inputs.detach().clone()
+    nudged[2, 3] += 1e-5
+    there = fitted.latent(nudged).variance.sum()
+    nudged[2, 3] -= 2e-5
+    assert torch.isclose((there - fitted.latent(nudged).variance.sum()) / 2e-5, slopes[2, 3], rtol=1e-5)
+    seen = 3 * x[:1]
+    assert torch.autograd.grad(fitted.latent(seen.requires_grad_()).variance.sum(), seen)[0].isfinite().all()
+
+
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("name", SMALL)
 def test_ekfac_is_never_further_from_the_ggn_than_kfac(name, sharing):
