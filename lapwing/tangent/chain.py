@@ -105,5 +105,5 @@ def _pulled(g: Tensor | None, use: Noted, slope: Tensor | None) -> Tensor:
     if g is None:
         rows = weight.unsqueeze(1)  # (C, 1, I), the network's own
         return rows.clone().expand(-1, len(use.out), -1) if slope is None else rows * slope
-    pulled = (g.flatten(0, 1) @ weight).unflatten(0, g.shape[:2])
+    pulled = g @ weight
     return pulled if slope is None else pulled.mul_(slope)  # its memory is warm: a new tensor takes longer
