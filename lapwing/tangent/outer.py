@@ -65,7 +65,7 @@ class Outer(MatrixJacobian):
         return Outer(a, g, self.outputs).within(self.slice_bytes)
 
     def rotate_inputs(self, basis: Tensor) -> Outer:
-        """Returns J for inputs [|a - U Uᵀ a|, Uᵀ a], orthonormal U (I, k): enough where all beside U weighs the same."""
+        """Returns J for inputs [|a - U Uᵀ a|, Uᵀ a], U (I, k) orthonormal, where what is left weighs the same."""
         inside = self.a @ basis
         beside = torch.linalg.vector_norm(self.a - inside @ basis.T, dim=1, keepdim=True)
         return Outer(torch.cat([beside, inside], 1), self._g, self.outputs).within(self.slice_bytes)
