@@ -264,7 +264,6 @@ def _short(dtype: torch.dtype) -> str:
 
 def _finite(values: Tensor) -> bool:
     """Whether all values are finite: one fast sum, and a look at each where that overflows or is not finite."""
-    values = values.detach()
     return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
 
 

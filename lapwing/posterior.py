@@ -279,7 +279,7 @@ class Posterior:
                 f"Asked for the latent at {batches.describe(values)}, found no samples in it; at least one is needed: "
                 "give a single sample as x[None], and leave empty batches out."
             )
-        with torch.set_grad_enabled(wants_gradient((values, spreads))):
+        with torch.set_grad_enabled(wants_gradient((values, spreads) if spreads else values)):
             latent = via.latent(self.tangent, self.covariance, inputs, joint)
         if latent.mean.shape[1] != self.tangent.outputs:
             raise LapwingError(

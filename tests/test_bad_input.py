@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -632,6 +634,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "turned": (lambda model: setattr(model[0].weight, "data", model[0].weight.data.flip(1)), "0.weight"),
     "signs": (lambda model: setattr(model[2].bias, "data", torch._neg_view(model[2].bias.data)), "2.bias"),
     "layer": (lambda model: model.__setitem__(2, nn.Linear(6, 3)), "2.weight"),
+    "parameter": (lambda model: setattr(model[0], "weight", nn.Parameter(model[0].weight.clone())), "0.weight"),
     "loaded": (lambda model: model.load_state_dict(network().state_dict()), "0.weight"),
     "dtype": (lambda model: model.double(), "dtype or device"),
 }
@@ -665,6 +668,9 @@ def test_what_does_not_change_the_weights_is_fine() -> None:
     model = network()
     fitted = fit([(X, Y)], model)
     expected = fitted.latent(X).covariance
+    for unchanged in (fitted, copy.deepcopy(fitted), pickle.loads(pickle.dumps(fitted))):
+        assert unchanged.stamp.untouched(unchanged.tangent.model)  # the short way
+        assert not unchanged.stamp.untouched(network())
     model.requires_grad_(False)
     model(X)
     model.train()

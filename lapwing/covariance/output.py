@@ -36,7 +36,7 @@ class Thin:
     def dense(self) -> Tensor:
         """Returns (B, C, C)."""
         left = self.factor if self.scale is None else self.factor * self.scale.unsqueeze(1)
-        return left @ self.factor.mT
+        return torch.bmm(left, self.factor.mT)
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Returns draws (n, B, C) from K normals each."""

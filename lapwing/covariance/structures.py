@@ -22,6 +22,9 @@ from .output import Dense, Marginals, Rotated, Term, Thin, smaller
 MATRIX_SIDE = 4096
 """A layer with at most so many weights may have its covariance written out, 64 MiB, where that spares work."""
 
+SPARED = 128
+"""Directions of an input that a rotation leaves out where that takes less time than the few operations more."""
+
 
 class Structure(ABC):
     """The curvature of one block, `U diag(λ) Uᵀ`.
@@ -153,7 +156,7 @@ class KroneckerBlock(Structure):
         """Rotates a and g, then weights them; an output layer keeps `U_out diag(s) U_outᵀ` as factors."""
         assert isinstance(jacobian, MatrixJacobian)
         basis = self.inputs
-        if isinstance(jacobian, Outer) and basis is not None and 2 * self._shared > basis.shape[-1]:
+        if isinstance(jacobian, Outer) and basis is not None and 2 * self._shared - basis.shape[-1] > SPARED:
             jacobian = jacobian.rotate_inputs(basis[0, :, self._shared :])
             basis, candidates = None, [weights[0, :, self._shared - 1 :] for weights in candidates]
         else:

@@ -9,11 +9,13 @@ Weights (P,) and vectors (K, P) are laid out as (G, O, I), the bias as the last 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import product
 from math import isqrt
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..numerics import add_squares, mirrored, total
 from .jacobian import BlockJacobian, MatrixJacobian
@@ -26,16 +28,26 @@ REDUCTION = 40
 class Outer(MatrixJacobian):
     """One position a sample: inputs a (B, I) and output gradients g (B, R, O).
 
-    `g=None` says that the layer's output *is* the network's output, so that g is the identity and R = O.
+    `g=None` says that the layer's output *is* the network's output, so that g is the identity and R = O. `bias` says
+    that one more input, 1, follows those given; it is written out where a product needs it.
     """
 
     groups = 1
 
-    def __init__(self, a: Tensor, g: Tensor | None, outputs: int) -> None:
-        self.a, self._g = a, g
-        self.outputs, self.inputs = outputs, a.shape[-1]
-        self.batch, self.size = a.shape[0], outputs * a.shape[-1]
+    def __init__(self, a: Tensor, g: Tensor | None, outputs: int, bias: bool = False) -> None:
+        self._a, self._g, self._bias = a, g, bias
+        self.batch, self.outputs, self.inputs = a.shape[0], outputs, a.shape[1] + bias
+        self.size = outputs * self.inputs
         self.cotangents = outputs if g is None else g.shape[1]
+
+    @cached_property
+    def a(self) -> Tensor:
+        """Inputs (B, I)."""
+        return torch.cat([self._a, self._a.new_ones(self.batch, 1)], 1) if self._bias else self._a
+
+    def _times(self, a: Tensor, matrix: Tensor) -> Tensor:
+        """Returns `a Mᵀ` (B, K) for M (K, I)."""
+        return F.linear(a, matrix[:, :-1], matrix[:, -1]) if self._bias else F.linear(a, matrix)
 
     @property
     def is_output(self) -> bool:
@@ -59,7 +71,7 @@ class Outer(MatrixJacobian):
 
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> Outer:
         """Returns J in another basis: a U_in and g U_out, for U_in (1, I, I) and U_out (1, O, O)."""
-        a, g = self.a if inputs is None else self.a @ inputs[0], self._g
+        a, g = self.a if inputs is None else self._times(self._a, inputs[0].T), self._g
         if outputs is not None:  # one product: cotangents come first in memory
             g = (self.g.transpose(0, 1) @ outputs[0]).transpose(0, 1)
         return Outer(a, g, self.outputs).within(self.slice_bytes)
@@ -76,7 +88,7 @@ class Outer(MatrixJacobian):
 
     def input_scale(self, weights: Tensor) -> Tensor:
         """Returns `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O), all that a diagonal weighting needs of the inputs."""
-        return self.a.square() @ weights.reshape(self.outputs, self.inputs).T
+        return self._times(self._a.square(), weights.reshape(self.outputs, self.inputs))
 
     def weighted_factor(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Returns g (B, R, O) and `input_scale` (B, O). Time O(B O I)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from ..errors import LapwingError
@@ -81,13 +82,16 @@ class Plan:
         spread, last = data.get("spread", False), data.get("last", -1)  # files of version 0.1 have none
         return cls(tuple(data["watched"]), order, uses, data["single_sample"], sizes, spread, last)
 
-    def check_order(self, names: Sequence[dict[str, str]], samples: int, model: str) -> None:
+    @cached_property
+    def _names(self) -> list[dict[str, str]]:
+        return [dict(use) for use in self.order]
+
+    def check_order(self, names: list[dict[str, str]], samples: int, model: str) -> None:
         """Raises when a recording differs from the survey's, or shows the batch axes that one sample could not."""
-        found = tuple(tuple(sorted(use.items())) for use in names)
-        if found != self.order:
+        if names != self._names:
             raise LapwingError(
                 f"Asked to run {model} as on the first batch, where it used its covered parameters {len(self.order)} "
-                f"times, found {len(found)} uses or another order; the same layers must run on every batch: leave "
+                f"times, found {len(names)} uses or another order; the same layers must run on every batch: leave "
                 "conditional layers out with params=lambda name, parameter: ..."
             )
         if self.single_sample and samples > 1:

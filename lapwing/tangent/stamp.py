@@ -76,8 +76,10 @@ class Stamp:
         if model is not self.modules[0][0]:
             return False
         with LOCK:
-            for module, *held in self.modules:
-                if module.training or not all(map(_same, held, _holdings(module))):
+            for module, children, tensors in self.modules:
+                inside, held = _holdings(module)
+                same = len(held) == len(tensors) and all(map(is_, held, tensors))
+                if module.training or inside != children or not same:
                     return False
         layout, views = self._places
         if not layout or layout != _layout(list(self.tensors.values())):
@@ -123,11 +125,6 @@ def _versions(state: Mapping[str, Tensor]) -> tuple[int, ...]:
 def _holdings(module: nn.Module) -> tuple[list[Any], list[Any]]:
     """Returns the modules and the tensors that a module holds itself."""
     return list(module._modules.values()), [*module._parameters.values(), *module._buffers.values()]
-
-
-def _same(first: list[Any], second: list[Any]) -> bool:
-    """Whether two lists hold the same objects, not equal ones."""
-    return len(first) == len(second) and all(map(is_, first, second))
 
 
 def _layout(tensors: list[Tensor]) -> list[tuple[Any, ...]]:

@@ -20,6 +20,7 @@ from lapwing.covariance import (
     LowRankWithResidual,
     PrecisionCovariance,
     PriorCovariance,
+    structures,
 )
 from lapwing.covariance.dense import concatenate, cut
 from lapwing.covariance.output import Dense, Latent, Rotated, Thin
@@ -312,6 +313,10 @@ class TestKroneckerBlocks(BlockwiseConformance):
 
 class TestKroneckerBlocksOfFewSamples(TestKroneckerBlocks):
     """Most input directions share their eigenvalues, as those do that a fit never saw."""
+
+    @pytest.fixture(autouse=True)
+    def small(self, monkeypatch):
+        monkeypatch.setattr(structures, "SPARED", 0)
 
     def structure(self, block, seed):
         structure, dense = super().structure(block, seed)

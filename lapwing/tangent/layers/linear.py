@@ -31,15 +31,16 @@ class LinearUse(Use):
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, most: int
     ) -> Outer | SharedOuter:
         """Positions are all dimensions between the samples and the features."""
-        layout = self.matrix()
         a = axis.front(self.inputs, samples)  # (B, *grid, I)
         g = None if g is None else axis.front(g, samples, 1)  # (R, B, *grid, O)
         if a.ndim == 2:  # one position
-            return Outer(
-                with_bias_column(a.to(dtype), roles), None if g is None else g.to(dtype).transpose(0, 1), layout.outputs
-            )
+            a, g = a.to(dtype), None if g is None else g.to(dtype).transpose(0, 1)
+            outputs = self.parameters["weight"].shape[self.transposed]
+            if "weight" in roles:
+                return Outer(a, g, outputs, bias="bias" in roles)
+            return Outer(with_bias_column(a, roles), g, outputs)
         assert g is not None  # outputs (B, C) have one position a sample
-        gradients = g
+        gradients, layout = g, self.matrix()
 
         def part(box: Box) -> Strip:
             some, there = at(a, box, 1), at(gradients, box, 2)
