@@ -17,7 +17,7 @@ from .posterior import Posterior
 from .prior import Prior
 from .tangent import Tangent
 from .tangent.eager import outside_modes
-from .tangent.stamp import Stamp, fingerprint, state_of
+from .tangent.stamp import Stamp, fingerprint
 
 
 def write(posterior: Posterior, path: str | os.PathLike[str]) -> None:
@@ -34,7 +34,7 @@ def write(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     tensors |= {f"prior_mean/{name}": tensor for name, tensor in posterior.prior.mean.items()}
     tensors |= {f"statistics/{name}": tensor for name, tensor in posterior.statistics.items()}
     tensors |= {f"history/{name}": tensor for name, tensor in posterior.history.items()}
-    state = state_of(posterior.tangent.model)
+    state = posterior.tangent.state()
     tensors |= {f"weights/{name}": fingerprint(value) for name, value in state.items()}
     header = {
         "tangent": posterior.tangent.to_json(),
@@ -129,7 +129,7 @@ def _rebuilt(
     return Posterior(
         tangent, covariance, likelihood, prior, statistics,
         header["samples"], header["data_factor"], header["temperature"], header["method"], noise_given,
-        Stamp.of(tangent.model), part("history/"),
+        Stamp.of(tangent.state()), part("history/"),
     )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def _check_same(
     path: str | os.PathLike[str], tangent: Tangent, prints: dict[str, Tensor], dtypes: dict[str, str]
 ) -> None:
     """Raises where the network's state, treated or not, is not that of the fit."""
-    state, network = state_of(tangent.model), type(tangent.model).__name__
+    state, network = tangent.state(), type(tangent.model).__name__
     for name in (*prints, *state):
         if name not in prints or name not in state:
             raise LapwingError(

@@ -89,7 +89,7 @@ class Posterior:
         given = not likelihood.needs_noise
         posterior = cls(
             tangent, covariance, likelihood, prior, statistics, samples, factor, temperature, repr(method), given,
-            Stamp.of(tangent.model), history,
+            Stamp.of(tangent.state()), history,
         )  # fmt: skip
         settled = given and isinstance(covariance, PriorCovariance)
         return posterior.at(prior.precision, likelihood.noise_variance) if settled else posterior
@@ -377,16 +377,13 @@ class Posterior:
         write(self, path)
 
     def _check_network(self) -> None:
-        model = self.tangent.model
-        if self.stamp.untouched(model):
-            return
-        check_mode(model)
-        changed = self.stamp.changed(model)
+        check_mode(self.tangent.model)
+        changed = self.stamp.changed(self.tangent.state())
         if changed is not None:
             raise LapwingError(
-                f"Asked to use a posterior around {type(model).__name__}, found that {changed} was "
-                "written or replaced after the fit; a posterior describes the weights it was fitted with: fit again, "
-                "or load them back into the model and use lw.load(path, model)."
+                f"Asked to use a posterior around {type(self.tangent.model).__name__}, found that {changed} was "
+                "written, replaced or added after the fit; a posterior describes the weights it was fitted with: fit "
+                "again, or load them back into the model and use lw.load(path, model)."
             )
 
 

@@ -23,7 +23,7 @@ MATRIX_SIDE = 4096
 """A layer with at most so many weights may have its covariance written out, 64 MiB, where that spares work."""
 
 SPARED = 128
-"""Directions of an input that a rotation leaves out where that takes less time than the few operations more."""
+"""How many columns fewer must be multiplied, of a rotation of inputs and what lies beside it, to be worth it."""
 
 
 class Structure(ABC):
@@ -156,7 +156,8 @@ class KroneckerBlock(Structure):
         """Rotates a and g, then weights them; an output layer keeps `U_out diag(s) U_outᵀ` as factors."""
         assert isinstance(jacobian, MatrixJacobian)
         basis = self.inputs
-        if isinstance(jacobian, Outer) and basis is not None and 2 * self._shared - basis.shape[-1] > SPARED:
+        if isinstance(jacobian, Outer) and self._few and not jacobian.a.requires_grad:  # a length has a kink at 0
+            assert basis is not None
             jacobian = jacobian.rotate_inputs(basis[0, :, self._shared :])
             basis, candidates = None, [weights[0, :, self._shared - 1 :] for weights in candidates]
         else:
@@ -168,9 +169,14 @@ class KroneckerBlock(Structure):
 
     @cached_property
     def _shared(self) -> int:
-        """How many input directions, the first ones, have the same eigenvalues: of A = 0, where no sample had any."""
+        """How many of the first input directions have the same eigenvalues: A's null space, which no sample showed."""
         same = (self.eigenvalues == self.eigenvalues[..., :1]).flatten(0, 1).all(0)
         return int(same.cumprod(0).sum())
+
+    @property
+    def _few(self) -> bool:
+        """Whether the other input directions are so few that they and what lies beside them are less work."""
+        return self.inputs is not None and 2 * self._shared - self.inputs.shape[-1] > SPARED
 
     def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
         """Rotates a and g, then takes the weighted Gram matrix across samples."""

@@ -90,7 +90,7 @@ def constructed(
         given=True,
     )
     return Posterior(
-        tangent, covariance, likelihood, flat, statistics, samples, 1.0, 1.0, method, given, Stamp.of(tangent.model)
+        tangent, covariance, likelihood, flat, statistics, samples, 1.0, 1.0, method, given, Stamp.of(tangent.state())
     )
 
 

@@ -38,6 +38,8 @@ class KFAC(Method):
         LapwingError: for another label.
 
     Cost: one pass of C backward passes of activations; memory O(D_in² + D_out²) a layer; time O(D³) a layer at the end.
+    A prediction rotates each layer's inputs, O(D_in²) a position; O(D_in n) a layer of one position where the fit saw
+    far fewer samples, n.
 
     Example:
         >>> import lapwing as lw

@@ -57,13 +57,14 @@ def _of_weights(tangent: Tangent, covariance: Covariance, inputs: Any, joint: bo
     means, terms = [], []
     for _, record in tangent.records(inputs, dtype=dtype):
         means.append(record.outputs)
-        found = covariance.output_covariance(record)
-        terms.append(found if record.dtype == tangent.dtype else [_cast(term, tangent.dtype) for term in found])
+        terms.append([_cast(term, tangent.dtype) for term in covariance.output_covariance(record)])
     return Latent(means[0] if len(means) == 1 else torch.cat(means), concatenate(terms))
 
 
 def _cast(term: Term, dtype: torch.dtype) -> Term:
     """Brings a term back from the float64 that some structures are contracted in."""
+    if all(value is None or value.dtype == dtype for value in vars(term).values()):
+        return term
     if isinstance(term, Thin):
         return Thin(term.factor.to(dtype), None if term.scale is None else term.scale.to(dtype))
     if isinstance(term, Rotated):

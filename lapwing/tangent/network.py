@@ -22,7 +22,7 @@ from ..errors import LapwingError
 from ..numerics import accumulation_dtype
 from .blocks import Block
 from .chunk import Record
-from .eager import outside_modes, parameters_of, uncompiled, without_compiled
+from .eager import LOCK, outside_modes, parameters_of, uncompiled, without_compiled
 from .plan import Coverage, Covered, Plan
 from .probe import check_mode, probe
 from .record import run, wants_gradient
@@ -148,6 +148,17 @@ class Tangent:
     def explicit_size(self) -> int:
         """The number of weights whose rows are always formed."""
         return sum(block.size for block in self.blocks if self.plan.is_explicit(block))
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns what the outputs depend on: name -> every parameter, treated or not, and every saved real buffer."""
+        with LOCK:
+            found = parameters_of(self.model)
+            for path, module in self.model.named_modules():
+                for name, buffer in module._buffers.items():
+                    saved = buffer is not None and name not in module._non_persistent_buffers_set
+                    if saved and buffer.is_floating_point():
+                        found[f"{path}.{name}" if path else name] = buffer
+        return found
 
     def mean(self) -> dict[str, Tensor]:
         """Returns the trained weights as one vector a block (P_block,), in the accumulation dtype."""

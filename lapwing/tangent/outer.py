@@ -58,7 +58,7 @@ class Outer(MatrixJacobian):
     def g(self) -> Tensor:
         """Output gradients (B, R, O), the identity written out where the layer is the output."""
         if self._g is None:
-            return torch.eye(self.outputs, dtype=self.a.dtype, device=self.a.device).expand(self.batch, -1, -1)
+            return torch.eye(self.outputs, dtype=self._a.dtype, device=self._a.device).expand(self.batch, -1, -1)
         return self._g
 
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:

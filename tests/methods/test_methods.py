@@ -439,7 +439,10 @@ def test_kfac_of_fewer_samples_than_inputs(samples, params, monkeypatch):
     nudged[2, 3] -= 2e-5
     assert torch.isclose((there - fitted.latent(nudged).variance.sum()) / 2e-5, slopes[2, 3], rtol=1e-5)
     seen = 3 * x[:1]
-    assert torch.autograd.grad(fitted.latent(seen.requires_grad_()).variance.sum(), seen)[0].isfinite().all()
+    (slopes,) = torch.autograd.grad(fitted.latent(seen.requires_grad_()).variance.sum(), seen, create_graph=True)
+    (curvature,) = torch.autograd.grad(slopes.sum(), seen)
+    assert slopes.isfinite().all()
+    assert curvature.isfinite().all()
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])

@@ -15,7 +15,6 @@ from benchmarks.measure import LiveBytes
 from lapwing import batches
 from lapwing.tangent import Tangent
 from lapwing.tangent.plan import Plan
-from lapwing.tangent.stamp import state_of
 from tests import oracle
 from tests.zoo import ZOO
 
@@ -263,9 +262,9 @@ def test_parameters_are_the_networks_own() -> None:
     tangent = Tangent.survey(model, ZOO["tied"].inputs(3, 0))
     own = {id(value) for value in model.parameters()}
     assert {id(value) for value in tangent.parameters.values()} == own
-    assert {id(value) for value in state_of(model).values()} == own
+    assert {id(value) for value in tangent.state().values()} == own
     batch_norm = ZOO["cnn_bn_inplace"].build()
-    names = set(state_of(batch_norm))
+    names = set(Tangent.survey(batch_norm, ZOO["cnn_bn_inplace"].inputs(3, 0)).state())
     assert {"1.running_mean", "1.running_var"} < names
     assert "1.num_batches_tracked" not in names
 
