@@ -56,7 +56,7 @@ def predictions(model: nn.Module, x: Tensor, rounds: int, batches: int = 1) -> d
 def fits(model: nn.Module, x: Tensor) -> dict[str, Any]:
     """Returns the cost of one pass a batch: the difference between long and short fits, so that set-up cancels."""
     y = torch.randint(10, (len(x),))
-    short, long = [(x, y)] * 20, [(x, y)] * 120
+    short, long = [(x, y)] * 20, [(x, y)] * 320
     found = {}
     for name, method in (("diagonal", lw.Diagonal()), ("KFAC", lw.KFAC())):
         times = []
