@@ -23,7 +23,7 @@ MATRIX_SIDE = 4096
 """A layer with at most so many weights may have its covariance written out, 64 MiB, where that spares work."""
 
 SPARED = 128
-"""How many columns fewer must be multiplied, of a rotation of inputs and what lies beside it, to be worth it."""
+"""Columns of products that must be spared for input directions to be left out of a rotation: it takes further steps."""
 
 
 class Structure(ABC):
@@ -175,7 +175,7 @@ class KroneckerBlock(Structure):
 
     @property
     def _few(self) -> bool:
-        """Whether the other input directions are so few that they and what lies beside them are less work."""
+        """Whether a product with the other directions, and one back, are less work than one with all of them."""
         return self.inputs is not None and 2 * self._shared - self.inputs.shape[-1] > SPARED
 
     def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
