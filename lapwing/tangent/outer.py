@@ -61,6 +61,11 @@ class Outer(MatrixJacobian):
             return torch.eye(self.outputs, dtype=self._a.dtype, device=self._a.device).expand(self.batch, -1, -1)
         return self._g
 
+    @property
+    def _rows_of_g(self) -> Tensor:
+        """Gradients (B R, O) in the order of memory."""
+        return (self.g if self.g.is_contiguous() else self.g.transpose(0, 1)).flatten(0, 1)
+
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
         """Yields outer products for slices of the output channels."""
         step = self.step(self.batch * self.cotangents * self.inputs * self.a.element_size(), self.outputs)
@@ -72,8 +77,8 @@ class Outer(MatrixJacobian):
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> Outer:
         """Returns J in another basis: a U_in and g U_out, for U_in (1, I, I) and U_out (1, O, O)."""
         a, g = self.a if inputs is None else self._times(self._a, inputs[0].T), self._g
-        if outputs is not None:  # one product: cotangents come first in memory
-            g = (self.g.transpose(0, 1) @ outputs[0]).transpose(0, 1)
+        if outputs is not None:
+            g = self.g @ outputs[0] if self.g.is_contiguous() else (self.g.transpose(0, 1) @ outputs[0]).transpose(0, 1)
         return Outer(a, g, self.outputs).within(self.slice_bytes)
 
     def rotate_inputs(self, basis: Tensor) -> Outer:
@@ -130,13 +135,13 @@ class Outer(MatrixJacobian):
 
     def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
         """Returns `A = Σ a aᵀ` (1, I, I), `Γ = Σ g gᵀ` (1, O, O) and their count of positions."""
-        g = self.g.transpose(0, 1).flatten(0, 1)  # (R B, O): cotangents come first in memory
+        g = self._rows_of_g
         return (self.a.T @ self.a)[None], (g.T @ g)[None], self.batch
 
     def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
         """Adds A and Γ without a copy between product and sum."""
         add_squares(inputs, self.a[None])
-        add_squares(outputs, self.g.transpose(0, 1).flatten(0, 1)[None])
+        add_squares(outputs, self._rows_of_g[None])
         return self.batch
 
 
