@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..numerics import total
 from ..tangent import Block, Record, Tangent, Vectors
+from ..tangent.jacobian import Weighting
 from .base import LayerBlock, PrecisionCovariance
 from .output import Dense, Marginals, Term
 from .structures import STRUCTURES, Structure
@@ -48,6 +49,7 @@ class Blockwise(PrecisionCovariance):
             block.name: 1 / (scale * structures[block.name].eigenvalues + delta)
             for block, delta in zip(blocks, precision.tolist(), strict=True)
         }
+        self._weightings = {name: Weighting(weights.flatten()) for name, weights in self._weights.items()}
 
     def with_prior(self, precision: Tensor, scale: float) -> Blockwise:
         """Returns the covariance under another prior: no refactorisation, time O(P)."""
@@ -120,8 +122,8 @@ class Blockwise(PrecisionCovariance):
         self, record: Record, candidates: Sequence[Self], marginal: bool
     ) -> Iterator[Sequence[Term | Marginals]]:
         for name, structure in self.structures.items():
-            weights = [candidate._weights[name] for candidate in candidates]
-            yield structure.outputs_at(record[name], weights, marginal)
+            weightings = [candidate._weightings[name] for candidate in candidates]
+            yield structure.outputs_at(record[name], weightings, marginal)
 
     def joint_output_covariance(self, record: Record) -> Tensor:
         """Sums over blocks."""

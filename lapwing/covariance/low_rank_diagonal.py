@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..numerics import total
 from ..tangent import Block, Record, Tangent, Vectors
+from ..tangent.jacobian import Weighting
 from .base import Covariance, LayerBlock
 from .output import Dense, Marginals, Term, Thin
 from .structures import DiagonalBlock, FactorLayer
@@ -75,7 +76,7 @@ class LowRankPlusDiagonal(Covariance):
         matrix: Tensor | None = None
         for name, variances in self.variances.items():
             weights = variances.to(record.dtype)
-            term = DiagonalBlock(weights).outputs_at(record[name], [weights], marginal=False)[0]
+            term = DiagonalBlock(weights).outputs_at(record[name], [Weighting(weights)], marginal=False)[0]
             if isinstance(term, Dense):
                 matrix = term.matrix if matrix is None else matrix + term.matrix
             else:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..tangent import BlockJacobian
-from ..tangent.jacobian import SLICE_BYTES, MatrixJacobian
+from ..tangent.jacobian import SLICE_BYTES, MatrixJacobian, Weighting
 from ..tangent.outer import Outer
 from .base import LayerBlock
 from .output import Dense, Marginals, Rotated, Term, Thin, smaller
@@ -46,7 +46,7 @@ class Structure(ABC):
 
     @abstractmethod
     def outputs_at(
-        self, jacobian: BlockJacobian, candidates: Sequence[Tensor], marginal: bool
+        self, jacobian: BlockJacobian, candidates: Sequence[Weighting], marginal: bool
     ) -> Sequence[Term | Marginals]:
         """Returns `J U diag(w) Uᵀ Jᵀ` of each sample, for several weights w: J is rotated, or its rows formed, once.
 
@@ -89,11 +89,11 @@ class DiagonalBlock(Structure):
         return weights
 
     def outputs_at(
-        self, jacobian: BlockJacobian, candidates: Sequence[Tensor], marginal: bool
+        self, jacobian: BlockJacobian, candidates: Sequence[Weighting], marginal: bool
     ) -> Sequence[Term | Marginals]:
         """Returns diagonals for an output layer, thin factors for one position, else matrices."""
         if isinstance(jacobian, Outer) and jacobian.is_output:
-            return [Rotated(None, jacobian.input_scale(weights)) for weights in candidates]
+            return [Rotated(None, jacobian.input_scale(weighting)) for weighting in candidates]
         return _weighted(jacobian, candidates, marginal)
 
     def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class KroneckerBlock(Structure):
         return (spread if self.inputs is None else spread @ self.inputs.square().mT).flatten()
 
     def outputs_at(
-        self, jacobian: BlockJacobian, candidates: Sequence[Tensor], marginal: bool
+        self, jacobian: BlockJacobian, candidates: Sequence[Weighting], marginal: bool
     ) -> Sequence[Term | Marginals]:
         """Rotates a and g, then weights them; an output layer keeps `U_out diag(s) U_outᵀ` as factors."""
         assert isinstance(jacobian, MatrixJacobian)
@@ -159,12 +159,12 @@ class KroneckerBlock(Structure):
         if isinstance(jacobian, Outer) and self._few and not jacobian.a.requires_grad:  # a length has a kink at 0
             assert basis is not None
             jacobian = jacobian.rotate_inputs(basis[0, :, self._shared :])
-            basis, candidates = None, [weights[0, :, self._shared - 1 :] for weights in candidates]
-        else:
-            candidates = [weights.flatten() for weights in candidates]
+            shape = self.eigenvalues.shape[1:]
+            seen = [weighting.flat.reshape(shape)[:, self._shared - 1 :] for weighting in candidates]
+            basis, candidates = None, [Weighting(weights) for weights in seen]
         if isinstance(jacobian, Outer) and jacobian.is_output:
             rotated = jacobian.rotate(basis, None)
-            return [Rotated(self.outputs[0], rotated.input_scale(weights)) for weights in candidates]
+            return [Rotated(self.outputs[0], rotated.input_scale(weighting)) for weighting in candidates]
         return _weighted(jacobian.rotate(basis, self.outputs), candidates, marginal)
 
     @cached_property
@@ -224,11 +224,11 @@ class DenseBlock(Structure):
         return self.basis.square() @ weights
 
     def outputs_at(
-        self, jacobian: BlockJacobian, candidates: Sequence[Tensor], marginal: bool
+        self, jacobian: BlockJacobian, candidates: Sequence[Weighting], marginal: bool
     ) -> Sequence[Term | Marginals]:
         """Forms the rows and rotates them."""
         rows = jacobian.rows() @ self.basis
-        return [smaller(rows * weights.sqrt()) for weights in candidates]
+        return [smaller(rows * weighting.flat.sqrt()) for weighting in candidates]
 
     def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
         """Forms the rows."""
@@ -246,15 +246,16 @@ class DenseBlock(Structure):
         return {"eigenvalues": self.eigenvalues, "basis": self.basis}
 
 
-def _weighted(jacobian: BlockJacobian, candidates: Sequence[Tensor], marginal: bool) -> Sequence[Term | Marginals]:
+def _weighted(jacobian: BlockJacobian, candidates: Sequence[Weighting], marginal: bool) -> Sequence[Term | Marginals]:
     """Returns `J diag(w) Jᵀ` as thin factors where the layer has them, else as matrices or their variances."""
-    factors = [jacobian.weighted_factor(weights) for weights in candidates]
+    factors = [jacobian.weighted_factor(weighting) for weighting in candidates]
     thin = [Thin(*factor) for factor in factors if factor is not None]
     if thin:
         return thin
+    weights = [weighting.flat for weighting in candidates]
     if marginal:
-        return [Marginals(plain, centred) for plain, centred in zip(*jacobian.weighted_norms(candidates), strict=True)]
-    return [Dense(gram) for gram in jacobian.weighted_grams(candidates)]
+        return [Marginals(plain, centred) for plain, centred in zip(*jacobian.weighted_norms(weights), strict=True)]
+    return [Dense(gram) for gram in jacobian.weighted_grams(weights)]
 
 
 STRUCTURES: dict[str, type[Structure]] = {cls.kind: cls for cls in (DiagonalBlock, KroneckerBlock, DenseBlock)}

@@ -23,6 +23,26 @@ SLICE_BYTES = 16 * 2**20
 """Aim for the size of one slice of rows: large enough for fast products, small beside the usual memory budget."""
 
 
+class Weighting:
+    """`diag(w)` of one block, for many products: w (P,), and layouts of it that are made once.
+
+    Attributes:
+        flat: w (P,).
+    """
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self._layouts: dict[tuple[int, int, bool], tuple[Tensor, Tensor | None]] = {}
+
+    def matrix(self, outputs: int, inputs: int, bias: bool) -> tuple[Tensor, Tensor | None]:
+        """Returns w as a matrix (O, I), its last column, where that is the bias's, apart from the others (O,)."""
+        layout = outputs, inputs, bias
+        if layout not in self._layouts:
+            whole = self.flat.reshape(outputs, inputs)
+            self._layouts[layout] = (whole[:, :-1], whole[:, -1].contiguous()) if bias else (whole, None)
+        return self._layouts[layout]
+
+
 class BlockJacobian(ABC):
     """`J` (B, R, P) of one block, never formed unless asked for.
 
@@ -56,8 +76,8 @@ class BlockJacobian(ABC):
         parts = [rows for _, rows in self.row_slices()]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
-    def weighted_factor(self, weights: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Returns F (B, R, k) and s (B, k) with `F diag(s) Fᵀ = J diag(weights) Jᵀ`, or None where there are none."""
+    def weighted_factor(self, weighting: Weighting) -> tuple[Tensor, Tensor] | None:
+        """Returns F (B, R, k) and s (B, k) with `F diag(s) Fᵀ = J diag(w) Jᵀ`, or None where there are none."""
         return None
 
     def weighted_gram(self, weights: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..numerics import add_squares, mirrored, total
-from .jacobian import BlockJacobian, MatrixJacobian
+from .jacobian import BlockJacobian, MatrixJacobian, Weighting
 from .positions import Strip, Strips
 
 REDUCTION = 40
@@ -44,10 +44,6 @@ class Outer(MatrixJacobian):
     def a(self) -> Tensor:
         """Inputs (B, I)."""
         return torch.cat([self._a, self._a.new_ones(self.batch, 1)], 1) if self._bias else self._a
-
-    def _times(self, a: Tensor, matrix: Tensor) -> Tensor:
-        """Returns `a Mᵀ` (B, K) for M (K, I)."""
-        return F.linear(a, matrix[:, :-1], matrix[:, -1]) if self._bias else F.linear(a, matrix)
 
     @property
     def is_output(self) -> bool:
@@ -76,10 +72,14 @@ class Outer(MatrixJacobian):
 
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> Outer:
         """Returns J in another basis: a U_in and g U_out, for U_in (1, I, I) and U_out (1, O, O)."""
-        a, g = self.a if inputs is None else self._times(self._a, inputs[0].T), self._g
+        a, g = self.a if inputs is None else self._turned(inputs[0]), self._g
         if outputs is not None:
             g = self.g @ outputs[0] if self.g.is_contiguous() else (self.g.transpose(0, 1) @ outputs[0]).transpose(0, 1)
         return Outer(a, g, self.outputs).within(self.slice_bytes)
+
+    def _turned(self, basis: Tensor) -> Tensor:
+        """Returns `a U` (B, K) for U (I, K), without writing the bias's column out."""
+        return torch.addmm(basis[-1], self._a, basis[:-1]) if self._bias else self._a @ basis
 
     def rotate_inputs(self, basis: Tensor) -> Outer:
         """Returns J for inputs [|a - U Uᵀ a|, Uᵀ a], U (I, k) orthonormal, where what is left weighs the same."""
@@ -91,17 +91,17 @@ class Outer(MatrixJacobian):
         """Returns the same Jacobian, written for several positions."""
         return SharedOuter(Strips.whole(self.a[:, None, None], self.g[:, :, None, None])).within(self.slice_bytes)
 
-    def input_scale(self, weights: Tensor) -> Tensor:
+    def input_scale(self, weighting: Weighting) -> Tensor:
         """Returns `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O), all that a diagonal weighting needs of the inputs."""
-        return self._times(self._a.square(), weights.reshape(self.outputs, self.inputs))
+        return F.linear(self._a.square(), *weighting.matrix(self.outputs, self.inputs, self._bias))
 
-    def weighted_factor(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def weighted_factor(self, weighting: Weighting) -> tuple[Tensor, Tensor]:
         """Returns g (B, R, O) and `input_scale` (B, O). Time O(B O I)."""
-        return self.g, self.input_scale(weights)
+        return self.g, self.input_scale(weighting)
 
     def weighted_grams(self, candidates: Sequence[Tensor]) -> list[Tensor]:
         """Returns `g diag(s) gᵀ` (B, R, R)."""
-        factors = [self.weighted_factor(weights) for weights in candidates]
+        factors = [self.weighted_factor(Weighting(weights)) for weights in candidates]
         return [(g * scale.unsqueeze(1)) @ g.mT for g, scale in factors]
 
     def squared_sum(self) -> Tensor:

@@ -9,7 +9,7 @@ import lapwing as lw
 from lapwing import batches
 from lapwing import tangent as tn
 from lapwing.numerics import add_squares, mirrored
-from lapwing.tangent.jacobian import SumOfUses
+from lapwing.tangent.jacobian import SumOfUses, Weighting
 from lapwing.tangent.layers.embedding import OneHot
 from lapwing.tangent.positions import Strips
 from tests import oracle
@@ -58,7 +58,7 @@ def check_contractions(jacobian, rows: torch.Tensor, theirs, their_rows: torch.T
     close(jacobian.rows(), rows)
     close(jacobian.weighted_gram(weights[0]), weighted[0])
     close(torch.stack(jacobian.weighted_grams(list(weights))), torch.stack(weighted))
-    found = jacobian.weighted_factor(weights[0])
+    found = jacobian.weighted_factor(Weighting(weights[0]))
     if found is not None:
         factor, scale = found
         close((factor * scale.unsqueeze(1)) @ factor.mT, weighted[0])
