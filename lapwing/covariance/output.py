@@ -21,6 +21,12 @@ class Thin:
     factor: Tensor
     scale: Tensor | None = None
 
+    def to(self, dtype: torch.dtype) -> Thin:
+        """Returns the term in another dtype: some structures are contracted in float64."""
+        if self.factor.dtype == dtype:
+            return self
+        return Thin(self.factor.to(dtype), None if self.scale is None else self.scale.to(dtype))
+
     def variance(self) -> Tensor:
         """Returns the diagonal (B, C)."""
         return self._sums(self.factor.square())
@@ -54,6 +60,12 @@ class Rotated:
     basis: Tensor | None
     scale: Tensor
 
+    def to(self, dtype: torch.dtype) -> Rotated:
+        """Returns the term in another dtype: some structures are contracted in float64."""
+        if self.scale.dtype == dtype:
+            return self
+        return Rotated(None if self.basis is None else self.basis.to(dtype), self.scale.to(dtype))
+
     def variance(self) -> Tensor:
         """Returns the diagonal (B, C): time O(B C²), or nothing without rotation."""
         return self.scale if self.basis is None else self.scale @ self.basis.square().T
@@ -84,6 +96,10 @@ class Dense:
     """A matrix (B, C, C)."""
 
     matrix: Tensor
+
+    def to(self, dtype: torch.dtype) -> Dense:
+        """Returns the term in another dtype: some structures are contracted in float64."""
+        return self if self.matrix.dtype == dtype else Dense(self.matrix.to(dtype))
 
     def variance(self) -> Tensor:
         """Returns the diagonal (B, C)."""

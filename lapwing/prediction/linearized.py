@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from .. import batches
-from ..covariance import AnyLatent, Covariance, JointLatent, Latent, Term
-from ..covariance.output import Dense, Rotated, Thin, concatenate
+from ..covariance import AnyLatent, Covariance, JointLatent, Latent
+from ..covariance.output import Dense, concatenate
 from ..tangent import Tangent
 from ..tangent.record import wants_gradient
 from .uncertain import carried, separate
@@ -57,16 +57,5 @@ def _of_weights(tangent: Tangent, covariance: Covariance, inputs: Any, joint: bo
     means, terms = [], []
     for _, record in tangent.records(inputs, dtype=dtype):
         means.append(record.outputs)
-        terms.append([_cast(term, tangent.dtype) for term in covariance.output_covariance(record)])
+        terms.append([term.to(tangent.dtype) for term in covariance.output_covariance(record)])
     return Latent(means[0] if len(means) == 1 else torch.cat(means), concatenate(terms))
-
-
-def _cast(term: Term, dtype: torch.dtype) -> Term:
-    """Brings a term back from the float64 that some structures are contracted in."""
-    if all(value is None or value.dtype == dtype for value in vars(term).values()):
-        return term
-    if isinstance(term, Thin):
-        return Thin(term.factor.to(dtype), None if term.scale is None else term.scale.to(dtype))
-    if isinstance(term, Rotated):
-        return Rotated(None if term.basis is None else term.basis.to(dtype), term.scale.to(dtype))
-    return Dense(term.matrix.to(dtype))

@@ -121,7 +121,7 @@ class Record(Mapping[str, BlockJacobian]):
     def _groups(self) -> list[Group]:
         """One group of all blocks where that fits, or where a graph keeps everything anyway."""
         blocks, count = self._tangent.blocks, self.cotangents
-        most = 5 * sum(use.out.numel() for use in self._noted) + 3 * self.samples * self._tangent.explicit_size
+        most = 5 * sum([use.out.numel() for use in self._noted]) + 3 * self.samples * self._tangent.explicit_size
         if self._differentiable or count * most <= self._limit:
             return [Group(blocks, count)]
         loads, found = [self._load(block) for block in blocks], []

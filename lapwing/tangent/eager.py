@@ -78,6 +78,24 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
         return dict(model.named_parameters())
 
 
+def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns the network's modules with what comes before the names of their tensors, "" or "path.".
+
+    As `named_modules` in order and in naming shared ones once, but without its generators: every prediction asks.
+    """
+    found, met, left = [], set(), [("", model)]
+    while left:
+        prefix, module = left.pop()
+        if module in met:
+            continue
+        met.add(module)
+        found.append((prefix, module))
+        if module._modules:
+            below = [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
+            left += reversed(below)
+    return found
+
+
 def outside_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Runs a function that needs a graph outside the caller's autocast and `torch.inference_mode()`.
 

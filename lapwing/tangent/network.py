@@ -22,7 +22,7 @@ from ..errors import LapwingError
 from ..numerics import accumulation_dtype
 from .blocks import Block
 from .chunk import Record
-from .eager import LOCK, outside_modes, parameters_of, uncompiled, without_compiled
+from .eager import LOCK, modules_of, outside_modes, parameters_of, uncompiled, without_compiled
 from .plan import Coverage, Covered, Plan
 from .probe import check_mode, probe
 from .record import run, wants_gradient
@@ -151,14 +151,21 @@ class Tangent:
 
     def state(self) -> dict[str, Tensor]:
         """Returns what the outputs depend on: name -> every parameter, treated or not, and every saved real buffer."""
+        parameters: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
+        met = set()  # a tied parameter counts under its first name
         with LOCK:
-            found = parameters_of(self.model)
-            for path, module in self.model.named_modules():
+            for prefix, module in modules_of(self.model):
+                for name, value in module._parameters.items():
+                    if value is not None and id(value) not in met:
+                        met.add(id(value))
+                        parameters[prefix + name] = value
                 for name, buffer in module._buffers.items():
-                    saved = buffer is not None and name not in module._non_persistent_buffers_set
-                    if saved and buffer.is_floating_point():
-                        found[f"{path}.{name}" if path else name] = buffer
-        return found
+                    if buffer is None or name in module._non_persistent_buffers_set:
+                        continue
+                    if buffer.is_floating_point():
+                        buffers[prefix + name] = buffer
+        return {**parameters, **buffers}
 
     def mean(self) -> dict[str, Tensor]:
         """Returns the trained weights as one vector a block (P_block,), in the accumulation dtype."""
@@ -207,7 +214,7 @@ class Tangent:
                 f"found outputs of shape {tuple(outputs.shape)}; as many as on the first batch are needed: check the "
                 "shape of the inputs, and give a single sample as x[None]."
             )
-        self.plan.check_order([use.names for use in noted], len(outputs), type(self.model).__name__)
+        self.plan.check_order([use.names for use in noted], outputs.shape[0], type(self.model).__name__)
         if callable(cotangents):
             cotangents = cotangents(outputs if differentiable else outputs.detach())
         return Record(self, inputs, outputs, noted, cotangents, dtype, differentiable)

@@ -112,10 +112,12 @@ class Plan:
             written: whether they are numbers; else they are the outputs themselves, and a layer whose output they are
                 has no g.
         """
-        sizes = [(0 if i == self.last and not written else out, n) for i, (out, n) in enumerate(self.sizes)]
-        largest = max((2 * patches + 3 * cotangents * out for out, patches in sizes), default=0)
+        held = largest = 0
+        for i, (out, patches) in enumerate(self.sizes):
+            gradients = 0 if i == self.last and not written else cotangents * out
+            held, largest = held + gradients, max(largest, 2 * patches + 3 * gradients)
         matrix = 0 if written else 2 * cotangents**2  # of the outputs, which some structures give, and its root
-        return 2 * cotangents * sum(out for out, _ in sizes) + largest + matrix + 1
+        return 2 * held + largest + matrix + 1
 
     def least(self, blocks: Sequence[Block]) -> int:
         """Estimates the numbers built of a sample for one output where layers take one position at a time.

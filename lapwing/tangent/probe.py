@@ -20,7 +20,7 @@ from ..batches import Forward
 from ..errors import LapwingError
 from ..numerics import accumulation_dtype
 from .blocks import Block, Matrix
-from .eager import Draws, without_compiled
+from .eager import Draws, modules_of, without_compiled
 from .layers import BatchAxis
 from .layers.generic import call_with
 from .plan import MATRIX_FAMILIES, Coverage, Covered, Plan
@@ -43,14 +43,15 @@ class Survey:
 
 def check_mode(model: nn.Module) -> None:
     """Raises for batch norm (case 12) and dropout (case 11) in training mode."""
-    for name, module in model.named_modules():
+    for prefix, module in modules_of(model):
         normalises = isinstance(module, nn.modules.batchnorm._BatchNorm)
         if not (normalises or module.training):
             continue
         kind = type(module).__name__
+        name = prefix[:-1] or kind
         if normalises and module.running_mean is None:
             raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found its layer {name or kind} ({kind}) without running "
+                f"Asked to treat {type(model).__name__}, found its layer {name} ({kind}) without running "
                 "statistics, so that a sample's output depends on the rest of the batch also after model.eval(); "
                 f"running statistics are needed: train with {kind}({module.num_features}, track_running_stats=True)."
             )
@@ -58,14 +59,14 @@ def check_mode(model: nn.Module) -> None:
             continue
         if normalises:
             raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found its layer {name or kind} ({kind}) in training mode, "
+                f"Asked to treat {type(model).__name__}, found its layer {name} ({kind}) in training mode, "
                 "where a sample's output depends on the rest of the batch; running statistics are needed: call "
                 "model.eval() first."
             )
         rate = _dropout_rate(module)
         if rate > 0:
             raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found its layer {name or kind} ({kind}, p={rate}) in training "
+                f"Asked to treat {type(model).__name__}, found its layer {name} ({kind}, p={rate}) in training "
                 "mode, where two identical calls differ; a deterministic network is needed: call model.eval() first."
             )
 

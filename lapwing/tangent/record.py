@@ -78,10 +78,9 @@ class Recorder(EagerMode):
         if not names:
             return function(*args, **kwargs)
         constant = {id(p): p.detach() for p in use.parameters.values()}
-        out = function(
-            *(constant.get(id(arg), arg) for arg in args),
-            **{key: constant.get(id(arg), arg) for key, arg in kwargs.items()},
-        )
+        args = tuple([constant.get(id(arg), arg) for arg in args])
+        kwargs = {key: constant.get(id(arg), arg) for key, arg in kwargs.items()} if kwargs else kwargs
+        out = function(*args, **kwargs)
         spread = use.family == "embedding" and self._spread > 1 and use.inputs.ndim > 1 and use.inputs.shape[0] == 1
         if spread:
             use.inputs, out = (x.expand(self._spread, *x.shape[1:]) for x in (use.inputs, out))

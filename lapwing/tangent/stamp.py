@@ -65,9 +65,8 @@ class Stamp:
         for (name, tensor), shape in zip(self.tensors.items(), self.shapes, strict=True):
             if state.get(name) is not tensor or tensor.shape != shape:
                 return name
-        for name in state:
-            if name not in self.tensors:
-                return name
+        if len(state) > len(self.tensors):
+            return next(name for name in state if name not in self.tensors)
         state = self.tensors  # the same, in the order of the stamp
         now = _versions(state)
         if now != self.versions:
@@ -90,7 +89,7 @@ def fingerprint(value: Tensor) -> Tensor:
 
 
 def _versions(state: Mapping[str, Tensor]) -> tuple[int, ...]:
-    return tuple(-1 if value.is_inference() else value._version for value in state.values())
+    return tuple([-1 if value.is_inference() else value._version for value in state.values()])
 
 
 def _layout(state: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:
