@@ -13,7 +13,7 @@ from .errors import LapwingError
 
 log = logging.getLogger("lapwing")
 
-TRIANGLE_ROWS = 128  # of a symmetric product that are taken at once
+TRIANGLE_COLUMNS = 128  # of a symmetric product that are taken at once
 
 RANK_CUT = 1e-11  # relative singular value below which a direction of explicit float64 rows is rounding noise
 
@@ -26,16 +26,16 @@ def total(terms: Iterable[Tensor]) -> Tensor:
 def add_squares(sums: Tensor, values: Tensor) -> None:
     """Adds `xᵀ x` to sums (G, n, n) in place, for x (G, m, n): its lower triangle, all that `mirrored` reads.
 
-    Cost: half the products of the whole matrix, by blocks of rows.
+    Cost: half the products of the whole matrix, by blocks of columns.
     """
     size = sums.shape[-1]
-    if size <= TRIANGLE_ROWS:
+    if size <= TRIANGLE_COLUMNS:
         sums.baddbmm_(values.mT, values)
         return
     for matrix, x in zip(sums, values, strict=True):
-        for start in range(0, size, TRIANGLE_ROWS):
-            stop = min(start + TRIANGLE_ROWS, size)
-            matrix[start:stop, :stop].addmm_(x[:, start:stop].T, x[:, :stop])
+        for start in range(0, size, TRIANGLE_COLUMNS):
+            part = slice(start, min(start + TRIANGLE_COLUMNS, size))
+            matrix[start:, part].addmm_(x[:, start:].T, x[:, part])
 
 
 def mirrored(lower: Tensor) -> Tensor:

@@ -53,9 +53,9 @@ class Categorical(NoiselessLikelihood):
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """Return ``(I - p 1ᵀ) diag(√p)``, (B, C, C): column k is √p_k (e_k - p)."""
-        logs = torch.log_softmax(at_least_float32(outputs), -1)
-        probs, roots = logs.exp(), (0.5 * logs).exp()
-        return (torch.diag_embed(roots) - probs[:, :, None] * roots[:, None, :]).to(outputs.dtype)  # (B, C, C)
+        roots = (0.5 * torch.log_softmax(at_least_float32(outputs), -1)).exp()  # √p, above 0 where p is not
+        found = torch.addcmul(torch.diag_embed(roots), roots.square()[:, :, None], roots[:, None, :], value=-1)
+        return found.to(outputs.dtype)  # (B, C, C)
 
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Return ``e_y - p`` for a label y drawn from p, (B, C, 1)."""

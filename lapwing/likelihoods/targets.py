@@ -53,11 +53,12 @@ def check_labels(name: str, outputs_shape: torch.Size, device: torch.device, lab
             f"{name} accepts labels of an integer dtype from 0 to {classes - 1}, found all {batch} labels of shape "
             f"{shape} in {dtype}; write `y.long()`{hint}."
         )
-    bad = (labels < 0) | (labels >= classes)
+    numbers = labels.long()  # few operations know uint16 and its like
+    bad = (numbers < 0) | (numbers >= classes)
     if bool(bad.any()):
         raise LapwingError(
             f"{name} accepts labels 0 to {classes - 1} for outputs of shape {tuple(outputs_shape)}, "
-            f"but {_where(bad, labels)} outside; {_range_line(labels, bad, classes)}."
+            f"but {_where(bad, labels)} outside; {_range_line(numbers, bad, classes)}."
         )
 
 

@@ -140,7 +140,12 @@ class Outer(MatrixJacobian):
 
     def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
         """Adds A and Γ without a copy between product and sum."""
-        add_squares(inputs, self.a[None])
+        own = inputs[:, :-1, :-1] if self._bias else inputs
+        add_squares(own, self._a[None])
+        if self._bias:  # the last row of A = Σ [a, 1] [a, 1]ᵀ; the others do without the ones beside a
+            last = inputs[0, -1]
+            last[:-1].addmv_(self._a.T, self._a.new_ones(self.batch))
+            last[-1].add_(self.batch)
         add_squares(outputs, self._rows_of_g[None])
         return self.batch
 
