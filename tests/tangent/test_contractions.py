@@ -215,10 +215,20 @@ def test_symmetric_products_by_their_lower_triangles(size, groups):
     close(mirrored(sums), first.mT @ first + second.mT @ second)
 
 
-def test_a_wide_layer_adds_the_factors_it_returns():
-    form = tn.Outer(torch.randn(5, 300).double(), torch.randn(5, 2, 140).double(), 140)
-    sums = torch.zeros(1, 300, 300).double(), torch.zeros(1, 140, 140).double()
-    assert form.add_kronecker_factors(False, *sums) == 5
-    wanted = form.kronecker_factors(False)
-    close(mirrored(sums[0]), wanted[0])
-    close(mirrored(sums[1]), wanted[1])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("first", ["samples", "cotangents"])
+@pytest.mark.parametrize("size", [5, 128, 300])
+def test_a_layer_adds_the_factors_it_returns(size, first, bias):
+    """By triangles and whole, gradients in either order of memory, the bias's row apart."""
+    g = torch.randn(4, 2, 140).double()
+    g = g if first == "samples" else g.transpose(0, 1).contiguous().transpose(0, 1)
+    form = tn.Outer(torch.randn(4, size).double(), g, 140, bias)
+    sums = torch.zeros(1, size + bias, size + bias).double(), torch.zeros(1, 140, 140).double()
+    assert form.add_kronecker_factors(False, *sums) == 4
+    a = form.a.double()
+    close(mirrored(sums[0]), (a.T @ a)[None])
+    close(mirrored(sums[1]), torch.einsum("nro,nrp->op", g, g)[None])
+    for found, wanted in zip(form.kronecker_factors(False), (mirrored(sums[0]), mirrored(sums[1])), strict=False):
+        close(found, wanted)
+    basis, turn = torch.randn(1, size + bias, size + bias).double(), torch.randn(1, 140, 140).double()
+    close(form.rotate(basis, turn).rows(), torch.einsum("nro,op,ni,ij->nrpj", g, turn[0], a, basis[0]).flatten(2))

@@ -269,6 +269,30 @@ def test_parameters_are_the_networks_own() -> None:
     assert "1.num_batches_tracked" not in names
 
 
+def shared_and_tied() -> nn.Module:
+    """A layer in two places, a weight in two layers, a place without a module."""
+    twice = nn.Linear(4, 4)
+    model = nn.Sequential(twice, nn.Sequential(nn.BatchNorm1d(4), twice), nn.ReLU(), nn.Linear(4, 4, bias=False))
+    model[3].weight = twice.weight
+    model[2].register_module("nothing", None)
+    return model
+
+
+@pytest.mark.parametrize("name", [*ZOO, "shared and tied"])
+def test_a_state_has_the_names_that_the_network_gives(name: str) -> None:
+    model = shared_and_tied() if name == "shared and tied" else ZOO[name].build()
+    x = torch.randn(3, 4) if name == "shared and tied" else ZOO[name].inputs(3, 0)
+    state = Tangent.survey(model.eval(), x, lw.matching("*")).state()
+    own = getattr(model, "_orig_mod", model)
+    parameters = dict(own.named_parameters())
+    assert list(state)[: len(parameters)] == list(parameters)
+    buffers = [name for name in own.state_dict() if name not in dict(own.named_parameters(remove_duplicate=False))]
+    real = {name for name in buffers if own.get_buffer(name).is_floating_point()}
+    kept = {name for name, _ in own.named_buffers()}  # once, where a module has two names
+    assert set(list(state)[len(parameters) :]) == real & kept
+    assert all(state[name] is value for name, value in parameters.items())
+
+
 def test_a_last_layer_has_no_gradients_of_its_own_to_hold():
     """Where the outputs themselves are the cotangents; numbers in their place are counted."""
     model, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1000)).eval(), torch.randn(4, 16)
