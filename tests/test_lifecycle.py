@@ -484,6 +484,17 @@ def test_copies_and_pickles_bring_their_network_along() -> None:
     identical(posterior, posterior, x, y)
 
 
+@pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC()])
+def test_pickles_do_not_grow_with_use(method: Any) -> None:
+    """What predictions keep for the next ones is made anew by the copy."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 200), torch.nn.ReLU(), torch.nn.Linear(200, 3)).eval()
+    x, y = torch.randn(8, 4), torch.randint(3, (8,))
+    posterior = lw.fit(model, [(x, y)], method, params=lw.everything, prior_precision=1.0)
+    before = len(pickle.dumps(posterior))
+    posterior.latent(x).covariance.sum()
+    assert len(pickle.dumps(posterior)) < 1.01 * before
+
+
 def test_threads_of_streamlined_and_monte_carlo() -> None:
     model, x, _, loader = data("mlp")
     posterior = lw.fit(model, loader, lw.KFAC())

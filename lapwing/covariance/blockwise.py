@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +50,14 @@ class Blockwise(PrecisionCovariance):
             block.name: 1 / (scale * structures[block.name].eigenvalues + delta)
             for block, delta in zip(blocks, precision.tolist(), strict=True)
         }
-        self._weightings = {name: Weighting(weights.flatten()) for name, weights in self._weights.items()}
+
+    @cached_property
+    def _weightings(self) -> dict[str, Weighting]:
+        return {name: Weighting(weights.flatten()) for name, weights in self._weights.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves the weightings out, which are views of what is copied."""
+        return {name: value for name, value in self.__dict__.items() if name != "_weightings"}
 
     def with_prior(self, precision: Tensor, scale: float) -> Blockwise:
         """Returns the covariance under another prior: no refactorisation, time O(P)."""

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from lapwing.errors import LapwingError
 
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""Integers that few operations of torch know."""
+
 
 def check_labels(name: str, outputs_shape: torch.Size, device: torch.device, labels: Tensor) -> None:
     """Check integer class labels (B,) against outputs (B, C).
@@ -53,12 +56,13 @@ def check_labels(name: str, outputs_shape: torch.Size, device: torch.device, lab
             f"{name} accepts labels of an integer dtype from 0 to {classes - 1}, found all {batch} labels of shape "
             f"{shape} in {dtype}; write `y.long()`{hint}."
         )
-    numbers = labels.long()  # few operations know uint16 and its like
+    numbers = labels.long()
     bad = (numbers < 0) | (numbers >= classes)
     if bool(bad.any()):
+        first = "write `y = y.long()` to compute with them: " if dtype in UNSIGNED else ""
         raise LapwingError(
             f"{name} accepts labels 0 to {classes - 1} for outputs of shape {tuple(outputs_shape)}, "
-            f"but {_where(bad, labels)} outside; {_range_line(numbers, bad, classes)}."
+            f"but {_where(bad, labels)} outside; {first}{_range_line(numbers, bad, classes)}."
         )
 
 

@@ -43,7 +43,7 @@ def chain_gradients(outputs: Tensor, noted: Sequence[Noted], u: Tensor | None) -
 
     Returns:
         g (R, B, O) a use, None for one whose output is f itself where `u` is None; or None where this is no chain. In
-        memory the samples come first: products sample by sample are a fifth faster so.
+        memory the samples come first, as products sample by sample read them.
 
     Cost: time O(R B O I) a layer.
     """

@@ -81,11 +81,13 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Returns the network's modules with what comes before the names of their tensors, "" or "path.".
 
-    As `named_modules` in order and in naming shared ones once, but without its generators: every prediction asks.
+    As `named_modules`, but without its generators, since every prediction asks; where a module has its own, by that.
     """
     found, met, left = [], set(), [("", model)]
     while left:
         prefix, module = left.pop()
+        if type(module).named_modules is not nn.Module.named_modules:
+            return [(path and f"{path}.", module) for path, module in model.named_modules()]
         if module in met:
             continue
         met.add(module)

@@ -24,7 +24,7 @@ SLICE_BYTES = 16 * 2**20
 
 
 class Weighting:
-    """`diag(w)` of one block, for many products: w (P,), and layouts of it that are made once.
+    """`diag(w)` of one block: w (P,), and the layouts of it that products have taken, kept for the next ones.
 
     Attributes:
         flat: w (P,).

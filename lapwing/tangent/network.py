@@ -151,12 +151,13 @@ class Tangent:
 
     def state(self) -> dict[str, Tensor]:
         """Returns what the outputs depend on: name -> every parameter, treated or not, and every saved real buffer."""
-        parameters: dict[str, Tensor] = {}
+        plain = type(self.model).named_parameters is nn.Module.named_parameters
+        parameters = {} if plain else parameters_of(self.model)
         buffers: dict[str, Tensor] = {}
         met = set()  # a tied parameter counts under its first name
         with LOCK:
             for prefix, module in modules_of(self.model):
-                for name, value in module._parameters.items():
+                for name, value in module._parameters.items() if plain else ():
                     if value is not None and id(value) not in met:
                         met.add(id(value))
                         parameters[prefix + name] = value

@@ -58,9 +58,14 @@ class Outer(MatrixJacobian):
         return self._g
 
     @property
+    def _samples_first(self) -> bool:
+        """Whether g lies in memory as (B, R, O): a chain's does, autograd's as (R, B, O)."""
+        return self.g.is_contiguous()
+
+    @property
     def _rows_of_g(self) -> Tensor:
-        """Gradients (B R, O) in the order of memory."""
-        return (self.g if self.g.is_contiguous() else self.g.transpose(0, 1)).flatten(0, 1)
+        """Gradients as one matrix in the order of memory, (B R, O) or (R B, O)."""
+        return (self.g if self._samples_first else self.g.transpose(0, 1)).flatten(0, 1)
 
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
         """Yields outer products for slices of the output channels."""
@@ -74,7 +79,10 @@ class Outer(MatrixJacobian):
         """Returns J in another basis: a U_in and g U_out, for U_in (1, I, I) and U_out (1, O, O)."""
         a, g = self.a if inputs is None else self._turned(inputs[0]), self._g
         if outputs is not None:
-            g = self.g @ outputs[0] if self.g.is_contiguous() else (self.g.transpose(0, 1) @ outputs[0]).transpose(0, 1)
+            turned = self._rows_of_g @ outputs[0]
+            shape = (self.batch, self.cotangents) if self._samples_first else (self.cotangents, self.batch)
+            g = turned.view(*shape, self.outputs)
+            g = g if self._samples_first else g.transpose(0, 1)
         return Outer(a, g, self.outputs).within(self.slice_bytes)
 
     def _turned(self, basis: Tensor) -> Tensor:
@@ -142,7 +150,7 @@ class Outer(MatrixJacobian):
         """Adds A and Γ without a copy between product and sum."""
         own = inputs[:, :-1, :-1] if self._bias else inputs
         add_squares(own, self._a[None])
-        if self._bias:  # the last row of A = Σ [a, 1] [a, 1]ᵀ; the others do without the ones beside a
+        if self._bias:  # the last row of A = Σ [a, 1] [a, 1]ᵀ; its last column, above the diagonal, is not read
             last = inputs[0, -1]
             last[:-1].addmv_(self._a.T, self._a.new_ones(self.batch))
             last[-1].add_(self.batch)

@@ -17,7 +17,7 @@ LABELS = [
     ((4, 3), torch.tensor([1, 2, 3, 3]), ["2 of 4", "index 2: 3", "y = y - 1"]),
     ((4, 2), torch.tensor([-1, 1, 1, -1]), ["2 of 4", "index 0: -1", "y = (y + 1) // 2"]),
     ((4, 3), torch.tensor([0, 7, 1, 2], dtype=torch.int32), ["1 of 4", "index 1: 7", "torch.int32", "features, 8)"]),
-    ((4, 3), torch.tensor([0, 7, 1, 2], dtype=torch.uint16), ["1 of 4", "index 1: 7", "torch.uint16", "features, 8)"]),
+    ((4, 3), torch.tensor([0, 7, 1, 2], dtype=torch.uint16), ["1 of 4", "index 1: 7", "torch.uint16", "y = y.long()"]),
     ((4, 3), torch.tensor([0.0, 1.0, 2.0, 0.0]), ["all 4", "torch.float32", "(4,)", "y.long()", '"gaussian"']),
     ((4, 2), torch.tensor([True, False, True, True]), ["torch.bool", "y.long()"]),
     ((4, 3), torch.tensor([0.0, float("nan"), 1.0, float("nan")]), ["2 of 4", "NaN", "index 1", "~y.isnan()"]),
