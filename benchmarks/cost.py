@@ -128,8 +128,8 @@ def costs() -> dict[str, Any]:
     """Returns the costs of predictions and fits."""
     torch.manual_seed(SEED)
     found = {
-        "MLP 784-128-64-10, batch 100": predictions(mlp(), torch.randn(100, 784), 200),
-        "MLP 784-128-64-10, batch 100, fitted on 2 000": predictions(mlp(), torch.randn(100, 784), 200, 20),
+        "MLP 784-128-64-10, batch 100": predictions(mlp(), torch.randn(100, 784), 1000),
+        "MLP 784-128-64-10, batch 100, fitted on 2 000": predictions(mlp(), torch.randn(100, 784), 1000, 20),
         "CNN 28x28, batch 50": predictions(cnn(), torch.randn(50, 1, 28, 28), 50),
         "fit of the MLP, a batch of 100": fits(mlp(), torch.randn(100, 784)),
     }
