@@ -59,7 +59,7 @@ def check_labels(name: str, outputs_shape: torch.Size, device: torch.device, lab
     numbers = labels.long()
     bad = (numbers < 0) | (numbers >= classes)
     if bool(bad.any()):
-        first = "write `y = y.long()` to compute with them: " if dtype in UNSIGNED else ""
+        first = "after `y = y.long()`, " if dtype in UNSIGNED else ""
         raise LapwingError(
             f"{name} accepts labels 0 to {classes - 1} for outputs of shape {tuple(outputs_shape)}, "
             f"but {_where(bad, labels)} outside; {first}{_range_line(numbers, bad, classes)}."

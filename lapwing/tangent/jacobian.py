@@ -24,10 +24,10 @@ SLICE_BYTES = 16 * 2**20
 
 
 class Weighting:
-    """`diag(w)` of one block: w (P,), and the layouts of it that products have taken, kept for the next ones.
+    """`diag(w)` of one block: w, and the layouts of it that products have taken, kept for the next ones.
 
     Attributes:
-        flat: w (P,).
+        flat: w (P,); for `matrix` alone, in any shape of as many entries as the inputs and outputs at hand.
     """
 
     def __init__(self, flat: Tensor) -> None:
