@@ -67,7 +67,7 @@ def study(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
     found["MAP"]["nll_on_500_validation_images"] = float(on_validation)
     for label, (method, params) in METHODS.items():
         start = time.perf_counter()
-        fitted = lw.fit(model, train, method, params=params, data_size=data_size, seed=SEED)
+        fitted = lw.fit(model, train, method, params=params, tune=lw.Evidence(), data_size=data_size, seed=SEED)
         row: dict[str, Any] = {"fit_seconds": time.perf_counter() - start, "weights": fitted.tangent.size}
         start = time.perf_counter()
         validated = lw.Validation(validation).tune(fitted)

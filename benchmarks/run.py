@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import cost, real_networks, streamlined_cost
+from benchmarks import cost, real_networks, regression, streamlined_cost
 from lapwing.reproduce.data import available
 
 
@@ -10,6 +10,8 @@ def main() -> None:
     """Runs all benchmarks."""
     cost.main()
     streamlined_cost.main(["mlp", "resnet20", "vit"])
+    if available(*(f"uci_{name}.npz" for name in regression.TABLES)):
+        regression.main()
     if available("mnist.npz", "mnist_cnn_ella.safetensors"):
         real_networks.main(["mnist"])
     if available("cifar10.npz", "cifar10_resnet20_optionA.safetensors"):

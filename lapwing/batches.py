@@ -49,9 +49,9 @@ def split(batch: Any) -> tuple[Any, Any]:
             return plain(inputs[0] if len(inputs) == 1 else tuple(inputs)), plain(targets)
     raise LapwingError(
         f"Asked to read inputs and targets from a batch, found {describe(batch)}; accepted are (inputs, targets) and "
-        f"(input_1, ..., targets) with targets a tensor, and a dict with one of the keys {', '.join(LABEL_KEYS)}. Let "
-        "the loader yield (inputs, targets) pairs, where inputs may be any tuple, list or dict of tensors if you pass "
-        "forward=lambda model, inputs: model(...)."
+        "(input_1, ..., targets) with targets a tensor, one row a sample, and a dict with one of the keys "
+        f"{', '.join(LABEL_KEYS)}. Let the loader yield (inputs, targets) pairs, where inputs may be any tuple, list "
+        "or dict of tensors if you pass forward=lambda model, inputs: model(...)."
     )
 
 

@@ -335,9 +335,9 @@ class Posterior:
             LapwingError: for numbers that are not whole, or weights that changed since the fit.
         """
         for name, value, least in (("n", n, 1), ("seed", seed, 0)):
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+            if isinstance(value, bool) or not isinstance(value, Integral) or not least <= value < 2**63:
                 raise LapwingError(
-                    f"Asked for sample({name}={value!r}); a whole number of at least {least} is needed: write "
+                    f"Asked for sample({name}={value!r}); a whole number from {least} to 2**63 - 1 is needed: write "
                     "posterior.sample(5, seed=0)."
                 )
         self._check_network()

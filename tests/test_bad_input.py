@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,8 +16,37 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lapwing as lw
+from tests.test_untouched import assert_same, snapshot
 
 NAN = math.nan
+
+
+def guarded(function: Callable[..., Any], model_of: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The function, which may not change the network of its first argument, whether it succeeds or raises."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        model = model_of(args[0]) if args else None
+        state = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+        plain = [not (v.is_meta or v.is_inference() or v.isnan().any()) for v in state]  # others cannot be compared
+        if not all(plain) or not state:
+            return function(*args, **kwargs)
+        before = snapshot(model)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            assert_same(before, snapshot(model))
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of this file leaves the network, its mode and its hooks bit for bit as they were."""
+    for name in ("fit", "coverage"):
+        monkeypatch.setattr(lw, name, guarded(getattr(lw, name), lambda model: model))
+    for name in ("latent", "predict", "sample", "save", "with_prior", "log_marginal_likelihood", "diagnose"):
+        monkeypatch.setattr(lw.Posterior, name, guarded(getattr(lw.Posterior, name), lambda self: self.tangent.model))
 
 
 def network() -> nn.Sequential:
@@ -395,6 +425,23 @@ def test_11_dropout_in_training_mode(model: nn.Module, named: str) -> None:
         refused(lambda via=via: fitted.predict(X, via=via), *parts)
 
 
+def test_12_layers_that_write_themselves() -> None:
+    norm, spectral = nn.InstanceNorm1d(2, track_running_stats=True), nn.utils.parametrizations.spectral_norm
+    writing = [
+        (nn.Sequential(nn.Conv1d(1, 2, 2), norm, nn.Flatten(), nn.Linear(6, 3)), X[:, None], "1 (InstanceNorm1d)"),
+        (nn.Sequential(spectral(nn.Linear(4, 5)), nn.Linear(5, 3)), X, "(_SpectralNorm)"),
+    ]
+    for model, inputs, named in writing:
+        refused(lambda m=model, x=inputs: fit([(x, Y)], m.train()), named, "training mode", "writes", "model.eval()")
+        fit([(inputs, Y)], model.eval()).predict(inputs)
+    model = nn.Sequential(nn.Embedding(7, 5, max_norm=1.0), nn.Flatten(), nn.Linear(20, 3)).eval()
+    tokens = torch.arange(32).reshape(8, 4) % 7
+    refused(lambda: fit([(tokens, Y)], model), "0 (Embedding)", "max_norm=1.0", "model.0.max_norm = None")
+    model[0].max_norm = None
+    fit([(tokens, Y)], model, lw.Diagonal()).predict(tokens)
+    fit([(X[:, None], Y)], nn.Sequential(nn.InstanceNorm1d(1), nn.Flatten(), nn.Linear(4, 3)).train())
+
+
 def test_11_dropout_that_drops_nothing_is_fine() -> None:
     fit([(X, Y)], nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.0), nn.Linear(6, 3)).train())
 
@@ -601,8 +648,17 @@ def test_15_arguments_of_a_posterior(posterior: lw.Posterior) -> None:
     refused(lambda: posterior.predict(X, link=lw.SampledLink(), generator=3), "generator=3", "manual_seed(0)")
     refused(lambda: posterior.latent([X, X], joint=True), "joint=True", "2 batches", "pass a tensor")
     for bad in (0, -1, 1.5, None, True):
-        refused(lambda bad=bad: posterior.sample(bad), f"sample(n={bad!r})", "at least 1", "posterior.sample(5")
-    refused(lambda: posterior.sample(2, seed="a"), "sample(seed='a')", "at least 0", "posterior.sample(5")
+        refused(lambda bad=bad: posterior.sample(bad), f"sample(n={bad!r})", "from 1 to", "posterior.sample(5")
+    for bad in ("a", -1, 2**70):
+        refused(lambda bad=bad: posterior.sample(2, seed=bad), f"sample(seed={bad!r})", "from 0 to", "seed=0)")
+        refused(lambda bad=bad: lw.MonteCarlo(5, seed=bad), f"seed={bad!r}", "from 0 to", "seed=0)")
+    for bad in (0, 1.5, "a", True):
+        refused(lambda bad=bad: lw.SampledLink(bad), f"draws={bad!r}", "SampledLink(512)")
+        refused(lambda bad=bad: posterior.predict(X).sample(bad), "whole number", f"n={bad!r}", "sample(n=512)")
+    refused(lambda: lw.Validation([(X, Y)], decades=("a", "b")), "decades=('a', 'b')", "decades=(-5, 7)")
+    refused(lambda: lw.Evidence(per_layer="a"), "per_layer='a'", "per_layer=True")
+    refused(lambda: fit([(X, REAL)]).predict(X).interval("0.9"), "'0.9'", "interval(0.9)")
+    refused(lambda: fit([(X[:1], torch.tensor(1))]), "without dimensions, 1", "one row a sample", "y[None]")
     refused(lambda: posterior.with_prior({"hed": 1.0}), "{'hed': 1.0}", "the blocks are 0, 2")
     refused(
         lambda: posterior.with_prior(1.0, noise_variance=0.1), "no noise variance", "lw.Gaussian(noise_variance=...)"

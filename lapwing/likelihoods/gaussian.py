@@ -70,12 +70,14 @@ class Gaussian(Likelihood):
         return -0.5 * (squares / variance + outputs.shape[-1] * math.log(2.0 * math.pi * variance))
 
     def statistics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return ``{"count": number of observed values, "squared_error": Σ (y - f)²}``, float64 scalars."""
+        """Return float64 sums: the number of values, ``Σ (y - f)²``, ``Σ_n y`` (C,) and ``Σ y²``."""
         outputs = outputs.double()
-        error = aligned_targets("Gaussian", outputs, targets) - outputs
+        values = aligned_targets("Gaussian", outputs, targets)
         return {
-            "count": torch.tensor(error.numel(), dtype=torch.float64, device=outputs.device),
-            "squared_error": error.square().sum(),
+            "count": torch.tensor(values.numel(), dtype=torch.float64, device=outputs.device),
+            "squared_error": (values - outputs).square().sum(),
+            "targets": values.sum(0),
+            "squared_targets": values.square().sum(),
         }
 
     def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
@@ -115,6 +117,14 @@ class Gaussian(Likelihood):
     def residual_variance(self, statistics: dict[str, Tensor]) -> float:
         """Return the mean squared residual."""
         return max(float(statistics["squared_error"] / statistics["count"]), 1e-12)
+
+    def target_variance(self, statistics: dict[str, Tensor]) -> float | None:
+        """Return the mean over outputs of the variance of y; None for files of versions that did not keep its sums."""
+        if "targets" not in statistics:
+            return None
+        means, count = statistics["targets"], statistics["count"]
+        samples = count / len(means)
+        return float((statistics["squared_targets"] - means.square().sum() / samples) / count)
 
     def with_noise_variance(self, noise_variance: float | None) -> Gaussian:
         """Return a Gaussian with another σ²; None is "to be tuned"."""

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from typing import ClassVar, Protocol
 
 import torch
@@ -312,8 +313,11 @@ class SampledLink(ClassLink, BinaryLink):
 
     def __post_init__(self) -> None:
         """Check the number of draws."""
-        if self.draws < 1:
-            raise LapwingError(f"SampledLink needs at least 1 draw, found draws={self.draws}; write SampledLink(512).")
+        if isinstance(self.draws, bool) or not isinstance(self.draws, Integral) or self.draws < 1:
+            raise LapwingError(
+                f"SampledLink needs a whole number of draws, at least 1, found draws={self.draws!r}; write "
+                "SampledLink(512)."
+            )
 
     def log_probs(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
         """Return log probabilities (B, C); ``generator`` None means seed 0."""

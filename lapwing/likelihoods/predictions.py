@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from numbers import Integral, Real
 from statistics import NormalDist
 
 import torch
@@ -204,8 +205,8 @@ class RegressionPrediction(Prediction):
         Raises:
             LapwingError: if ``level`` is not in (0, 1).
         """
-        if not 0.0 < level < 1.0:
-            raise LapwingError(f"interval() accepts a level between 0 and 1, found {level}; write interval(0.9).")
+        if not (isinstance(level, Real) and 0.0 < level < 1.0):
+            raise LapwingError(f"interval() accepts a level between 0 and 1, found {level!r}; write interval(0.9).")
         draws = self._draws()
         if draws is None:
             half = NormalDist().inv_cdf(0.5 + 0.5 * level) * self.std
@@ -347,6 +348,8 @@ def _entropy(log_probs: Tensor) -> Tensor:
 
 
 def _check_count(asked: str, name: str, count: int) -> None:
-    """Refuse fewer than one draw."""
-    if count < 1:
-        raise LapwingError(f"{asked}() needs at least 1 draw, found {name}={count}; write {asked}({name}=512).")
+    """Refuse what is no whole number, or fewer than one draw."""
+    if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
+        raise LapwingError(
+            f"{asked}() needs a whole number of draws, at least 1, found {name}={count!r}; write {asked}({name}=512)."
+        )

@@ -51,10 +51,9 @@ class MonteCarlo(Way):
                 f"Asked for MonteCarlo(draws={self.draws!r}); a whole number of at least 2 is needed: write "
                 "lw.MonteCarlo(draws=50)."
             )
-
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise LapwingError(
-                f"Asked for MonteCarlo(seed={self.seed!r}); a whole number is needed: write "
+                f"Asked for MonteCarlo(seed={self.seed!r}); a whole number from 0 to 2**63 - 1 is needed: write "
                 "lw.MonteCarlo(draws=50, seed=0)."
             )
 

@@ -91,7 +91,7 @@ class Block:
         lead = vector.shape[:-1]
         if self.matrix is None:
             parts = vector.split([prod(shape) for shape in self.shapes], -1)
-            return {n: p.reshape(*lead, *s) for n, p, s in zip(self.parameters, parts, self.shapes, strict=True)}
+            return {n: p.reshape((*lead, *s)) for n, p, s in zip(self.parameters, parts, self.shapes, strict=True)}
         matrix, out = vector.reshape(*lead, *self.matrix_shape), {}
         if self.has_weight:
             weight = matrix[..., : self.matrix.inputs]

@@ -6,6 +6,7 @@ that the gradients of one sample's outputs are zero at all other samples. What f
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from .. import batches
 from ..batches import Forward
@@ -27,8 +29,14 @@ from .plan import MATRIX_FAMILIES, Coverage, Covered, Plan
 from .record import Noted, output_gradients, run_spread
 from .selection import LastLayer, Predicate, select
 
+log = logging.getLogger("lapwing")
+
 PROBED_SAMPLES = 4
+WRITERS = (nn.modules.instancenorm._InstanceNorm, parametrizations._SpectralNorm)
+"""Layers besides batch norm that write buffers in training mode; instance norm only where it tracks statistics."""
 MINGLED = "its samples cannot be told apart"
+UNSEEN = "no layer family saw it"
+IDLE = "no output of the first batch has a gradient for it: it is not used there, or within torch.no_grad()"
 
 
 @dataclass(frozen=True)
@@ -42,13 +50,20 @@ class Survey:
 
 
 def check_mode(model: nn.Module) -> None:
-    """Raises for batch norm (case 12) and dropout (case 11) in training mode."""
+    """Raises for batch norm (case 12) and dropout (case 11) in training mode, and for layers that write themselves."""
     for prefix, module in modules_of(model):
         normalises = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        if not (normalises or module.training):
+        renormalises = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+        if not (normalises or renormalises or module.training):
             continue
         kind = type(module).__name__
         name = prefix[:-1] or kind
+        if renormalises:
+            raise LapwingError(
+                f"Asked to treat {type(model).__name__}, found its layer {name} ({kind}) with max_norm="
+                f"{module.max_norm}, which writes the weights at every call, also after model.eval(); weights that "
+                f"stay are needed: write model.{name}.max_norm = None once the rows are within it."
+            )
         if normalises and module.running_mean is None:
             raise LapwingError(
                 f"Asked to treat {type(model).__name__}, found its layer {name} ({kind}) without running "
@@ -62,6 +77,11 @@ def check_mode(model: nn.Module) -> None:
                 f"Asked to treat {type(model).__name__}, found its layer {name} ({kind}) in training mode, "
                 "where a sample's output depends on the rest of the batch; running statistics are needed: call "
                 "model.eval() first."
+            )
+        if isinstance(module, WRITERS) and getattr(module, "track_running_stats", True):
+            raise LapwingError(
+                f"Asked to treat {type(model).__name__}, found its layer {name} ({kind}) in training mode, where every "
+                "call writes its statistics; a network that stays as it is is needed: call model.eval() first."
             )
         rate = _dropout_rate(module)
         if rate > 0:
@@ -122,13 +142,20 @@ def probe(
     axes = [_batch_axis(use, g, samples) for use, g in zip(chosen, gradients, strict=True)]
     truth = _autograd_rows(model, forward, {n: parameters[n] for n in names}, few, u[:, :, 2])
 
-    reasons: dict[str, str] = {name: "no layer family saw it" for name in names}
+    reasons: dict[str, str] = {name: UNSEEN if truth[name].any() else IDLE for name in names}
     for use, axis in zip(chosen, axes, strict=True):
         for name in use.names.values():
             told_apart = axis is not None and reasons.get(name) != MINGLED
             reasons[name] = "" if told_apart else MINGLED
             if use.stale:
                 reasons[name] = "its layer's input is modified in place"
+    idle = [name for name in names if reasons[name] == IDLE]
+    if idle:
+        log.warning(
+            "%s has no gradient on the first batch for %d of the parameters to treat (%s), not used there or within "
+            "torch.no_grad(); they make every step slower: leave them out, such as by params=lw.last_layer.",
+            type(model).__name__, len(idle), ", ".join(idle[:3]) + (", ..." if len(idle) > 3 else ""),
+        )  # fmt: skip
     _compare_with_autograd(chosen, gradients, axes, samples, names, truth, reasons, most)
     covered = [name for name in names if not reasons[name]]
     blocks, uses, order = _blocks([u for u in chosen if set(u.names.values()) & set(covered)], covered, parameters)

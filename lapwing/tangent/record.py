@@ -70,7 +70,7 @@ class Recorder(EagerMode):
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function; where it uses watched parameters, notes it and starts the graph at its output if need be."""
-        handler = HANDLERS.get(function)
+        handler = HANDLERS.get(function) if torch.is_grad_enabled() else None  # off where the network switched it off
         use = handler(args, kwargs, self._is_watched) if handler is not None else None
         if use is None:
             return function(*args, **kwargs)

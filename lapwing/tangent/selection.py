@@ -83,9 +83,9 @@ def select(
         return names
     if isinstance(params, LastLayer):
         raise LapwingError(
-            f"Asked to treat the last layer of {model_name}, found no linear or convolution layer whose weight is one "
-            f"of its {len(parameters)} parameters ({_listed(parameters)}); name what to treat: pass "
-            "params=lw.everything, or params=lw.matching(...)."
+            f"Asked to treat the last layer of {model_name}, found no linear or convolution layer, outside "
+            f"torch.no_grad(), whose weight is one of its {len(parameters)} parameters ({_listed(parameters)}); name "
+            "what to treat: pass params=lw.everything, or params=lw.matching(...)."
         )
     frozen = sum(not value.requires_grad for value in parameters.values())
     raise LapwingError(

@@ -1,11 +1,11 @@
-"""Tuning by the evidence, bounded by what the spread of the weights costs predictions of the training data."""
+"""Tuning by the evidence, bounded by the training data: by what the spread costs predictions, and by the targets."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -20,17 +20,25 @@ from .held_out import held_out_scores
 
 log = logging.getLogger("lapwing")
 
+MANY = 10.0
+"""Times the mean squared residual: a noise variance above that is worth a word."""
+
 
 @dataclass(frozen=True)
 class BoundedEvidence(Tuning):
-    """Raises the δ of the evidence until the spread costs the training data at most a few thousandths of a nat.
+    """Holds the evidence to what the training data bear: the spread of a classifier, the noise of a regression.
 
-    `δ = max(δ_evidence, min{δ : mean_n [log p(y_n|f_n) - log p(y_n|N(f_n, J_n Σ_δ J_nᵀ))] <= nats})`.
+    `δ = max(δ_evidence, min{δ : mean_n [log p(y_n|f_n) - log p(y_n|N(f_n, J_n Σ_δ J_nᵀ))] <= nats})`, or
+    `σ² = min(σ²_evidence, var(y))` and δ of the evidence at that σ².
 
     The evidence takes the loss for a quadratic. A classifier sure of its training labels lies where the loss is flat,
     with a slope not far away: its curvature says little, and the evidence (of Evidence, with one δ) spreads the weights
-    too wide. Spread that the training predictions notice is cut back. Likelihoods with a noise variance, whose loss is
-    quadratic, keep the plain evidence.
+    too wide. Spread that the training predictions notice is cut back.
+
+    With a noise variance the loss is quadratic, and the exact GGN keeps the evidence. Diagonal, KFAC and subspaces
+    overrate the effective number of weights γ in `σ² = Σ r²/(NC - γ)` (MacKay 1992), or take for noise the curvature
+    that they leave out: σ² can be a thousand times the residuals'. It is held to the variance of the targets, which a
+    constant would have, and said where it stays above ten times the mean squared residual.
 
     Args:
         nats: what the spread may cost, in nats a training sample, with the default link.
@@ -75,8 +83,8 @@ class BoundedEvidence(Tuning):
                 )
 
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
-        """Returns the posterior at the δ of the evidence, or at the smallest above it that keeps within the bound."""
-        tuned = Evidence().tune(posterior)
+        """Returns the posterior at the maximum of the evidence, or at the nearest point that keeps within the bound."""
+        tuned = self._with_bounded_noise(posterior, Evidence().tune(posterior))
         given = posterior.prior.given or tuned.noise_variance is not None
         if given or not isinstance(tuned.covariance, PriorCovariance):
             return tuned
@@ -97,6 +105,27 @@ class BoundedEvidence(Tuning):
                 tuned.method, float(tuned.prior.precision[0]) * 10**exponent, found[-1], self.decades + 4,
             )  # fmt: skip
         return _raised(tuned, exponent)
+
+    def _with_bounded_noise(self, posterior: Posterior, tuned: Posterior) -> Posterior:
+        """Returns the maximum of the evidence, anew at the variance of the targets where σ² is above that."""
+        likelihood, noise = posterior.likelihood, tuned.noise_variance
+        residual = likelihood.residual_variance(posterior.statistics)
+        if posterior.noise_given or residual is None or noise is None:
+            return tuned
+        most = likelihood.target_variance(posterior.statistics)
+        if most is not None and noise > max(most, residual):
+            fixed = replace(posterior, likelihood=likelihood.with_noise_variance(max(most, residual)), noise_given=True)
+            tuned = replace(Evidence().tune(fixed), noise_given=False)
+            log.info("The evidence's noise variance %.3g is lowered to that of the targets", noise)
+        assert tuned.noise_variance is not None
+        if tuned.noise_variance > MANY * residual:
+            log.warning(
+                "The evidence of %s explains the data by a noise variance of %.3g, %.3g times the mean squared "
+                "residual; its intervals may be too wide: tune=lw.Validation(held_out) or likelihood=lw.Gaussian(%.2g) "
+                "would narrow them.",
+                posterior.method, tuned.noise_variance, tuned.noise_variance / residual, residual,
+            )  # fmt: skip
+        return tuned
 
     def costs(self, candidates: Sequence[Posterior], loader: Iterable[Any], shown: int | None = None) -> list[float]:
         """Returns what the spread of each candidate costs, in nats a training sample; below 0 where it helps.

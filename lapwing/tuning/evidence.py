@@ -49,6 +49,10 @@ class Evidence(Tuning):
 
     def __post_init__(self) -> None:
         """Checks the gap."""
+        if not isinstance(self.per_layer, bool):
+            raise LapwingError(
+                f"Asked for Evidence(per_layer={self.per_layer!r}); True or False is needed: write per_layer=True."
+            )
         if self.rank_gap is not None and not (isinstance(self.rank_gap, (int, float)) and self.rank_gap >= 0):
             raise LapwingError(
                 f"Asked for Evidence(rank_gap={self.rank_gap!r}); a number of nats from 0 up is needed: write "

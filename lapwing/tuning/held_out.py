@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -36,7 +37,8 @@ class Grid:
 
     def check(self, tuning: str) -> None:
         """Raises for a range or number that makes no grid."""
-        rising = isinstance(self.decades, tuple) and len(self.decades) == 2 and self.decades[0] < self.decades[1]
+        pair = isinstance(self.decades, tuple) and len(self.decades) == 2
+        rising = pair and all(isinstance(end, Real) for end in self.decades) and self.decades[0] < self.decades[1]
         if not (rising and isinstance(self.points, int) and self.points >= 3):
             raise LapwingError(
                 f"Asked for {tuning}(decades={self.decades}, points={self.points}); a rising range and at least 3 "

@@ -229,6 +229,65 @@ def test_coverage_names_every_parameter_once_and_says_why_not(name: str) -> None
         assert line.block in str(report)
 
 
+class Transferred(nn.Module):
+    """A trunk that runs within `torch.no_grad()`, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            features = self.trunk(x).relu()
+        return self.head(features)
+
+
+@pytest.mark.parametrize("method", [lw.Full(), lw.Diagonal(), lw.KFAC(), lw.ELLA(rank=4, rows=12)], ids=str)
+def test_a_trunk_without_gradients_has_none(method: lw.Method, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, x = Transferred().double().eval(), torch.randn(8, 4, dtype=torch.float64)
+    loader = [(x[:5], torch.arange(5) % 3), (x[5:], torch.arange(3) % 3)]
+    last = lw.fit(model, loader)
+    assert [block.name for block in last.tangent.blocks] == ["head"]
+    assert not caplog.text
+    whole = lw.fit(model, loader, method, params=lw.everything, prior_precision=2.0)
+    assert "trunk.weight, trunk.bias" in caplog.text
+    assert "within torch.no_grad()" in str(whole.tangent.coverage)
+    rows = whole.tangent.record(x).rows()
+    jacobian = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (x,)))(dict(model.named_parameters()))
+    names = [name for block in whole.tangent.blocks for name in block.parameters]
+    assert not jacobian["trunk.weight"].any()
+    assert sorted(rows.square().sum((0, 1)).tolist()) == pytest.approx(
+        sorted(torch.cat([jacobian[name].flatten(2) for name in names], -1).square().sum((0, 1)).tolist())
+    )
+    head = lw.fit(model, loader, method, params=lw.matching("head.*"), prior_precision=2.0)
+    if not isinstance(method, lw.ELLA):  # whose rows are drawn among all weights
+        torch.testing.assert_close(whole.latent(x).covariance, head.latent(x).covariance)
+
+
+class Tempered(nn.Module):
+    """A head with a learned temperature, a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.temperature = nn.Linear(4, 3), nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) * self.temperature
+
+
+@pytest.mark.parametrize("method", [lw.Full(), lw.Diagonal(), lw.KFAC(), lw.ELLA(rank=4, rows=12)], ids=str)
+def test_a_parameter_without_dimensions(method: lw.Method) -> None:
+    torch.manual_seed(0)
+    model, x = Tempered().double().eval(), torch.randn(8, 4, dtype=torch.float64)
+    posterior = lw.fit(model, [(x, torch.arange(8) % 3)], method, params=lw.everything, prior_precision=20.0)
+    assert posterior.sample(3)["temperature"].shape == (3,)
+    drawn = posterior.latent(x, via=lw.MonteCarlo(4000)).covariance
+    exact = posterior.latent(x).covariance
+    assert (drawn - exact).norm() < 0.2 * exact.norm()
+    assert posterior.predict(x, via=lw.Streamlined()).probs.isfinite().all()
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_layers_that_run_on_some_batches_only(first: bool) -> None:
     """One that the first batch ran must run on every batch; one that it did not is left to the generic family."""

@@ -77,13 +77,97 @@ def test_where_the_spread_costs_little_the_evidence_stays():
     )
 
 
-def test_regression_keeps_the_evidence_and_reads_no_data():
-    case = ZOO["conv1d"]
-    loader = [(case.inputs(9, 1), case.targets(9, 1))]
+def overfitted(dtype=torch.float64, rows=60):
+    """A network that fits a noisy curve too closely, its data in two batches, and other data."""
+    torch.manual_seed(0)
+    x = torch.randn(rows + 200, 3, dtype=dtype)
+    y = (x[:, :1] * x[:, 1:2]).sin() + 0.3 * torch.randn(len(x), 1, dtype=dtype)
+    model = nn.Sequential(nn.Linear(3, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 1)).to(dtype)
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(300):
+        optimiser.zero_grad()
+        (model(x[:rows]) - y[:rows]).square().mean().backward()
+        optimiser.step()
+    return model.eval(), list(zip(x[:rows].split(40), y[:rows].split(40), strict=True)), (x[rows:], y[rows:])
+
+
+def residual(model, loader):
+    """The mean squared residual, batch by batch."""
+    with torch.no_grad():
+        squares = torch.cat([(model(x) - y).square() for x, y in loader])
+    return float(squares.mean())
+
+
+def scatter(loader):
+    """The variance of the targets, all outputs together."""
+    y = torch.cat([y for _, y in loader])
+    return float((y - y.mean(0)).square().mean())
+
+
+WIDE = [lw.Diagonal(), lw.KFAC(), lw.EKFAC(), lw.ELLA(rank=10, rows=30), lw.SubsetOfWeights(20)]
+
+
+def test_noise_within_the_targets_variance_stays_and_no_data_are_read():
+    model, loader, _ = overfitted(rows=600)
     for likelihood in (lw.Gaussian(), lw.Gaussian(0.5)):
-        wide = lw.fit(case.build(), loader, lw.KFAC(), likelihood=likelihood, tune=lw.Evidence())
-        tuned = BoundedEvidence().tune(wide)
-        assert (tuned.prior_precision, tuned.noise_variance) == (wide.prior_precision, wide.noise_variance)
+        plain = lw.fit(model, loader, lw.Full(), likelihood=likelihood, tune=lw.Evidence())
+        assert plain.noise_variance <= max(0.5, 2 * residual(model, loader))
+        tuned = BoundedEvidence().tune(plain)
+        assert (tuned.prior_precision, tuned.noise_variance) == (plain.prior_precision, plain.noise_variance)
+
+
+def test_noise_that_was_given_is_kept():
+    model, loader, _ = overfitted()
+    options = {"likelihood": lw.Gaussian(100 * scatter(loader))}
+    tuned, plain = (lw.fit(model, loader, lw.Diagonal(), tune=t, **options) for t in (BoundedEvidence(), lw.Evidence()))
+    assert (tuned.prior_precision, tuned.noise_variance) == (plain.prior_precision, plain.noise_variance)
+
+
+@pytest.mark.parametrize("method", WIDE, ids=repr)
+def test_noise_is_held_to_the_variance_of_the_targets_and_the_prior_is_the_best_there(method, caplog):
+    model, loader, (x, y) = overfitted()
+    plain, bound = lw.fit(model, loader, method, tune=lw.Evidence()), scatter(loader)
+    assert plain.noise_variance > 2 * bound
+    with caplog.at_level(logging.INFO, "lapwing"):
+        tuned = lw.fit(model, loader, method)
+    assert "is lowered to that of the targets" in caplog.text
+    assert f"{bound / residual(model, loader):.3g} times the mean squared residual" in caplog.text
+    assert tuned.noise_variance == pytest.approx(bound, rel=1e-9)
+    assert not tuned.noise_given
+    assert not tuned.tuned
+    values = [
+        float(tuned.log_evidence(tuned.prior.precision * factor, tuned.likelihood, lower_bound=True))
+        for factor in (0.98, 1.0, 1.02)
+    ]
+    assert values[1] >= max(values)
+    assert tuned.predict(x).log_prob(y).mean() > plain.predict(x).log_prob(y).mean() + 0.5
+
+
+def test_noise_is_held_under_a_given_prior_and_scaled_data():
+    model, loader, _ = overfitted()
+    for options in ({"prior_precision": 0.5}, {"data_size": 600}, {"temperature": 2.0}):
+        plain = lw.fit(model, loader, lw.Diagonal(), tune=lw.Evidence(), **options)
+        tuned = lw.fit(model, loader, lw.Diagonal(), **options)
+        assert plain.noise_variance > scatter(loader)
+        assert tuned.noise_variance == pytest.approx(scatter(loader), rel=1e-9)
+        if "prior_precision" in options:
+            assert tuned.prior_precision == 0.5
+
+
+def test_several_outputs_far_from_zero_and_saved(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(50, 3, dtype=torch.float64)
+    y = torch.randn(50, 2, dtype=torch.float64) * torch.tensor([1.0, 3.0]) + torch.tensor([1e4, -5.0])
+    model = nn.Linear(3, 2).double().eval()
+    loader = list(zip(x.split(20), y.split(20), strict=True))
+    fitted = lw.fit(model, loader, lw.Diagonal(), params=lw.everything)
+    found = fitted.likelihood.target_variance(fitted.statistics)
+    assert found == pytest.approx(float((y - y.mean(0)).square().mean()), rel=1e-6)
+    fitted.save(tmp_path / "p.st")
+    loaded = lw.load(tmp_path / "p.st", model)
+    assert loaded.likelihood.target_variance(loaded.statistics) == found
+    without = {key: value for key, value in fitted.statistics.items() if "targets" not in key}
+    assert fitted.likelihood.target_variance(without) is None
 
 
 def test_a_given_prior_is_kept():
@@ -152,7 +236,15 @@ def test_no_training_data_is_one_sentence():
 
 @pytest.mark.parametrize(
     "options",
-    [{"nats": 0}, {"nats": math.nan}, {"nats": True}, {"samples": 0}, {"samples": 1.5}, {"points": 2}, {"decades": -1}],
+    [
+        {"nats": 0},
+        {"nats": math.nan},
+        {"nats": True},
+        {"samples": 0},
+        {"samples": 1.5},
+        {"points": 2},
+        {"decades": -1},
+    ],
     ids=str,
 )
 def test_numbers_out_of_range(options):
