@@ -125,7 +125,7 @@ def fit(
     whole = posterior(found.covariance, seen.statistics, seen.samples, size)
     if found.precision is not None or not isinstance(found.covariance, PriorCovariance):
         if not given and tune not in (None, BoundedEvidence()):
-            log.warning("%s chooses its own prior; tune=%r was not used", type(method).__name__, tune)
+            log.warning("%s chooses its own prior; tune=%s was not used", type(method).__name__, type(tune).__name__)
         return whole
     if tune is None:
         return whole if whole.tuned else whole.with_defaults()

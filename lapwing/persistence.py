@@ -12,7 +12,7 @@ from . import storage
 from .batches import Forward
 from .covariance import COVARIANCES
 from .errors import LapwingError
-from .likelihoods import Likelihood, resolve
+from .likelihoods import BY_NAME, Likelihood, resolve
 from .posterior import Posterior
 from .prior import Prior
 from .tangent import Tangent
@@ -112,6 +112,11 @@ def _rebuilt(
         tangent, {k: v.to(device) for k, v in part("covariance/").items()}, header["covariance"]["extra"]
     )
     saved = header["likelihood"]
+    if likelihood is None and saved["name"] not in BY_NAME:
+        raise LapwingError(
+            f"Asked to load {path}, found that the fit had a likelihood of your own, {saved['name']!r}; an instance of "
+            "it is needed: write lw.load(path, model, likelihood=...)."
+        )
     likelihood = likelihood or resolve(saved["name"])
     if likelihood.name != saved["name"]:
         raise LapwingError(

@@ -170,7 +170,7 @@ class Runner:
         for number, raw in enumerate(tqdm(self._loader, step.label, total, disable=disable, leave=False), 1):
             inputs, targets = batches.split(raw)
             samples = batches.size(inputs)
-            if not targets.ndim:
+            if isinstance(targets, Tensor) and not targets.ndim:
                 raise LapwingError(
                     f"Asked to read batch number {number}, found a target without dimensions, {targets.item()}, beside "
                     f"{batches.describe(inputs)}; one row a sample is needed: give a single target as y[None]."

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lapwing.covariance import KroneckerBlock
 from tests import oracle
@@ -54,6 +58,51 @@ def hooked_factors(problem: Setup, reduce: bool) -> dict[str, tuple[list[Tensor]
                 for t in range(len(a)):
                     slot[0][group] = slot[0][group] + torch.outer(a[t], a[t])
                     slot[1][group] = slot[1][group] + g[:, t].T @ problem.fisher[n] @ g[:, t]
+            slot[2] += len(a)
+    return {name: tuple(slot) for name, slot in found.items()}
+
+
+def called_factors(problem: Setup, reduce: bool) -> dict[str, tuple[list[Tensor], list[Tensor], int]]:
+    """As `hooked_factors`, block name -> factors, for linear layers called as functions, which are patched."""
+    model = oracle.uncompiled(problem.model)
+    own = {id(p): b for b in problem.blocks for n, p in model.named_parameters() if n in b.parameters}
+    plain_linear, plain_addmm = F.linear, torch.addmm
+    found: dict[str, list] = {}
+    for n in range(problem.samples):
+        calls: list[tuple[str, Tensor, Tensor]] = []
+
+        def tapped(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, calls: list = calls) -> Tensor:
+            blocks = {own[id(p)].name: own[id(p)] for p in (weight, bias) if id(p) in own}
+            tap = torch.zeros_like(out, requires_grad=True)
+            for name, block in blocks.items():
+                a = x.detach().reshape(-1, x.shape[-1])
+                ones = torch.ones(len(a), 1).double()
+                a = ones if own.get(id(weight)) is not block else torch.cat([a, ones], 1) if block.bias else a
+                calls.append((name, a, tap))
+            return out + tap
+
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tapped: Any = tapped) -> Tensor:
+            return tapped(x, weight, bias, plain_linear(x, weight, bias))
+
+        def addmm(bias: Tensor, x: Tensor, weight: Tensor, tapped: Any = tapped) -> Tensor:
+            return tapped(x, weight, bias, plain_addmm(bias, x, weight))
+
+        with (
+            mock.patch.object(F, "linear", linear), mock.patch.object(torch, "addmm", addmm), torch.enable_grad(),
+            oracle.reference_kernels(),
+        ):  # fmt: skip
+            f = oracle.call(model, oracle.take(problem.x, slice(n, n + 1)))[0]  # (C,)
+        taps = [tap for _, _, tap in calls]
+        gradients = [torch.autograd.grad(f[c], taps, retain_graph=True) for c in range(len(f))]
+        for name in {name for name, _, _ in calls}:
+            mine = [i for i, call in enumerate(calls) if call[0] == name]
+            a = torch.cat([calls[i][1] for i in mine])  # (T, I)
+            g = torch.cat([torch.stack([row[i] for row in gradients]).flatten(1, -2) for i in mine], 1)  # (C, T, O)
+            if reduce:
+                a, g = a.mean(0, keepdim=True), g.sum(1, keepdim=True)
+            slot = found.setdefault(name, [[0], [0], 0])
+            slot[0][0] = slot[0][0] + a.T @ a
+            slot[1][0] = slot[1][0] + torch.einsum("cto,cd,dtp->op", g, problem.fisher[n], g)
             slot[2] += len(a)
     return {name: tuple(slot) for name, slot in found.items()}
 

@@ -1,4 +1,4 @@
-"""What every test gets: a fixed seed, two threads, and the folder of data sets where there is one."""
+"""What every test gets: a fixed seed, one thread, and the folder of data sets where there is one."""
 
 from __future__ import annotations
 

@@ -54,6 +54,24 @@ def test_compare_takes_ways_networks_and_regression(problem) -> None:
     assert table.columns == ("RMSE", "NLL", "CRPS", "90 % interval", "AUROC", "passes")
 
 
+def test_the_network_alone_has_its_own_noise_in_any_order() -> None:
+    torch.manual_seed(0)
+    model, x, y = torch.nn.Linear(4, 1).eval(), torch.randn(30, 4), torch.randn(30, 1)
+    train, held_out = [(x[:20], y[:20])], [(x[20:], y[20:])]
+    methods = {"Full": lw.Full(), "Diagonal": lw.Diagonal()}
+    fits = {name: lw.fit(model, train, method, tune=lw.Evidence()) for name, method in methods.items()}
+    assert fits["Full"].noise_variance != fits["Diagonal"].noise_variance
+    with torch.no_grad():
+        noise = (model(x[:20]) - y[:20]).square().mean()
+        own = -torch.distributions.Normal(model(x[20:]), noise.sqrt()).log_prob(y[20:]).mean()
+    for names in (["Full", "Diagonal"], ["Diagonal", "Full"]):
+        table = compare({name: fits[name] for name in names}, held_out, repeats=1)
+        assert table.rows["MAP"]["NLL"] == pytest.approx(float(own), rel=1e-5)
+    given = lw.fit(model, train, lw.Full(), likelihood=lw.Gaussian(3.0))
+    own = -torch.distributions.Normal(model(x[20:]), 3.0**0.5).log_prob(y[20:]).mean()
+    assert compare({"Full": given}, held_out, repeats=1).rows["MAP"]["NLL"] == pytest.approx(float(own), rel=1e-5)
+
+
 def test_compare_prints_and_writes(problem) -> None:
     model, loader = problem
     table = compare({"KFAC": lw.fit(model, loader)}, loader, repeats=1)

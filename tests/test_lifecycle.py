@@ -20,6 +20,7 @@ from lapwing.methods.passes import Seen, add_states
 from lapwing.prior import Prior
 from lapwing.tangent import Tangent
 from tests import oracle
+from tests.likelihoods.test_likelihoods import Poisson
 from tests.zoo import ZOO
 
 EVERY = lw.matching("*")
@@ -419,7 +420,7 @@ def test_unused_parameters_keep_the_prior(method: lw.Method, tmp_path: Path) -> 
     posterior = lw.fit(model, halves(x, y), method, prior_precision=4.0)
     names = [name for block in posterior.tangent.blocks for name in block.parameters]
     assert sorted(names) == sorted(dict(model.named_parameters()))
-    assert "no layer family saw it" in str(posterior.tangent.coverage)
+    assert "it is not used there" in str(posterior.tangent.coverage)
     sizes = [posterior.tangent.parameters[name].numel() for name in names]
     parts = zip(names, oracle.jacobian(model, x, names).split(sizes, -1), strict=True)
     shaped = {name: part.unflatten(-1, posterior.tangent.parameters[name].shape) for name, part in parts}
@@ -523,3 +524,14 @@ def test_replace_gives_another_posterior() -> None:
     assert replace(posterior, temperature=2.0).temperature == 2.0
     assert posterior.temperature == 1.0
     assert posterior.latent(x).mean.shape == (8, 3)
+
+
+def test_a_likelihood_of_ones_own_is_given_again(tmp_path: Path) -> None:
+    model, x = nn.Linear(4, 2).double().eval(), torch.randn(9, 4, dtype=torch.float64)
+    loader = [(x, torch.poisson(torch.ones(9, 2, dtype=torch.float64)))]
+    fitted = lw.fit(model, loader, lw.Diagonal(), likelihood=Poisson(), prior_precision=1.0)
+    fitted.save(tmp_path / "p.st")
+    with pytest.raises(lw.LapwingError, match=r"of your own, 'poisson'.*lw.load\(path, model, likelihood=...\)"):
+        lw.load(tmp_path / "p.st", model)
+    loaded = lw.load(tmp_path / "p.st", model, likelihood=Poisson())
+    assert torch.equal(loaded.latent(x).variance, fitted.latent(x).variance)

@@ -108,8 +108,8 @@ def compare(
 
     Classification: accuracy, negative log likelihood (NLL), expected calibration error (ECE, 15 bins), Brier score, and
     AUROC; Bernoulli outputs are two classes each, pooled. Regression: RMSE, NLL, CRPS, coverage of the 90 % interval,
-    and AUROC. The networks themselves are rows too: where no module is among the candidates and all posteriors are
-    around one network, it is added as "MAP".
+    and AUROC. The networks themselves are rows too, with the mean squared training residual as noise unless σ² was
+    given: where no module is among the candidates and all posteriors are around one network, it is added as "MAP".
 
     Args:
         posteriors: name -> a posterior, a pair (posterior, way) such as `(posterior, lw.MonteCarlo(30))`, or a network.
@@ -196,7 +196,7 @@ def _candidates(posteriors: Mapping[str, Candidate], loader: Iterable[Any]) -> d
     """Reads what the user gave; adds the network alone where no network is given and there is one only."""
     around = [c[0] if isinstance(c, tuple) else c for c in posteriors.values()]
     fitted = [posterior for posterior in around if isinstance(posterior, Posterior)]
-    likelihood = fitted[0].likelihood if fitted else _likelihood(loader)
+    likelihood = _own_noise(fitted[0]) if fitted else _likelihood(loader)
     found: dict[str, _Candidate] = {}
     if len(fitted) == len(around) and len({id(posterior.tangent.model) for posterior in fitted}) == 1:
         found["MAP"] = _network(fitted[0].tangent.outputs_of, likelihood)
@@ -208,6 +208,13 @@ def _candidates(posteriors: Mapping[str, Candidate], loader: Iterable[Any]) -> d
             predict = partial(posterior.predict, via=way)
             found[name] = _Candidate(predict, posterior.tangent.outputs_of, False)
     return found
+
+
+def _own_noise(posterior: Posterior) -> Likelihood:
+    """Returns the likelihood with the mean squared residual as noise, unless σ² was given."""
+    likelihood = posterior.likelihood
+    residual = likelihood.residual_variance(posterior.statistics)
+    return likelihood if residual is None or posterior.noise_given else likelihood.with_noise_variance(residual)
 
 
 def _network(forward: Callable[[Any], Tensor], likelihood: Likelihood) -> _Candidate:

@@ -42,7 +42,7 @@ __all__ = [
     "resolve",
 ]
 
-_BY_NAME: dict[str, type[Likelihood]] = {
+BY_NAME: dict[str, type[Likelihood]] = {
     "categorical": Categorical,
     "bernoulli": Bernoulli,
     "gaussian": Gaussian,
@@ -67,9 +67,9 @@ def resolve(likelihood: str | Likelihood) -> Likelihood:
     """
     if isinstance(likelihood, Likelihood):
         return likelihood
-    if isinstance(likelihood, str) and likelihood in _BY_NAME:
-        return _BY_NAME[likelihood]()
-    labels = ", ".join(f'"{label}"' for label in _BY_NAME)
+    if isinstance(likelihood, str) and likelihood in BY_NAME:
+        return BY_NAME[likelihood]()
+    labels = ", ".join(f'"{label}"' for label in BY_NAME)
     if isinstance(likelihood, type):
         raise LapwingError(
             f"A likelihood is an instance, found the class {likelihood.__name__}; write `{likelihood.__name__}()`."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import ClassVar
 
 import torch
@@ -43,12 +44,14 @@ class Gaussian(Likelihood):
     def __post_init__(self) -> None:
         """Check the noise variance."""
         value = self.noise_variance
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        number = isinstance(value, Real) and not isinstance(value, bool)
         if value is not None and not (number and 0.0 < value < math.inf):
             raise LapwingError(
                 f"Gaussian accepts a positive finite noise variance, found noise_variance={value!r}; "
                 "write Gaussian(noise_variance=0.1), or Gaussian() to have it tuned."
             )
+        if value is not None:
+            object.__setattr__(self, "noise_variance", float(value))  # numpy's numbers are no JSON
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Check real targets (B, C) or, when C = 1, (B,).

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from scipy.integrate import quad
@@ -146,10 +147,13 @@ def test_statistics_add_over_batches_and_give_the_log_likelihood(likelihood):
     whole = likelihood.statistics(outputs, targets)
     parts = [likelihood.statistics(f, y) for f, y in zip(outputs.split(4), targets.split(4), strict=True)]
     added = {key: sum(part[key] for part in parts) for key in whole}
-    assert all(value.dtype == F64 and value.shape == () for value in whole.values())
+    assert all(value.dtype == F64 for value in whole.values())
+    scatter = float((targets - targets.double().mean(0)).square().mean()) if likelihood.name == "gaussian" else None
     for statistics in (whole, added):
         total = likelihood.log_likelihood(statistics)
+        assert total.shape == ()
         torch.testing.assert_close(total, likelihood.log_prob(outputs, targets).sum())
+        assert likelihood.target_variance(statistics) == (scatter and pytest.approx(scatter))
 
 
 def test_gaussian_statistics_serve_every_noise():
@@ -198,6 +202,8 @@ def test_noise_variance():
     for bad in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(LapwingError, match=r"positive finite .* write Gaussian\(noise_variance=0.1\)"):
             Gaussian(bad)
+    assert Gaussian(np.float32(0.5)) == Gaussian(0.5)
+    assert type(Gaussian(np.float32(0.5)).noise_variance) is float
 
 
 @pytest.mark.parametrize(

@@ -217,5 +217,5 @@ def test_default_link_and_refused_links():
         Categorical().predict(latent, ExactLink())
     with pytest.raises(LapwingError, match=r"Probit \(a class, not an instance\)"):
         Categorical().predict(latent, Probit)
-    with pytest.raises(LapwingError, match=r"at least 1 draw, found draws=0"):
+    with pytest.raises(LapwingError, match=r"at least 1, found draws=0"):
         SampledLink(0)

@@ -27,7 +27,7 @@ from tests.conformance import (
 from tests.conformance import (
     subspace as span_of,
 )
-from tests.conformance_factors import dense_basis, embedding_factors, hooked_factors
+from tests.conformance_factors import called_factors, dense_basis, embedding_factors, hooked_factors
 from tests.zoo import ZOO
 
 FEW = ("mlp", "grouped_strided_conv", "prelu", "tied")  # T = 1; T > 1 and groups; generic; two uses of one weight
@@ -40,6 +40,13 @@ LAST = (
     "residual_block",
     "frozen_trunk",
     "all_frozen",
+    "attention",
+    "mha",
+    "vit",
+    "gpt2",
+    "shared_module",
+    "functional_reuse",
+    "compiled",
 )
 SMALL = tuple(name for name in ZOO if name != "vit")
 
@@ -297,6 +304,10 @@ HOOKED = (
 )  # fmt: skip
 
 
+CALLED = ("mha", "mha_seq_first", "encoder_layer", "vit", "gpt2", "tied", "functional_reuse", "weight_norm", "lstm")
+"""Networks whose linear layers are caught as functions, in place of modules with hooks."""
+
+
 class KroneckerConformance(MethodConformance):
     """KFAC and EKFAC share their checks: the oracle takes the structure's bases where no loops cover a block."""
 
@@ -313,7 +324,8 @@ class KroneckerConformance(MethodConformance):
     def sigma(self, problem, G, delta, fitted):
         """Where no loops cover a block: its diagonal, or the second moments in the block's own eigenbasis."""
         ratio = float(G.trace() / problem.G.trace())
-        hooked = self.factors(problem) if problem.case.name in HOOKED and problem.params is EVERY else {}
+        looped = problem.case.name in HOOKED + CALLED and problem.params is EVERY
+        hooked = self.factors(problem) if looped else {}
         curvature = torch.zeros_like(G)
         for block in problem.blocks:
             where = problem.slices[block.name]
@@ -342,7 +354,8 @@ class KroneckerConformance(MethodConformance):
     def factors(self, problem: Setup) -> dict:
         key = (problem.case.name, self.method.weight_sharing)
         if key not in FACTORS:
-            FACTORS[key] = hooked_factors(problem, self.method.weight_sharing == "reduce")
+            loops = hooked_factors if problem.case.name in HOOKED else called_factors
+            FACTORS[key] = loops(problem, self.method.weight_sharing == "reduce")
         return FACTORS[key]
 
     @pytest.mark.parametrize("name", HOOKED)
@@ -351,6 +364,14 @@ class KroneckerConformance(MethodConformance):
         fitted = problem.fit(self.method)
         factored = {n for n, s in fitted.covariance.structures.items() if isinstance(s, KroneckerBlock)}
         assert factored == set(self.factors(problem))
+
+    @pytest.mark.parametrize("name", CALLED)
+    def test_every_linear_function_is_factored(self, name):
+        problem = setup(name)
+        fitted = problem.fit(self.method)
+        linear = {b.name for b in fitted.tangent.blocks if b.family == "linear" and b.matrix is not None}
+        assert linear == {n for n in self.factors(problem) if n in linear}
+        assert all(isinstance(fitted.covariance.structures[n], KroneckerBlock) for n in linear)
 
     def test_deep_linear_network_is_exact(self):
         """Gaussian noise and no activations: the GGN blocks are Kronecker products, for N > 1."""

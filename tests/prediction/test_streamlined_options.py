@@ -9,6 +9,7 @@ from torch.func import jacrev
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import lapwing as lw
 from lapwing import tangent as tn
 from lapwing.covariance import Blockwise, DiagonalBlock
 from lapwing.errors import LapwingError
@@ -269,3 +270,16 @@ def test_full_covariances_that_do_not_fit_are_refused():
     ):
         Streamlined("full").latent(tangent, covariance, x)
     assert Streamlined().latent(tangent, covariance, x).variance.shape == (4, 2)
+
+
+@pytest.mark.parametrize("covariance", ["diagonal", "full"])
+def test_variances_that_overflow_are_refused(covariance):
+    """Where a posterior is so wide that the products of ten layers leave the range of float32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(10)]).eval()
+    x = torch.randn(4, 8)
+    posterior = lw.fit(model, [(x, x)], lw.Diagonal(), likelihood=lw.Gaussian(1e9), prior_precision=1e-6)
+    with pytest.raises(LapwingError, match=r"Sequential at Tensor \(4, 8\).*NaN or infinite.*with_prior\(100.0\)"):
+        posterior.predict(x, via=Streamlined(covariance))
+    narrow = posterior.with_prior(100.0)
+    assert narrow.predict(x, via=Streamlined(covariance)).std.isfinite().all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -190,6 +191,13 @@ class Streamlined(Way):
         mean = torch.cat([part.mean for part in parts])
         batches.check_outputs(mean, "these inputs")
         matrix = torch.cat([part.covariance for part in parts])  # (B, C, C)
+        if not math.isfinite(matrix.sum().item()) and not matrix.isfinite().all():
+            raise LapwingError(
+                f"Asked for streamlined variances of {type(tangent.model).__name__} at {batches.describe(inputs)}, "
+                "found NaN or infinite ones: this posterior is so wide that they overflow between the layers; one with "
+                "a larger prior precision is needed, or another way: write posterior.with_prior(100.0), or "
+                "via=lw.Linearized()."
+            )
         return Latent(mean.to(tangent.dtype), (Dense(matrix.to(tangent.dtype)),))
 
     def _check_need(self, needed: int, tangent: Tangent, inputs: Any) -> None:
