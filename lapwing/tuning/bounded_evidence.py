@@ -121,9 +121,8 @@ class BoundedEvidence(Tuning):
         if tuned.noise_variance > MANY * residual:
             log.warning(
                 "The evidence of %s explains the data by a noise variance of %.3g, %.3g times the mean squared "
-                "residual; its intervals may be too wide: tune=lw.Validation(held_out) or likelihood=lw.Gaussian(%.2g) "
-                "would narrow them.",
-                posterior.method, tuned.noise_variance, tuned.noise_variance / residual, residual,
+                "residual; its intervals may be too wide: tune=lw.Validation(loader) chooses by held-out data.",
+                posterior.method, tuned.noise_variance, tuned.noise_variance / residual,
             )  # fmt: skip
         return tuned
 
