@@ -1,9 +1,8 @@
 """Regression without held-out data: what the evidence, bounded or not, makes of noise and prior precision.
 
-Networks of two hidden layers on six UCI tables, 70 % of the rows (2 100 at most) to train with and the others to report
-on, one trained for long besides: NLL in standardised units and how much a 90 % interval covers, a structure and tuning.
-MAP is the network with its mean squared residual as noise; `Validation` sees half of the reported rows, and is there to
-compare.
+Networks of two hidden layers on six UCI tables, one trained for long besides: 70 % of the rows (2 100 at most) to train
+with, half of the others for `Validation`, which is there to compare, half to report on: NLL in standardised units and
+how much a 90 % interval covers, a structure and tuning. MAP is the network with its mean squared residual as noise.
 
     python -m benchmarks.regression
 """

@@ -436,7 +436,9 @@ def test_12_layers_that_write_themselves() -> None:
         fit([(inputs, Y)], model.eval()).predict(inputs)
     model = nn.Sequential(nn.Embedding(7, 5, max_norm=1.0), nn.Flatten(), nn.Linear(20, 3)).eval()
     tokens = torch.arange(32).reshape(8, 4) % 7
-    refused(lambda: fit([(tokens, Y)], model), "0 (Embedding)", "max_norm=1.0", "model.0.max_norm = None")
+    refused(
+        lambda: fit([(tokens, Y)], model), "0 (Embedding)", "max_norm=1.0", "model.get_submodule('0').max_norm = None"
+    )
     model[0].max_norm = None
     fit([(tokens, Y)], model, lw.Diagonal()).predict(tokens)
     fit([(X[:, None], Y)], nn.Sequential(nn.InstanceNorm1d(1), nn.Flatten(), nn.Linear(4, 3)).train())

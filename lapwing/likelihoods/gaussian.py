@@ -122,12 +122,15 @@ class Gaussian(Likelihood):
         return max(float(statistics["squared_error"] / statistics["count"]), 1e-12)
 
     def target_variance(self, statistics: dict[str, Tensor]) -> float | None:
-        """Return the mean over outputs of the variance of y; None for files of versions that did not keep its sums."""
+        """Return the mean over outputs of the variance of y.
+
+        None where that is 0 up to rounding (one sample, constants), and for files that did not keep the sums.
+        """
         if "targets" not in statistics:
             return None
-        means, count = statistics["targets"], statistics["count"]
-        samples = count / len(means)
-        return float((statistics["squared_targets"] - means.square().sum() / samples) / count)
+        sums, count, square = statistics["targets"], statistics["count"], statistics["squared_targets"]
+        variance = float((square - sums.square().sum() * len(sums) / count) / count)
+        return variance if variance > 1e-10 * float(square / count) else None
 
     def with_noise_variance(self, noise_variance: float | None) -> Gaussian:
         """Return a Gaussian with another σ²; None is "to be tuned"."""

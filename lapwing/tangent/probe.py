@@ -62,7 +62,7 @@ def check_mode(model: nn.Module) -> None:
             raise LapwingError(
                 f"Asked to treat {type(model).__name__}, found its layer {name} ({kind}) with max_norm="
                 f"{module.max_norm}, which writes the weights at every call, also after model.eval(); weights that "
-                f"stay are needed: write model.{name}.max_norm = None once the rows are within it."
+                f"stay are needed: write model.get_submodule({prefix[:-1]!r}).max_norm = None, once they are within it."
             )
         if normalises and module.running_mean is None:
             raise LapwingError(
@@ -244,7 +244,11 @@ def _autograd_rows(
     with torch.enable_grad():
         outputs = call_with(model, forward, leaves, inputs)
         if not outputs.requires_grad:
-            return {name: torch.zeros_like(value) for name, value in leaves.items()}
+            raise LapwingError(
+                f"Asked to treat {len(leaves)} parameters of {type(model).__name__} ({', '.join(list(leaves)[:3])}), "
+                "found that its outputs have no gradient for any of them; parameters that the outputs depend on, outside "
+                "torch.no_grad(), are needed: take @torch.no_grad() off forward(), or name others with params=."
+            )
         found = torch.autograd.grad(outputs, list(leaves.values()), u, allow_unused=True, materialize_grads=True)
     return dict(zip(leaves, found, strict=True))
 

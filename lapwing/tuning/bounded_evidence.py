@@ -49,8 +49,9 @@ class BoundedEvidence(Tuning):
     Raises:
         LapwingError: for numbers out of range, or a loader without samples.
 
-    Cost: the evidence's; one pass through the loader, of which `samples` samples are recorded and contracted once, and
-    `points` variances (or Gram matrices, if the link reads covariances) an output.
+    Cost: the evidence's, twice where σ² is lowered; for classifiers one pass through the loader, of which `samples`
+    samples are recorded and contracted once, and `points` variances (or Gram matrices, if the link reads covariances)
+    an output.
 
     Example:
         >>> import torch, lapwing as lw

@@ -265,6 +265,21 @@ def test_a_trunk_without_gradients_has_none(method: lw.Method, caplog: pytest.Lo
         torch.testing.assert_close(whole.latent(x).covariance, head.latent(x).covariance)
 
 
+def test_a_network_without_any_gradient_is_refused() -> None:
+    class Closed(nn.Linear):
+        @torch.no_grad()
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    loader = [(torch.randn(6, 4), torch.arange(6) % 3)]
+    with pytest.raises(lw.LapwingError, match="the last layer of Closed.*outside torch.no_grad"):
+        lw.fit(Closed(4, 3).eval(), loader)
+    with pytest.raises(
+        lw.LapwingError, match="2 parameters of Closed .weight, bias.*take @torch.no_grad.. off forward"
+    ):
+        lw.fit(Closed(4, 3).eval(), loader, lw.KFAC())
+
+
 class Tempered(nn.Module):
     """A head with a learned temperature, a parameter without dimensions."""
 

@@ -154,6 +154,16 @@ def test_noise_is_held_under_a_given_prior_and_scaled_data():
             assert tuned.prior_precision == 0.5
 
 
+@pytest.mark.parametrize("y", [torch.tensor([[2.0]]), torch.full((6, 1), 1e6), torch.full((6, 1), 1 / 3)], ids=str)
+def test_one_sample_and_constant_targets_bound_nothing(y):
+    torch.manual_seed(0)
+    x, y, model = torch.randn(len(y), 3), y.double(), nn.Linear(3, 1).eval().double()
+    loader = [(x.double(), y)]
+    plain, tuned = (lw.fit(model, loader, lw.Diagonal(), tune=tune) for tune in (lw.Evidence(), BoundedEvidence()))
+    assert tuned.likelihood.target_variance(tuned.statistics) is None
+    assert (tuned.prior_precision, tuned.noise_variance) == (plain.prior_precision, plain.noise_variance)
+
+
 def test_several_outputs_far_from_zero_and_saved(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(50, 3, dtype=torch.float64)
