@@ -246,8 +246,8 @@ def _autograd_rows(
         if not outputs.requires_grad:
             raise LapwingError(
                 f"Asked to treat {len(leaves)} parameters of {type(model).__name__} ({', '.join(list(leaves)[:3])}), "
-                "found that its outputs have no gradient for any of them; parameters that the outputs depend on, outside "
-                "torch.no_grad(), are needed: take @torch.no_grad() off forward(), or name others with params=."
+                "found that its outputs have no gradient for any of them; parameters that the outputs depend on, "
+                "outside torch.no_grad(), are needed: take @torch.no_grad() off forward(), or name others with params=."
             )
         found = torch.autograd.grad(outputs, list(leaves.values()), u, allow_unused=True, materialize_grads=True)
     return dict(zip(leaves, found, strict=True))
