@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lapwing as lw
@@ -473,6 +474,48 @@ def test_12_samples_that_depend_on_each_other() -> None:
     refused(
         lambda: fit([(X, Y)], mixing), "Noisy", "one sample", "rest of the batch", "independent", "batch comes first"
     )
+
+
+class Checkpointed(nn.Module):
+    """A layer that is called again on the way back."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.trunk = nn.Linear(4, 5), nn.Sequential(nn.Linear(5, 6), nn.Tanh())
+        self.head, self.reentrant = nn.Linear(6, 3), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.trunk, self.first(x), use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("method", [lw.KFAC(), lw.Full(), lw.SampledLLA(draws=2), lw.MeanField(steps=1)], ids=str)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_12_checkpointing(reentrant: bool, method: lw.Method) -> None:
+    model = Checkpointed(reentrant).eval()
+    parts = "Checkpointed", "torch.utils.checkpoint.checkpoint", "gradient_checkpointing_disable()", "lw.last_layer"
+    refused(lambda: fit([(X, Y)], model, method, params=lw.everything), *parts)
+    last = lw.fit(model, [(X, Y)], prior_precision=1.0).predict(X).probs
+    plain = nn.Sequential(model.first, model.trunk, model.head).eval()
+    torch.testing.assert_close(last, lw.fit(plain, [(X, Y)], prior_precision=1.0).predict(X).probs)
+
+
+def test_12_complex_parameters() -> None:
+    class Spectral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.waves, self.head = nn.Parameter(torch.randn(3, dtype=torch.cfloat)), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.fft.irfft(torch.fft.rfft(x) * self.waves, n=4))
+
+    model = Spectral().eval()
+    parts = "treat waves", "torch.complex64", "real parameters", "not parameter.is_complex()"
+    for params in (lw.everything, lw.matching("*"), lw.matching("waves")):
+        refused(lambda params=params: fit([(X, Y)], model, params=params), *parts)
+        refused(lambda params=params: lw.coverage(model, X, params=params), *parts)
+    assert fit([(X, Y)], model, params=lambda name, parameter: not parameter.is_complex()).tangent.size == 15
+    assert lw.fit(model, [(X, Y)]).tangent.size == 15
 
 
 # --- 14: structures --------------------------------------------------------------------------------------------------

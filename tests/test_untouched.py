@@ -270,3 +270,24 @@ def test_gradients_in_the_inputs_do_not_reach_the_parameters() -> None:
     untouched(model, run)
     assert x.grad is not None
     assert x.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("within", [nn.BatchNorm1d(6), nn.Dropout(0.5)], ids=["norm", "dropout"])
+def test_streamlined_leaves_modes_that_differ_within_a_network(within: nn.Module) -> None:
+    """A container made around a trained backbone says `training`, its layers do not."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 4), torch.arange(8) % 3
+    if isinstance(within, nn.BatchNorm1d):
+        within(3 * torch.randn(50, 6) + 2)  # running statistics that matter
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 6), within, nn.Tanh()).eval(), nn.Linear(6, 3))
+    assert model.training
+    posterior = lw.fit(model, [(x, y)], lw.Diagonal(), params=lw.last_layer, prior_precision=1.0)
+    found = untouched(
+        model,
+        lambda: posterior.predict(x, via=lw.Streamlined()).probs,
+        lambda: lw.deploy(posterior, x)(x),
+        lambda: lw.scale_factor(posterior, [(x, y)]),
+    )
+    plain = lw.fit(model.eval(), [(x, y)], lw.Diagonal(), params=lw.last_layer, prior_precision=1.0)
+    torch.testing.assert_close(found[0], plain.predict(x, via=lw.Streamlined()).probs)
+    torch.testing.assert_close(found[1], lw.deploy(plain, x)(x))

@@ -42,6 +42,9 @@ def _transparent(function: Callable) -> Callable:
 
 _attention_body = _transparent(F.multi_head_attention_forward)
 
+SPARSE = {F.embedding: 6, F.embedding_bag: 7}
+"""Functions whose gradients may be sparse tensors -> where the argument `sparse` stands."""
+
 
 def _math_attention(
     query: Tensor,
@@ -62,6 +65,13 @@ def _math_attention(
     return torch.ops.aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
     )[0]
+
+
+def _dense(place: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Returns the arguments of a call with `sparse=False`."""
+    if len(args) > place:
+        return (*args[:place], False, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "sparse": False}
 
 
 @contextlib.contextmanager
@@ -117,7 +127,8 @@ def outside_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, 
 class EagerMode(TorchFunctionMode):
     """Sees every torch function a network calls; opens `multi_head_attention_forward`, takes the math attention kernel.
 
-    An active function mode also keeps `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` off their fast paths.
+    Gradients of embeddings are made dense, as all arithmetic after them is. An active function mode also keeps
+    `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` off their fast paths.
     """
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -128,6 +139,8 @@ class EagerMode(TorchFunctionMode):
                 return _attention_body(*args, **kwargs)
         if function is F.scaled_dot_product_attention:
             return _math_attention(*args, **kwargs)
+        if function in SPARSE:
+            args, kwargs = _dense(SPARSE[function], args, kwargs)
         return self.intercept(function, args, kwargs)
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:

@@ -6,9 +6,10 @@ that the gradients of one sample's outputs are zero at all other samples. What f
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import Any
@@ -127,9 +128,7 @@ def probe(
     few = _few(model, inputs, forward)
     outputs, noted = run_spread(model, few, forward, {id(value): name for name, value in parameters.items()})
     batches.check_outputs(outputs, "the first batch")
-    last = next((use for use in reversed(noted) if use.use.family in MATRIX_FAMILIES[:2]), None)
-    last_names = tuple(last.names[role] for role in ("weight", "bias") if role in last.names) if last else ()
-    names = select(params, parameters, last_names, type(model).__name__)
+    names = select(params, parameters, _last_layer(outputs, noted), type(model).__name__)
     samples = outputs.shape[0]
     _check_repeatable(model, few, forward, outputs.detach())
 
@@ -138,13 +137,14 @@ def probe(
     u[1:, :, 0] = 0  # cotangent 0 looks at the first sample, 1 at the last, 2 at all
     u[: samples - 1, :, 1] = 0
     chosen = [use for use in noted if set(use.names.values()) & set(names)]
-    gradients = [g for g in output_gradients(outputs, chosen, u, differentiable=False) if g is not None]  # all of them
+    with _without_checkpoints(model):
+        gradients = [g for g in output_gradients(outputs, chosen, u, differentiable=False) if g is not None]  # all
+        truth = _autograd_rows(model, forward, {n: parameters[n] for n in names}, few, u[:, :, 2])
     axes = [_batch_axis(use, g, samples) for use, g in zip(chosen, gradients, strict=True)]
-    truth = _autograd_rows(model, forward, {n: parameters[n] for n in names}, few, u[:, :, 2])
 
-    reasons: dict[str, str] = {name: UNSEEN if truth[name].any() else IDLE for name in names}
+    reasons: dict[str, str] = {name: UNSEEN if name in truth else IDLE for name in names}
     for use, axis in zip(chosen, axes, strict=True):
-        for name in use.names.values():
+        for name in truth.keys() & set(use.names.values()):
             told_apart = axis is not None and reasons.get(name) != MINGLED
             reasons[name] = "" if told_apart else MINGLED
             if use.stale:
@@ -156,7 +156,7 @@ def probe(
             "torch.no_grad(); they make every step slower: leave them out, such as by params=lw.last_layer.",
             type(model).__name__, len(idle), ", ".join(idle[:3]) + (", ..." if len(idle) > 3 else ""),
         )  # fmt: skip
-    _compare_with_autograd(chosen, gradients, axes, samples, names, truth, reasons, most)
+    _compare_with_autograd(chosen, gradients, axes, samples, truth, reasons, most)
     covered = [name for name in names if not reasons[name]]
     blocks, uses, order = _blocks([u for u in chosen if set(u.names.values()) & set(covered)], covered, parameters)
     axis_of = {id(use): axis for use, axis in zip(chosen, axes, strict=True)}
@@ -175,6 +175,34 @@ def probe(
     return Survey(tuple(blocks), plan, Coverage(lines), outputs.shape[1])
 
 
+@contextlib.contextmanager
+def _without_checkpoints(model: nn.Module) -> Iterator[None]:
+    """Says what to do where the network calls parts of itself again on the way back, unseen by a recording."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "torch.utils.checkpoint" not in str(error):
+            raise
+        raise LapwingError(
+            f"Asked to differentiate {type(model).__name__}, found that it calls torch.utils.checkpoint.checkpoint "
+            "around parameters to treat; a network that runs once is needed: turn checkpointing off, such as by "
+            "model.gradient_checkpointing_disable(), model.set_grad_checkpointing(False) or a test of self.training "
+            "in forward(), or leave these parameters out, such as by params=lw.last_layer."
+        ) from error
+
+
+def _last_layer(outputs: Tensor, noted: list[Noted]) -> tuple[str, ...]:
+    """Returns the names of the parameters of the last linear or convolution layer that the outputs depend on."""
+    reached, left = set(), [outputs.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in reached:
+            reached.add(node)
+            left += [before for before, _ in node.next_functions]
+    layers = [use for use in noted if use.use.family in MATRIX_FAMILIES[:2] and use.edge.node in reached]
+    return tuple(layers[-1].names[role] for role in ("weight", "bias") if role in layers[-1].names) if layers else ()
+
+
 def _few(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
     """Takes the samples to probe; one alone is taken twice where the network runs on two, to show the batch axis."""
     if batches.size(inputs) > 1:
@@ -189,10 +217,13 @@ def _few(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
 
 
 def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, outputs: Tensor) -> None:
-    """Requires the same outputs again (case 11), and for the first sample alone."""
+    """Requires the same outputs again (case 11), and for the first and the last sample alone."""
     with torch.no_grad(), without_compiled():
         again = batches.call(model, inputs, forward)
-        alone = batches.call(model, batches.take(inputs, slice(0, 1)), forward)
+        ends = [
+            (batches.call(model, batches.take(inputs, slice(i, i + 1)), forward), outputs[i])
+            for i in sorted({0, outputs.shape[0] - 1})
+        ]
         before = _generator_state(outputs.device)
         third = batches.call(model, inputs, forward)
         drew = not torch.equal(before, _generator_state(outputs.device))
@@ -209,13 +240,17 @@ def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, ou
             f"{float(difference):.2g}{named}; a deterministic network is needed: call model.eval(), and turn off "
             "sampling, noise and augmentation inside forward()."
         )
-    if alone.shape[1:] != outputs.shape[1:] or (alone[0] - outputs[0]).abs().max() > tolerance:
-        raise LapwingError(
-            f"Asked to run {type(model).__name__} on one sample, found that its output changes with the rest of the "
-            f"batch (by {float((alone[0] - outputs[0]).abs().max()):.2g}); samples must be independent and lie along "
-            "the first dimension of inputs and outputs: call model.eval(), use running statistics in batch norm, or "
-            "wrap the model so that the batch comes first."
-        )
+    for alone, together in ends:  # the first and the last sample: a recurrence along the batch spares the first
+        if alone.shape[1:] != together.shape or (alone[0] - together).abs().max() > tolerance:
+            differs = (
+                f" (by {float((alone[0] - together).abs().max()):.2g})" if alone.shape[1:] == together.shape else ""
+            )
+            raise LapwingError(
+                f"Asked to run {type(model).__name__} on one sample, found that its output changes with the rest of "
+                f"the batch{differs}; samples must be independent and lie along the first dimension of inputs and "
+                "outputs: call model.eval(), use running statistics in batch norm, batch_first=True in recurrent "
+                "layers, or wrap the model so that the batch comes first."
+            )
 
 
 def _generator_state(device: torch.device) -> Tensor:
@@ -239,7 +274,7 @@ def _batch_axis(noted: Noted, g: Tensor, samples: int) -> BatchAxis | None:
 def _autograd_rows(
     model: nn.Module, forward: Forward | None, parameters: dict[str, Tensor], inputs: Any, u: Tensor
 ) -> dict[str, Tensor]:
-    """Returns autograd's `Jᵀu`, name -> the parameter's shape."""
+    """Returns autograd's `Jᵀu`, name -> the parameter's shape, of the parameters that the outputs depend on."""
     leaves = {name: value.detach().clone().requires_grad_() for name, value in parameters.items()}
     with torch.enable_grad():
         outputs = call_with(model, forward, leaves, inputs)
@@ -249,8 +284,8 @@ def _autograd_rows(
                 "found that its outputs have no gradient for any of them; parameters that the outputs depend on, "
                 "outside torch.no_grad(), are needed: take @torch.no_grad() off forward(), or name others with params=."
             )
-        found = torch.autograd.grad(outputs, list(leaves.values()), u, allow_unused=True, materialize_grads=True)
-    return dict(zip(leaves, found, strict=True))
+        found = torch.autograd.grad(outputs, list(leaves.values()), u, allow_unused=True)
+    return {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
 
 
 def _compare_with_autograd(
@@ -258,13 +293,12 @@ def _compare_with_autograd(
     gradients: list[Tensor],
     axes: list[BatchAxis | None],
     samples: int,
-    names: Sequence[str],
     truth: dict[str, Tensor],
     reasons: dict[str, str],
     most: int,
 ) -> None:
     """Marks parameters whose recorded uses do not add up to autograd's gradient."""
-    for name in names:
+    for name in truth:
         total = torch.zeros_like(truth[name], dtype=accumulation_dtype(truth[name].dtype))
         for use, g, axis in zip(noted, gradients, axes, strict=True):
             for role, found in use.names.items():

@@ -101,9 +101,17 @@ def _listed(parameters: Mapping[str, Tensor]) -> str:
 
 def _chosen(params: Predicate, parameters: Mapping[str, Tensor]) -> tuple[str, ...]:
     try:
-        return tuple(name for name, value in parameters.items() if params(name, value) and value.is_floating_point())
+        chosen = tuple(name for name, value in parameters.items() if params(name, value))
     except TypeError as error:
         raise LapwingError(
             f"Asked to treat params={params!r}, found that it raised TypeError ({error}); a function of a name and a "
             "parameter is needed: write params=lambda name, parameter: name.startswith('head')."
         ) from error
+    for name in chosen:
+        if parameters[name].is_complex():
+            raise LapwingError(
+                f"Asked to treat {name}, found a parameter of {parameters[name].dtype}; real parameters are needed: "
+                "leave complex ones out by params=lambda name, parameter: not parameter.is_complex(), or keep real "
+                "and imaginary part as one real parameter and call torch.view_as_complex(parameter) in forward()."
+            )
+    return tuple(name for name in chosen if parameters[name].is_floating_point())

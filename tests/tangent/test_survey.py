@@ -434,7 +434,7 @@ def test_what_does_not_fit_at_once_is_said(caplog):
 
 def test_a_sample_above_the_budget_is_warned_of(caplog):
     """The rows of a recurrent layer are formed whole; a large image is taken by strips of its positions."""
-    model, x = nn.Sequential(nn.LSTM(64, 700)), torch.randn(2, 3, 64)
+    model, x = nn.Sequential(nn.LSTM(64, 700, batch_first=True)), torch.randn(2, 3, 64)
     forward = lambda network, batch: network(batch)[0][:, -1, :2]  # noqa: E731
     with caplog.at_level("WARNING", "lapwing"):
         Tangent.survey(model.eval(), x, EVERY, forward)
@@ -501,3 +501,84 @@ def test_a_plan_of_the_first_version() -> None:
     data = Tangent.survey(model, torch.randint(7, (4, 5)), lw.matching("tokens*", "head*")).plan.to_json()
     assert data.pop("spread") is False
     assert not Plan.from_json(json.loads(json.dumps(data))).spread
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_as_dense_ones(layer: type[nn.Module]) -> None:
+    def rows(sparse: bool) -> Tensor:
+        torch.manual_seed(0)
+        table = layer(7, 4, sparse=sparse)
+        middle = [nn.Flatten()] if layer is nn.Embedding else []
+        model = nn.Sequential(table, *middle, nn.Linear(4 * (5 if middle else 1), 3)).double().eval()
+        tokens = torch.arange(20).reshape(4, 5) % 7
+        record = Tangent.survey(model, tokens, EVERY).record(tokens)
+        assert all(value.grad is None for value in model.parameters())
+        return record.rows()
+
+    assert torch.equal(rows(True), rows(False))
+
+
+class Actor(nn.Module):
+    """Two heads, one of which the outputs do not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.policy, self.value = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.trunk(x))
+        return {"logits": self.policy(hidden), "value": self.value(hidden)}
+
+
+def test_a_head_beside_the_outputs_is_not_the_last_layer_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Actor().double().eval(), torch.randn(5, 4, dtype=torch.float64)
+    assert [block.name for block in Tangent.survey(model, x, lw.last_layer).blocks] == ["policy"]
+    assert not caplog.records
+    tangent = Tangent.survey(model, x, EVERY)
+    assert "2 of the parameters to treat (value.weight, value.bias)" in caplog.text
+    (line,) = [line for line in tangent.coverage.lines if "no output of the first batch" in line.reason][:1]
+    assert line.block.startswith("value")
+    truth = oracle.jacobian(model, x, forward=lambda model, x: model(x)["logits"])
+    assert torch.allclose(tangent.record(x).rows().square().sum(-1), truth.square().sum(-1))
+    assert torch.allclose(tangent.record(x)["policy"].rows().square().sum(-1), truth[..., 30:51].square().sum(-1))
+
+
+class AlongTheBatch(nn.Module):
+    """A recurrence over what should be independent samples; the first one does not notice."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.cell, self.head = kind, nn.LSTM(4, 5), nn.Linear(5 if kind == "lstm" else 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(x)[0][:, -1] if self.kind == "lstm" else x[:, 0].cumsum(0))
+
+
+@pytest.mark.parametrize("kind", ["lstm", "cumsum"])
+def test_samples_that_leave_the_first_one_alone_are_seen_to_depend_on_each_other(kind: str) -> None:
+    with pytest.raises(lw.LapwingError, match=r"changes with the rest of the batch .* batch_first=True"):
+        lw.fit(AlongTheBatch(kind).eval(), [(torch.randn(8, 6, 4), torch.arange(8) % 3)])
+
+
+class SharedTable(nn.Module):
+    """A parameter that only the generic family covers, and a table that all samples share, given as an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.head = nn.Parameter(torch.randn(4, dtype=torch.float64)), nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        weights = torch.softmax((x * torch.sigmoid(self.scale)) @ table.flatten(0, -2).T, -1)
+        return self.head(torch.tanh(weights @ table.flatten(0, -2)))
+
+
+def test_a_shared_input_as_long_as_the_batch_is_refused_not_cut() -> None:
+    torch.manual_seed(0)
+    model, x = SharedTable().eval(), torch.randn(8, 4, dtype=torch.float64)
+    table = torch.randn(3, 4, dtype=torch.float64)
+    posterior = lw.fit(model, [((x, table), torch.arange(8) % 3)][:1], lw.Full(), params=lw.matching("scale"),
+                       forward=lambda model, inputs: model(*inputs), prior_precision=1.0)  # fmt: skip
+    four = posterior.latent((x[:4], table)).variance
+    with pytest.raises(lw.LapwingError, match="give what samples share in another shape"):
+        _ = posterior.latent((x[:3], table)).variance
+    assert torch.allclose(posterior.latent((x[:3], table[None])).variance, four[:3])

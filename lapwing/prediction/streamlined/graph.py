@@ -143,7 +143,8 @@ def _read(tangent: Tangent, inputs: Any) -> Graph:
     example = inputs
     if batches.size(inputs) == 1:  # a length of one would be taken as fixed
         example = batches.take(inputs, torch.zeros(2, dtype=torch.long, device=tangent.device))
-    wrapped = _Outputs(tangent.model, tangent.forward).train(tangent.model.training)
+    wrapped = _Outputs(tangent.model, tangent.forward)
+    wrapped.training = tangent.model.training  # train() would reach into the network
     failed: Exception | None = None
     for dynamic in (True, False):
         given = example if dynamic else inputs

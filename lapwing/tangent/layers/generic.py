@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
-from ...batches import Forward, call, take, tensors
+from ...batches import Forward, call, describe, take, tensors
+from ...errors import LapwingError
 from ..eager import batching_quiet, eager_math
 
 
@@ -83,7 +84,15 @@ def per_sample_rows(
         _looped(model, forward, parameters, take(inputs, slice(n, n + 1)) if samples > 1 else inputs, cotangents[n])
         for n in range(samples)
     ]
-    return {name: torch.stack([row[name] for row in looped]) for name in parameters}
+    rows = {name: torch.stack([row[name] for row in looped]) for name in parameters}
+    coarse = torch.finfo(torch.bfloat16).eps  # the network may compute in that
+    if samples > 1 and not _agrees_with_autograd(rows, model, forward, parameters, inputs, cotangents, coarse):
+        raise LapwingError(
+            f"Asked to take {samples} samples of {describe(inputs)} one by one, found other gradients than together; "
+            "tensors whose first length is the number of samples are cut along it: give what samples share in another "
+            "shape, such as x[None], or within the model, or pass batches of another size."
+        )
+    return rows
 
 
 def _agrees_with_autograd(
@@ -93,6 +102,7 @@ def _agrees_with_autograd(
     parameters: dict[str, Tensor],
     inputs: Any,
     cotangents: Tensor,
+    eps: float | None = None,
 ) -> bool:
     """Compares a random sum of rows with a plain backward pass: some batching rules of torch are wrong (PReLU's)."""
     signs = torch.randn(cotangents.shape[:2], generator=torch.Generator().manual_seed(0))  # (B, R)
@@ -102,7 +112,7 @@ def _agrees_with_autograd(
         out = call_with(model, forward, leaves, inputs)
         u = torch.einsum("br,brc->bc", signs, cotangents.detach())
         truth = torch.autograd.grad(out, list(leaves.values()), u, allow_unused=True, materialize_grads=True)
-    eps = torch.finfo(cotangents.dtype).eps
+    eps = eps or torch.finfo(cotangents.dtype).eps
     for found, wanted in zip(rows.values(), truth, strict=True):
         if found.shape != (*signs.shape, wanted.numel()):
             return False
