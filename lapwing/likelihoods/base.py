@@ -79,10 +79,6 @@ class Likelihood(ABC):
     def residual_variance(self, statistics: dict[str, Tensor]) -> float | None:
         """Return the σ² of highest likelihood for added statistics, where tuning starts; None where there is none."""
 
-    def target_variance(self, statistics: dict[str, Tensor]) -> float | None:
-        """Return the variance of the targets from added statistics, a bound for σ²; None where they do not tell."""
-        return None
-
     @abstractmethod
     def with_noise_variance(self, noise_variance: float | None) -> Likelihood:
         """Return the likelihood at another σ²."""

@@ -73,14 +73,12 @@ class Gaussian(Likelihood):
         return -0.5 * (squares / variance + outputs.shape[-1] * math.log(2.0 * math.pi * variance))
 
     def statistics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return float64 sums: the number of values, ``Σ (y - f)²``, ``Σ_n y`` (C,) and ``Σ y²``."""
+        """Return float64 sums: the number of values and ``Σ (y - f)²``."""
         outputs = outputs.double()
         values = aligned_targets("Gaussian", outputs, targets)
         return {
             "count": torch.tensor(values.numel(), dtype=torch.float64, device=outputs.device),
             "squared_error": (values - outputs).square().sum(),
-            "targets": values.sum(0),
-            "squared_targets": values.square().sum(),
         }
 
     def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
@@ -120,17 +118,6 @@ class Gaussian(Likelihood):
     def residual_variance(self, statistics: dict[str, Tensor]) -> float:
         """Return the mean squared residual."""
         return max(float(statistics["squared_error"] / statistics["count"]), 1e-12)
-
-    def target_variance(self, statistics: dict[str, Tensor]) -> float | None:
-        """Return the mean over outputs of the variance of y.
-
-        None where that is 0 up to rounding (one sample, constants), and for files that did not keep the sums.
-        """
-        if "targets" not in statistics:
-            return None
-        sums, count, square = statistics["targets"], statistics["count"], statistics["squared_targets"]
-        variance = float((square - sums.square().sum() * len(sums) / count) / count)
-        return variance if variance > 1e-10 * float(square / count) else None
 
     def with_noise_variance(self, noise_variance: float | None) -> Gaussian:
         """Return a Gaussian with another σ²; None is "to be tuned"."""

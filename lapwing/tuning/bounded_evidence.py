@@ -1,4 +1,4 @@
-"""Tuning by the evidence, bounded by the training data: by what the spread costs predictions, and by the targets."""
+"""Tuning by the evidence, bounded by the training data: a classifier's spread, and the noise of a regression."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import batches
 from ..covariance import PriorCovariance
 from ..errors import LapwingError
+from ..likelihoods import Gaussian
 from ..posterior import Posterior
 from .base import Training, Tuning
 from .evidence import Evidence
 from .held_out import held_out_scores
+from .leave_one_out import leave_one_out
 
 log = logging.getLogger("lapwing")
 
-MANY = 10.0
-"""Times the mean squared residual: a noise variance above that is worth a word."""
+HALVINGS = 10
+"""Of the range that σ² is sought in: to 1 % where it spans four decades."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +32,16 @@ class BoundedEvidence(Tuning):
     """Holds the evidence to what the training data bear: the spread of a classifier, the noise of a regression.
 
     `δ = max(δ_evidence, min{δ : mean_n [log p(y_n|f_n) - log p(y_n|N(f_n, J_n Σ_δ J_nᵀ))] <= nats})`, or
-    `σ² = min(σ²_evidence, var(y))` and δ of the evidence at that σ².
+    `σ² = min(σ²_evidence, max(r², {σ² : σ² + mean_n J_n Σ J_nᵀ = s}))` and δ of the evidence at that σ².
 
     The evidence takes the loss for a quadratic. A classifier sure of its training labels lies where the loss is flat,
     with a slope not far away: its curvature says little, and the evidence (of Evidence, with one δ) spreads the weights
     too wide. Spread that the training predictions notice is cut back.
 
-    With a noise variance the loss is quadratic, and the exact GGN keeps the evidence. Diagonal, KFAC and subspaces
-    overrate the effective number of weights γ in `σ² = Σ r²/(NC - γ)` (MacKay 1992), or take for noise the curvature
-    that they leave out: σ² can be a thousand times the residuals'. It is held to the variance of the targets, which a
-    constant would have, and said where it stays above ten times the mean squared residual.
+    In a regression Diagonal, KFAC and subspaces overrate the effective number of weights γ in `σ² = Σ r²/(NC - γ)`
+    (MacKay 1992), or take for noise the curvature that they leave out: σ² can be a thousand times the mean squared
+    residual r². It is lowered until predictions of the training data are as wide as s, the leave-one-out variance of
+    the exact linearised model on some of them, never below r².
 
     Args:
         nats: what the spread may cost, in nats a training sample, with the default link.
@@ -49,9 +52,9 @@ class BoundedEvidence(Tuning):
     Raises:
         LapwingError: for numbers out of range, or a loader without samples.
 
-    Cost: the evidence's, twice where σ² is lowered; for classifiers one pass through the loader, of which `samples`
-    samples are recorded and contracted once, and `points` variances (or Gram matrices, if the link reads covariances)
-    an output.
+    Cost: the evidence's, and one pass through the loader for `samples` samples. For classifiers they are recorded and
+    contracted once, with `points` variances (or Gram matrices, if the link reads covariances) an output. For
+    regression: a kernel of at most `samples` rows, its eigenvalues, and ten evidences and predictions of them.
 
     Example:
         >>> import torch, lapwing as lw
@@ -85,7 +88,7 @@ class BoundedEvidence(Tuning):
 
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior at the maximum of the evidence, or at the nearest point that keeps within the bound."""
-        tuned = self._with_bounded_noise(posterior, Evidence().tune(posterior))
+        tuned = self._with_bounded_noise(posterior, Evidence().tune(posterior), training)
         given = posterior.prior.given or tuned.noise_variance is not None
         if given or not isinstance(tuned.covariance, PriorCovariance):
             return tuned
@@ -107,25 +110,29 @@ class BoundedEvidence(Tuning):
             )  # fmt: skip
         return _raised(tuned, exponent)
 
-    def _with_bounded_noise(self, posterior: Posterior, tuned: Posterior) -> Posterior:
-        """Returns the maximum of the evidence, anew at the variance of the targets where σ² is above that."""
-        likelihood, noise = posterior.likelihood, tuned.noise_variance
-        residual = likelihood.residual_variance(posterior.statistics)
-        if posterior.noise_given or residual is None or noise is None:
+    def _with_bounded_noise(self, posterior: Posterior, tuned: Posterior, training: Training) -> Posterior:
+        """Returns the maximum of the evidence, or that at the noise with which predictions are as wide as left out."""
+        least, most = posterior.likelihood.residual_variance(posterior.statistics), tuned.noise_variance
+        if posterior.noise_given or not isinstance(posterior.likelihood, Gaussian) or least is None or most is None:
             return tuned
-        most = likelihood.target_variance(posterior.statistics)
-        if most is not None and noise > max(most, residual):
-            fixed = replace(posterior, likelihood=likelihood.with_noise_variance(max(most, residual)), noise_given=True)
-            tuned = replace(Evidence().tune(fixed), noise_given=False)
-            log.info("The evidence's noise variance %.3g is lowered to that of the targets", noise)
-        assert tuned.noise_variance is not None
-        if tuned.noise_variance > MANY * residual:
-            log.warning(
-                "The evidence of %s explains the data by a noise variance of %.3g, %.3g times the mean squared "
-                "residual; its intervals may be too wide: tune=lw.Validation(loader) chooses by held-out data.",
-                posterior.method, tuned.noise_variance, tuned.noise_variance / residual,
-            )  # fmt: skip
-        return tuned
+        parts = list(self._spread(training.loader, training.shown or posterior.samples))
+        if not parts:
+            raise self._nothing_to_see()
+        bound = leave_one_out(posterior, parts, self.samples).variance
+        inputs = [part for part, _ in parts]
+        if most <= least or most + _mean_variance(tuned, inputs) <= bound:
+            return tuned
+        low, high = math.log(least), math.log(min(most, max(bound, least)))
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            wide = math.exp(middle) + _mean_variance(_at_noise(posterior, math.exp(middle)), inputs) > bound
+            low, high = (low, middle) if wide else (middle, high)
+        log.info(
+            "The evidence's noise variance %.3g is lowered to %.3g: on its training data %s is as wide as the exact "
+            "linearised model on samples left out, %.3g",
+            most, math.exp(low), posterior.method, bound,
+        )  # fmt: skip
+        return _at_noise(posterior, math.exp(low))
 
     def costs(self, candidates: Sequence[Posterior], loader: Iterable[Any], shown: int | None = None) -> list[float]:
         """Returns what the spread of each candidate costs, in nats a training sample; below 0 where it helps.
@@ -147,12 +154,15 @@ class BoundedEvidence(Tuning):
             totals = [cost + own - size * score for cost, (score,) in zip(totals, scores, strict=True)]
             count += size
         if not count:
-            raise LapwingError(
-                "Asked to go through the loader again to bound the evidence, found 0 samples; the same data are "
-                "needed once more: pass a DataLoader or a list of batches, not a generator, or write "
-                "tune=lw.Evidence()."
-            )
+            raise self._nothing_to_see()
         return [cost / count for cost in totals]
+
+    @staticmethod
+    def _nothing_to_see() -> LapwingError:
+        return LapwingError(
+            "Asked to go through the loader again to bound the evidence, found 0 samples; the same data are needed "
+            "once more: pass a DataLoader or a list of batches, not a generator, or write tune=lw.Evidence()."
+        )
 
     def _spread(self, loader: Iterable[Any], whole: int) -> Iterator[tuple[Any, Tensor]]:
         """Yields whole batches evenly over the loader, until there are as many samples as asked for."""
@@ -196,3 +206,15 @@ def crossing(points: Sequence[float], costs: Sequence[float], bound: float) -> f
 def _raised(posterior: Posterior, exponent: float) -> Posterior:
     """Returns the posterior at 10^exponent times its prior precision."""
     return posterior.at(posterior.prior.precision * 10**exponent, posterior.noise_variance)
+
+
+def _at_noise(posterior: Posterior, noise_variance: float) -> Posterior:
+    """Returns the posterior at a noise variance, with the evidence's δ there unless it was given."""
+    likelihood = posterior.likelihood.with_noise_variance(noise_variance)
+    return replace(Evidence().tune(replace(posterior, likelihood=likelihood, noise_given=True)), noise_given=False)
+
+
+def _mean_variance(posterior: Posterior, inputs: Sequence[Any]) -> float:
+    """Returns the mean of `J_n Σ J_nᵀ` over inputs and outputs."""
+    sums = [posterior.latent(part).variance.double() for part in inputs]
+    return float(torch.cat([part.flatten() for part in sums]).mean())

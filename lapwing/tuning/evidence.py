@@ -151,7 +151,11 @@ class Evidence(Tuning):
 
         def at(point: Tensor) -> tuple[Tensor, float | None]:
             deltas = (point[:-1] if free_noise else point).clamp(low, high).exp().expand(len(precision))
-            return deltas, max(math.exp(min(float(point[-1].detach()), high)), least) if free_noise else noise
+            if not free_noise:
+                return deltas, noise
+            return deltas, math.exp(
+                min(high, max(math.log(least), float(point[-1].detach())))
+            )  # also from a step to NaN
 
         def slope(i: int) -> float:
             step = torch.zeros_like(start)
