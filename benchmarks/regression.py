@@ -2,8 +2,8 @@
 
 Networks of two hidden layers on six UCI tables, and some that are trained for long, wider, or without weight decay:
 70 % of the rows (2 100 at most) to train with, half of the others for `Validation`, which is there to compare, half to
-report on: NLL in standardised units and how much a 90 % interval covers, a structure and tuning. MAP is the network with
-its mean squared residual as noise.
+report on: NLL in standardised units and how much a 90 % interval covers, a structure and tuning. MAP is the network
+with its mean squared residual as noise.
 
     python -m benchmarks.regression
 """

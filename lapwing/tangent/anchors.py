@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import batches
 from ..numerics import total
+from .attribution import Misplaced
 from .blocks import Vectors
 from .chunk import Record
 from .network import Tangent
@@ -85,7 +86,7 @@ class Anchors:
 
     def _pairs(self, dtype: torch.dtype) -> Iterator[tuple[Tensor, Record, Tensor, Record]]:
         """Yields `(slots, record, slots, record)` for every pair of chunks once."""
-        requests = list(self.requests(dtype, 0, share=2))
+        requests = [(slots, inputs, u) for slots, inputs, u, _ in self._recorded(dtype, 0, share=2)]
         for i, (mine, inputs, u) in enumerate(requests):
             record = self.tangent.record(inputs, u, dtype)
             for theirs, others, v in requests[: i + 1]:
@@ -175,5 +176,17 @@ class Anchors:
 
     def records(self, dtype: torch.dtype, held: int = 0) -> Iterator[tuple[Tensor, Record]]:
         """Yields `(slots, record)` of chunks, slots in the order of the record's flattened (B, R)."""
-        for slots, inputs, u in self.requests(dtype, held):
-            yield slots, self.tangent.record(inputs, u, dtype)
+        for slots, _, _, record in self._recorded(dtype, held):
+            yield slots, record
+
+    def _recorded(self, dtype: torch.dtype, held: int, share: int = 1) -> Iterator[tuple[Tensor, Any, Tensor, Record]]:
+        """Yields requests with their records, sample by sample where layers do not hold those of a chunk as known."""
+        for slots, inputs, u in self.requests(dtype, held, share):
+            try:
+                record = self.tangent.record(inputs, u, dtype)
+            except Misplaced:
+                for n, mine in enumerate(slots.reshape(len(u), -1)):
+                    one, v = batches.take(inputs, slice(n, n + 1)), u[n : n + 1]
+                    yield mine, one, v, self.tangent.record(one, v, dtype)
+            else:
+                yield slots, inputs, u, record

@@ -23,6 +23,7 @@ from .jacobian import SLICE_BYTES, BlockJacobian, Rows, SumOfUses
 from .layers.embedding import OneHot
 from .layers.generic import per_sample_rows
 from .outer import Outer, SharedOuter
+from .plan import Uses
 from .positions import Strips
 from .record import Noted, output_gradients
 from .sliced import Sliced, grouped
@@ -54,11 +55,12 @@ class Record(Mapping[str, BlockJacobian]):
         inputs: Any,
         outputs: Tensor,
         noted: list[Noted],
+        uses: Uses,
         cotangents: Tensor | None,
         dtype: torch.dtype,
         differentiable: bool,
     ) -> None:
-        self._tangent, self._inputs, self._noted, self._u = tangent, inputs, noted, cotangents
+        self._tangent, self._inputs, self._noted, self._uses, self._u = tangent, inputs, noted, uses, cotangents
         self._graph: Tensor | None = outputs
         self._differentiable = differentiable
         self._limit = tangent.memory // dtype.itemsize  # numbers that fit the budget
@@ -138,7 +140,7 @@ class Record(Mapping[str, BlockJacobian]):
         if block.family == "generic":
             return rows, 2 * rows
         assert self._graph is not None  # nothing is taken yet
-        uses = [self._noted[i] for i, _, _ in self._tangent.plan.uses[block.name]]
+        uses = [self._noted[i] for i, _, _ in self._uses[block.name]]
         held = self.cotangents * sum(use.out.numel() for use in uses if not use.is_output(self._graph))
         return held, 4 * held + 2 * rows * self._tangent.plan.is_explicit(block)
 
@@ -154,8 +156,7 @@ class Record(Mapping[str, BlockJacobian]):
             names = [name for b in group.blocks if b.family == "generic" for name in b.parameters]
             return self._generic_rows(names, self._explicit_cotangents(cut))
         u = self._u if cut is None else self._explicit_cotangents(cut)
-        uses = self._tangent.plan.uses
-        wanted = sorted({i for b in group.blocks if b.family != "generic" for i, _, _ in uses[b.name]})
+        wanted = sorted({i for b in group.blocks if b.family != "generic" for i, _, _ in self._uses[b.name]})
         whole = cut is None and len(self._groups) == 1
         passing = 0 if whole else sum(use.out.numel() for use in self._noted)  # also through layers not asked for
         batched = 4 * passing * (self.cotangents if u is None else u.shape[-1]) <= self._limit
@@ -189,7 +190,7 @@ class Record(Mapping[str, BlockJacobian]):
             return Rows(torch.cat([taken[name] for name in block.parameters], -1).to(self.dtype))
         forms: list[BlockJacobian] = []
         most = sys.maxsize if self._differentiable else self._limit // 2
-        for i, axis, roles in self._tangent.plan.uses[block.name]:
+        for i, axis, roles in self._uses[block.name]:
             use = self._noted[i].use
             form = use.jacobian(taken[i], axis, self.samples, roles, self.dtype, most)
             forms.append(form if block.matrix is not None else _native(form, use.matrix()))

@@ -20,6 +20,7 @@ from .. import batches
 from ..batches import Forward
 from ..errors import LapwingError
 from ..numerics import accumulation_dtype
+from .attribution import Misplaced, misplaced, shapes
 from .blocks import Block
 from .chunk import Record
 from .eager import LOCK, modules_of, outside_modes, parameters_of, uncompiled, without_compiled
@@ -207,18 +208,42 @@ class Tangent:
         named = self.parameters
         watched = {id(named[name]): name for name in self.plan.watched}
         spread = batches.size(inputs) if self.plan.spread else 1
-        outputs, noted = run(self.model, inputs, self.forward, watched, spread)
+        outputs, noted, routed, unseen = run(self.model, inputs, self.forward, watched, spread)
         batches.check_outputs(outputs, "these inputs")
+        samples, name = outputs.shape[0], type(self.model).__name__
         if outputs.shape[1] != self.outputs:
             raise LapwingError(
-                f"Asked for the {self.outputs} outputs of {type(self.model).__name__} at {batches.describe(inputs)}, "
+                f"Asked for the {self.outputs} outputs of {name} at {batches.describe(inputs)}, "
                 f"found outputs of shape {tuple(outputs.shape)}; as many as on the first batch are needed: check the "
                 "shape of the inputs, and give a single sample as x[None]."
             )
-        self.plan.check_order([use.names for use in noted], outputs.shape[0], type(self.model).__name__)
+        if unseen:
+            raise LapwingError(
+                f"Asked to run {name} as on the first batch, found that it also uses {unseen[0]} by {unseen[1]}(), "
+                "which it did not there; the same uses on every batch are needed: put a batch that shows them all "
+                "first, or leave the parameter out with params=lambda name, parameter: ..."
+            )
+        uses = self.plan.uses_in([use.names for use in noted], samples, name)
+        known = shapes(outputs, noted)
+        if samples > 1 and (routed or known not in self._attributed):
+            layer, conclusive = misplaced(outputs, noted, uses)
+            if layer:
+                raise Misplaced(
+                    f"Asked for gradients of {name} at {samples} samples at once, found that {layer} does not hold "
+                    "them as on the first batch: forward() sorts, packs or leaves out parts of them; single samples "
+                    "are accepted there: pass batches of one sample, or leave the layer out with params=lambda name, "
+                    "parameter: ..."
+                )
+            if conclusive and not routed:
+                self._attributed.add(known)
         if callable(cotangents):
             cotangents = cotangents(outputs if differentiable else outputs.detach())
-        return Record(self, inputs, outputs, noted, cotangents, dtype, differentiable)
+        return Record(self, inputs, outputs, noted, uses, cotangents, dtype, differentiable)
+
+    @cached_property
+    def _attributed(self) -> set[tuple[torch.Size, ...]]:
+        """Shapes of recordings whose layers are known to hold the samples where the survey found them."""
+        return set()
 
     def records(
         self, inputs: Any, cotangents: Cotangents = None, dtype: torch.dtype | None = None, rows_held: int = 0
@@ -233,7 +258,16 @@ class Tangent:
         """
         self._check_inputs(inputs)
         for part, chunk in batches.chunks(inputs, self.chunk_length(cotangents, dtype, rows_held)):
-            yield part, self._record(chunk, cotangents, dtype or self.dtype)
+            try:
+                record = self._record(chunk, cotangents, dtype or self.dtype)
+            except Misplaced as error:
+                log.info("%s; they are taken one by one.", str(error).partition(";")[0])
+            else:
+                yield part, record
+                continue
+            for n in range(part.stop - part.start):
+                alone = self._record(batches.take(chunk, slice(n, n + 1)), cotangents, dtype or self.dtype)
+                yield slice(part.start + n, part.start + n + 1), alone
 
     def chunk_length(
         self, cotangents: Cotangents | int = None, dtype: torch.dtype | None = None, rows_held: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -10,6 +10,9 @@ from typing import Any
 from ..errors import LapwingError
 from .blocks import Block
 from .layers import BatchAxis
+
+Uses = Mapping[str, Sequence[tuple[int, BatchAxis, frozenset[str]]]]
+"""Block name -> its uses as (index, where the samples are, roles treated)."""
 
 MATRIX_FAMILIES = ("linear", "conv", "embedding")
 
@@ -86,19 +89,42 @@ class Plan:
     def _names(self) -> list[dict[str, str]]:
         return [dict(use) for use in self.order]
 
-    def check_order(self, names: list[dict[str, str]], samples: int, model: str) -> None:
-        """Raises when a recording differs from the survey's, or shows the batch axes that one sample could not."""
-        if names != self._names:
-            raise LapwingError(
-                f"Asked to run {model} as on the first batch, where it used its covered parameters {len(self.order)} "
-                f"times, found {len(names)} uses or another order; the same layers must run on every batch: leave "
-                "conditional layers out with params=lambda name, parameter: ..."
-            )
+    @cached_property
+    def _axes(self) -> dict[tuple[tuple[str, str], ...], set[BatchAxis]]:
+        """The names of a use by role -> where its layers hold the samples."""
+        found: dict[tuple[tuple[str, str], ...], set[BatchAxis]] = {}
+        for uses in self.uses.values():
+            for i, axis, _ in uses:
+                found.setdefault(self.order[i], set()).add(axis)
+        return found
+
+    def uses_in(self, names: list[dict[str, str]], samples: int, model: str) -> Uses:
+        """Returns the uses of a recording block by block: the survey's, or others where layers ran in another order.
+
+        Raises:
+            LapwingError: where that is not clear, or a layer did not run; for batches where the survey saw one sample.
+        """
         if self.single_sample and samples > 1:
             raise LapwingError(
                 f"Asked to run {model} on {samples} samples, found that the first batch had one sample, which cannot "
                 "show where the layers hold the batch; begin with a batch of two or more: put a larger batch first."
             )
+        if names == self._names:
+            return self.uses
+        order = [tuple(sorted(use.items())) for use in names]
+        clear = all(len(self._axes.get(use, ())) == 1 for use in order)
+        if not clear or set(order) != set(self.order):
+            raise LapwingError(
+                f"Asked to run {model} as on the first batch, where it used its covered parameters {len(self.order)} "
+                f"times, found {len(names)} uses, not of the same layers; all of them must run on every batch: leave "
+                "conditional layers out with params=lambda name, parameter: ..."
+            )
+        axes = {use: next(iter(axis)) for use, axis in self._axes.items()}
+        kinds = {name: {self.order[i]: roles for i, _, roles in uses} for name, uses in self.uses.items()}
+        return {
+            name: [(i, axes[use], roles[use]) for i, use in enumerate(order) if use in roles]
+            for name, roles in kinds.items()
+        }
 
     def is_explicit(self, block: Block) -> bool:
         """Whether rows are all there is of a block: it is generic, or its uses disagree about the layout."""

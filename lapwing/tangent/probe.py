@@ -126,7 +126,7 @@ def probe(
         LapwingError: no parameter selected; outputs that change between calls or with the rest of the batch.
     """
     few = _few(model, inputs, forward)
-    outputs, noted = run_spread(model, few, forward, {id(value): name for name, value in parameters.items()})
+    outputs, noted, *_ = run_spread(model, few, forward, {id(value): name for name, value in parameters.items()})
     batches.check_outputs(outputs, "the first batch")
     names = select(params, parameters, _last_layer(outputs, noted), type(model).__name__)
     samples = outputs.shape[0]

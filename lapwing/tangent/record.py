@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from ..errors import LapwingError
 from .chain import chain_gradients
 from .eager import EagerMode, without_compiled
 from .layers import HANDLERS, Use
+from .routing import routes
 
 BATCHED_BACKWARD = 2**24
 """Cotangents go back in one batched pass while their gradients have at most this many entries, else one by one."""
@@ -55,6 +56,22 @@ class Noted:
         return self.out is outputs and self.out._version == self.versions[1] and self.use.family == "linear"
 
 
+class Recording(NamedTuple):
+    """What one forward pass left.
+
+    Attributes:
+        outputs: f (B, C), with their graph.
+        noted: the uses in order.
+        routed: whether values may have decided what lies where.
+        unseen: a watched parameter and a function of no layer family that used it, if there is one.
+    """
+
+    outputs: Tensor
+    noted: list[Noted]
+    routed: bool
+    unseen: tuple[str, str] | None
+
+
 class Recorder(EagerMode):
     """Notes the uses of parameters while the network runs.
 
@@ -67,13 +84,21 @@ class Recorder(EagerMode):
         super().__init__()
         self._watched, self._spread = watched, spread
         self.noted: list[Noted] = []
+        self.routed = False
+        self.unseen: tuple[str, str] | None = None
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function; where it uses watched parameters, notes it and starts the graph at its output if need be."""
         handler = HANDLERS.get(function) if torch.is_grad_enabled() else None  # off where the network switched it off
         use = handler(args, kwargs, self._is_watched) if handler is not None else None
         if use is None:
-            return function(*args, **kwargs)
+            self.routed = self.routed or routes(function, args)
+            out = function(*args, **kwargs)
+            if isinstance(out, Tensor) and out.requires_grad:
+                for arg in (*args, *kwargs.values()):
+                    if id(arg) in self._watched:
+                        self.unseen = self._watched[id(arg)], function.__name__
+            return out
         names = {role: self._watched[id(p)] for role, p in use.parameters.items() if id(p) in self._watched}
         if not names:
             return function(*args, **kwargs)
@@ -98,7 +123,7 @@ class Recorder(EagerMode):
 
 def run(
     model: nn.Module, inputs: Any, forward: Forward | None, watched: Mapping[int, str], spread: int = 1
-) -> tuple[Tensor, list[Noted]]:
+) -> Recording:
     """Runs the network once, recording.
 
     Args:
@@ -107,21 +132,17 @@ def run(
         forward: how the network is called.
         watched: id(parameter) -> name.
         spread: over how many samples embeddings of a single row of tokens are spread.
-
-    Returns:
-        Outputs (B, C), with their graph, and the uses in order.
     """
     recorder = Recorder(watched, spread)
     with torch.enable_grad(), without_compiled():
-        return call(model, inputs, forward, recorder), recorder.noted
+        outputs = call(model, inputs, forward, recorder)
+    return Recording(outputs, recorder.noted, recorder.routed, recorder.unseen)
 
 
-def run_spread(
-    model: nn.Module, inputs: Any, forward: Forward | None, watched: Mapping[int, str]
-) -> tuple[Tensor, list[Noted]]:
+def run_spread(model: nn.Module, inputs: Any, forward: Forward | None, watched: Mapping[int, str]) -> Recording:
     """Records the network with tables spread over the samples, unless that changes its outputs."""
     try:
-        outputs, noted = run(model, inputs, forward, watched, size(inputs))
+        outputs, noted, *_ = recording = run(model, inputs, forward, watched, size(inputs))
     except (LapwingError, RuntimeError, TypeError, ValueError, IndexError):  # it may not take the table's new shape
         return run(model, inputs, forward, watched)
     if any(use.spread for use in noted):
@@ -130,7 +151,7 @@ def run_spread(
         tolerance = torch.finfo(plain.dtype).eps ** 0.5 * plain.abs().max().clamp_min(1.0)
         if plain.shape != outputs.shape or not (plain - outputs).abs().max() <= tolerance:
             return run(model, inputs, forward, watched)
-    return outputs, noted
+    return recording
 
 
 def wants_gradient(inputs: Any) -> bool:

@@ -1,0 +1,61 @@
+"""Whether the layers of a recording hold the samples where the survey found them; `network.py` asks it of new shapes.
+
+A network may sort its samples, leave out padded positions, or send some of them through a branch. What is in a layer
+then depends on the batch, and the survey saw but a few samples of one. Cotangents that are multiplied sample by sample
+by powers of two tell: gradients at a layer must follow, entry by entry, without a rounding error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import LapwingError
+from .plan import Uses
+from .record import Noted, output_gradients
+
+
+class Misplaced(LapwingError):
+    """Raised where a layer holds the samples elsewhere than on the first batch."""
+
+
+def shapes(outputs: Tensor, noted: Iterable[Noted]) -> tuple[torch.Size, ...]:
+    """Returns what tells recordings apart where no value decides what lies where."""
+    return outputs.shape, *[use.out.shape for use in noted]
+
+
+def misplaced(outputs: Tensor, noted: Sequence[Noted], uses: Uses) -> tuple[str, bool]:
+    """Looks for a layer that holds the samples elsewhere than the survey found.
+
+    Args:
+        outputs: f (B, C) with its graph.
+        noted: the uses of the recording.
+        uses: where each block's uses are said to hold the samples.
+
+    Returns:
+        The name of a parameter of such a layer, "" where there is none; and whether that holds for all batches of these
+        shapes in which no value decides what lies where: not if a layer had no gradient to tell by.
+
+    Cost: two backward passes of activations.
+    """
+    samples, generator = outputs.shape[0], torch.Generator().manual_seed(0)
+    powers = 2.0 ** torch.randint(-3, 5, (samples,), generator=generator)  # products with them are exact
+    u = torch.randn(outputs.shape[1], generator=generator).expand(samples, -1)
+    u = torch.stack([u, u * powers[:, None]], -1).to(outputs)  # (B, C, 2)
+    powers = powers.to(outputs)
+    gradients = output_gradients(outputs, noted, u, differentiable=False)
+    conclusive = True
+    for i, axis in {i: axis for found in uses.values() for i, axis, _ in found}.items():
+        g, name = gradients[i], next(iter(noted[i].names.values()))
+        assert g is not None  # cotangents were given
+        if not axis.fits(g.shape[1:], samples):
+            return name, False
+        plain, scaled = axis.front(g, samples, 1).flatten(2)  # (B, rest)
+        wanted = plain * powers[:, None].to(plain)
+        off, size = (scaled - wanted).norm(dim=1), torch.maximum(wanted.norm(dim=1), scaled.norm(dim=1))
+        if (off > torch.finfo(g.dtype).eps ** 0.5 * size).any():
+            return name, False
+        conclusive = conclusive and bool(size.any())
+    return "", conclusive

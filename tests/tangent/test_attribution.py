@@ -1,0 +1,266 @@
+"""Networks whose layers hold the samples elsewhere from batch to batch: rows are autograd's, sample by sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+import lapwing as lw
+from lapwing.tangent import Tangent
+from lapwing.tangent.attribution import Misplaced
+
+EVERY = lw.matching("*")
+
+
+class Net(nn.Module):
+    """A layer in question and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+
+class Unpadded(Net):
+    """Only the positions of a mask go through the layer."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        out = x.new_zeros(*x.shape[:2], 6)
+        out[mask] = torch.tanh(self.a(x[mask]))
+        return self.head(out.sum(1))
+
+
+class Sliced(Net):
+    """The same by Python's numbers, without a tensor that indexes."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        lengths = mask.sum(1).tolist()
+        parts = torch.tanh(self.a(torch.cat([row[:n] for row, n in zip(x, lengths, strict=True)]))).split(lengths)
+        return self.head(torch.stack([part.sum(0) for part in parts]))
+
+
+class Sorted(Net):
+    """Samples are grouped by a key, as before an expert."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = (x[:, 0] > 0).long().argsort(stable=True)
+        return self.head(torch.tanh(self.a(x[order]))[order.argsort()])
+
+
+class Packed(nn.Module):
+    """A layer on the data of a packed sequence, then a recurrent one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.cell, self.head = nn.Linear(4, 5), nn.GRU(5, 6, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, mask.sum(1).cpu(), batch_first=True, enforce_sorted=False)
+        data = torch.tanh(self.a(packed.data))
+        again = PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+        return self.head(self.cell(again)[1][0])
+
+
+class Distinct(nn.Module):
+    """Tokens that repeat in a batch are looked up once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.a = nn.Embedding(20, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found, where = tokens.unique(return_inverse=True)
+        return torch.tanh(self.a(self.table(found)))[where]
+
+
+class Experts(nn.Module):
+    """Samples go to one of two layers, called without samples where none do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.head = nn.ModuleList(nn.Linear(4, 6) for _ in range(2)), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        choice, out = (x[:, 0] > 0).long(), x.new_zeros(len(x), 6)
+        for i, expert in enumerate(self.experts):
+            out[choice == i] = torch.tanh(expert(x[choice == i]))
+        return self.head(out)
+
+
+class TimeMajor(Net):
+    """Positions before samples: the same as samples alone where there is one position."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.a(x.transpose(0, 1).flatten(0, 1))).unflatten(0, (x.shape[1], x.shape[0]))
+        return self.head(z.mean(0))
+
+
+class Gated(nn.Module):
+    """A branch with the positions first, without gradient where its gate is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        z = torch.tanh(self.a(x.transpose(0, 1))).mean(0)
+        return self.head(torch.tanh(self.b(x)).mean(1) + z * gate[:, None])
+
+
+class Steps(nn.Module):
+    """A recurrence written by hand: as many uses as there are positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.u, self.head = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 6)
+        for step in x.unbind(1):
+            h = torch.tanh(self.w(step) + self.u(h))
+        return self.head(h)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def one_sided() -> Tensor:
+    x = normal(8, 4)
+    x[:4, 0] = x[:4, 0].abs()
+    return x
+
+
+FULL, SEQUENCES = torch.ones(8, 4, dtype=torch.bool), normal(8, 4, 4)
+EVEN, UNEVEN = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0]]).bool(), torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1]]).bool()
+CASES: dict[str, tuple[type[nn.Module], Any, Any]] = {
+    "unpadded, divisible": (Unpadded, (SEQUENCES, FULL), (SEQUENCES[:2], EVEN)),
+    "unpadded": (Unpadded, (SEQUENCES, FULL), (SEQUENCES[:2], UNEVEN)),
+    "sliced": (Sliced, (SEQUENCES, FULL), (SEQUENCES[:2], EVEN)),
+    "sorted": (Sorted, one_sided(), normal(6, 4, seed=1)),
+    "packed": (Packed, (SEQUENCES, FULL), (SEQUENCES[:2], EVEN)),
+    "distinct": (Distinct, torch.arange(8), torch.tensor([3, 1, 1, 7])),
+    "experts, first to one": (Experts, one_sided(), normal(6, 4, seed=1)),
+    "experts": (Experts, normal(8, 4), normal(6, 4, seed=1)),
+    "time-major": (TimeMajor, normal(8, 1, 4), normal(4, 3, 4, seed=1)),
+    "gated": (Gated, (SEQUENCES, torch.tensor([0, 0, 0, 0, 1.0, 1, 0, 1])), (SEQUENCES[:3], torch.tensor([0, 1.0, 1]))),
+    "gated, divisible": (
+        Gated, (SEQUENCES, torch.tensor([0, 0, 0, 0, 1.0, 1, 0, 1])), (SEQUENCES[:4], torch.tensor([0, 1.0, 1, 0]))
+    ),
+    "steps": (Steps, normal(8, 5, 4), normal(4, 3, 4, seed=1)),
+}  # fmt: skip
+
+
+def made(name: str) -> tuple[nn.Module, Any, Any]:
+    kind, first, then = CASES[name]
+    torch.manual_seed(0)
+    return kind().double().eval(), first, then
+
+
+def called(model: nn.Module, inputs: Any) -> Tensor:
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def part(inputs: Any, n: int) -> Any:
+    return tuple(x[n : n + 1] for x in inputs) if isinstance(inputs, tuple) else inputs[n : n + 1]
+
+
+def count(inputs: Any) -> int:
+    return len(inputs[0] if isinstance(inputs, tuple) else inputs)
+
+
+def truth(model: nn.Module, tangent: Tangent, inputs: Any) -> Tensor:
+    """J (B, C, P), one sample after the other, in the order of the blocks."""
+    named, rows = dict(model.named_parameters()), []
+    for n in range(count(inputs)):
+        outputs = called(model, part(inputs, n))[0]
+        slopes = [
+            torch.autograd.grad(f, list(named.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
+            for f in outputs
+        ]
+        found = [dict(zip(named, slope, strict=True)) for slope in slopes]
+        rows.append(torch.stack([torch.cat([block.join(slope) for block in tangent.blocks]) for slope in found]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_those_of_one_sample_at_a_time(name: str) -> None:
+    model, first, then = made(name)
+    tangent = Tangent.survey(model, first, EVERY, called)
+    for inputs in (first, then, then, first):
+        found = torch.cat([record.rows() for _, record in tangent.records(inputs)])
+        torch.testing.assert_close(found, truth(model, tangent, inputs), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", [lw.KFAC(), lw.EKFAC(), lw.Diagonal(), lw.Full(), lw.ELLA(rank=9, rows=12)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_posteriors_do_not_depend_on_how_samples_come(name: str, method: lw.Method) -> None:
+    model, first, then = made(name)
+    options = {"params": EVERY, "forward": called, "likelihood": "categorical", "prior_precision": 1.0}
+    together, alone = [], []
+    for inputs in (first, then):
+        labels = torch.arange(count(inputs)) % 3
+        together.append((inputs, labels))
+        alone += [(part(inputs, n), labels[n : n + 1]) for n in range(len(labels))]
+    one = lw.fit(model, together, method, **options)
+    other = lw.fit(model, [together[0], *alone[len(together[0][1]) :]], method, **options)
+    variances = [other.latent(part(then, n)).variance for n in range(count(then))]
+    torch.testing.assert_close(one.latent(then).variance, torch.cat(variances), rtol=1e-8, atol=1e-10)
+
+
+def test_what_needs_samples_together_is_one_sentence() -> None:
+    model, first, then = made("unpadded")
+    tangent = Tangent.survey(model, first, EVERY, called)
+    with pytest.raises(Misplaced, match=r"Unpadded at 2 samples .* a.weight does not hold .* batches of one sample"):
+        tangent.record(then)
+    torch.testing.assert_close(tangent.record(part(then, 1)).rows(), truth(model, tangent, part(then, 1)))
+
+
+class Empty(nn.Module):
+    """A table that is also averaged, for samples without tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        empty = (tokens == 0).all(1)
+        mean = self.table(tokens).mean(1)
+        if empty.any():
+            mean = torch.where(empty[:, None], self.table.weight.mean(0), mean)
+        return self.head(mean)
+
+
+def test_a_use_that_the_first_batch_did_not_show_is_refused() -> None:
+    model, tokens = Empty().double().eval(), torch.arange(1, 7).reshape(3, 2)
+    tangent = Tangent.survey(model, tokens, EVERY)
+    assert all(line.family != "generic" for line in tangent.coverage.lines)
+    with pytest.raises(lw.LapwingError, match=r"also uses table.weight by mean\(\), which it did not there"):
+        tangent.record(torch.cat([tokens, torch.zeros(1, 2, dtype=torch.long)]))
+    other = Tangent.survey(model, torch.cat([torch.zeros(1, 2, dtype=torch.long), tokens]), EVERY)
+    assert {line.block: line.family for line in other.coverage.lines}["table.weight"] == "generic"
+    torch.testing.assert_close(other.record(tokens).rows(), truth(model, other, tokens))
+
+
+def test_known_shapes_cost_no_further_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    ours = lw.tangent.network.misplaced
+    monkeypatch.setattr(lw.tangent.network, "misplaced", lambda *a: looked.append(1) or ours(*a))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)).double().eval()
+    x = normal(6, 1, 4, 4)
+    tangent = Tangent.survey(model, x, EVERY)
+    for _ in range(3):
+        tangent.record(x)
+    assert len(looked) == 1
+    tangent.record(x[:5])
+    tangent.record(x[:1])  # one sample holds what it holds
+    assert len(looked) == 2
+    model, first, _ = made("sorted")
+    tangent = Tangent.survey(model, first, EVERY)
+    for _ in range(3):
+        tangent.record(first[:4])
+    assert len(looked) == 5
