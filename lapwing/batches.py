@@ -50,8 +50,9 @@ def split(batch: Any) -> tuple[Any, Any]:
     raise LapwingError(
         f"Asked to read inputs and targets from a batch, found {describe(batch)}; accepted are (inputs, targets) and "
         "(input_1, ..., targets) with targets a tensor, one row a sample, and a dict with one of the keys "
-        f"{', '.join(LABEL_KEYS)}. Let the loader yield (inputs, targets) pairs, where inputs may be any tuple, list "
-        "or dict of tensors if you pass forward=lambda model, inputs: model(...)."
+        f"{', '.join(LABEL_KEYS)}. Let the loader yield (inputs, targets) pairs (torch.as_tensor makes tensors of "
+        "arrays), where inputs may be any tuple, list or dict of tensors if you pass forward=lambda model, inputs: "
+        "model(...)."
     )
 
 
@@ -70,8 +71,9 @@ def inputs_of(batch: Any) -> Any:
     if isinstance(batch, (tuple, list)) and len(batch) > 1 and isinstance(batch[-1], Tensor):
         return split(batch)[0]
     raise LapwingError(
-        f"Asked to read inputs from a batch of the loader, found {describe(batch)}; accepted are a tensor, (inputs, "
-        "targets) and a dict of tensors. Let the loader yield one of them, or predict each batch with "
+        f"Asked to read inputs from a batch of the loader, found {describe(batch)}; accepted are a tensor "
+        "(torch.as_tensor(x) makes one), (inputs, targets) and a dict of tensors. Let the loader yield one of them, "
+        "or predict each batch with "
         "posterior.predict(x), where x may be any tuple or dict of tensors if you pass forward=lambda model, inputs: "
         "model(...) to lw.fit."
     )
@@ -103,6 +105,13 @@ def plain(inputs: Any) -> Any:
 def size(inputs: Any) -> int:
     """Returns B, the number of samples: the first dimension of the first tensor with one."""
     for leaf in tensors(inputs):
+        if leaf.is_nested or leaf.layout != torch.strided:
+            kind = "nested tensor" if leaf.is_nested else f"{leaf.layout} tensor".removeprefix("torch.")
+            raise LapwingError(
+                f"Asked for the samples of a batch, found a {kind}, which cannot be cut by samples; dense tensors are "
+                f"needed: write {'x.to_padded_tensor(0.0)' if leaf.is_nested else 'x.to_dense()'}, or hold what all "
+                "samples share, such as a graph, within the model."
+            )
         if leaf.ndim:
             return leaf.shape[0]
     raise LapwingError(
@@ -186,6 +195,8 @@ def call(
         out = out[:, None]
     if not isinstance(out, Tensor) or out.ndim != 2 or not out.is_floating_point():
         found = "no tensor and no .logits" if not isinstance(out, Tensor) else describe(out)
+        if isinstance(out, Tensor) and out.ndim == 0:
+            found += " (squeeze() also takes the batch away where it is one sample: write squeeze(-1))"
         raise LapwingError(
             f"Asked for outputs of {type(model).__name__} of shape (batch, outputs), found {found}; a floating-point "
             "matrix is needed. Pass forward=lambda model, inputs: model(inputs)... to return one (for sequences or "

@@ -17,7 +17,7 @@ from .covariance import Covariance, PriorCovariance
 from .errors import LapwingError
 from .likelihoods import Likelihood, resolve
 from .loaders import first_batch, inferred_likelihood
-from .methods import KFAC, FisherRoot, Found, Method, Problem
+from .methods import KFAC, SWAG, FisherRoot, Found, Method, Problem
 from .methods.passes import Seen
 from .posterior import Posterior
 from .prior import Prior, is_positive
@@ -161,6 +161,8 @@ def _method_and_params(method: Any, params: Any) -> tuple[Method, Predicate | La
             f"Asked for method={method.__name__}, found the class; an instance with its options is needed: write "
             f"lw.{method.__name__}()."
         )
+    if method is SWAG:
+        method = SWAG()  # says how it is made
     if method is not None and not isinstance(method, Method):
         raise LapwingError(
             f"Asked for method={method!r}; accepted are lw.Full(), lw.Diagonal(), lw.KFAC(), lw.EKFAC(), "
@@ -182,7 +184,8 @@ def _check_numbers(
     for name, value in numbers.items():
         if not (is_positive(value) or (value is None and name != "temperature")):
             raise LapwingError(
-                f"Asked for {name}={value!r}; a positive finite number is needed: write {name}=1.0, or leave it out."
+                f"Asked for {name}={value!r}; a positive finite number is needed: write {name}="
+                f"{1e-4 if name == 'weight_decay' else 1.0}, or leave it out."
             )
     if data_size is not None and not (is_positive(data_size) and isinstance(data_size, Integral)):
         raise LapwingError(

@@ -75,6 +75,11 @@ def load(
     Raises:
         LapwingError: for a truncated, foreign or newer file, or a model with other weights.
     """
+    if isinstance(path, nn.Module) or not isinstance(path, (str, os.PathLike)):
+        raise LapwingError(
+            f"Asked to load from a {type(path).__name__}; the path of a file and then the network are needed: write "
+            "lw.load('posterior.st', model)."
+        )
     tensors, header = storage.read(path)
     likelihood = None if likelihood is None else resolve(likelihood)
     try:

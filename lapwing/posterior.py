@@ -30,7 +30,7 @@ from .tangent.record import wants_gradient
 from .tangent.stamp import Stamp
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Posterior:
     """`θ ~ N(θ̂, Σ)` around a trained network, with its likelihood and prior.
 
@@ -93,6 +93,21 @@ class Posterior:
         )  # fmt: skip
         settled = given and isinstance(covariance, PriorCovariance)
         return posterior.at(prior.precision, likelihood.noise_variance) if settled else posterior
+
+    def __repr__(self) -> str:
+        """One line; the network and its blocks are under `model` and `print(posterior.tangent.coverage)`."""
+        named, delta = [repr(self.likelihood)], self.prior_precision
+        if isinstance(delta, float):
+            named.append(f"prior_precision={delta:.4g}")
+        elif delta is not None:
+            named.append(f"prior_precision=one for each of {len(delta)} blocks")
+        named += [
+            f"{name}={getattr(self, name):g}" for name in ("data_factor", "temperature") if getattr(self, name) != 1
+        ]
+        return (
+            f"<Posterior by {self.method} over {self.tangent.size:,} weights of {type(self.model).__name__}, "
+            f"{self.samples:,} samples, {', '.join(named)}>"
+        )
 
     @property
     def tuned(self) -> bool:

@@ -518,6 +518,16 @@ def test_12_complex_parameters() -> None:
     assert lw.fit(model, [(X, Y)]).tangent.size == 15
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("partly", [False, True])
+def test_12_quantised_layers(partly: bool) -> None:
+    layers = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), {nn.Linear})
+    model = nn.Sequential(nn.Linear(4, 4), layers).eval() if partly else layers.eval()
+    refused(
+        lambda: lw.fit(model, [(X, Y)]), "layer 1.0" if partly else "layer 0", "quantized", "fit the network before"
+    )
+
+
 # --- 14: structures --------------------------------------------------------------------------------------------------
 class Record:
     """A batch of a class of the user's own."""
@@ -586,7 +596,8 @@ def test_other_errors_of_the_users_code_come_through_as_they_are() -> None:
 @pytest.mark.parametrize("bad", [0, -1, NAN, math.inf, "1", True, [1.0], torch.tensor(1.0)])
 @pytest.mark.parametrize("name", ["prior_precision", "weight_decay", "temperature"])
 def test_15_positive_numbers(name: str, bad: Any, posterior: lw.Posterior) -> None:
-    refused(lambda: fit([(X, Y)], **{name: bad}), f"{name}={bad!r}", "positive finite number", f"{name}=1.0")
+    line = f"{name}={0.0001 if name == 'weight_decay' else 1.0}"
+    refused(lambda: fit([(X, Y)], **{name: bad}), f"{name}={bad!r}", "positive finite number", line)
     if name == "prior_precision":
         refused(lambda: posterior.with_prior(bad), f"with_prior({bad!r})", "positive finite number", "with_prior(10.0)")
 
@@ -682,6 +693,47 @@ def test_15_options_that_exclude_each_other() -> None:
 )
 def test_15_hyper_parameters(make: Callable[[], Any], parts: tuple[str, ...]) -> None:
     refused(make, *parts)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_14_tensors_that_are_not_dense() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(3, 4), torch.zeros(2, 4)])
+    refused(lambda: fit([(nested, Y[:2])]), "nested tensor", "cut by samples", "x.to_padded_tensor(0.0)")
+    refused(
+        lambda: fit([(X.to_sparse(), Y)]), "sparse_coo tensor", "cut by samples", "x.to_dense()", "within the model"
+    )
+
+
+def test_14_words_for_common_slips(posterior: lw.Posterior, tmp_path: Any) -> None:
+    class Squeezed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).squeeze()
+
+    refused(lambda: lw.fit(Squeezed(4, 1).eval(), [(X, X[:, 0])]), "Tensor ()", "write squeeze(-1)", "matrix is needed")
+    one = "(tuple(Tensor (8, 4) float32, Tensor (8,) int64))", "[(x_val, y_val)]"
+    for tuning in ("Validation", "EarlyStopping"):
+        refused(
+            lambda tuning=tuning: getattr(lw, tuning)((X, Y)), f"Asked for {tuning}{one[0]}", f"lw.{tuning}({one[1]})"
+        )
+    refused(lambda: lw.load(posterior.model, tmp_path / "p.st"), "from a Sequential", "lw.load('posterior.st', model)")
+    refused(lambda: fit([(X, Y)], method=lw.SWAG), "lw.SWAG", "not by lw.fit", "lw.SWAG.collector(model)")
+    refused(lambda: fit([(X, Y[:, None])], nn.Linear(4, 1).eval()), "2 outputs", "'gaussian'` and `y.float()")
+    refused(lambda: fit([(X.numpy(), Y.numpy())]), "ndarray", "torch.as_tensor")
+    refused(lambda: posterior.predict(X.numpy()), "ndarray", "torch.as_tensor(x)")
+    refused(lambda: posterior.latent(X).sample("a"), "sample('a')", "at least 1", "sample(5)")
+    refused(lambda: fit([(X, Y)], weight_decay=0), "weight_decay=0", "weight_decay=0.0001, or leave it out")
+
+
+def test_a_posterior_is_shown_in_one_line(posterior: lw.Posterior) -> None:
+    shown = repr(posterior)
+    assert shown.startswith("<Posterior by KFAC(")
+    assert "over 51 weights of Sequential, 8 samples, Categorical()" in shown
+    assert f"prior_precision={posterior.prior_precision:.4g}" in shown
+    assert "\n" not in shown
+    assert len(shown) < 250
+    layers = posterior.with_prior({"0": 1.0, "2": 2.0})
+    assert "prior_precision=one for each of 2 blocks" in repr(layers)
+    assert "temperature=0.5" in repr(fit([(X, Y)], temperature=0.5))
 
 
 def test_15_arguments_of_a_posterior(posterior: lw.Posterior) -> None:

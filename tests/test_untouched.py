@@ -291,3 +291,17 @@ def test_streamlined_leaves_modes_that_differ_within_a_network(within: nn.Module
     plain = lw.fit(model.eval(), [(x, y)], lw.Diagonal(), params=lw.last_layer, prior_precision=1.0)
     torch.testing.assert_close(found[0], plain.predict(x, via=lw.Streamlined()).probs)
     torch.testing.assert_close(found[1], lw.deploy(plain, x)(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+def test_weights_that_hooks_make_are_put_back_after_draws() -> None:
+    """Old weight norm keeps the weight of the latest call beside its parameters."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 4), torch.arange(8) % 3
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3)).eval()
+    with torch.no_grad():
+        model(x)
+    posterior = lw.fit(model, [(x, y)], lw.KFAC(), prior_precision=1.0)
+    own = model[0].weight.detach().clone()
+    posterior.predict(x, via=lw.MonteCarlo(2))
+    assert torch.equal(model[0].weight, own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -169,7 +170,9 @@ def _root(variance: Tensor) -> Tensor:
     return variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
 
 
-def _generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
+def _generator(n: int, generator: torch.Generator | None, device: torch.device) -> torch.Generator:
+    if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
+        raise LapwingError(f"Asked for sample({n!r}); a whole number of draws, at least 1, is needed: write sample(5).")
     return torch.Generator(device).manual_seed(0) if generator is None else generator
 
 
@@ -212,7 +215,7 @@ class Latent:
     @full_precision
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws outputs (n, B, C), inputs independent of each other; `generator=None` means seed 0."""
-        generator = _generator(generator, self.mean.device)
+        generator = _generator(n, generator, self.mean.device)
         return self.mean + total(term.sample(n, generator) for term in self.terms)
 
 
@@ -274,7 +277,7 @@ class JointLatent:
         """Draws outputs (n, B, C), joint across inputs and outputs; `generator=None` means seed 0."""
         size = self.mean.numel()
         root = Thin(psd_root(self.covariance.reshape(1, size, size)))
-        draws = root.sample(n, _generator(generator, self.mean.device))
+        draws = root.sample(n, _generator(n, generator, self.mean.device))
         return self.mean + draws.reshape(n, *self.mean.shape)
 
 
@@ -325,7 +328,7 @@ class LatentDraws:
     @full_precision
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Returns n of the draws, picked with replacement (n, B, C)."""
-        generator = _generator(generator, self.draws.device)
+        generator = _generator(n, generator, self.draws.device)
         picked = torch.randint(len(self.draws), (n,), generator=generator, device=self.draws.device)
         return self.draws[picked]
 

@@ -18,7 +18,8 @@ from lapwing.likelihoods.links import (
     Quadrature,
     SampledLink,
 )
-from lapwing.likelihoods.predictions import ClassPrediction, MixturePrediction, Prediction, RegressionPrediction
+from lapwing.likelihoods.mixture_prediction import MixturePrediction
+from lapwing.likelihoods.predictions import ClassPrediction, Prediction, RegressionPrediction
 
 __all__ = [
     "Bernoulli",

@@ -1,4 +1,4 @@
-"""Predictions: the distribution of y, as observed. Class probabilities, real values, and mixtures for anything else.
+"""Predictions: the distribution of y, as observed. Class probabilities and real values.
 
 B inputs, C outputs, S draws. Everything is differentiable in the latent's mean and variance (samples of labels aside).
 Where randomness is needed and ``generator`` is None, a generator with seed 0 is made on the latent's device: the same
@@ -90,7 +90,7 @@ class ClassPrediction(Prediction):
         Raises:
             LapwingError: if ``draws`` is below 1.
         """
-        _check_count("mutual_information", "draws", draws)
+        check_count("mutual_information", "draws", draws)
         total, entropies, count = None, torch.zeros((), dtype=torch.float64, device=self.log_probs.device), 0
         for chunk in draw_chunks(self.latent, draws, generator):
             logs = torch.log_softmax(chunk.double(), -1)  # (s, B, C)
@@ -133,7 +133,7 @@ class ClassPrediction(Prediction):
         Raises:
             LapwingError: if ``n`` is below 1.
         """
-        _check_count("sample", "n", n)
+        check_count("sample", "n", n)
         generator = seeded(generator, self.log_probs.device)
         if not self.latent.joint:
             return torch.multinomial(self.probs.detach(), n, replacement=True, generator=generator).T
@@ -205,8 +205,7 @@ class RegressionPrediction(Prediction):
         Raises:
             LapwingError: if ``level`` is not in (0, 1).
         """
-        if not (isinstance(level, Real) and 0.0 < level < 1.0):
-            raise LapwingError(f"interval() accepts a level between 0 and 1, found {level!r}; write interval(0.9).")
+        check_level(level)
         draws = self._draws()
         if draws is None:
             half = NormalDist().inv_cdf(0.5 + 0.5 * level) * self.std
@@ -255,7 +254,7 @@ class RegressionPrediction(Prediction):
         Raises:
             LapwingError: if ``n`` is below 1.
         """
-        _check_count("sample", "n", n)
+        check_count("sample", "n", n)
         generator = seeded(generator, self.latent.mean.device)
         latent = at_least_float32(self.latent.sample(n, generator))
         noise = torch.randn(latent.shape, generator=generator, dtype=latent.dtype, device=latent.device)
@@ -303,51 +302,18 @@ class RegressionPrediction(Prediction):
         return covariance + self.noise_variance * eye
 
 
-@dataclass(frozen=True, eq=False)
-class MixturePrediction(Prediction):
-    """An equal mixture over draws of any ``torch.distributions`` family: what a new likelihood can return.
-
-    Args:
-        components: The distribution of y under each draw, batch shape (B, S).
-    """
-
-    components: dist.Distribution
-
-    @property
-    def mean(self) -> Tensor:
-        """Mean of y, (B, ...)."""
-        return self.components.mean.mean(1)
-
-    @property
-    def variance(self) -> Tensor:
-        """Total variance of y, (B, ...): mean of the variances plus variance of the means."""
-        return self.components.variance.mean(1) + self.components.mean.var(1, correction=0)
-
-    def log_prob(self, targets: Tensor) -> Tensor:
-        """Return the log density of the targets at every input, (B,)."""
-        return self.distribution().log_prob(targets)
-
-    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw y, (n, B, ...); ``torch.distributions`` takes no generator, so a fork of the global one is seeded."""
-        _check_count("sample", "n", n)
-        device = self.components.mean.device
-        seed = torch.randint(2**62, (), generator=seeded(generator, device), device=device)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(int(seed))
-            return self.distribution().sample((n,))
-
-    def distribution(self) -> dist.MixtureSameFamily:
-        """Return ``torch.distributions.MixtureSameFamily`` with batch shape (B,)."""
-        weights = torch.zeros(self.components.batch_shape, device=self.components.mean.device)
-        return dist.MixtureSameFamily(dist.Categorical(logits=weights), self.components)
-
-
 def _entropy(log_probs: Tensor) -> Tensor:
     """Return the entropy in nats over the last axis."""
     return -(log_probs.exp() * log_probs).sum(-1)
 
 
-def _check_count(asked: str, name: str, count: int) -> None:
+def check_level(level: float) -> None:
+    """Refuse what is no probability between 0 and 1."""
+    if not (isinstance(level, Real) and 0.0 < level < 1.0):
+        raise LapwingError(f"interval() accepts a level between 0 and 1, found {level!r}; write interval(0.9).")
+
+
+def check_count(asked: str, name: str, count: int) -> None:
     """Refuse what is no whole number, or fewer than one draw."""
     if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
         raise LapwingError(

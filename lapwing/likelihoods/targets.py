@@ -30,8 +30,8 @@ def check_labels(name: str, outputs_shape: torch.Size, device: torch.device, lab
     if classes < 2:
         raise LapwingError(
             f"{name} needs at least 2 outputs, found outputs of shape {tuple(outputs_shape)} for labels of shape "
-            f"{shape}; for yes or no write `likelihood='bernoulli'`, else give the network one output a class, for two "
-            "classes `torch.nn.Linear(features, 2)`."
+            f"{shape}; for yes or no write `likelihood='bernoulli'`, for numbers `likelihood='gaussian'` and "
+            "`y.float()`, else give the network one output a class, for two classes `torch.nn.Linear(features, 2)`."
         )
     if shape != (batch,):
         if shape == (batch, 1):

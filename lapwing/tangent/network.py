@@ -327,6 +327,13 @@ def _checked_network(model: Any) -> nn.Module:
         )
     model = uncompiled(model)
     named = parameters_of(model)
+    for name, module in model.named_modules():
+        if ".quantized" in type(module).__module__:
+            raise LapwingError(
+                f"Asked to treat {type(model).__name__}, found that its layer {name or type(module).__name__} is "
+                f"quantized ({type(module).__module__}), where no gradients exist; float weights are needed: fit the "
+                "network before it is quantized."
+            )
     if not named:
         raise LapwingError(
             f"Asked to treat the parameters of {type(model).__name__}, found that it has none; a network with trained "

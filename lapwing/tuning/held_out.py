@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, cast
@@ -54,10 +54,11 @@ class Grid:
 
 def check_loader(tuning: str, loader: Any) -> None:
     """Raises for what is no loader of held-out batches."""
-    if not hasattr(loader, "__iter__"):
+    one_batch = isinstance(loader, (tuple, list)) and any(isinstance(part, Tensor) for part in loader)
+    if one_batch or isinstance(loader, (Tensor, str, Mapping)) or not hasattr(loader, "__iter__"):
         raise LapwingError(
-            f"Asked for {tuning}({loader!r}); a loader of held-out (inputs, targets) batches is needed: write "
-            f"lw.{tuning}([(x_val, y_val)])."
+            f"Asked for {tuning}({batches.describe(loader)}); a loader of held-out (inputs, targets) batches is "
+            f"needed: write lw.{tuning}([(x_val, y_val)])."
         )
 
 
@@ -96,16 +97,17 @@ def best_of(posteriors: Sequence[Posterior], grid: Grid, loader: Iterable[Any]) 
     deltas, factors = grid.exponents, NOISE_EXPONENTS if open_noise else [0.0]
     table = _scores(posteriors, [10**e for e in deltas], [10**e for e in factors], loader)
     which, at, k = (int(i) for i in torch.unravel_index(table.nan_to_num(-math.inf).argmax(), table.shape))
+    delta = _refined(deltas, table[which, :, k].tolist(), at)
+    factor = 10 ** _refined(factors, table[which, at].tolist(), k)
     if at in (0, len(deltas) - 1):
         meaning = "no spread in the weights at all" if at else "the widest spread it was offered"
         low, high = grid.decades
         log.warning(
-            "Validation of %s chose the edge of its range, prior precision 1e%g: the held-out data ask for %s; "
+            "Validation of %s chose the edge of its range, prior precision %.3g%s: the held-out data ask for %s; "
             "decades=(%g, %g) looks further.",
-            posteriors[which].method, deltas[at], meaning, low - 3, high + 3,
+            posteriors[which].method, 10**delta / factor,
+            f" (1e{delta:g} at the evidence's noise)" if open_noise else "", meaning, low - 3, high + 3,
         )  # fmt: skip
-    delta = _refined(deltas, table[which, :, k].tolist(), at)
-    factor = 10 ** _refined(factors, table[which, at].tolist(), k)
     best = posteriors[which]
     noise = None if best.noise_variance is None else best.noise_variance * factor
     return best.at(torch.full_like(best.prior.precision, 10**delta / factor), noise)

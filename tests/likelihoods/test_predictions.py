@@ -7,10 +7,20 @@ import math
 import pytest
 import torch
 from scipy.integrate import dblquad, quad
-from scipy.stats import multivariate_normal
+from scipy.stats import multivariate_normal, norm
+from torch import distributions as dist
 
 from lapwing.errors import LapwingError
-from lapwing.likelihoods import Categorical, ClassPrediction, Gaussian, LaplaceBridge, Prediction, Probit, SampledLink
+from lapwing.likelihoods import (
+    Categorical,
+    ClassPrediction,
+    Gaussian,
+    LaplaceBridge,
+    MixturePrediction,
+    Prediction,
+    Probit,
+    SampledLink,
+)
 from lapwing.likelihoods.mixtures import mixture_quantile
 from tests.likelihoods.fakes import (
     FakeDraws,
@@ -333,3 +343,51 @@ def test_joint_draws_make_one_mixture_over_all_inputs():
     value = prediction.distribution().log_prob(targets.flatten())
     assert float(value) == pytest.approx(math.log(sum(densities) / len(densities)))
     assert prediction.sample(5).shape == (5, 3, 2)
+
+
+# ---- mixtures of any family
+
+
+def normals(event):
+    """Draws of a mean and a standard deviation, as a heteroscedastic network gives; C = 2 where `event`."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (4, 7, 2) if event else (4, 7)
+    normal = dist.Normal(
+        torch.randn(shape, generator=generator, dtype=F64), 0.2 + torch.rand(shape, generator=generator)
+    )
+    return MixturePrediction(dist.Independent(normal, 1) if event else normal), normal
+
+
+@pytest.mark.parametrize("event", [False, True])
+def test_mixture_moments_density_and_intervals(event):
+    prediction, normal = normals(event)
+    second = (normal.scale.square() + normal.loc.square()).mean(1)
+    torch.testing.assert_close(prediction.variance, second - prediction.mean.square())
+    torch.testing.assert_close(prediction.std.square(), prediction.epistemic_variance + prediction.aleatoric_variance)
+    torch.testing.assert_close(prediction.aleatoric_variance, normal.scale.square().mean(1))
+    y = prediction.mean + 0.3
+    densities = torch.tensor(norm.pdf(y.unsqueeze(1), normal.loc, normal.scale))
+    wanted = (densities.prod(-1) if event else densities).mean(1).log()
+    torch.testing.assert_close(prediction.log_prob(y), wanted)
+    if not event:
+        torch.testing.assert_close(prediction.log_prob(y[:, None]), wanted)  # (B, 1), as other predictions take it
+    for level in (0.5, 0.9, 0.999):
+        for end, probability in zip(prediction.interval(level), ((1 - level) / 2, (1 + level) / 2), strict=True):
+            below = torch.tensor(norm.cdf(end.unsqueeze(1), normal.loc, normal.scale)).mean(1)
+            torch.testing.assert_close(below, torch.full_like(below, probability), rtol=1e-8, atol=1e-10)
+
+
+def test_mixture_intervals_of_counts_come_from_draws():
+    prediction = MixturePrediction(dist.Independent(dist.Poisson(torch.tensor([[[4.0], [9.0]]])), 1))
+    low, high = prediction.interval(0.9)
+    assert low.shape == high.shape == (1, 1)
+    assert 1 <= low <= 3
+    assert 11 <= high <= 14
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (3,), (1, 4), ()])
+def test_mixture_targets_of_another_shape_are_refused(shape):
+    with pytest.raises(LapwingError, match=r"shape \(4,\).*y.reshape"):
+        normals(False)[0].log_prob(torch.zeros(shape))
+    with pytest.raises(LapwingError, match="between 0 and 1"):
+        normals(False)[0].interval(90)

@@ -35,23 +35,27 @@ def call_with(model: nn.Module, forward: Forward | None, parameters: Mapping[str
     wrapped = _Wrapped.__new__(_Wrapped)  # no registration: the user's module is only looked through
     nn.Module.__init__(wrapped)
     wrapped._modules["model"], wrapped._forward, wrapped.training = model, forward, model.training
-    with eager_math(), _recurrent_kept(model):  # the lock is held while the parameters are swapped in the module itself
+    with (
+        eager_math(),
+        _attributes_kept(model),
+    ):  # the lock is held while the parameters are swapped in the module itself
         return functional_call(wrapped, {f"model.{name}": value for name, value in parameters.items()}, (inputs,))
 
 
 @contextlib.contextmanager
-def _recurrent_kept(model: nn.Module) -> Iterator[None]:
-    """Puts back the lists of their weights that recurrent layers keep, and would fill with the swapped ones."""
-    kept = [
-        (vars(module), {key: value for key, value in vars(module).items() if key.startswith("_flat_weight")})
-        for module in model.modules()
-        if isinstance(module, nn.RNNBase)
-    ]
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Puts back tensors that modules keep beside their parameters: weights made by hooks, lists of recurrent ones."""
+    kept = []
+    for module in model.modules():
+        own = vars(module)
+        found = {k: v for k, v in own.items() if isinstance(v, Tensor) or k.startswith("_flat_weight")}
+        if found:
+            kept.append((own, found))
     try:
         yield
     finally:
-        for attributes, lists in kept:
-            attributes.update(lists)
+        for own, found in kept:
+            own.update(found)
 
 
 def per_sample_rows(

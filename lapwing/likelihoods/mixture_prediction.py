@@ -1,0 +1,115 @@
+"""A prediction of any family: what a likelihood returns for which no closed form exists."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch import distributions as dist
+
+from lapwing.errors import LapwingError
+from lapwing.likelihoods.links import seeded
+from lapwing.likelihoods.predictions import Prediction, check_count, check_level
+
+
+@dataclass(frozen=True, eq=False)
+class MixturePrediction(Prediction):
+    """An equal mixture over draws of any ``torch.distributions`` family: what a new likelihood can return.
+
+    Args:
+        components: The distribution of y under each draw, batch shape (B, S).
+    """
+
+    components: dist.Distribution
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of y, (B, ...)."""
+        return self.components.mean.mean(1)
+
+    @property
+    def variance(self) -> Tensor:
+        """Total variance of y, epistemic plus aleatoric, (B, ...)."""
+        return self.epistemic_variance + self.aleatoric_variance
+
+    @property
+    def aleatoric_variance(self) -> Tensor:
+        """Mean over draws of the variance of y, (B, ...)."""
+        return self.components.variance.mean(1)
+
+    @property
+    def epistemic_variance(self) -> Tensor:
+        """Variance over draws of the mean of y, (B, ...)."""
+        return self.components.mean.var(1, correction=0)
+
+    @property
+    def std(self) -> Tensor:
+        """Total standard deviation of y, (B, ...)."""
+        return self.variance.sqrt()
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Return the central interval that holds y with probability ``level``, one output at a time.
+
+        By bisection of the mixture's distribution function; where the family has none, or no finite variance, from 4096
+        draws of y.
+
+        Args:
+            level: Probability in (0, 1).
+
+        Returns:
+            Lower and upper ends, each (B, ...).
+
+        Raises:
+            LapwingError: if ``level`` is not in (0, 1).
+        """
+        check_level(level)
+        tail = 0.5 * (1.0 - level)
+        try:
+            return self._quantile(tail), self._quantile(1.0 - tail)
+        except NotImplementedError:
+            low, high = torch.quantile(self.sample(4096).to(self.mean), self.mean.new_tensor([tail, 1.0 - tail]), dim=0)
+            return low, high
+
+    def _quantile(self, probability: float) -> Tensor:
+        """Return a quantile, (B, ...), within Cantelli's bound of the mean."""
+        marginal, std = self.components, self.std
+        while isinstance(marginal, dist.Independent):
+            marginal = marginal.base_dist
+        if not bool(std.isfinite().all()):
+            raise NotImplementedError
+        widest = math.sqrt(max(probability, 1.0 - probability) / min(probability, 1.0 - probability))
+        low, high = self.mean - widest * std, self.mean + widest * std
+        for _ in range(60):
+            middle = 0.5 * (low + high)
+            below = marginal.cdf(middle.unsqueeze(1)).mean(1) < probability
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        return high
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """Return the log density of the targets at every input, (B,).
+
+        Raises:
+            LapwingError: for targets that are not one for each value of ``mean``.
+        """
+        if targets.numel() != self.mean.numel() or targets.shape[:1] != self.mean.shape[:1]:
+            raise LapwingError(
+                f"MixturePrediction.log_prob needs a target for each value of shape {tuple(self.mean.shape)}, found "
+                f"targets of shape {tuple(targets.shape)}; write `y.reshape{tuple(self.mean.shape)}`."
+            )
+        return self.distribution().log_prob(targets.reshape(self.mean.shape))
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw y, (n, B, ...); ``torch.distributions`` takes no generator, so a fork of the global one is seeded."""
+        check_count("sample", "n", n)
+        device = self.components.mean.device
+        seed = torch.randint(2**62, (), generator=seeded(generator, device), device=device)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(int(seed))
+            return self.distribution().sample((n,))
+
+    def distribution(self) -> dist.MixtureSameFamily:
+        """Return ``torch.distributions.MixtureSameFamily`` with batch shape (B,)."""
+        weights = torch.zeros(self.components.batch_shape, device=self.components.mean.device)
+        return dist.MixtureSameFamily(dist.Categorical(logits=weights), self.components)
