@@ -353,7 +353,7 @@ def normals(event):
     generator = torch.Generator().manual_seed(0)
     shape = (4, 7, 2) if event else (4, 7)
     normal = dist.Normal(
-        torch.randn(shape, generator=generator, dtype=F64), 0.2 + torch.rand(shape, generator=generator)
+        torch.randn(shape, generator=generator, dtype=F64), 0.2 + torch.rand(shape, generator=generator, dtype=F64)
     )
     return MixturePrediction(dist.Independent(normal, 1) if event else normal), normal
 
