@@ -276,6 +276,21 @@ class Sequence(nn.Module):
         return self.head(torch.tanh(h).mean(0))
 
 
+def test_far_wider_than_linearised_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(20, 4), torch.arange(20) % 3
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(4, 4), nn.Tanh())], nn.Linear(4, 3)).eval()
+    posterior = lw.fit(model, [(x, y)], lw.Diagonal(), prior_precision=100.0)
+    lw.deploy(posterior, x)
+    assert "Streamlined variances" not in caplog.text
+    wide = posterior.with_prior(1e-3)
+    lw.deploy(wide, x)
+    ratio = wide.latent(x[:2], via=lw.Streamlined()).variance.mean() / wide.latent(x[:2]).variance.mean()
+    assert ratio > 100
+    assert f"Streamlined variances are {float(ratio):.1e} times the linearised ones" in caplog.text
+    assert "lw.scale_factor(posterior, loader)" in caplog.text
+
+
 def test_examples_that_are_all_the_same() -> None:
     """Where the samples are is not told by one sample of equal tokens, nor by a batch of copies."""
     model, x = Sequence().double().eval(), torch.randint(9, (7, 5))

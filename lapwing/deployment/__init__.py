@@ -6,9 +6,11 @@ Nothing in lapwing imports this package but `lapwing/__init__.py`; it reads post
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from .. import batches
@@ -20,6 +22,11 @@ from ..tangent.eager import outside_modes
 from .observed import observing
 from .predictor import Predictor
 from .tracing import trace
+
+log = logging.getLogger("lapwing")
+
+WIDE = 100.0
+"""Times the linearised variances, above which streamlined ones are worth a word."""
 
 _SAMPLES = 4
 """Of the example, that the network is read with."""
@@ -83,7 +90,7 @@ def deploy(
         )
     x = batches.inputs_of(x) if isinstance(x, Mapping) else x
     names, keys = _named(x)
-    posterior.latent(batches.take(x, slice(0, 2)), via=via)  # refuses what the way refuses, in its words
+    _tell_width(posterior, batches.take(x, slice(0, 2)), via)
     observe, centred = observing(posterior.likelihood, outputs, link, factor)
     given = batches.take(dict(x) if keys else x, slice(0, _SAMPLES))
     traced = trace(
@@ -91,6 +98,20 @@ def deploy(
     )
     classes = outputs == "prediction" and isinstance(posterior.likelihood, (Categorical, Bernoulli))
     return Predictor(traced, names, keys, ("probabilities",) if classes else ("mean", "variance"))
+
+
+def _tell_width(posterior: Posterior, x: Any, via: Way) -> None:
+    """Refuses what the way refuses, in its words; warns where it is far wider than what tuning mostly looks at."""
+    found = posterior.latent(x, via=via).variance.mean()
+    if isinstance(via, Streamlined):
+        linearised = posterior.latent(x).variance.mean()
+        if found > WIDE * linearised:
+            log.warning(
+                "Streamlined variances are %.1e times the linearised ones: products of uncertain weights and inputs, "
+                "which linearisation leaves out, exceed it. Compare both ways, and write "
+                "via=lw.scale_factor(posterior, loader), or fit with a larger prior_precision.",
+                float(found / linearised.clamp_min(torch.finfo(linearised.dtype).tiny)),
+            )
 
 
 def _unscaled(via: Way) -> tuple[Way, float]:
