@@ -52,3 +52,14 @@ def test_compare_is_imported_when_asked_for() -> None:
     """It needs more than the core, so `import lapwing` leaves it alone; a fresh process shows it."""
     code = "import lapwing, sys; assert 'lapwing.evaluation' not in sys.modules; assert callable(lapwing.compare)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_import_is_light() -> None:
+    """Beyond torch, only the standard library and what lapwing depends on; neither dynamo nor export is woken."""
+    code = (
+        "import torch, sys; before = set(sys.modules); import lapwing; new = set(sys.modules) - before; "
+        "tops = {name.partition('.')[0] for name in new} - set(sys.stdlib_module_names); "
+        "assert tops <= {'lapwing', 'safetensors', 'tqdm'}, tops; "
+        "assert not [name for name in new if name.startswith('torch.')], new"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
