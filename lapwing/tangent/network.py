@@ -177,7 +177,8 @@ class Tangent:
     def outputs_of(self, inputs: Any) -> Tensor:
         """Returns the network's outputs (B, C), without gradients."""
         with torch.no_grad(), without_compiled():
-            return batches.call(self.model, inputs, self.forward).to(self.dtype)
+            outputs = batches.call(self.model, inputs, self.forward)
+        return outputs.detach().to(self.dtype)  # a scripted network may give them a graph all the same
 
     def record(self, inputs: Any, cotangents: Cotangents = None, dtype: torch.dtype | None = None) -> Record:
         """Sees one chunk of samples through the Jacobian.

@@ -431,3 +431,14 @@ def test_steps_end_with_one_pass_over_the_data():
     assert len(shown) == 1 + 3 + 1  # the survey's, the steps, and the one by which they know
     exact = problem.fit(lw.VaLLA(points, fit=lw.ClosedForm()))
     close(found.covariance.to_dense(), exact.covariance.to_dense(), 1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_scripted_networks_move_their_points_too():
+    """Under vmap a scripted network loses the graph to its inputs; rows are then taken one by one."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 4), torch.arange(8) % 3
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
+    method = lw.VaLLA(inducing_points=3, fit=lw.VariationalBound(steps=3))
+    own, scripted = (lw.fit(m, [(x, y)], method, params=lw.everything) for m in (model, torch.jit.script(model)))
+    torch.testing.assert_close(scripted.latent(x).variance, own.latent(x).variance, rtol=1e-3, atol=1e-4)

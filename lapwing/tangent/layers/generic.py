@@ -80,7 +80,9 @@ def per_sample_rows(
     try:
         with batching_quiet():
             rows = _vectorised(model, forward, parameters, inputs, cotangents)
-        if _agrees_with_autograd(rows, model, forward, parameters, inputs, cotangents):
+        graph = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors(inputs))
+        lost = graph and not any(row.requires_grad for row in rows.values())  # scripted networks under vmap
+        if not lost and _agrees_with_autograd(rows, model, forward, parameters, inputs, cotangents):
             return rows
     except (RuntimeError, ValueError, TypeError, IndexError):  # data-dependent control flow, no batching rule
         pass
