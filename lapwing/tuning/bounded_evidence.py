@@ -16,6 +16,7 @@ from ..covariance import PriorCovariance
 from ..errors import LapwingError
 from ..likelihoods import Gaussian
 from ..posterior import Posterior
+from ..prediction import Linearized
 from .base import Training, Tuning
 from .evidence import Evidence
 from .held_out import held_out_scores
@@ -216,5 +217,5 @@ def _at_noise(posterior: Posterior, noise_variance: float) -> Posterior:
 
 def _mean_variance(posterior: Posterior, inputs: Sequence[Any]) -> float:
     """Returns the mean of `J_n Σ J_nᵀ` over inputs and outputs."""
-    sums = [posterior.latent(part).variance.double() for part in inputs]
-    return float(torch.cat([part.flatten() for part in sums]).mean())
+    latents = [Linearized().latent(posterior.tangent, posterior.covariance, part, joint=False) for part in inputs]
+    return float(torch.cat([latent.variance.double().flatten() for latent in latents]).mean())

@@ -132,6 +132,14 @@ def test_predictions_are_as_wide_as_left_out_and_the_prior_is_the_best_there(met
     assert tuned.predict(x).log_prob(y).mean() > own.predict(x).log_prob(y).mean() + 0.5
 
 
+def test_inputs_in_a_list_are_one_batch():
+    model, loader, _ = overfitted()
+    pairs = [([x[:, :1], x[:, 1:]], y) for x, y in loader]
+    options = {"forward": lambda model, inputs: model(torch.cat(list(inputs), 1))}
+    tuned, plain = lw.fit(model, pairs, lw.Diagonal(), **options), lw.fit(model, loader, lw.Diagonal())
+    assert tuned.noise_variance == pytest.approx(plain.noise_variance, rel=1e-9)
+
+
 def test_noise_that_leaves_predictions_narrow_enough_stays():
     model, loader, _ = overfitted()
     plain = lw.fit(model, loader, lw.Full(), tune=lw.Evidence())
