@@ -52,8 +52,8 @@ class MixturePrediction(Prediction):
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Return the central interval that holds y with probability ``level``, one output at a time.
 
-        By bisection of the mixture's distribution function; where the family has none, or no finite variance, from 4096
-        draws of y.
+        By bisection of the mixture's distribution function; from 4096 draws of y where the family has none, no finite
+        variance, or a support with an end.
 
         Args:
             level: Probability in (0, 1).
@@ -68,7 +68,7 @@ class MixturePrediction(Prediction):
         tail = 0.5 * (1.0 - level)
         try:
             return self._quantile(tail), self._quantile(1.0 - tail)
-        except NotImplementedError:
+        except (NotImplementedError, ValueError):  # the latter outside a family's support
             low, high = torch.quantile(self.sample(4096).to(self.mean), self.mean.new_tensor([tail, 1.0 - tail]), dim=0)
             return low, high
 

@@ -184,7 +184,8 @@ class Anchors:
         for slots, inputs, u in self.requests(dtype, held, share):
             try:
                 record = self.tangent.record(inputs, u, dtype)
-            except Misplaced:
+            except Misplaced as error:
+                self.tangent.tell_alone(error)
                 for n, mine in enumerate(slots.reshape(len(u), -1)):
                     one, v = batches.take(inputs, slice(n, n + 1)), u[n : n + 1]
                     yield mine, one, v, self.tangent.record(one, v, dtype)

@@ -209,7 +209,7 @@ class Tangent:
         named = self.parameters
         watched = {id(named[name]): name for name in self.plan.watched}
         spread = batches.size(inputs) if self.plan.spread else 1
-        outputs, noted, routed, unseen = run(self.model, inputs, self.forward, watched, spread)
+        outputs, noted, routed, others = run(self.model, inputs, self.forward, watched, spread)
         batches.check_outputs(outputs, "these inputs")
         samples, name = outputs.shape[0], type(self.model).__name__
         if outputs.shape[1] != self.outputs:
@@ -218,9 +218,11 @@ class Tangent:
                 f"found outputs of shape {tuple(outputs.shape)}; as many as on the first batch are needed: check the "
                 "shape of the inputs, and give a single sample as x[None]."
             )
-        if unseen:
+        new = others - self.plan.others
+        if new and self.plan.format:
+            parameter, function = min(new)
             raise LapwingError(
-                f"Asked to run {name} as on the first batch, found that it also uses {unseen[0]} by {unseen[1]}(), "
+                f"Asked to run {name} as on the first batch, found that it also uses {parameter} by {function}(), "
                 "which it did not there; the same uses on every batch are needed: put a batch that shows them all "
                 "first, or leave the parameter out with params=lambda name, parameter: ..."
             )
@@ -231,15 +233,21 @@ class Tangent:
             if layer:
                 raise Misplaced(
                     f"Asked for gradients of {name} at {samples} samples at once, found that {layer} does not hold "
-                    "them as on the first batch: forward() sorts, packs or leaves out parts of them; single samples "
-                    "are accepted there: pass batches of one sample, or leave the layer out with params=lambda name, "
-                    "parameter: ..."
+                    "them as on the first batch: forward() sorts, packs or leaves out parts of them; what needs "
+                    "several samples together (joint covariances, inducing points) takes layers that always hold them "
+                    "alike: leave this one out with params=lambda name, parameter: ..., or ask for single samples."
                 )
             if conclusive and not routed:
                 self._attributed.add(known)
         if callable(cotangents):
             cotangents = cotangents(outputs if differentiable else outputs.detach())
         return Record(self, inputs, outputs, noted, uses, cotangents, dtype, differentiable)
+
+    def tell_alone(self, error: Misplaced) -> None:
+        """Warns once that samples are taken one by one."""
+        if (torch.Size(),) not in self._attributed:
+            self._attributed.add((torch.Size(),))
+            log.warning("%s; they are taken one by one, which is slow.", str(error).partition(";")[0])
 
     @cached_property
     def _attributed(self) -> set[tuple[torch.Size, ...]]:
@@ -262,7 +270,7 @@ class Tangent:
             try:
                 record = self._record(chunk, cotangents, dtype or self.dtype)
             except Misplaced as error:
-                log.info("%s; they are taken one by one.", str(error).partition(";")[0])
+                self.tell_alone(error)
             else:
                 yield part, record
                 continue

@@ -126,7 +126,7 @@ def probe(
         LapwingError: no parameter selected; outputs that change between calls or with the rest of the batch.
     """
     few = _few(model, inputs, forward)
-    outputs, noted, *_ = run_spread(model, few, forward, {id(value): name for name, value in parameters.items()})
+    outputs, noted, _, others = run_spread(model, few, forward, {id(value): name for name, value in parameters.items()})
     batches.check_outputs(outputs, "the first batch")
     names = select(params, parameters, _last_layer(outputs, noted), type(model).__name__)
     samples = outputs.shape[0]
@@ -167,7 +167,7 @@ def probe(
     blocks += [Block(name, (name,), (tuple(parameters[name].shape),), "generic") for name in names if reasons[name]]
     sizes, spread = tuple(_numbers(use, samples) for use in kept), any(use.spread for use in kept)
     last_index = next((i for i, use in enumerate(kept) if use.is_output(outputs)), -1)
-    plan = Plan(tuple(covered), order, indexed, samples == 1, sizes, spread, last_index)
+    plan = Plan(tuple(covered), order, indexed, samples == 1, sizes, spread, last_index, frozenset(others))
     lines = tuple(
         Covered(block.name, block.parameters, block.size, block.family, reasons[block.parameters[0]])
         for block in blocks

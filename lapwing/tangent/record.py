@@ -63,13 +63,13 @@ class Recording(NamedTuple):
         outputs: f (B, C), with their graph.
         noted: the uses in order.
         routed: whether values may have decided what lies where.
-        unseen: a watched parameter and a function of no layer family that used it, if there is one.
+        others: watched parameters and the functions of no layer family that used them.
     """
 
     outputs: Tensor
     noted: list[Noted]
     routed: bool
-    unseen: tuple[str, str] | None
+    others: set[tuple[str, str]]
 
 
 class Recorder(EagerMode):
@@ -85,7 +85,7 @@ class Recorder(EagerMode):
         self._watched, self._spread = watched, spread
         self.noted: list[Noted] = []
         self.routed = False
-        self.unseen: tuple[str, str] | None = None
+        self.others: set[tuple[str, str]] = set()
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function; where it uses watched parameters, notes it and starts the graph at its output if need be."""
@@ -96,8 +96,8 @@ class Recorder(EagerMode):
             out = function(*args, **kwargs)
             if isinstance(out, Tensor) and out.requires_grad:
                 for arg in (*args, *kwargs.values()):
-                    if id(arg) in self._watched:
-                        self.unseen = self._watched[id(arg)], function.__name__
+                    if id(arg) in self._watched and out is not arg:
+                        self.others.add((self._watched[id(arg)], function.__name__))
             return out
         names = {role: self._watched[id(p)] for role, p in use.parameters.items() if id(p) in self._watched}
         if not names:
@@ -136,7 +136,7 @@ def run(
     recorder = Recorder(watched, spread)
     with torch.enable_grad(), without_compiled():
         outputs = call(model, inputs, forward, recorder)
-    return Recording(outputs, recorder.noted, recorder.routed, recorder.unseen)
+    return Recording(outputs, recorder.noted, recorder.routed, recorder.others)
 
 
 def run_spread(model: nn.Module, inputs: Any, forward: Forward | None, watched: Mapping[int, str]) -> Recording:

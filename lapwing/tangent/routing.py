@@ -10,11 +10,12 @@ ROUTING = frozenset(
     name + suffix
     for suffix in ("", "_")
     for name in (
-        "argsort", "bincount", "bucketize", "gather", "index_add", "index_copy", "index_fill", "index_put",
+        "allclose", "argsort", "bincount", "bucketize", "gather", "index_add", "index_copy", "index_fill", "index_put",
         "index_reduce", "index_select", "kthvalue", "masked_scatter", "masked_select", "median", "nonzero", "put",
         "repeat_interleave", "scatter", "scatter_add", "scatter_reduce", "searchsorted", "sort", "take",
         "take_along_dim", "topk", "unique", "unique_consecutive", "_pack_padded_sequence", "_pad_packed_sequence",
-        "__array__", "__bool__", "__float__", "__index__", "__int__", "item", "numpy", "tolist",
+        "equal", "is_nonzero", "msort", "one_hot", "__array__", "__bool__", "__contains__",
+        "__float__", "__index__", "__int__", "item", "numpy", "tolist",
     )
 )  # fmt: skip
 
@@ -24,5 +25,5 @@ def routes(function: Callable, args: tuple) -> bool:
     name = getattr(function, "__name__", "")
     if name in ("__getitem__", "__setitem__"):
         places = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any(isinstance(place, (Tensor, list)) for place in places)
+        return any(isinstance(place, (Tensor, list)) or hasattr(place, "__array__") for place in places)
     return name in ROUTING

@@ -193,6 +193,25 @@ def _scores(
     return totals / count
 
 
+def mean_variances(posteriors: Sequence[Posterior], parts: Iterable[Any]) -> list[float]:
+    """Returns the mean of `J_n Σ J_nᵀ` over inputs and outputs, linearised, for posteriors of one fit.
+
+    Args:
+        posteriors: at different priors and noises.
+        parts: batches of inputs.
+    """
+    first = posteriors[0]
+    totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0
+    held = first.tangent.outputs * len(posteriors)
+    with torch.no_grad():
+        for inputs in parts:
+            for _, record in first.tangent.records(inputs, None, first.covariance.record_dtype, held):
+                latents = _latents(record, posteriors, marginal=True)
+                totals += torch.stack([latent.variance.double().sum().cpu() for latent in latents])
+                count += record.outputs.numel()
+    return (totals / count).tolist()
+
+
 def _log_probs(prediction: Prediction, outputs: Tensor, labels: Tensor, factors: Sequence[float]) -> Tensor:
     """Returns the log likelihood of a batch, summed, for each factor of y's covariance."""
     if list(factors) == [1.0]:

@@ -15,57 +15,64 @@ from ..posterior import Posterior
 from ..tangent.anchors import Anchors
 from .evidence import maximise
 
+ROWS = 1000
+"""The most pairs of a sample and an output that the kernel is built of."""
+
+ALIKE = 0.98
+"""Cosine between the gradients of two samples from which on one tells the other's target, and is left out with it."""
+
 
 @dataclass(frozen=True)
 class LeaveOneOut:
     """The exact Gaussian process of the linearised network on some training samples, at its own best δ and σ².
 
     Attributes:
-        variance: s, of a target given the others; the mean over targets.
+        width: s, the mean variance of a target given the other samples, or its mean squared error if that is more.
         precision: δ, as a multiple of the given one where there was one.
         noise_variance: σ².
     """
 
-    variance: float
+    width: float
     precision: float
     noise_variance: float
 
 
-def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, Tensor]], rows: int) -> LeaveOneOut:
-    """Returns `s = mean_m 1/[C⁻¹]_mm`, `C = JJᵀ/δ + σ²I`, at the δ and σ² of greatest marginal likelihood.
+def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, Tensor]]) -> LeaveOneOut:
+    """Returns `s = max(mean_n diag V_n, mean_n e_n²)`, `V_n = ([C⁻¹]_nn)⁻¹`, `e_n = V_n [C⁻¹ r]_n`, `C = JJᵀ/δ + σ²I`.
 
-    The linearised network is a Gaussian process, `y - f + J(θ̂ - μ0) ~ N(0, C)`, whose marginal likelihood and
-    leave-one-out predictions are exact (Rasmussen & Williams 2006, equations 5.8 and 5.12), at its own mode and not at
-    the network's weights, which need not be one.
+    The linearised network is a Gaussian process, `r = y - f + J(θ̂ - μ0) ~ N(0, C)`, whose marginal likelihood and
+    leave-one-out predictions are exact (Rasmussen & Williams 2006, equations 5.8, 5.10 to 5.12, for blocks), at its own
+    mode and not at the network's weights, which need not be one. A sample is left out with all its outputs, and with
+    samples like it: duplicates would tell its target. Errors count besides variances, since noise that outputs share is
+    none of the model's.
 
     Args:
         posterior: of a regression with noise σ²; of it count the network, the treated weights and the prior.
-        parts: batches of inputs and targets.
-        rows: M, the most pairs of a sample and an output; where there are more, outputs take turns.
+        parts: batches of inputs and targets. Of many samples with many outputs some are taken.
 
-    Cost: M backward passes, `JJᵀ` of all pairs, and time O(M³).
+    Cost: M = N C backward passes, at most ROWS, `JJᵀ` of all pairs, and time O(M³).
     """
-    tangent = posterior.tangent
-    parts = [(inputs, targets) for inputs, targets in parts if batches.size(inputs)]
+    tangent, parts = posterior.tangent, [part for part in parts if batches.size(part[0])]
     residuals = torch.cat([_residuals(posterior, inputs, targets) for inputs, targets in parts])  # (N, C)
-    count, outputs = residuals.shape
-    times = min(outputs, max(1, rows // count))
-    samples = torch.arange(count).repeat_interleave(times)
+    outputs, given = residuals.shape[1], posterior.prior.given
+    count = min(len(residuals), max(20, ROWS // outputs))
+    times = min(outputs, ROWS // count)
+    samples = (torch.arange(count) * len(residuals) // count).repeat_interleave(times)
     turns = torch.arange(len(samples)) % outputs
     anchors = Anchors(tangent, tuple(inputs for inputs, _ in parts), samples, turns)
-    precision = posterior.prior.precision if posterior.prior.given else torch.ones_like(posterior.prior.precision)
+    precision = posterior.prior.precision if given else torch.ones_like(posterior.prior.precision)
     weights = {block.name: 1 / value for block, value in zip(tangent.blocks, precision.tolist(), strict=True)}
     moved = {name: (value - posterior.prior.mean[name]).double()[None] for name, value in tangent.mean().items()}
     labels = residuals[samples, turns] + anchors.inner(moved)[0].double()
-    values, vectors = torch.linalg.eigh(anchors.gram(weights, torch.float64))
+    gram = anchors.gram(weights, torch.float64)
+    values, vectors = torch.linalg.eigh(gram)
     values, squares = values.clamp_min(0), (vectors.T @ labels).square()
     unit = float(values.mean()) or 1.0
 
     def at(log10: float) -> tuple[Tensor, float]:
         """Returns the eigenvalues of `δC` where `δσ² = 10^log10` of the kernel's mean, and the best 1/δ there."""
         spectrum = values + unit * 10**log10
-        scale = 1.0 if posterior.prior.given else float((squares / spectrum).mean())
-        return spectrum, max(scale, 1e-100)  # 0 where there is nothing to explain
+        return spectrum, 1.0 if given else max(float((squares / spectrum).mean()), 1e-100)  # 0: nothing to explain
 
     def evidence(log10: float) -> float:
         spectrum, scale = at(log10)
@@ -73,8 +80,35 @@ def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, Tensor]], row
 
     best = maximise(evidence, -10.0, 6.0, 65)
     spectrum, scale = at(best)
-    inverse = vectors.square() @ (1 / (scale * spectrum))  # [C⁻¹]_mm
-    return LeaveOneOut(float((1 / inverse).mean()), 1 / scale, scale * unit * 10**best)
+    inverse = (vectors / (scale * spectrum)) @ vectors.T
+    return LeaveOneOut(_width(gram, inverse, labels, times, times == outputs), 1 / scale, scale * unit * 10**best)
+
+
+def _width(gram: Tensor, inverse: Tensor, labels: Tensor, times: int, whole: bool) -> float:
+    """Returns s.
+
+    Args:
+        gram: `JJᵀ` (M, M), the pairs of a sample together.
+        inverse: C⁻¹ (M, M).
+        labels: r (M,).
+        times: how many pairs a sample has.
+        whole: whether these are all its outputs, so that samples can be compared.
+    """
+    count = len(labels) // times
+    kernel = gram.unflatten(0, (count, times)).unflatten(2, (count, times)).diagonal(dim1=1, dim2=3).sum(-1)  # (N, N)
+    size = kernel.diagonal().clamp_min(torch.finfo(kernel.dtype).tiny).sqrt()
+    alike = kernel >= ALIKE * size * size[:, None] if whole else torch.zeros_like(kernel, dtype=torch.bool)
+    alike.fill_diagonal_(True)
+    weighted, inside = inverse @ labels, torch.arange(times, device=labels.device)
+    variance = error = 0.0
+    for group in alike.unique(dim=0):  # samples that are left out together
+        rows = (group.nonzero() * times + inside).flatten()
+        left = torch.linalg.inv(inverse[rows][:, rows])
+        own = (alike == group).all(1).nonzero() * times + inside  # those with exactly this company
+        mine = torch.isin(rows, own)
+        variance += float(left.diagonal()[mine].sum())
+        error += float((left @ weighted[rows])[mine].square().sum())
+    return max(variance, error) / len(labels)
 
 
 def _residuals(posterior: Posterior, inputs: Any, targets: Tensor) -> Tensor:

@@ -391,3 +391,13 @@ def test_mixture_targets_of_another_shape_are_refused(shape):
         normals(False)[0].log_prob(torch.zeros(shape))
     with pytest.raises(LapwingError, match="between 0 and 1"):
         normals(False)[0].interval(90)
+
+
+@pytest.mark.parametrize("family", [dist.LogNormal, dist.Gamma, dist.Uniform, dist.Cauchy], ids=lambda f: f.__name__)
+def test_mixture_intervals_of_other_supports_come_from_draws(family):
+    low, high = torch.tensor([[0.5, 1.0], [0.6, 2.0]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    prediction = MixturePrediction(family(low, high))
+    lower, upper = prediction.interval(0.8)
+    draws = prediction.sample(20000, torch.Generator().manual_seed(1))
+    inside = ((draws >= lower) & (draws <= upper)).float().mean(0)
+    torch.testing.assert_close(inside, torch.full_like(inside, 0.8), rtol=0, atol=0.03)

@@ -214,7 +214,7 @@ def test_posteriors_do_not_depend_on_how_samples_come(name: str, method: lw.Meth
 def test_what_needs_samples_together_is_one_sentence() -> None:
     model, first, then = made("unpadded")
     tangent = Tangent.survey(model, first, EVERY, called)
-    with pytest.raises(Misplaced, match=r"Unpadded at 2 samples .* a.weight does not hold .* batches of one sample"):
+    with pytest.raises(Misplaced, match=r"Unpadded at 2 samples .* a.weight does not hold .* ask for single samples"):
         tangent.record(then)
     torch.testing.assert_close(tangent.record(part(then, 1)).rows(), truth(model, tangent, part(then, 1)))
 
@@ -264,3 +264,70 @@ def test_known_shapes_cost_no_further_backward_pass(monkeypatch: pytest.MonkeyPa
     for _ in range(3):
         tangent.record(first[:4])
     assert len(looked) == 5
+
+
+@pytest.mark.parametrize("samples", [2, 8, 9, 70])
+def test_any_two_samples_that_change_places_are_seen(samples: int) -> None:
+    class Swapped(Net):
+        swap: tuple[int, int] | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            order = torch.arange(len(x))
+            if self.swap is not None:
+                order[list(self.swap)] = order[list(reversed(self.swap))]
+            return self.head(torch.tanh(self.a(x.index_select(0, order))).index_select(0, order))
+
+    model, x = Swapped().double().eval(), normal(samples, 4)
+    tangent = Tangent.survey(model, x, EVERY)
+    tangent.record(x)
+    pairs = [(i, j) for i in range(samples) for j in range(i)]
+    for pair in pairs[:: max(1, len(pairs) // 150)]:
+        model.swap = pair
+        with pytest.raises(Misplaced):
+            tangent.record(x)
+
+
+class Cast(nn.Module):
+    """Weights that are cast, made contiguous and looked at in every call, as many networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.head = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = nn.functional.linear(x, self.a.weight.to(x.dtype), self.a.bias.type_as(x))
+        z = nn.functional.layer_norm(z, (6,), self.norm.weight.contiguous(), self.norm.bias)
+        self.penalty = self.a.weight.pow(2).sum()
+        return self.head(torch.tanh(z)) + 0.0 * sum(p.sum() for p in self.parameters())
+
+
+@pytest.mark.parametrize("method", [None, lw.KFAC()], ids=str)
+def test_weights_cast_and_looked_at_are_no_other_use(method: lw.Method | None, tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Cast().double().eval(), normal(8, 4)
+    loader = [(x[:5], torch.arange(5) % 3), (x[5:], torch.arange(3))]
+    posterior = lw.fit(model, loader, *([method] if method else []), prior_precision=1.0)
+    tangent = posterior.tangent
+    if method:
+        torch.testing.assert_close(tangent.record(x).rows(), truth(model, tangent, x))
+    posterior.save(tmp_path / "p.st")
+    again = lw.load(tmp_path / "p.st", model)
+    torch.testing.assert_close(again.latent(x).variance, posterior.latent(x).variance)
+    assert again.tangent.plan == tangent.plan
+
+
+def test_half_precision_is_no_false_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Sigmoid())]
+    model, x = nn.Sequential(*layers, nn.Linear(8, 3)), normal(64, 8).float()
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        lw.fit(model.to(dtype).eval(), [(x.to(dtype), torch.arange(64) % 3)], lw.KFAC(), prior_precision=1.0)
+    assert "one by one" not in caplog.text
+
+
+def test_samples_taken_one_by_one_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, first, then = made("unpadded")
+    tangent = Tangent.survey(model, first, EVERY, called)
+    for _ in range(2):
+        assert len(list(tangent.records(then))) == 2
+    assert caplog.text.count("they are taken one by one, which is slow") == 1
