@@ -74,7 +74,8 @@ def fit(
     Raises:
         LapwingError: for bad input, in one sentence; nothing is left half-written.
 
-    Cost: the method's passes over the data, each about 1 + C passes of the network; see the method.
+    Cost: the method's passes over the data, each about 1 + C passes of the network; see the method. Then the tuning's,
+        which exceeds that where there are many weights and few data: see `BoundedEvidence`.
 
     Example:
         >>> import torch, lapwing as lw

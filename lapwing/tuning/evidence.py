@@ -100,7 +100,7 @@ class Evidence(Tuning):
             assert noise is not None  # where it is open, its residual was taken
             noise = self._best_noise(posterior, precision, noise)
             new = self._value(posterior, precision, noise)
-            if new - value < 1e-7 * (1 + abs(new)):
+            if new - value < 1e-4 * (1 + abs(new)):  # the ascent below finishes
                 break
             value = new
         by_layer = self.per_layer and len(precision) > 1
