@@ -51,10 +51,11 @@ class LinearUse(Use):
 
 
 def _linear(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
-    names = ("input", "weight", "bias")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    inputs = given["input"]
-    return LinearUse(inputs, given["weight"], given.get("bias"), False) if inputs.ndim > 1 else None
+    if kwargs or len(args) != 3:
+        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        args = given["input"], given["weight"], given.get("bias")
+    inputs, weight, bias = args
+    return LinearUse(inputs, weight, bias, False) if inputs.ndim > 1 else None
 
 
 def _addmm(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
