@@ -42,24 +42,25 @@ def misplaced(outputs: Tensor, noted: Sequence[Noted], uses: Uses) -> tuple[str,
         The name of a parameter of such a layer, "" where there is none; and whether that holds for all batches of these
         shapes in which no value decides what lies where: not if a layer had no gradient to tell by.
 
-    Cost: 1 + log_8 B backward passes of activations.
+    Cost: two backward passes of activations for each digit of B in base 8.
     """
     samples, generator = outputs.shape[0], torch.Generator().manual_seed(0)
     digits = torch.arange(samples)[:, None] // 8 ** torch.arange(max(1, math.ceil(math.log(samples, 8) - 1e-9))) % 8
-    powers = torch.cat([torch.ones(samples, 1), 2.0 ** (digits - 3)], 1).to(outputs)  # (B, K); products are exact
-    u = torch.randn(outputs.shape[1], generator=generator).to(outputs)
-    gradients = output_gradients(outputs, noted, u[None, :, None] * powers[:, None], differentiable=False)
-    conclusive = True
-    for i, axis in {i: axis for found in uses.values() for i, axis, _ in found}.items():
-        g, name = gradients[i], next(iter(noted[i].names.values()))
-        assert g is not None  # cotangents were given
-        if not axis.fits(g.shape[1:], samples):
-            return name, False
-        held = axis.front(g, samples, 1).flatten(2)  # (K, B, rest)
-        wanted = held[:1] * powers.T[..., None].to(held)
-        off, size = (held - wanted).norm(dim=2), torch.maximum(wanted.norm(dim=2), held.norm(dim=2))
-        tolerance = 0.3 if g.dtype in HALF else torch.finfo(g.dtype).eps ** 0.5  # subnormal halves are inexact
-        if (off > tolerance * size).any():
-            return name, False
-        conclusive = conclusive and bool(size.any())
+    u, conclusive = torch.randn(outputs.shape[1], generator=generator).to(outputs), True
+    for powers in (2.0 ** (digits.T - 3)).to(outputs):  # (B,); products with them are exact
+        pair = torch.stack([torch.ones_like(powers), powers], 1)
+        gradients = None  # the former ones are freed first
+        gradients = output_gradients(outputs, noted, u[None, :, None] * pair[:, None], False, batched=False)
+        for i, axis in {i: axis for found in uses.values() for i, axis, _ in found}.items():
+            g, name = gradients[i], next(iter(noted[i].names.values()))
+            assert g is not None  # cotangents were given
+            if not axis.fits(g.shape[1:], samples):
+                return name, False
+            plain, scaled = axis.front(g, samples, 1).flatten(2)  # (B, rest)
+            wanted = plain * powers[:, None].to(plain)
+            off, size = (scaled - wanted).norm(dim=1), torch.maximum(wanted.norm(dim=1), scaled.norm(dim=1))
+            tolerance = 0.3 if g.dtype in HALF else torch.finfo(g.dtype).eps ** 0.5  # subnormal halves are inexact
+            if (off > tolerance * size).any():
+                return name, False
+            conclusive = conclusive and bool(size.any())
     return "", conclusive
