@@ -78,7 +78,7 @@ class MixturePrediction(Prediction):
         while isinstance(marginal, dist.Independent):
             marginal = marginal.base_dist
         if not bool(std.isfinite().all()):
-            raise NotImplementedError
+            raise ValueError("no finite variance")
         widest = math.sqrt(max(probability, 1.0 - probability) / min(probability, 1.0 - probability))
         low, high = self.mean - widest * std, self.mean + widest * std
         for _ in range(60):
