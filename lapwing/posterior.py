@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from numbers import Integral
 from typing import Any
 
@@ -190,6 +191,12 @@ class Posterior:
         noise = self.noise_variance if self.noise_given else self.likelihood.residual_variance(self.statistics)
         return self.at(self.prior.precision, noise)
 
+    @cached_property
+    def _distance(self) -> Tensor:
+        """How far the weights are from the prior's mean, `|θ̂ - μ0|²` (n_blocks,)."""
+        means = self.tangent.mean().items()
+        return torch.stack([(mean - self.prior.mean[name]).double().square().sum() for name, mean in means])
+
     def log_evidence(self, precision: Tensor, likelihood: Likelihood, lower_bound: bool) -> Tensor:
         """Returns `log Z` at any prior precision (n_blocks,) and noise; differentiable in the precision.
 
@@ -199,10 +206,7 @@ class Posterior:
         assert isinstance(covariance, PriorCovariance)
         scale = self.scale_at(likelihood)
         fit = self.data_factor / self.temperature * likelihood.log_likelihood(self.statistics)
-        distance = torch.stack(
-            [(m - self.prior.mean[name]).double().square().sum() for name, m in self.tangent.mean().items()]
-        )
-        value = fit - (precision * distance).sum() / 2 - covariance.log_det_ratio(precision, scale) / 2
+        value = fit - (precision * self._distance).sum() / 2 - covariance.log_det_ratio(precision, scale) / 2
         return value - covariance.evidence_gap(precision, scale) / 2 if lower_bound else value
 
     @outside_modes

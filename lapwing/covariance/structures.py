@@ -18,6 +18,7 @@ from ..tangent.jacobian import SLICE_BYTES, MatrixJacobian, Weighting
 from ..tangent.outer import Outer
 from .base import LayerBlock
 from .output import Dense, Marginals, Rotated, Term, Thin, smaller
+from .spectrum import condensed
 
 MATRIX_SIDE = 4096
 """A layer with at most so many weights may have its covariance written out, 64 MiB, where that spares work."""
@@ -35,6 +36,11 @@ class Structure(ABC):
 
     kind: str
     eigenvalues: Tensor
+
+    @cached_property
+    def spectrum(self) -> tuple[Tensor, Tensor | None]:
+        """The eigenvalues as float64 points and weights, few where they are many."""
+        return condensed(self.eigenvalues)
 
     @abstractmethod
     def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
