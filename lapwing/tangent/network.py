@@ -226,7 +226,8 @@ class Tangent:
                 "which it did not there; the same uses on every batch are needed: put a batch that shows them all "
                 "first, or leave the parameter out with params=lambda name, parameter: ..."
             )
-        uses = self.plan.uses_in([use.names for use in noted], samples, name)
+        kinds = tuple([use.use.kind for use in noted])
+        uses = self.plan.uses_in([use.names for use in noted], kinds, samples, name)
         known = shapes(outputs, noted)
         if samples > 1 and (routed or known not in self._attributed):
             layer, conclusive = misplaced(outputs, noted, uses)

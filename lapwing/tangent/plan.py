@@ -53,6 +53,7 @@ class Plan:
     Attributes:
         watched: names of covered parameters.
         order: the names of each watched use by role, in order.
+        kinds: the kind of each of them; none in files of format 0.
         uses: block name -> its uses as (index, where the samples are, roles treated).
         single_sample: the survey saw one sample only, so that batch axes are guesses.
         sizes: a watched use's (out numel, patches numel) a sample.
@@ -71,6 +72,7 @@ class Plan:
     last: int = -1
     others: frozenset[tuple[str, str]] = frozenset()
     format: int = 1
+    kinds: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON."""
@@ -89,7 +91,8 @@ class Plan:
         spread, last = data.get("spread", False), data.get("last", -1)  # files of version 0.1 have none
         others = frozenset((name, function) for name, function in data.get("others", ()))
         known = data.get("format", 0)
-        return cls(tuple(data["watched"]), order, uses, data["single_sample"], sizes, spread, last, others, known)
+        kinds, single = tuple(data.get("kinds", ())), data["single_sample"]
+        return cls(tuple(data["watched"]), order, uses, single, sizes, spread, last, others, known, kinds)
 
     @cached_property
     def _names(self) -> list[dict[str, str]]:
@@ -104,7 +107,7 @@ class Plan:
                 found.setdefault(self.order[i], set()).add(axis)
         return found
 
-    def uses_in(self, names: list[dict[str, str]], samples: int, model: str) -> Uses:
+    def uses_in(self, names: list[dict[str, str]], kinds: tuple[str, ...], samples: int, model: str) -> Uses:
         """Returns the uses of a recording block by block: the survey's, or others where layers ran in another order.
 
         Raises:
@@ -115,10 +118,12 @@ class Plan:
                 f"Asked to run {model} on {samples} samples, found that the first batch had one sample, which cannot "
                 "show where the layers hold the batch; begin with a batch of two or more: put a larger batch first."
             )
-        if names == self._names:
+        if names == self._names and kinds == (self.kinds or kinds):
             return self.uses
         order = [tuple(sorted(use.items())) for use in names]
         clear = all(len(self._axes.get(use, ())) == 1 for use in order)
+        known = set(zip(self.order, self.kinds, strict=False))
+        clear = clear and (not known or known.issuperset(zip(order, kinds, strict=True)))
         if not clear or set(order) != set(self.order):
             raise LapwingError(
                 f"Asked to run {model} as on the first batch, where it used its covered parameters {len(self.order)} "
@@ -126,10 +131,10 @@ class Plan:
                 "conditional layers out with params=lambda name, parameter: ..."
             )
         axes = {use: next(iter(axis)) for use, axis in self._axes.items()}
-        kinds = {name: {self.order[i]: roles for i, _, roles in uses} for name, uses in self.uses.items()}
+        treated = {name: {self.order[i]: roles for i, _, roles in uses} for name, uses in self.uses.items()}
         return {
             name: [(i, axes[use], roles[use]) for i, use in enumerate(order) if use in roles]
-            for name, roles in kinds.items()
+            for name, roles in treated.items()
         }
 
     def is_explicit(self, block: Block) -> bool:

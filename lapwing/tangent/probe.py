@@ -167,7 +167,10 @@ def probe(
     blocks += [Block(name, (name,), (tuple(parameters[name].shape),), "generic") for name in names if reasons[name]]
     sizes, spread = tuple(_numbers(use, samples) for use in kept), any(use.spread for use in kept)
     last_index = next((i for i, use in enumerate(kept) if use.is_output(outputs)), -1)
-    plan = Plan(tuple(covered), order, indexed, samples == 1, sizes, spread, last_index, frozenset(others))
+    kinds = tuple(use.use.kind for use in kept)
+    plan = Plan(
+        tuple(covered), order, indexed, samples == 1, sizes, spread, last_index, frozenset(others), kinds=kinds
+    )
     lines = tuple(
         Covered(block.name, block.parameters, block.size, block.family, reasons[block.parameters[0]])
         for block in blocks

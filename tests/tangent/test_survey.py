@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import lapwing as lw
 from benchmarks.measure import LiveBytes
@@ -329,6 +330,34 @@ def test_layers_that_run_on_some_batches_only(first: bool) -> None:
     shaped = {name: part.unflatten(-1, tangent.parameters[name].shape) for name, part in parts}
     expected = torch.cat([block.join(shaped) for block in tangent.blocks], -1)
     torch.testing.assert_close(tangent.record(-x).rows(), expected)
+
+
+@pytest.mark.parametrize("case", ["transposed", "tokens"])
+def test_a_weight_used_otherwise_on_a_later_batch_is_refused(case: str) -> None:
+    """The same weight in the same role, by a product with its transpose or as a table: not what the plan reads."""
+
+    class Turning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.head = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if bool(x.sum() > 0):
+                return self.head(torch.tanh(F.linear(x, self.weight)))
+            if case == "transposed":
+                return self.head(torch.tanh(x @ self.weight))
+            return self.head(torch.tanh(F.embedding(x.argmin(1), self.weight)))
+
+    model, x = Turning().double().eval(), torch.rand(5, 4).double()
+    tangent = Tangent.survey(model, x)
+    assert not tangent.coverage.generic
+    tangent.record(x)
+    with pytest.raises(lw.LapwingError, match="as on the first batch.*not of the same layers"):
+        tangent.record(-x)
+    data = tangent.plan.to_json()
+    assert Plan.from_json(json.loads(json.dumps(data))) == tangent.plan
+    del data["kinds"]  # a file from before it told them
+    assert Plan.from_json(data).kinds == ()
 
 
 def test_parameters_are_the_networks_own() -> None:

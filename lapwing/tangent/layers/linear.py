@@ -22,6 +22,11 @@ class LinearUse(Use):
         self.transposed = transposed
         self.sample_dims = inputs.ndim - 1
 
+    @property
+    def kind(self) -> str:
+        """Says whether the weight is stored transposed."""
+        return "linear, transposed" if self.transposed else "linear"
+
     def matrix(self) -> Matrix:
         """One group, (O, I), or stored transposed."""
         outputs, inputs = self.parameters["weight"].shape[:: -1 if self.transposed else 1]

@@ -54,6 +54,11 @@ class Use(ABC):
         self.inputs = inputs
         self.parameters = {k: v for k, v in (("weight", weight), ("bias", bias)) if isinstance(v, Tensor)}
 
+    @property
+    def kind(self) -> str:
+        """The family, and the layout of the weight where it has several: what later batches must agree in."""
+        return self.family
+
     def matrix(self) -> Matrix | None:
         """Returns the matrix layout of the weight, or None for a layer whose rows are explicit."""
         return None
