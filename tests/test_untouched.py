@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -305,3 +306,41 @@ def test_weights_that_hooks_make_are_put_back_after_draws() -> None:
     own = model[0].weight.detach().clone()
     posterior.predict(x, via=lw.MonteCarlo(2))
     assert torch.equal(model[0].weight, own)
+
+
+class Keeping(nn.Module):
+    """Keeps activations of its last call, and a product of parameters made once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head, self.scale = nn.Linear(4, 5), nn.Linear(5, 3), nn.Parameter(torch.ones(5))
+        self.made = self.scale + 1
+        self.maps: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = torch.tanh(self.first(x))
+        self.maps = [self.hidden, self.hidden.square()]
+        return self.head(self.hidden * self.made)
+
+
+@pytest.mark.parametrize("method", [lw.Full(), lw.KFAC(), lw.ELLA(rank=4, rows=12)], ids=str)
+def test_activations_that_a_network_keeps_hold_no_graph(method: lw.Method) -> None:
+    torch.manual_seed(0)
+    model, x = Keeping().double().eval(), torch.randn(8, 4, dtype=torch.float64)
+    model.made = model.scale + 1
+    made = model.made
+    posterior = lw.fit(model, [(x, torch.arange(8) % 3)], method, params=lw.everything, prior_precision=1.0)
+    for use in (lambda: None, lambda: posterior.latent(x), lambda: posterior.predict(x, via=lw.MonteCarlo(3))):
+        use()
+        assert model.made is made
+        for kept in (model.hidden, *model.maps):
+            assert not kept.requires_grad
+            assert kept.isfinite().all()
+    model.made = model.made.detach()
+    copy.deepcopy(model)
+
+
+def test_the_survey_alone_leaves_no_graph() -> None:
+    model = Keeping().eval()
+    lw.coverage(model, torch.randn(8, 4))
+    assert not any(kept.requires_grad for kept in (model.hidden, *model.maps))

@@ -24,6 +24,7 @@ from .attribution import Misplaced, misplaced, shapes
 from .blocks import Block
 from .chunk import Record
 from .eager import LOCK, modules_of, outside_modes, parameters_of, uncompiled, without_compiled
+from .kept import Kept
 from .plan import Coverage, Covered, Plan
 from .probe import check_mode, probe
 from .record import run, wants_gradient
@@ -131,6 +132,10 @@ class Tangent:
         return {name: named[name] for block in self.blocks for name in block.parameters}
 
     @cached_property
+    def _kept(self) -> Kept:
+        return Kept(self.model)
+
+    @cached_property
     def named_blocks(self) -> dict[str, Block]:
         """Name -> block."""
         return {block.name: block for block in self.blocks}
@@ -209,7 +214,7 @@ class Tangent:
         named = self.parameters
         watched = {id(named[name]): name for name in self.plan.watched}
         spread = batches.size(inputs) if self.plan.spread else 1
-        outputs, noted, routed, others = run(self.model, inputs, self.forward, watched, spread)
+        outputs, noted, routed, others = run(self.model, inputs, self.forward, watched, spread, self._kept)
         batches.check_outputs(outputs, "these inputs")
         samples, name = outputs.shape[0], type(self.model).__name__
         if outputs.shape[1] != self.outputs:

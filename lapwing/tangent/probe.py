@@ -153,8 +153,9 @@ def probe(
     if idle:
         log.warning(
             "%s has no gradient on the first batch for %d of the parameters to treat (%s), not used there or within "
-            "torch.no_grad(); they make every step slower: leave them out, such as by params=lw.last_layer.",
+            "torch.no_grad(); they make every step slower: leave them out by %s.",
             type(model).__name__, len(idle), ", ".join(idle[:3]) + (", ..." if len(idle) > 3 else ""),
+            f"params=lambda name, parameter: name not in {idle}" if len(idle) < 4 else "params=lw.last_layer",
         )  # fmt: skip
     _compare_with_autograd(chosen, gradients, axes, samples, truth, reasons, most)
     covered = [name for name in names if not reasons[name]]
@@ -168,9 +169,7 @@ def probe(
     sizes, spread = tuple(_numbers(use, samples) for use in kept), any(use.spread for use in kept)
     last_index = next((i for i, use in enumerate(kept) if use.is_output(outputs)), -1)
     kinds = tuple(use.use.kind for use in kept)
-    plan = Plan(
-        tuple(covered), order, indexed, samples == 1, sizes, spread, last_index, frozenset(others), kinds=kinds
-    )
+    plan = Plan(tuple(covered), order, indexed, samples == 1, sizes, spread, last_index, frozenset(others), kinds=kinds)
     lines = tuple(
         Covered(block.name, block.parameters, block.size, block.family, reasons[block.parameters[0]])
         for block in blocks

@@ -20,6 +20,7 @@ from ..batches import Forward, call, size, tensors
 from ..errors import LapwingError
 from .chain import chain_gradients
 from .eager import EagerMode, without_compiled
+from .kept import Kept
 from .layers import HANDLERS, Use
 from .routing import routes
 
@@ -122,7 +123,12 @@ class Recorder(EagerMode):
 
 
 def run(
-    model: nn.Module, inputs: Any, forward: Forward | None, watched: Mapping[int, str], spread: int = 1
+    model: nn.Module,
+    inputs: Any,
+    forward: Forward | None,
+    watched: Mapping[int, str],
+    spread: int = 1,
+    kept: Kept | None = None,
 ) -> Recording:
     """Runs the network once, recording.
 
@@ -132,9 +138,10 @@ def run(
         forward: how the network is called.
         watched: id(parameter) -> name.
         spread: over how many samples embeddings of a single row of tokens are spread.
+        kept: what the network is known to keep of a forward pass; looked for where None.
     """
     recorder = Recorder(watched, spread)
-    with torch.enable_grad(), without_compiled():
+    with torch.enable_grad(), without_compiled(), kept or Kept(model):
         outputs = call(model, inputs, forward, recorder)
     return Recording(outputs, recorder.noted, recorder.routed, recorder.others)
 

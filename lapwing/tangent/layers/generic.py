@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.func import functional_call, vjp, vmap
 from ...batches import Forward, call, describe, take, tensors
 from ...errors import LapwingError
 from ..eager import batching_quiet, eager_math
+from ..kept import attributes_kept
 
 
 class _Wrapped(nn.Module):
@@ -37,25 +37,9 @@ def call_with(model: nn.Module, forward: Forward | None, parameters: Mapping[str
     wrapped._modules["model"], wrapped._forward, wrapped.training = model, forward, model.training
     with (
         eager_math(),
-        _attributes_kept(model),
+        attributes_kept(model),
     ):  # the lock is held while the parameters are swapped in the module itself
         return functional_call(wrapped, {f"model.{name}": value for name, value in parameters.items()}, (inputs,))
-
-
-@contextlib.contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Puts back tensors that modules keep beside their parameters: weights made by hooks, lists of recurrent ones."""
-    kept = []
-    for module in model.modules():
-        own = vars(module)
-        found = {k: v for k, v in own.items() if isinstance(v, Tensor) or k.startswith("_flat_weight")}
-        if found:
-            kept.append((own, found))
-    try:
-        yield
-    finally:
-        for own, found in kept:
-            own.update(found)
 
 
 def per_sample_rows(
