@@ -27,7 +27,7 @@ from .eager import LOCK, modules_of, outside_modes, parameters_of, uncompiled, w
 from .kept import Kept
 from .plan import Coverage, Covered, Plan
 from .probe import check_mode, probe
-from .record import run, wants_gradient
+from .record import Recording, run, wants_gradient
 from .selection import LastLayer, Predicate, everything
 
 log = logging.getLogger("lapwing")
@@ -212,9 +212,10 @@ class Tangent:
         """Does what `record` says, for inputs that are checked."""
         differentiable = wants_gradient(inputs)
         named = self.parameters
-        watched = {id(named[name]): name for name in self.plan.watched}
+        watched = {name: named[name] for name in self.plan.watched}
         spread = batches.size(inputs) if self.plan.spread else 1
-        outputs, noted, routed, others = run(self.model, inputs, self.forward, watched, spread, self._kept)
+        recording = run(self.model, inputs, self.forward, watched, spread, self._kept)
+        outputs, noted, routed, *_ = recording
         batches.check_outputs(outputs, "these inputs")
         samples, name = outputs.shape[0], type(self.model).__name__
         if outputs.shape[1] != self.outputs:
@@ -223,14 +224,7 @@ class Tangent:
                 f"found outputs of shape {tuple(outputs.shape)}; as many as on the first batch are needed: check the "
                 "shape of the inputs, and give a single sample as x[None]."
             )
-        new = others - self.plan.others
-        if new and self.plan.format:
-            parameter, function = min(new)
-            raise LapwingError(
-                f"Asked to run {name} as on the first batch, found that it also uses {parameter} by {function}(), "
-                "which it did not there; the same uses on every batch are needed: put a batch that shows them all "
-                "first, or leave the parameter out with params=lambda name, parameter: ..."
-            )
+        self._check_seen_whole(recording)
         kinds = tuple([use.use.kind for use in noted])
         uses = self.plan.uses_in([use.names for use in noted], kinds, samples, name)
         known = shapes(outputs, noted)
@@ -248,6 +242,27 @@ class Tangent:
         if callable(cotangents):
             cotangents = cotangents(outputs if differentiable else outputs.detach())
         return Record(self, inputs, outputs, noted, uses, cotangents, dtype, differentiable)
+
+    def _check_seen_whole(self, recording: Recording) -> None:
+        """Raises where covered parameters, or what their layers saw, count in ways that the first batch did not show.
+
+        Raises:
+            LapwingError: for such a batch.
+        """
+        stale = [min(use.names.values()) for use in recording.noted if use.stale]
+        found = ""
+        if recording.elsewhere:
+            found = f"it also uses {min(recording.elsewhere)} in another way"
+        elif recording.differentiated and recording.noted:
+            found = "it takes gradients"
+        elif stale:
+            found = f"the input of the layer of {stale[0]} is written in place after the call"
+        if found:
+            raise LapwingError(
+                f"Asked to run {type(self.model).__name__} as on the first batch, found that {found}, which was not so "
+                "there; the same on every batch is needed: put a batch that shows it first, or leave the parameter out "
+                "with params=lambda name, parameter: ..."
+            )
 
     def tell_alone(self, error: Misplaced) -> None:
         """Warns once that samples are taken one by one."""

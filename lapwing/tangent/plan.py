@@ -53,14 +53,12 @@ class Plan:
     Attributes:
         watched: names of covered parameters.
         order: the names of each watched use by role, in order.
-        kinds: the kind of each of them; none in files of format 0.
+        kinds: the kind of each of them; none in files written before it was kept.
         uses: block name -> its uses as (index, where the samples are, roles treated).
         single_sample: the survey saw one sample only, so that batch axes are guesses.
         sizes: a watched use's (out numel, patches numel) a sample.
         spread: whether embeddings of a single row of tokens are spread over the samples.
         last: the index of the use whose output is the network's, -1 where there is none.
-        others: covered parameters and functions of no family that used them too, where that did not matter.
-        format: 1; 0 for files that did not keep the others.
     """
 
     watched: tuple[str, ...] = ()
@@ -70,14 +68,12 @@ class Plan:
     sizes: tuple[tuple[int, int], ...] = ()
     spread: bool = False
     last: int = -1
-    others: frozenset[tuple[str, str]] = frozenset()
-    format: int = 1
     kinds: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON."""
         uses = {n: [[i, axis.axis, axis.inner, sorted(roles)] for i, axis, roles in u] for n, u in self.uses.items()}
-        return {**{f.name: getattr(self, f.name) for f in fields(self)}, "uses": uses, "others": sorted(self.others)}
+        return {**{f.name: getattr(self, f.name) for f in fields(self)}, "uses": uses}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
@@ -89,10 +85,8 @@ class Plan:
         order = tuple(tuple(tuple(pair) for pair in use) for use in data["order"])
         sizes = tuple(tuple(pair) for pair in data["sizes"])
         spread, last = data.get("spread", False), data.get("last", -1)  # files of version 0.1 have none
-        others = frozenset((name, function) for name, function in data.get("others", ()))
-        known = data.get("format", 0)
         kinds, single = tuple(data.get("kinds", ())), data["single_sample"]
-        return cls(tuple(data["watched"]), order, uses, single, sizes, spread, last, others, known, kinds)
+        return cls(tuple(data["watched"]), order, uses, single, sizes, spread, last, kinds)
 
     @cached_property
     def _names(self) -> list[dict[str, str]]:

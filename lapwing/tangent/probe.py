@@ -126,7 +126,7 @@ def probe(
         LapwingError: no parameter selected; outputs that change between calls or with the rest of the batch.
     """
     few = _few(model, inputs, forward)
-    outputs, noted, _, others = run_spread(model, few, forward, {id(value): name for name, value in parameters.items()})
+    outputs, noted, _, differentiated, elsewhere = run_spread(model, few, forward, parameters)
     batches.check_outputs(outputs, "the first batch")
     names = select(params, parameters, _last_layer(outputs, noted), type(model).__name__)
     samples = outputs.shape[0]
@@ -149,6 +149,11 @@ def probe(
             reasons[name] = "" if told_apart else MINGLED
             if use.stale:
                 reasons[name] = "its layer's input is modified in place"
+    for name in names:
+        if differentiated and not reasons[name]:
+            reasons[name] = "the network takes gradients itself, which outputs may contain"
+        elif name in elsewhere and not reasons[name]:
+            reasons[name] = "it also reaches the outputs by functions of no layer family"
     idle = [name for name in names if reasons[name] == IDLE]
     if idle:
         log.warning(
@@ -169,7 +174,7 @@ def probe(
     sizes, spread = tuple(_numbers(use, samples) for use in kept), any(use.spread for use in kept)
     last_index = next((i for i, use in enumerate(kept) if use.is_output(outputs)), -1)
     kinds = tuple(use.use.kind for use in kept)
-    plan = Plan(tuple(covered), order, indexed, samples == 1, sizes, spread, last_index, frozenset(others), kinds=kinds)
+    plan = Plan(tuple(covered), order, indexed, samples == 1, sizes, spread, last_index, kinds)
     lines = tuple(
         Covered(block.name, block.parameters, block.size, block.family, reasons[block.parameters[0]])
         for block in blocks

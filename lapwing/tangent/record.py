@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..batches import Forward, call, size, tensors
 from ..errors import LapwingError
@@ -26,6 +27,9 @@ from .routing import routes
 
 BATCHED_BACKWARD = 2**24
 """Cotangents go back in one batched pass while their gradients have at most this many entries, else one by one."""
+
+DIFFERENTIATES = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
+"""What takes gradients within a forward pass: where outputs contain them, weights count through them too."""
 
 
 @dataclass
@@ -64,45 +68,46 @@ class Recording(NamedTuple):
         outputs: f (B, C), with their graph.
         noted: the uses in order.
         routed: whether values may have decided what lies where.
-        others: watched parameters and the functions of no layer family that used them.
+        differentiated: whether the network took gradients itself, which its outputs may contain.
+        elsewhere: watched parameters that reach the outputs by other ways than the uses, or may.
     """
 
     outputs: Tensor
     noted: list[Noted]
     routed: bool
-    others: set[tuple[str, str]]
+    differentiated: bool
+    elsewhere: set[str]
 
 
 class Recorder(EagerMode):
     """Notes the uses of parameters while the network runs.
 
     Args:
-        watched: id(parameter) -> name.
+        watched: name -> parameter.
         spread: over how many samples embeddings of a single row of tokens are spread.
     """
 
-    def __init__(self, watched: Mapping[int, str], spread: int = 1) -> None:
+    def __init__(self, watched: Mapping[str, Tensor], spread: int = 1) -> None:
         super().__init__()
-        self._watched, self._spread = watched, spread
+        self._watched = {id(parameter): name for name, parameter in watched.items()}
+        frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
+        self._stand_ins = {id(parameter): parameter.detach().requires_grad_() for parameter in frozen}
+        self._spread = spread
         self.noted: list[Noted] = []
-        self.routed = False
-        self.others: set[tuple[str, str]] = set()
+        self.routed = self.differentiated = False
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function; where it uses watched parameters, notes it and starts the graph at its output if need be."""
-        handler = HANDLERS.get(function) if torch.is_grad_enabled() else None  # off where the network switched it off
-        use = handler(args, kwargs, self._is_watched) if handler is not None else None
-        if use is None:
+        handler = HANDLERS.get(function)
+        if handler is not None and (not torch.is_grad_enabled() or _transforming()):  # as the network asks for
+            handler = None
+        use = None if handler is None else handler(args, kwargs, self._is_watched)
+        used = {} if use is None else use.parameters
+        names = {role: self._watched[id(p)] for role, p in used.items() if id(p) in self._watched}
+        if use is None or not names:
             self.routed = self.routed or routes(function, args)
-            out = function(*args, **kwargs)
-            if isinstance(out, Tensor) and out.requires_grad:
-                for arg in (*args, *kwargs.values()):
-                    if id(arg) in self._watched and out is not arg:
-                        self.others.add((self._watched[id(arg)], function.__name__))
-            return out
-        names = {role: self._watched[id(p)] for role, p in use.parameters.items() if id(p) in self._watched}
-        if not names:
-            return function(*args, **kwargs)
+            self.differentiated = self.differentiated or function in DIFFERENTIATES
+            return self._with_stand_ins(function, args, kwargs)
         constant = {id(p): p.detach() for p in use.parameters.values()}
         args = tuple([constant.get(id(arg), arg) for arg in args])
         kwargs = {key: constant.get(id(arg), arg) for key, arg in kwargs.items()} if kwargs else kwargs
@@ -121,12 +126,43 @@ class Recorder(EagerMode):
     def _is_watched(self, value: Any) -> bool:
         return id(value) in self._watched
 
+    def _with_stand_ins(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs a function on leaves of the graph in the place of frozen parameters, which would leave no trace."""
+        frozen = (
+            [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._stand_ins] if self._stand_ins else ()
+        )
+        if not frozen:
+            return function(*args, **kwargs)
+        args, kwargs = tree_map(lambda value: self._stand_ins.get(id(value), value), (args, kwargs))
+        out = function(*args, **kwargs)
+        return next((value for value in frozen if out is self._stand_ins[id(value)]), out)
+
+    def elsewhere(self, outputs: Tensor) -> set[str]:
+        """Returns the watched parameters at which the graph of the outputs ends: uses have constants in their place."""
+        ends = {id(leaf): self._watched[key] for key, leaf in self._stand_ins.items()} | self._watched
+        found, met, left = set(), set(), [outputs.grad_fn]
+        while left:
+            node = left.pop()
+            if node is None or node in met:
+                continue
+            met.add(node)
+            leaf = getattr(node, "variable", None)
+            if id(leaf) in ends:
+                found.add(ends[id(leaf)])
+            left += [after for after, _ in node.next_functions]
+        return found
+
+
+def _transforming() -> bool:
+    """Whether one of `torch.func`'s transformations runs, within which no graph can start."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
 
 def run(
     model: nn.Module,
     inputs: Any,
     forward: Forward | None,
-    watched: Mapping[int, str],
+    watched: Mapping[str, Tensor],
     spread: int = 1,
     kept: Kept | None = None,
 ) -> Recording:
@@ -136,17 +172,18 @@ def run(
         model: the uncompiled network.
         inputs: a batch.
         forward: how the network is called.
-        watched: id(parameter) -> name.
+        watched: name -> parameter.
         spread: over how many samples embeddings of a single row of tokens are spread.
         kept: what the network is known to keep of a forward pass; looked for where None.
     """
     recorder = Recorder(watched, spread)
     with torch.enable_grad(), without_compiled(), kept or Kept(model):
         outputs = call(model, inputs, forward, recorder)
-    return Recording(outputs, recorder.noted, recorder.routed, recorder.others)
+    elsewhere = recorder.elsewhere(outputs)
+    return Recording(outputs, recorder.noted, recorder.routed, recorder.differentiated, elsewhere)
 
 
-def run_spread(model: nn.Module, inputs: Any, forward: Forward | None, watched: Mapping[int, str]) -> Recording:
+def run_spread(model: nn.Module, inputs: Any, forward: Forward | None, watched: Mapping[str, Tensor]) -> Recording:
     """Records the network with tables spread over the samples, unless that changes its outputs."""
     try:
         outputs, noted, *_ = recording = run(model, inputs, forward, watched, size(inputs))

@@ -1,0 +1,156 @@
+"""Ways in which a weight counts beside its layers' uses: refused on later batches, generic where the survey sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lapwing as lw
+from lapwing.tangent import Tangent
+from tests import oracle
+
+EVERY = lw.matching("*")
+
+OTHER_USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "slice": lambda w, e: F.linear(e, w[:4]),
+    "chunk": lambda w, e: torch.cat([F.linear(e, part) for part in w.chunk(2)], -1),
+    "cat": lambda w, e: F.linear(e, torch.cat([w])),
+    "stack": lambda w, e: e @ torch.stack([w])[0],
+    "from the left": lambda w, e: (w @ e.T).T,
+    "unbind": lambda w, e: torch.stack([(e * row).sum(-1) for row in w.unbind(0)], -1),
+    "rows": lambda w, e: torch.stack([(e * row).sum(-1) for row in w], -1),
+    "einsum": lambda w, e: torch.einsum("bi,oi->bo", [e, w]),
+    "transposed": lambda w, e: F.linear(e, w.T.contiguous()),
+    "scaled": lambda w, e: F.linear(e, 2.0 * w),
+    "vectors": lambda w, e: torch.stack([torch.mv(w, row) for row in e]),
+    "as inputs": lambda w, e: F.linear(w, e).T,
+    "mapped": lambda w, e: torch.vmap(lambda row: w @ row)(e),
+}
+
+
+class Gated(nn.Module):
+    """A layer, and another use of its weight for samples with a positive second input."""
+
+    def __init__(self, other: Callable[[Tensor, Tensor], Tensor], always: bool) -> None:
+        super().__init__()
+        self.first, self.head, self.other, self.always = nn.Linear(4, 4), nn.Linear(4, 2), other, always
+
+    def forward(self, x: Tensor, extra: Tensor) -> Tensor:
+        hidden, gate = torch.tanh(self.first(x)), extra[:, :1].relu()
+        if self.always or bool(gate.any()):
+            hidden = hidden + gate * torch.sin(self.other(self.first.weight, extra))
+        return self.head(hidden)
+
+
+def gated(name: str, frozen: bool, always: bool) -> tuple[Gated, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """A network, inputs whose gates are shut, and inputs some of which have theirs open."""
+    torch.manual_seed(0)
+    model, x, extra = Gated(OTHER_USES[name], always).double().eval(), torch.randn(6, 4), torch.randn(6, 4)
+    model.requires_grad_(not frozen)
+    x, extra = x.double(), extra.double()
+    return model, (x, -extra.abs()), (x, extra)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", OTHER_USES)
+def test_another_use_on_a_later_batch_is_refused(name: str, frozen: bool) -> None:
+    model, shut, some = gated(name, frozen, always=False)
+    tangent = Tangent.survey(model, shut, EVERY)
+    assert not tangent.coverage.generic
+    tangent.record(shut)
+    with pytest.raises(lw.LapwingError, match=r"also uses first.weight in another way, which was not so there"):
+        tangent.record(some)
+    tangent.record(shut)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", OTHER_USES)
+def test_another_use_without_gradient_on_the_first_batch_is_seen(name: str, frozen: bool) -> None:
+    """A mask, a gate or a flag may be 0 for the few samples of the survey: the weight is generic, and rows are right."""
+    model, shut, some = gated(name, frozen, always=True)
+    tangent = Tangent.survey(model, shut, EVERY)
+    reasons = {line.block: line.reason for line in tangent.coverage.generic}
+    assert reasons == {"first.weight": "it also reaches the outputs by functions of no layer family"}
+    names = [name for block in tangent.blocks for name in block.parameters]
+    rows = torch.cat([oracle.jacobian(model, (some[0][n : n + 1], some[1][n : n + 1]), names) for n in range(6)])
+    sizes = [tangent.parameters[name].numel() for name in names]
+    parts = dict(zip(names, rows.split(sizes, -1), strict=True))
+    shaped = {name: part.unflatten(-1, tangent.parameters[name].shape) for name, part in parts.items()}
+    torch.testing.assert_close(tangent.record(some).rows(), torch.cat([b.join(shaped) for b in tangent.blocks], -1))
+
+
+def test_attention_that_crosses_on_later_batches_is_refused() -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+            h = self.mix(x, x, x, need_weights=False)[0]
+            if memory is not None:
+                h = h + self.mix(x, memory, memory, need_weights=False)[0]
+            return self.head(h.mean(1))
+
+    torch.manual_seed(0)
+    model, x, memory = Attending().double().eval(), torch.randn(5, 3, 4).double(), torch.randn(5, 2, 4).double()
+    tangent = Tangent.survey(model, {"x": x}, EVERY)
+    with pytest.raises(lw.LapwingError, match=r"also uses mix.in_proj_\w+ in another way"):
+        tangent.record({"x": x, "memory": memory})
+
+
+class Forces(nn.Module):
+    """Energies, and forces where they are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(3, 5), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            energy = self.head(torch.tanh(self.first(x)) ** 2)
+            forces = -torch.autograd.grad(energy.sum(), x, create_graph=True)[0] if wanted.ndim == 2 else 0 * x
+        return torch.cat([energy, forces * wanted.reshape(len(x), -1)], 1)
+
+
+def test_gradients_within_the_network_are_seen_although_masked() -> None:
+    torch.manual_seed(0)
+    model, x, wanted = Forces().double().eval(), torch.randn(6, 3).double(), torch.zeros(6, 1).double()
+    wanted[4:] = 1
+    tangent = Tangent.survey(model, (x, wanted), EVERY)
+    assert {line.family for line in tangent.coverage.lines} == {"generic"}
+    names = [name for block in tangent.blocks for name in block.parameters]
+    own = dict(model.named_parameters())
+    for n in (0, 5):
+        one = (x[n : n + 1], wanted[n : n + 1])
+        slopes = [torch.autograd.grad(f, [own[name] for name in names], retain_graph=True) for f in model(*one)[0]]
+        expected = torch.stack([torch.cat([slope.flatten() for slope in row]) for row in slopes])
+        torch.testing.assert_close(tangent.record(one).rows()[0], expected)
+    plain = Tangent.survey(model, (x, torch.zeros(6).double()), EVERY)
+    assert not plain.coverage.generic
+    with pytest.raises(lw.LapwingError, match="found that it takes gradients, which was not so there"):
+        plain.record((x, wanted))
+
+
+def test_an_input_written_in_place_on_a_later_batch_is_refused() -> None:
+    class Clamping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = torch.tanh(self.first(x))
+            u = self.second(z)
+            if bool(x.sum() > 0):
+                z.clamp_(max=0.1)
+            return self.head(u + z)
+
+    torch.manual_seed(0)
+    model, x = Clamping().double().eval(), torch.rand(5, 4).double()
+    tangent = Tangent.survey(model, -x, EVERY)
+    with pytest.raises(lw.LapwingError, match=r"the input of the layer of second.bias is written in place"):
+        tangent.record(x)
