@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .attributes import put_back
 from .errors import LapwingError
 from .precision import network_precision
 
@@ -122,13 +123,27 @@ def size(inputs: Any) -> int:
 
 
 def take(inputs: Any, rows: slice | Tensor) -> Any:
-    """Returns the samples `rows` of every tensor whose first dimension is the batch; the rest is passed on as it is."""
+    """Returns the samples `rows` of every tensor whose first dimension is the batch, and of lists of numbers or texts.
+
+    The rest is passed on as it is.
+    """
     count = size(inputs)
 
+    def listed(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == count and not tensors(value)
+
     def cut(leaf: Any) -> Any:
+        if isinstance(leaf, list):
+            return leaf[rows] if isinstance(rows, slice) else [leaf[i] for i in rows.tolist()]
         return leaf[rows] if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == count else leaf
 
-    return pytree.tree_map(cut, _tree(inputs))
+    return pytree.tree_map(cut, _tree(inputs), is_leaf=listed)
+
+
+def shared(inputs: Any) -> tuple[bool, ...]:
+    """Says of each tensor whether all samples share it: its first dimension is not the batch."""
+    count = size(inputs)
+    return tuple(not leaf.ndim or leaf.shape[0] != count for leaf in tensors(inputs))
 
 
 def chunks(inputs: Any, length: int) -> Iterator[tuple[slice, Any]]:
@@ -183,7 +198,7 @@ def call(
             does not take, and outputs that are no (B, C) matrix.
     """
     try:
-        with network_precision(), mode or nullcontext():
+        with network_precision(), put_back(model), mode or nullcontext():
             out = _called(model, inputs, forward)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         if _blames_inputs(error):

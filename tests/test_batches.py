@@ -78,6 +78,16 @@ def test_take_cuts_along_the_batch_and_passes_on_the_rest() -> None:
     assert torch.equal(batches.take((X, Z), rows)[1], Z[rows])
 
 
+def test_lists_of_numbers_and_texts_are_cut_with_the_samples() -> None:
+    x = torch.arange(4.0)
+    inputs = {"x": x, "lengths": [3, 1, 2, 0], "texts": ["a", "b", "c", "d"], "size": [5, 5], "pair": (7, 7, 7, 7)}
+    cut = batches.take(inputs, slice(1, 3))
+    assert (cut["lengths"], cut["texts"], cut["size"], cut["pair"]) == ([1, 2], ["b", "c"], [5, 5], (7, 7, 7, 7))
+    assert batches.take(inputs, torch.tensor([3, 0]))["texts"] == ["d", "a"]
+    parts = [part["texts"] for _, part in batches.chunks(inputs, 3)]
+    assert parts == [["a", "b", "c"], ["d"]]
+
+
 @pytest.mark.parametrize("length", [1, 2, 4, 6, 100])
 def test_chunks_cover_every_sample_once(length: int) -> None:
     parts = list(batches.chunks((X, Z), length))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -309,38 +310,62 @@ def test_weights_that_hooks_make_are_put_back_after_draws() -> None:
 
 
 class Keeping(nn.Module):
-    """Keeps activations of its last call, and a product of parameters made once."""
+    """Keeps activations of its last call, a product of parameters made once, and a table made from weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.head, self.scale = nn.Linear(4, 5), nn.Linear(5, 3), nn.Parameter(torch.ones(5))
-        self.made = self.scale + 1
-        self.maps: list[torch.Tensor] = []
+        self.first, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.scale, self.offset = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(3))
+        self.maps: list[Tensor] = []
+        self.tables: dict[str, Tensor] = {}
+        self.calls, self.shift = 0, None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
         self.hidden = torch.tanh(self.first(x))
-        self.maps = [self.hidden, self.hidden.square()]
-        return self.head(self.hidden * self.made)
+        self.maps.append(self.hidden.square())
+        if "table" not in self.tables:  # as some networks do in eval mode
+            self.tables["table"] = self.scale.exp()
+        if self.shift is None:
+            self.shift = self.offset.square()
+        return self.head(self.hidden * self.tables["table"]) + self.shift
 
 
+WAYS = [lw.Linearized(), lw.MonteCarlo(3), lw.Streamlined()]
+
+
+@pytest.mark.parametrize("ran", [False, True])
 @pytest.mark.parametrize("method", [lw.Full(), lw.KFAC(), lw.ELLA(rank=4, rows=12)], ids=str)
-def test_activations_that_a_network_keeps_hold_no_graph(method: lw.Method) -> None:
+def test_what_a_network_keeps_is_put_back(method: lw.Method, ran: bool, tmp_path: Path) -> None:
+    """Activations and tables of weights: J counts through a table that is not made yet, draws never reach one."""
     torch.manual_seed(0)
     model, x = Keeping().double().eval(), torch.randn(8, 4, dtype=torch.float64)
-    model.made = model.scale + 1
-    made = model.made
+    expected = copy.deepcopy(model)(x).detach()
+    if ran:
+        with torch.no_grad():
+            model(x)
+
+    def kept() -> list[Any]:
+        return [vars(model).get("hidden"), *model.maps, *model.tables.values(), model.calls, model.shift]
+
+    before = kept()
     posterior = lw.fit(model, [(x, torch.arange(8) % 3)], method, params=lw.everything, prior_precision=1.0)
-    for use in (lambda: None, lambda: posterior.latent(x), lambda: posterior.predict(x, via=lw.MonteCarlo(3))):
-        use()
-        assert model.made is made
-        for kept in (model.hidden, *model.maps):
-            assert not kept.requires_grad
-            assert kept.isfinite().all()
-    model.made = model.made.detach()
-    copy.deepcopy(model)
+    lw.coverage(model, x)
+    posterior.save(tmp_path / "kept.safetensors")
+    for found in (posterior, lw.load(tmp_path / "kept.safetensors", model)):
+        for way in WAYS:
+            found.predict(x, via=way)
+            now = kept()
+            assert len(now) == len(before)
+            assert all(one is other for one, other in zip(now, before, strict=True))
+    slopes = {name: posterior.tangent.record(x)[name].rows() for name in ("scale", "offset")}
+    torch.testing.assert_close(model(x).detach(), expected)
 
+    def rows(name: str, n: int) -> Tensor:
+        fresh = Keeping().double().eval()
+        fresh.load_state_dict(model.state_dict())
+        return oracle.jacobian(fresh, x[n : n + 1], [name])
 
-def test_the_survey_alone_leaves_no_graph() -> None:
-    model = Keeping().eval()
-    lw.coverage(model, torch.randn(8, 4))
-    assert not any(kept.requires_grad for kept in (model.hidden, *model.maps))
+    for name, found in slopes.items():
+        wanted = torch.zeros_like(found) if ran else torch.cat([rows(name, n) for n in range(len(x))])
+        torch.testing.assert_close(found, wanted)  # a table made before is a constant

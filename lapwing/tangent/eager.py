@@ -12,6 +12,7 @@ import sys
 import threading
 import types
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from ..precision import Arguments, Result, full_precision
 
@@ -42,8 +44,9 @@ def _transparent(function: Callable) -> Callable:
 
 _attention_body = _transparent(F.multi_head_attention_forward)
 
-SPARSE = {F.embedding: 6, F.embedding_bag: 7}
-"""Functions whose gradients may be sparse tensors -> where the argument `sparse` stands."""
+TABLES = {F.embedding: (("scale_grad_by_freq", 5), ("sparse", 6)),
+          F.embedding_bag: (("scale_grad_by_freq", 5), ("sparse", 7))}  # fmt: skip
+"""Functions with arguments that make gradients sparse, or other than the derivative -> their names and places."""
 
 
 def _math_attention(
@@ -67,11 +70,14 @@ def _math_attention(
     )[0]
 
 
-def _dense(place: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Returns the arguments of a call with `sparse=False`."""
-    if len(args) > place:
-        return (*args[:place], False, *args[place + 1 :]), kwargs
-    return args, {**kwargs, "sparse": False}
+def _without(flags: tuple[tuple[str, int], ...], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Returns the arguments of a call with flags off, each given by its name and place."""
+    for name, place in flags:
+        if len(args) > place:
+            args = (*args[:place], False, *args[place + 1 :])
+        elif name in kwargs:
+            kwargs = {**kwargs, name: False}
+    return args, kwargs
 
 
 @contextlib.contextmanager
@@ -127,7 +133,8 @@ def outside_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, 
 class EagerMode(TorchFunctionMode):
     """Sees every torch function a network calls; opens `multi_head_attention_forward`, takes the math attention kernel.
 
-    Gradients of embeddings are made dense, as all arithmetic after them is. An active function mode also keeps
+    Gradients are derivatives: those of embeddings dense, as all arithmetic after them is, and not scaled, and no hook
+    that the network sets in its forward pass may change them. An active function mode also keeps
     `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` off their fast paths.
     """
 
@@ -139,8 +146,10 @@ class EagerMode(TorchFunctionMode):
                 return _attention_body(*args, **kwargs)
         if function is F.scaled_dot_product_attention:
             return _math_attention(*args, **kwargs)
-        if function in SPARSE:
-            args, kwargs = _dense(SPARSE[function], args, kwargs)
+        if function in TABLES:
+            args, kwargs = _without(TABLES[function], args, kwargs)
+        if function is Tensor.register_hook:
+            return RemovableHandle(OrderedDict())
         return self.intercept(function, args, kwargs)
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:

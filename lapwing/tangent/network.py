@@ -24,7 +24,6 @@ from .attribution import Misplaced, misplaced, shapes
 from .blocks import Block
 from .chunk import Record
 from .eager import LOCK, modules_of, outside_modes, parameters_of, uncompiled, without_compiled
-from .kept import Kept
 from .plan import Coverage, Covered, Plan
 from .probe import check_mode, probe
 from .record import Recording, run, wants_gradient
@@ -132,10 +131,6 @@ class Tangent:
         return {name: named[name] for block in self.blocks for name in block.parameters}
 
     @cached_property
-    def _kept(self) -> Kept:
-        return Kept(self.model)
-
-    @cached_property
     def named_blocks(self) -> dict[str, Block]:
         """Name -> block."""
         return {block.name: block for block in self.blocks}
@@ -207,6 +202,17 @@ class Tangent:
 
     def _check_inputs(self, inputs: Any) -> None:
         batches.check_inputs(inputs, next(iter(self.parameters.values())), "the inputs")
+        before = self.plan.shared
+        if not any(before) or len(now := batches.shared(inputs)) != len(before):
+            return
+        count = batches.size(inputs)
+        if count > 1 and any(was and not still for was, still in zip(before, now, strict=True)):
+            raise LapwingError(
+                f"Asked to run {type(self.model).__name__} on {batches.describe(inputs)}, found {count} samples and a "
+                f"tensor of length {count} that the samples of the first batch shared, which cannot be told from one "
+                "with a row a sample; give what samples share in another shape, such as shared[None], or hold it in "
+                "forward=lambda model, inputs: model(inputs, shared)."
+            )
 
     def _record(self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype) -> Record:
         """Does what `record` says, for inputs that are checked."""
@@ -214,7 +220,7 @@ class Tangent:
         named = self.parameters
         watched = {name: named[name] for name in self.plan.watched}
         spread = batches.size(inputs) if self.plan.spread else 1
-        recording = run(self.model, inputs, self.forward, watched, spread, self._kept)
+        recording = run(self.model, inputs, self.forward, watched, spread)
         outputs, noted, routed, *_ = recording
         batches.check_outputs(outputs, "these inputs")
         samples, name = outputs.shape[0], type(self.model).__name__

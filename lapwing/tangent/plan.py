@@ -54,6 +54,7 @@ class Plan:
         watched: names of covered parameters.
         order: the names of each watched use by role, in order.
         kinds: the kind of each of them; none in files written before it was kept.
+        shared: of each tensor of the inputs, whether the samples of the first batch shared it; none in such files.
         uses: block name -> its uses as (index, where the samples are, roles treated).
         single_sample: the survey saw one sample only, so that batch axes are guesses.
         sizes: a watched use's (out numel, patches numel) a sample.
@@ -69,6 +70,7 @@ class Plan:
     spread: bool = False
     last: int = -1
     kinds: tuple[str, ...] = ()
+    shared: tuple[bool, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON."""
@@ -85,8 +87,8 @@ class Plan:
         order = tuple(tuple(tuple(pair) for pair in use) for use in data["order"])
         sizes = tuple(tuple(pair) for pair in data["sizes"])
         spread, last = data.get("spread", False), data.get("last", -1)  # files of version 0.1 have none
-        kinds, single = tuple(data.get("kinds", ())), data["single_sample"]
-        return cls(tuple(data["watched"]), order, uses, single, sizes, spread, last, kinds)
+        kinds, shared, single = tuple(data.get("kinds", ())), tuple(data.get("shared", ())), data["single_sample"]
+        return cls(tuple(data["watched"]), order, uses, single, sizes, spread, last, kinds, shared)
 
     @cached_property
     def _names(self) -> list[dict[str, str]]:

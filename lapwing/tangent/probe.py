@@ -37,7 +37,7 @@ WRITERS = (nn.modules.instancenorm._InstanceNorm, parametrizations._SpectralNorm
 """Layers besides batch norm that write buffers in training mode; instance norm only where it tracks statistics."""
 MINGLED = "its samples cannot be told apart"
 UNSEEN = "no layer family saw it"
-IDLE = "no output of the first batch has a gradient for it: it is not used there, or within torch.no_grad()"
+IDLE = "no output of the first batch has a gradient for it: it is not used, in torch.no_grad(), or in what is kept"
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,9 @@ def probe(
     idle = [name for name in names if reasons[name] == IDLE]
     if idle:
         log.warning(
-            "%s has no gradient on the first batch for %d of the parameters to treat (%s), not used there or within "
-            "torch.no_grad(); they make every step slower: leave them out by %s.",
+            "%s has no gradient on the first batch for %d of the parameters to treat (%s): not used there, within "
+            "torch.no_grad(), or in what the network keeps of an earlier call (which model.train().eval() may empty); "
+            "they make every step slower: leave them out by %s.",
             type(model).__name__, len(idle), ", ".join(idle[:3]) + (", ..." if len(idle) > 3 else ""),
             f"params=lambda name, parameter: name not in {idle}" if len(idle) < 4 else "params=lw.last_layer",
         )  # fmt: skip
@@ -174,7 +175,8 @@ def probe(
     sizes, spread = tuple(_numbers(use, samples) for use in kept), any(use.spread for use in kept)
     last_index = next((i for i, use in enumerate(kept) if use.is_output(outputs)), -1)
     kinds = tuple(use.use.kind for use in kept)
-    plan = Plan(tuple(covered), order, indexed, samples == 1, sizes, spread, last_index, kinds)
+    shared = batches.shared(inputs)
+    plan = Plan(tuple(covered), order, indexed, samples == 1, sizes, spread, last_index, kinds, shared)
     lines = tuple(
         Covered(block.name, block.parameters, block.size, block.family, reasons[block.parameters[0]])
         for block in blocks

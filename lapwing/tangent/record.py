@@ -21,7 +21,6 @@ from ..batches import Forward, call, size, tensors
 from ..errors import LapwingError
 from .chain import chain_gradients
 from .eager import EagerMode, without_compiled
-from .kept import Kept
 from .layers import HANDLERS, Use
 from .routing import routes
 
@@ -128,9 +127,8 @@ class Recorder(EagerMode):
 
     def _with_stand_ins(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function on leaves of the graph in the place of frozen parameters, which would leave no trace."""
-        frozen = (
-            [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._stand_ins] if self._stand_ins else ()
-        )
+        leaves = tree_leaves((args, kwargs)) if self._stand_ins else ()
+        frozen = [leaf for leaf in leaves if id(leaf) in self._stand_ins]
         if not frozen:
             return function(*args, **kwargs)
         args, kwargs = tree_map(lambda value: self._stand_ins.get(id(value), value), (args, kwargs))
@@ -164,7 +162,6 @@ def run(
     forward: Forward | None,
     watched: Mapping[str, Tensor],
     spread: int = 1,
-    kept: Kept | None = None,
 ) -> Recording:
     """Runs the network once, recording.
 
@@ -174,10 +171,9 @@ def run(
         forward: how the network is called.
         watched: name -> parameter.
         spread: over how many samples embeddings of a single row of tokens are spread.
-        kept: what the network is known to keep of a forward pass; looked for where None.
     """
     recorder = Recorder(watched, spread)
-    with torch.enable_grad(), without_compiled(), kept or Kept(model):
+    with torch.enable_grad(), without_compiled():
         outputs = call(model, inputs, forward, recorder)
     elsewhere = recorder.elsewhere(outputs)
     return Recording(outputs, recorder.noted, recorder.routed, recorder.differentiated, elsewhere)

@@ -1,4 +1,4 @@
-"""Ways in which a weight counts beside its layers' uses: refused on later batches, generic where the survey sees them."""
+"""Ways in which a weight counts beside its layers' uses: generic if the survey sees them, refused on later batches."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_another_use_on_a_later_batch_is_refused(name: str, frozen: bool) -> Non
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", OTHER_USES)
 def test_another_use_without_gradient_on_the_first_batch_is_seen(name: str, frozen: bool) -> None:
-    """A mask, a gate or a flag may be 0 for the few samples of the survey: the weight is generic, and rows are right."""
+    """A mask, a gate or a flag may be 0 for the few samples of the survey: the weight is generic, rows are right."""
     model, shut, some = gated(name, frozen, always=True)
     tangent = Tangent.survey(model, shut, EVERY)
     reasons = {line.block: line.reason for line in tangent.coverage.generic}

@@ -547,6 +547,40 @@ def test_sparse_gradients_are_as_dense_ones(layer: type[nn.Module]) -> None:
     assert torch.equal(rows(True), rows(False))
 
 
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_gradients_scaled_by_frequency_are_not_the_derivative(layer: type[nn.Module]) -> None:
+    """The flag divides gradients in training; J is the derivative of the outputs all the same."""
+
+    def rows(flag: bool) -> Tensor:
+        torch.manual_seed(0)
+        table = layer(7, 4, scale_grad_by_freq=flag)
+        middle = [nn.Flatten()] if layer is nn.Embedding else []
+        model = nn.Sequential(table, *middle, nn.Linear(4 * (5 if middle else 1), 3)).double().eval()
+        tokens = torch.arange(20).reshape(4, 5) % 3
+        return Tangent.survey(model, tokens, EVERY).record(tokens).rows()
+
+    assert torch.equal(rows(True), rows(False))
+
+
+def test_hooks_on_activations_do_not_change_the_derivative() -> None:
+    class Clipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head, self.scale = nn.Linear(4, 5), nn.Linear(5, 2), nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor, clip: bool = True) -> Tensor:
+            hidden = torch.tanh(self.first(x)) * self.scale
+            if clip and hidden.requires_grad:
+                hidden.register_hook(lambda g: g.clamp(-0.1, 0.1))
+            return self.head(hidden)
+
+    torch.manual_seed(0)
+    model, x = Clipping().double().eval(), torch.randn(6, 4).double()
+    rows = Tangent.survey(model, x, EVERY).record(x).rows()
+    plain = Tangent.survey(model, x, EVERY, lambda model, x: model(x, clip=False)).record(x).rows()
+    assert torch.equal(rows, plain)
+
+
 class Actor(nn.Module):
     """Two heads, one of which the outputs do not depend on."""
 
@@ -611,3 +645,24 @@ def test_a_shared_input_as_long_as_the_batch_is_refused_not_cut() -> None:
     with pytest.raises(lw.LapwingError, match="give what samples share in another shape"):
         _ = posterior.latent((x[:3], table)).variance
     assert torch.allclose(posterior.latent((x[:3], table[None])).variance, four[:3])
+
+
+def test_a_shared_input_as_long_as_a_later_batch_is_refused_for_covered_parameters_too() -> None:
+    """Chunks would cut it; the loader's last batch may be as long."""
+
+    class Anchored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, anchors: Tensor) -> Tensor:
+            return self.head(torch.tanh(x + anchors.reshape(-1, 4).mean(0)))
+
+    torch.manual_seed(0)
+    model, x, anchors = Anchored().double().eval(), torch.randn(7, 4).double(), torch.randn(5, 4).double()
+    tangent = Tangent.survey(model, (x, anchors), EVERY)
+    for n in (7, 1, 2):
+        assert tangent.record((x[:n], anchors)).rows().shape == (n, 2, 10)
+    with pytest.raises(lw.LapwingError, match=r"found 5 samples and a tensor of length 5 .* shared\[None\]"):
+        tangent.record((x[:5], anchors))
+    torch.testing.assert_close(tangent.record((x[:5], anchors[None])).rows(), tangent.record((x, anchors)).rows()[:5])

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
+from ...attributes import put_back
 from ...batches import Forward, call, describe, take, tensors
 from ...errors import LapwingError
 from ..eager import batching_quiet, eager_math
-from ..kept import attributes_kept
 
 
 class _Wrapped(nn.Module):
@@ -37,7 +37,7 @@ def call_with(model: nn.Module, forward: Forward | None, parameters: Mapping[str
     wrapped._modules["model"], wrapped._forward, wrapped.training = model, forward, model.training
     with (
         eager_math(),
-        attributes_kept(model),
+        put_back(model, looked_for=True),
     ):  # the lock is held while the parameters are swapped in the module itself
         return functional_call(wrapped, {f"model.{name}": value for name, value in parameters.items()}, (inputs,))
 
