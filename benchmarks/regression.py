@@ -45,8 +45,8 @@ RUNS = {
     "wine_red, 600 epochs, 100 ReLU, no decay": Run("wine_red", 600, 100, nn.ReLU, 0.0),
 }  # fmt: skip
 
-METHODS: dict[str, lw.Method] = {
-    "full": lw.Full(), "KFAC": lw.KFAC(), "diagonal": lw.Diagonal(), "ELLA": lw.ELLA(rank=50),
+METHODS: dict[str, lw.Method | None] = {
+    "last layer": None, "full": lw.Full(), "KFAC": lw.KFAC(), "diagonal": lw.Diagonal(), "ELLA": lw.ELLA(rank=50),
     "optimal subspace": lw.OptimalSubspace(20), "subset of weights": lw.SubsetOfWeights(100),
 }  # fmt: skip
 

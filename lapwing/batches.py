@@ -25,7 +25,8 @@ def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"Tensor {tuple(value.shape)} {_short(value.dtype)}"
     if isinstance(value, Mapping):
-        return "dict(" + ", ".join(f"{key}={describe(item)}" for key, item in value.items()) + ")"
+        named = [f"{key}={describe(item)}" for key, item in list(value.items())[:8]]
+        return f"dict({', '.join(named)}{', ...' if len(value) > 8 else ''})"
     if isinstance(value, (tuple, list)):
         return f"{type(value).__name__}(" + ", ".join(describe(item) for item in list(value)[:4]) + ")"
     return type(value).__name__

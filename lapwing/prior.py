@@ -59,7 +59,7 @@ def _by_pattern(tangent: Tangent, precision: Mapping[str, float], values: Tensor
         hits = [
             i
             for i, block in enumerate(tangent.blocks)
-            if any(fnmatchcase(name, pattern) for name in (block.name, *block.parameters))
+            if isinstance(pattern, str) and any(fnmatchcase(name, pattern) for name in (block.name, *block.parameters))
         ]
         if not hits or not is_positive(value):
             raise LapwingError(
@@ -84,7 +84,7 @@ def _fits(value: Any, parameter: Tensor) -> bool:
 def _prior_mean(tangent: Tangent, mean: float | Mapping[str, Tensor]) -> Vectors:
     own = tangent.parameters
     if isinstance(mean, Mapping):
-        unknown = [name for name in mean if name not in own]
+        unknown = [str(name) for name in mean if name not in own]
         wrong = [name for name, value in mean.items() if name in own and not _fits(value, own[name])]
         if unknown or wrong:
             accepted = ", ".join(f"{name} {tuple(value.shape)}" for name, value in list(own.items())[:4])

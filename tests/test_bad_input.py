@@ -338,6 +338,9 @@ def test_10_no_parameter() -> None:
     refused(lambda: fit([(X, Y)], nn.Tanh()), "Tanh", "none", "pass the nn.Module")
     refused(lambda: fit([(X, Y)], params="head"), "params='head'", "lw.everything", "params=lambda name, parameter")
     refused(lambda: fit([(X, Y)], params=["0.weight"]), "['0.weight']", "lw.matching", "params=lambda name, parameter")
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
+    for many in (list(model.parameters()), dict(model.named_parameters())):
+        refused(lambda many=many: fit([(X, Y)], model, params=many), "Tensor (6, 4) float32", "params=lambda name")
     refused(lambda: fit([(X, Y)], params=lambda name: True), "TypeError", "params=lambda name, parameter")
     refused(lambda: lw.matching(), "matching()", "lw.matching('*.lora_*'")
     refused(lambda: lw.matching(["0.*"]), "matching(['0.*'])", "each a string", "lw.matching(")
@@ -633,6 +636,8 @@ def test_15_numbers_of_numpy_are_numbers() -> None:
         ("method", "kfac", ("method='kfac'", "lw.Full()", "method=lw.KFAC()")),
         ("likelihood", lw.Categorical, ("class Categorical", "Categorical()")),
         ("likelihood", "softmax", ("'softmax'", '"categorical"')),
+        ("prior_mean", {0: X}, ("prior_mean of 0", "0.weight (6, 4)", "prior_mean={name: tensor}")),
+        ("prior_precision", {0: 1.0, "*": 1.0}, ("prior_precision={0: 1.0}", "0 treated blocks", "write {'")),
         ("prior_mean", "zero", ("prior_mean='zero'", "finite number", "prior_mean=0.0")),
         ("prior_mean", NAN, ("prior_mean=nan", "finite number", "prior_mean=0.0")),
         ("prior_mean", True, ("prior_mean=True", "finite number", "prior_mean=0.0")),

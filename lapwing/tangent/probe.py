@@ -37,7 +37,10 @@ WRITERS = (nn.modules.instancenorm._InstanceNorm, parametrizations._SpectralNorm
 """Layers besides batch norm that write buffers in training mode; instance norm only where it tracks statistics."""
 MINGLED = "its samples cannot be told apart"
 UNSEEN = "no layer family saw it"
-IDLE = "no output of the first batch has a gradient for it: it is not used, in torch.no_grad(), or in what is kept"
+IDLE = (
+    "no output of the first batch has a gradient for it: it is not used there, within torch.no_grad(), or in what the "
+    "network keeps of an earlier call"
+)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor
 
+from .. import batches
 from ..errors import LapwingError
 
 Predicate = Callable[[str, Tensor], bool]
@@ -75,9 +76,10 @@ def select(
     elif callable(params):
         names = _chosen(params, parameters)
     else:
+        shown = batches.describe(params) if batches.tensors(params) else repr(params)
         raise LapwingError(
-            f"Asked to treat params={params!r}; accepted are lw.everything, lw.last_layer, lw.matching('*.weight') and "
-            "a predicate: write params=lambda name, parameter: name.startswith('head')."
+            f"Asked to treat params={shown}; accepted are lw.everything, lw.last_layer, "
+            "lw.matching('*.weight') and a predicate: write params=lambda name, parameter: name.startswith('head')."
         )
     if names:
         return names

@@ -31,7 +31,7 @@ class BoundedEvidence(Tuning):
     """Holds the evidence to what the training data bear: the spread of a classifier, the noise of a regression.
 
     `δ = max(δ_evidence, min{δ : mean_n [log p(y_n|f_n) - log p(y_n|N(f_n, J_n Σ_δ J_nᵀ))] <= nats})`, or
-    `σ² = min(σ²_evidence, max(r², {σ² : σ² + mean_n J_n Σ J_nᵀ = s}))` and δ of the evidence at that σ².
+    `σ² = max(r², {σ² : σ² + mean_n J_n Σ J_nᵀ = s})` and δ of the evidence at that σ².
 
     The evidence takes the loss for a quadratic. A classifier sure of its training labels lies where the loss is flat,
     with a slope not far away: its curvature says little, and the evidence (of Evidence, with one δ) spreads the weights
@@ -40,11 +40,14 @@ class BoundedEvidence(Tuning):
     In a regression Diagonal, KFAC and subspaces overrate the effective number of weights γ in `σ² = Σ r²/(NC - γ)`
     (MacKay 1992), or take for noise the curvature that they leave out: σ² can be a thousand times the mean squared
     residual r². It is lowered until predictions of the training data are as wide as s, what the exact linearised model
-    says of samples left out, never below r².
+    says of samples left out, never below r². A posterior of some weights alone, such as the last layer, does not know
+    what the others have memorised: for it σ² is also raised, to the s of all trained weights, where at least half the
+    data are looked at (fewer tell less than the network knows) and the network has at most a million weights.
 
     Args:
         nats: what the spread may cost, in nats a training sample, with the default link.
-        samples: training samples at most, in whole batches spread evenly over the loader, which should not be sorted.
+        samples: training samples at most, twice as many for a regression, in whole batches spread evenly over the
+            loader, which should not be sorted.
         decades: how far above the evidence's δ to look, in powers of ten.
         points: candidates in that range; between them the cost is interpolated.
 
@@ -53,8 +56,8 @@ class BoundedEvidence(Tuning):
 
     Cost: the evidence's, and one pass through the loader for `samples` samples. For classifiers they are recorded and
     contracted once, with `points` variances (or Gram matrices, if the link reads covariances) an output. For
-    regression: a kernel of at most 1 000 rows, its eigenvalues, three searches for δ more, and one record of the
-    samples with 13 variances an output.
+    regression: a kernel of at most 1 000 rows, of all trained weights, its eigenvalues, three searches for δ more, and
+    one record of the samples with 13 variances an output.
 
     Example:
         >>> import torch, lapwing as lw
@@ -112,26 +115,30 @@ class BoundedEvidence(Tuning):
 
     def _with_bounded_noise(self, posterior: Posterior, tuned: Posterior, training: Training) -> Posterior:
         """Returns the maximum of the evidence, or that at the noise with which predictions are as wide as left out."""
-        least, most = posterior.likelihood.residual_variance(posterior.statistics), tuned.noise_variance
-        if posterior.noise_given or not isinstance(posterior.likelihood, Gaussian) or least is None or most is None:
+        least, best = posterior.likelihood.residual_variance(posterior.statistics), tuned.noise_variance
+        if posterior.noise_given or not isinstance(posterior.likelihood, Gaussian) or least is None or best is None:
             return tuned
-        parts = list(self._spread(training.loader, training.shown or posterior.samples))
+        shown = training.shown or posterior.samples
+        parts = list(self._spread(training.loader, shown, 2 * self.samples))
         if not parts:
             raise self._nothing_to_see()
-        bound = leave_one_out(posterior, parts).width
+        known = leave_one_out(posterior, parts)
         inputs = [part for part, _ in parts]
-        if most <= least or most + mean_variances([tuned], inputs)[0] <= bound:
+        width, bound = best + mean_variances([tuned], inputs)[0], known.width
+        may_rise = known.beyond and 2 * known.samples >= shown  # fewer samples would tell less than the network knows
+        rises = width <= bound
+        if not may_rise if rises else best <= least:
             return tuned
-        low, high = math.log(least), math.log(min(most, max(bound, least)))
+        low, high = math.log(least), math.log(max(least, bound if rises else min(best, bound)))
         logs = [low + (high - low) * i / (POINTS - 1) for i in range(POINTS)]
         ends = [_at_noise(posterior, math.exp(x)) for x in (low, (low + high) / 2, high)]
         candidates = [posterior.at(_between(ends, i / (POINTS - 1)), math.exp(x)) for i, x in enumerate(logs)]
         totals = [math.exp(x) + v for x, v in zip(logs, mean_variances(candidates, inputs), strict=True)]
         chosen = math.exp(-crossing([-x for x in reversed(logs)], totals[::-1], bound))
         log.info(
-            "The evidence's noise variance %.3g is lowered to %.3g: on its training data %s is as wide as the exact "
+            "The evidence's noise variance %.3g is %s to %.3g: on its training data %s is as wide as the exact "
             "linearised model on samples left out, %.3g",
-            most, chosen, posterior.method, bound,
+            best, "lowered" if chosen < best else "raised", chosen, posterior.method, bound,
         )  # fmt: skip
         return _at_noise(posterior, chosen)
 
@@ -148,7 +155,7 @@ class BoundedEvidence(Tuning):
         """
         first = candidates[0]
         totals, count = [0.0] * len(candidates), 0
-        for inputs, targets in self._spread(loader, shown or first.samples):
+        for inputs, targets in self._spread(loader, shown or first.samples, self.samples):
             size = batches.size(inputs)
             scores = held_out_scores(candidates, None, [(inputs, targets)])  # checks the targets
             own = float(first.likelihood.log_prob(first.tangent.outputs_of(inputs), targets).double().sum())
@@ -165,20 +172,21 @@ class BoundedEvidence(Tuning):
             "once more: pass a DataLoader or a list of batches, not a generator, or write tune=lw.Evidence()."
         )
 
-    def _spread(self, loader: Iterable[Any], whole: int) -> Iterator[tuple[Any, Tensor]]:
+    @staticmethod
+    def _spread(loader: Iterable[Any], whole: int, most: int) -> Iterator[tuple[Any, Tensor]]:
         """Yields whole batches evenly over the loader, until there are as many samples as asked for."""
         start = taken = 0
         for batch in loader:
             inputs, targets = batches.split(batch)
-            size, left = batches.size(inputs), self.samples - taken
-            if size and left > 0 and taken * whole <= start * self.samples:
+            size, left = batches.size(inputs), most - taken
+            if size and left > 0 and taken * whole <= start * most:
                 if size > left:  # every so many of its samples
                     rows = slice(0, left * (size // left), size // left)
                     inputs, targets = batches.take(inputs, rows), targets[rows]
                 taken += batches.size(inputs)
                 yield inputs, targets
             start += size
-            if taken >= self.samples:
+            if taken >= most:
                 return
 
 

@@ -100,18 +100,26 @@ def best_of(posteriors: Sequence[Posterior], grid: Grid, loader: Iterable[Any]) 
     delta = _refined(deltas, table[which, :, k].tolist(), at)
     factor = 10 ** _refined(factors, table[which, at].tolist(), k)
     if at in (0, len(deltas) - 1):
-        meaning = "no spread in the weights at all" if at else "the widest spread it was offered"
+        row = table[which, :, k].tolist()
+        alike = sum(row[at] - score < PLATEAU for score in row)
         low, high = grid.decades
+        if alike > 1:
+            told = f"{alike} candidates there are alike within {PLATEAU:g} nats, so that it matters little"
+        else:
+            meaning = "no spread in the weights at all" if at else "the widest spread it was offered"
+            told = f"the held-out data ask for {meaning}; decades=({low - 3:g}, {high + 3:g}) looks further"
         log.warning(
-            "Validation of %s chose the edge of its range, prior precision %.3g%s: the held-out data ask for %s; "
-            "decades=(%g, %g) looks further.",
+            "Validation of %s chose the edge of its range, prior precision %.3g%s: %s.",
             posteriors[which].method, 10**delta / factor,
-            f" (1e{delta:g} at the evidence's noise)" if open_noise else "", meaning, low - 3, high + 3,
+            f" (1e{delta:g} at the evidence's noise)" if open_noise else "", told,
         )  # fmt: skip
     best = posteriors[which]
     noise = None if best.noise_variance is None else best.noise_variance * factor
     return best.at(torch.full_like(best.prior.precision, 10**delta / factor), noise)
 
+
+PLATEAU = 1e-4
+"""Held-out nats a sample below which candidates are alike."""
 
 NOISE_EXPONENTS = [i / 4 for i in range(-12, 13)]
 """Candidates for log10 of σ² relative to the evidence's."""

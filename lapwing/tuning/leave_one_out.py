@@ -12,11 +12,16 @@ from torch import Tensor
 from .. import batches
 from ..likelihoods.targets import aligned_targets
 from ..posterior import Posterior
+from ..tangent import Tangent
 from ..tangent.anchors import Anchors
+from ..tangent.eager import parameters_of
 from .evidence import maximise
 
 ROWS = 1000
 """The most pairs of a sample and an output that the kernel is built of."""
+
+LARGE = 1_000_000
+"""The kernel of a network with more weights, at some hundred samples, would take longer than most fits."""
 
 ALIKE = 0.98
 """Cosine between the gradients of two samples from which on one tells the other's target, and is left out with it."""
@@ -30,11 +35,15 @@ class LeaveOneOut:
         width: s, the mean variance of a target given the other samples, or its mean squared error if that is more.
         precision: δ, as a multiple of the given one where there was one.
         noise_variance: σ².
+        samples: how many samples it knows.
+        beyond: whether weights count that the posterior leaves out.
     """
 
     width: float
     precision: float
     noise_variance: float
+    samples: int
+    beyond: bool
 
 
 def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, Tensor]]) -> LeaveOneOut:
@@ -46,23 +55,30 @@ def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, Tensor]]) -> 
     samples like it: duplicates would tell its target. Errors count besides variances, since noise that outputs share is
     none of the model's.
 
+    All trained weights count, also where the posterior treats only some: the layers before the last one have seen the
+    targets too. A network of more than LARGE weights is left to what is treated.
+
     Args:
-        posterior: of a regression with noise σ²; of it count the network, the treated weights and the prior.
+        posterior: of a regression with noise σ²; of it count the network and, where all its weights are treated, the
+            prior.
         parts: batches of inputs and targets. Of many samples with many outputs some are taken.
 
     Cost: M = N C backward passes, at most ROWS, `JJᵀ` of all pairs, and time O(M³).
     """
-    tangent, parts = posterior.tangent, [part for part in parts if batches.size(part[0])]
+    parts = [part for part in parts if batches.size(part[0])]
+    tangent = _trained(posterior, parts[0][0])
     residuals = torch.cat([_residuals(posterior, inputs, targets) for inputs, targets in parts])  # (N, C)
-    outputs, given = residuals.shape[1], posterior.prior.given
+    own = tangent is posterior.tangent
+    outputs, given = residuals.shape[1], posterior.prior.given and own
     count = min(len(residuals), max(20, ROWS // outputs))
     times = min(outputs, ROWS // count)
     samples = (torch.arange(count) * len(residuals) // count).repeat_interleave(times)
     turns = torch.arange(len(samples)) % outputs
     anchors = Anchors(tangent, tuple(inputs for inputs, _ in parts), samples, turns)
-    precision = posterior.prior.precision if given else torch.ones_like(posterior.prior.precision)
+    precision = posterior.prior.precision if given else torch.ones(len(tangent.blocks), dtype=torch.float64)
     weights = {block.name: 1 / value for block, value in zip(tangent.blocks, precision.tolist(), strict=True)}
-    moved = {name: (value - posterior.prior.mean[name]).double()[None] for name, value in tangent.mean().items()}
+    mean = posterior.prior.mean if own else {}
+    moved = {name: (value - mean.get(name, 0.0)).double()[None] for name, value in tangent.mean().items()}
     labels = residuals[samples, turns] + anchors.inner(moved)[0].double()
     gram = anchors.gram(weights, torch.float64)
     values, vectors = torch.linalg.eigh(gram)
@@ -81,7 +97,22 @@ def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, Tensor]]) -> 
     best = maximise(evidence, -10.0, 6.0, 65)
     spectrum, scale = at(best)
     inverse = (vectors / (scale * spectrum)) @ vectors.T
-    return LeaveOneOut(_width(gram, inverse, labels, times, times == outputs), 1 / scale, scale * unit * 10**best)
+    width = _width(gram, inverse, labels, times, times == outputs)
+    return LeaveOneOut(width, 1 / scale, scale * unit * 10**best, count, not own)
+
+
+def _trained(posterior: Posterior, inputs: Any) -> Tangent:
+    """Returns the tangent of all trained weights, the posterior's own where it treats them or they are too many."""
+    own = posterior.tangent
+    treated = {name for block in own.blocks for name in block.parameters}
+    missing = {
+        name: value
+        for name, value in parameters_of(own.model).items()
+        if value.requires_grad and name not in treated and value.is_floating_point()
+    }
+    if not missing or own.size + sum(value.numel() for value in missing.values()) > LARGE:
+        return own
+    return Tangent.survey(own.model, inputs, lambda name, _: name in treated or name in missing, own.forward)
 
 
 def _width(gram: Tensor, inverse: Tensor, labels: Tensor, times: int, whole: bool) -> float:

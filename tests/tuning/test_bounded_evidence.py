@@ -148,6 +148,44 @@ def test_noise_that_leaves_predictions_narrow_enough_stays():
     assert (tuned.prior_precision, tuned.noise_variance) == (plain.prior_precision, plain.noise_variance)
 
 
+@pytest.mark.parametrize("method", [None, lw.Full(), lw.Diagonal()], ids=repr)
+def test_noise_of_the_last_layer_is_raised_to_what_the_whole_network_left_out(method, caplog):
+    """The layers before it have seen the targets too, so the residuals are far below the noise."""
+    model, loader, (x, y) = overfitted()
+    options = {"params": lw.last_layer, "likelihood": "gaussian"}
+    plain = lw.fit(model, loader, method, tune=lw.Evidence(), **options)
+    known, whole = leave_one_out(plain, loader), leave_one_out(lw.fit(model, loader, lw.Diagonal(), tune=None), loader)
+    assert (known.beyond, whole.beyond, known.samples) == (True, False, 60)
+    assert known.width == pytest.approx(whole.width, rel=1e-9)
+    with caplog.at_level(logging.INFO, "lapwing"):
+        tuned = lw.fit(model, loader, method, **options)
+    assert f"noise variance {plain.noise_variance:.3g} is raised to {tuned.noise_variance:.3g}" in caplog.text
+    assert total(tuned, loader) == pytest.approx(known.width, rel=0.02)
+    assert tuned.predict(x).log_prob(y).mean() > plain.predict(x).log_prob(y).mean() + 1.0
+    for given in ({"prior_precision": 0.5}, {"data_size": 600}):
+        assert total(lw.fit(model, loader, method, **options, **given), loader) == pytest.approx(known.width, rel=0.02)
+
+
+def test_noise_is_not_raised_by_fewer_samples_than_half_nor_for_many_weights(monkeypatch):
+    """Fewer samples tell less than the network knows; the kernel of many weights takes too long."""
+    model, loader, _ = overfitted()
+    options = {"params": lw.last_layer, "likelihood": "gaussian"}
+    plain = lw.fit(model, loader, tune=lw.Evidence(), **options).noise_variance
+    for samples, rises in ((14, False), (15, True)):
+        tuned = lw.fit(model, loader, tune=BoundedEvidence(samples=samples), **options).noise_variance
+        assert (tuned > 2 * plain) is rises
+    monkeypatch.setattr("lapwing.tuning.leave_one_out.LARGE", 100)
+    assert lw.fit(model, loader, **options).noise_variance <= plain
+
+
+def test_frozen_layers_have_not_seen_the_targets():
+    model, loader, _ = overfitted()
+    for layer in model[:-1]:
+        layer.requires_grad_(False)
+    posterior = lw.fit(model, loader, params=lw.last_layer, likelihood="gaussian", tune=None)
+    assert not leave_one_out(posterior, loader).beyond
+
+
 def test_noise_is_never_below_the_residual():
     torch.manual_seed(0)
     x = torch.randn(60, 3, dtype=torch.float64)
@@ -319,14 +357,14 @@ def test_a_given_prior_is_kept():
 def test_samples_are_at_most_as_many_as_asked_and_spread_over_the_loader(samples):
     parts = [(torch.arange(start, start + 10.0)[:, None], torch.zeros(10)) for start in range(0, 90, 10)]
     parts.insert(3, (torch.zeros(0, 1), torch.zeros(0)))
-    taken = list(BoundedEvidence(samples=samples)._spread(parts, 90))
+    taken = list(BoundedEvidence._spread(parts, 90, samples))
     rows = torch.cat([x for x, _ in taken]).flatten()
     assert len(rows) == min(samples, 90) == len(rows.unique())
     assert all(len(x) == len(y) for x, y in taken)
     if samples >= 20:
         assert rows.max() >= 40  # not the first ones alone
     whole = [(torch.arange(90.0)[:, None], torch.zeros(90))]
-    ((x, _),) = BoundedEvidence(samples=samples)._spread(whole, 90)
+    ((x, _),) = BoundedEvidence._spread(whole, 90, samples)
     assert len(x) == min(samples, 90)
     assert samples == 1 or x.max() >= 90 / 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -74,3 +75,29 @@ def test_open_noise_is_chosen_on_held_out_data_too(method, prior):
         assert chosen >= score(fitted.prior_precision, fitted.noise_variance * factor) - 2e-2
         if prior is None:
             assert chosen >= score(fitted.prior_precision * factor, fitted.noise_variance) - 2e-2
+
+
+@pytest.mark.parametrize(
+    ("decades", "told"),
+    [
+        ((0.0, 2.0), r"the widest spread it was offered; decades=\(-3, 5\) looks further\."),
+        ((9.0, 11.0), r"3 candidates there are alike within 0.0001 nats, so that it matters little\."),
+        ((-4.0, 2.0), None),
+    ],
+)
+def test_a_choice_at_the_edge_of_the_range_is_told(decades, told, caplog):
+    """A network that is far too sure, whose best prior precision lies between 0.001 and 10."""
+    torch.manual_seed(0)
+    x = torch.randn(300, 3, dtype=torch.float64)
+    y = (x[:, 0] + torch.randn(300, dtype=torch.float64) > 0).long()
+    model = torch.nn.Linear(3, 2).double().eval()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[-1.1, 0.4, 0.3], [1.1, -0.4, -0.3]]))
+    held_out = [(x[200:], y[200:])]
+    tuning = lw.Validation(held_out, decades=decades, points=3 if told else 11)
+    with caplog.at_level("WARNING", "lapwing"):
+        lw.fit(model, [(x[:5], y[:5])], lw.Full(), tune=tuning)
+    shown = [record.getMessage() for record in caplog.records if "edge of its range" in record.getMessage()]
+    assert len(shown) == (told is not None)
+    if told is not None:
+        assert re.search(told, shown[0])
