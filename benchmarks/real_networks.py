@@ -4,7 +4,10 @@ Each posterior is fitted on 2 000 training images scaled to the whole training s
 first 2 000 test images, and reported on the other 8 000; MAP is the network itself on the same images. What the
 evidence would choose stands beside it, with its loss on 500 of the validation images.
 
-    python -m benchmarks.real_networks [mnist] [cifar10]
+`real_network_defaults.json` has what the default tuning, without held-out data, does on the same images: the last
+layer, which is what `lw.fit(model, loader)` takes, on all that are reported on, the others on 500 of those to validate.
+
+    python -m benchmarks.real_networks [mnist] [cifar10] [defaults]
 """
 
 from __future__ import annotations
@@ -85,9 +88,34 @@ def study(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
     return found
 
 
+def defaults(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
+    """Fits every method with the default tuning and scores it."""
+    data = images(name)
+    picked = torch.randperm(len(data.x_train), generator=torch.Generator().manual_seed(SEED))[:SHOWN]
+    train = loader(data.x_train[picked], data.y_train[picked])
+    some = loader(data.x_test[:500], data.y_test[:500])
+    with torch.no_grad():
+        logits = torch.cat([model(x) for x, _ in some])
+    found: dict[str, Any] = {"MAP": {"nll_on_500_validation_images": float(nn.functional.cross_entropy(
+        logits, data.y_test[:500]))}}  # fmt: skip
+    for label, (method, params) in METHODS.items():
+        fitted = lw.fit(model, train, method, params=params, data_size=data_size, seed=SEED)
+        score = held_out_scores([fitted], None, some)[0][0]
+        found[label] = {"prior_precision": fitted.prior_precision, "nll_on_500_validation_images": -score}
+        if label == "last layer":
+            test = loader(data.x_test[VALIDATION:], data.y_test[VALIDATION:])
+            found[label] |= scores(fitted.predict(test).probs, data.y_test[VALIDATION:])
+        print(name, label, found[label], flush=True)
+    return found
+
+
 def main(names: list[str]) -> None:
     """Studies the named networks, all of them when none is named."""
-    for name in names or list(NETWORKS):
+    names = names or [*NETWORKS, "defaults"]
+    if "defaults" in names:
+        print(write("real_network_defaults", {name: defaults(build().eval(), name, size) for name, (build, size) in
+                                              NETWORKS.items()}, SEED))  # fmt: skip
+    for name in [name for name in names if name in NETWORKS]:
         build, data_size = NETWORKS[name]
         print(name, flush=True)
         print(write(f"real_network_{name}", study(build().eval(), name, data_size), SEED))
