@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .deployment import deploy
 from .errors import LapwingError
 from .fitting import fit
 from .likelihoods import Bernoulli, Categorical, Gaussian, LaplaceBridge, Likelihood, Probit, Quadrature, SampledLink
@@ -40,17 +39,22 @@ from .tangent import coverage, everything, last_layer, matching
 from .tuning import BoundedEvidence, EarlyStopping, Evidence, Validation, scale_factor
 
 if TYPE_CHECKING:
+    from .deployment import deploy
     from .evaluation import compare
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `lw.compare` when it is asked for: it needs what `pip install lapwing[eval]` adds."""
+    """Imports `lw.compare`, which needs what `pip install lapwing[eval]` adds, and `lw.deploy` when asked for."""
     if name == "compare":
         from .evaluation import compare
 
         return compare
+    if name == "deploy":
+        from .deployment import deploy
+
+        return deploy
     raise AttributeError(f"module 'lapwing' has no attribute {name!r}")
 
 

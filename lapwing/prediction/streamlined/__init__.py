@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,10 +21,11 @@ from ...tangent.probe import check_mode
 from ...tangent.record import wants_gradient
 from ..uncertain import leaves_of, separate
 from ..way import Way
-from .graph import Graph, read
-from .joint import Walk
-from .kronecker import seen
-from .program import Options, Program, build
+
+if TYPE_CHECKING:
+    from .graph import Graph
+    from .joint import Walk
+    from .program import Options, Program
 
 _PROGRAMS: weakref.WeakKeyDictionary[Covariance, dict[Any, tuple[Graph, Program | Walk]]] = weakref.WeakKeyDictionary()
 
@@ -213,6 +214,8 @@ class Streamlined(Way):
 
     def options(self, inputs: tuple[int, ...] = ()) -> Options:
         """Returns what a program is built for, at inputs of which those at some places are uncertain."""
+        from .program import Options  # imported when used, as below: `import lapwing` stays light
+
         full = self.covariance == "full"
         correlated = full if self.residual is None else self.residual == "correlated"
         return Options(full, correlated, self.attention, self.activations, inputs, self.positions, self.kronecker)
@@ -221,6 +224,11 @@ class Streamlined(Way):
         self, tangent: Tangent, covariance: Covariance, inputs: Any, uncertain: tuple[int, ...] = ()
     ) -> Program | Walk:
         """Returns the program for inputs like these, built once for each graph and posterior."""
+        from .graph import read
+        from .joint import Walk
+        from .kronecker import seen
+        from .program import build
+
         graph = read(tangent, inputs)
         options = self.options(uncertain)
         known = _PROGRAMS.setdefault(covariance, {})
