@@ -38,6 +38,11 @@ def full_precision(function: Callable[Arguments, Result]) -> Callable[Arguments,
     return wrapped
 
 
+def network_casts() -> bool:
+    """Whether the caller had autocast switched on, so that the network computes in less precision than its weights."""
+    return bool(_CALLERS.get())
+
+
 def network_precision() -> AbstractContextManager[object]:
     """Returns a context for a call of the network: the autocast that the caller had switched on, if any."""
     active = _CALLERS.get()

@@ -12,6 +12,7 @@ from torch.func import functional_call, vjp, vmap
 from ...attributes import put_back
 from ...batches import Forward, call, describe, take, tensors
 from ...errors import LapwingError
+from ...precision import network_casts
 from ..eager import batching_quiet, eager_math
 
 
@@ -75,7 +76,8 @@ def per_sample_rows(
         for n in range(samples)
     ]
     rows = {name: torch.stack([row[name] for row in looped]) for name in parameters}
-    coarse = torch.finfo(torch.bfloat16).eps  # the network may compute in that
+    half = min(value.dtype.itemsize for value in parameters.values()) < 4 or network_casts()
+    coarse = torch.finfo(torch.bfloat16).eps if half else 1e-4  # it may compute in less precision here and there
     if samples > 1 and not _agrees_with_autograd(rows, model, forward, parameters, inputs, cotangents, coarse):
         raise LapwingError(
             f"Asked to take {samples} samples of {describe(inputs)} one by one, found other gradients than together; "
