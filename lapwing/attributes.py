@@ -24,8 +24,7 @@ _places: WeakKeyDictionary[nn.Module, list[tuple[ref[nn.Module], str]]] = WeakKe
 _ABSENT = object()
 
 
-@contextlib.contextmanager
-def put_back(model: nn.Module, looked_for: bool = False) -> Iterator[None]:
+def put_back(model: nn.Module, looked_for: bool = False) -> contextlib.AbstractContextManager[None]:
     """Puts attributes of a network's modules back after a pass: those that a first pass changed, or all of them.
 
     Args:
@@ -34,15 +33,20 @@ def put_back(model: nn.Module, looked_for: bool = False) -> Iterator[None]:
     """
     known = None if looked_for else _places.get(model)
     if known is None:
-        yield from _looked_for(model)
-        return
-    before = _read((module, name) for place, name in known if (module := place()) is not None)
+        return _looked_for(model)
+    return _known(known) if known else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _known(places: list[tuple[ref[nn.Module], str]]) -> Iterator[None]:
+    before = _read((module, name) for place, name in places if (module := place()) is not None)
     try:
         yield
     finally:
         _restore(before)
 
 
+@contextlib.contextmanager
 def _looked_for(model: nn.Module) -> Iterator[None]:
     before, whole = _read(_all(model)), False
     try:

@@ -124,7 +124,8 @@ def positions_in(layer: nn.Module, x: Tensor, group: int) -> Tensor:
         after = [t - b for t, b in zip(total, before, strict=True)]
     else:
         before = after = layer.padding if len(layer.padding) == 2 else (0, *layer.padding)
-    x = nn.functional.pad(x, (before[1], after[1], before[0], after[0]))
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    x = nn.functional.pad(x[None], (before[1], after[1], before[0], after[0]), mode=mode)[0]
     rows = []
     for i in range(0, x.shape[1] - dilation[0] * (kernel[0] - 1), stride[0]):
         for j in range(0, x.shape[2] - dilation[1] * (kernel[1] - 1), stride[1]):

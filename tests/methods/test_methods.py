@@ -300,7 +300,7 @@ class TestEllaOfEveryRow(EllaConformance):
 HOOKED = (
     "mlp", "mlp_scalar", "squeezed", "mlp_relu_inplace", "deep_linear", "swapped_order", "prelu", "cnn_bn_inplace",
     "grouped_strided_conv", "conv1d", "residual_block", "groupnorm_rms", "attention", "frozen_trunk", "all_frozen",
-    "shared_module", "compiled",
+    "shared_module", "compiled", "circular_conv", "transposed_conv",
 )  # fmt: skip
 
 
