@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -331,3 +332,40 @@ def test_samples_taken_one_by_one_are_told_once(caplog: pytest.LogCaptureFixture
     for _ in range(2):
         assert len(list(tangent.records(then))) == 2
     assert caplog.text.count("they are taken one by one, which is slow") == 1
+
+
+class Twice(Net):
+    """The layer in question is called on what the mask keeps and on what it leaves out, with 200 outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 200)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        out = x.new_zeros(*x.shape[:2], 6)
+        out[mask] = torch.tanh(self.a(x[mask]))
+        out[~mask] = torch.sin(self.a(x[~mask]))
+        return self.head(out.sum(1))
+
+
+@pytest.mark.parametrize("kind", [Unpadded, Twice])
+@pytest.mark.parametrize("case", ["float64", "bfloat16", "frozen layer", "frozen head"])
+def test_edges_of_samples_taken_one_by_one(kind: type[Net], case: str) -> None:
+    """Many outputs, a module called twice, half precision and frozen layers: the rows are those of samples alone."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if case == "bfloat16" else torch.float64
+    model = kind().to(dtype).eval()
+    if "frozen" in case:
+        (model.a if case == "frozen layer" else model.head).requires_grad_(False)
+    first, then = (SEQUENCES.to(dtype), FULL), (SEQUENCES[:2].to(dtype), UNEVEN)
+    if kind is Twice:
+        first = (first[0], FULL.index_fill(1, torch.tensor(3), False))
+    for params in (EVERY, lw.everything):
+        tangent = Tangent.survey(model, first, params, called)
+        found = torch.cat([record.rows() for _, record in tangent.records(then)])
+        alone = torch.cat([tangent.record(part(then, n)).rows() for n in range(2)])
+        trained = copy.deepcopy(model).double().requires_grad_(True)
+        exact = truth(trained, tangent, (then[0].double(), then[1]))
+        assert found.shape == exact.shape
+        torch.testing.assert_close(found, alone, rtol=1e-2 if case == "bfloat16" else 1e-10, atol=1e-12)
+        assert (found.double() - exact).norm() < (0.05 if case == "bfloat16" else 1e-10) * exact.norm()
