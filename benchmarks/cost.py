@@ -59,7 +59,7 @@ def by_hand(model: nn.Module, x: Tensor, posterior: lw.Posterior) -> Callable[[]
         if isinstance(structure, KroneckerBlock):
             inputs = structure.inputs[0]
             weights.append((weight[0],))
-            bases.append((inputs[-1], inputs[:-1], structure.outputs[0]))
+            bases.append((inputs[-1].contiguous(), inputs[:-1], structure.outputs[0]))
         else:
             weight = weight.reshape(layer.out_features, -1)
             weights.append((weight[:, :-1], weight[:, -1].contiguous()))

@@ -139,8 +139,9 @@ class KroneckerBlock(Structure):
     kind = "kronecker"
 
     def __init__(self, eigenvalues: Tensor, inputs: Tensor | None, outputs: Tensor) -> None:
-        self.eigenvalues, self.inputs = eigenvalues, inputs
-        self.outputs = outputs.contiguous()  # eigh gives columns; `Rotated` scales and multiplies rows
+        self.eigenvalues = eigenvalues
+        self.inputs = None if inputs is None else inputs.mT.contiguous().mT  # columns, as eigh gives them: read fastest
+        self.outputs = outputs.contiguous()  # `Rotated` scales and multiplies rows
 
     def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
         """Returns `U_outᵀ M U_in` for v seen as M (G, O, I), or its inverse."""

@@ -87,7 +87,9 @@ class Outer(MatrixJacobian):
 
     def _turned(self, basis: Tensor) -> Tensor:
         """Returns `a U` (B, K) for U (I, K), without writing the bias's column out."""
-        return torch.addmm(basis[-1], self._a, basis[:-1]) if self._bias else self._a @ basis
+        if not self._bias:
+            return self._a @ basis
+        return torch.addmm(basis[-1].contiguous(), self._a, basis[:-1])  # it is read once a sample
 
     def rotate_inputs(self, basis: Tensor) -> Outer:
         """Returns J for inputs [|a - U Uᵀ a|, Uᵀ a], U (I, k) orthonormal, where what is left weighs the same."""
