@@ -1,13 +1,15 @@
-"""What modules hold as attributes beside parameters and buffers is put back after every forward pass of ours.
+"""What modules hold as attributes beside parameters and buffers is put back after our forward passes.
 
 Networks keep activations, weights made by hooks, and tables that they derive from weights in eval mode. Left behind,
-these would hold a pass's graph or, after a pass with drawn weights, change what the network answers.
+these would hold a pass's graph or, after a pass with drawn weights, change what the network answers. What changes is
+looked for in the first pass of a network (for each `forward=`), and in every pass with other weights than its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -17,23 +19,28 @@ STANDARD = frozenset(vars(nn.Module()))
 """What every module has."""
 
 Place = tuple[nn.Module, str]
+Held = tuple[Any, list[tuple[Any, list[Any]]]]
+"""An attribute's value, and the lists, dicts and deques in it with copies of what they hold."""
 
-_places: WeakKeyDictionary[nn.Module, list[tuple[ref[nn.Module], str]]] = WeakKeyDictionary()
-"""Network -> the attributes that its first whole pass changed, which later ones are taken to change too."""
+_places: WeakKeyDictionary[nn.Module, dict[int, list[tuple[ref[nn.Module], str]]]] = WeakKeyDictionary()
+"""Network -> id of its `forward=` -> the attributes that the first whole pass changed."""
 
 _ABSENT = object()
 
 
-def put_back(model: nn.Module, looked_for: bool = False) -> contextlib.AbstractContextManager[None]:
+def put_back(
+    model: nn.Module, forward: Callable | None = None, looked_for: bool = False
+) -> contextlib.AbstractContextManager[None]:
     """Puts attributes of a network's modules back after a pass: those that a first pass changed, or all of them.
 
     Args:
         model: the network.
+        forward: how it is called.
         looked_for: compare all attributes also where the first pass is known.
     """
-    known = None if looked_for else _places.get(model)
+    known = None if looked_for else _places.get(model, {}).get(id(forward))
     if known is None:
-        return _looked_for(model)
+        return _looked_for(model, forward)
     return _known(known) if known else contextlib.nullcontext()
 
 
@@ -47,50 +54,61 @@ def _known(places: list[tuple[ref[nn.Module], str]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _looked_for(model: nn.Module) -> Iterator[None]:
+def _looked_for(model: nn.Module, forward: Callable | None) -> Iterator[None]:
     before, whole = _read(_all(model)), False
     try:
         yield
         whole = True
     finally:
-        changed = _restore({**dict.fromkeys(_all(model), (_ABSENT, None)), **before})
-        if whole and model not in _places:
-            _places[model] = [(ref(module), name) for module, name in changed]
+        changed = _restore({**dict.fromkeys(_all(model), (_ABSENT, [])), **before})
+        if whole:
+            _places.setdefault(model, {}).setdefault(id(forward), [(ref(module), name) for module, name in changed])
 
 
 def _all(model: nn.Module) -> list[Place]:
     return [(module, name) for module in model.modules() for name in vars(module) if name not in STANDARD]
 
 
-def _read(places: Iterable[Place]) -> dict[Place, tuple[Any, Any]]:
-    """Returns the value at each place, and a copy of what it holds if it is a list or a dict."""
+def _read(places: Iterable[Place]) -> dict[Place, Held]:
     found = {}
     for module, name in places:
         value = vars(module).get(name, _ABSENT)
-        found[module, name] = value, value.copy() if type(value) in (list, dict) else None
+        found[module, name] = value, list(_contents(value, set()))
     return found
 
 
-def _restore(before: dict[Place, tuple[Any, Any]]) -> list[Place]:
+def _contents(value: Any, met: set[int]) -> Iterator[tuple[Any, list[Any]]]:
+    """Yields a list, dict or deque, and those within it, with copies of what they hold."""
+    if not isinstance(value, (list, dict, deque)) or id(value) in met:
+        return
+    met.add(id(value))
+    yield value, list(value.items() if isinstance(value, dict) else value)
+    for one in value.values() if isinstance(value, dict) else value:
+        yield from _contents(one, met)
+
+
+def _restore(before: dict[Place, Held]) -> list[Place]:
     """Puts values back; returns the places where others were."""
     changed = []
-    for (module, name), (value, copy) in before.items():
+    for (module, name), (value, contents) in before.items():
         own = vars(module)
-        if own.get(name, _ABSENT) is not value:
+        now = own.get(name, _ABSENT)
+        if now is not value and value is _ABSENT:
+            del own[name]
+        elif now is not value:
+            own[name] = value
+        others = [(container, held) for container, held in contents if not _holds(container, held)]
+        for container, held in others:
+            container.clear()
+            container.update(held) if isinstance(container, dict) else container.extend(held)
+        if others or now is not value:
             changed.append((module, name))
-            if value is _ABSENT:
-                del own[name]
-            else:
-                own[name] = value
-        if copy is not None and not _same(value, copy):
-            changed.append((module, name))
-            value.clear()
-            value.update(copy) if isinstance(value, dict) else value.extend(copy)
     return changed
 
 
-def _same(now: Any, before: Any) -> bool:
-    """Whether two lists or dicts hold the same objects."""
-    if isinstance(now, dict):
-        return list(now) == list(before) and all(value is before[key] for key, value in now.items())
-    return len(now) == len(before) and all(one is other for one, other in zip(now, before, strict=True))
+def _holds(container: Any, held: list[Any]) -> bool:
+    """Whether a container holds the same objects in the same order."""
+    if isinstance(container, dict):
+        pairs = zip(container.items(), held, strict=False)
+        return len(container) == len(held) and all(a[0] == b[0] and a[1] is b[1] for a, b in pairs)
+    return len(container) == len(held) and all(one is other for one, other in zip(container, held, strict=True))

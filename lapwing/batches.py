@@ -124,21 +124,38 @@ def size(inputs: Any) -> int:
 
 
 def take(inputs: Any, rows: slice | Tensor) -> Any:
-    """Returns the samples `rows` of every tensor whose first dimension is the batch, and of lists of numbers or texts.
+    """Returns the samples `rows` of every tensor whose first dimension is the batch, and of lists of as many texts.
 
     The rest is passed on as it is.
     """
     count = size(inputs)
 
-    def listed(value: Any) -> bool:
-        return isinstance(value, list) and len(value) == count and not tensors(value)
+    def texts(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == count and all(isinstance(text, str) for text in value)
 
     def cut(leaf: Any) -> Any:
         if isinstance(leaf, list):
             return leaf[rows] if isinstance(rows, slice) else [leaf[i] for i in rows.tolist()]
         return leaf[rows] if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == count else leaf
 
-    return pytree.tree_map(cut, _tree(inputs), is_leaf=listed)
+    return pytree.tree_map(cut, _tree(inputs), is_leaf=texts)
+
+
+def check_lists(inputs: Any) -> None:
+    """Raises for a list of as many numbers as there are samples in a first batch, which may be a number a sample."""
+    count = size(inputs)
+
+    def look(value: Any) -> bool:
+        numbers = isinstance(value, list) and bool(value) and not any(isinstance(one, (str, Tensor)) for one in value)
+        if numbers and len(value) == count > 1:
+            raise LapwingError(
+                f"Asked to run a network on {describe(inputs)}, found a list of {count} numbers beside {count} "
+                "samples, which may be one a sample or shared by all; write torch.tensor(numbers) for the former, "
+                "tuple(numbers) for the latter."
+            )
+        return False
+
+    pytree.tree_leaves(_tree(inputs), is_leaf=look)
 
 
 def shared(inputs: Any) -> tuple[bool, ...]:
@@ -199,14 +216,15 @@ def call(
             does not take, and outputs that are no (B, C) matrix.
     """
     try:
-        with network_precision(), put_back(model), mode or nullcontext():
-            out = _called(model, inputs, forward)
+        with network_precision(), put_back(model, forward):
+            with mode or nullcontext():
+                out = _called(model, inputs, forward)
+            if not isinstance(out, Tensor):  # which may be the network's own attribute
+                out = getattr(out, "logits", out["logits"] if isinstance(out, Mapping) and "logits" in out else None)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         if _blames_inputs(error):
             raise _refused(model, inputs, forward, error) from error
         raise
-    if not isinstance(out, Tensor):
-        out = getattr(out, "logits", out["logits"] if isinstance(out, Mapping) and "logits" in out else None)
     if isinstance(out, Tensor) and out.ndim == 1:
         out = out[:, None]
     if not isinstance(out, Tensor) or out.ndim != 2 or not out.is_floating_point():

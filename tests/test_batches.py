@@ -78,14 +78,34 @@ def test_take_cuts_along_the_batch_and_passes_on_the_rest() -> None:
     assert torch.equal(batches.take((X, Z), rows)[1], Z[rows])
 
 
-def test_lists_of_numbers_and_texts_are_cut_with_the_samples() -> None:
+def test_lists_of_texts_are_cut_with_the_samples_and_those_of_numbers_are_shared() -> None:
     x = torch.arange(4.0)
-    inputs = {"x": x, "lengths": [3, 1, 2, 0], "texts": ["a", "b", "c", "d"], "size": [5, 5], "pair": (7, 7, 7, 7)}
+    inputs = {"x": x, "box": [3, 1, 2, 0], "texts": ["a", "b", "c", "d"], "few": ["a", "b"], "pair": (7, 7, 7, 7)}
     cut = batches.take(inputs, slice(1, 3))
-    assert (cut["lengths"], cut["texts"], cut["size"], cut["pair"]) == ([1, 2], ["b", "c"], [5, 5], (7, 7, 7, 7))
+    assert (cut["box"], cut["texts"], cut["few"], cut["pair"]) == ([3, 1, 2, 0], ["b", "c"], ["a", "b"], (7, 7, 7, 7))
     assert batches.take(inputs, torch.tensor([3, 0]))["texts"] == ["d", "a"]
     parts = [part["texts"] for _, part in batches.chunks(inputs, 3)]
     assert parts == [["a", "b", "c"], ["d"]]
+
+
+def test_a_list_of_as_many_numbers_as_samples_is_refused_in_the_first_batch() -> None:
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, box: Any) -> Tensor:
+            return self.head(x * torch.tensor(box).reshape(-1)[0])
+
+    torch.manual_seed(0)
+    model, x, y = Scaling().eval(), torch.randn(6, 3), torch.arange(6) % 2
+    with pytest.raises(lw.LapwingError, match=r"a list of 6 numbers beside 6 samples.* torch.tensor\(numbers\)"):
+        lw.fit(model, [((x, [2.0] * 6), y)], prior_precision=1.0)
+    posterior = lw.fit(model, [((x, [2.0] * 4), y)], lw.KFAC(), prior_precision=1.0)
+    whole = posterior.latent((x, [2.0] * 4)).variance
+    torch.testing.assert_close(posterior.latent((x[:4], [2.0] * 4)).variance, whole[:4])
+    torch.testing.assert_close(lw.fit(model, [((x, (2.0,) * 6), y)], lw.KFAC(), prior_precision=1.0).latent(
+        (x, (2.0,) * 6)).variance, whole)  # fmt: skip
 
 
 @pytest.mark.parametrize("length", [1, 2, 4, 6, 100])

@@ -12,7 +12,6 @@ import sys
 import threading
 import types
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from ..precision import Arguments, Result, full_precision
 
@@ -68,6 +66,15 @@ def _math_attention(
     return torch.ops.aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
     )[0]
+
+
+def _looking_on(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], None]:
+    """Returns a hook that sees gradients and does not replace them."""
+
+    def looks(gradient: Tensor) -> None:
+        hook(gradient)
+
+    return looks
 
 
 def _without(flags: tuple[tuple[str, int], ...], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -133,8 +140,8 @@ def outside_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, 
 class EagerMode(TorchFunctionMode):
     """Sees every torch function a network calls; opens `multi_head_attention_forward`, takes the math attention kernel.
 
-    Gradients are derivatives: those of embeddings dense, as all arithmetic after them is, and not scaled, and no hook
-    that the network sets in its forward pass may change them. An active function mode also keeps
+    Gradients are derivatives: those of embeddings dense, as all arithmetic after them is, and not scaled; what a hook
+    that the network sets by `Tensor.register_hook` returns does not replace them. An active function mode also keeps
     `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` off their fast paths.
     """
 
@@ -149,7 +156,7 @@ class EagerMode(TorchFunctionMode):
         if function in TABLES:
             args, kwargs = _without(TABLES[function], args, kwargs)
         if function is Tensor.register_hook:
-            return RemovableHandle(OrderedDict())
+            return function(args[0], _looking_on(*args[1:], **kwargs))
         return self.intercept(function, args, kwargs)
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:

@@ -87,6 +87,7 @@ class Tangent:
         parameters = parameters_of(model)
         inputs = batches.plain(inputs)
         batches.check_inputs(inputs, next(iter(parameters.values())), "the inputs of the first batch")
+        batches.check_lists(inputs)
         surveyed = probe(model, parameters, inputs, params, forward, most=memory // 16)
         tangent = cls(model, forward, surveyed.blocks, surveyed.plan, surveyed.coverage, surveyed.outputs, memory)
         tangent._tell_need()
@@ -220,7 +221,8 @@ class Tangent:
         named = self.parameters
         watched = {name: named[name] for name in self.plan.watched}
         spread = batches.size(inputs) if self.plan.spread else 1
-        recording = run(self.model, inputs, self.forward, watched, spread)
+        frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
+        recording = run(self.model, inputs, self.forward, watched, spread, frozen)
         outputs, noted, routed, *_ = recording
         batches.check_outputs(outputs, "these inputs")
         samples, name = outputs.shape[0], type(self.model).__name__

@@ -27,7 +27,7 @@ from .eager import Draws, modules_of, without_compiled
 from .layers import BatchAxis
 from .layers.generic import call_with
 from .plan import MATRIX_FAMILIES, Coverage, Covered, Plan
-from .record import Noted, output_gradients, run_spread
+from .record import Noted, output_gradients, run, run_spread
 from .selection import LastLayer, Predicate, select
 
 log = logging.getLogger("lapwing")
@@ -132,6 +132,9 @@ def probe(
     outputs, noted, _, differentiated, elsewhere = run_spread(model, few, forward, parameters)
     batches.check_outputs(outputs, "the first batch")
     names = select(params, parameters, _last_layer(outputs, noted), type(model).__name__)
+    frozen = {name: parameters[name] for name in names if not parameters[name].requires_grad}
+    if frozen:  # not known before, and others, masks and tables, need not take gradients
+        elsewhere = elsewhere | run(model, few, forward, frozen, frozen=list(frozen.values())).elsewhere
     samples = outputs.shape[0]
     _check_repeatable(model, few, forward, outputs.detach())
 

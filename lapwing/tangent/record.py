@@ -8,6 +8,7 @@ for the whole batch, such as positions, is spread over the samples, so that its 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ..batches import Forward, call, size, tensors
 from ..errors import LapwingError
@@ -84,13 +84,14 @@ class Recorder(EagerMode):
     Args:
         watched: name -> parameter.
         spread: over how many samples embeddings of a single row of tokens are spread.
+        frozen: those of the watched parameters that leave no trace in a graph and are to leave one.
     """
 
-    def __init__(self, watched: Mapping[str, Tensor], spread: int = 1) -> None:
+    def __init__(self, watched: Mapping[str, Tensor], spread: int = 1, frozen: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self._watched = {id(parameter): name for name, parameter in watched.items()}
-        frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
-        self._stand_ins = {id(parameter): parameter.detach().requires_grad_() for parameter in frozen}
+        self._stand_ins = {id(p): p.detach().requires_grad_() for p in frozen}
+        self._level = _level()
         self._spread = spread
         self.noted: list[Noted] = []
         self.routed = self.differentiated = False
@@ -98,7 +99,7 @@ class Recorder(EagerMode):
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function; where it uses watched parameters, notes it and starts the graph at its output if need be."""
         handler = HANDLERS.get(function)
-        if handler is not None and (not torch.is_grad_enabled() or _transforming()):  # as the network asks for
+        if handler is not None and (not torch.is_grad_enabled() or _level() != self._level):  # as the network asks for
             handler = None
         use = None if handler is None else handler(args, kwargs, self._is_watched)
         used = {} if use is None else use.parameters
@@ -127,33 +128,48 @@ class Recorder(EagerMode):
 
     def _with_stand_ins(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function on leaves of the graph in the place of frozen parameters, which would leave no trace."""
-        leaves = tree_leaves((args, kwargs)) if self._stand_ins else ()
-        frozen = [leaf for leaf in leaves if id(leaf) in self._stand_ins]
-        if not frozen:
+        if not self._stand_ins:
             return function(*args, **kwargs)
-        args, kwargs = tree_map(lambda value: self._stand_ins.get(id(value), value), (args, kwargs))
-        out = function(*args, **kwargs)
-        return next((value for value in frozen if out is self._stand_ins[id(value)]), out)
+        swapped = [self._swapped(value) for value in args]
+        named = {key: self._swapped(value) for key, value in kwargs.items()}
+        if all(map(operator.is_, swapped, args)) and all(named[key] is kwargs[key] for key in kwargs):
+            return function(*args, **kwargs)
+        try:
+            out = function(*swapped, **named)
+        except (RuntimeError, BufferError):  # what takes no leaf, such as numpy() and writes, passes no gradient on
+            return function(*args, **kwargs)
+        if not isinstance(out, (Tensor, list, tuple)):  # such as requires_grad
+            return function(*args, **kwargs)
+        return next((value for value in args if out is self._stand_ins.get(id(value))), out)
 
-    def elsewhere(self, outputs: Tensor) -> set[str]:
-        """Returns the watched parameters at which the graph of the outputs ends: uses have constants in their place."""
+    def _swapped(self, value: Any) -> Any:
+        if type(value) in (list, tuple) and any(id(one) in self._stand_ins for one in value):
+            return type(value)([self._swapped(one) for one in value])
+        return self._stand_ins.get(id(value), value)
+
+    def elsewhere(self, outputs: Tensor, inputs: Sequence[Tensor]) -> set[str]:
+        """Returns the watched parameters at which the graph of the outputs ends: uses have constants in their place.
+
+        What the inputs were made of does not count.
+        """
         ends = {id(leaf): self._watched[key] for key, leaf in self._stand_ins.items()} | self._watched
-        found, met, left = set(), set(), [outputs.grad_fn]
+        found: set[str] = set()
+        left, met = [outputs.grad_fn], {leaf.grad_fn for leaf in inputs}
         while left:
             node = left.pop()
             if node is None or node in met:
                 continue
             met.add(node)
-            leaf = getattr(node, "variable", None)
-            if id(leaf) in ends:
+            after = node.next_functions
+            if not after and id(leaf := getattr(node, "variable", None)) in ends:
                 found.add(ends[id(leaf)])
-            left += [after for after, _ in node.next_functions]
+            left += [node for node, _ in after]
         return found
 
 
-def _transforming() -> bool:
-    """Whether one of `torch.func`'s transformations runs, within which no graph can start."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def _level() -> int | None:
+    """How deep within `torch.func`'s transformations, within those of the network's own no graph can start."""
+    return torch._C._functorch.maybe_current_level()
 
 
 def run(
@@ -162,6 +178,7 @@ def run(
     forward: Forward | None,
     watched: Mapping[str, Tensor],
     spread: int = 1,
+    frozen: Sequence[Tensor] = (),
 ) -> Recording:
     """Runs the network once, recording.
 
@@ -171,11 +188,12 @@ def run(
         forward: how the network is called.
         watched: name -> parameter.
         spread: over how many samples embeddings of a single row of tokens are spread.
+        frozen: those of the watched parameters that do not require gradients.
     """
-    recorder = Recorder(watched, spread)
+    recorder = Recorder(watched, spread, frozen)
     with torch.enable_grad(), without_compiled():
         outputs = call(model, inputs, forward, recorder)
-    elsewhere = recorder.elsewhere(outputs)
+    elsewhere = recorder.elsewhere(outputs, tensors(inputs))
     return Recording(outputs, recorder.noted, recorder.routed, recorder.differentiated, elsewhere)
 
 
