@@ -67,6 +67,7 @@ class Tangent:
         params: Predicate | LastLayer = everything,
         forward: Forward | None = None,
         memory: int | None = None,
+        tell: bool = True,
     ) -> Tangent:
         """Runs the network on a few samples, finds and checks what covers each parameter.
 
@@ -76,6 +77,7 @@ class Tangent:
             params: which parameters to treat.
             forward: `forward(model, inputs)` where plain calling does not do.
             memory: budget in bytes for one chunk; 1 GiB when None.
+            tell: warn of idle parameters and of needs above the budget.
 
         Raises:
             LapwingError: cases 1, 2, 5, 7, 10, 11, 12, 14 and 15 of bad input.
@@ -88,9 +90,10 @@ class Tangent:
         inputs = batches.plain(inputs)
         batches.check_inputs(inputs, next(iter(parameters.values())), "the inputs of the first batch")
         batches.check_lists(inputs)
-        surveyed = probe(model, parameters, inputs, params, forward, most=memory // 16)
+        surveyed = probe(model, parameters, inputs, params, forward, most=memory // 16, tell=tell)
         tangent = cls(model, forward, surveyed.blocks, surveyed.plan, surveyed.coverage, surveyed.outputs, memory)
-        tangent._tell_need()
+        if tell:
+            tangent._tell_need()
         return tangent
 
     def to_json(self) -> dict[str, Any]:

@@ -152,6 +152,15 @@ class Plan:
         matrix = 0 if written else 2 * cotangents**2  # of the outputs, which some structures give, and its root
         return 2 * held + largest + matrix + 1
 
+    def work(self, blocks: Sequence[Block]) -> int:
+        """Estimates the multiply-adds that one row of a sample takes: positions times weights, of matrices."""
+        found = 0
+        for block in blocks:
+            if block.matrix is not None and block.family in MATRIX_FAMILIES[:2]:
+                outputs = block.matrix.groups * block.matrix.outputs
+                found += sum(self.sizes[i][0] // outputs * block.size for i, _, _ in self.uses[block.name])
+        return found
+
     def least(self, blocks: Sequence[Block]) -> int:
         """Estimates the numbers built of a sample for one output where layers take one position at a time.
 

@@ -111,6 +111,7 @@ def probe(
     params: Predicate | LastLayer,
     forward: Forward | None,
     most: int,
+    tell: bool = True,
 ) -> Survey:
     """Surveys a network on a few samples.
 
@@ -121,6 +122,7 @@ def probe(
         params: the selection.
         forward: how the network is called.
         most: how many numbers may be built for a strip of positions beside the activations.
+        tell: warn of idle parameters.
 
     Returns:
         Blocks, the plan to read recordings with, and the coverage report.
@@ -161,7 +163,7 @@ def probe(
         elif name in elsewhere and not reasons[name]:
             reasons[name] = "it also reaches the outputs by functions of no layer family"
     idle = [name for name in names if reasons[name] == IDLE]
-    if idle:
+    if idle and tell:
         log.warning(
             "%s has no gradient on the first batch for %d of the parameters to treat (%s): not used there, within "
             "torch.no_grad(), or in what the network keeps of an earlier call (which model.train().eval() may empty); "

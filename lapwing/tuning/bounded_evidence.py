@@ -22,6 +22,9 @@ from .leave_one_out import leave_one_out
 
 log = logging.getLogger("lapwing")
 
+TOLD = 2.0
+"""Times the evidence's noise variance, above which a raised one is worth a word."""
+
 POINTS = 13
 """Noise variances that are looked at between the residuals' and the evidence's."""
 
@@ -41,8 +44,9 @@ class BoundedEvidence(Tuning):
     (MacKay 1992), or take for noise the curvature that they leave out: σ² can be a thousand times the mean squared
     residual r². It is lowered until predictions of the training data are as wide as s, what the exact linearised model
     says of samples left out, never below r². A posterior of some weights alone, such as the last layer, does not know
-    what the others have memorised: for it σ² is also raised, to the s of all trained weights, where at least half the
-    data are looked at (fewer tell less than the network knows) and the network has at most a million weights.
+    what the others have memorised: for it σ² is also raised, to the s of all trained weights (`requires_grad`: freeze
+    those that other data trained), where at least half the data are looked at (fewer tell less than the network knows)
+    and the network has at most a million weights, few of them without a layer family.
 
     Args:
         nats: what the spread may cost, in nats a training sample, with the default link.
@@ -125,7 +129,8 @@ class BoundedEvidence(Tuning):
         known = leave_one_out(posterior, parts)
         inputs = [part for part, _ in parts]
         width, bound = best + mean_variances([tuned], inputs)[0], known.width
-        may_rise = known.beyond and 2 * known.samples >= shown  # fewer samples would tell less than the network knows
+        whole = shown * posterior.data_factor  # fewer samples than half would tell less than the network knows
+        may_rise = known.beyond and 2 * known.samples >= whole
         rises = width <= bound
         if not may_rise if rises else best <= least:
             return tuned
@@ -140,6 +145,13 @@ class BoundedEvidence(Tuning):
             "linearised model on samples left out, %.3g",
             best, "lowered" if chosen < best else "raised", chosen, posterior.method, bound,
         )  # fmt: skip
+        if chosen > TOLD * best:
+            log.warning(
+                "The noise variance is %.3g, the mean squared residual %.3g: %s seems to have memorised its training "
+                "targets. If the weights that %s leaves out were trained on other data, freeze them before the fit: "
+                "parameter.requires_grad_(False).",
+                chosen, least, type(posterior.tangent.model).__name__, posterior.method,
+            )  # fmt: skip
         return _at_noise(posterior, chosen)
 
     def costs(self, candidates: Sequence[Posterior], loader: Iterable[Any], shown: int | None = None) -> list[float]:

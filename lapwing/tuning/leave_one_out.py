@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import batches
+from ..errors import LapwingError
 from ..likelihoods.targets import aligned_targets
 from ..posterior import Posterior
 from ..tangent import Tangent
@@ -21,10 +23,19 @@ ROWS = 1000
 """The most pairs of a sample and an output that the kernel is built of."""
 
 LARGE = 1_000_000
-"""The kernel of a network with more weights, at some hundred samples, would take longer than most fits."""
+"""Weights of a network, all of them, up to which a kernel of them takes no longer than most fits."""
+
+WORK = 2**33
+"""Multiply-adds that the rows of all samples may take for the same reason."""
+
+EXPLICIT = 1000
+"""Weights without a layer family, whose rows are gradients of one sample after another."""
 
 ALIKE = 0.98
 """Cosine between the gradients of two samples from which on one tells the other's target, and is left out with it."""
+
+
+log = logging.getLogger("lapwing")
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,7 @@ class LeaveOneOut:
     beyond: bool
 
 
+@torch.no_grad()
 def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, Tensor]]) -> LeaveOneOut:
     """Returns `s = max(mean_n diag V_n, mean_n e_n²)`, `V_n = ([C⁻¹]_nn)⁻¹`, `e_n = V_n [C⁻¹ r]_n`, `C = JJᵀ/δ + σ²I`.
 
@@ -55,8 +67,9 @@ def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, Tensor]]) -> 
     samples like it: duplicates would tell its target. Errors count besides variances, since noise that outputs share is
     none of the model's.
 
-    All trained weights count, also where the posterior treats only some: the layers before the last one have seen the
-    targets too. A network of more than LARGE weights is left to what is treated.
+    All trained weights count (`requires_grad`), also where the posterior treats only some: the layers before the last
+    one have seen the targets too. Where they are too many, or something in their layers refuses, those that are treated
+    count alone.
 
     Args:
         posterior: of a regression with noise σ²; of it count the network and, where all its weights are treated, the
@@ -66,7 +79,17 @@ def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, Tensor]]) -> 
     Cost: M = N C backward passes, at most ROWS, `JJᵀ` of all pairs, and time O(M³).
     """
     parts = [part for part in parts if batches.size(part[0])]
-    tangent = _trained(posterior, parts[0][0])
+    try:
+        tangent = _trained(posterior, parts[0][0], sum(batches.size(inputs) for inputs, _ in parts))
+        if tangent is not None:
+            return _left_out(posterior, tangent, parts)
+    except (LapwingError, RuntimeError) as error:  # of layers that the fit has nothing to do with
+        log.info("The trained weights that %s leaves out cannot be looked at: %s", posterior.method, error)
+    return _left_out(posterior, posterior.tangent, parts)
+
+
+def _left_out(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, Tensor]]) -> LeaveOneOut:
+    """Returns what `leave_one_out` does, for these weights."""
     residuals = torch.cat([_residuals(posterior, inputs, targets) for inputs, targets in parts])  # (N, C)
     own = tangent is posterior.tangent
     outputs, given = residuals.shape[1], posterior.prior.given and own
@@ -101,18 +124,22 @@ def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, Tensor]]) -> 
     return LeaveOneOut(width, 1 / scale, scale * unit * 10**best, count, not own)
 
 
-def _trained(posterior: Posterior, inputs: Any) -> Tangent:
-    """Returns the tangent of all trained weights, the posterior's own where it treats them or they are too many."""
+def _trained(posterior: Posterior, inputs: Any, samples: int) -> Tangent | None:
+    """Returns the tangent of all trained weights; None where the posterior treats them, or they take too long."""
     own = posterior.tangent
     treated = {name for block in own.blocks for name in block.parameters}
     missing = {
-        name: value
+        name: value.numel()
         for name, value in parameters_of(own.model).items()
         if value.requires_grad and name not in treated and value.is_floating_point()
     }
-    if not missing or own.size + sum(value.numel() for value in missing.values()) > LARGE:
-        return own
-    return Tangent.survey(own.model, inputs, lambda name, _: name in treated or name in missing, own.forward)
+    if not missing or own.size + sum(missing.values()) > LARGE:
+        return None
+    wanted = treated | missing.keys()
+    found = Tangent.survey(own.model, inputs, lambda name, _: name in wanted, own.forward, own.memory, tell=False)
+    if found.explicit_size > EXPLICIT or samples * found.plan.work(found.blocks) > WORK:
+        return None
+    return found
 
 
 def _width(gram: Tensor, inverse: Tensor, labels: Tensor, times: int, whole: bool) -> float:

@@ -162,8 +162,13 @@ def test_noise_of_the_last_layer_is_raised_to_what_the_whole_network_left_out(me
     assert f"noise variance {plain.noise_variance:.3g} is raised to {tuned.noise_variance:.3g}" in caplog.text
     assert total(tuned, loader) == pytest.approx(known.width, rel=0.02)
     assert tuned.predict(x).log_prob(y).mean() > plain.predict(x).log_prob(y).mean() + 1.0
-    for given in ({"prior_precision": 0.5}, {"data_size": 600}):
+    assert "seems to have memorised its training targets" in caplog.text
+    for given in ({"prior_precision": 0.5}, {"data_size": 120}):
         assert total(lw.fit(model, loader, method, **options, **given), loader) == pytest.approx(known.width, rel=0.02)
+    few = lw.fit(
+        model, loader, method, **options, data_size=600
+    )  # a tenth of the data
+    assert few.noise_variance < 2 * plain.noise_variance
 
 
 def test_noise_is_not_raised_by_fewer_samples_than_half_nor_for_many_weights(monkeypatch):
@@ -174,8 +179,32 @@ def test_noise_is_not_raised_by_fewer_samples_than_half_nor_for_many_weights(mon
     for samples, rises in ((14, False), (15, True)):
         tuned = lw.fit(model, loader, tune=BoundedEvidence(samples=samples), **options).noise_variance
         assert (tuned > 2 * plain) is rises
-    monkeypatch.setattr("lapwing.tuning.leave_one_out.LARGE", 100)
-    assert lw.fit(model, loader, **options).noise_variance <= plain
+    for name in ("LARGE", "WORK"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"lapwing.tuning.leave_one_out.{name}", 100)
+            assert lw.fit(model, loader, **options).noise_variance <= plain
+
+
+def test_a_trunk_that_cannot_be_looked_at_is_left_out(caplog):
+    """What its layers refuse is nothing that the user of a last layer has to mend."""
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.extra, self.head = nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+
+        def forward(self, x):
+            hidden = torch.tanh(self.first(x))
+            return self.head(self.extra(hidden) if len(x) <= 4 else hidden)  # as many as in the survey
+
+    torch.manual_seed(0)
+    model, x, y = Odd().eval(), torch.randn(40, 3), torch.randn(40, 1)
+    posterior = lw.fit(model, [(x, y)], params=lw.last_layer, tune=None, likelihood="gaussian")
+    with caplog.at_level(logging.INFO, "lapwing"):
+        assert not leave_one_out(posterior, [(x, y)]).beyond
+    assert "cannot be looked at" in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert lw.fit(model, [(x, y)], likelihood="gaussian").noise_variance > 0
 
 
 def test_frozen_layers_have_not_seen_the_targets():
