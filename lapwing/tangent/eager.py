@@ -87,6 +87,12 @@ def _without(flags: tuple[tuple[str, int], ...], args: tuple, kwargs: dict) -> t
     return args, kwargs
 
 
+REPLACED = frozenset(
+    (F.multi_head_attention_forward, F.scaled_dot_product_attention, Tensor.register_hook, *TABLES)
+)  # fmt: skip
+"""What `EagerMode` calls otherwise than the network does."""
+
+
 @contextlib.contextmanager
 def batching_quiet() -> Iterator[None]:
     """Silences torch's warning that it loops where there is no batching rule; filters are global, so locked."""
@@ -148,6 +154,8 @@ class EagerMode(TorchFunctionMode):
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Replaces the two attention functions, and hands all others to `intercept`."""
         kwargs = kwargs or {}
+        if function not in REPLACED:
+            return self.intercept(function, args, kwargs)
         if function is F.multi_head_attention_forward:
             with self:
                 return _attention_body(*args, **kwargs)

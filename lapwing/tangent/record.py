@@ -31,6 +31,10 @@ DIFFERENTIATES = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor
 """What takes gradients within a forward pass: where outputs contain them, weights count through them too."""
 
 
+_level = torch._C._functorch.maybe_current_level
+"""How deep a call is within `torch.func`'s transformations: within the network's own no graph can start."""
+
+
 @dataclass
 class Noted:
     """One watched use: what the layer saw, its parameters' names by role, and where it lies in the graph.
@@ -107,7 +111,7 @@ class Recorder(EagerMode):
         if use is None or not names:
             self.routed = self.routed or routes(function, args)
             self.differentiated = self.differentiated or function in DIFFERENTIATES
-            return self._with_stand_ins(function, args, kwargs)
+            return self._with_stand_ins(function, args, kwargs) if self._stand_ins else function(*args, **kwargs)
         constant = {id(p): p.detach() for p in use.parameters.values()}
         args = tuple([constant.get(id(arg), arg) for arg in args])
         kwargs = {key: constant.get(id(arg), arg) for key, arg in kwargs.items()} if kwargs else kwargs
@@ -128,8 +132,6 @@ class Recorder(EagerMode):
 
     def _with_stand_ins(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function on leaves of the graph in the place of frozen parameters, which would leave no trace."""
-        if not self._stand_ins:
-            return function(*args, **kwargs)
         swapped = [self._swapped(value) for value in args]
         named = {key: self._swapped(value) for key, value in kwargs.items()}
         if all(map(operator.is_, swapped, args)) and all(named[key] is kwargs[key] for key in kwargs):
@@ -152,7 +154,9 @@ class Recorder(EagerMode):
 
         What the inputs were made of does not count.
         """
-        ends = {id(leaf): self._watched[key] for key, leaf in self._stand_ins.items()} | self._watched
+        ends = self._watched
+        if self._stand_ins:
+            ends = ends | {id(leaf): ends[key] for key, leaf in self._stand_ins.items()}
         found: set[str] = set()
         left, met = [outputs.grad_fn], {leaf.grad_fn for leaf in inputs}
         while left:
@@ -165,11 +169,6 @@ class Recorder(EagerMode):
                 found.add(ends[id(leaf)])
             left += [node for node, _ in after]
         return found
-
-
-def _level() -> int | None:
-    """How deep within `torch.func`'s transformations, within those of the network's own no graph can start."""
-    return torch._C._functorch.maybe_current_level()
 
 
 def run(

@@ -165,9 +165,7 @@ def test_noise_of_the_last_layer_is_raised_to_what_the_whole_network_left_out(me
     assert "seems to have memorised its training targets" in caplog.text
     for given in ({"prior_precision": 0.5}, {"data_size": 120}):
         assert total(lw.fit(model, loader, method, **options, **given), loader) == pytest.approx(known.width, rel=0.02)
-    few = lw.fit(
-        model, loader, method, **options, data_size=600
-    )  # a tenth of the data
+    few = lw.fit(model, loader, method, **options, data_size=600)  # a tenth of the data
     assert few.noise_variance < 2 * plain.noise_variance
 
 
