@@ -19,13 +19,14 @@ STANDARD = frozenset(vars(nn.Module()))
 """What every module has."""
 
 Place = tuple[nn.Module, str]
+Known = list[tuple[ref[nn.Module], str]]
 Held = tuple[Any, list[tuple[Any, list[Any]]]]
 """An attribute's value, and the lists, dicts and deques in it with copies of what they hold."""
 
-_places: WeakKeyDictionary[nn.Module, dict[int, list[tuple[ref[nn.Module], str]]]] = WeakKeyDictionary()
-"""Network -> id of its `forward=` -> the attributes that the first whole pass changed."""
+_places: WeakKeyDictionary[nn.Module, WeakKeyDictionary[Callable, Known]] = WeakKeyDictionary()
+"""Network -> its `forward=`, or `put_back` where it has none -> the attributes that the first whole pass changed."""
 
-_ABSENT = object()
+_ABSENT, _NONE = object(), WeakKeyDictionary[Callable, "Known"]()
 
 
 def put_back(
@@ -38,14 +39,14 @@ def put_back(
         forward: how it is called.
         looked_for: compare all attributes also where the first pass is known.
     """
-    known = None if looked_for else _places.get(model, {}).get(id(forward))
+    known = None if looked_for else _places.get(model, _NONE).get(forward or put_back)
     if known is None:
         return _looked_for(model, forward)
     return _known(known) if known else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _known(places: list[tuple[ref[nn.Module], str]]) -> Iterator[None]:
+def _known(places: Known) -> Iterator[None]:
     before = _read((module, name) for place, name in places if (module := place()) is not None)
     try:
         yield
@@ -62,7 +63,8 @@ def _looked_for(model: nn.Module, forward: Callable | None) -> Iterator[None]:
     finally:
         changed = _restore({**dict.fromkeys(_all(model), (_ABSENT, [])), **before})
         if whole:
-            _places.setdefault(model, {}).setdefault(id(forward), [(ref(module), name) for module, name in changed])
+            found = [(ref(module), name) for module, name in changed]
+            _places.setdefault(model, WeakKeyDictionary()).setdefault(forward or put_back, found)
 
 
 def _all(model: nn.Module) -> list[Place]:

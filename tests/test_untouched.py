@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -317,6 +320,8 @@ class Keeping(nn.Module):
         self.first, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
         self.scale, self.offset = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(3))
         self.maps: list[Tensor] = []
+        self.nested = {"recent": deque([0], maxlen=3), "all": OrderedDict()}
+        self.answer: dict[str, Tensor] = {}
         self.tables: dict[str, Tensor] = {}
         self.calls, self.shift = 0, None
 
@@ -324,11 +329,14 @@ class Keeping(nn.Module):
         self.calls += 1
         self.hidden = torch.tanh(self.first(x))
         self.maps.append(self.hidden.square())
+        self.nested["recent"].append(self.hidden)
+        self.nested["all"][len(self.nested["all"])] = self.hidden
         if "table" not in self.tables:  # as some networks do in eval mode
             self.tables["table"] = self.scale.exp()
         if self.shift is None:
             self.shift = self.offset.square()
-        return self.head(self.hidden * self.tables["table"]) + self.shift
+        self.answer["logits"] = self.head(self.hidden * self.tables["table"]) + self.shift
+        return self.answer["logits"]
 
 
 WAYS = [lw.Linearized(), lw.MonteCarlo(3), lw.Streamlined()]
@@ -346,7 +354,9 @@ def test_what_a_network_keeps_is_put_back(method: lw.Method, ran: bool, tmp_path
             model(x)
 
     def kept() -> list[Any]:
-        return [vars(model).get("hidden"), *model.maps, *model.tables.values(), model.calls, model.shift]
+        held = [*model.maps, *model.tables.values(), *model.answer.values()]
+        nested = [*model.nested["recent"], *model.nested["all"].values()]
+        return [vars(model).get("hidden"), *held, *nested, model.calls, model.shift]
 
     before = kept()
     posterior = lw.fit(model, [(x, torch.arange(8) % 3)], method, params=lw.everything, prior_precision=1.0)
@@ -369,3 +379,41 @@ def test_what_a_network_keeps_is_put_back(method: lw.Method, ran: bool, tmp_path
     for name, found in slopes.items():
         wanted = torch.zeros_like(found) if ran else torch.cat([rows(name, n) for n in range(len(x))])
         torch.testing.assert_close(found, wanted)  # a table made before is a constant
+
+
+def test_a_network_may_answer_by_its_own_attribute() -> None:
+    class Answering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.answer = nn.Linear(4, 3), {}
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            self.answer["logits"] = self.head(x)
+            return self.answer
+
+    model, x = Answering().eval(), torch.randn(6, 4)
+    posterior = lw.fit(model, [(x, torch.arange(6) % 3)], prior_precision=1.0)
+    torch.testing.assert_close(posterior.latent(x).mean, model.head(x).detach())
+    assert not model.answer
+
+
+def test_places_are_known_for_each_way_of_calling_and_keep_no_network_alive() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.one, self.two, self.feature = nn.Linear(4, 5), nn.Linear(5, 2), nn.Linear(5, 3), None
+
+        def forward(self, x: Tensor, second: bool = False) -> Tensor:
+            hidden = torch.tanh(self.trunk(x))
+            if second:
+                self.feature = hidden
+            return (self.two if second else self.one)(hidden)
+
+    model, x = Heads().eval(), torch.randn(6, 4)
+    for second in (False, True):
+        lw.fit(model, [(x, torch.arange(6) % 2)], forward=lambda m, x, second=second: m(x, second), prior_precision=1.0)
+        assert model.feature is None
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

@@ -26,7 +26,7 @@ from .chunk import Record
 from .eager import LOCK, modules_of, outside_modes, parameters_of, uncompiled, without_compiled
 from .plan import Coverage, Covered, Plan
 from .probe import check_mode, probe
-from .record import Recording, run, wants_gradient
+from .record import Recording, level, run, wants_gradient
 from .selection import LastLayer, Predicate, everything
 
 log = logging.getLogger("lapwing")
@@ -205,6 +205,12 @@ class Tangent:
         return self._record(inputs, cotangents, dtype or self.dtype)
 
     def _check_inputs(self, inputs: Any) -> None:
+        if level() is not None:
+            raise LapwingError(
+                f"Asked for gradients of {type(self.model).__name__} within a transformation of torch.func, found that "
+                "its own would mix with them; torch.autograd.grad is needed: write x.requires_grad_() and "
+                "torch.autograd.grad(posterior.latent(x).variance.sum(), x)."
+            )
         batches.check_inputs(inputs, next(iter(self.parameters.values())), "the inputs")
         before = self.plan.shared
         if not any(before) or len(now := batches.shared(inputs)) != len(before):

@@ -31,8 +31,8 @@ DIFFERENTIATES = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor
 """What takes gradients within a forward pass: where outputs contain them, weights count through them too."""
 
 
-_level = torch._C._functorch.maybe_current_level
-"""How deep a call is within `torch.func`'s transformations: within the network's own no graph can start."""
+level = torch._C._functorch.maybe_current_level
+"""How deep a call is within `torch.func`'s transformations, where no graph can start; None outside."""
 
 
 @dataclass
@@ -95,7 +95,6 @@ class Recorder(EagerMode):
         super().__init__()
         self._watched = {id(parameter): name for name, parameter in watched.items()}
         self._stand_ins = {id(p): p.detach().requires_grad_() for p in frozen}
-        self._level = _level()
         self._spread = spread
         self.noted: list[Noted] = []
         self.routed = self.differentiated = False
@@ -103,7 +102,7 @@ class Recorder(EagerMode):
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function; where it uses watched parameters, notes it and starts the graph at its output if need be."""
         handler = HANDLERS.get(function)
-        if handler is not None and (not torch.is_grad_enabled() or _level() != self._level):  # as the network asks for
+        if handler is not None and (not torch.is_grad_enabled() or level() is not None):  # as the network asks for
             handler = None
         use = None if handler is None else handler(args, kwargs, self._is_watched)
         used = {} if use is None else use.parameters

@@ -154,3 +154,73 @@ def test_an_input_written_in_place_on_a_later_batch_is_refused() -> None:
     tangent = Tangent.survey(model, -x, EVERY)
     with pytest.raises(lw.LapwingError, match=r"the input of the layer of second.bias is written in place"):
         tangent.record(x)
+
+
+class Frozen(nn.Module):
+    """A frozen number used by what takes no leaf of a graph, and frozen tensors that are no floating-point numbers."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.first, self.head = how, nn.Linear(4, 5), nn.Linear(5, 2)
+        self.number = nn.Parameter(torch.tensor([0.5, 2.0], dtype=torch.float64), requires_grad=False)
+        self.mask = nn.Parameter(torch.ones(5, 4).tril().bool(), requires_grad=False)
+        self.table = nn.Parameter(torch.arange(5, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(F.linear(x, self.first.weight, self.first.bias)) * self.mask.any(1) * self.table
+        if self.how == "numpy":
+            hidden = hidden * float(self.number.numpy()[0])
+        elif self.how == "out":
+            hidden = hidden * torch.mul(self.number, 2.0, out=torch.empty_like(self.number))[0]
+        elif self.how == "flag" and self.number.requires_grad:
+            hidden = 2 * hidden
+        elif self.how == "same":
+            hidden = hidden * self.number.contiguous().to(x.dtype)[1]
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize(
+    ("how", "params"),
+    [(how, params) for how in ("numpy", "out", "flag", "same") for params in (lw.everything, lw.last_layer)]
+    + [("same", EVERY)],
+)
+def test_frozen_parameters_that_take_no_gradients(how: str, params: lw.tangent.Predicate) -> None:
+    torch.manual_seed(0)
+    model, x = Frozen(how).double().eval(), torch.randn(6, 4).double()
+    model.mask.data, model.table.data = model.mask.data.bool(), model.table.data.to(torch.int8)
+    tangent = Tangent.survey(model, x, params)
+    names = [name for block in tangent.blocks for name in block.parameters]
+    assert "mask" not in names
+    own = dict(model.named_parameters())
+    wanted = {name for name in names if name != "number"}
+    for n in range(2):
+        outputs = model(x[n : n + 1])[0]
+        for name in wanted:
+            slopes = torch.stack([torch.autograd.grad(f, own[name], retain_graph=True)[0].flatten() for f in outputs])
+            block = next(block for block in tangent.blocks if name in block.parameters)
+            parts = block.split(tangent.record(x[n : n + 1])[block.name].rows()[0])
+            torch.testing.assert_close(parts[name].flatten(1), slopes)
+    assert not model.number.requires_grad
+
+
+def test_inputs_made_by_the_network_itself_are_inputs() -> None:
+    """A rollout, or inputs moved along the network's own gradient: what made them does not count."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
+    x = torch.randn(6, 3).double()
+    posterior = lw.fit(model, [(x, torch.arange(6) % 3)], lw.KFAC(), prior_precision=1.0)
+    moved = model(x)
+    assert moved.requires_grad
+    torch.testing.assert_close(posterior.latent(moved).variance, posterior.latent(moved.detach()).variance)
+    again = lw.fit(model, [(moved, torch.arange(6) % 3)], lw.KFAC(), prior_precision=1.0)
+    assert not again.tangent.coverage.generic
+
+
+def test_predictions_within_a_transformation_of_the_caller_are_refused() -> None:
+    """Their results would be torn: gradients in the inputs are autograd's."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double().eval()
+    x = torch.randn(6, 3).double()
+    posterior = lw.fit(model, [(x, torch.arange(6) % 2)], lw.KFAC(), prior_precision=1.0)
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd):
+        with pytest.raises(lw.LapwingError, match=r"within a transformation of torch.func.* torch.autograd.grad\("):
+            transform(lambda x: posterior.latent(x).variance.sum())(x)
