@@ -39,10 +39,22 @@ def put_back(
         forward: how it is called.
         looked_for: compare all attributes also where the first pass is known.
     """
-    known = None if looked_for else _places.get(model, _NONE).get(forward or put_back)
+    key = None if looked_for else _key(forward)
+    known = None if key is None else _places.get(model, _NONE).get(key)
     if known is None:
         return _looked_for(model, forward)
     return _known(known) if known else contextlib.nullcontext()
+
+
+def _key(forward: Callable | None) -> Callable | None:
+    """Returns what a way of calling is known by; None for a callable that cannot be, so that every pass looks."""
+    if forward is None:
+        return put_back
+    try:
+        hash(forward), ref(forward)
+    except TypeError:
+        return None
+    return forward
 
 
 @contextlib.contextmanager
@@ -63,8 +75,9 @@ def _looked_for(model: nn.Module, forward: Callable | None) -> Iterator[None]:
     finally:
         changed = _restore({**dict.fromkeys(_all(model), (_ABSENT, [])), **before})
         if whole:
-            found = [(ref(module), name) for module, name in changed]
-            _places.setdefault(model, WeakKeyDictionary()).setdefault(forward or put_back, found)
+            found, key = [(ref(module), name) for module, name in changed], _key(forward)
+            if key is not None:
+                _places.setdefault(model, WeakKeyDictionary()).setdefault(key, found)
 
 
 def _all(model: nn.Module) -> list[Place]:

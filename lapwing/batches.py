@@ -142,16 +142,16 @@ def take(inputs: Any, rows: slice | Tensor) -> Any:
 
 
 def check_lists(inputs: Any) -> None:
-    """Raises for a list of as many numbers as there are samples in a first batch, which may be a number a sample."""
+    """Raises for a list as long as a first batch, of neither texts nor tensors: its entries may be one a sample."""
     count = size(inputs)
 
     def look(value: Any) -> bool:
-        numbers = isinstance(value, list) and bool(value) and not any(isinstance(one, (str, Tensor)) for one in value)
-        if numbers and len(value) == count > 1:
+        neither = isinstance(value, list) and bool(value) and not any(isinstance(one, (str, Tensor)) for one in value)
+        if neither and len(value) == count > 1:
             raise LapwingError(
-                f"Asked to run a network on {describe(inputs)}, found a list of {count} numbers beside {count} "
+                f"Asked to run a network on {describe(inputs)}, found a list of {count} entries beside {count} "
                 "samples, which may be one a sample or shared by all; write torch.tensor(numbers) for the former, "
-                "tuple(numbers) for the latter."
+                "tuple(entries) for the latter."
             )
         return False
 

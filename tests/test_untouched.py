@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import weakref
 from collections import OrderedDict, deque
@@ -417,3 +418,17 @@ def test_places_are_known_for_each_way_of_calling_and_keep_no_network_alive() ->
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_a_way_of_calling_that_cannot_be_a_key() -> None:
+    @dataclasses.dataclass
+    class Calling:  # compares by value, so that it has no hash
+        factor: float = 1.0
+
+        def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+            return self.factor * model(x)
+
+    model, x = Keeping().eval(), torch.randn(6, 4)
+    posterior = lw.fit(model, [(x, torch.arange(6) % 3)], forward=Calling(), prior_precision=1.0)
+    posterior.predict(x, via=lw.MonteCarlo(2))
+    assert not model.maps
