@@ -58,6 +58,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'lapwing' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    """Lists what is imported when asked for, too."""
+    return sorted({*globals(), *__all__})
+
+
 __all__ = [
     "EKFAC", "ELLA", "KFAC", "SWAG", "AlphaDivergence", "Bernoulli", "BoundedEvidence", "Categorical", "ClosedForm",
     "ConjugateGradients", "Diagonal", "EarlyStopping", "Evidence", "Full", "Gaussian", "InducingPoints",

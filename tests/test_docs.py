@@ -54,6 +54,11 @@ def test_compare_is_imported_when_asked_for() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_every_public_name_is_listed_and_found():
+    assert set(lapwing.__all__) <= set(dir(lapwing))
+    assert all(getattr(lapwing, name) is not None for name in lapwing.__all__)
+
+
 def test_import_is_light() -> None:
     """Beyond torch, only the standard library and what lapwing depends on; neither dynamo nor export is woken."""
     code = (

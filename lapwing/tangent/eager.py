@@ -152,7 +152,7 @@ class EagerMode(TorchFunctionMode):
     """
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Replaces the two attention functions, and hands all others to `intercept`."""
+        """Calls what is in `REPLACED` in its own way, and hands all functions but the attention's to `intercept`."""
         kwargs = kwargs or {}
         if function not in REPLACED:
             return self.intercept(function, args, kwargs)

@@ -34,7 +34,8 @@ class BoundedEvidence(Tuning):
     """Holds the evidence to what the training data bear: the spread of a classifier, the noise of a regression.
 
     `δ = max(δ_evidence, min{δ : mean_n [log p(y_n|f_n) - log p(y_n|N(f_n, J_n Σ_δ J_nᵀ))] <= nats})`, or
-    `σ² = max(r², {σ² : σ² + mean_n J_n Σ J_nᵀ = s})` and δ of the evidence at that σ².
+    `σ² = max(r², {σ² : σ² + mean_n J_n Σ J_nᵀ = s})` and δ of the evidence at that σ² (where all weights are treated,
+    not above the evidence's σ²).
 
     The evidence takes the loss for a quadratic. A classifier sure of its training labels lies where the loss is flat,
     with a slope not far away: its curvature says little, and the evidence (of Evidence, with one δ) spreads the weights
