@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from .errors import LapwingError
+from .products import linear
 
 log = logging.getLogger("lapwing")
 
-TRIANGLE_COLUMNS = 128  # of a symmetric product that are taken at once
+TRIANGLE_COLUMNS = 256  # of a symmetric product that are taken at once
 
 RANK_CUT = 1e-11  # relative singular value below which a direction of explicit float64 rows is rounding noise
 
@@ -26,16 +27,16 @@ def total(terms: Iterable[Tensor]) -> Tensor:
 def add_squares(sums: Tensor, values: Tensor) -> None:
     """Adds `xᵀ x` to sums (G, n, n) in place, for x (G, m, n): its lower triangle, all that `mirrored` reads.
 
-    Cost: half the products of the whole matrix, by blocks of columns.
+    Cost: half the products of the whole matrix, by blocks of columns; memory of x once more.
     """
     size = sums.shape[-1]
     if size <= TRIANGLE_COLUMNS:
         sums.baddbmm_(values.mT, values)
         return
-    for matrix, x in zip(sums, values, strict=True):
+    for matrix, x in zip(sums, values.mT.contiguous(), strict=True):  # its rows are cut as products take them fastest
         for start in range(0, size, TRIANGLE_COLUMNS):
             part = slice(start, min(start + TRIANGLE_COLUMNS, size))
-            matrix[start:, part].addmm_(x[:, start:].T, x[:, part])
+            matrix[start:, part] += linear(x[start:], x[part])
 
 
 def mirrored(lower: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..numerics import cholesky, symmetric_eigen
+from ..products import matmul
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PrecisionCovariance
 from .output import Term, smaller
@@ -109,11 +110,11 @@ class DenseCovariance(PrecisionCovariance):
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
         """Forms `J R` (B, R, P)."""
-        return (smaller(record.rows() @ self._root),)
+        return (smaller(matmul(record.rows(), self._root)),)
 
     def joint_output_covariance(self, record: Record) -> Tensor:
         """Forms `J R` (B, R, P)."""
-        factor = record.rows() @ self._root
+        factor = matmul(record.rows(), self._root)
         return torch.einsum("brk,csk->brcs", factor, factor)
 
     def layer_block(self, name: str) -> LayerBlock:

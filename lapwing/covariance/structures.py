@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..products import matmul
 from ..tangent import BlockJacobian
 from ..tangent.jacobian import SLICE_BYTES, MatrixJacobian, Weighting
 from ..tangent.outer import Outer
@@ -140,7 +141,7 @@ class KroneckerBlock(Structure):
 
     def __init__(self, eigenvalues: Tensor, inputs: Tensor | None, outputs: Tensor) -> None:
         self.eigenvalues = eigenvalues
-        self.inputs = None if inputs is None else inputs.mT.contiguous().mT  # columns, as eigh gives them: read fastest
+        self.inputs = None if inputs is None else inputs.contiguous()  # its first rows are, too: the last is the bias's
         self.outputs = outputs.contiguous()  # `Rotated` scales and multiplies rows
 
     def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
@@ -164,8 +165,7 @@ class KroneckerBlock(Structure):
         assert isinstance(jacobian, MatrixJacobian)
         basis = self.inputs
         if isinstance(jacobian, Outer) and self._few and not jacobian.a.requires_grad:  # a length has a kink at 0
-            assert basis is not None
-            jacobian = jacobian.rotate_inputs(basis[0, :, self._shared :])
+            jacobian = jacobian.rotate_inputs(self._seen)
             shape = self.eigenvalues.shape[1:]
             seen = [weighting.flat.reshape(shape)[:, self._shared - 1 :] for weighting in candidates]
             basis, candidates = None, [Weighting(weights) for weights in seen]
@@ -179,6 +179,12 @@ class KroneckerBlock(Structure):
         """How many of the first input directions have the same eigenvalues: A's null space, which no sample showed."""
         same = (self.eigenvalues == self.eigenvalues[..., :1]).flatten(0, 1).all(0)
         return int(same.cumprod(0).sum())
+
+    @cached_property
+    def _seen(self) -> Tensor:
+        """The other input directions (I, k)."""
+        assert self.inputs is not None
+        return self.inputs[0, :, self._shared :].contiguous()
 
     @property
     def _few(self) -> bool:
@@ -234,12 +240,12 @@ class DenseBlock(Structure):
         self, jacobian: BlockJacobian, candidates: Sequence[Weighting], marginal: bool
     ) -> Sequence[Term | Marginals]:
         """Forms the rows and rotates them."""
-        rows = jacobian.rows() @ self.basis
+        rows = matmul(jacobian.rows(), self.basis)
         return [smaller(rows * weighting.flat.sqrt()) for weighting in candidates]
 
     def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
         """Forms the rows."""
-        factor = jacobian.rows() @ (self.basis * weights.sqrt())
+        factor = matmul(jacobian.rows(), self.basis * weights.sqrt())
         return torch.einsum("brk,csk->brcs", factor, factor)
 
     def push(

@@ -9,6 +9,7 @@ import torch
 
 from ..covariance import DenseCovariance, ExplicitBasis, LowRankWithResidual
 from ..covariance.dense import cut
+from ..numerics import add_squares, mirrored
 from .passes import Batch, CurvaturePass, Method, Passes, Problem, State, check_choice, last
 from .subspace import orthonormal_span
 
@@ -54,7 +55,7 @@ class Full(Method):
 
 
 class _DenseCurvature(CurvaturePass):
-    """`G = Σ (RᵀJ)ᵀ(RᵀJ)` (P, P)."""
+    """`G = Σ (RᵀJ)ᵀ(RᵀJ)` (P, P), its lower triangle."""
 
     label = "dense GGN"
 
@@ -68,11 +69,11 @@ class _DenseCurvature(CurvaturePass):
         held = 2 * self._problem.root.columns * self._problem.tangent.size
         for _, record in batch.records(self._problem.root, rows_held=held):
             rows = record.rows().flatten(0, 1)
-            state["G"].addmm_(rows.T, rows)
+            add_squares(state["G"][None], rows[None])
 
     def finish(self, state: State) -> DenseCovariance:
         problem = self._problem
-        return DenseCovariance(problem.tangent.blocks, state["G"], problem.precision, problem.scale)
+        return DenseCovariance(problem.tangent.blocks, mirrored(state["G"]), problem.precision, problem.scale)
 
 
 class _AllRows(CurvaturePass):

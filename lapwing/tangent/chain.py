@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from ..products import matmul
 from .layers.linear import LinearUse
 
 if TYPE_CHECKING:
@@ -107,5 +108,5 @@ def _pulled(g: Tensor | None, use: Noted, slope: Tensor | None) -> Tensor:
     weight = use.weight.T if use.use.transposed else use.weight
     if g is None:  # the network's own (C, I)
         return weight.clone().expand(len(use.out), -1, -1) if slope is None else weight * slope.unsqueeze(1)
-    pulled = g @ weight
+    pulled = matmul(g, weight)
     return pulled if slope is None else pulled.mul_(slope.unsqueeze(1))  # its memory is warm: a new tensor takes longer

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..numerics import total
+from ..products import linear
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,7 +40,7 @@ class Weighting:
         layout = outputs, inputs, bias
         if layout not in self._layouts:
             whole = self.flat.reshape(outputs, inputs)
-            self._layouts[layout] = (whole[:, :-1], whole[:, -1].contiguous()) if bias else (whole, None)
+            self._layouts[layout] = (whole[:, :-1].contiguous(), whole[:, -1].contiguous()) if bias else (whole, None)
         return self._layouts[layout]
 
 
@@ -117,19 +118,19 @@ class BlockJacobian(ABC):
 
     def jvp(self, vectors: Tensor) -> Tensor:
         """Returns `J V` (B, R, K) for V given as rows (K, P)."""
-        return total(rows @ vectors[:, part].T for part, rows in self.row_slices())
+        return total(linear(rows, vectors[:, part]) for part, rows in self.row_slices())
 
     def gram(self, other: BlockJacobian) -> Tensor:
         """Returns the block of the NTK `J J'ᵀ` (B, R, B', R')."""
         pairs = ((r, r) for _, r in self.row_slices()) if other is self else aligned(self, other)
-        gram = total(mine.flatten(0, 1) @ theirs.flatten(0, 1).T for mine, theirs in pairs)
+        gram = total(linear(mine.flatten(0, 1), theirs.flatten(0, 1)) for mine, theirs in pairs)
         return gram.reshape(self.batch, self.cotangents, other.batch, other.cotangents)
 
     def joint_weighted_gram(self, weights: Tensor) -> Tensor:
         """Returns `J diag(weights) Jᵀ` across samples, (B, R, B, R)."""
         slices = ((rows * weights[part].sqrt()).flatten(0, 1) for part, rows in self.row_slices())
         shape = (self.batch, self.cotangents)
-        return total(scaled @ scaled.T for scaled in slices).reshape(*shape, *shape)
+        return total(linear(scaled, scaled) for scaled in slices).reshape(*shape, *shape)
 
 
 def aligned(mine: BlockJacobian, theirs: BlockJacobian) -> Iterator[tuple[Tensor, Tensor]]:

@@ -15,9 +15,9 @@ from math import isqrt
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..numerics import add_squares, mirrored, total
+from ..products import linear, matmul
 from .jacobian import BlockJacobian, MatrixJacobian, Weighting
 from .positions import Strip, Strips
 
@@ -79,7 +79,7 @@ class Outer(MatrixJacobian):
         """Returns J in another basis: a U_in and g U_out, for U_in (1, I, I) and U_out (1, O, O)."""
         a, g = self.a if inputs is None else self._turned(inputs[0]), self._g
         if outputs is not None:
-            turned = self._rows_of_g @ outputs[0]
+            turned = matmul(self._rows_of_g, outputs[0])
             shape = (self.batch, self.cotangents) if self._samples_first else (self.cotangents, self.batch)
             g = turned.view(*shape, self.outputs)
             g = g if self._samples_first else g.transpose(0, 1)
@@ -88,13 +88,13 @@ class Outer(MatrixJacobian):
     def _turned(self, basis: Tensor) -> Tensor:
         """Returns `a U` (B, K) for U (I, K), without writing the bias's column out."""
         if not self._bias:
-            return self._a @ basis
-        return torch.addmm(basis[-1].contiguous(), self._a, basis[:-1])  # it is read once a sample
+            return matmul(self._a, basis)
+        return linear(self._a, basis[:-1].mT, basis[-1])
 
     def rotate_inputs(self, basis: Tensor) -> Outer:
         """Returns J for inputs [|a - U Uᵀ a|, Uᵀ a], U (I, k) orthonormal, where what is left weighs the same."""
-        inside = self.a @ basis
-        beside = torch.linalg.vector_norm(self.a - inside @ basis.T, dim=1, keepdim=True)
+        inside = self._turned(basis)
+        beside = torch.linalg.vector_norm(self.a - matmul(inside, basis.mT), dim=1, keepdim=True)
         return Outer(torch.cat([beside, inside], 1), self._g, self.outputs).within(self.slice_bytes)
 
     def shared(self) -> SharedOuter:
@@ -103,7 +103,7 @@ class Outer(MatrixJacobian):
 
     def input_scale(self, weighting: Weighting) -> Tensor:
         """Returns `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O), all that a diagonal weighting needs of the inputs."""
-        return F.linear(self._a.square(), *weighting.matrix(self.outputs, self.inputs, self._bias))
+        return linear(self._a.square(), *weighting.matrix(self.outputs, self.inputs, self._bias))
 
     def weighted_factor(self, weighting: Weighting) -> tuple[Tensor, Tensor]:
         """Returns g (B, R, O) and `input_scale` (B, O). Time O(B O I)."""
@@ -128,7 +128,7 @@ class Outer(MatrixJacobian):
 
     def jvp(self, vectors: Tensor) -> Tensor:
         """Returns `gᵀ (V_k a)` (B, R, K). Time O(B K O (I + R))."""
-        pushed = self.a @ vectors.reshape(-1, self.inputs).T  # (B, K O)
+        pushed = linear(self.a, vectors.reshape(-1, self.inputs))  # (B, K O)
         pushed = pushed.reshape(self.batch, -1, self.outputs)  # (B, K, O)
         return pushed.mT if self.is_output else self.g @ pushed.mT
 
@@ -138,8 +138,8 @@ class Outer(MatrixJacobian):
             return self.shared().gram(other)
         if not isinstance(other, Outer):
             return super().gram(other)
-        inputs = self.a @ other.a.T  # (B, B')
-        gradients = self.g.flatten(0, 1) @ other.g.flatten(0, 1).T
+        inputs = linear(self.a, other.a)  # (B, B')
+        gradients = linear(self.g.flatten(0, 1), other.g.flatten(0, 1))
         shape = (self.batch, self.cotangents, other.batch, other.cotangents)
         return gradients.reshape(shape) * inputs[:, None, :, None]
 
@@ -319,5 +319,5 @@ class RotatedOuter(BlockJacobian):
             if self._outputs is not None:
                 rows = self._outputs[group].T @ rows
             if self._inputs is not None:
-                rows = rows @ self._inputs[group]
+                rows = matmul(rows, self._inputs[group])
             yield part, rows.flatten(2)

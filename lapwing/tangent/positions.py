@@ -13,6 +13,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..products import matmul
+
 Box = tuple[slice, ...]
 """Consecutive positions along each dimension of a grid, such as rows and columns of pixels."""
 
@@ -123,5 +125,5 @@ def _by_group(values: Tensor, basis: Tensor | None) -> Tensor:
     if basis.shape[0] > 1:
         return torch.einsum("...gi,gij->...gj", values, basis)
     if values.stride(-1) == 1 or values.stride(-3) != 1:
-        return values @ basis[0]
+        return matmul(values, basis[0])
     return (basis[0].T @ values.squeeze(-2).mT).mT.unsqueeze(-2)  # patches and feature maps: T is contiguous
