@@ -25,8 +25,8 @@ from .prediction import Linearized, Uncertain, Way
 from .prediction.uncertain import separate
 from .prior import Prior, is_positive
 from .tangent import Tangent, split
+from .tangent.checks import check_mode
 from .tangent.eager import outside_modes
-from .tangent.probe import check_mode
 from .tangent.record import wants_gradient
 from .tangent.stamp import Stamp
 

@@ -56,7 +56,7 @@ class Blockwise(PrecisionCovariance):
         return {name: Weighting(weights.flatten()) for name, weights in self._weights.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves the weightings out, which are views of what is copied."""
+        """Leaves the weightings out, which are other layouts of what is copied."""
         return {name: value for name, value in self.__dict__.items() if name != "_weightings"}
 
     def with_prior(self, precision: Tensor, scale: float) -> Blockwise:

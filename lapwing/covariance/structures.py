@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -143,6 +144,10 @@ class KroneckerBlock(Structure):
         self.eigenvalues = eigenvalues
         self.inputs = None if inputs is None else inputs.contiguous()  # its first rows are, too: the last is the bias's
         self.outputs = outputs.contiguous()  # `Rotated` scales and multiplies rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out the columns that predictions cut and keep."""
+        return {name: value for name, value in self.__dict__.items() if name != "_seen"}
 
     def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
         """Returns `U_outᵀ M U_in` for v seen as M (G, O, I), or its inverse."""

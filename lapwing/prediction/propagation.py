@@ -13,9 +13,9 @@ from ..covariance import AnyLatent, Covariance, LayerBlock, Term
 from ..errors import LapwingError
 from ..numerics import accumulation_dtype
 from ..tangent import Block, Record, Tangent, Vectors
+from ..tangent.checks import check_mode
 from ..tangent.eager import outside_modes, parameters_of
 from ..tangent.plan import Plan
-from ..tangent.probe import check_mode
 from ..tangent.record import wants_gradient
 from .linearized import Linearized
 from .uncertain import separate

@@ -1,4 +1,4 @@
-"""Whether the layers of a recording hold the samples where the survey found them; `network.py` asks it of new shapes.
+"""Whether the layers of a recording hold the samples where the survey found them, asked of every new shape.
 
 A network may sort its samples, leave out padded positions, or send some of them through a branch. What is in a layer
 then depends on the batch, and the survey saw but a few samples of one. Cotangents that are multiplied sample by sample
@@ -8,15 +8,18 @@ two samples have the same.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..errors import LapwingError
 from .plan import Uses
-from .record import Noted, output_gradients
+from .record import Noted, Recording, output_gradients
+
+log = logging.getLogger("lapwing")
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -25,9 +28,44 @@ class Misplaced(LapwingError):
     """Raised where a layer holds the samples elsewhere than on the first batch."""
 
 
-def shapes(outputs: Tensor, noted: Iterable[Noted]) -> tuple[torch.Size, ...]:
-    """Returns what tells recordings apart where no value decides what lies where."""
-    return outputs.shape, *[use.out.shape for use in noted]
+class Attribution:
+    """Of one network: the shapes of recordings whose layers hold the samples where the survey found them."""
+
+    def __init__(self) -> None:
+        self._known: set[tuple[torch.Size, ...]] = set()
+        self._told = False
+
+    def check(self, recording: Recording, uses: Uses, name: str) -> None:
+        """Looks for a layer that holds the samples elsewhere; again where a value decides what lies where.
+
+        Args:
+            recording: of a batch.
+            uses: where each block's uses are said to hold the samples.
+            name: the network's.
+
+        Raises:
+            Misplaced: where there is one.
+        """
+        outputs, noted, routed, *_ = recording
+        shapes = outputs.shape, *[use.out.shape for use in noted]
+        if len(outputs) < 2 or (shapes in self._known and not routed):
+            return
+        layer, conclusive = misplaced(outputs, noted, uses)
+        if layer:
+            raise Misplaced(
+                f"Asked for gradients of {name} at {len(outputs)} samples at once, found that {layer} does not hold "
+                "them as on the first batch: forward() sorts, packs or leaves out parts of them; what needs "
+                "several samples together (joint covariances, inducing points) takes layers that always hold them "
+                "alike: leave this one out with params=lambda name, parameter: ..., or ask for single samples."
+            )
+        if conclusive and not routed:
+            self._known.add(shapes)
+
+    def tell_alone(self, error: Misplaced) -> None:
+        """Warns once that samples are taken one by one."""
+        if not self._told:
+            self._told = True
+            log.warning("%s; they are taken one by one, which is slow.", str(error).partition(";")[0])
 
 
 def misplaced(outputs: Tensor, noted: Sequence[Noted], uses: Uses) -> tuple[str, bool]:

@@ -20,19 +20,17 @@ from .. import batches
 from ..batches import Forward
 from ..errors import LapwingError
 from ..numerics import accumulation_dtype
-from .attribution import Misplaced, misplaced, shapes
+from .attribution import Attribution, Misplaced
 from .blocks import Block
+from .checks import check_inputs, check_recording, checked_memory, checked_network
 from .chunk import Record
-from .eager import LOCK, modules_of, outside_modes, parameters_of, uncompiled, without_compiled
+from .eager import LOCK, modules_of, outside_modes, parameters_of, without_compiled
 from .plan import Coverage, Covered, Plan
-from .probe import check_mode, probe
-from .record import Recording, level, run, wants_gradient
+from .probe import probe
+from .record import run, wants_gradient
 from .selection import LastLayer, Predicate, everything
 
 log = logging.getLogger("lapwing")
-
-DEFAULT_MEMORY = 2**30
-"""Budget in bytes for what the library holds of one chunk of samples: 1 GiB."""
 
 Cotangents = Callable[[Tensor], Tensor] | Tensor | None
 
@@ -84,8 +82,8 @@ class Tangent:
 
         Cost: three or four forward passes and C + 3 backward passes on at most four samples.
         """
-        memory = _checked_memory(memory)
-        model = _checked_network(model)
+        memory = checked_memory(memory)
+        model = checked_network(model)
         parameters = parameters_of(model)
         inputs = batches.plain(inputs)
         batches.check_inputs(inputs, next(iter(parameters.values())), "the inputs of the first batch")
@@ -108,8 +106,8 @@ class Tangent:
         Raises:
             LapwingError: if the network lacks one of the parameters, or has it in another shape.
         """
-        memory = _checked_memory(memory)
-        model = _checked_network(model)
+        memory = checked_memory(memory)
+        model = checked_network(model)
         named = parameters_of(model)
         blocks = tuple(Block.from_json(block) for block in data["blocks"])
         for block in blocks:
@@ -205,24 +203,7 @@ class Tangent:
         return self._record(inputs, cotangents, dtype or self.dtype)
 
     def _check_inputs(self, inputs: Any) -> None:
-        if level() is not None:
-            raise LapwingError(
-                f"Asked for gradients of {type(self.model).__name__} within a transformation of torch.func, found that "
-                "its own would mix with them; torch.autograd.grad is needed: write x.requires_grad_() and "
-                "torch.autograd.grad(posterior.latent(x).variance.sum(), x)."
-            )
-        batches.check_inputs(inputs, next(iter(self.parameters.values())), "the inputs")
-        before = self.plan.shared
-        if not any(before) or len(now := batches.shared(inputs)) != len(before):
-            return
-        count = batches.size(inputs)
-        if count > 1 and any(was and not still for was, still in zip(before, now, strict=True)):
-            raise LapwingError(
-                f"Asked to run {type(self.model).__name__} on {batches.describe(inputs)}, found {count} samples and a "
-                f"tensor of length {count} that the samples of the first batch shared, which cannot be told from one "
-                "with a row a sample; give what samples share in another shape, such as shared[None], or hold it in "
-                "forward=lambda model, inputs: model(inputs, shared)."
-            )
+        check_inputs(self.model, inputs, next(iter(self.parameters.values())), self.plan.shared)
 
     def _record(self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype) -> Record:
         """Does what `record` says, for inputs that are checked."""
@@ -232,65 +213,27 @@ class Tangent:
         spread = batches.size(inputs) if self.plan.spread else 1
         frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
         recording = run(self.model, inputs, self.forward, watched, spread, frozen)
-        outputs, noted, routed, *_ = recording
-        batches.check_outputs(outputs, "these inputs")
-        samples, name = outputs.shape[0], type(self.model).__name__
-        if outputs.shape[1] != self.outputs:
-            raise LapwingError(
-                f"Asked for the {self.outputs} outputs of {name} at {batches.describe(inputs)}, "
-                f"found outputs of shape {tuple(outputs.shape)}; as many as on the first batch are needed: check the "
-                "shape of the inputs, and give a single sample as x[None]."
-            )
-        self._check_seen_whole(recording)
+        check_recording(self.model, inputs, recording, self.outputs)
+        outputs, noted, samples, name = (
+            recording.outputs,
+            recording.noted,
+            len(recording.outputs),
+            type(self.model).__name__,
+        )
         kinds = tuple([use.use.kind for use in noted])
         uses = self.plan.uses_in([use.names for use in noted], kinds, samples, name)
-        known = shapes(outputs, noted)
-        if samples > 1 and (routed or known not in self._attributed):
-            layer, conclusive = misplaced(outputs, noted, uses)
-            if layer:
-                raise Misplaced(
-                    f"Asked for gradients of {name} at {samples} samples at once, found that {layer} does not hold "
-                    "them as on the first batch: forward() sorts, packs or leaves out parts of them; what needs "
-                    "several samples together (joint covariances, inducing points) takes layers that always hold them "
-                    "alike: leave this one out with params=lambda name, parameter: ..., or ask for single samples."
-                )
-            if conclusive and not routed:
-                self._attributed.add(known)
+        self._attribution.check(recording, uses, name)
         if callable(cotangents):
             cotangents = cotangents(outputs if differentiable else outputs.detach())
         return Record(self, inputs, outputs, noted, uses, cotangents, dtype, differentiable)
 
-    def _check_seen_whole(self, recording: Recording) -> None:
-        """Raises where covered parameters, or what their layers saw, count in ways that the first batch did not show.
-
-        Raises:
-            LapwingError: for such a batch.
-        """
-        stale = [min(use.names.values()) for use in recording.noted if use.stale]
-        found = ""
-        if recording.elsewhere:
-            found = f"it also uses {min(recording.elsewhere)} in another way"
-        elif recording.differentiated and recording.noted:
-            found = "it takes gradients"
-        elif stale:
-            found = f"the input of the layer of {stale[0]} is written in place after the call"
-        if found:
-            raise LapwingError(
-                f"Asked to run {type(self.model).__name__} as on the first batch, found that {found}, which was not so "
-                "there; the same on every batch is needed: put a batch that shows it first, or leave the parameter out "
-                "with params=lambda name, parameter: ..."
-            )
-
     def tell_alone(self, error: Misplaced) -> None:
         """Warns once that samples are taken one by one."""
-        if (torch.Size(),) not in self._attributed:
-            self._attributed.add((torch.Size(),))
-            log.warning("%s; they are taken one by one, which is slow.", str(error).partition(";")[0])
+        self._attribution.tell_alone(error)
 
     @cached_property
-    def _attributed(self) -> set[tuple[torch.Size, ...]]:
-        """Shapes of recordings whose layers are known to hold the samples where the survey found them."""
-        return set()
+    def _attribution(self) -> Attribution:
+        return Attribution()
 
     def records(
         self, inputs: Any, cotangents: Cotangents = None, dtype: torch.dtype | None = None, rows_held: int = 0
@@ -352,55 +295,6 @@ class Tangent:
             self.plan.numbers_per_sample(count, cotangents is not None) + 3 * count * self.explicit_size + rows_held
         )
         return numbers * (dtype or self.dtype).itemsize
-
-
-def _checked_memory(memory: int | None) -> int:
-    """Returns the budget in bytes (case 15 otherwise)."""
-    memory = DEFAULT_MEMORY if memory is None else memory
-    if not isinstance(memory, int) or memory < 2**24:
-        raise LapwingError(
-            f"Asked to work within memory={memory!r} bytes; an int of at least {2**24} (16 MiB) is needed: "
-            "write memory=2**30 for 1 GiB."
-        )
-    return memory
-
-
-def _checked_network(model: Any) -> nn.Module:
-    """Returns the uncompiled network, checked to be one with weights and in eval mode."""
-    if not isinstance(model, nn.Module):
-        raise LapwingError(
-            f"Asked to treat a model of type {type(model).__name__}; a torch.nn.Module with trained weights is needed: "
-            "pass the module itself, with forward=lambda model, inputs: ... where it is not called as model(x)."
-        )
-    model = uncompiled(model)
-    named = parameters_of(model)
-    for name, module in model.named_modules():
-        if ".quantized" in type(module).__module__:
-            raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found that its layer {name or type(module).__name__} is "
-                f"quantized ({type(module).__module__}), where no gradients exist; float weights are needed: fit the "
-                "network before it is quantized."
-            )
-    if not named:
-        raise LapwingError(
-            f"Asked to treat the parameters of {type(model).__name__}, found that it has none; a network with trained "
-            "weights is needed: pass the nn.Module that holds them."
-        )
-    for name, value in named.items():
-        if value.is_meta or isinstance(value, nn.UninitializedParameter):
-            raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found that its parameter {name} holds no numbers "
-                f"({'on the meta device' if value.is_meta else 'not initialised'}); trained weights are needed: write "
-                "model.load_state_dict(torch.load(path), assign=True) first."
-            )
-        if value.is_inference():
-            raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found that its parameter {name} was made in "
-                "torch.inference_mode(), where no gradients exist; ordinary parameters are needed: build and load the "
-                "network outside it."
-            )
-    check_mode(model)
-    return model
 
 
 def coverage(

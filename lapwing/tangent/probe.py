@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 from .. import batches
 from ..batches import Forward
 from ..errors import LapwingError
 from ..numerics import accumulation_dtype
 from .blocks import Block, Matrix
-from .eager import Draws, modules_of, without_compiled
+from .eager import Draws, without_compiled
 from .layers import BatchAxis
 from .layers.generic import call_with
 from .plan import MATRIX_FAMILIES, Coverage, Covered, Plan
@@ -33,8 +32,6 @@ from .selection import LastLayer, Predicate, select
 log = logging.getLogger("lapwing")
 
 PROBED_SAMPLES = 4
-WRITERS = (nn.modules.instancenorm._InstanceNorm, parametrizations._SpectralNorm)
-"""Layers besides batch norm that write buffers in training mode; instance norm only where it tracks statistics."""
 MINGLED = "its samples cannot be told apart"
 UNSEEN = "no layer family saw it"
 IDLE = (
@@ -51,57 +48,6 @@ class Survey:
     plan: Plan
     coverage: Coverage
     outputs: int
-
-
-def check_mode(model: nn.Module) -> None:
-    """Raises for batch norm (case 12) and dropout (case 11) in training mode, and for layers that write themselves."""
-    for prefix, module in modules_of(model):
-        normalises = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        renormalises = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-        if not (normalises or renormalises or module.training):
-            continue
-        kind = type(module).__name__
-        name = prefix[:-1] or kind
-        if renormalises:
-            raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found its layer {name} ({kind}) with max_norm="
-                f"{module.max_norm}, which writes the weights at every call, also after model.eval(); weights that "
-                f"stay are needed: write model.get_submodule({prefix[:-1]!r}).max_norm = None, once they are within it."
-            )
-        if normalises and module.running_mean is None:
-            raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found its layer {name} ({kind}) without running "
-                "statistics, so that a sample's output depends on the rest of the batch also after model.eval(); "
-                f"running statistics are needed: train with {kind}({module.num_features}, track_running_stats=True)."
-            )
-        if not module.training:
-            continue
-        if normalises:
-            raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found its layer {name} ({kind}) in training mode, "
-                "where a sample's output depends on the rest of the batch; running statistics are needed: call "
-                "model.eval() first."
-            )
-        if isinstance(module, WRITERS) and getattr(module, "track_running_stats", True):
-            raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found its layer {name} ({kind}) in training mode, where every "
-                "call writes its statistics; a network that stays as it is is needed: call model.eval() first."
-            )
-        rate = _dropout_rate(module)
-        if rate > 0:
-            raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found its layer {name} ({kind}, p={rate}) in training "
-                "mode, where two identical calls differ; a deterministic network is needed: call model.eval() first."
-            )
-
-
-def _dropout_rate(module: nn.Module) -> float:
-    """Returns how much a layer in training mode drops."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p
-    if isinstance(module, nn.MultiheadAttention) or (isinstance(module, nn.RNNBase) and module.num_layers > 1):
-        return module.dropout
-    return 0.0
 
 
 def probe(
@@ -385,4 +331,4 @@ def _numbers(noted: Noted, samples: int) -> tuple[int, int]:
     return out, positions * matrix.groups * (matrix.inputs + 1)
 
 
-__all__ = ["Coverage", "Covered", "Plan", "Survey", "check_mode", "probe"]
+__all__ = ["Coverage", "Covered", "Plan", "Survey", "probe"]

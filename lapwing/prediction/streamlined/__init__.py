@@ -16,8 +16,8 @@ from ...covariance import Covariance, Latent
 from ...covariance.output import Dense
 from ...errors import LapwingError
 from ...tangent import Tangent
+from ...tangent.checks import check_mode
 from ...tangent.eager import outside_modes, without_compiled
-from ...tangent.probe import check_mode
 from ...tangent.record import wants_gradient
 from ..uncertain import leaves_of, separate
 from ..way import Way
