@@ -39,10 +39,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _suits(x: Tensor, weight: Tensor) -> bool:
-    """Says whether oneDNN takes these: it has no derivatives, and takes a thousand times as long for parts of rows."""
+    """Says whether oneDNN takes these: it has no derivatives, and takes a thousand times as long for parts of rows.
+
+    What is compiled or exported keeps to public operators.
+    """
     if x.dtype != torch.float32 or weight.dtype != torch.float32 or x.device.type != "cpu":
         return False
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         return False
     return weight.is_contiguous() or weight.mT.is_contiguous()
 

@@ -96,6 +96,27 @@ def test_torch_alone_where_the_operator_is_missing_or_wrong_or_no_faster(monkeyp
     assert products._onednn.__wrapped__() is None
 
 
+class Product(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.register_buffer("weight", weight)
+
+    def forward(self, x):
+        return linear(x, self.weight)
+
+
+def test_what_is_exported_or_compiled_keeps_to_public_operators(way):
+    module, x = Product(_layouts(O, I)["contiguous"]), _layouts(B, I)["contiguous"]
+    exported = torch.export.export(module, (x,), strict=False)
+    assert "mkldnn" not in str(exported.graph)
+    assert "aten.linear" in str(exported.graph)
+    graphs = []
+    compiled = torch.compile(module, backend=lambda graph, _: graphs.append(str(graph.graph)) or graph.forward)
+    torch.testing.assert_close(compiled(x), x @ module.weight.T, rtol=1e-5, atol=1e-4)
+    assert len(graphs) == 1
+    assert "mkldnn" not in graphs[0]
+
+
 @pytest.mark.parametrize("samples", [100, 800])
 @pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC()])
 def test_large_products_of_fits_and_predictions_suit(monkeypatch, method, samples):

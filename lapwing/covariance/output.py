@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import LapwingError
 from ..numerics import psd_root, total
 from ..precision import full_precision
+from ..products import linear
 
 
 @dataclass(frozen=True)
@@ -69,27 +70,27 @@ class Rotated:
 
     def variance(self) -> Tensor:
         """Returns the diagonal (B, C): time O(B C²), or nothing without rotation."""
-        return self.scale if self.basis is None else self.scale @ self.basis.square().T
+        return self.scale if self.basis is None else linear(self.scale, self.basis.square())
 
     def centred_variance(self) -> Tensor:
         """Returns the diagonal (B, C) of `H U diag(s) Uᵀ H`, `H = I - 11ᵀ/C`."""
         if self.basis is None:
             classes = self.scale.shape[-1]
             return (1 - 2 / classes) * self.scale + self.scale.sum(-1, keepdim=True) / classes**2
-        return self.scale @ (self.basis - self.basis.mean(0)).square().T
+        return linear(self.scale, (self.basis - self.basis.mean(0)).square())
 
     def dense(self) -> Tensor:
         """Returns (B, C, C): time O(B C³) with a rotation."""
         if self.basis is None:
             return torch.diag_embed(self.scale)
-        return (self.basis * self.scale.unsqueeze(1)) @ self.basis.T
+        return linear(self.basis * self.scale.unsqueeze(1), self.basis)
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Returns draws (n, B, C)."""
         shape = (count, *self.scale.shape)
         noise = torch.randn(shape, generator=generator, dtype=self.scale.dtype, device=self.scale.device)
         noise = noise * self.scale.sqrt()
-        return noise if self.basis is None else noise @ self.basis.T
+        return noise if self.basis is None else linear(noise, self.basis)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,10 @@ from lapwing.likelihoods.links import seeded
 from lapwing.likelihoods.predictions import Prediction, check_count, check_level
 
 
+class _NoBisection(Exception):
+    """Raised where no interval within the family's support is known to hold a quantile."""
+
+
 @dataclass(frozen=True, eq=False)
 class MixturePrediction(Prediction):
     """An equal mixture over draws of any ``torch.distributions`` family: what a new likelihood can return.
@@ -53,7 +57,7 @@ class MixturePrediction(Prediction):
         """Return the central interval that holds y with probability ``level``, one output at a time.
 
         By bisection of the mixture's distribution function; from 4096 draws of y where the family has none, no finite
-        variance, or a support with an end.
+        variance, or a support that ends near.
 
         Args:
             level: Probability in (0, 1).
@@ -68,7 +72,7 @@ class MixturePrediction(Prediction):
         tail = 0.5 * (1.0 - level)
         try:
             return self._quantile(tail), self._quantile(1.0 - tail)
-        except (NotImplementedError, ValueError):  # the latter outside a family's support
+        except (NotImplementedError, _NoBisection):
             low, high = torch.quantile(self.sample(4096).to(self.mean), self.mean.new_tensor([tail, 1.0 - tail]), dim=0)
             return low, high
 
@@ -78,9 +82,12 @@ class MixturePrediction(Prediction):
         while isinstance(marginal, dist.Independent):
             marginal = marginal.base_dist
         if not bool(std.isfinite().all()):
-            raise ValueError("no finite variance")
+            raise _NoBisection
         widest = math.sqrt(max(probability, 1.0 - probability) / min(probability, 1.0 - probability))
         low, high = self.mean - widest * std, self.mean + widest * std
+        support = marginal.support  # asked here: torch.compile turns the check within `cdf` off for the whole process
+        if support is None or not bool((support.check(low.unsqueeze(1)) & support.check(high.unsqueeze(1))).all()):
+            raise _NoBisection
         for _ in range(60):
             middle = 0.5 * (low + high)
             below = marginal.cdf(middle.unsqueeze(1)).mean(1) < probability

@@ -116,7 +116,7 @@ class Outer(MatrixJacobian):
 
     def squared_sum(self) -> Tensor:
         """Returns `(Σ_r g²)ᵀ a²` (P,). Time O(B O I)."""
-        return (self.g.square().sum(1).T @ self.a.square()).flatten()
+        return matmul(self.g.square().sum(1).T, self.a.square()).flatten()
 
     def squared_norm(self) -> Tensor:
         """Returns `Σ_n |a|² Σ_r |g|²` ()."""
