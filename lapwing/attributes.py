@@ -1,129 +1,124 @@
-"""What modules hold as attributes beside parameters and buffers is put back after our forward passes.
+"""What modules hold beside the values of their tensors is put back after our forward passes.
 
-Networks keep activations, weights made by hooks, and tables that they derive from weights in eval mode. Left behind,
-these would hold a pass's graph or, after a pass with drawn weights, change what the network answers. What changes is
-looked for in the first pass of a network (for each `forward=`), and in every pass with other weights than its own.
+Networks keep activations, weights made by hooks, tables that they derive from weights in eval mode, and flags that say
+what was set up. Left behind, these would hold a pass's graph or, after a pass with drawn weights, change what the
+network answers; half of them put back would be worse, so hooks that a pass registers go as well.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from operator import is_
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
-from torch import nn
+from torch import Tensor, nn
 
-STANDARD = frozenset(vars(nn.Module()))
-"""What every module has."""
+MANY = 1000
+"""Entries above which a container only loses again what a pass added at its end: copies would take longer than it."""
 
-Place = tuple[nn.Module, str]
-Known = list[tuple[ref[nn.Module], str]]
-Held = tuple[Any, list[tuple[Any, list[Any]]]]
-"""An attribute's value, and the lists, dicts and deques in it with copies of what they hold."""
+CONTAINERS = (dict, list, tuple, deque, set)
 
-_places: WeakKeyDictionary[nn.Module, WeakKeyDictionary[Callable, Known]] = WeakKeyDictionary()
-"""Network -> its `forward=`, or `put_back` where it has none -> the attributes that the first whole pass changed."""
-
-_ABSENT, _NONE = object(), WeakKeyDictionary[Callable, "Known"]()
+PLAIN = frozenset((bool, int, float, str, type(None), Tensor, nn.Parameter))
+"""What most attributes are, and no container."""
 
 
-def put_back(
-    model: nn.Module, forward: Callable | None = None, looked_for: bool = False
-) -> contextlib.AbstractContextManager[None]:
-    """Puts attributes of a network's modules back after a pass: those that a first pass changed, or all of them.
+def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns the network's modules with what comes before the names of their tensors, "" or "path.".
 
-    Args:
-        model: the network.
-        forward: how it is called.
-        looked_for: compare all attributes also where the first pass is known.
+    As `named_modules`, but without its generators, since every prediction asks; where a module has its own, by that.
     """
-    key = None if looked_for else _key(forward)
-    known = None if key is None else _places.get(model, _NONE).get(key)
-    if known is None:
-        return _looked_for(model, forward)
-    return _known(known) if known else contextlib.nullcontext()
-
-
-def _key(forward: Callable | None) -> Callable | None:
-    """Returns what a way of calling is known by; None for a callable that cannot be, so that every pass looks."""
-    if forward is None:
-        return put_back
-    try:
-        hash(forward), ref(forward)
-    except TypeError:
-        return None
-    return forward
-
-
-@contextlib.contextmanager
-def _known(places: Known) -> Iterator[None]:
-    before = _read((module, name) for place, name in places if (module := place()) is not None)
-    try:
-        yield
-    finally:
-        _restore(before)
-
-
-@contextlib.contextmanager
-def _looked_for(model: nn.Module, forward: Callable | None) -> Iterator[None]:
-    before, whole = _read(_all(model)), False
-    try:
-        yield
-        whole = True
-    finally:
-        changed = _restore({**dict.fromkeys(_all(model), (_ABSENT, [])), **before})
-        if whole:
-            found, key = [(ref(module), name) for module, name in changed], _key(forward)
-            if key is not None:
-                _places.setdefault(model, WeakKeyDictionary()).setdefault(key, found)
-
-
-def _all(model: nn.Module) -> list[Place]:
-    return [(module, name) for module in model.modules() for name in vars(module) if name not in STANDARD]
-
-
-def _read(places: Iterable[Place]) -> dict[Place, Held]:
-    found = {}
-    for module, name in places:
-        value = vars(module).get(name, _ABSENT)
-        found[module, name] = value, list(_contents(value, set()))
+    found, met, left = [], set(), [("", model)]
+    while left:
+        prefix, module = left.pop()
+        if type(module).named_modules is not nn.Module.named_modules:
+            return [(path and f"{path}.", module) for path, module in model.named_modules()]
+        if module in met:
+            continue
+        met.add(module)
+        found.append((prefix, module))
+        if module._modules:
+            below = [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
+            left += reversed(below)
     return found
 
 
-def _contents(value: Any, met: set[int]) -> Iterator[tuple[Any, list[Any]]]:
-    """Yields a list, dict or deque, and those within it, with copies of what they hold."""
-    if not isinstance(value, (list, dict, deque)) or id(value) in met:
-        return
-    met.add(id(value))
-    yield value, list(value.items() if isinstance(value, dict) else value)
-    for one in value.values() if isinstance(value, dict) else value:
-        yield from _contents(one, met)
+@contextlib.contextmanager
+def put_back(model: nn.Module) -> Iterator[None]:
+    """Puts back what the network's modules hold: their attributes, and the entries of containers among these.
+
+    Cost: some microseconds a module.
+    """
+    attributes = [(own, own.copy()) for own in [vars(module) for _, module in modules_of(model)]]
+    empty: list[Any] = []  # nearly all are: hooks that nobody registered
+    filled: list[tuple[Any, Any]] = []
+    met: set[int] = set()
+    for _, own in attributes:
+        _look(own.values(), empty, filled, met)
+    try:
+        yield
+    finally:
+        for own, former in attributes:
+            if not _same(own, former):
+                _put(own, former)
+        if any(empty):
+            for container in empty:
+                container.clear()
+        for container, former in filled:
+            if isinstance(former, int):
+                _shorten(container, former)
+            elif not _same(container, former):
+                _refill(container, former)
 
 
-def _restore(before: dict[Place, Held]) -> list[Place]:
-    """Puts values back; returns the places where others were."""
-    changed = []
-    for (module, name), (value, contents) in before.items():
-        own = vars(module)
-        now = own.get(name, _ABSENT)
-        if now is not value and value is _ABSENT:
-            del own[name]
-        elif now is not value:
-            own[name] = value
-        others = [(container, held) for container, held in contents if not _holds(container, held)]
-        for container, held in others:
-            container.clear()
-            container.update(held) if isinstance(container, dict) else container.extend(held)
-        if others or now is not value:
-            changed.append((module, name))
-    return changed
+def _look(values: Iterable[Any], empty: list[Any], filled: list[tuple[Any, Any]], met: set[int]) -> None:
+    """Adds the containers among some values and within them, with copies, or with their length where they are long."""
+    for value in values:
+        if value.__class__ in PLAIN or not isinstance(value, CONTAINERS):
+            continue
+        if not value:
+            if not isinstance(value, tuple):
+                empty.append(value)
+            continue
+        if id(value) in met:
+            continue
+        met.add(id(value))
+        if len(value) > MANY:
+            filled.append((value, len(value)))
+            continue
+        if not isinstance(value, tuple):
+            filled.append((value, dict(value) if isinstance(value, dict) else list(value)))
+        _look(value.values() if isinstance(value, dict) else value, empty, filled, met)
 
 
-def _holds(container: Any, held: list[Any]) -> bool:
+def _same(container: Any, former: Any) -> bool:
     """Whether a container holds the same objects in the same order."""
+    if len(container) != len(former) or not all(map(is_, container, former)):
+        return False
+    return not isinstance(former, dict) or all(map(is_, container.values(), former.values()))
+
+
+def _put(own: dict, former: dict) -> None:
+    """Puts back what differs alone: other threads may read the rest."""
+    for name in [name for name in own if name not in former]:
+        del own[name]
+    for name, value in former.items():
+        if name not in own or own[name] is not value:
+            own[name] = value
+
+
+def _refill(container: Any, former: Any) -> None:
+    container.clear()
     if isinstance(container, dict):
-        pairs = zip(container.items(), held, strict=False)
-        return len(container) == len(held) and all(a[0] == b[0] and a[1] is b[1] for a, b in pairs)
-    return len(container) == len(held) and all(one is other for one, other in zip(container, held, strict=True))
+        for key, value in former.items():
+            container[key] = value
+    elif isinstance(container, set):
+        container.update(former)
+    else:
+        container.extend(former)
+
+
+def _shorten(container: Any, length: int) -> None:
+    while len(container) > length and not isinstance(container, (tuple, set)):
+        container.popitem() if isinstance(container, dict) else container.pop()

@@ -216,7 +216,7 @@ def call(
             does not take, and outputs that are no (B, C) matrix.
     """
     try:
-        with network_precision(), put_back(model, forward):
+        with network_precision(), put_back(model):
             with mode or nullcontext():
                 out = _called(model, inputs, forward)
             if not isinstance(out, Tensor):  # which may be the network's own attribute

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import gc
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -398,37 +395,134 @@ def test_a_network_may_answer_by_its_own_attribute() -> None:
     assert not model.answer
 
 
-def test_places_are_known_for_each_way_of_calling_and_keep_no_network_alive() -> None:
-    class Heads(nn.Module):
+class Collecting(nn.Module):
+    """Holds things of many kinds, and changes them in every call, some of them only for long inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.table = nn.Parameter(torch.randn(9, 4))
+        self.names = {parameter: name for name, parameter in self.named_parameters()}
+        self.made: dict[int, Tensor] = {}
+        self.order = OrderedDict((i, i) for i in range(3))
+        self.pair: tuple[list[Tensor], int] = ([], 0)
+        self.seen: set[int] = set()
+        self.words = {f"word {i}": i for i in range(2000)}
+        self.log = list(range(2000))
+        self.register_buffer("latest", None)
+        self.register_buffer("count", torch.zeros(()), persistent=False)
+        self.ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        if not self.ready:
+            self.head.register_forward_hook(lambda module, inputs, out: self.pair[0].append(out))
+            self.ready = True
+        if length > 4:
+            self.late = x
+            if length not in self.made:
+                self.made[length] = torch.tanh(self.table[:length])
+        table = self.made[length] if length > 4 else torch.tanh(self.table[:length])
+        hidden = torch.tanh(self.first(x) + table).mean(1)
+        self.latest, self.count = hidden, self.count + 1
+        self.order.move_to_end(0)
+        self.seen.add(len(self.seen))
+        self.words[f"word {len(self.words)}"] = 0
+        self.log.append(0)
+        return self.head(hidden)
+
+
+def held(model: Collecting) -> list[Any]:
+    hooks = [len(getattr(module, store)) for module in model.modules() for store in HOOKS]
+    containers = [list(model.made), list(model.order), len(model.pair[0]), len(model.seen), len(model.words)]
+    return [hooks, containers, len(model.log), model.latest, model.count, model.ready, hasattr(model, "late")]
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_what_is_kept_of_any_batch_is_put_back_with_hooks_and_buffers(ran: bool) -> None:
+    """Half of it would be worse: a flag that hooks are set, put back without them, makes the network set them again."""
+    torch.manual_seed(0)
+    model = Collecting().double().eval()
+    data = [(torch.randn(4, length, 3).double(), torch.randn(4, 2).double()) for length in (2, 7)]
+    if ran:
+        model(data[0][0])
+    before = held(model)
+    fitted = []
+    for loader in (data, data[::-1]):
+        posterior = lw.fit(model, loader, lw.Full(), likelihood=lw.Gaussian(1.0), prior_precision=1.0)
+        for x, _ in data:
+            posterior.latent(x)
+            posterior.predict(x, via=lw.MonteCarlo(2))
+        fitted.append(torch.stack([posterior.latent(x).variance for x, _ in data]))
+        assert held(model) == before
+    torch.testing.assert_close(fitted[0], fitted[1])  # the table counts, whichever batch first makes it
+    rows = []
+    for one in [one for x, _ in data for one in x]:
+        fresh = Collecting().double().eval()
+        fresh.load_state_dict(model.state_dict(), strict=False)
+        rows.append(oracle.jacobian(fresh, one[None])[0])
+    rows = torch.cat(rows)
+    covariance = torch.linalg.inv(rows.T @ rows + torch.eye(rows.shape[1], dtype=rows.dtype))
+    wanted = torch.einsum("rp,pq,rq->r", rows, covariance, rows).reshape(fitted[0].shape)
+    torch.testing.assert_close(fitted[0], wanted)
+    assert held(model) == before
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_what_is_kept_is_put_back_after_an_exception(error: type[BaseException]) -> None:
+    model, x = Collecting().eval(), torch.randn(4, 7, 3)
+    posterior = lw.fit(model, [(x, torch.randn(4, 2))], prior_precision=1.0, likelihood=lw.Gaussian(1.0))
+    before, calls = held(model), []
+
+    def failing(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise error("in the middle")
+
+    handle = model.head.register_forward_hook(failing)
+    for via in (lw.Linearized(), lw.MonteCarlo(3)):
+        calls.clear()
+        calls.extend([1] if isinstance(via, lw.Linearized) else [])
+        with pytest.raises(error, match="in the middle"):
+            posterior.latent(x, via=via)
+        assert vars(model)["_buffers"]["latest"] is None
+    handle.remove()
+    assert held(model) == before
+
+
+def test_hidden_states_of_transformers_are_collected_by_as_many_hooks_as_before() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12, num_labels=3,
+        pad_token_id=0, output_hidden_states=True,
+    )  # fmt: skip
+    model, batch = transformers.BertForSequenceClassification(config).eval(), {"input_ids": torch.arange(1, 9)[None]}
+    posterior = lw.fit(model, [{**batch, "labels": torch.tensor([1])}], prior_precision=1.0)
+    for _ in range(2):
+        posterior.predict(batch, via=lw.MonteCarlo(2))
+    assert sum(len(module._forward_hooks) for module in model.modules()) == 0
+    assert len(model(**batch).hidden_states) == 3
+
+
+def test_gradients_of_our_passes_are_not_shown_to_hooks_of_the_network() -> None:
+    class Mapped(nn.Module):
+        """Keeps what a class activation map needs."""
+
         def __init__(self) -> None:
             super().__init__()
-            self.trunk, self.one, self.two, self.feature = nn.Linear(4, 5), nn.Linear(5, 2), nn.Linear(5, 3), None
+            self.conv, self.head, self.gradients = nn.Conv2d(1, 2, 3), nn.Linear(8, 3), []
 
-        def forward(self, x: Tensor, second: bool = False) -> Tensor:
-            hidden = torch.tanh(self.trunk(x))
-            if second:
-                self.feature = hidden
-            return (self.two if second else self.one)(hidden)
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.conv(x)
+            if hidden.requires_grad:
+                hidden.register_hook(self.gradients.append).remove()
+                hidden.register_hook(self.gradients.append)
+            return self.head(torch.relu(hidden).flatten(1))
 
-    model, x = Heads().eval(), torch.randn(6, 4)
-    for second in (False, True):
-        lw.fit(model, [(x, torch.arange(6) % 2)], forward=lambda m, x, second=second: m(x, second), prior_precision=1.0)
-        assert model.feature is None
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
-
-
-def test_a_way_of_calling_that_cannot_be_a_key() -> None:
-    @dataclasses.dataclass
-    class Calling:  # compares by value, so that it has no hash
-        factor: float = 1.0
-
-        def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
-            return self.factor * model(x)
-
-    model, x = Keeping().eval(), torch.randn(6, 4)
-    posterior = lw.fit(model, [(x, torch.arange(6) % 3)], forward=Calling(), prior_precision=1.0)
-    posterior.predict(x, via=lw.MonteCarlo(2))
-    assert not model.maps
+    torch.manual_seed(0)
+    model, x = Mapped().eval(), torch.randn(6, 1, 4, 4)
+    posterior = lw.fit(model, [(x, torch.arange(6) % 3)], lw.KFAC(), params=EVERY, prior_precision=1.0)
+    posterior.latent(x)
+    assert not model.gradients
+    model(x).sum().backward()
+    assert len(model.gradients) == 1

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from .. import batches
+from ..attributes import modules_of
 from ..errors import LapwingError
-from .eager import modules_of, parameters_of, uncompiled
-from .record import Recording, level
+from .eager import parameters_of, uncompiled
+from .record import Recording
 
 DEFAULT_MEMORY = 2**30
 """Budget in bytes for what the library holds of one chunk of samples: 1 GiB."""
@@ -134,15 +135,9 @@ def check_inputs(model: nn.Module, inputs: Any, weight: Tensor, shared: Sequence
         shared: which tensors of the first batch all its samples shared.
 
     Raises:
-        LapwingError: within a transformation of torch.func; for inputs that are empty, not finite or on another device,
-            and for shared tensors that cannot be told from others.
+        LapwingError: for inputs that are empty, not finite or on another device, and for shared tensors that cannot be
+            told from others.
     """
-    if level() is not None:
-        raise LapwingError(
-            f"Asked for gradients of {type(model).__name__} within a transformation of torch.func, found that "
-            "its own would mix with them; torch.autograd.grad is needed: write x.requires_grad_() and "
-            "torch.autograd.grad(posterior.latent(x).variance.sum(), x)."
-        )
     batches.check_inputs(inputs, weight, "the inputs")
     if not any(shared) or len(now := batches.shared(inputs)) != len(shared):
         return

@@ -12,14 +12,18 @@ import sys
 import threading
 import types
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
+from ..errors import LapwingError
 from ..precision import Arguments, Result, full_precision
 
 LOCK = threading.RLock()
@@ -68,15 +72,6 @@ def _math_attention(
     )[0]
 
 
-def _looking_on(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], None]:
-    """Returns a hook that sees gradients and does not replace them."""
-
-    def looks(gradient: Tensor) -> None:
-        hook(gradient)
-
-    return looks
-
-
 def _without(flags: tuple[tuple[str, int], ...], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Returns the arguments of a call with flags off, each given by its name and place."""
     for name, place in flags:
@@ -107,34 +102,28 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
         return dict(model.named_parameters())
 
 
-def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns the network's modules with what comes before the names of their tensors, "" or "path.".
-
-    As `named_modules`, but without its generators, since every prediction asks; where a module has its own, by that.
-    """
-    found, met, left = [], set(), [("", model)]
-    while left:
-        prefix, module = left.pop()
-        if type(module).named_modules is not nn.Module.named_modules:
-            return [(path and f"{path}.", module) for path, module in model.named_modules()]
-        if module in met:
-            continue
-        met.add(module)
-        found.append((prefix, module))
-        if module._modules:
-            below = [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
-            left += reversed(below)
-    return found
+def transformed() -> bool:
+    """Whether a transformation of torch.func or forward-mode differentiation is under way."""
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 def outside_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Runs a function that needs a graph outside the caller's autocast and `torch.inference_mode()`.
 
     In the latter's place it is as under `torch.no_grad()`; the network itself keeps the caller's autocast.
+
+    Raises:
+        LapwingError: from the wrapped function, within a transformation of torch.func or forward-mode differentiation.
     """
 
     @functools.wraps(function)
     def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if transformed():
+            raise LapwingError(
+                "Asked to call lapwing within a transformation of torch.func or forward-mode differentiation, found "
+                "that its own would mix with them; torch.autograd.grad is needed: write x.requires_grad_() and "
+                "torch.autograd.grad(posterior.latent(x).variance.sum(), x)."
+            )
         if not torch.is_inference_mode_enabled():
             return function(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
@@ -146,8 +135,8 @@ def outside_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, 
 class EagerMode(TorchFunctionMode):
     """Sees every torch function a network calls; opens `multi_head_attention_forward`, takes the math attention kernel.
 
-    Gradients are derivatives: those of embeddings dense, as all arithmetic after them is, and not scaled; what a hook
-    that the network sets by `Tensor.register_hook` returns does not replace them. An active function mode also keeps
+    Gradients are derivatives: those of embeddings dense, as all arithmetic after them is, and not scaled; hooks that
+    the network sets by `Tensor.register_hook` are not for our passes to call. An active function mode also keeps
     `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` off their fast paths.
     """
 
@@ -164,7 +153,7 @@ class EagerMode(TorchFunctionMode):
         if function in TABLES:
             args, kwargs = _without(TABLES[function], args, kwargs)
         if function is Tensor.register_hook:
-            return function(args[0], _looking_on(*args[1:], **kwargs))
+            return RemovableHandle(OrderedDict())
         return self.intercept(function, args, kwargs)
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:

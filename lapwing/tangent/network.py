@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import batches
+from ..attributes import modules_of
 from ..batches import Forward
 from ..errors import LapwingError
 from ..numerics import accumulation_dtype
@@ -24,7 +25,7 @@ from .attribution import Attribution, Misplaced
 from .blocks import Block
 from .checks import check_inputs, check_recording, checked_memory, checked_network
 from .chunk import Record
-from .eager import LOCK, modules_of, outside_modes, parameters_of, without_compiled
+from .eager import LOCK, outside_modes, parameters_of, without_compiled
 from .plan import Coverage, Covered, Plan
 from .probe import probe
 from .record import run, wants_gradient

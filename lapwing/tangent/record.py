@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from ..batches import Forward, call, size, tensors
 from ..errors import LapwingError
 from .chain import chain_gradients
-from .eager import EagerMode, without_compiled
+from .eager import EagerMode, transformed, without_compiled
 from .layers import HANDLERS, Use
 from .routing import routes
 
@@ -29,10 +29,6 @@ BATCHED_BACKWARD = 2**24
 
 DIFFERENTIATES = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 """What takes gradients within a forward pass: where outputs contain them, weights count through them too."""
-
-
-level = torch._C._functorch.maybe_current_level
-"""How deep a call is within `torch.func`'s transformations, where no graph can start; None outside."""
 
 
 @dataclass
@@ -102,7 +98,7 @@ class Recorder(EagerMode):
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function; where it uses watched parameters, notes it and starts the graph at its output if need be."""
         handler = HANDLERS.get(function)
-        if handler is not None and (not torch.is_grad_enabled() or level() is not None):  # as the network asks for
+        if handler is not None and (not torch.is_grad_enabled() or transformed()):  # as the network asks for
             handler = None
         use = None if handler is None else handler(args, kwargs, self._is_watched)
         used = {} if use is None else use.parameters

@@ -18,7 +18,7 @@ from .base import Training, Tuning
 log = logging.getLogger("lapwing")
 
 LOWEST, HIGHEST = -8.0, 10.0
-"""Decades that the prior precision is searched in."""
+"""Decades that the prior precision is searched in; further down for a large noise variance, further up for a small."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,13 @@ class Evidence(Tuning):
         by_layer = self.per_layer and len(precision) > 1
         if free_prior and (by_layer or not posterior.noise_given):  # coordinate ascent ends slowly
             precision, noise = self._ascend(posterior, precision, noise, by_layer)
+        lowest, highest = _decades(noise)
+        ends = [round(math.log10(delta), 3) for delta in (precision.tolist() if free_prior else [])]
+        if any(end <= lowest or end >= highest for end in ends):
+            log.warning(
+                "The evidence has no maximum inside the searched range, prior precision %.0e to %.0e: it ends at %.0e",
+                10**lowest, 10**highest, 10 ** min(ends) if min(ends) <= lowest else 10 ** max(ends),
+            )  # fmt: skip
         return posterior.at(precision, noise)
 
     def _value(self, posterior: Posterior, precision: Tensor, noise: float | None) -> float:
@@ -116,10 +123,11 @@ class Evidence(Tuning):
     def _best_precision(self, posterior: Posterior, noise: float | None) -> Tensor:
         """Searches the whole range on a grid, then refines around the best point."""
         ones = torch.ones_like(posterior.prior.precision)
-        best = maximise(lambda log10: self._value(posterior, ones * 10**log10, noise), LOWEST, HIGHEST, 37)
-        if best in (LOWEST, HIGHEST):
-            log.warning("The evidence has no maximum inside the searched range: prior precision %.0e", 10**best)
-        return ones * 10**best
+        lowest, highest = _decades(noise)
+        points = math.ceil(2 * (highest - lowest)) + 1
+        return ones * 10 ** maximise(
+            lambda log10: self._value(posterior, ones * 10**log10, noise), lowest, highest, points
+        )
 
     def _best_noise(self, posterior: Posterior, precision: Tensor, noise: float) -> float:
         start, low = math.log10(noise), math.log10(self._least_noise(posterior))
@@ -140,7 +148,7 @@ class Evidence(Tuning):
 
         Slopes are central differences, but for the precisions of blocks, which autograd gives in one go.
         """
-        low, high = LOWEST * math.log(10), HIGHEST * math.log(10)
+        low, high = (end * math.log(10) for end in _decades(noise))
         free_noise = not posterior.noise_given
         start = precision.log() if by_layer else precision[:1].log()
         least = 0.0
@@ -154,9 +162,8 @@ class Evidence(Tuning):
             deltas = (point[:-1] if free_noise else point).clamp(low, high).exp().expand(len(precision))
             if not free_noise:
                 return deltas, noise
-            return deltas, math.exp(
-                min(high, max(math.log(least), float(point[-1].detach())))
-            )  # also from a step to NaN
+            least_log = math.log(least)  # a step may be too large, or to NaN
+            return deltas, math.exp(min(least_log + math.log(1e7), max(least_log, float(point[-1].detach()))))
 
         def slope(i: int) -> float:
             step = torch.zeros_like(start)
@@ -184,6 +191,12 @@ class Evidence(Tuning):
             after = float(loss())
         found, variance = at(logs.detach() if after <= before else start)
         return found.clone(), variance
+
+
+def _decades(noise: float | None) -> tuple[float, float]:
+    """Returns the ends of the range that the prior precision is searched in: it scales as the inverse noise may."""
+    shift = 0.0 if noise is None else math.log10(noise)
+    return LOWEST - max(0.0, shift), HIGHEST + max(0.0, -shift)
 
 
 def maximise(function: Callable[[float], float], low: float, high: float, points: int) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import lapwing as lw
@@ -14,6 +15,7 @@ from lapwing.tangent import Tangent
 from tests import oracle
 
 EVERY = lw.matching("*")
+WAYS = [lw.Linearized(), lw.MonteCarlo(3), lw.Streamlined()]
 
 OTHER_USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "slice": lambda w, e: F.linear(e, w[:4]),
@@ -221,6 +223,33 @@ def test_predictions_within_a_transformation_of_the_caller_are_refused() -> None
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double().eval()
     x = torch.randn(6, 3).double()
     posterior = lw.fit(model, [(x, torch.arange(6) % 2)], lw.KFAC(), prior_precision=1.0)
-    for transform in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd):
-        with pytest.raises(lw.LapwingError, match=r"within a transformation of torch.func.* torch.autograd.grad\("):
-            transform(lambda x: posterior.latent(x).variance.sum())(x)
+    calls = [lambda x, via=via: posterior.latent(x, via=via).variance.sum() for via in WAYS]
+    calls.append(lambda x: lw.fit(model, [(x, torch.arange(6) % 2)]).latent(x).variance.sum())
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd, torch.func.vmap):
+        for call in calls:
+            with pytest.raises(lw.LapwingError, match=r"within a transformation of torch.func.* torch.autograd.grad\("):
+                transform(call)(x)
+    with forward_ad.dual_level(), pytest.raises(lw.LapwingError, match="forward-mode"):
+        calls[0](forward_ad.make_dual(x, torch.ones_like(x)))
+    calls[0](x)
+
+
+def test_a_network_that_uses_forward_mode_itself() -> None:
+    class Sloped(nn.Module):
+        """Its features are a derivative along the inputs."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(3, 5), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with forward_ad.dual_level():
+                found = torch.tanh(self.first(forward_ad.make_dual(x, torch.ones_like(x))))
+                slope = forward_ad.unpack_dual(found).tangent
+            return self.head(slope)
+
+    torch.manual_seed(0)
+    model, x = Sloped().double().eval(), torch.randn(6, 3).double()
+    posterior = lw.fit(model, [(x, torch.arange(6) % 2)], lw.Full(), params=lw.everything, prior_precision=1.0)
+    rows, wanted = posterior.tangent.record(x).rows().flatten(0, 1), oracle.jacobian(model, x).flatten(0, 1)
+    torch.testing.assert_close(rows @ rows.T, wanted @ wanted.T)  # in any order of the weights

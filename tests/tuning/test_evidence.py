@@ -339,3 +339,41 @@ def test_maximise_finds_the_top(top):
     assert maximise(lambda x: x, -5, 5, 11) == 5
     assert maximise(lambda x: -x, -5, 5, 11) == -5
     assert maximise(lambda x: math.nan if x < -4 else -((x - top) ** 2), -5, 5, 11) == pytest.approx(top, abs=1e-5)
+
+
+@pytest.mark.parametrize("unit", [1e-6, 1e-3, 1e5])
+@pytest.mark.parametrize("tune", [lw.Evidence(), lw.Evidence(per_layer=True), lw.BoundedEvidence()], ids=str)
+def test_units_of_the_targets_do_not_matter(tune, unit, caplog):
+    """Dollars or thousands of dollars: δ goes with their inverse square, σ² with their square, coverage stays."""
+    torch.manual_seed(0)
+    x = torch.randn(200, 3)
+    y = x @ torch.tensor([[1.0], [-2.0], [0.5]]) + 0.5 * torch.randn(200, 1)
+    found = []
+    for scale in (1.0, unit):
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).eval()
+        with torch.no_grad():
+            model[0].weight.copy_(0.1 * torch.arange(24.0).sin().reshape(8, 3))
+            model[0].bias.copy_(0.1 * torch.arange(8.0).cos())
+            hidden = torch.cat([model[:2](x), torch.ones(200, 1)], 1)
+            solution = torch.linalg.lstsq(hidden.double(), y.double()).solution.float()
+            model[2].weight.copy_(scale * solution[:-1].T)
+            model[2].bias.copy_(scale * solution[-1])
+        posterior = lw.fit(model, [(x, scale * y)], lw.Full(), params=lw.last_layer, tune=tune)
+        (delta,) = posterior.prior.precision.tolist()
+        low, high = posterior.predict(x).interval(0.9)
+        coverage = ((scale * y >= low) & (scale * y <= high)).float().mean()
+        found.append([posterior.noise_variance / scale**2, delta * scale**2, float(coverage)])
+    assert found[1] == pytest.approx(found[0], rel=1e-2)
+    assert 0.85 < found[0][2] < 0.95
+    assert not caplog.records
+
+
+def test_an_evidence_without_a_maximum_is_said_once(caplog):
+    """Weights at the prior's mean: the evidence grows with the prior precision for ever."""
+    model = nn.Linear(2, 1, bias=False).eval()
+    nn.init.zeros_(model.weight)
+    x = torch.randn(20, 2)
+    posterior = lw.fit(model, [(x, torch.randn(20, 1))], lw.Full(), tune=lw.Evidence())
+    (record,) = [record for record in caplog.records if "no maximum" in record.message]
+    assert "it ends at 1e+10" in record.message
+    assert posterior.prior_precision == pytest.approx(1e10, rel=0.2)
