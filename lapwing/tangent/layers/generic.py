@@ -102,7 +102,7 @@ def _agrees_with_autograd(
         u = torch.einsum("br,brc->bc", signs, cotangents.detach())
         truth = _gradients(out, leaves.values(), u)
     eps = eps or torch.finfo(cotangents.dtype).eps
-    largest = max(float(wanted.norm()) for wanted in truth)  # beside it others may be nothing but rounding
+    largest = max(float(wanted.detach().norm()) for wanted in truth)  # beside it others may be nothing but rounding
     for found, wanted in zip(rows.values(), truth, strict=True):
         if found.shape != (*signs.shape, wanted.numel()):
             return False
