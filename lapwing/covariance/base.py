@@ -81,8 +81,8 @@ class Covariance(ABC):
         """Returns `J Σ Jᵀ` of each sample as terms that add up."""
 
     @abstractmethod
-    def joint_output_covariance(self, record: Record) -> Tensor:
-        """Returns `J Σ Jᵀ` across samples, (B, R, B, R)."""
+    def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
+        """Returns `J Σ J'ᵀ` (B, R, B', R') for the samples of two records, which may be the same one."""
 
     @abstractmethod
     def layer_block(self, name: str) -> LayerBlock:
@@ -124,7 +124,7 @@ class PriorCovariance(Covariance):
 
     Attributes:
         precision: prior precision δ of each block (n_blocks,), float64.
-        scale: s, what multiplies the curvature of unit noise: 1/(σ² τ).
+        scale: s, what multiplies the curvature of unit noise: N/(n σ² τ).
     """
 
     precision: Tensor

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..numerics import total
 from ..tangent import Block, Record, Tangent, Vectors
 from ..tangent.jacobian import Weighting
 from .base import LayerBlock, PrecisionCovariance
-from .output import Dense, Marginals, Term
+from .output import Dense, Marginals, Term, distinct
 from .structures import STRUCTURES, Structure
 
 if TYPE_CHECKING:
@@ -134,11 +133,13 @@ class Blockwise(PrecisionCovariance):
             weightings = [candidate._weightings[name] for candidate in candidates]
             yield structure.outputs_at(record[name], weightings, marginal)
 
-    def joint_output_covariance(self, record: Record) -> Tensor:
+    def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         """Sums over blocks."""
-        return total(
-            structure.joint_output(record[name], self._weights[name]) for name, structure in self.structures.items()
-        )
+        matrix: Any = 0
+        for name, structure in self.structures.items():
+            jacobians = [one[name] for one in distinct(record, other)]
+            matrix = matrix + structure.joint_output(jacobians[0], jacobians[-1], self._weights[name])
+        return matrix
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance."""

@@ -11,7 +11,7 @@ from ..numerics import cholesky, symmetric_eigen
 from ..products import matmul
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PrecisionCovariance
-from .output import Term, smaller
+from .output import Term, across, distinct, smaller
 from .structures import FactorLayer
 
 
@@ -112,10 +112,10 @@ class DenseCovariance(PrecisionCovariance):
         """Forms `J R` (B, R, P)."""
         return (smaller(matmul(record.rows(), self._root)),)
 
-    def joint_output_covariance(self, record: Record) -> Tensor:
+    def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         """Forms `J R` (B, R, P)."""
-        factor = matmul(record.rows(), self._root)
-        return torch.einsum("brk,csk->brcs", factor, factor)
+        factors = [matmul(one.rows(), self._root) for one in distinct(record, other)]
+        return across(factors[0], factors[-1])
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance; correlations with other layers are left out."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..numerics import total
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import Covariance, LayerBlock
-from .output import Term, Thin
+from .output import Term, Thin, across, distinct
 from .structures import FactorLayer
 
 
@@ -58,10 +58,10 @@ class Draws(Covariance):
         """Returns the thin factor `J Zᵀ/√S` (B, R, S)."""
         return (Thin(record.jvp(self.draws) / self.count**0.5),)
 
-    def joint_output_covariance(self, record: Record) -> Tensor:
+    def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         """The same across samples."""
-        moved = record.jvp(self.draws)  # (B, R, S)
-        return torch.einsum("brk,csk->brcs", moved, moved) / self.count
+        moved = [one.jvp(self.draws) for one in distinct(record, other)]  # (B, R, S)
+        return across(moved[0], moved[-1]) / self.count
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance; correlations with other layers are left out."""

@@ -21,7 +21,7 @@ from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PrecisionCovariance, PriorCovariance
 from .basis import Basis, ExplicitBasis, ImplicitBasis
 from .coordinates import CoordinateBasis
-from .output import Dense, Term, Thin
+from .output import Dense, Term, Thin, across, distinct
 from .span import Span
 from .structures import FactorLayer
 
@@ -177,11 +177,11 @@ class LowRank(Subspace):
         root = self._at.rotation * self._weights.sqrt()  # (K, k)
         return features @ root.to(features.dtype)
 
-    def joint_output_covariance(self, record: Record) -> Tensor:
-        """Returns the factor's Gram matrix across samples."""
-        factor = self._at.project(record)
-        factor = factor * self._weights.sqrt().to(factor.dtype)
-        return torch.einsum("brk,csk->brcs", factor, factor)
+    def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
+        """Returns the factors' products across samples."""
+        root = self._weights.sqrt().to(record.dtype)
+        factors = [self._at.project(one) * root for one in distinct(record, other)]
+        return across(factors[0], factors[-1])
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance; correlations with other layers are left out."""
@@ -314,14 +314,14 @@ class LowRankWithResidual(Subspace, PrecisionCovariance):
                 total += gram / candidate._delta[block.name]
         return [(Dense(total),) for total in totals]
 
-    def joint_output_covariance(self, record: Record) -> Tensor:
+    def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         """The same across samples, with the NTK for the prior's part."""
         prior = 0
         for block in self.blocks:
-            jacobian = record[block.name]
-            prior = prior + jacobian.gram(jacobian) / self._delta[block.name]
-        factor = self._at.project(record)
-        return prior - torch.einsum("brk,csk->brcs", factor * self._removed.to(factor.dtype), factor)
+            jacobians = [one[block.name] for one in distinct(record, other)]
+            prior = prior + jacobians[0].gram(jacobians[-1]) / self._delta[block.name]
+        factors = [self._at.project(one) for one in distinct(record, other)]
+        return prior - across(factors[0] * self._removed.to(factors[0].dtype), factors[-1])
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance; correlations with other layers are left out."""

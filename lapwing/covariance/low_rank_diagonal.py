@@ -11,7 +11,7 @@ from ..numerics import total
 from ..tangent import Block, Record, Tangent, Vectors
 from ..tangent.jacobian import Weighting
 from .base import Covariance, LayerBlock
-from .output import Dense, Marginals, Term, Thin
+from .output import Dense, Marginals, Term, Thin, across, distinct
 from .structures import DiagonalBlock, FactorLayer
 
 
@@ -88,12 +88,15 @@ class LowRankPlusDiagonal(Covariance):
             terms.append(Thin(record.jvp(self.factor)))  # after the layers, whose gradients it then uses
         return tuple(terms)
 
-    def joint_output_covariance(self, record: Record) -> Tensor:
+    def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         """The same across samples."""
-        matrix = total(record[name].joint_weighted_gram(d.to(record.dtype)) for name, d in self.variances.items())
+        matrix: Any = 0
+        for name, d in self.variances.items():
+            jacobians = [one[name] for one in distinct(record, other)]
+            matrix = matrix + jacobians[0].joint_weighted_gram(d.to(record.dtype), jacobians[-1])
         if self.rank:
-            factor = record.jvp(self.factor)  # (B, R, K)
-            matrix = matrix + torch.einsum("brk,csk->brcs", factor, factor)
+            factors = [one.jvp(self.factor) for one in distinct(record, other)]  # (B, R, K)
+            matrix = matrix + across(factors[0], factors[-1])
         return matrix
 
     def layer_block(self, name: str) -> LayerBlock:

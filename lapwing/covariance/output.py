@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -143,6 +144,16 @@ Term = Thin | Rotated | Dense
 def smaller(factor: Tensor) -> Thin | Dense:
     """Returns `F Fᵀ` as the factor (B, C, K), or multiplied out where that holds fewer numbers."""
     return Dense(factor @ factor.mT) if factor.shape[-1] > factor.shape[-2] else Thin(factor)
+
+
+def distinct(first: Any, second: Any) -> tuple[Any, ...]:
+    """Returns both, or the one that they are, so that nothing is computed twice."""
+    return (first,) if second is first else (first, second)
+
+
+def across(left: Tensor, right: Tensor) -> Tensor:
+    """Returns `F F'ᵀ` (B, R, B', R') of factors (B, R, k) and (B', R', k)."""
+    return linear(left.flatten(0, 1), right.flatten(0, 1)).view(*left.shape[:2], *right.shape[:2])
 
 
 def concatenate(parts: Sequence[Sequence[Term]]) -> tuple[Term, ...]:

@@ -19,7 +19,7 @@ from ..tangent import BlockJacobian
 from ..tangent.jacobian import SLICE_BYTES, MatrixJacobian, Weighting
 from ..tangent.outer import Outer
 from .base import LayerBlock
-from .output import Dense, Marginals, Rotated, Term, Thin, smaller
+from .output import Dense, Marginals, Rotated, Term, Thin, across, distinct, smaller
 from .spectrum import condensed
 
 MATRIX_SIDE = 4096
@@ -62,8 +62,8 @@ class Structure(ABC):
         """
 
     @abstractmethod
-    def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
-        """Returns `J U diag(w) Uᵀ Jᵀ` across samples (B, R, B, R)."""
+    def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
+        """Returns `J U diag(w) Uᵀ J'ᵀ` (B, R, B', R') for the samples of two Jacobians, which may be the same one."""
 
     @abstractmethod
     def push(
@@ -104,9 +104,9 @@ class DiagonalBlock(Structure):
             return [Rotated(None, jacobian.input_scale(weighting)) for weighting in candidates]
         return _weighted(jacobian, candidates, marginal)
 
-    def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
+    def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
         """Returns the weighted Gram matrix across samples."""
-        return jacobian.joint_weighted_gram(weights)
+        return jacobian.joint_weighted_gram(weights, other)
 
     def push(
         self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
@@ -196,10 +196,13 @@ class KroneckerBlock(Structure):
         """Whether a product with the other directions, and one back, are less work than one with all of them."""
         return self.inputs is not None and 2 * self._shared - self.inputs.shape[-1] > SPARED
 
-    def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
+    def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
         """Rotates a and g, then takes the weighted Gram matrix across samples."""
-        assert isinstance(jacobian, MatrixJacobian)
-        return jacobian.rotate(self.inputs, self.outputs).joint_weighted_gram(weights.flatten())
+        rotated = []
+        for one in distinct(jacobian, other):
+            assert isinstance(one, MatrixJacobian)
+            rotated.append(one.rotate(self.inputs, self.outputs))
+        return rotated[0].joint_weighted_gram(weights.flatten(), rotated[-1])
 
     def push(
         self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
@@ -248,10 +251,10 @@ class DenseBlock(Structure):
         rows = matmul(jacobian.rows(), self.basis)
         return [smaller(rows * weighting.flat.sqrt()) for weighting in candidates]
 
-    def joint_output(self, jacobian: BlockJacobian, weights: Tensor) -> Tensor:
+    def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
         """Forms the rows."""
-        factor = matmul(jacobian.rows(), self.basis * weights.sqrt())
-        return torch.einsum("brk,csk->brcs", factor, factor)
+        factors = [matmul(one.rows(), self.basis * weights.sqrt()) for one in distinct(jacobian, other)]
+        return across(factors[0], factors[-1])
 
     def push(
         self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import Blockwise, Covariance, LayerBlock, LowRankPlusDiagonal, Term
-from ..covariance.output import Dense
+from ..covariance.output import Dense, across, distinct
 from ..errors import LapwingError
 from ..posterior import Posterior
 from ..prediction import Linearized, Streamlined
@@ -189,9 +189,9 @@ class _Restricted(Covariance):
         rows = record[self._block.name].rows()  # (B, R, P)
         return (Dense(rows @ self.mv({self._block.name: rows})[self._block.name].mT),)
 
-    def joint_output_covariance(self, record: Record) -> Tensor:
-        rows = record[self._block.name].rows()
-        return torch.einsum("brp,csp->brcs", self.mv({self._block.name: rows})[self._block.name], rows)
+    def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
+        rows = [one[self._block.name].rows() for one in distinct(record, other)]
+        return across(self.mv({self._block.name: rows[0]})[self._block.name], rows[-1])
 
     def layer_block(self, name: str) -> LayerBlock:
         return self._covariance.layer_block(name)

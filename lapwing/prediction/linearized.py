@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ class Linearized(Way):
     """`f(x) ~ N(f(x, θ̂), J(x) Σ J(x)ᵀ)` (Immer et al. 2021, equation 6), without forming J where a layer allows.
 
     Cost: one forward and C backward passes of activations, and the structure's contractions; chunked under the memory
-    budget. Differentiable in inputs that require gradients. Uncertain inputs (`lw.Uncertain`) add `J_x Σ_x J_xᵀ` by one
-    more forward and C backward passes.
+    budget, joint covariances for every pair of chunks. Differentiable in inputs that require gradients. Uncertain
+    inputs (`lw.Uncertain`) add `J_x Σ_x J_xᵀ` by one more forward and C backward passes.
 
     Example:
         >>> import lapwing as lw
@@ -31,7 +32,7 @@ class Linearized(Way):
     """
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
-        """Returns the latent Gaussian; (B, C, B, C) covariances from one record of the whole batch when joint."""
+        """Returns the latent Gaussian; with covariances (B, C, B, C) when joint."""
         values, spreads = separate(inputs)
         if not spreads:
             return _of_weights(tangent, covariance, values, joint)
@@ -51,11 +52,31 @@ def _of_weights(tangent: Tangent, covariance: Covariance, inputs: Any, joint: bo
     """Returns `N(f(x, θ̂), J Σ Jᵀ)` at certain inputs."""
     dtype = covariance.record_dtype
     if joint:
-        record = tangent.record(inputs, dtype=dtype)
-        matrix = covariance.joint_output_covariance(record)
-        return JointLatent(record.outputs, matrix.to(tangent.dtype))
+        return _across(tangent, covariance, inputs, dtype)
     means, terms = [], []
     for _, record in tangent.records(inputs, dtype=dtype):
         means.append(record.outputs)
         terms.append([term.to(tangent.dtype) for term in covariance.output_covariance(record)])
     return Latent(means[0] if len(means) == 1 else torch.cat(means), concatenate(terms))
+
+
+def _across(tangent: Tangent, covariance: Covariance, inputs: Any, dtype: torch.dtype | None) -> JointLatent:
+    """Returns `N(f(x, θ̂), J Σ Jᵀ)` of all inputs together, for pairs of chunks that fit the memory budget together."""
+    count, outputs = batches.size(inputs), tangent.outputs
+    block = tangent.memory // (8 * tangent.dtype.itemsize)  # covariances of a pair, beside sums of a few such
+    length = max(1, min(tangent.chunk_length(dtype=dtype) // 2, isqrt(block) // outputs))
+    if length >= count:
+        record = tangent.record(inputs, dtype=dtype)
+        return JointLatent(record.outputs, covariance.joint_output_covariance(record, record).to(tangent.dtype))
+    requests = list(batches.chunks(inputs, length))
+    means, matrix = [], torch.empty(count, outputs, count, outputs, dtype=tangent.dtype, device=tangent.device)
+    for i, (mine, chunk) in enumerate(requests):
+        record = tangent.record(chunk, dtype=dtype)
+        means.append(record.outputs)
+        for theirs, others in requests[: i + 1]:
+            other = record if theirs == mine else tangent.record(others, dtype=dtype)
+            part = covariance.joint_output_covariance(record, other).to(tangent.dtype)
+            matrix[mine, :, theirs] = part
+            if other is not record:
+                matrix[theirs, :, mine] = part.permute(2, 3, 0, 1)
+    return JointLatent(torch.cat(means), matrix)

@@ -33,7 +33,7 @@ class MonteCarlo(Way):
     Raises:
         LapwingError: for fewer than two draws.
 
-    Cost: S forward passes, memory O(P) for one draw at a time.
+    Cost: S forward passes, chunked under the memory budget; memory O(P) for one draw at a time.
 
     Example:
         >>> import lapwing as lw
@@ -71,5 +71,9 @@ class MonteCarlo(Way):
             weights = split(tangent.blocks, moved)
             weights = {name: value.to(own[name].dtype) for name, value in weights.items()}
             given = drawn(values, spreads, noise) if spreads else values
-            outputs.append(call_with(tangent.model, tangent.forward, weights, given).to(tangent.dtype))
+            parts = [
+                call_with(tangent.model, tangent.forward, weights, chunk).to(tangent.dtype)
+                for _, chunk in batches.chunks(given, tangent.chunk_length(1))
+            ]
+            outputs.append(parts[0] if len(parts) == 1 else torch.cat(parts))
         return LatentDraws(torch.stack(outputs), joint)

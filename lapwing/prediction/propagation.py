@@ -78,9 +78,8 @@ class NoCovariance(Covariance):
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
         return ()
 
-    def joint_output_covariance(self, record: Record) -> Tensor:
-        shape = record.outputs.shape
-        return record.outputs.new_zeros(*shape, *shape)
+    def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
+        return record.outputs.new_zeros(*record.outputs.shape, *other.outputs.shape)
 
     def layer_block(self, name: str) -> LayerBlock:
         raise KeyError(name)

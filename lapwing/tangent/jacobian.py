@@ -122,19 +122,24 @@ class BlockJacobian(ABC):
 
     def gram(self, other: BlockJacobian) -> Tensor:
         """Returns the block of the NTK `J J'ᵀ` (B, R, B', R')."""
-        pairs = ((r, r) for _, r in self.row_slices()) if other is self else aligned(self, other)
-        gram = total(linear(mine.flatten(0, 1), theirs.flatten(0, 1)) for mine, theirs in pairs)
+        gram = total(linear(mine.flatten(0, 1), theirs.flatten(0, 1)) for _, mine, theirs in aligned(self, other))
         return gram.reshape(self.batch, self.cotangents, other.batch, other.cotangents)
 
-    def joint_weighted_gram(self, weights: Tensor) -> Tensor:
-        """Returns `J diag(weights) Jᵀ` across samples, (B, R, B, R)."""
-        slices = ((rows * weights[part].sqrt()).flatten(0, 1) for part, rows in self.row_slices())
-        shape = (self.batch, self.cotangents)
-        return total(linear(scaled, scaled) for scaled in slices).reshape(*shape, *shape)
+    def joint_weighted_gram(self, weights: Tensor, other: BlockJacobian) -> Tensor:
+        """Returns `J diag(weights) J'ᵀ` (B, R, B', R')."""
+        parts: list[Tensor] = []
+        for part, mine, theirs in aligned(self, other):
+            root = weights[part].sqrt()
+            left = (mine * root).flatten(0, 1)
+            parts = [total([*parts, linear(left, left if theirs is mine else (theirs * root).flatten(0, 1))])]
+        return parts[0].reshape(self.batch, self.cotangents, other.batch, other.cotangents)
 
 
-def aligned(mine: BlockJacobian, theirs: BlockJacobian) -> Iterator[tuple[Tensor, Tensor]]:
+def aligned(mine: BlockJacobian, theirs: BlockJacobian) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yields rows (B, R, p) and (B', R', p) of two Jacobians for the same weights, cut where either ends a slice."""
+    if theirs is mine:
+        yield from ((part, rows, rows) for part, rows in mine.row_slices())
+        return
     others = theirs.row_slices()
     there, other = slice(0, 0), torch.empty(0)
     for here, rows in mine.row_slices():
@@ -143,10 +148,8 @@ def aligned(mine: BlockJacobian, theirs: BlockJacobian) -> Iterator[tuple[Tensor
             if there.stop == start:
                 there, other = next(others)
             stop = min(here.stop, there.stop)
-            yield (
-                rows[..., start - here.start : stop - here.start],
-                other[..., start - there.start : stop - there.start],
-            )
+            own, their = slice(start - here.start, stop - here.start), slice(start - there.start, stop - there.start)
+            yield slice(start, stop), rows[..., own], other[..., their]
             start = stop
 
 

@@ -178,10 +178,13 @@ class Tangent:
         return {block.name: block.join(parameters) for block in self.blocks}
 
     def outputs_of(self, inputs: Any) -> Tensor:
-        """Returns the network's outputs (B, C), without gradients."""
+        """Returns the network's outputs (B, C), without gradients, as many samples at once as fit the memory budget."""
+        parts = []
         with torch.no_grad(), without_compiled():
-            outputs = batches.call(self.model, inputs, self.forward)
-        return outputs.detach().to(self.dtype)  # a scripted network may give them a graph all the same
+            for _, chunk in batches.chunks(inputs, self.chunk_length(1)):
+                outputs = batches.call(self.model, chunk, self.forward)
+                parts.append(outputs.detach().to(self.dtype))  # a scripted network may give them a graph all the same
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def record(self, inputs: Any, cotangents: Cotangents = None, dtype: torch.dtype | None = None) -> Record:
         """Sees one chunk of samples through the Jacobian.

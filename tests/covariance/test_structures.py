@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lapwing import batches
 from lapwing.covariance import (
     COVARIANCES,
     Blockwise,
@@ -139,7 +140,10 @@ class StructureConformance:
         for n in range(len(wanted)):
             sampled_from(draws[:, n], wanted[n])
         joint = torch.einsum("ncp,pq,mdq->ncmd", problem.J_test, sigma, problem.J_test)
-        close(covariance.joint_output_covariance(record), joint)
+        close(covariance.joint_output_covariance(record, record), joint)
+        few = problem.tangent.record(batches.take(problem.test, slice(0, 3)))
+        close(covariance.joint_output_covariance(few, record), joint[:3])
+        close(covariance.joint_output_covariance(record, few), joint[:, :, :3])
 
     def test_output_covariances_of_other_cotangents(self, problem, built):
         covariance, sigma = built

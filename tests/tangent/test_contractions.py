@@ -69,7 +69,11 @@ def check_contractions(jacobian, rows: torch.Tensor, theirs, their_rows: torch.T
     close(jacobian.squared_norm(), rows.square().sum())
     close(jacobian.sum_rows(), rows.sum(0))
     close(jacobian.jvp(vectors), rows @ vectors.T)
-    close(jacobian.joint_weighted_gram(weights[0]).flatten(2).flatten(0, 1), (flat * weights[0]) @ flat.T)
+    close(jacobian.joint_weighted_gram(weights[0], jacobian).flatten(2).flatten(0, 1), (flat * weights[0]) @ flat.T)
+    close(
+        jacobian.joint_weighted_gram(weights[0], theirs).flatten(2).flatten(0, 1),
+        (flat * weights[0]) @ their_rows.flatten(0, 1).T,
+    )
     close(jacobian.gram(theirs).flatten(2).flatten(0, 1), flat @ their_rows.flatten(0, 1).T)
     close(theirs.gram(jacobian).flatten(2).flatten(0, 1), their_rows.flatten(0, 1) @ flat.T)
     close(jacobian.gram(jacobian).flatten(2).flatten(0, 1), flat @ flat.T)
