@@ -17,4 +17,12 @@ class LapwingError(ValueError):
     shape (32,), e.g. labels[:32]." A message without part 4 is a riddle; a message without part 2 is an accusation.
 
     It is a ``ValueError``, so code that guards a call with ``except ValueError`` keeps working.
+
+    Example:
+        >>> import lapwing as lw
+        >>> try:
+        ...     lw.MonteCarlo(draws=0)
+        ... except lw.LapwingError as error:
+        ...     print("draws=0" in str(error))
+        True
     """

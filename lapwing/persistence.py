@@ -74,6 +74,20 @@ def load(
 
     Raises:
         LapwingError: for a truncated, foreign or newer file, or a model with other weights.
+
+    Cost: reading the file, and three sums over the network's weights; the network is not run.
+
+    Example:
+        >>> import pathlib, tempfile, torch, lapwing as lw
+        >>> x, y = torch.randn(32, 4), torch.arange(32) % 3
+        >>> model = torch.nn.Linear(4, 3).eval()
+        >>> posterior = lw.fit(model, [(x, y)])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder) / "posterior.safetensors"
+        ...     posterior.save(path)
+        ...     again = lw.load(path, model)
+        >>> torch.equal(again.predict(x).probs, posterior.predict(x).probs)
+        True
     """
     if isinstance(path, nn.Module) or not isinstance(path, (str, os.PathLike)):
         raise LapwingError(

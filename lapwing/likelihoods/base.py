@@ -23,6 +23,14 @@ class Likelihood(ABC):
 
     Λ = E_{y~p(y|f)}[-∂² log p(y|f)] = R Rᵀ, always at unit noise; `curvature_scale` multiplies it. Roots come in the
     dtype of the outputs, log probabilities in float32 or better, statistics in float64.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> likelihood: lw.Likelihood = lw.Categorical()
+        >>> outputs = torch.randn(8, 3)
+        >>> root, p = likelihood.fisher_root(outputs), outputs.softmax(-1)
+        >>> torch.allclose(root @ root.mT, torch.diag_embed(p) - p[:, :, None] * p[:, None, :], atol=1e-6)
+        True
     """
 
     name: ClassVar[str]

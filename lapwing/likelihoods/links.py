@@ -218,6 +218,15 @@ class Probit(ClassLink, BinaryLink):
 
     Args:
         marginal: Take the textbook form, ``softmax(f_c / sqrt(1 + π/8 Σ_cc))``.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> _ = torch.manual_seed(0)
+        >>> x, y = torch.randn(32, 4), torch.arange(32) % 3
+        >>> posterior = lw.fit(torch.nn.Linear(4, 3).eval(), [(x, y)], prior_precision=1.0)
+        >>> textbook = posterior.predict(x, link=lw.Probit(marginal=True))
+        >>> bool(textbook.confidence.mean() < posterior.predict(x, link=lw.Probit()).confidence.mean())
+        True
     """
 
     marginal: bool = False
@@ -246,6 +255,16 @@ class LaplaceBridge(ClassLink):
     It sees the variances of the centred logits, not their correlations. It is good where the variance is of the size
     that a Dirichlet with these probabilities would have, and too flat for confident outputs with little or a great deal
     of variance; prefer `Probit` or `SampledLink` there.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> _ = torch.manual_seed(0)
+        >>> x, y = torch.randn(32, 4), torch.arange(32) % 3
+        >>> posterior = lw.fit(torch.nn.Linear(4, 3).eval(), [(x, y)], prior_precision=1.0)
+        >>> concentration = lw.LaplaceBridge().concentration(posterior.latent(x))  # (B, C)
+        >>> mean = concentration / concentration.sum(-1, keepdim=True)
+        >>> torch.allclose(posterior.predict(x, link=lw.LaplaceBridge()).probs, mean, atol=1e-5)
+        True
     """
 
     accepts_draws: ClassVar[bool] = False
@@ -275,6 +294,15 @@ class Quadrature(BinaryLink):
 
     Raises:
         LapwingError: if ``nodes`` is below 16.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> _ = torch.manual_seed(0)
+        >>> x, y = torch.randn(32, 4), torch.arange(32) % 2 == 0
+        >>> posterior = lw.fit(torch.nn.Linear(4, 1).eval(), [(x, y)], prior_precision=1.0)
+        >>> exact = posterior.predict(x, link=lw.Quadrature(nodes=64)).probs
+        >>> bool((posterior.predict(x, link=lw.Quadrature(nodes=32)).probs - exact).abs().max() < 1e-4)
+        True
     """
 
     nodes: int = quadrature.NODES
@@ -306,6 +334,15 @@ class SampledLink(ClassLink, BinaryLink):
 
     Raises:
         LapwingError: if ``draws`` is below 1.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> _ = torch.manual_seed(0)
+        >>> x, y = torch.randn(32, 4), torch.arange(32) % 3
+        >>> posterior = lw.fit(torch.nn.Linear(4, 3).eval(), [(x, y)], prior_precision=1.0)
+        >>> generator = torch.Generator().manual_seed(1)  # seed 0 without it
+        >>> posterior.predict(x, link=lw.SampledLink(draws=1000), generator=generator).probs.shape
+        torch.Size([32, 3])
     """
 
     draws: int = 512

@@ -263,7 +263,21 @@ class Problem:
 
 
 class Method(ABC):
-    """A structure of Σ and the way it is found; subclasses are frozen dataclasses of hyper-parameters."""
+    """A structure of Σ and the way it is found; subclasses are frozen dataclasses of hyper-parameters.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import torch, lapwing as lw
+        >>> @dataclass(frozen=True)
+        ... class DiagonalForMany(lw.Method):
+        ...     most: int = 1000
+        ...     def passes(self, problem):
+        ...         method = lw.KFAC() if problem.tangent.size <= self.most else lw.Diagonal()
+        ...         return (yield from method.passes(problem))
+        >>> x, y = torch.randn(32, 4), torch.arange(32) % 3
+        >>> lw.fit(torch.nn.Linear(4, 3).eval(), [(x, y)], DiagonalForMany(10)).predict(x).probs.shape
+        torch.Size([32, 3])
+    """
 
     @abstractmethod
     def passes(self, problem: Problem) -> Passes:

@@ -16,7 +16,15 @@ Predicate = Callable[[str, Tensor], bool]
 
 @dataclass(frozen=True)
 class Everything:
-    """Every parameter that the model trains (`requires_grad=True`)."""
+    """Every parameter that the model trains (`requires_grad=True`): `lw.everything`.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)).eval()
+        >>> x, y = torch.randn(32, 4), torch.arange(32) % 3
+        >>> lw.fit(model, [(x, y)], params=lw.everything).tangent.size  # 4 · 5 + 5 + 5 · 3 + 3 weights
+        43
+    """
 
     def __call__(self, name: str, parameter: Tensor) -> bool:
         """Whether the parameter is trained."""
@@ -25,7 +33,15 @@ class Everything:
 
 @dataclass(frozen=True)
 class LastLayer:
-    """Weight and bias of the last linear or convolution layer that the forward pass runs, frozen or not."""
+    """Weight and bias of the last linear or convolution layer that the forward pass runs, frozen too: `lw.last_layer`.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)).eval()
+        >>> x, y = torch.randn(32, 4), torch.arange(32) % 3
+        >>> lw.fit(model, [(x, y)], lw.Full(), params=lw.last_layer).tangent.size  # 5 · 3 + 3 weights
+        18
+    """
 
 
 @dataclass(frozen=True)
@@ -46,8 +62,18 @@ last_layer = LastLayer()
 def matching(*patterns: str) -> Matching:
     """Selects parameters by shell patterns on their names: `matching("*.lora_*", "head.*")`.
 
+    Args:
+        patterns: at least one; `*` stands for any text, dots included. Frozen parameters that match are treated too.
+
     Raises:
         LapwingError: for anything but strings, or none.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)).eval()
+        >>> x, y = torch.randn(32, 4), torch.arange(32) % 3
+        >>> list(lw.fit(model, [(x, y)], lw.KFAC(), params=lw.matching("0.*", "*.bias")).tangent.parameters)
+        ['0.weight', '0.bias', '2.bias']
     """
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
         raise LapwingError(

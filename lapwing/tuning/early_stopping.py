@@ -40,6 +40,15 @@ class EarlyStopping(Tuning):
 
     Cost: memory of `prefixes` curvatures (K x K for subspaces); one pass over the loader, contracted once for
     subspaces and once a prefix for others. The first samples of the training loader should be a random subset.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> _ = torch.manual_seed(0)
+        >>> x, y = torch.randn(64, 4), torch.arange(64) % 3
+        >>> model, held_out = torch.nn.Linear(4, 3).eval(), [(x[32:], y[32:])]
+        >>> posterior = lw.fit(model, [(x[:32], y[:32])], lw.ELLA(rank=5, rows=20), tune=lw.EarlyStopping(held_out))
+        >>> posterior.samples in (1, 2, 4, 8, 16, 32)
+        True
     """
 
     loader: Iterable[Any]

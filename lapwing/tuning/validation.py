@@ -31,6 +31,15 @@ class Validation(Tuning):
 
     Cost: one pass over the loader: one record and contraction a batch, and `points` variances (or Gram matrices, if
     the link reads covariances) an output.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> _ = torch.manual_seed(0)
+        >>> x, y = torch.randn(64, 4), torch.arange(64) % 3
+        >>> model, held_out = torch.nn.Linear(4, 3).eval(), [(x[32:], y[32:])]
+        >>> posterior = lw.fit(model, [(x[:32], y[:32])], lw.KFAC(), tune=lw.Validation(held_out))
+        >>> 1e-5 <= posterior.prior_precision <= 1e7
+        True
     """
 
     loader: Iterable[Any]
