@@ -1,4 +1,12 @@
-"""Whether a network is still what it was, in this process (`Stamp`) or in another (`fingerprint`)."""
+"""Whether a network is still what it was, in this process (`Stamp`) or in another (`fingerprint`).
+
+A stamp compares which tensors there are, their shapes, torch's write counters, and up to `SAMPLED` entries of each
+tensor. Torch counts what is written in place, as by `load_state_dict` and the steps of most optimisers: that is noticed
+however small. It does not count what is written through `.data` or a NumPy view, by an optimiser with `fused=True`, by
+another process, or to tensors made in `torch.inference_mode()`. Of this a stamp notices what changes one of the entries
+that it keeps, and nothing else. It sums nothing, since every prediction asks and would have to read all weights.
+`fingerprint` sums over all entries, when a posterior is saved and when it is loaded.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +19,20 @@ import torch
 from torch import Tensor
 
 SAMPLED = 8
-"""Entries of each tensor that a stamp keeps: writes through `.data` leave no other trace."""
+"""Entries of each tensor that a stamp keeps, evenly spaced: writes that torch does not count leave no other trace."""
 
 
 @dataclass(frozen=True)
 class Stamp:
     """Which tensors a network held, how often they had been written, and a few of their values.
 
+    What `Tangent.state()` leaves out, integer and unsaved buffers among it, is not looked at.
+
     Attributes:
         tensors: the network's own tensors by name.
         versions: their write counters.
         shapes: their shapes.
-        values: `SAMPLED` entries of each.
+        values: up to `SAMPLED` entries of each.
     """
 
     tensors: dict[str, Tensor] = field(repr=False)
