@@ -16,7 +16,7 @@ from .batches import Forward
 from .covariance import Covariance, PriorCovariance
 from .errors import LapwingError
 from .likelihoods import Likelihood, resolve
-from .loaders import first_batch, inferred_likelihood
+from .loaders import check_progress, first_batch, inferred_likelihood, known_size
 from .methods import KFAC, SWAG, FisherRoot, Found, Method, Problem
 from .methods.passes import Seen
 from .posterior import Posterior
@@ -87,8 +87,11 @@ def fit(
     method, params = _method_and_params(method, params)
     _check_numbers(prior_precision, weight_decay, temperature, data_size, seed)
     _check_choices(tune, forward)
+    check_progress(progress)
     seed = int(seed)
     first = first_batch(loader)
+    if data_size is not None:
+        _check_data_size(data_size, known_size(loader) or 0)
     inputs, targets = batches.split(first)
     likelihood = inferred_likelihood(targets) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(model, inputs, params, forward, memory)
@@ -110,6 +113,8 @@ def fit(
     given = prior.given
     likelihood, prior = _settled(found, likelihood, prior)
     seen, size = runner.seen(), None if data_size is None else float(data_size)
+    if data_size is not None:
+        _check_data_size(data_size, seen.samples)
     if found.seen is not None:
         seen, size = found.seen, _size_for(found.seen, found.data_factor, runner.count(), data_size)
     elif data_size is None and not runner.whole:
@@ -138,13 +143,19 @@ def fit(
 
 def _size_for(seen: Seen, factor: float, shown: int, data_size: int | None) -> float | None:
     """Returns the data size that scales a chosen part of the data as its method and the user ask."""
-    if data_size is not None and data_size < shown:
+    if data_size is not None:
+        _check_data_size(data_size, shown)
+    factor *= 1.0 if data_size is None else data_size / shown
+    return None if factor == 1.0 else factor * seen.samples
+
+
+def _check_data_size(data_size: int, shown: int) -> None:
+    """Raises for fewer training points than the loader shows (case 15)."""
+    if data_size < shown:
         raise LapwingError(
             f"Asked for data_size={data_size}, found {shown} samples in the loader; N must be at least as many: leave "
             "data_size out, or give the size of the whole training set."
         )
-    factor *= 1.0 if data_size is None else data_size / shown
-    return None if factor == 1.0 else factor * seen.samples
 
 
 def _settled(found: Found, likelihood: Likelihood, prior: Prior) -> tuple[Likelihood, Prior]:

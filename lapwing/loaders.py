@@ -1,4 +1,4 @@
-"""What comes out of a loader: the first batch, the likelihood that its targets mean, and all batches, checked."""
+"""What comes out of a loader: its size, the first batch, the likelihood that its targets mean, all batches, checked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from . import batches
 from .errors import LapwingError
@@ -31,7 +31,7 @@ def first_batch(loader: Any) -> Any:
             "write [(x, y)]."
         )
     iterator = iter(loader)
-    if iterator is loader or (not isinstance(loader, DataLoader) and iter(loader) is iterator):
+    if not isinstance(loader, DataLoader) and iter(loader) is iterator:  # one with lasting workers keeps and resets it
         raise LapwingError(
             f"Asked to fit on a loader of type {type(loader).__name__}, found that it can be gone through once only; "
             "every pass needs the same data: pass a DataLoader or a list of batches, not a generator."
@@ -47,6 +47,34 @@ def first_batch(loader: Any) -> Any:
         f"Asked to fit on a loader of type {type(loader).__name__}, found no batch in it; at least one is needed: "
         "check the dataset's length, and drop_last=True with a batch size above it."
     )
+
+
+def known_size(loader: Any) -> int | None:
+    """Returns how many samples a loader is sure to show, without going through it; None where it does not say.
+
+    Lists and tuples of batches say, and a `DataLoader` that keeps to its sampler and joins samples as torch does.
+    """
+    if type(loader) in (list, tuple):
+        return sum(batches.size(batches.split(batch)[0]) for batch in loader)
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return None
+    taken = loader.batch_sampler
+    if type(taken) is not BatchSampler or loader.collate_fn is not default_collate:
+        return None
+    try:
+        count = len(taken.sampler)  # type: ignore[arg-type]  # `loader.sampler` is unused where this one was given
+    except (TypeError, NotImplementedError):  # over an iterable data set, or a sampler that has no end
+        return None
+    return count - count % taken.batch_size if taken.drop_last else count
+
+
+def check_progress(progress: Any) -> None:
+    """Raises for a `progress` that is neither True, False nor None (case 15)."""
+    if progress is not None and not isinstance(progress, bool):
+        raise LapwingError(
+            f"Asked for progress={progress!r}; accepted are True for a bar, False for none, and None for one on a "
+            "terminal: write progress=False."
+        )
 
 
 def inferred_likelihood(targets: Any) -> Likelihood:

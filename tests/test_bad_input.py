@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, default_collate
 
 import lapwing as lw
 from tests.test_untouched import assert_same, snapshot
@@ -304,6 +304,20 @@ def test_9_generators() -> None:
     inner = Stream()
     inner.items = iter([(X, Y), (X, Y)])
     refused(lambda: fit(inner), "Stream", *parts)
+
+
+def test_9_loaders_that_begin_again_are_no_generators() -> None:
+    class Own(DataLoader):
+        """Its own iterator, which begins again whenever it is asked for."""
+
+        def __iter__(self) -> Any:
+            self.inner = super().__iter__()
+            return self
+
+        def __next__(self) -> Any:
+            return next(self.inner)
+
+    assert fit(Own(TensorDataset(X, Y), batch_size=4)).samples == 8
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
@@ -618,9 +632,12 @@ def test_15_numbers_of_numpy_are_numbers() -> None:
     ("option", "value", "parts"),
     [
         ("data_size", 3, ("data_size=3", "8 samples", "leave data_size out")),
+        ("data_size", np.int64(7), ("data_size=7,", "8 samples", "leave data_size out")),
         ("data_size", 20.5, ("data_size=20.5", "whole number", "len(dataset)")),
         ("data_size", -8, ("data_size=-8", "whole number", "len(dataset)")),
         ("data_size", True, ("data_size=True", "whole number", "len(dataset)")),
+        ("progress", "no", ("progress='no'", "accepted are True", "False for none", "None", "write progress=False")),
+        ("progress", 1, ("progress=1;", "accepted are True", "False for none", "None", "write progress=False")),
         ("memory", 100, ("memory=100", "16 MiB", "memory=2**30")),
         ("memory", 2.0**30, ("memory=1073741824.0", "int", "memory=2**30")),
         ("memory", "1GB", ("memory='1GB'", "memory=2**30")),
@@ -661,6 +678,56 @@ def test_15_numbers_of_numpy_are_numbers() -> None:
 )
 def test_15_options_of_fit(option: str, value: Any, parts: tuple[str, ...]) -> None:
     refused(lambda: fit([(X, Y)], **{option: value}), *parts)
+
+
+@pytest.mark.parametrize("progress", [None, True, False])
+def test_15_a_bar_or_none(progress: bool | None, capsys: pytest.CaptureFixture[str]) -> None:
+    fit([(X, Y)], progress=progress)
+    assert ("Kronecker factors" in capsys.readouterr().err) == bool(progress)
+
+
+def test_15_a_bar_where_no_method_is_fitted() -> None:
+    variances = {"0.weight": torch.ones(6, 4)}
+    states = [network().state_dict()] * 2
+    parts = "progress='no'", "accepted are True", "write progress=False"
+    refused(lambda: lw.MeanField.from_variances(network(), variances, [(X, Y)], progress="no"), *parts)
+    refused(lambda: lw.SWAG.from_snapshots(states, [(X, Y)], model=network(), progress="no"), *parts)
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        [(X, Y)],
+        [(X[:3], Y[:3]), (X[3:], Y[3:])],
+        DataLoader(TensorDataset(X, Y), batch_size=3, shuffle=True),
+        DataLoader(TensorDataset(*[torch.cat([v, v]) for v in (X, Y)]), batch_size=3, sampler=range(8)),
+    ],
+    ids=["batch", "batches", "loader", "sampler"],
+)
+def test_15_a_data_size_below_the_loader_is_seen_before_the_network_runs(loader: Any) -> None:
+    model, runs = network(), []
+    hook = model.register_forward_pre_hook(lambda *_: runs.append(1))
+    refused(lambda: fit(loader, model, data_size=3), "data_size=3,", "found 8 samples", "leave data_size out")
+    hook.remove()
+    assert not runs
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        Rounds(100),
+        DataLoader(TensorDataset(X, Y), batch_size=4, collate_fn=lambda rows: default_collate(rows[:3])),
+        DataLoader(TensorDataset(X, Y), batch_sampler=BatchSampler(range(6), batch_size=3, drop_last=False)),
+        DataLoader(TensorDataset(X, Y), batch_size=6, drop_last=True),
+    ],
+    ids=["unsized", "own collate", "own batches", "drop_last"],
+)
+def test_15_a_data_size_is_compared_with_what_is_shown(loader: Any) -> None:
+    shown = 16 if isinstance(loader, Rounds) else 6
+    assert fit(loader, data_size=shown).samples == shown
+    refused(
+        lambda: fit(loader, data_size=shown - 1), f"data_size={shown - 1},", f"found {shown} samples", "leave data_size"
+    )
 
 
 def test_15_options_that_exclude_each_other() -> None:
@@ -782,8 +849,14 @@ def _write(model: nn.Module) -> None:
         model[0].weight[3, 2] += 1.0
 
 
+def _fused(model: nn.Module) -> None:
+    F.cross_entropy(model(X), Y).backward()
+    torch.optim.SGD(model.parameters(), 0.1, fused=True).step()  # torch does not count these writes
+
+
 CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "step": (_step, "0.weight"),
+    "fused": (_fused, "0.weight"),
     "entry": (_write, "0.weight"),
     "data": (lambda model: model[0].weight.data.mul_(1.1), "0.weight"),
     "assigned": (lambda model: setattr(model[2].bias, "data", torch.ones(3)), "2.bias"),

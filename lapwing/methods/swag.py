@@ -15,7 +15,7 @@ from ..batches import Forward
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, resolve
-from ..loaders import first_batch, inferred_likelihood
+from ..loaders import check_progress, first_batch, inferred_likelihood
 from ..posterior import Posterior
 from ..prior import is_positive
 from ..tangent import LastLayer, Predicate, Tangent, everything
@@ -130,6 +130,7 @@ class SWAG:
 
         Cost: one forward pass over the data, two with batch norm; memory O(K P).
         """
+        check_progress(progress)
         collector = _collected(snapshots, model, rank, params)
         check_choice("SWAG.from_snapshots", "batch_norm", batch_norm, ("refresh", "keep"))
         if not is_positive(scale):

@@ -13,7 +13,7 @@ from ... import batches
 from ...batches import Forward
 from ...errors import LapwingError
 from ...likelihoods import Likelihood, resolve
-from ...loaders import first_batch, inferred_likelihood
+from ...loaders import check_progress, first_batch, inferred_likelihood
 from ...posterior import Posterior
 from ...prior import is_positive
 from ...tangent import LastLayer, Predicate, Tangent, everything
@@ -248,6 +248,7 @@ def _around(
     progress: bool | None,
 ) -> Posterior:
     """Returns the posterior of given variances around a network as it is."""
+    check_progress(progress)
     if not is_positive(scale):
         raise LapwingError(
             f"Asked for MeanField with scale={scale!r}; a positive finite number is needed: write scale=1.0, or leave "
