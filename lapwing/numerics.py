@@ -49,11 +49,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def symmetric_eigen(matrix: Tensor, lower: bool = False) -> tuple[Tensor, Tensor]:
     """Decomposes a PSD matrix `M = U diag(λ) Uᵀ` in float64, rounding noise below zero clamped to 0.
 
     Args:
         matrix: (..., n, n), symmetric positive semi-definite up to rounding.
+        lower: read its lower triangle alone, instead of the mean of both.
 
     Returns:
         λ (..., n) ascending and U (..., n, n), float64.
@@ -71,7 +72,7 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
             "entries; finite gradients are needed: check the network's outputs and weights for overflow, or run the "
             "model in float32 with model.float()."
         )
-    values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+    values, vectors = torch.linalg.eigh(matrix if lower else (matrix + matrix.mT) / 2)
     return values.clamp_min(0.0), vectors
 
 

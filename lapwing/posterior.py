@@ -36,7 +36,8 @@ class Posterior:
     """`θ ~ N(θ̂, Σ)` around a trained network, with its likelihood and prior.
 
     Made by `lw.fit` or `lw.load`; never changes. The network is used, not copied: it must keep the weights it was
-    fitted with, which is checked.
+    fitted with. Every use looks at which tensors there are, at torch's write counters, and at up to eight entries of
+    each tensor; a write that torch does not count, such as one through `.data`, to other entries goes unnoticed.
 
     Attributes:
         tangent: the network and its treated blocks.
@@ -51,6 +52,15 @@ class Posterior:
         noise_given: whether the user gave σ²; otherwise it is tuned.
         stamp: the state of the network that this is a posterior of.
         history: what the method tells of its fit: numbers by name, such as an objective step by step.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> x, y = torch.randn(32, 4), torch.arange(32) % 3
+        >>> posterior = lw.fit(torch.nn.Linear(4, 3).eval(), [(x, y)], lw.KFAC())
+        >>> posterior.latent(x).covariance.shape, posterior.predict(x).probs.shape
+        (torch.Size([32, 3, 3]), torch.Size([32, 3]))
+        >>> posterior.with_prior(10.0).prior_precision
+        10.0
     """
 
     tangent: Tangent
@@ -262,7 +272,7 @@ class Posterior:
         Args:
             x: a batch of inputs, or a loader; `lw.Uncertain(x, variance)` in place of any tensor that is measured.
             via: the way through the network.
-            joint: keep covariances across inputs: `.covariance` is then (B, C, B, C).
+            joint: keep covariances across inputs: `.covariance` is then (B, C, B, C), whose memory is not the budget's.
 
         Returns:
             `.mean .variance .std` (B, C), `.covariance` (B, C, C), `.sample(n)`; differentiable in x where x requires

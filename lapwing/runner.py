@@ -231,7 +231,7 @@ def _samples_of(loader: DataLoader[Any]) -> int | None:
     if type(batch_sampler) is not torch.utils.data.BatchSampler:
         return None
     try:
-        count = len(loader.sampler)  # type: ignore[arg-type]
+        count = len(batch_sampler.sampler)  # type: ignore[arg-type]
     except TypeError:
         return None
     return count - count % batch_sampler.batch_size if batch_sampler.drop_last else count

@@ -535,3 +535,14 @@ def test_a_likelihood_of_ones_own_is_given_again(tmp_path: Path) -> None:
         lw.load(tmp_path / "p.st", model)
     loaded = lw.load(tmp_path / "p.st", model, likelihood=Poisson())
     assert torch.equal(loaded.latent(x).variance, fitted.latent(x).variance)
+
+
+def test_samples_of_a_batch_sampler_of_the_caller_are_counted_by_it() -> None:
+    """torch leaves `loader.sampler` one of the whole data set, which such a loader does not show."""
+    x, y = torch.randn(100, 4), torch.arange(100) % 3
+    model = torch.nn.Linear(4, 3).eval()
+    sampler = torch.utils.data.BatchSampler(range(10), 5, False)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_sampler=sampler)
+    posterior = lw.fit(model, loader, lw.KFAC(), weight_decay=0.01)
+    assert posterior.samples == 10
+    assert posterior.prior_precision == pytest.approx(0.01 * 10)

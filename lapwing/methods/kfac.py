@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, Structure
-from ..numerics import mirrored, symmetric_eigen
+from ..numerics import symmetric_eigen
 from ..tangent import Block
 from ..tangent.jacobian import MatrixJacobian
 from .passes import Batch, CurvaturePass, Method, Passes, Problem, State, check_choice, last
@@ -111,11 +111,11 @@ def _kind(block: Block, uncovered: str) -> str:
 
 def _eigenbasis(inputs: Tensor, outputs: Tensor, count: Tensor) -> KroneckerBlock:
     """Diagonalises both factors, given by their lower triangles: `λ_ji = α_i γ_j / #`, # the count of positions."""
-    gamma, rotation = symmetric_eigen(mirrored(outputs))  # (G, O), (G, O, O)
+    gamma, rotation = symmetric_eigen(outputs, lower=True)  # (G, O), (G, O, O)
     if inputs.ndim == 2:  # one-hot inputs: A is its own diagonal
         alpha, basis = inputs.double(), None
     else:
-        alpha, basis = symmetric_eigen(mirrored(inputs))
+        alpha, basis = symmetric_eigen(inputs, lower=True)
         alpha[..., : max(0, alpha.shape[-1] - int(count))] = 0  # its rank is at most #; all else is rounding noise
         basis = basis.to(inputs.dtype)
     eigenvalues = gamma[..., :, None] * alpha[..., None, :] / count.double()

@@ -81,7 +81,9 @@ class Tangent:
         Raises:
             LapwingError: cases 1, 2, 5, 7, 10, 11, 12, 14 and 15 of bad input.
 
-        Cost: three or four forward passes and C + 3 backward passes on at most four samples.
+        Cost: six forward passes, two of them on one sample and the others on at most four, and one more each for a
+            first batch of one sample, for treated parameters that are frozen, and for embeddings that all samples
+            share; at most four backward passes, whatever C.
         """
         memory = checked_memory(memory)
         model = checked_network(model)
@@ -318,7 +320,16 @@ def coverage(
     Raises:
         LapwingError: for bad input.
 
-    Cost: three or four forward passes and a few backward passes on four samples.
+    Cost: that of a survey: six to ten forward passes and at most four backward passes, on at most four samples.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 3)).eval()
+        >>> report = lw.coverage(model, torch.randn(8, 4))
+        >>> [(line.block, line.weights, line.family) for line in report.lines]
+        [('0', 25, 'linear'), ('1', 10, 'norm'), ('2', 18, 'linear')]
+        >>> report.generic  # `print(report)` shows all of it as a table
+        ()
     """
     inputs = batches.inputs_of(batch) if isinstance(batch, Mapping) else batch
     return Tangent.survey(model, inputs, params, forward).coverage
