@@ -1,8 +1,10 @@
-"""Kronecker factors by hooks and plain loops, independent of the library's records: the oracle of KFAC and EKFAC."""
+"""Kronecker factors by taps and plain loops, independent of the library's records: the oracle of KFAC and EKFAC."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from unittest import mock
 
 import torch
@@ -11,106 +13,165 @@ from torch.nn import functional as F
 
 from lapwing.covariance import KroneckerBlock
 from tests import oracle
-from tests.conformance import Setup
+from tests.conformance import Setup, close
+
+MIXED = {"tied": "embedding", "functional_reuse": "fc"}
+"""Blocks whose uses have different layouts, so that they have no factors."""
+
+Factors = tuple[list[Tensor], list[Tensor], int]
+"""A (I, I) and Γ (O, O) of each group, sums over data, and their count of positions."""
 
 
-def hooked_factors(problem: Setup, reduce: bool) -> dict[str, tuple[list[Tensor], list[Tensor], int]]:
-    """Kronecker factors by hooks and loops: module name -> A and Γ of each group, and their count.
+@dataclass
+class Seen:
+    """One use of a block's parameters by one sample, at T positions.
 
-    A tap, zeros added to a layer's output, gets the gradients; in-place changes of activations happen behind it.
+    Attributes:
+        block: its name.
+        inputs: a (T, I) of each group, the bias as a last column of ones.
+        tap: zeros added to the output, for its gradient; in-place changes of activations happen behind it.
+        split: that gradient -> g (T, O) of each group.
     """
-    model = oracle.uncompiled(problem.model)
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv1d, nn.Conv2d))}
-    found: dict[str, list] = {}
-    for n in range(problem.samples):
-        calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in layers}
 
-        def note(name: str, calls: dict = calls):
-            def hook(module: nn.Module, args: tuple, out: Tensor) -> Tensor:
-                tap = torch.zeros_like(out, requires_grad=True)
-                calls[name].append((args[0].detach().clone(), tap))
-                return out + tap
+    block: str
+    inputs: list[Tensor]
+    tap: Tensor
+    split: Callable[[Tensor], list[Tensor]]
 
-            return hook
 
-        handles = [layer.register_forward_hook(note(name)) for name, layer in layers.items()]
-        with torch.enable_grad(), oracle.reference_kernels():
-            f = oracle.call(model, oracle.take(problem.x, slice(n, n + 1)))[0]  # (C,)
+class Taps:
+    """Notes the uses of a problem's treated parameters."""
+
+    def __init__(self, problem: Setup) -> None:
+        named = dict(oracle.uncompiled(problem.model).named_parameters())
+        mixed = MIXED.get(problem.case.name)
+        self.own = {id(named[n]): b.name for b in problem.blocks for n in b.parameters if b.name != mixed}
+        self.seen: list[Seen] = []
+
+    def add(self, weight: Tensor, bias: Tensor | None, inputs: list[Tensor], out: Tensor, split: Callable) -> Tensor:
+        """Returns a layer's output with a tap, noted for the block of its weight and for that of its bias."""
+        weights, biases = self.own.get(id(weight)), self.own.get(id(bias))
+        tap = torch.zeros_like(out, requires_grad=True)
+        for name in {weights, biases} - {None}:
+            columns = [[x.detach().clone()] * (weights == name) + [ones(x)] * (biases == name) for x in inputs]
+            self.seen.append(Seen(name, [torch.cat(parts, 1) for parts in columns], tap, split))
+        return out + tap
+
+
+def ones(x: Tensor) -> Tensor:
+    return torch.ones(len(x), 1).double()
+
+
+@contextmanager
+def linear_functions(taps: Taps) -> Iterator[None]:
+    """Taps linear layers, which are caught as functions: modules, attention projections and functional reuse."""
+    plain_linear, plain_addmm = F.linear, torch.addmm
+    flat = lambda g: [g.reshape(-1, g.shape[-1])]  # noqa: E731
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return taps.add(weight, bias, flat(x), plain_linear(x, weight, bias), flat)
+
+    def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return taps.add(weight, bias, flat(x), plain_addmm(bias, x, weight), flat)
+
+    with mock.patch.object(F, "linear", linear), mock.patch.object(torch, "addmm", addmm):
+        yield
+
+
+@contextmanager
+def convolution_modules(taps: Taps, model: nn.Module) -> Iterator[None]:
+    """Taps convolutions by hooks on their modules."""
+
+    def hook(layer: nn.Module, args: tuple, out: Tensor) -> Tensor:
+        groups = range(layer.groups)
+        patches = [positions_in(layer, args[0], group) for group in groups]
+        split = lambda g: [positions_out(layer, g, group) for group in groups]  # noqa: E731
+        return taps.add(layer.weight, layer.bias, patches, out, split)
+
+    with hooked(model, (nn.Conv1d, nn.Conv2d), hook):
+        yield
+
+
+@contextmanager
+def embedding_modules(taps: Taps, model: nn.Module) -> Iterator[None]:
+    """Taps embeddings by hooks on their modules: inputs are one-hot, the padding token takes no gradient."""
+
+    def hook(layer: nn.Embedding, args: tuple, out: Tensor) -> Tensor:
+        tokens = args[0].flatten()
+        taken = torch.ones(len(tokens)) if layer.padding_idx is None else tokens != layer.padding_idx
+        split = lambda g: [g.reshape(len(tokens), -1) * taken[:, None]]  # noqa: E731
+        return taps.add(layer.weight, None, [F.one_hot(tokens, layer.num_embeddings).double()], out, split)
+
+    with hooked(model, (nn.Embedding,), hook):
+        yield
+
+
+@contextmanager
+def hooked(model: nn.Module, kinds: tuple[type[nn.Module], ...], hook: Callable) -> Iterator[None]:
+    handles = [layer.register_forward_hook(hook) for layer in model.modules() if isinstance(layer, kinds)]
+    try:
+        yield
+    finally:
         for handle in handles:
             handle.remove()
-        for name, layer in layers.items():
-            taps = [tap for _, tap in calls[name]]
-            if not taps:
-                continue
-            gradients = [torch.autograd.grad(f[c], taps, retain_graph=True) for c in range(len(f))]
-            groups = getattr(layer, "groups", 1)
-            slot = found.setdefault(name, [[0] * groups, [0] * groups, 0])
-            for group in range(groups):
-                a, g = [], []  # positions of all calls: (T, I), (C, T, O)
-                for i, (inputs, _) in enumerate(calls[name]):
-                    a.append(positions_in(layer, inputs, group))
-                    g.append(torch.stack([positions_out(layer, row[i], group) for row in gradients]))
-                a, g = torch.cat(a), torch.cat(g, 1)
-                if layer.bias is not None:
-                    a = torch.cat([a, torch.ones(len(a), 1).double()], 1)
-                if reduce:
-                    a, g = a.mean(0, keepdim=True), g.sum(1, keepdim=True)
-                for t in range(len(a)):
-                    slot[0][group] = slot[0][group] + torch.outer(a[t], a[t])
-                    slot[1][group] = slot[1][group] + g[:, t].T @ problem.fisher[n] @ g[:, t]
-            slot[2] += len(a)
-    return {name: tuple(slot) for name, slot in found.items()}
 
 
-def called_factors(problem: Setup, reduce: bool) -> dict[str, tuple[list[Tensor], list[Tensor], int]]:
-    """As `hooked_factors`, block name -> factors, for linear layers called as functions, which are patched."""
-    model = oracle.uncompiled(problem.model)
-    own = {id(p): b for b in problem.blocks for n, p in model.named_parameters() if n in b.parameters}
-    plain_linear, plain_addmm = F.linear, torch.addmm
-    found: dict[str, list] = {}
+def kronecker_factors(problem: Setup, reduce: bool) -> dict[str, Factors]:
+    """Kronecker factors of the treated parameters by loops over samples and positions: block name -> factors.
+
+    Reduced, a sample gives the mean of its a and the sum of its g over positions; embeddings are never reduced.
+    """
+    key = (problem.case.name, problem.samples, tuple(block.parameters for block in problem.blocks), reduce)
+    if key in CACHE:
+        return CACHE[key]
+    model, found = oracle.uncompiled(problem.model), {}
+    tables = {Taps(problem).own.get(id(m.weight)) for m in model.modules() if isinstance(m, nn.Embedding)}
     for n in range(problem.samples):
-        calls: list[tuple[str, Tensor, Tensor]] = []
-
-        def tapped(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, calls: list = calls) -> Tensor:
-            blocks = {own[id(p)].name: own[id(p)] for p in (weight, bias) if id(p) in own}
-            tap = torch.zeros_like(out, requires_grad=True)
-            for name, block in blocks.items():
-                a = x.detach().reshape(-1, x.shape[-1])
-                ones = torch.ones(len(a), 1).double()
-                a = ones if own.get(id(weight)) is not block else torch.cat([a, ones], 1) if block.bias else a
-                calls.append((name, a, tap))
-            return out + tap
-
-        def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tapped: Any = tapped) -> Tensor:
-            return tapped(x, weight, bias, plain_linear(x, weight, bias))
-
-        def addmm(bias: Tensor, x: Tensor, weight: Tensor, tapped: Any = tapped) -> Tensor:
-            return tapped(x, weight, bias, plain_addmm(bias, x, weight))
-
+        taps = Taps(problem)
         with (
-            mock.patch.object(F, "linear", linear), mock.patch.object(torch, "addmm", addmm), torch.enable_grad(),
-            oracle.reference_kernels(),
+            linear_functions(taps), convolution_modules(taps, model), embedding_modules(taps, model),
+            torch.enable_grad(), oracle.reference_kernels(),
         ):  # fmt: skip
             f = oracle.call(model, oracle.take(problem.x, slice(n, n + 1)))[0]  # (C,)
-        taps = [tap for _, _, tap in calls]
-        gradients = [torch.autograd.grad(f[c], taps, retain_graph=True) for c in range(len(f))]
-        for name in {name for name, _, _ in calls}:
-            mine = [i for i, call in enumerate(calls) if call[0] == name]
-            a = torch.cat([calls[i][1] for i in mine])  # (T, I)
-            g = torch.cat([torch.stack([row[i] for row in gradients]).flatten(1, -2) for i in mine], 1)  # (C, T, O)
-            if reduce:
-                a, g = a.mean(0, keepdim=True), g.sum(1, keepdim=True)
-            slot = found.setdefault(name, [[0], [0], 0])
-            slot[0][0] = slot[0][0] + a.T @ a
-            slot[1][0] = slot[1][0] + torch.einsum("cto,cd,dtp->op", g, problem.fisher[n], g)
-            slot[2] += len(a)
-    return {name: tuple(slot) for name, slot in found.items()}
+        seen, ends = taps.seen, [use.tap for use in taps.seen]
+        gradients = [torch.autograd.grad(f_c, ends, retain_graph=True) for f_c in f] if seen else []
+        for name in {use.block for use in seen}:
+            mine = [i for i, use in enumerate(seen) if use.block == name]
+            groups = len(seen[mine[0]].inputs)
+            sums_a, sums_g, count = found.get(name, ([0] * groups, [0] * groups, 0))
+            for group in range(groups):  # positions of all uses: a (T, I), g (C, T, O)
+                a = torch.cat([seen[i].inputs[group] for i in mine])
+                g = torch.cat([torch.stack([seen[i].split(row[i])[group] for row in gradients]) for i in mine], 1)
+                if reduce and name not in tables:
+                    a, g = a.mean(0, keepdim=True), g.sum(1, keepdim=True)
+                for t in range(len(a)):
+                    sums_a[group] = sums_a[group] + torch.outer(a[t], a[t])
+                    sums_g[group] = sums_g[group] + g[:, t].T @ problem.fisher[n] @ g[:, t]
+            found[name] = sums_a, sums_g, count + len(a)
+    CACHE[key] = found
+    return found
+
+
+CACHE: dict[tuple, dict[str, Factors]] = {}
+
+
+def kfac_curvature(factors: Factors) -> Tensor:
+    """`Γ ⊗ A / #`, the groups on the diagonal."""
+    inputs, outputs, count = factors
+    return torch.block_diag(*[torch.kron(g, a) / count for a, g in zip(inputs, outputs, strict=True)])
+
+
+def ekfac_curvature(own: Tensor, factors: Factors, structure: KroneckerBlock) -> Tensor:
+    """The GGN block's diagonal in an eigenbasis of the factors: any one, as where eigenvalues agree there are many."""
+    basis, kfac = dense_basis(structure), kfac_curvature(factors)
+    close(basis.T @ basis, torch.eye(len(basis)).double())
+    rotated = basis.T @ kfac @ basis
+    close(rotated, torch.diag(rotated.diagonal()))
+    return basis @ torch.diag((basis.T @ own @ basis).diagonal()) @ basis.T
 
 
 def positions_in(layer: nn.Module, x: Tensor, group: int) -> Tensor:
-    """Inputs of one sample at each position (T, I); patches by explicit loops over output pixels."""
-    if isinstance(layer, nn.Linear):
-        return x.reshape(-1, x.shape[-1])
+    """A convolution's inputs of one sample at each position (T, I): patches by explicit loops over output pixels."""
     x = x[0]  # (channels, *space)
     per_group = layer.in_channels // layer.groups
     x = x[group * per_group : (group + 1) * per_group]
@@ -135,9 +196,7 @@ def positions_in(layer: nn.Module, x: Tensor, group: int) -> Tensor:
 
 
 def positions_out(layer: nn.Module, g: Tensor, group: int) -> Tensor:
-    """Gradients of one sample at each position (T, O)."""
-    if isinstance(layer, nn.Linear):
-        return g.reshape(-1, g.shape[-1])
+    """A convolution's output gradients of one sample at each position (T, O)."""
     g = g[0].flatten(1).T  # (T, channels)
     per_group = layer.out_channels // layer.groups
     return g[:, group * per_group : (group + 1) * per_group]
@@ -148,19 +207,3 @@ def dense_basis(structure: KroneckerBlock) -> Tensor:
     within = torch.eye(inputs).double().repeat(groups, 1, 1) if structure.inputs is None else structure.inputs
     pairs = zip(structure.outputs, within, strict=True)
     return torch.block_diag(*[torch.kron(o.contiguous(), i.contiguous()) for o, i in pairs])
-
-
-def embedding_factors(problem: Setup) -> tuple[Tensor, Tensor, int]:
-    """Token counts (V,), Γ over positions, and their number; the padding token 0 takes no gradient."""
-    model, (vocabulary, width) = problem.model, problem.model.embedding.weight.shape
-    counts, gamma, positions = torch.zeros(vocabulary).double(), torch.zeros(width, width).double(), 0
-    for n in range(problem.samples):
-        tokens = problem.x[n]
-        vectors = model.embedding(tokens).detach()
-        J = torch.func.jacrev(lambda v: model.head(v.sum(0)))(vectors).detach()  # (C, T, D)
-        for t, token in enumerate(tokens.tolist()):
-            positions += 1
-            counts[token] += 1
-            if token != 0:
-                gamma += J[:, t].T @ problem.fisher[n] @ J[:, t]
-    return counts, gamma, positions

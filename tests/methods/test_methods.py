@@ -27,7 +27,7 @@ from tests.conformance import (
 from tests.conformance import (
     subspace as span_of,
 )
-from tests.conformance_factors import called_factors, dense_basis, embedding_factors, hooked_factors
+from tests.conformance_factors import ekfac_curvature, kfac_curvature, kronecker_factors
 from tests.zoo import ZOO
 
 FEW = ("mlp", "grouped_strided_conv", "prelu", "tied")  # T = 1; T > 1 and groups; generic; two uses of one weight
@@ -37,6 +37,7 @@ LAST = (
     "mlp_scalar",
     "deep_linear",
     "cnn_bn_inplace",
+    "grouped_strided_conv",
     "residual_block",
     "frozen_trunk",
     "all_frozen",
@@ -44,6 +45,7 @@ LAST = (
     "mha",
     "vit",
     "gpt2",
+    "tied",
     "shared_module",
     "functional_reuse",
     "compiled",
@@ -87,7 +89,7 @@ class MethodConformance:
     def test_last_layer(self, name):
         problem = setup(name, last_layer=True)
         fitted = self.check(problem)
-        assert len(fitted.tangent.blocks) == 1
+        assert len(fitted.tangent.blocks) == (2 if name == "tied" else 1)  # its weight is the embedding's too
         wanted = oracle.output_covariance(problem.J_test, fitted.covariance.to_dense())
         close(fitted.latent(problem.test).covariance, wanted, 1e-8)
 
@@ -297,19 +299,9 @@ class TestEllaOfEveryRow(EllaConformance):
 
 # --- Kronecker factors -----------------------------------------------------------------------------------------------
 
-HOOKED = (
-    "mlp", "mlp_scalar", "squeezed", "mlp_relu_inplace", "deep_linear", "swapped_order", "prelu", "cnn_bn_inplace",
-    "grouped_strided_conv", "conv1d", "residual_block", "groupnorm_rms", "attention", "frozen_trunk", "all_frozen",
-    "shared_module", "compiled", "circular_conv", "transposed_conv",
-)  # fmt: skip
-
-
-CALLED = ("mha", "mha_seq_first", "encoder_layer", "vit", "gpt2", "tied", "functional_reuse", "weight_norm", "lstm")
-"""Networks whose linear layers are caught as functions, in place of modules with hooks."""
-
 
 class KroneckerConformance(MethodConformance):
-    """KFAC and EKFAC share their checks: the oracle takes the structure's bases where no loops cover a block."""
+    """KFAC and EKFAC share their checks."""
 
     corrected = False
 
@@ -322,56 +314,21 @@ class KroneckerConformance(MethodConformance):
         return dense - float(covariance.precision[index]) * torch.eye(len(dense)).double()
 
     def sigma(self, problem, G, delta, fitted):
-        """Where no loops cover a block: its diagonal, or the second moments in the block's own eigenbasis."""
+        """By the factors of the loops; blocks without factors are diagonal."""
+        factors = kronecker_factors(problem, self.method.weight_sharing == "reduce")
+        structures = fitted.covariance.structures
+        assert {name for name, s in structures.items() if isinstance(s, KroneckerBlock)} == set(factors)
         ratio = float(G.trace() / problem.G.trace())
-        looped = problem.case.name in HOOKED + CALLED and problem.params is EVERY
-        hooked = self.factors(problem) if looped else {}
         curvature = torch.zeros_like(G)
-        for block in problem.blocks:
-            where = problem.slices[block.name]
-            own, structure = G[where, where], fitted.covariance.structures[block.name]
-            if not isinstance(structure, KroneckerBlock):
+        for name, where in problem.slices.items():
+            own = G[where, where]
+            if name not in factors:
                 curvature[where, where] = torch.diag(own.diagonal())
-                continue
-            if block.name in hooked:
-                inputs, outputs, count = hooked[block.name]
-                kron = [
-                    torch.kron(o.contiguous(), i.contiguous()) * ratio / count
-                    for o, i in zip(outputs, inputs, strict=True)
-                ]
-                kron = torch.block_diag(*kron)
-                if not self.corrected:
-                    curvature[where, where] = kron
-                    continue
-            basis = dense_basis(structure)
-            rotated = basis.T @ own @ basis
-            if not self.corrected:
-                fitted_scale = ratio * fitted.covariance.scale * fitted.temperature / fitted.data_factor
-                rotated = torch.diag(structure.eigenvalues.flatten()) * fitted_scale
-            curvature[where, where] = basis @ torch.diag(rotated.diagonal()) @ basis.T
+            elif self.corrected:
+                curvature[where, where] = ekfac_curvature(own, factors[name], structures[name])
+            else:
+                curvature[where, where] = ratio * kfac_curvature(factors[name])
         return oracle.laplace_covariance(curvature, delta)
-
-    def factors(self, problem: Setup) -> dict:
-        key = (problem.case.name, self.method.weight_sharing)
-        if key not in FACTORS:
-            loops = hooked_factors if problem.case.name in HOOKED else called_factors
-            FACTORS[key] = loops(problem, self.method.weight_sharing == "reduce")
-        return FACTORS[key]
-
-    @pytest.mark.parametrize("name", HOOKED)
-    def test_every_matrix_layer_is_factored(self, name):
-        problem = setup(name)
-        fitted = problem.fit(self.method)
-        factored = {n for n, s in fitted.covariance.structures.items() if isinstance(s, KroneckerBlock)}
-        assert factored == set(self.factors(problem))
-
-    @pytest.mark.parametrize("name", CALLED)
-    def test_every_linear_function_is_factored(self, name):
-        problem = setup(name)
-        fitted = problem.fit(self.method)
-        linear = {b.name for b in fitted.tangent.blocks if b.family == "linear" and b.matrix is not None}
-        assert linear == {n for n in self.factors(problem) if n in linear}
-        assert all(isinstance(fitted.covariance.structures[n], KroneckerBlock) for n in linear)
 
     def test_deep_linear_network_is_exact(self):
         """Gaussian noise and no activations: the GGN blocks are Kronecker products, for N > 1."""
@@ -407,9 +364,6 @@ class KroneckerConformance(MethodConformance):
             else:
                 close(self.precision_block(fitted, block), self.precision_block(plain, block))
         assert exact == 3  # GroupNorm, nn.RMSNorm, HandRMSNorm
-
-
-FACTORS: dict = {}
 
 
 class TestKfacExpand(KroneckerConformance):
@@ -482,14 +436,8 @@ def test_ekfac_is_never_further_from_the_ggn_than_kfac(name, sharing):
         assert near <= far + 1e-9 * wanted.norm()
 
 
-def test_embedding_factors_equal_loops():
-    problem = setup("embedding_bag_of_tokens")
-    structure = problem.fit(lw.KFAC()).covariance.structures["embedding"]
-    assert structure.inputs is None
-    counts, gamma, positions = embedding_factors(problem)
-    basis = dense_basis(structure)
-    wanted = torch.kron(gamma, torch.diag(counts)) / positions
-    close(basis @ torch.diag(structure.eigenvalues.flatten()) @ basis.T, wanted)
+def test_one_hot_inputs_are_in_their_eigenbasis():
+    assert setup("embedding_bag_of_tokens").fit(lw.KFAC()).covariance.structures["embedding"].inputs is None
 
 
 # --- orders ----------------------------------------------------------------------------------------------------------
