@@ -526,3 +526,54 @@ def test_gradients_of_our_passes_are_not_shown_to_hooks_of_the_network() -> None
     assert not model.gradients
     model(x).sum().backward()
     assert len(model.gradients) == 1
+
+
+class Part(nn.Module):
+    """Torch leaves classes of its own uncompiled, in place."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place", "forward"])
+@pytest.mark.parametrize("name", ["linear", "encoder"])
+def test_compiled_parts_run_eagerly_and_are_not_compiled_again(name: str, how: str) -> None:
+    """Torch would trace our recorder into their graphs, once a call, and fail on attention."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, example: list[Tensor]) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        inner = nn.Linear(4, 4) if name == "linear" else nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+        return nn.Sequential(nn.Linear(4, 4), Part(inner), nn.Flatten(), nn.Linear(12, 3)).double().eval()
+
+    torch._dynamo.reset()
+    plain, model = build(), build()
+    if how == "wrapped":
+        model[1] = torch.compile(model[1], backend=backend)
+    elif how == "in place":
+        model[1].compile(backend=backend)
+    else:
+        model[1].forward = torch.compile(model[1].forward, backend=backend)
+    x, y = torch.randn(6, 3, 4, dtype=torch.float64), torch.arange(6) % 3
+    with torch.no_grad():
+        model(x)
+    count = len(graphs)
+    assert count > 0
+    loader = [(x[:4], y[:4]), (x[4:], y[4:])]
+    found, wanted = (lw.fit(net, loader, lw.KFAC(), params=EVERY, prior_precision=1.0) for net in (model, plain))
+    assert [block.family for block in found.tangent.blocks] == [block.family for block in wanted.tangent.blocks]
+    for via in (lw.Linearized(), lw.MonteCarlo(3)):
+        latents = [posterior.latent(x[:n], via=via).variance for n in (5, 3, 1) for posterior in (found, wanted)]
+        for pair in zip(latents[::2], latents[1::2], strict=True):
+            torch.testing.assert_close(*pair)
+    with torch.no_grad():
+        model(x)  # still in the user's own graphs
+    assert len(graphs) == count

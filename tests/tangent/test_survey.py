@@ -15,8 +15,12 @@ import lapwing as lw
 from benchmarks.measure import LiveBytes
 from lapwing import batches
 from lapwing.tangent import Tangent
+from lapwing.tangent.jacobian import BlockJacobian
+from lapwing.tangent.layers import HANDLERS
+from lapwing.tangent.layers.linear import LinearUse
 from lapwing.tangent.plan import Plan
 from tests import oracle
+from tests.conformance import jacobian
 from tests.zoo import ZOO
 
 EVERY = lw.matching("*")
@@ -666,3 +670,27 @@ def test_a_shared_input_as_long_as_a_later_batch_is_refused_for_covered_paramete
     with pytest.raises(lw.LapwingError, match=r"found 5 samples and a tensor of length 5 .* shared\[None\]"):
         tangent.record((x[:5], anchors))
     torch.testing.assert_close(tangent.record((x[:5], anchors[None])).rows(), tangent.record((x, anchors)).rows()[:5])
+
+
+@pytest.mark.parametrize("fault", ["scaled inputs", "shuffled inputs", "gradients"])
+def test_a_family_that_is_wrong_is_found_out_by_autograd(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parameters go generic, with the reason kept, and the Jacobian is right all the same."""
+
+    class Wrong(LinearUse):
+        def __init__(self, inputs: Tensor, weight: Tensor, bias: Tensor) -> None:
+            seen = {"scaled inputs": inputs * 1.001, "shuffled inputs": inputs.flip(-1)}
+            super().__init__(seen.get(fault, inputs), weight, bias, False)
+
+        def jacobian(self, g: Tensor | None, *args: Any) -> BlockJacobian:
+            return super().jacobian(-g if g is not None and fault == "gradients" else g, *args)
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval(), torch.randn(6, 4).double()
+    monkeypatch.setitem(HANDLERS, F.linear, lambda args, kwargs, watched: Wrong(*args))
+    tangent = Tangent.survey(model, x, EVERY)
+    wrong = {"0.weight", "2.weight"} | ({"0.bias", "2.bias"} if fault == "gradients" else set())
+    found = {line.parameters[0]: line for line in tangent.coverage.lines}
+    assert len(found) == 4
+    assert {name for name, line in found.items() if line.family == "generic"} == wrong
+    assert {found[name].reason for name in wrong} == {"its recorded uses do not add up to autograd's gradient"}
+    torch.testing.assert_close(tangent.record(x).rows(), jacobian(model, x, tangent.blocks))

@@ -175,6 +175,38 @@ def test_linearised_mode_is_the_linearised_networks_evidence(name, form):
         assert found == pytest.approx(float(wanted), rel=1e-9)
 
 
+WEIGHTED = [(4, 1.0), (1, 3.0), (4, 3.0)]
+
+
+@pytest.mark.parametrize(("factor", "tau"), WEIGHTED)
+@pytest.mark.parametrize("name", ["mlp_scalar", "conv1d"])
+def test_linearised_mode_of_weighted_data(name, factor, tau):
+    """`p(y|f)^k`, k = N/(n τ), is Gaussian in y with noise σ²/k, but for the normalisations."""
+    problem, k = setup(name), factor / tau
+    J, y = problem.J.flatten(0, 1), problem.y.flatten()
+    mean = problem.f.flatten() + J @ (0.1 - problem.theta)
+    observed = J @ J.T / 0.7 + NOISE / k * torch.eye(len(J)).double()
+    constant = 0.5 * len(J) * (math.log(2 * math.pi * NOISE / k) - k * math.log(2 * math.pi * NOISE))
+    wanted = MultivariateNormal(mean, observed).log_prob(y) + constant
+    options = {"prior_precision": 0.7, "prior_mean": 0.1, "data_size": 9 * factor, "temperature": tau}
+    found = problem.fit(lw.Full(), **options).log_marginal_likelihood(linearised_mode=True, loader=problem.loader)
+    assert found == pytest.approx(float(wanted), rel=1e-9)
+
+
+@pytest.mark.parametrize(("factor", "tau"), [(1, 1.0), *WEIGHTED])
+def test_linearised_mode_of_classes(factor, tau):
+    """`1/2 gᵀΣg` is added, `g = k Σ_n J_nᵀ(onehot(y_n) - p_n) - δ(θ̂ - μ0)`, k = N/(n τ)."""
+    problem, k = setup("mlp"), factor / tau
+    g = -0.7 * (problem.theta - 0.1)
+    for J_n, f_n, y_n in zip(problem.J, problem.f, problem.y, strict=True):
+        g = g + k * (J_n[y_n] - J_n.T @ torch.softmax(f_n, 0))
+    wanted = oracle.evidence(k * problem.log_likelihood, problem.theta, k * problem.G, 0.7, 0.1)
+    wanted = wanted + 0.5 * g @ oracle.laplace_covariance(k * problem.G, 0.7) @ g
+    options = {"prior_precision": 0.7, "prior_mean": 0.1, "data_size": 9 * factor, "temperature": tau}
+    found = problem.fit(lw.Full(), **options).log_marginal_likelihood(linearised_mode=True, loader=problem.loader)
+    assert found == pytest.approx(float(wanted), rel=1e-9)
+
+
 # --- subspaces -------------------------------------------------------------------------------------------------------
 
 
