@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -170,6 +171,27 @@ def test_the_budget_changes_no_answer(name: str, method: lw.Method) -> None:
     crossed = small.latent(x), large.latent(x)
     torch.testing.assert_close(crossed[0].mean, crossed[1].mean, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(crossed[0].covariance, crossed[1].covariance, rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC(), lw.ELLA(rank=5, rows=20), lw.SampledLLA(4)], ids=str)
+def test_joint_covariances_and_draws_stay_within_twice_the_budget(name: str, method: lw.Method) -> None:
+    samples = {"mlp": 160, "cnn": 16}[name]
+    model, x = built(name, samples)
+    data = [(x[:16].clone(), torch.arange(16) % 10)]
+    small = lw.fit(model, data, method, memory=SMALL, prior_precision=10.0)
+    large = replace(small, tangent=replace(small.tangent, memory=2**30))
+    found = []
+    for via, joint in ((lw.Linearized(), True), (lw.MonteCarlo(2), False)):
+        many = x if joint else torch.cat([x] * (2000 // samples))
+        with LiveBytes() as live:
+            found.append(small.latent(many, via=via, joint=joint))
+        returned = sum(value.nbytes for value in vars(found[-1]).values() if isinstance(value, Tensor))
+        assert live.peak - returned < 2 * SMALL, f"{live.peak / SMALL:.2f} times the budget"
+        torch.testing.assert_close(found[-1].mean, large.latent(many, via=via, joint=joint).mean, rtol=1e-4, atol=1e-4)
+    wanted = large.latent(x, joint=True)
+    torch.testing.assert_close(found[0].covariance, wanted.covariance, rtol=2e-3, atol=1e-4)
+    assert torch.equal(found[0].covariance, found[0].covariance.permute(2, 3, 0, 1))
 
 
 @pytest.mark.parametrize("name", ZOO)
