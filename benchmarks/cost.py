@@ -149,24 +149,40 @@ def fits(model: nn.Module, x: Tensor) -> dict[str, Any]:
 
 
 def memory() -> dict[str, Any]:
-    """Returns the peak of live tensors beside the budget, for CNN covariances of 2 000 inputs at once."""
+    """Returns the peak of live tensors beside what is returned, as parts of the budget, for the CNN and KFAC.
+
+    Latents of 2 000 inputs at once, joint ones of 40, three draws at 2 000, and fits on one batch of 1 000 (KFAC
+    decomposes the factors of its last layer, of 1 569 inputs, in float64 beside the budget).
+    """
     model, x = cnn(), torch.randn(2000, 1, 28, 28)
-    found = {}
+    few, many = (x[:100].clone(), torch.randint(10, (100,))), (x[:1000].clone(), torch.randint(10, (1000,)))
+    found: dict[str, Any] = {}
     for budget in (2**24, 2**26, 2**28):
-        posterior = lw.fit(
-            model,
-            [(x[:100], torch.randint(10, (100,)))],
-            lw.KFAC(),
-            params=lw.everything,
-            prior_precision=1.0,
-            memory=budget,
-        )
-        with LiveBytes() as live:
-            latent = posterior.latent(x)
-        returned = latent.mean.nbytes + sum(value.nbytes for term in latent.terms for value in vars(term).values())
-        peak = live.peak - returned
-        found[f"{budget >> 20} MiB"] = {"peak_bytes_beside_returned": peak, "of_budget": peak / budget}
+        options: dict[str, Any] = {"params": lw.everything, "prior_precision": 1.0, "memory": budget}
+        posterior = lw.fit(model, [few], lw.KFAC(), **options)
+        some = x[:40].clone()
+        work: dict[str, Callable[[], Any]] = {
+            "latents": lambda p=posterior: p.latent(x),
+            "joint latents": lambda p=posterior, some=some: p.latent(some, joint=True),
+            "Monte Carlo": lambda p=posterior: p.latent(x, via=lw.MonteCarlo(3)),
+            "fit, diagonal": lambda o=options: lw.fit(model, [many], lw.Diagonal(), **o),
+            "fit, KFAC": lambda o=options: lw.fit(model, [many], lw.KFAC(), **o),
+        }
+        row = found[f"{budget >> 20} MiB"] = {}
+        for name, run in work.items():
+            with LiveBytes() as live:
+                made = run()
+            peak = live.peak - sum(value.nbytes for value in _returned(made))
+            row[name] = {"peak_bytes_beside_returned": peak, "of_budget": peak / budget}
     return found
+
+
+def _returned(made: Any) -> list[Tensor]:
+    """The tensors of a latent or of a posterior."""
+    if isinstance(made, lw.Posterior):
+        return list(made.covariance.tensors().values())
+    parts = [made, *getattr(made, "terms", ())]
+    return [value for part in parts for value in vars(part).values() if isinstance(value, Tensor)]
 
 
 def fastest(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
