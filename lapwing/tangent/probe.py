@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import Any
@@ -96,20 +96,64 @@ def probe(
         truth = _autograd_rows(model, forward, {n: parameters[n] for n in names}, few, u[:, :, 2])
     axes = [_batch_axis(use, g, samples) for use, g in zip(chosen, gradients, strict=True)]
 
-    reasons: dict[str, str] = {name: UNSEEN if name in truth else IDLE for name in names}
-    for use, axis in zip(chosen, axes, strict=True):
-        for name in truth.keys() & set(use.names.values()):
-            told_apart = axis is not None and reasons.get(name) != MINGLED
-            reasons[name] = "" if told_apart else MINGLED
-            if use.stale:
-                reasons[name] = "its layer's input is modified in place"
+    reasons = _reasons(names, truth.keys(), chosen, axes)
     for name in names:
         if differentiated and not reasons[name]:
             reasons[name] = "the network takes gradients itself, which outputs may contain"
         elif name in elsewhere and not reasons[name]:
             reasons[name] = "it also reaches the outputs by functions of no layer family"
-    idle = [name for name in names if reasons[name] == IDLE]
-    if idle and tell:
+    if tell:
+        _tell_idle(model, [name for name in names if reasons[name] == IDLE])
+    _compare_with_autograd(chosen, gradients, axes, samples, truth, reasons, most)
+    covered = [name for name in names if not reasons[name]]
+    kept = [i for i, use in enumerate(chosen) if set(use.names.values()) & set(covered)]
+    uses, axes = [chosen[i] for i in kept], [axes[i] for i in kept]
+    blocks, roles_of, order = _blocks(uses, covered, parameters)
+    blocks += [Block(name, (name,), (tuple(parameters[name].shape),), "generic") for name in names if reasons[name]]
+    plan = Plan(
+        tuple(covered),
+        order,
+        {name: [(i, axes[i] or BatchAxis(), roles) for i, roles in found] for name, found in roles_of.items()},
+        samples == 1,
+        tuple(_numbers(use, samples) for use in uses),
+        any(use.spread for use in uses),
+        next((i for i, use in enumerate(uses) if use.is_output(outputs)), -1),
+        tuple(use.use.kind for use in uses),
+        batches.shared(inputs),
+    )
+    lines = tuple(
+        Covered(block.name, block.parameters, block.size, block.family, reasons[block.parameters[0]])
+        for block in blocks
+    )
+    return Survey(tuple(blocks), plan, Coverage(lines), outputs.shape[1])
+
+
+def _reasons(
+    names: Iterable[str], used: Set[str], noted: Iterable[Noted], axes: Iterable[BatchAxis | None]
+) -> dict[str, str]:
+    """Returns why no layer family treats a parameter, by name; "" where one may, until autograd says otherwise.
+
+    Args:
+        names: of the parameters to treat.
+        used: of those among them that the outputs depend on.
+        noted: the uses of them.
+        axes: where each use holds the samples; None where that cannot be told.
+    """
+    reasons = {name: UNSEEN if name in used else IDLE for name in names}
+    for use, axis in zip(noted, axes, strict=True):
+        for name in used & set(use.names.values()):
+            if use.stale:
+                reasons[name] = "its layer's input is modified in place"
+            elif axis is None:
+                reasons[name] = MINGLED
+            elif reasons[name] == UNSEEN:  # what one use rules out, another does not allow
+                reasons[name] = ""
+    return reasons
+
+
+def _tell_idle(model: nn.Module, idle: list[str]) -> None:
+    """Warns of parameters to treat that the outputs do not depend on."""
+    if idle:
         log.warning(
             "%s has no gradient on the first batch for %d of the parameters to treat (%s): not used there, within "
             "torch.no_grad(), or in what the network keeps of an earlier call (which model.train().eval() may empty); "
@@ -117,25 +161,6 @@ def probe(
             type(model).__name__, len(idle), ", ".join(idle[:3]) + (", ..." if len(idle) > 3 else ""),
             f"params=lambda name, parameter: name not in {idle}" if len(idle) < 4 else "params=lw.last_layer",
         )  # fmt: skip
-    _compare_with_autograd(chosen, gradients, axes, samples, truth, reasons, most)
-    covered = [name for name in names if not reasons[name]]
-    blocks, uses, order = _blocks([u for u in chosen if set(u.names.values()) & set(covered)], covered, parameters)
-    axis_of = {id(use): axis for use, axis in zip(chosen, axes, strict=True)}
-    kept = [use for use in chosen if set(use.names.values()) & set(covered)]
-    indexed = {
-        name: [(i, axis_of[id(kept[i])] or BatchAxis(), roles) for i, roles in found] for name, found in uses.items()
-    }
-    blocks += [Block(name, (name,), (tuple(parameters[name].shape),), "generic") for name in names if reasons[name]]
-    sizes, spread = tuple(_numbers(use, samples) for use in kept), any(use.spread for use in kept)
-    last_index = next((i for i, use in enumerate(kept) if use.is_output(outputs)), -1)
-    kinds = tuple(use.use.kind for use in kept)
-    shared = batches.shared(inputs)
-    plan = Plan(tuple(covered), order, indexed, samples == 1, sizes, spread, last_index, kinds, shared)
-    lines = tuple(
-        Covered(block.name, block.parameters, block.size, block.family, reasons[block.parameters[0]])
-        for block in blocks
-    )
-    return Survey(tuple(blocks), plan, Coverage(lines), outputs.shape[1])
 
 
 @contextlib.contextmanager

@@ -129,18 +129,22 @@ class BoundedEvidence(Tuning):
             raise self._nothing_to_see()
         known = leave_one_out(posterior, parts)
         inputs = [part for part, _ in parts]
-        width, bound = best + mean_variances([tuned], inputs)[0], known.width
-        whole = shown * posterior.data_factor  # fewer samples than half would tell less than the network knows
-        may_rise = known.beyond and 2 * known.samples >= whole
-        rises = width <= bound
-        if not may_rise if rises else best <= least:
-            return tuned
-        low, high = math.log(least), math.log(max(least, bound if rises else min(best, bound)))
+        bound = known.width
+        if best + mean_variances([tuned], inputs)[0] > bound:  # too wide: lower σ², if the residual leaves room
+            if best <= least:
+                return tuned
+            most = min(best, bound)
+        else:  # too narrow: raise it, if the samples that were left out tell more than the posterior knows
+            if not known.beyond or 2 * known.samples < shown * posterior.data_factor:
+                return tuned
+            most = bound
+        low, high = math.log(least), math.log(max(least, most))
         logs = [low + (high - low) * i / (POINTS - 1) for i in range(POINTS)]
         ends = [_at_noise(posterior, math.exp(x)) for x in (low, (low + high) / 2, high)]
         candidates = [posterior.at(_between(ends, i / (POINTS - 1)), math.exp(x)) for i, x in enumerate(logs)]
         totals = [math.exp(x) + v for x, v in zip(logs, mean_variances(candidates, inputs), strict=True)]
-        chosen = math.exp(-crossing([-x for x in reversed(logs)], totals[::-1], bound))
+        falling = [-x for x in reversed(logs)]  # from the widest predictions to the narrowest
+        chosen = math.exp(-crossing(falling, totals[::-1], bound))
         log.info(
             "The evidence's noise variance %.3g is %s to %.3g: on its training data %s is as wide as the exact "
             "linearised model on samples left out, %.3g",

@@ -265,7 +265,7 @@ def contractions(jacobian: tn.BlockJacobian) -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {
         "weighted_gram": lambda: jacobian.weighted_gram(weights),
         "weighted_norms": lambda: jacobian.weighted_norms([weights]),
-        "joint": lambda: jacobian.joint_weighted_gram(weights),
+        "joint": lambda: jacobian.joint_weighted_gram(weights, jacobian),
         "squared_sum": jacobian.squared_sum,
         "squared_norm": jacobian.squared_norm,
         "sum_rows": jacobian.sum_rows,

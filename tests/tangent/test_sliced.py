@@ -76,7 +76,7 @@ def _check_kronecker(jacobian: MatrixJacobian, whole: Any) -> None:
     weights = torch.rand(whole.size, dtype=torch.float64)
     close(found.weighted_gram(weights), wanted.weighted_gram(weights))
     close(found.squared_sum(), wanted.squared_sum())
-    close(found.joint_weighted_gram(weights), wanted.joint_weighted_gram(weights))
+    close(found.joint_weighted_gram(weights, found), wanted.joint_weighted_gram(weights, wanted))
 
 
 def test_a_table_of_two_families_with_a_tiny_budget() -> None:
