@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 MANY = 1000
-"""Entries above which a container only loses again what a pass added at its end: copies would take longer than it."""
+"""Entries above which containers within a container are not looked for: that would take longer than the pass."""
 
 CONTAINERS = (dict, list, tuple, deque, set)
 
@@ -53,43 +53,38 @@ def put_back(model: nn.Module) -> Iterator[None]:
     attributes = [(own, own.copy()) for own in [vars(module) for _, module in modules_of(model)]]
     empty: list[Any] = []  # nearly all are: hooks that nobody registered
     filled: list[tuple[Any, Any]] = []
-    met: set[int] = set()
-    for _, own in attributes:
-        _look(own.values(), empty, filled, met)
+    _look([own.values() for _, own in attributes], empty, filled)
     try:
         yield
     finally:
         for own, former in attributes:
             if not _same(own, former):
                 _put(own, former)
-        if any(empty):
-            for container in empty:
-                container.clear()
+        filled += [(container, []) for container in empty if len(container)]
         for container, former in filled:
-            if isinstance(former, int):
-                _shorten(container, former)
-            elif not _same(container, former):
-                _refill(container, former)
+            if not _same(container, former):
+                with contextlib.suppress(Exception):  # of a class that refuses: the others are put back all the same
+                    _refill(container, former)
 
 
-def _look(values: Iterable[Any], empty: list[Any], filled: list[tuple[Any, Any]], met: set[int]) -> None:
-    """Adds the containers among some values and within them, with copies, or with their length where they are long."""
-    for value in values:
-        if value.__class__ in PLAIN or not isinstance(value, CONTAINERS):
-            continue
-        if not value:
+def _look(left: list[Iterable[Any]], empty: list[Any], filled: list[tuple[Any, Any]]) -> None:
+    """Finds the containers among some values and within them, the filled ones with copies of what they hold."""
+    met: set[int] = set()
+    while left:
+        for value in left.pop():
+            if value.__class__ in PLAIN or not isinstance(value, CONTAINERS):
+                continue
+            if not len(value):
+                if not isinstance(value, tuple):
+                    empty.append(value)
+                continue
+            if id(value) in met:
+                continue
+            met.add(id(value))
             if not isinstance(value, tuple):
-                empty.append(value)
-            continue
-        if id(value) in met:
-            continue
-        met.add(id(value))
-        if len(value) > MANY:
-            filled.append((value, len(value)))
-            continue
-        if not isinstance(value, tuple):
-            filled.append((value, dict(value) if isinstance(value, dict) else list(value)))
-        _look(value.values() if isinstance(value, dict) else value, empty, filled, met)
+                filled.append((value, dict(value) if isinstance(value, dict) else list(value)))
+            if len(value) <= MANY:
+                left.append(list(value.values()) if isinstance(value, dict) else value)
 
 
 def _same(container: Any, former: Any) -> bool:
@@ -110,6 +105,8 @@ def _put(own: dict, former: dict) -> None:
 
 def _refill(container: Any, former: Any) -> None:
     container.clear()
+    if not former:
+        return
     if isinstance(container, dict):
         for key, value in former.items():
             container[key] = value
@@ -117,8 +114,3 @@ def _refill(container: Any, former: Any) -> None:
         container.update(former)
     else:
         container.extend(former)
-
-
-def _shorten(container: Any, length: int) -> None:
-    while len(container) > length and not isinstance(container, (tuple, set)):
-        container.popitem() if isinstance(container, dict) else container.pop()

@@ -350,6 +350,7 @@ class Posterior:
             )
         return self.likelihood.predict(self.latent(x, via), link, generator)
 
+    @outside_modes
     def sample(self, n: int, seed: int = 0) -> dict[str, Tensor]:
         """Draws weights `θ ~ N(θ̂, Σ)`.
 

@@ -34,7 +34,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.numel() * weight.shape[0] >= LEAST and _suits(x, weight):
         product = _onednn()
         if product is not None:
-            return product(x, weight, bias)
+            return product(x, weight, bias if bias is None else bias.contiguous())  # it reads no strides of a bias
     return F.linear(x, weight, bias)
 
 

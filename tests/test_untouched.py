@@ -408,7 +408,7 @@ class Collecting(nn.Module):
         self.pair: tuple[list[Tensor], int] = ([], 0)
         self.seen: set[int] = set()
         self.words = {f"word {i}": i for i in range(2000)}
-        self.log = list(range(2000))
+        self.log, self.slots = list(range(2000)), [None] * 2000
         self.register_buffer("latest", None)
         self.register_buffer("count", torch.zeros(()), persistent=False)
         self.ready = False
@@ -428,14 +428,26 @@ class Collecting(nn.Module):
         self.order.move_to_end(0)
         self.seen.add(len(self.seen))
         self.words[f"word {len(self.words)}"] = 0
-        self.log.append(0)
+        self.log.insert(0, -1)
+        if self.slots[7] is None:
+            self.slots[7] = hidden
         return self.head(hidden)
 
 
 def held(model: Collecting) -> list[Any]:
     hooks = [len(getattr(module, store)) for module in model.modules() for store in HOOKS]
     containers = [list(model.made), list(model.order), len(model.pair[0]), len(model.seen), len(model.words)]
-    return [hooks, containers, len(model.log), model.latest, model.count, model.ready, hasattr(model, "late")]
+    return [
+        hooks,
+        containers,
+        model.log[:2],
+        len(model.log),
+        model.slots[7],
+        model.latest,
+        model.count,
+        model.ready,
+        hasattr(model, "late"),
+    ]
 
 
 @pytest.mark.parametrize("ran", [False, True])
@@ -577,3 +589,33 @@ def test_compiled_parts_run_eagerly_and_are_not_compiled_again(name: str, how: s
     with torch.no_grad():
         model(x)  # still in the user's own graphs
     assert len(graphs) == count
+
+
+def test_deep_containers_and_those_that_refuse_are_no_obstacle() -> None:
+    class Stubborn(dict):
+        def clear(self) -> None:
+            raise RuntimeError("never")
+
+        def __bool__(self) -> bool:
+            raise RuntimeError("neither")
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head, self.last = nn.Linear(3, 4), nn.Linear(4, 2), []
+            self.chain: tuple = ()
+            for i in range(3000):
+                self.chain = (i, self.chain)
+            self.stubborn, self.itself = Stubborn(), []
+            self.itself.append(self.itself)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.stubborn["x"] = x
+            self.last.append(x)
+            return self.head(torch.tanh(self.first(x)))
+
+    model, x = Holder().eval(), torch.randn(6, 3)
+    posterior = lw.fit(model, [(x, torch.arange(6) % 2)], lw.KFAC(), params=EVERY, prior_precision=1.0)
+    posterior.predict(x)
+    assert model.last == []
+    assert model.itself[0] is model.itself

@@ -14,10 +14,6 @@ from lapwing.likelihoods.links import seeded
 from lapwing.likelihoods.predictions import Prediction, check_count, check_level
 
 
-class _NoBisection(Exception):
-    """Raised where no interval within the family's support is known to hold a quantile."""
-
-
 @dataclass(frozen=True, eq=False)
 class MixturePrediction(Prediction):
     """An equal mixture over draws of any ``torch.distributions`` family: what a new likelihood can return.
@@ -72,7 +68,7 @@ class MixturePrediction(Prediction):
         tail = 0.5 * (1.0 - level)
         try:
             return self._quantile(tail), self._quantile(1.0 - tail)
-        except (NotImplementedError, _NoBisection):
+        except (NotImplementedError, ValueError):  # the latter from a family that checks more than its support
             low, high = torch.quantile(self.sample(4096).to(self.mean), self.mean.new_tensor([tail, 1.0 - tail]), dim=0)
             return low, high
 
@@ -82,12 +78,12 @@ class MixturePrediction(Prediction):
         while isinstance(marginal, dist.Independent):
             marginal = marginal.base_dist
         if not bool(std.isfinite().all()):
-            raise _NoBisection
+            raise ValueError("no finite variance")
         widest = math.sqrt(max(probability, 1.0 - probability) / min(probability, 1.0 - probability))
         low, high = self.mean - widest * std, self.mean + widest * std
         support = marginal.support  # asked here: torch.compile turns the check within `cdf` off for the whole process
         if support is None or not bool((support.check(low.unsqueeze(1)) & support.check(high.unsqueeze(1))).all()):
-            raise _NoBisection
+            raise ValueError("ends beyond the support")
         for _ in range(60):
             middle = 0.5 * (low + high)
             below = marginal.cdf(middle.unsqueeze(1)).mean(1) < probability

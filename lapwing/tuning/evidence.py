@@ -149,6 +149,7 @@ class Evidence(Tuning):
         Slopes are central differences, but for the precisions of blocks, which autograd gives in one go.
         """
         low, high = (end * math.log(10) for end in _decades(noise))
+        beyond = 10 * math.log(10)  # the ascent may leave the range and come back: at an end it would have no slope
         free_noise = not posterior.noise_given
         start = precision.log() if by_layer else precision[:1].log()
         least = 0.0
@@ -159,7 +160,8 @@ class Evidence(Tuning):
         optimiser = torch.optim.LBFGS([logs], max_iter=200, tolerance_change=1e-10, line_search_fn="strong_wolfe")
 
         def at(point: Tensor) -> tuple[Tensor, float | None]:
-            deltas = (point[:-1] if free_noise else point).clamp(low, high).exp().expand(len(precision))
+            deltas = (point[:-1] if free_noise else point).clamp(low - beyond, high + beyond)
+            deltas = deltas.exp().expand(len(precision))
             if not free_noise:
                 return deltas, noise
             least_log = math.log(least)  # a step may be too large, or to NaN
@@ -190,7 +192,7 @@ class Evidence(Tuning):
             optimiser.step(loss)
             after = float(loss())
         found, variance = at(logs.detach() if after <= before else start)
-        return found.clone(), variance
+        return found.clamp(math.exp(low), math.exp(high)), variance
 
 
 def _decades(noise: float | None) -> tuple[float, float]:

@@ -225,6 +225,7 @@ def test_predictions_within_a_transformation_of_the_caller_are_refused() -> None
     posterior = lw.fit(model, [(x, torch.arange(6) % 2)], lw.KFAC(), prior_precision=1.0)
     calls = [lambda x, via=via: posterior.latent(x, via=via).variance.sum() for via in WAYS]
     calls.append(lambda x: lw.fit(model, [(x, torch.arange(6) % 2)]).latent(x).variance.sum())
+    calls.append(lambda x: posterior.sample(2)["0.weight"].sum() * x.sum())
     for transform in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd, torch.func.vmap):
         for call in calls:
             with pytest.raises(lw.LapwingError, match=r"within a transformation of torch.func.* torch.autograd.grad\("):

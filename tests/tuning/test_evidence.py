@@ -409,3 +409,35 @@ def test_an_evidence_without_a_maximum_is_said_once(caplog):
     (record,) = [record for record in caplog.records if "no maximum" in record.message]
     assert "it ends at 1e+10" in record.message
     assert posterior.prior_precision == pytest.approx(1e10, rel=0.2)
+
+
+@pytest.mark.parametrize("unit", [1e4, 1e5])
+@pytest.mark.parametrize("method", [lw.KFAC(), lw.Full()], ids=["KFAC", "Full"])
+def test_the_ascent_by_layers_comes_back_into_the_range(method, unit, caplog):
+    """A step of it may overshoot an end of the range, where it once stayed: there was no slope."""
+    torch.manual_seed(0)
+    x = torch.randn(60, 3, dtype=torch.float64)
+    y = x @ torch.randn(3, 1, dtype=torch.float64)
+    torch.manual_seed(1)
+    y = y + 0.003 * torch.randn(60, 1, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    optimiser = torch.optim.LBFGS(model.parameters(), max_iter=300)
+
+    def loss():
+        optimiser.zero_grad()
+        value = (model(x) - y).square().mean()
+        value.backward()
+        return value
+
+    for _ in range(5):
+        optimiser.step(loss)
+    found = []
+    for scale in (1.0, unit):
+        with torch.no_grad():
+            for parameter in model[2].parameters():
+                parameter.mul_(scale)
+        tuned = lw.fit(model.eval(), [(x, scale * y)], method, params=lw.everything, tune=lw.Evidence(per_layer=True))
+        found.append([math.log(value) for value in tuned.prior.precision.tolist()])
+    found[1][1] += 2 * math.log(unit)
+    assert found[1] == pytest.approx(found[0], abs=0.05)
+    assert not [record for record in caplog.records if "no maximum" in record.message]
