@@ -73,12 +73,13 @@ class Gaussian(Likelihood):
         return -0.5 * (squares / variance + outputs.shape[-1] * math.log(2.0 * math.pi * variance))
 
     def statistics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return float64 sums: the number of values and ``Σ (y - f)²``."""
+        """Return float64 sums: the number of values, ``Σ (y - f)²`` and ``Σ y²``."""
         outputs = outputs.double()
         values = aligned_targets("Gaussian", outputs, targets)
         return {
             "count": torch.tensor(values.numel(), dtype=torch.float64, device=outputs.device),
             "squared_error": (values - outputs).square().sum(),
+            "squared_target": values.square().sum(),
         }
 
     def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
@@ -116,8 +117,9 @@ class Gaussian(Likelihood):
         return self.noise_variance is None
 
     def residual_variance(self, statistics: dict[str, Tensor]) -> float:
-        """Return the mean squared residual."""
-        return max(float(statistics["squared_error"] / statistics["count"]), 1e-12)
+        """Return the mean squared residual, and no less than rounding leaves of targets of this size."""
+        rounding = 1e-12 * float(statistics["squared_target"] / statistics["count"]) or 1e-12
+        return max(float(statistics["squared_error"] / statistics["count"]), rounding)
 
     def with_noise_variance(self, noise_variance: float | None) -> Gaussian:
         """Return a Gaussian with another σ²; None is "to be tuned"."""

@@ -373,7 +373,7 @@ def test_maximise_finds_the_top(top):
     assert maximise(lambda x: math.nan if x < -4 else -((x - top) ** 2), -5, 5, 11) == pytest.approx(top, abs=1e-5)
 
 
-@pytest.mark.parametrize("unit", [1e-6, 1e-3, 1e5])
+@pytest.mark.parametrize("unit", [1e-9, 1e-6, 1e-3, 1e5])
 @pytest.mark.parametrize("tune", [lw.Evidence(), lw.Evidence(per_layer=True), lw.BoundedEvidence()], ids=str)
 def test_units_of_the_targets_do_not_matter(tune, unit, caplog):
     """Dollars or thousands of dollars: δ goes with their inverse square, σ² with their square, coverage stays."""
