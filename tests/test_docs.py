@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import json
 import pkgutil
 import re
 import subprocess
@@ -70,3 +71,22 @@ def test_import_is_light() -> None:
         "assert not [name for name in new if name.startswith(rare)], new"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_costs_in_the_readme_are_those_measured() -> None:
+    """A table that was not updated with its JSON misleads; numbers are given to one decimal."""
+    results = json.loads((ROOT / "benchmarks" / "results" / "cost.json").read_text())["results"]
+    mlp, larger, cnn = (
+        results[f"{name}"]
+        for name in (
+            "MLP 784-128-64-10, batch 100", "MLP 784-128-64-10, batch 100, fitted on 2 000", "CNN 28x28, batch 50",
+        )
+    )  # fmt: skip
+    last = results["last layer 512-512-100, batch 100"]
+    wanted = [entry["covariance"] for found in (mlp, larger, cnn) for entry in found.values()]
+    wanted += [mlp["KFAC"]["covariance by hand"], last["covariance"], last["variance"]]
+    wanted += [results["last layer 512-512-1000, batch 100"]["variance"]]
+    wanted += list(results["fit of the MLP, a batch of 100"].values())
+    section = (ROOT / "README.md").read_text().partition("## Cost")[2].partition("Memory beside")[0]
+    missing = [ratio for ratio in (f"{entry['ratio']:.1f}" for entry in wanted) if ratio not in section]
+    assert not missing
