@@ -66,7 +66,7 @@ def fit(
         forward: `forward(model, inputs)` where `model(x)`, `model(*x)` or `model(**x)` does not do.
         memory: budget in bytes for what is built of one chunk of samples, and for a method's own tensors where it keeps
             rows or dense matrices of all weights; 1 GiB when None. A layer's Kronecker factors come beside: for n
-            inputs 4 n² bytes, and 20 n² while they are decomposed in float64.
+            inputs 4 n² bytes, and some 40 n² while they are decomposed in float64, with the workspace of LAPACK.
         seed: of every random choice.
         progress: show a bar; None shows one on a terminal.
 

@@ -68,13 +68,14 @@ def _across(tangent: Tangent, covariance: Covariance, inputs: Any, dtype: torch.
     if length >= count:
         record = tangent.record(inputs, dtype=dtype)
         return JointLatent(record.outputs, covariance.joint_output_covariance(record, record).to(tangent.dtype))
+    tangent.check(inputs)
     requests = list(batches.chunks(inputs, length))
     means, matrix = [], torch.empty(count, outputs, count, outputs, dtype=tangent.dtype, device=tangent.device)
     for i, (mine, chunk) in enumerate(requests):
-        record = tangent.record(chunk, dtype=dtype)
+        record = tangent.record(chunk, dtype=dtype, checked=True)
         means.append(record.outputs)
         for theirs, others in requests[: i + 1]:
-            other = record if theirs == mine else tangent.record(others, dtype=dtype)
+            other = record if theirs == mine else tangent.record(others, dtype=dtype, checked=True)
             part = covariance.joint_output_covariance(record, other).to(tangent.dtype)
             matrix[mine, :, theirs] = part
             if other is not record:

@@ -188,13 +188,20 @@ class Tangent:
                 parts.append(outputs.detach().to(self.dtype))  # a scripted network may give them a graph all the same
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def record(self, inputs: Any, cotangents: Cotangents = None, dtype: torch.dtype | None = None) -> Record:
+    def record(
+        self,
+        inputs: Any,
+        cotangents: Cotangents = None,
+        dtype: torch.dtype | None = None,
+        checked: bool = False,
+    ) -> Record:
         """Sees one chunk of samples through the Jacobian.
 
         Args:
             inputs: B samples.
             cotangents: u (B, C, R), or a function of the outputs that gives it; the C outputs themselves when None.
             dtype: contract in this dtype; the accumulation dtype when None.
+            checked: they are part of a batch that `check` has seen.
 
         Returns:
             A record; differentiable in the inputs where they require gradients.
@@ -205,10 +212,12 @@ class Tangent:
 
         Cost: one forward and R backward passes of activations; memory O(R) times the activations.
         """
-        self._check_inputs(inputs)
+        if not checked:
+            self.check(inputs)
         return self._record(inputs, cotangents, dtype or self.dtype)
 
-    def _check_inputs(self, inputs: Any) -> None:
+    def check(self, inputs: Any) -> None:
+        """Raises for inputs that the network cannot be seen at, such as those that are not finite."""
         check_inputs(self.model, inputs, next(iter(self.parameters.values())), self.plan.shared)
 
     def _record(self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype) -> Record:
@@ -252,7 +261,7 @@ class Tangent:
             dtype: as in `record`.
             rows_held: further numbers that the caller holds a sample, in units of `dtype`.
         """
-        self._check_inputs(inputs)
+        self.check(inputs)
         for part, chunk in batches.chunks(inputs, self.chunk_length(cotangents, dtype, rows_held)):
             try:
                 record = self._record(chunk, cotangents, dtype or self.dtype)

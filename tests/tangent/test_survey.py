@@ -194,6 +194,27 @@ def test_joint_covariances_and_draws_stay_within_twice_the_budget(name: str, met
     assert torch.equal(found[0].covariance, found[0].covariance.permute(2, 3, 0, 1))
 
 
+def test_joint_covariances_by_chunks_as_long_as_what_samples_share() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor, shared: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.first(x) + shared.mean()))
+
+    torch.manual_seed(0)
+    model, batch = Shifted().double().eval(), {"x": torch.randn(23, 4).double(), "shared": torch.randn(5, 4).double()}
+    posterior = lw.fit(model, [{**batch, "labels": torch.arange(23) % 3}], lw.KFAC(), params=EVERY, prior_precision=1.0)
+    wanted = posterior.latent(batch, joint=True)
+    lengths = set()
+    for memory in range(10_000, 60_000, 1_000):
+        small = replace(posterior, tangent=replace(posterior.tangent, memory=memory))
+        lengths.add(23 % max(1, small.tangent.chunk_length() // 2))
+        torch.testing.assert_close(small.latent(batch, joint=True).covariance, wanted.covariance)
+    assert 5 in lengths
+
+
 @pytest.mark.parametrize("name", ZOO)
 def test_one_sample_gives_the_same_survey(name: str) -> None:
     case = ZOO[name]
