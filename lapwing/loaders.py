@@ -58,8 +58,13 @@ def known_size(loader: Any) -> int | None:
         return sum(batches.size(batches.split(batch)[0]) for batch in loader)
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return None
+    return sampler_size(loader) if loader.collate_fn is default_collate else None
+
+
+def sampler_size(loader: DataLoader) -> int | None:
+    """Returns how many samples a loader draws; None where its sampler does not say."""
     taken = loader.batch_sampler
-    if type(taken) is not BatchSampler or loader.collate_fn is not default_collate:
+    if type(taken) is not BatchSampler:
         return None
     try:
         count = len(taken.sampler)  # type: ignore[arg-type]  # `loader.sampler` is unused where this one was given

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from . import batches
 from .covariance import Covariance
 from .errors import LapwingError
+from .loaders import sampler_size
 from .methods.passes import (
     Batch,
     CurvaturePass,
@@ -72,7 +73,7 @@ class Runner:
     def count(self) -> int:
         """Returns n, how many samples the loader shows, without going through it where it knows."""
         if self._expected is None and isinstance(self._loader, DataLoader):
-            known = _samples_of(self._loader)
+            known = sampler_size(self._loader)
             if known is not None:
                 return known
         return self._expected or len(self.labels())
@@ -223,15 +224,3 @@ class _NoPass(SumPass):
 
     def update(self, state: State, batch: Batch) -> None:
         """Adds nothing."""
-
-
-def _samples_of(loader: DataLoader[Any]) -> int | None:
-    """Returns how many samples a DataLoader shows; None where it does not say."""
-    batch_sampler = loader.batch_sampler
-    if type(batch_sampler) is not torch.utils.data.BatchSampler:
-        return None
-    try:
-        count = len(batch_sampler.sampler)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-    return count - count % batch_sampler.batch_size if batch_sampler.drop_last else count
