@@ -16,6 +16,8 @@ log = logging.getLogger("lapwing")
 
 TRIANGLE_COLUMNS = 256  # of a symmetric product that are taken at once
 
+SLICE_NUMBERS = 2**19  # of a tensor, taken at once where its copy in another form would be as large
+
 RANK_CUT = 1e-11  # relative singular value below which a direction of explicit float64 rows is rounding noise
 
 
@@ -44,17 +46,28 @@ def mirrored(lower: Tensor) -> Tensor:
     return lower.tril() + lower.tril(-1).mT
 
 
+def row_products(first: Tensor, second: Tensor) -> Tensor:
+    """Returns `x yᵀ` (M, N) in float64 for x (M, P) and y (N, P), a slice of columns at a time.
+
+    Cost: time O(M N P), memory of 2¹⁹ numbers of each, or of one column, beside the result.
+    """
+    products = first.new_zeros(len(first), len(second), dtype=torch.float64)
+    length = max(1, SLICE_NUMBERS // max(1, len(first), len(second)))
+    for x, y in zip(first.split(length, -1), second.split(length, -1), strict=True):
+        products.addmm_(x.double(), y.double().T)
+    return products
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype sums are kept in: float32, or float64 where the model is float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def symmetric_eigen(matrix: Tensor, lower: bool = False) -> tuple[Tensor, Tensor]:
+def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Decomposes a PSD matrix `M = U diag(λ) Uᵀ` in float64, rounding noise below zero clamped to 0.
 
     Args:
         matrix: (..., n, n), symmetric positive semi-definite up to rounding.
-        lower: read its lower triangle alone, instead of the mean of both.
 
     Returns:
         λ (..., n) ascending and U (..., n, n), float64.
@@ -64,16 +77,41 @@ def symmetric_eigen(matrix: Tensor, lower: bool = False) -> tuple[Tensor, Tensor
 
     Cost: time O(n³), memory O(n²).
     """
+    _check_finite(matrix)
     matrix = matrix.double()
-    if not torch.isfinite(matrix).all():
-        bad = int((~torch.isfinite(matrix)).sum())
-        raise LapwingError(
-            f"Asked to decompose a curvature matrix of shape {tuple(matrix.shape)}, found {bad} NaN or infinite "
-            "entries; finite gradients are needed: check the network's outputs and weights for overflow, or run the "
-            "model in float32 with model.float()."
-        )
-    values, vectors = torch.linalg.eigh(matrix if lower else (matrix + matrix.mT) / 2)
+    values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
     return values.clamp_min(0.0), vectors
+
+
+def eigen_in_place(lower: Tensor) -> tuple[Tensor, Tensor]:
+    """Decomposes PSD matrices as `symmetric_eigen`, in their own memory.
+
+    Args:
+        lower: (..., n, n) float64, contiguous, of which the lower triangle is read; overwritten by U.
+
+    Returns:
+        λ (..., n) ascending and U (..., n, n).
+
+    Raises:
+        LapwingError: if it holds NaN or infinite entries.
+
+    Cost: time O(n³), memory the workspace of LAPACK, 16 n² bytes.
+    """
+    _check_finite(lower)
+    values, matrix = lower.new_empty(lower.shape[:-1]), lower.mT  # columns lie in memory as LAPACK takes them
+    torch.linalg.eigh(matrix, "U", out=(values, matrix))
+    return values.clamp_min_(0.0), matrix
+
+
+def _check_finite(matrix: Tensor) -> None:
+    if not matrix.numel() or torch.stack(matrix.aminmax()).isfinite().all():  # NaN is the least and the largest
+        return
+    bad = int((~torch.isfinite(matrix)).sum())
+    raise LapwingError(
+        f"Asked to decompose a curvature matrix of shape {tuple(matrix.shape)}, found {bad} NaN or infinite entries; "
+        "finite gradients are needed: check the network's outputs and weights for overflow, or run the model in "
+        "float32 with model.float()."
+    )
 
 
 def cholesky(matrix: Tensor) -> Tensor:
@@ -111,6 +149,19 @@ def psd_root(matrix: Tensor) -> Tensor:
     """Returns a root `R` with `R Rᵀ = M` of a possibly singular PSD matrix (..., n, n), by eigendecomposition."""
     values, vectors = symmetric_eigen(matrix)
     return (vectors * values.sqrt()[..., None, :]).to(matrix.dtype)
+
+
+def orthonormalised(rows: Tensor) -> Tensor:
+    """Makes the rows of (K, P) orthonormal in place, `L⁻¹ X` with `X Xᵀ = L Lᵀ`; returns them.
+
+    For rows that nearly are: products in float64 leave what the condition number of X squared does to their rounding.
+
+    Cost: time O(K² P), memory of 2¹⁹ numbers beside the rows.
+    """
+    root = cholesky(row_products(rows, rows))
+    for part in rows.split(max(1, SLICE_NUMBERS // max(1, len(rows))), -1):
+        part.copy_(torch.linalg.solve_triangular(root, part.double(), upper=False))
+    return rows
 
 
 def orthonormal_rows(rows: Tensor, rank: int | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import batches
 from .covariance import AnyLatent, Covariance, Latent, LatentDraws, PriorCovariance
-from .covariance.output import concatenate
+from .covariance.output import together
 from .diagnosis import Diagnosis
 from .errors import LapwingError
 from .evidence import log_joint_gradient
@@ -426,5 +426,4 @@ def _together(parts: list[AnyLatent]) -> AnyLatent:
     draws = [part.draws for part in parts if isinstance(part, LatentDraws)]
     if draws:
         return LatentDraws(torch.cat(draws, 1))
-    separate = [part for part in parts if isinstance(part, Latent)]  # joint ones do not come here
-    return Latent(torch.cat([part.mean for part in separate]), concatenate([part.terms for part in separate]))
+    return together([part for part in parts if isinstance(part, Latent)])  # joint ones do not come here

@@ -6,7 +6,9 @@ A vector over the weights is a dict: block name -> (..., P_block). A structure l
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,6 +103,11 @@ class Covariance(ABC):
         """Returns what is not a tensor, as JSON."""
         return {}
 
+    @property
+    def held(self) -> int:
+        """Numbers that `output_covariance` holds for each row of J, beside what every record does."""
+        return 0
+
     def to_dense(self) -> Tensor:
         """Returns Σ (P, P), blocks in order. Memory O(P²): for small networks."""
         eye = torch.eye(self.size, dtype=self.dtype, device=self.device)
@@ -143,13 +150,13 @@ class PriorCovariance(Covariance):
     def features(self) -> object:
         """What J is contracted with: candidates that hold the same object can be given to `output_covariances`."""
 
-    def output_covariances(self, record: Record, candidates: Sequence[Self]) -> list[tuple[Term, ...]]:
-        """Returns `J Σ_i Jᵀ` for several priors of this curvature (from `with_prior`), sharing what they can."""
-        return [candidate.output_covariance(record) for candidate in candidates]
+    def output_covariances(self, record: Record, candidates: Sequence[Self]) -> Iterable[tuple[Term, ...]]:
+        """Gives `J Σ_i Jᵀ` for several priors of this curvature (from `with_prior`), sharing what they can."""
+        return (candidate.output_covariance(record) for candidate in candidates)
 
-    def output_marginals(self, record: Record, candidates: Sequence[Self]) -> list[tuple[Term | Marginals, ...]]:
-        """Returns terms of which only the variances are asked for, for several priors: cheaper where matrices arise."""
-        return [tuple(terms) for terms in self.output_covariances(record, candidates)]
+    def output_marginals(self, record: Record, candidates: Sequence[Self]) -> Iterable[Marginals]:
+        """Gives the variances alone for several priors, where matrices arise at less cost."""
+        return (reduce(add, map(Marginals.of, terms)) for terms in self.output_covariances(record, candidates))
 
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns `s tr((I - VVᵀ) Δ^(-1/2) G Δ^(-1/2))`, the curvature a subspace does not see; else 0."""

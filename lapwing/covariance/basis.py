@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..numerics import total
+from ..numerics import row_products, total
 from ..tangent import Anchors, Record, Tangent, Vectors
 
 
@@ -27,8 +27,8 @@ class Basis(ABC):
 
     @property
     def held(self) -> int:
-        """Numbers that a projection holds for each row of J."""
-        return self.rank
+        """Numbers that a projection, summed block by block and cast to float64, holds for each row of J."""
+        return 3 * self.rank
 
     @property
     @abstractmethod
@@ -79,7 +79,7 @@ class ExplicitBasis(Basis):
     @cached_property
     def grams(self) -> Tensor:
         """Multiplied out once."""
-        return torch.stack([v.double() @ v.double().T for v in self.vectors.values()])
+        return torch.stack([row_products(v, v) for v in self.vectors.values()])
 
     def rows(self) -> Vectors:
         """Returns them."""
@@ -135,8 +135,8 @@ class ImplicitBasis(Basis):
 
     @property
     def held(self) -> int:
-        """M: products with all anchors come before their combination."""
-        return len(self.anchors)
+        """M more: products with all anchors come before their combination."""
+        return len(self.anchors) + super().held
 
     def project(self, record: Record) -> Tensor:
         """Returns NTK blocks between the record and the anchors, combined. Cost: M backward passes a record."""

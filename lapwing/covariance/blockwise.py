@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, reduce
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,18 +46,23 @@ class Blockwise(PrecisionCovariance):
     ) -> None:
         self.blocks, self.structures = blocks, structures
         self.precision, self.scale = precision, scale
-        self._weights = {
-            block.name: 1 / (scale * structures[block.name].eigenvalues + delta)
-            for block, delta in zip(blocks, precision.tolist(), strict=True)
-        }
+        self._delta = {block.name: delta for block, delta in zip(blocks, precision.tolist(), strict=True)}
+
+    def _weight(self, name: str) -> Tensor:
+        """Returns `1/(s λ + δ)` of one block, in the shape of λ."""
+        return 1 / (self.scale * self.structures[name].eigenvalues + self._delta[name])
+
+    @cached_property
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: self._weight(name) for name in self.structures}
 
     @cached_property
     def _weightings(self) -> dict[str, Weighting]:
         return {name: Weighting(weights.flatten()) for name, weights in self._weights.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves the weightings out, which are other layouts of what is copied."""
-        return {name: value for name, value in self.__dict__.items() if name != "_weightings"}
+        """Leaves out what is made of the rest when it is first needed."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_weights", "_weightings")}
 
     def with_prior(self, precision: Tensor, scale: float) -> Blockwise:
         """Returns the covariance under another prior: no refactorisation, time O(P)."""
@@ -112,26 +118,29 @@ class Blockwise(PrecisionCovariance):
         """Contracts each block once for all candidates."""
         terms: list[list[Term]] = [[] for _ in candidates]
         matrices: list[Tensor | None] = [None] * len(candidates)
-        for found in self._outputs(record, candidates, marginal=False):
-            for i, term in enumerate(found):
+        for name, structure in self.structures.items():
+            for i, term in enumerate(structure.outputs_at(record[name], self._weightings_of(name, candidates))):
                 if isinstance(term, Dense):
                     added = matrices[i]
                     matrices[i] = term.matrix if added is None else added + term.matrix
-                elif not isinstance(term, Marginals):
+                else:
                     terms[i].append(term)
         dense = [() if matrix is None else (Dense(matrix),) for matrix in matrices]
         return [(*some, *rest) for some, rest in zip(terms, dense, strict=True)]
 
-    def output_marginals(self, record: Record, candidates: Sequence[Self]) -> list[tuple[Term | Marginals, ...]]:
-        """Contracts each block once for all candidates, to variances where rows have to be formed."""
-        return list(zip(*self._outputs(record, candidates, marginal=True), strict=True))
+    def output_marginals(self, record: Record, candidates: Sequence[Self]) -> Iterable[Marginals]:
+        """Contracts each block once for all candidates, to variances that are added up as they come."""
+        blocks = (
+            list(structure.marginals_at(record[name], self._weightings_of(name, candidates)))
+            for name, structure in self.structures.items()
+        )
+        return reduce(lambda sums, found: list(map(add, sums, found)), blocks)
 
-    def _outputs(
-        self, record: Record, candidates: Sequence[Self], marginal: bool
-    ) -> Iterator[Sequence[Term | Marginals]]:
-        for name, structure in self.structures.items():
-            weightings = [candidate._weightings[name] for candidate in candidates]
-            yield structure.outputs_at(record[name], weightings, marginal)
+    def _weightings_of(self, name: str, candidates: Sequence[Self]) -> Iterable[Weighting]:
+        """Gives one block's weights, those of a single candidate kept for the next record, others made for this one."""
+        if len(candidates) == 1:
+            return [candidates[0]._weightings[name]]
+        return (Weighting(candidate._weight(name).flatten()) for candidate in candidates)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         """Sums over blocks."""

@@ -28,7 +28,6 @@ class CoordinateBasis(Basis):
         stops = torch.tensor(list(self._sizes.values()), device=picked.device).cumsum(0)
         self._block = torch.searchsorted(stops, picked, right=True)  # (K,), which block each weight is of
         ascending, order = picked.sort()
-        self._order = order.argsort()  # (K,), where each direction is among the weights in ascending order
         self._where: dict[str, Tensor] = {}  # block -> its directions, by ascending weight
         self._index: dict[str, Tensor] = {}  # block -> its picked weights, ascending
         first = 0
@@ -55,10 +54,13 @@ class CoordinateBasis(Basis):
 
         Cost: the record's gradients, and for layers that see several positions its rows, whatever K; memory O(B R K).
         """
-        parts = [
-            part for name, index in self._index.items() for part in _columns(record[name], index, self._places[name])
-        ]
-        return torch.cat(parts, -1)[..., self._order]
+        projected = record.outputs.new_empty(record.samples, record.cotangents, self.rank, dtype=record.dtype)
+        for name, index in self._index.items():
+            first = 0
+            for part in _columns(record[name], index, self._places[name]):
+                projected[..., self._where[name][first : first + part.shape[-1]]] = part
+                first += part.shape[-1]
+        return projected
 
     def combine(self, coefficients: Tensor) -> Vectors:
         """Puts coefficients (n, K) where their weights are."""
@@ -70,8 +72,11 @@ class CoordinateBasis(Basis):
 
     def inner(self, vectors: Vectors) -> Tensor:
         """Gathers the picked weights' entries (n, K)."""
-        parts = [vectors[name][..., index].to(self.dtype) for name, index in self._index.items()]
-        return torch.cat(parts, -1)[..., self._order]
+        first = next(iter(vectors.values()))
+        out = first.new_empty(*first.shape[:-1], self.rank, dtype=self.dtype)
+        for name, index in self._index.items():
+            out[..., self._where[name]] = vectors[name][..., index].to(self.dtype)
+        return out
 
     def rows(self) -> Vectors:
         """Returns W written out, (K, P_block) a block. Memory O(K P): for small networks."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..numerics import cholesky, symmetric_eigen
-from ..products import matmul
+from ..products import linear, matmul
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PrecisionCovariance
 from .output import Term, across, distinct, smaller
 from .structures import FactorLayer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def expand(blocks: tuple[Block, ...], values: Tensor) -> Tensor:
@@ -57,15 +62,15 @@ class DenseCovariance(PrecisionCovariance):
         if eigen is None or not torch.allclose(eigen[2] / eigen[2][0], precision / precision[0], rtol=1e-12, atol=0):
             root = expand(blocks, precision).rsqrt()
             eigen = (*symmetric_eigen(root[:, None] * curvature.double() * root), precision)
-        values, vectors, at = eigen
+        values, _, at = eigen
         self._eigen = eigen
-        values = values * (at[0] / precision[0])
-        delta = expand(blocks, precision)
-        dtype = curvature.dtype
-        self._delta_root = delta.rsqrt().to(dtype)
-        self._root = ((vectors * (scale * values + 1).rsqrt()) * delta.rsqrt()[:, None]).to(dtype)  # Σ = R Rᵀ
-        self._precision_root = ((vectors * (scale * values + 1).sqrt()) * delta.sqrt()[:, None]).to(dtype)
-        self._values = values
+        self._prior_root = expand(blocks, precision).rsqrt().to(curvature.dtype)  # Δ^(-1/2) (P,)
+        self._weights = (1 / (scale * values * (at[0] / precision[0]) + 1)).to(curvature.dtype)
+
+    @property
+    def held(self) -> int:
+        """J, whitened and rotated."""
+        return 3 * self.size
 
     @property
     def features(self) -> object:
@@ -91,36 +96,58 @@ class DenseCovariance(PrecisionCovariance):
 
     def mv(self, vectors: Vectors) -> Vectors:
         """Returns `Σ v`."""
-        return cut(self.blocks, (concatenate(self.blocks, vectors) @ self._root) @ self._root.T)
+        rotated = matmul(concatenate(self.blocks, vectors) * self._prior_root, self._basis)
+        return self._back(rotated * self._weights)
 
     def solve(self, vectors: Vectors) -> Vectors:
         """Returns `Σ⁻¹ v`."""
-        flat = concatenate(self.blocks, vectors)
-        return cut(self.blocks, (flat @ self._precision_root) @ self._precision_root.T)
+        rotated = matmul(concatenate(self.blocks, vectors) / self._prior_root, self._basis)
+        return cut(self.blocks, linear(rotated / self._weights, self._basis) / self._prior_root)
 
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
-        """Returns `R z`."""
-        shape = (count, self.size)
-        noise = torch.randn(shape, generator=generator, dtype=self._root.dtype, device=self._root.device)
-        return cut(self.blocks, noise @ self._root.T)
+        """Returns `Δ^(-1/2) U √w z`."""
+        noise = torch.randn((count, self.size), generator=generator, dtype=self.dtype, device=self.device)
+        return self._back(noise * self._weights.sqrt())
+
+    def _back(self, rotated: Tensor) -> Vectors:
+        """Returns `Δ^(-1/2) U v`."""
+        return cut(self.blocks, linear(rotated, self._basis) * self._prior_root)
 
     def diagonal(self) -> Vectors:
         """Returns the marginal variances."""
-        return cut(self.blocks, self._root.square().sum(-1))
+        return cut(self.blocks, (self._basis.square() @ self._weights) * self._prior_root.square())
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
-        """Forms `J R` (B, R, P)."""
-        return (smaller(matmul(record.rows(), self._root)),)
+        """Forms `J Σ^(1/2)` (B, R, P)."""
+        return (smaller(self._rotated(record) * self._weights.sqrt()),)
+
+    def output_covariances(self, record: Record, candidates: Sequence[Self]) -> Iterable[tuple[Term, ...]]:
+        """Rotates J once for consecutive candidates whose priors have the same ratios between blocks."""
+        eigen, rotated, prior_root = None, record.outputs, self._prior_root
+        for candidate in candidates:
+            if candidate._eigen is not eigen:
+                eigen, rotated, prior_root = candidate._eigen, candidate._rotated(record), candidate._prior_root
+            moved = candidate._prior_root[0] / prior_root[0]
+            yield (smaller(rotated * (candidate._weights.sqrt() * moved)),)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
-        """Forms `J R` (B, R, P)."""
-        factors = [matmul(one.rows(), self._root) for one in distinct(record, other)]
+        """Forms `J Σ^(1/2)` (B, R, P)."""
+        factors = [self._rotated(one) * self._weights.sqrt() for one in distinct(record, other)]
         return across(factors[0], factors[-1])
+
+    def _rotated(self, record: Record) -> Tensor:
+        """Returns `J Δ^(-1/2) U` (B, R, P)."""
+        return matmul(record.rows() * self._prior_root, self._basis)
+
+    @cached_property
+    def _basis(self) -> Tensor:
+        """U in the dtype of the curvature."""
+        return self._eigen[1].to(self.curvature.dtype)
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance; correlations with other layers are left out."""
-        root = cut(self.blocks, self._root.T)[name]  # (P, P_block)
-        return FactorLayer(root.reshape(-1, *self.block(name).matrix_shape[1:]))
+        root = self._prior_root[:, None] * self._basis * self._weights.sqrt()  # Σ = R Rᵀ
+        return FactorLayer(cut(self.blocks, root.T)[name].reshape(-1, *self.block(name).matrix_shape[1:]))
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns G, the prior and the eigenpairs."""

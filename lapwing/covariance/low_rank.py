@@ -10,7 +10,7 @@ Any prior, scalar or per block, needs K x K work only: the span stays, the coord
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PrecisionCovariance, PriorCovariance
 from .basis import Basis, ExplicitBasis, ImplicitBasis
 from .coordinates import CoordinateBasis
-from .output import Dense, Term, Thin, across, distinct
+from .output import Dense, Marginals, Term, Thin, across, distinct
 from .span import Span
 from .structures import FactorLayer
 
@@ -77,6 +77,11 @@ class Subspace(PriorCovariance):
         self.precision, self.scale = precision, scale
         self._at = Span(basis, curvature, precision, rank) if span is None else span
         self._weights = 1 / (scale * self._at.values + 1)
+
+    @property
+    def held(self) -> int:
+        """What a projection on the basis holds."""
+        return self.basis.held
 
     @property
     def rank(self) -> int:
@@ -165,12 +170,12 @@ class LowRank(Subspace):
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
         """Returns the thin factor `J W̃ᵀ √w` (B, R, K)."""
-        return self.output_covariances(record, [self])[0]
+        return (Thin(self.factor(self.basis.project(record))),)
 
-    def output_covariances(self, record: Record, candidates: Sequence[Self]) -> list[tuple[Term, ...]]:
+    def output_covariances(self, record: Record, candidates: Sequence[Self]) -> Iterable[tuple[Term, ...]]:
         """Projects J on the basis once for all candidates."""
         projected = self.basis.project(record)
-        return [(Thin(candidate.factor(projected)),) for candidate in candidates]
+        return ((Thin(candidate.factor(projected)),) for candidate in candidates)
 
     def factor(self, features: Tensor) -> Tensor:
         """Returns the thin factor `J W̃ᵀ √w` (B, R, k) from features `J Wᵀ` (B, R, K) on the basis."""
@@ -301,18 +306,39 @@ class LowRankWithResidual(Subspace, PrecisionCovariance):
 
     def output_covariances(self, record: Record, candidates: Sequence[Self]) -> list[tuple[Term, ...]]:
         """Projects J on the basis, and takes each block's `J Jᵀ`, once for all candidates on the same basis."""
-        if any(candidate.basis is not self.basis for candidate in candidates):
-            return [candidate.output_covariance(record) for candidate in candidates]
-        projected = self.basis.project(record)
-        roots = [candidate._at.rotation * candidate._removed.sqrt() for candidate in candidates]  # (K, K)
-        factors = [projected @ root.to(projected.dtype) for root in roots]
+        factors = self._factors(record, candidates)
         totals = [-factor @ factor.mT for factor in factors]
-        for block in self.blocks:
-            ones = torch.ones(block.size, dtype=record.dtype, device=self.device)
-            gram = record[block.name].weighted_gram(ones)
+        for block, gram in self._grams(record):
             for total, candidate in zip(totals, candidates, strict=True):
                 total += gram / candidate._delta[block.name]
         return [(Dense(total),) for total in totals]
+
+    def output_marginals(self, record: Record, candidates: Sequence[Self]) -> Iterable[Marginals]:
+        """The same, to variances that are added up as they come."""
+        totals = []
+        for factor in self._factors(record, candidates):
+            taken = Marginals.of(Thin(factor))
+            totals.append(Marginals(-taken.plain, -taken.centred))
+        for block, gram in self._grams(record):
+            prior = Marginals.of(Dense(gram))
+            for total, candidate in zip(totals, candidates, strict=True):
+                total.plain.add_(prior.plain, alpha=1 / candidate._delta[block.name])
+                total.centred.add_(prior.centred, alpha=1 / candidate._delta[block.name])
+        return totals
+
+    def _factors(self, record: Record, candidates: Sequence[Self]) -> Iterator[Tensor]:
+        """Yields `φ √(s h/(s h + 1))` of each candidate, J projected once on a basis that consecutive ones share."""
+        basis, projected = None, record.outputs
+        for candidate in candidates:
+            if candidate.basis is not basis:
+                basis, projected = candidate.basis, candidate.basis.project(record)
+            yield projected @ (candidate._at.rotation * candidate._removed.sqrt()).to(projected.dtype)
+
+    def _grams(self, record: Record) -> Iterator[tuple[Block, Tensor]]:
+        """Yields `J Jᵀ` (B, R, R) of each block."""
+        for block in self.blocks:
+            ones = torch.ones(block.size, dtype=record.dtype, device=self.device)
+            yield block, record[block.name].weighted_gram(ones)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         """The same across samples, with the NTK for the prior's part."""

@@ -11,7 +11,7 @@ from ..numerics import total
 from ..tangent import Block, Record, Tangent, Vectors
 from ..tangent.jacobian import Weighting
 from .base import Covariance, LayerBlock
-from .output import Dense, Marginals, Term, Thin, across, distinct
+from .output import Dense, Term, Thin, across, distinct
 from .structures import DiagonalBlock, FactorLayer
 
 
@@ -76,11 +76,10 @@ class LowRankPlusDiagonal(Covariance):
         matrix: Tensor | None = None
         for name, variances in self.variances.items():
             weights = variances.to(record.dtype)
-            term = DiagonalBlock(weights).outputs_at(record[name], [Weighting(weights)], marginal=False)[0]
+            (term,) = DiagonalBlock(weights).outputs_at(record[name], [Weighting(weights)])
             if isinstance(term, Dense):
                 matrix = term.matrix if matrix is None else matrix + term.matrix
             else:
-                assert not isinstance(term, Marginals)
                 terms.append(term)
         if matrix is not None:
             terms.append(Dense(matrix))

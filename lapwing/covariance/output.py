@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from numbers import Integral
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import LapwingError
-from ..numerics import psd_root, total
+from ..numerics import SLICE_NUMBERS, psd_root, total
 from ..precision import full_precision
 from ..products import linear
 
@@ -32,20 +33,33 @@ class Thin:
 
     def variance(self) -> Tensor:
         """Returns the diagonal (B, C)."""
-        return self._sums(self.factor.square())
+        return self._by_slices(lambda part: part._sums(part.factor.square()))
 
     def centred_variance(self) -> Tensor:
         """Returns the diagonal (B, C) of `H F diag(s) Fᵀ H`, `H = I - 11ᵀ/C`."""
-        return self._sums((self.factor - self.factor.mean(1, keepdim=True)).square())
-
-    def _sums(self, squares: Tensor) -> Tensor:
-        """Returns `Σ_k s_k q_k` (B, C)."""
-        return (squares if self.scale is None else squares * self.scale.unsqueeze(1)).sum(-1)
+        return self._by_slices(lambda part: part._sums((part.factor - part.factor.mean(1, keepdim=True)).square()))
 
     def dense(self) -> Tensor:
         """Returns (B, C, C)."""
-        left = self.factor if self.scale is None else self.factor * self.scale.unsqueeze(1)
-        return torch.bmm(left, self.factor.mT)
+        return self._by_slices(lambda part: torch.bmm(part._scaled(part.factor), part.factor.mT))
+
+    def _scaled(self, values: Tensor) -> Tensor:
+        """Returns `X diag(s)` for X (B, C, K)."""
+        return values if self.scale is None else values * self.scale.unsqueeze(1)
+
+    def _sums(self, squares: Tensor) -> Tensor:
+        """Returns `Σ_k s_k q_k` (B, C)."""
+        return self._scaled(squares).sum(-1)
+
+    def _by_slices(self, function: Callable[[Thin], Tensor]) -> Tensor:
+        """Applies a function to slices of samples, so that no second factor of all of them is held."""
+        samples, outputs, columns = self.factor.shape
+        length = max(1, SLICE_NUMBERS // max(1, outputs * columns))
+        if length >= samples:
+            return function(self)
+        factors = self.factor.split(length)
+        scales = [None] * len(factors) if self.scale is None else self.scale.split(length)
+        return torch.cat([function(Thin(*part)) for part in zip(factors, scales, strict=True)])
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Returns draws (n, B, C) from K normals each."""
@@ -122,23 +136,23 @@ class Dense:
         return Thin(psd_root(self.matrix)).sample(count, generator)
 
 
+Term = Thin | Rotated | Dense
+
+
 @dataclass(frozen=True)
 class Marginals:
-    """Variances alone, of the outputs and of the centred outputs (B, C): all that a closed-form link reads."""
+    """Variances alone (B, C), of the outputs and of the outputs minus their average: what a closed-form link reads."""
 
     plain: Tensor
     centred: Tensor
 
-    def variance(self) -> Tensor:
-        """Returns the variances (B, C)."""
-        return self.plain
+    @classmethod
+    def of(cls, term: Term) -> Marginals:
+        """Returns those of a term, not as a view that would keep its matrix."""
+        return cls(term.variance().clone(), term.centred_variance())
 
-    def centred_variance(self) -> Tensor:
-        """Returns the variances (B, C) of the outputs minus their average."""
-        return self.centred
-
-
-Term = Thin | Rotated | Dense
+    def __add__(self, other: Marginals) -> Marginals:
+        return Marginals(self.plain + other.plain, self.centred + other.centred)
 
 
 def smaller(factor: Tensor) -> Thin | Dense:
@@ -154,6 +168,54 @@ def distinct(first: Any, second: Any) -> tuple[Any, ...]:
 def across(left: Tensor, right: Tensor) -> Tensor:
     """Returns `F F'ᵀ` (B, R, B', R') of factors (B, R, k) and (B', R', k)."""
     return linear(left.flatten(0, 1), right.flatten(0, 1)).view(*left.shape[:2], *right.shape[:2])
+
+
+def _rows(latent: Latent) -> list[tuple[Any, str, Tensor]]:
+    """Returns `(owner, name, tensor)` of all tensors with one row a sample."""
+    entries = (
+        (owner, part.name, getattr(owner, part.name)) for owner in (latent, *latent.terms) for part in fields(owner)
+    )
+    return [(owner, name, value) for owner, name, value in entries if isinstance(value, Tensor) and name != "basis"]
+
+
+def _alike(first: Latent, second: Latent) -> bool:
+    """Says whether the rows of one could stand below those of the other."""
+    kinds = [[(type(o), n, v.dtype, v.shape[1:]) for o, n, v in _rows(latent)] for latent in (first, second)]
+    return kinds[0] == kinds[1]
+
+
+def _mapped(latent: Latent, change: Callable[[Tensor], Tensor]) -> Latent:
+    """Returns the latent with all tensors changed that have one row a sample."""
+    moved: dict[int, dict[str, Any]] = {}
+    for owner, name, value in _rows(latent):
+        moved.setdefault(id(owner), {})[name] = change(value)
+    return replace(latent, **moved[id(latent)], terms=tuple(replace(term, **moved[id(term)]) for term in latent.terms))
+
+
+def gathered(parts: Iterator[Latent], samples: int) -> Latent:
+    """Joins the latents of consecutive chunks, written into tensors of all samples as they come."""
+    whole: Latent | None = None
+    start = 0
+    for part in parts:
+        count = len(part.mean)
+        if count == samples:
+            return part
+        if whole is None and not any(value.requires_grad for _, _, value in _rows(part)):
+            whole = _mapped(part, lambda rows: rows.new_empty(samples, *rows.shape[1:]))
+        if whole is None or not _alike(whole, part):  # gradients, or texts of other lengths
+            done = [] if whole is None else [_mapped(whole, itemgetter(slice(start)))]
+            return together([*done, part, *parts])
+        for (_, _, all_rows), (_, _, rows) in zip(_rows(whole), _rows(part), strict=True):
+            all_rows[start : start + count] = rows
+        start += count
+        del part, rows  # before the next one is made
+    assert whole is not None
+    return whole
+
+
+def together(parts: Sequence[Latent]) -> Latent:
+    """Joins the latents of consecutive chunks."""
+    return Latent(torch.cat([part.mean for part in parts]), concatenate([part.terms for part in parts]))
 
 
 def concatenate(parts: Sequence[Sequence[Term]]) -> tuple[Term, ...]:
@@ -247,11 +309,9 @@ class MarginalLatent:
     joint = False
 
     @classmethod
-    @full_precision
-    def of(cls, mean: Tensor, terms: Sequence[Term | Marginals]) -> MarginalLatent:
-        """Adds up terms of which only the variances are read."""
-        variance = total(term.variance() for term in terms).clamp_min(0)
-        return cls(mean, variance, total(term.centred_variance() for term in terms).clamp_min(0))
+    def of(cls, mean: Tensor, marginals: Marginals) -> MarginalLatent:
+        """Clamps rounding noise below zero."""
+        return cls(mean, marginals.plain.clamp_min(0), marginals.centred.clamp_min(0))
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,13 @@ class Span:
         whitened = torch.linalg.solve_triangular(root, whitened.T, upper=False)
         self.values, rotation = symmetric_eigen(whitened)
         rotation = torch.linalg.solve_triangular(root.T, rotation, upper=True)  # Q = L⁻ᵀ U
-        self.rotation = torch.nn.functional.pad(rotation, (0, 0, 0, basis.rank - self.rank))
+        self._rotation = torch.nn.functional.pad(rotation, (0, 0, 0, basis.rank - self.rank))
+        self._wider = 1.0
+
+    @property
+    def rotation(self) -> Tensor:
+        """Q, made of the one that all rescaled spans share."""
+        return self._rotation if self._wider == 1.0 else self._rotation * self._wider
 
     def _prior(self, precision: Tensor) -> Tensor:
         return self.basis.prior_gram(precision)[: self.rank, : self.rank]
@@ -97,5 +103,5 @@ class Span:
         """Returns the span at a prior precision of the same ratios between blocks, nothing decomposed again."""
         again = copy.copy(self)
         factor = float(self.precision[0] / precision[0])
-        again.precision, again.values, again.rotation = precision, self.values * factor, self.rotation * factor**0.5
+        again.precision, again.values, again._wider = precision, self.values * factor, self._wider * factor**0.5
         return again

@@ -7,7 +7,7 @@ U is orthonormal: the identity, a Kronecker product or a dense matrix. Every fun
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -53,13 +53,12 @@ class Structure(ABC):
         """Returns the diagonal of `U diag(w) Uᵀ` (P,)."""
 
     @abstractmethod
-    def outputs_at(
-        self, jacobian: BlockJacobian, candidates: Sequence[Weighting], marginal: bool
-    ) -> Sequence[Term | Marginals]:
-        """Returns `J U diag(w) Uᵀ Jᵀ` of each sample, for several weights w: J is rotated, or its rows formed, once.
+    def outputs_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
+        """Yields `J U diag(w) Uᵀ Jᵀ` of each sample, for several weights w: J is rotated, or its rows formed, once."""
 
-        With `marginal`, what would be a matrix comes as its variances alone.
-        """
+    def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Marginals]:
+        """Yields the variances of `outputs_at` alone."""
+        return map(Marginals.of, self.outputs_at(jacobian, candidates))
 
     @abstractmethod
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
@@ -96,13 +95,17 @@ class DiagonalBlock(Structure):
         """Returns w."""
         return weights
 
-    def outputs_at(
-        self, jacobian: BlockJacobian, candidates: Sequence[Weighting], marginal: bool
-    ) -> Sequence[Term | Marginals]:
-        """Returns diagonals for an output layer, thin factors for one position, else matrices."""
+    def outputs_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
+        """Yields diagonals for an output layer, thin factors for one position, else matrices."""
         if isinstance(jacobian, Outer) and jacobian.is_output:
-            return [Rotated(None, jacobian.input_scale(weighting)) for weighting in candidates]
-        return _weighted(jacobian, candidates, marginal)
+            return (Rotated(None, jacobian.input_scale(weighting)) for weighting in candidates)
+        return _weighted(jacobian, candidates)
+
+    def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Marginals]:
+        """Yields the variances, from squares taken once."""
+        if isinstance(jacobian, Outer) and jacobian.is_output:
+            return super().marginals_at(jacobian, candidates)
+        return _weighted_marginals(jacobian, candidates)
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
         """Returns the weighted Gram matrix across samples."""
@@ -163,21 +166,35 @@ class KroneckerBlock(Structure):
         spread = self.outputs.square() @ weights
         return (spread if self.inputs is None else spread @ self.inputs.square().mT).flatten()
 
-    def outputs_at(
-        self, jacobian: BlockJacobian, candidates: Sequence[Weighting], marginal: bool
-    ) -> Sequence[Term | Marginals]:
+    def outputs_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
         """Rotates a and g, then weights them; an output layer keeps `U_out diag(s) U_outᵀ` as factors."""
+        rotated, candidates = self._rotated(jacobian, candidates)
+        if isinstance(rotated, Outer) and rotated.is_output:
+            return (Rotated(self.outputs[0], rotated.input_scale(weighting)) for weighting in candidates)
+        return _weighted(rotated, candidates)
+
+    def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Marginals]:
+        """Rotates a and g, then takes the variances, from squares taken once."""
+        if isinstance(jacobian, Outer) and jacobian.is_output:
+            return super().marginals_at(jacobian, candidates)
+        return _weighted_marginals(*self._rotated(jacobian, candidates))
+
+    def _rotated(
+        self, jacobian: BlockJacobian, candidates: Iterable[Weighting]
+    ) -> tuple[BlockJacobian, Iterable[Weighting]]:
+        """Returns J in the eigenbasis, an output layer's g as it is, and the weights of its rows."""
         assert isinstance(jacobian, MatrixJacobian)
         basis = self.inputs
         if isinstance(jacobian, Outer) and self._few and not jacobian.a.requires_grad:  # a length has a kink at 0
             jacobian = jacobian.rotate_inputs(self._seen)
-            shape = self.eigenvalues.shape[1:]
-            seen = [weighting.flat.reshape(shape)[:, self._shared - 1 :] for weighting in candidates]
-            basis, candidates = None, [Weighting(weights) for weights in seen]
+            basis, candidates = None, map(self._of_seen, candidates)
         if isinstance(jacobian, Outer) and jacobian.is_output:
-            rotated = jacobian.rotate(basis, None)
-            return [Rotated(self.outputs[0], rotated.input_scale(weighting)) for weighting in candidates]
-        return _weighted(jacobian.rotate(basis, self.outputs), candidates, marginal)
+            return jacobian.rotate(basis, None), candidates
+        return jacobian.rotate(basis, self.outputs), candidates
+
+    def _of_seen(self, weighting: Weighting) -> Weighting:
+        """Returns the weights of the directions seen, behind the one that stands for all others."""
+        return Weighting(weighting.flat.reshape(self.eigenvalues.shape[1:])[:, self._shared - 1 :])
 
     @cached_property
     def _shared(self) -> int:
@@ -244,12 +261,10 @@ class DenseBlock(Structure):
         """Returns `U² w`."""
         return self.basis.square() @ weights
 
-    def outputs_at(
-        self, jacobian: BlockJacobian, candidates: Sequence[Weighting], marginal: bool
-    ) -> Sequence[Term | Marginals]:
+    def outputs_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
         """Forms the rows and rotates them."""
         rows = matmul(jacobian.rows(), self.basis)
-        return [smaller(rows * weighting.flat.sqrt()) for weighting in candidates]
+        return (smaller(rows * weighting.flat.sqrt()) for weighting in candidates)
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
         """Forms the rows."""
@@ -267,16 +282,20 @@ class DenseBlock(Structure):
         return {"eigenvalues": self.eigenvalues, "basis": self.basis}
 
 
-def _weighted(jacobian: BlockJacobian, candidates: Sequence[Weighting], marginal: bool) -> Sequence[Term | Marginals]:
-    """Returns `J diag(w) Jᵀ` as thin factors where the layer has them, else as matrices or their variances."""
-    factors = [jacobian.weighted_factor(weighting) for weighting in candidates]
-    thin = [Thin(*factor) for factor in factors if factor is not None]
-    if thin:
-        return thin
-    weights = [weighting.flat for weighting in candidates]
-    if marginal:
-        return [Marginals(plain, centred) for plain, centred in zip(*jacobian.weighted_norms(weights), strict=True)]
-    return [Dense(gram) for gram in jacobian.weighted_grams(weights)]
+def _weighted(jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
+    """Yields `J diag(w) Jᵀ` as thin factors where the layer sees one position, else as matrices."""
+    if isinstance(jacobian, Outer):
+        return (Thin(jacobian.g, jacobian.input_scale(weighting)) for weighting in candidates)
+    return map(Dense, jacobian.weighted_grams([weighting.flat for weighting in candidates]))
+
+
+def _weighted_marginals(jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Marginals]:
+    """Yields the variances of `_weighted`."""
+    if isinstance(jacobian, Outer):
+        norms = jacobian.scaled_norms([jacobian.input_scale(weighting) for weighting in candidates])
+    else:
+        norms = jacobian.weighted_norms([weighting.flat for weighting in candidates])
+    return map(Marginals, *norms)
 
 
 STRUCTURES: dict[str, type[Structure]] = {cls.kind: cls for cls in (DiagonalBlock, KroneckerBlock, DenseBlock)}

@@ -97,7 +97,7 @@ class _AllRows(CurvaturePass):
 
     def finish(self, state: State) -> LowRankWithResidual:
         problem, blocks = self._problem, self._problem.tangent.blocks
-        basis = ExplicitBasis(cut(blocks, orthonormal_span(state["rows"])))
+        basis = ExplicitBasis(cut(blocks, orthonormal_span(state["rows"], problem.tangent.memory)))
         parts = cut(blocks, state["rows"])
         projected = basis.inner(parts)  # (NC, K)
         traces = torch.stack([part.square().sum() for part in parts.values()])

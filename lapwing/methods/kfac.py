@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, Structure
-from ..numerics import symmetric_eigen
+from ..numerics import eigen_in_place, symmetric_eigen
 from ..tangent import Block
 from ..tangent.jacobian import MatrixJacobian
 from .passes import Batch, CurvaturePass, Method, Passes, Problem, State, check_choice, last
@@ -109,17 +109,24 @@ def _kind(block: Block, uncovered: str) -> str:
     return "factored" if block.family in FACTORED and block.matrix is not None else uncovered
 
 
-def _eigenbasis(inputs: Tensor, outputs: Tensor, count: Tensor) -> KroneckerBlock:
-    """Diagonalises both factors, given by their lower triangles: `λ_ji = α_i γ_j / #`, # the count of positions."""
-    gamma, rotation = symmetric_eigen(outputs, lower=True)  # (G, O), (G, O, O)
-    if inputs.ndim == 2:  # one-hot inputs: A is its own diagonal
-        alpha, basis = inputs.double(), None
+def _eigenbasis(state: State, name: str) -> KroneckerBlock:
+    """Diagonalises both factors, used up one by one: `λ_ji = α_i γ_j / #`, # the count of positions."""
+    count, one_hot = state[f"{name}/count"], state[f"{name}/A"].ndim == 2
+    if one_hot:  # A is its own diagonal
+        alpha, inputs = state[f"{name}/A"].double(), None
     else:
-        alpha, basis = symmetric_eigen(inputs, lower=True)
+        alpha, inputs = _diagonalised(state, f"{name}/A")
         alpha[..., : max(0, alpha.shape[-1] - int(count))] = 0  # its rank is at most #; all else is rounding noise
-        basis = basis.to(inputs.dtype)
+    gamma, outputs = _diagonalised(state, f"{name}/Gamma")
     eigenvalues = gamma[..., :, None] * alpha[..., None, :] / count.double()
-    return KroneckerBlock(eigenvalues.to(inputs.dtype), basis, rotation.to(outputs.dtype))
+    return KroneckerBlock(eigenvalues.to(outputs.dtype), inputs, outputs)
+
+
+def _diagonalised(state: State, key: str) -> tuple[Tensor, Tensor]:
+    """Returns λ (G, n) in float64 and U (G, n, n) in the factor's dtype; the factor gives its memory back meanwhile."""
+    dtype = state[key].dtype
+    values, vectors = eigen_in_place(state.pop(key).double())
+    return values, vectors.to(dtype, memory_format=torch.contiguous_format)
 
 
 class _Factors(CurvaturePass):
@@ -169,7 +176,7 @@ class _Factors(CurvaturePass):
                 values, basis = symmetric_eigen(state[f"{name}/dense"])
                 structures[name] = DenseBlock(values.to(problem.tangent.dtype), basis.to(problem.tangent.dtype))
             else:
-                structures[name] = _eigenbasis(*(state[f"{name}/{part}"] for part in ("A", "Gamma", "count")))
+                structures[name] = _eigenbasis(state, name)
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale)
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .. import batches
 from ..covariance import Covariance, ExplicitBasis, PriorCovariance
-from ..covariance.dense import concatenate, cut
+from ..covariance.dense import cut
 from ..errors import LapwingError
-from ..tangent import Anchors
+from ..tangent import Anchors, Vectors
 from .kfac import KFAC
 from .passes import Found, Method, Pass, Passes, Problem, State, check_choice, check_count
 from .rows import anchors_at, choose
@@ -116,22 +116,38 @@ class OptimalSubspace(Method):
         fits = 2 * len(anchors) * tangent.size * torch.float64.itemsize <= tangent.memory
         precise = torch.float64 if fits else dtype
         together = [(torch.arange(len(anchors)), anchors.rows(precise))] if fits else None
-        gram = torch.zeros(len(anchors), len(anchors), dtype=torch.float64, device=tangent.device)
-        for slots, rows in together or anchors.row_chunks(precise):
-            mine = _weighted(problem, approximate, rows)
-            for others, theirs in together or anchors.row_chunks(precise):
-                gram[slots[:, None], others] = (mine @ theirs.T).double()
-        coefficients = leading(gram, self.rank, precise).to(precise)  # (s, M)
-        combined = coefficients @ together[0][1] if together else concatenate(blocks, anchors.combine(coefficients))
-        return cut(blocks, _weighted(problem, approximate, combined).to(dtype))
+        coefficients = leading(_gram(problem, anchors, approximate, precise, together), self.rank, precise).to(precise)
+        found = cut(blocks, coefficients @ together[0][1]) if together else anchors.combine(coefficients)
+        _weight(problem, approximate, found)
+        return {name: directions.to(dtype) for name, directions in found.items()}
 
 
-def _weighted(problem: Problem, approximate: Covariance | None, rows: Tensor) -> Tensor:
-    """Returns `rows Ψ_approx`, the prior's where there is no other."""
-    blocks = problem.tangent.blocks
-    parts = cut(blocks, rows)
-    if approximate is not None:
-        parts = approximate.mv({name: part.to(approximate.dtype) for name, part in parts.items()})
-    else:
-        parts = {name: part / d for (name, part), d in zip(parts.items(), problem.precision.tolist(), strict=True)}
-    return concatenate(blocks, parts).to(rows.dtype)
+def _gram(
+    problem: Problem,
+    anchors: Anchors,
+    approximate: Covariance | None,
+    dtype: torch.dtype,
+    together: list[tuple[Tensor, Tensor]] | None,
+) -> Tensor:
+    """Returns `J Ψ_approx Jᵀ` (M, M), from rows held together or written out for each pair of chunks."""
+    gram = torch.zeros(len(anchors), len(anchors), dtype=torch.float64, device=problem.tangent.device)
+    for slots, rows in together or anchors.row_chunks(dtype):
+        mine = rows.clone() if together else rows
+        _weight(problem, approximate, cut(problem.tangent.blocks, mine))
+        for others, theirs in together or anchors.row_chunks(dtype):
+            gram[slots[:, None], others] = (mine @ theirs.T).double()
+    return gram
+
+
+def _weight(problem: Problem, approximate: Covariance | None, vectors: Vectors) -> None:
+    """Multiplies rows (n, P_block) a block by Ψ_approx in place, by the prior's covariance where there is no other."""
+    if approximate is None:
+        for vector, delta in zip(vectors.values(), problem.precision.tolist(), strict=True):
+            vector /= delta
+        return
+    dtype, tangent = approximate.dtype, problem.tangent
+    length = max(1, tangent.memory // (8 * dtype.itemsize * tangent.size))  # a product takes several times its rows
+    for parts in zip(*(vector.split(length) for vector in vectors.values()), strict=True):
+        found = approximate.mv({name: part.to(dtype) for name, part in zip(vectors, parts, strict=True)})
+        for part, name in zip(parts, vectors, strict=True):
+            part.copy_(found[name])

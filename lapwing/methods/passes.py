@@ -108,7 +108,7 @@ class CurvaturePass(SumPass):
 
     @abstractmethod
     def finish(self, state: State) -> Covariance:
-        """Returns the covariance of a state, which is not changed."""
+        """Returns the covariance of a state, which may be used up."""
 
 
 class IteratePass(ABC):

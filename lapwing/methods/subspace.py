@@ -9,14 +9,14 @@ from torch import Tensor
 
 from ..covariance import Basis, ExplicitBasis, ImplicitBasis, LowRank, LowRankWithResidual
 from ..covariance.dense import cut, expand
-from ..numerics import RANK_CUT, orthonormal_rows, symmetric_eigen, total
+from ..numerics import RANK_CUT, eigen_in_place, orthonormal_rows, orthonormalised, row_products
 from ..tangent import Anchors
 from .passes import Batch, CurvaturePass, Passes, Problem, State, last
 
 Residual = Literal["prior"] | None
 
 SVD_NUMBERS = 2**24
-"""Rows of up to this many numbers are orthonormalised by SVD; larger ones by their Gram matrix and a QR."""
+"""Rows of up to this many numbers are orthonormalised by SVD; larger ones by their Gram matrix."""
 
 
 def on_basis(problem: Problem, basis: Basis, residual: Residual) -> Passes:
@@ -42,9 +42,11 @@ def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Res
         residual: of the covariance that they are for.
     """
     tangent, dtype = problem.tangent, record_dtype(problem, residual)
-    if len(anchors) * tangent.size * dtype.itemsize <= tangent.memory:
-        return span_of_rows(problem, anchors.rows(dtype), rank, dtype)
     ratios = problem.precision / problem.precision[0]
+    if len(anchors) * tangent.size * dtype.itemsize <= tangent.memory:
+        root = expand(tangent.blocks, ratios).rsqrt().to(dtype)
+        directions = orthonormal_span(anchors.rows(dtype).mul_(root), tangent.memory, rank).mul_(root)
+        return ExplicitBasis(cut(tangent.blocks, directions.to(dtype)))
     scales = {block.name: 1 / r for block, r in zip(tangent.blocks, ratios.tolist(), strict=True)}
     explicit = rank * tangent.size * dtype.itemsize <= tangent.memory
     precise = torch.float64 if not explicit else dtype
@@ -57,50 +59,32 @@ def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Res
     return ExplicitBasis({name: directions.mul_(scales[name]) for name, directions in found.items()})
 
 
-def span_of_rows(problem: Problem, rows: Tensor, rank: int | None, dtype: torch.dtype) -> ExplicitBasis:
-    """Returns the top right singular vectors of rows `J Δ^(-1/2)` as directions `V Δ^(-1/2)` in weight space.
-
-    Args:
-        problem: for the prior that whitens.
-        rows: rows of J (M, P).
-        rank: at most this many directions.
-        dtype: of the directions.
-    """
-    blocks, ratios = problem.tangent.blocks, problem.precision / problem.precision[0]
-    if torch.equal(ratios, torch.ones_like(ratios)):
-        return ExplicitBasis(cut(blocks, orthonormal_span(rows, rank).to(dtype)))
-    root = expand(blocks, ratios).rsqrt()
-    directions = orthonormal_span(rows * root.to(rows.dtype), rank)
-    return ExplicitBasis(cut(blocks, (directions * root).to(dtype)))
-
-
-def orthonormal_span(rows: Tensor, rank: int | None = None) -> Tensor:
-    """Returns the top right singular vectors of rows as (K, P), by SVD or, for many numbers, by Gram matrix and QR.
+def orthonormal_span(rows: Tensor, memory: int, rank: int | None = None) -> Tensor:
+    """Returns the top right singular vectors of rows as (K, P), by SVD or, for many numbers, by their Gram matrix.
 
     Args:
         rows: (M, P).
+        memory: the budget; the SVD takes some 24 bytes a number.
         rank: at most this many directions.
     """
-    if rows.numel() <= SVD_NUMBERS:
+    if rows.numel() <= min(SVD_NUMBERS, memory // 12):
         return orthonormal_rows(rows, rank)
     if rows.shape[0] > rows.shape[1]:  # more rows than weights: the directions themselves, from P x P
-        gram = total(part.double().T @ part.double() for part in rows.split(max(1, 2**25 // rows.shape[1])))
-        values, vectors = symmetric_eigen(gram)
+        values, vectors = eigen_in_place(row_products(rows.T, rows.T))
         return vectors[:, _kept(values, rank, rows.dtype)].T
-    gram = total(part.double() @ part.double().T for part in rows.split(max(1, 2**25 // len(rows)), -1))
-    coefficients = leading(gram, rank, rows.dtype)
-    return torch.linalg.qr((coefficients.to(rows.dtype) @ rows).double().T)[0].T
+    coefficients = leading(row_products(rows, rows), rank, rows.dtype)
+    return orthonormalised(coefficients.to(rows.dtype) @ rows)
 
 
 def leading(gram: Tensor, rank: int | None, dtype: torch.dtype) -> Tensor:
     """Returns `λ^(-1/2) Uᵀ` (K, M) of a Gram matrix's leading eigenpairs, largest first, rounding noise cut.
 
     Args:
-        gram: (M, M), of rows whose products were summed in `dtype`.
+        gram: (M, M) float64, of rows whose products were summed in `dtype`; used up.
         rank: at most this many.
         dtype: tells what rounding noise is.
     """
-    values, vectors = symmetric_eigen(gram)
+    values, vectors = eigen_in_place(gram)
     kept = _kept(values, rank, dtype)
     return (vectors[:, kept] * values[kept].rsqrt()).T
 

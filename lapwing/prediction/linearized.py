@@ -10,7 +10,7 @@ import torch
 
 from .. import batches
 from ..covariance import AnyLatent, Covariance, JointLatent, Latent
-from ..covariance.output import Dense, concatenate
+from ..covariance.output import Dense, gathered
 from ..tangent import Tangent
 from ..tangent.record import wants_gradient
 from .uncertain import carried, separate
@@ -53,18 +53,19 @@ def _of_weights(tangent: Tangent, covariance: Covariance, inputs: Any, joint: bo
     dtype = covariance.record_dtype
     if joint:
         return _across(tangent, covariance, inputs, dtype)
-    means, terms = [], []
-    for _, record in tangent.records(inputs, dtype=dtype):
-        means.append(record.outputs)
-        terms.append([term.to(tangent.dtype) for term in covariance.output_covariance(record)])
-    return Latent(means[0] if len(means) == 1 else torch.cat(means), concatenate(terms))
+    parts = (
+        Latent(record.outputs, tuple(term.to(tangent.dtype) for term in covariance.output_covariance(record)))
+        for _, record in tangent.records(inputs, dtype=dtype, rows_held=tangent.outputs * covariance.held)
+    )
+    return gathered(parts, batches.size(inputs))
 
 
 def _across(tangent: Tangent, covariance: Covariance, inputs: Any, dtype: torch.dtype | None) -> JointLatent:
     """Returns `N(f(x, θ̂), J Σ Jᵀ)` of all inputs together, for pairs of chunks that fit the memory budget together."""
     count, outputs = batches.size(inputs), tangent.outputs
     block = tangent.memory // (8 * tangent.dtype.itemsize)  # covariances of a pair, beside sums of a few such
-    length = max(1, min(tangent.chunk_length(dtype=dtype) // 2, isqrt(block) // outputs))
+    length = tangent.chunk_length(dtype=dtype, rows_held=outputs * covariance.held) // 2
+    length = max(1, min(length, isqrt(block) // outputs))
     if length >= count:
         record = tangent.record(inputs, dtype=dtype)
         return JointLatent(record.outputs, covariance.joint_output_covariance(record, record).to(tangent.dtype))

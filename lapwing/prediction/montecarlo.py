@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import batches
 from ..covariance import AnyLatent, Covariance, LatentDraws
@@ -61,10 +64,14 @@ class MonteCarlo(Way):
         """Returns the outputs under each draw; draws are joint across inputs by nature."""
         values, spreads = separate(inputs)
         batches.check_inputs(values, torch.empty(0, device=tangent.device), "the inputs")
+        joined = _stacked(self._outputs(tangent, covariance, values, spreads), self.draws)
+        return LatentDraws(joined, joint)
+
+    def _outputs(self, tangent: Tangent, covariance: Covariance, values: Any, spreads: Any) -> Iterator[Tensor]:
+        """Yields the outputs (B, C) under one draw after another."""
         generator = torch.Generator(covariance.device).manual_seed(self.seed)
         noise = torch.Generator(tangent.device).manual_seed((self.seed + _OTHER_STREAM) % 2**63)
-        own = tangent.parameters
-        mean, outputs = tangent.mean(), []
+        own, mean = tangent.parameters, tangent.mean()
         for _ in range(self.draws):
             steps = covariance.sample(1, generator)
             moved = {name: mean[name] + step[0].to(mean[name].dtype) for name, step in steps.items()}
@@ -75,5 +82,15 @@ class MonteCarlo(Way):
                 call_with(tangent.model, tangent.forward, weights, chunk).to(tangent.dtype)
                 for _, chunk in batches.chunks(given, tangent.chunk_length(1))
             ]
-            outputs.append(parts[0] if len(parts) == 1 else torch.cat(parts))
-        return LatentDraws(torch.stack(outputs), joint)
+            yield parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _stacked(parts: Iterator[Tensor], count: int) -> Tensor:
+    """Stacks tensors of one shape, written into the whole as they come where they carry no gradient."""
+    first = next(parts)
+    if first.requires_grad:
+        return torch.stack([first, *parts])
+    whole = first.new_empty(count, *first.shape)
+    for i, part in enumerate(chain([first], parts)):
+        whole[i] = part
+    return whole

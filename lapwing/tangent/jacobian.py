@@ -77,10 +77,6 @@ class BlockJacobian(ABC):
         parts = [rows for _, rows in self.row_slices()]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
-    def weighted_factor(self, weighting: Weighting) -> tuple[Tensor, Tensor] | None:
-        """Returns F (B, R, k) and s (B, k) with `F diag(s) Fᵀ = J diag(w) Jᵀ`, or None where there are none."""
-        return None
-
     def weighted_gram(self, weights: Tensor) -> Tensor:
         """Returns `J diag(weights) Jᵀ` (B, R, R) for weights (P,)."""
         return self.weighted_grams([weights])[0]

@@ -105,14 +105,21 @@ class Outer(MatrixJacobian):
         """Returns `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O), all that a diagonal weighting needs of the inputs."""
         return linear(self._a.square(), *weighting.matrix(self.outputs, self.inputs, self._bias))
 
-    def weighted_factor(self, weighting: Weighting) -> tuple[Tensor, Tensor]:
-        """Returns g (B, R, O) and `input_scale` (B, O). Time O(B O I)."""
-        return self.g, self.input_scale(weighting)
-
     def weighted_grams(self, candidates: Sequence[Tensor]) -> list[Tensor]:
         """Returns `g diag(s) gᵀ` (B, R, R)."""
-        factors = [self.weighted_factor(Weighting(weights)) for weights in candidates]
-        return [(g * scale.unsqueeze(1)) @ g.mT for g, scale in factors]
+        scales = (self.input_scale(Weighting(weights)) for weights in candidates)
+        return [(self.g * scale.unsqueeze(1)) @ self.g.mT for scale in scales]
+
+    def weighted_norms(self, candidates: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns `scaled_norms` of the weights' scales."""
+        return self.scaled_norms([self.input_scale(Weighting(weights)) for weights in candidates])
+
+    def scaled_norms(self, scales: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns `Σ_j g² s_j` and the same of `H g`, each (n, B, R), for n scales (B, O). Time O(n B R O)."""
+        stacked = torch.stack(list(scales), -1)  # (B, O, n)
+        parts = (part.square() @ stacked for part in (self.g, self.g - self.g.mean(1, keepdim=True)))
+        plain, centred = (part.movedim(-1, 0) for part in parts)
+        return plain, centred
 
     def squared_sum(self) -> Tensor:
         """Returns `(Σ_r g²)ᵀ a²` (P,). Time O(B O I)."""
@@ -127,10 +134,14 @@ class Outer(MatrixJacobian):
         return torch.einsum("nro,ni->roi", self.g, self.a).flatten(1)
 
     def jvp(self, vectors: Tensor) -> Tensor:
-        """Returns `gᵀ (V_k a)` (B, R, K). Time O(B K O (I + R))."""
-        pushed = linear(self.a, vectors.reshape(-1, self.inputs))  # (B, K O)
-        pushed = pushed.reshape(self.batch, -1, self.outputs)  # (B, K, O)
-        return pushed.mT if self.is_output else self.g @ pushed.mT
+        """Returns `gᵀ (V_k a)` (B, R, K), for slices of V. Time O(B K O (I + R))."""
+        step = self.step(self.batch * self.outputs * self.a.element_size(), len(vectors))
+        products = []
+        for part in vectors.split(step):
+            pushed = linear(self.a, part.reshape(-1, self.inputs))  # (B, K O)
+            pushed = pushed.reshape(self.batch, -1, self.outputs)  # (B, K, O)
+            products.append(pushed.mT if self.is_output else self.g @ pushed.mT)
+        return products[0] if len(products) == 1 else torch.cat(products, -1)
 
     def gram(self, other: BlockJacobian) -> Tensor:
         """Returns `(a·a')(g·g')` (B, R, B', R')."""

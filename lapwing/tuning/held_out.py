@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import batches
-from ..covariance import Latent, LowRank, MarginalLatent, PriorCovariance, Subspace
+from ..covariance import Latent, MarginalLatent, PriorCovariance, Subspace
 from ..errors import LapwingError
 from ..likelihoods import Prediction
 from ..likelihoods.links import LatentLike
@@ -171,9 +171,7 @@ def _scores(
     for i, posterior in enumerate(posteriors):
         assert isinstance(posterior.covariance, PriorCovariance)
         groups.setdefault(id(posterior.covariance.features), []).append(i)
-    width = first.tangent.outputs  # of what a candidate's latent holds for each output: a factor, variances or a matrix
-    columns = [p.covariance.rank if isinstance(p.covariance, LowRank) else 1 if marginal else width for p in posteriors]
-    held = width * sum(columns) * len(precisions or [0])
+    held = _held(posteriors, len(precisions or [0]), marginal)
     count = 0
     totals = torch.zeros(len(posteriors), len(precisions or [0]), len(factors), dtype=torch.float64)
     with torch.no_grad():
@@ -210,7 +208,7 @@ def mean_variances(posteriors: Sequence[Posterior], parts: Iterable[Any]) -> lis
     """
     first = posteriors[0]
     totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0
-    held = first.tangent.outputs * len(posteriors)
+    held = _held(posteriors, 1, marginal=True)
     with torch.no_grad():
         for inputs in parts:
             for _, record in first.tangent.records(inputs, None, first.covariance.record_dtype, held):
@@ -236,10 +234,18 @@ def _at(posterior: Posterior, precision: float) -> Posterior:
     return posterior.at(torch.full_like(posterior.prior.precision, precision), posterior.noise_variance)
 
 
-def _latents(record: Record, candidates: Sequence[Posterior], marginal: bool) -> Sequence[Latent | MarginalLatent]:
-    """Returns the latent of each candidate, with variances alone where that is all the link reads."""
+def _held(posteriors: Sequence[Posterior], priors: int, marginal: bool) -> int:
+    """Estimates the numbers that the latents of all candidates hold a sample, on the way to them too."""
+    tangent, count = posteriors[0].tangent, len(posteriors) * priors
+    widest = max(block.matrix_shape[1] for block in tangent.blocks)
+    one = tangent.outputs * max(posterior.covariance.held for posterior in posteriors)
+    return one + count * (widest + (2 * tangent.outputs if marginal else tangent.outputs**2))
+
+
+def _latents(record: Record, candidates: Sequence[Posterior], marginal: bool) -> Iterable[Latent | MarginalLatent]:
+    """Gives the latent of each candidate, with variances alone where that is all the link reads."""
     structures = [c.covariance for c in candidates if isinstance(c.covariance, PriorCovariance)]
     if marginal:
         found = structures[0].output_marginals(record, structures)
-        return [MarginalLatent.of(record.outputs, terms) for terms in found]
-    return [Latent(record.outputs, terms) for terms in structures[0].output_covariances(record, structures)]
+        return (MarginalLatent.of(record.outputs, marginals) for marginals in found)
+    return (Latent(record.outputs, terms) for terms in structures[0].output_covariances(record, structures))

@@ -236,6 +236,9 @@ def test_unpicked_blocks_are_not_looked_at():
             assert name == "2"
             return record[name]
 
+        def __getattr__(self, name: str) -> Any:
+            return getattr(record, name)
+
     record = problem.tangent.record(problem.test)
     close(basis.project(Watched()), problem.J_test[..., where])
 

@@ -11,6 +11,7 @@ from lapwing import tangent as tn
 from lapwing.numerics import add_squares, mirrored
 from lapwing.tangent.jacobian import SumOfUses, Weighting
 from lapwing.tangent.layers.embedding import OneHot
+from lapwing.tangent.outer import Outer
 from lapwing.tangent.positions import Strips
 from tests import oracle
 from tests.zoo import ZOO
@@ -58,10 +59,9 @@ def check_contractions(jacobian, rows: torch.Tensor, theirs, their_rows: torch.T
     close(jacobian.rows(), rows)
     close(jacobian.weighted_gram(weights[0]), weighted[0])
     close(torch.stack(jacobian.weighted_grams(list(weights))), torch.stack(weighted))
-    found = jacobian.weighted_factor(Weighting(weights[0]))
-    if found is not None:
-        factor, scale = found
-        close((factor * scale.unsqueeze(1)) @ factor.mT, weighted[0])
+    if isinstance(jacobian, Outer):
+        scale = jacobian.input_scale(Weighting(weights[0]))
+        close((jacobian.g * scale.unsqueeze(1)) @ jacobian.g.mT, weighted[0])
     plain, without_mean = jacobian.weighted_norms(list(weights))
     close(plain, torch.stack([(rows.square() * w).sum(-1) for w in weights]))
     close(without_mean, torch.stack([(centred.square() * w).sum(-1) for w in weights]))

@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from ...covariance import PriorCovariance
-from ...numerics import total
+from ...numerics import row_products, total
 from ...tangent import Vectors
 from ..passes import Pass, Problem, State
 from .curvature_products import CurvatureProducts, DataNoise, PositionedRoot, prior_noise
-
-SLICE = 2**16
-"""Weights whose vectors are brought to float64 at once."""
 
 Products = Generator[Pass, State, Vectors]
 
@@ -40,11 +37,7 @@ def inner_by_block(first: Vectors, second: Vectors) -> Tensor:
 
 def gram(first: Vectors, second: Vectors) -> Tensor:
     """Returns `u_k · v_l` (S, S') in float64, a slice of weights at a time."""
-    return total(
-        u.double() @ v.double().T
-        for name in first
-        for u, v in zip(first[name].split(SLICE, 1), second[name].split(SLICE, 1), strict=True)
-    )
+    return total(row_products(first[name], second[name]) for name in first)
 
 
 def recombine(weights: Tensor, vectors: Vectors) -> Vectors:

@@ -1,0 +1,130 @@
+"""What fits and predictions hold at most: twice the budget beside what they return, tuning included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from benchmarks.cost import cnn, mlp
+from benchmarks.measure import LiveBytes
+from lapwing.covariance import Latent
+from lapwing.covariance.output import Dense, Rotated, Thin, gathered
+
+BUDGET = 2**24
+METHODS = (
+    lw.Diagonal(), lw.KFAC(), lw.EKFAC(), lw.ELLA(20, 50), lw.ELLA(20, 15, residual="prior"), lw.ELLA(100, 150),
+    lw.SubsetOfWeights(300), lw.OptimalSubspace(10, rows=60), lw.VaLLA(10),
+)  # fmt: skip
+NETWORKS = {"mlp": (mlp, (784,)), "cnn": (cnn, (1, 28, 28))}
+
+
+def storages(value: Any) -> dict[int, int]:
+    """The bytes of every storage that a latent or posterior keeps."""
+    if isinstance(value, Tensor):
+        return {value.untyped_storage()._cdata: value.untyped_storage().nbytes()}
+    if isinstance(value, lw.Posterior):
+        return storages(list(value.covariance.tensors().values()))
+    parts = value if isinstance(value, (list, tuple)) else list(vars(value).values()) if hasattr(value, "terms") else []
+    if type(value) in (Thin, Rotated, Dense):
+        parts = list(vars(value).values())
+    return {key: size for part in parts for key, size in storages(part).items()}
+
+
+def beside(live: LiveBytes, returned: Any) -> float:
+    """The peak beside what is returned, in budgets."""
+    return (live.peak - sum(storages(returned).values())) / BUDGET
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_fits_and_predictions_stay_within_twice_the_budget(name: str, method: lw.Method) -> None:
+    make, shape = NETWORKS[name]
+    torch.manual_seed(0)
+    model, samples = make(), 1000 if name == "mlp" else 200
+    data = [(torch.randn(samples, *shape), torch.randint(10, (samples,)))]
+    with LiveBytes() as live:
+        fitted = lw.fit(model, data, method, params=lw.everything, memory=BUDGET)
+    assert beside(live, fitted) < 2
+    x = torch.randn(8000 if name == "mlp" else 400, *shape)
+    with LiveBytes() as live:
+        latent = fitted.latent(x)
+    assert beside(live, latent) < 2
+    with LiveBytes() as live:
+        prediction = fitted.predict(x)
+        assert prediction.probs.isfinite().all()
+    assert beside(live, latent) < 2
+
+
+@pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC()], ids=str)
+def test_tuning_keeps_no_copy_of_the_weights_for_every_candidate(method: lw.Method) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(5)), nn.Linear(512, 10)).eval()
+    data = [(torch.randn(100, 512), torch.randint(10, (100,)))]
+    size = 4 * sum(p.numel() for p in model.parameters())
+    with LiveBytes() as live:
+        lw.fit(model, data, method, params=lw.everything, memory=2 * BUDGET, tune=None)
+    with LiveBytes() as tuned:
+        lw.fit(model, data, method, params=lw.everything, memory=2 * BUDGET)  # 17 candidates
+    assert tuned.peak < live.peak + 5 * size
+
+
+def test_the_measure_counts_what_is_made() -> None:
+    old = torch.ones(1000)
+    with LiveBytes() as live:
+        assert old[:10].sum() == 10
+        assert live.peak < 100  # a view of what was there is nothing new
+        new = old * 2
+        assert new[:10].sum() == 20
+        assert 4000 <= live.peak < 4100
+        del new
+        assert live.now < 100
+
+
+@pytest.mark.parametrize("lengths", [(2, 2, 1), (3, 2), (5,), (1, 4)])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_chunks_are_gathered(lengths: tuple[int, ...], gradient: bool) -> None:
+    torch.manual_seed(0)
+    basis = torch.randn(3, 3)
+    whole = Latent(torch.randn(5, 3), (Thin(torch.randn(5, 3, 4), torch.rand(5, 4)), Rotated(basis, torch.rand(5, 3))))
+    if gradient:
+        whole.mean.requires_grad_()
+    found = gathered(iter(parts(whole, lengths)), 5)
+    torch.testing.assert_close(found.mean, whole.mean)
+    torch.testing.assert_close(found.covariance, whole.covariance)
+    assert [type(term) for term in found.terms] == [Thin, Rotated]
+    assert found.mean.requires_grad == gradient
+
+
+def test_chunks_of_other_kinds_are_gathered() -> None:
+    """Texts of other lengths: factors of other widths, and matrices, from the second or third chunk on."""
+    torch.manual_seed(0)
+    first, second = (
+        Latent(torch.randn(4, 3), (Thin(torch.randn(4, 3, 4)),)),
+        Latent(torch.randn(2, 3), (Thin(torch.randn(2, 3, 7)),)),
+    )
+    third = Latent(torch.randn(1, 3), (Dense(torch.eye(3)[None]),))
+    chunks = [*parts(first, (2, 2)), second, third]
+    for some in (chunks, chunks[:3], chunks[2:], [*parts(first, (1, 3)), third]):
+        found = gathered(iter(some), sum(len(part.mean) for part in some))
+        torch.testing.assert_close(found.covariance, torch.cat([part.covariance for part in some]))
+        torch.testing.assert_close(found.mean, torch.cat([part.mean for part in some]))
+
+
+def parts(whole: Latent, lengths: tuple[int, ...]) -> Iterator[Latent]:
+    """The latent's chunks."""
+    start = 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        terms = []
+        for term in whole.terms:
+            if isinstance(term, Thin):
+                terms.append(Thin(term.factor[rows], None if term.scale is None else term.scale[rows]))
+            elif isinstance(term, Rotated):
+                terms.append(Rotated(term.basis, term.scale[rows]))
+        yield Latent(whole.mean[rows], tuple(terms))
+        start += length
