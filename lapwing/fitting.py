@@ -64,9 +64,9 @@ def fit(
         weight_decay: γ, sets `δ = N γ`.
         temperature: τ, `Σ = (G/τ + Δ)⁻¹`; above 1 widens.
         forward: `forward(model, inputs)` where `model(x)`, `model(*x)` or `model(**x)` does not do.
-        memory: budget in bytes for what is built of one chunk of samples, and for a method's own tensors where it keeps
-            rows or dense matrices of all weights; 1 GiB when None. A layer's Kronecker factors come beside: for n
-            inputs 4 n² bytes, and some 40 n² while they are decomposed in float64, with the workspace of LAPACK.
+        memory: budget in bytes, 1 GiB when None; up to twice as much is held beside the posterior and the network's own
+            activations. One layer is never cut: its Kronecker factor of n inputs takes 12 n² bytes while it is
+            decomposed in float64, and the workspace of LAPACK 16 n²; tuning takes a number a candidate for each weight.
         seed: of every random choice.
         progress: show a bar; None shows one on a terminal.
 

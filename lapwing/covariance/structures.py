@@ -286,15 +286,15 @@ def _weighted(jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Itera
     """Yields `J diag(w) Jᵀ` as thin factors where the layer sees one position, else as matrices."""
     if isinstance(jacobian, Outer):
         return (Thin(jacobian.g, jacobian.input_scale(weighting)) for weighting in candidates)
-    return map(Dense, jacobian.weighted_grams([weighting.flat for weighting in candidates]))
+    return map(Dense, jacobian.weighted_grams(weighting.flat for weighting in candidates))
 
 
 def _weighted_marginals(jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Marginals]:
     """Yields the variances of `_weighted`."""
     if isinstance(jacobian, Outer):
-        norms = jacobian.scaled_norms([jacobian.input_scale(weighting) for weighting in candidates])
+        norms = jacobian.scaled_norms(map(jacobian.input_scale, candidates))
     else:
-        norms = jacobian.weighted_norms([weighting.flat for weighting in candidates])
+        norms = jacobian.weighted_norms(weighting.flat for weighting in candidates)
     return map(Marginals, *norms)
 
 

@@ -8,7 +8,7 @@ contraction below follows from it, and overrides (`outer.py`, `layers/embedding.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -81,16 +81,17 @@ class BlockJacobian(ABC):
         """Returns `J diag(weights) Jᵀ` (B, R, R) for weights (P,)."""
         return self.weighted_grams([weights])[0]
 
-    def weighted_grams(self, candidates: Sequence[Tensor]) -> list[Tensor]:
+    def weighted_grams(self, candidates: Iterable[Tensor]) -> list[Tensor]:
         """Returns `J diag(weights) Jᵀ` (B, R, R) for several weights (P,), the rows formed once."""
-        grams: list = [0] * len(candidates)
+        several = list(candidates)
+        grams: list = [0] * len(several)
         for part, rows in self.row_slices():
-            for i, weights in enumerate(candidates):
+            for i, weights in enumerate(several):
                 scaled = rows * weights[part].sqrt()
                 grams[i] = grams[i] + scaled @ scaled.mT  # (B, R, R)
         return grams
 
-    def weighted_norms(self, candidates: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def weighted_norms(self, candidates: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
         """Returns the diagonals (n, B, R) of `J diag(w) Jᵀ` and `H J diag(w) Jᵀ H`, `H = I - 11ᵀ/R`, for n weights.
 
         One product of the squared rows with all weights: a candidate costs next to nothing.

@@ -8,7 +8,7 @@ Weights (P,) and vectors (K, P) are laid out as (G, O, I), the bias as the last 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import product
 from math import isqrt
@@ -105,16 +105,16 @@ class Outer(MatrixJacobian):
         """Returns `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O), all that a diagonal weighting needs of the inputs."""
         return linear(self._a.square(), *weighting.matrix(self.outputs, self.inputs, self._bias))
 
-    def weighted_grams(self, candidates: Sequence[Tensor]) -> list[Tensor]:
+    def weighted_grams(self, candidates: Iterable[Tensor]) -> list[Tensor]:
         """Returns `g diag(s) gᵀ` (B, R, R)."""
         scales = (self.input_scale(Weighting(weights)) for weights in candidates)
         return [(self.g * scale.unsqueeze(1)) @ self.g.mT for scale in scales]
 
-    def weighted_norms(self, candidates: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def weighted_norms(self, candidates: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
         """Returns `scaled_norms` of the weights' scales."""
-        return self.scaled_norms([self.input_scale(Weighting(weights)) for weights in candidates])
+        return self.scaled_norms(self.input_scale(Weighting(weights)) for weights in candidates)
 
-    def scaled_norms(self, scales: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def scaled_norms(self, scales: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
         """Returns `Σ_j g² s_j` and the same of `H g`, each (n, B, R), for n scales (B, O). Time O(n B R O)."""
         stacked = torch.stack(list(scales), -1)  # (B, O, n)
         parts = (part.square() @ stacked for part in (self.g, self.g - self.g.mean(1, keepdim=True)))

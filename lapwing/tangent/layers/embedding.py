@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -52,12 +52,12 @@ class OneHot(MatrixJacobian):
         picked = weights.reshape(self.width, self.vocabulary)[:, self.tokens].permute(1, 2, 0)  # (B, T, O)
         return (self.g * picked.sqrt()[:, None]).flatten(2)
 
-    def weighted_grams(self, candidates: Sequence[Tensor]) -> list[Tensor]:
+    def weighted_grams(self, candidates: Iterable[Tensor]) -> list[Tensor]:
         """Returns the thin factors' Gram matrices (B, R, R)."""
         factors = (self._factor(weights) for weights in candidates)
         return [factor @ factor.mT for factor in factors]
 
-    def weighted_norms(self, candidates: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def weighted_norms(self, candidates: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
         """Returns the thin factors' squared norms, plain and without their mean over cotangents, each (n, B, R)."""
         plain, centred = [], []
         for weights in candidates:
