@@ -151,35 +151,56 @@ def psd_root(matrix: Tensor) -> Tensor:
     return (vectors * values.sqrt()[..., None, :]).to(matrix.dtype)
 
 
-def orthonormalised(rows: Tensor) -> Tensor:
-    """Makes the rows of (K, P) orthonormal in place, `L⁻¹ X` with `X Xᵀ = L Lᵀ`; returns them.
-
-    For rows that nearly are: products in float64 leave what the condition number of X squared does to their rounding.
-
-    Cost: time O(K² P), memory of 2¹⁹ numbers beside the rows.
-    """
-    root = cholesky(row_products(rows, rows))
-    for part in rows.split(max(1, SLICE_NUMBERS // max(1, len(rows))), -1):
-        part.copy_(torch.linalg.solve_triangular(root, part.double(), upper=False))
-    return rows
-
-
-def orthonormal_rows(rows: Tensor, rank: int | None = None) -> Tensor:
+def orthonormal_rows(rows: Tensor, rank: int | None = None, whole: bool = True) -> Tensor:
     """Returns the top right singular vectors of explicit rows, `rows = L diag(s) V`, as V (K, P) with `V Vᵀ = I`.
 
     Directions with `s < 1e-11 s_max` are cut.
 
     Args:
-        rows: (M, P), cast to float64.
+        rows: (M, P), taken to float64.
         rank: keep at most this many directions; all of them when None.
+        whole: by the SVD of all rows, memory some 24 bytes a number; else by that of a triangle with their inner
+            products, from QR decompositions of slices, which a Gram matrix would only give down to 1e-8 s_max.
 
     Returns:
-        V (K, P) float64, by falling singular value.
+        V, by falling singular value; float64, but in the dtype of the rows where M <= P and they are not taken whole.
 
-    Cost: time O(M P min(M, P)), memory O(M P) in float64.
+    Cost: time O(M P min(M, P)), memory O(M P), or O(K P + min(M, P)²).
     """
-    rows = rows.double()
-    _, values, basis = torch.linalg.svd(rows, full_matrices=False)
+    if whole:
+        _, values, basis = torch.linalg.svd(rows.double(), full_matrices=False)
+        return basis[: _kept(values, rank)]
+    if len(rows) > rows.shape[1]:
+        _, values, basis = torch.linalg.svd(_triangle(rows))
+        return basis[: _kept(values, rank)]
+    left, values, _ = torch.linalg.svd(_triangle(rows.T).T)
+    kept = _kept(values, rank)
+    coefficients, found = (left[:, :kept] / values[:kept]).T, rows.new_empty(kept, rows.shape[1])
+    length = max(1, SLICE_NUMBERS // max(1, len(rows)))
+    for part, out in zip(rows.split(length, -1), found.split(length, -1), strict=True):
+        out.copy_(coefficients @ part.double())
+    return _orthonormalised(found)
+
+
+def _kept(values: Tensor, rank: int | None) -> int:
+    """Returns how many singular values count, at most so many."""
     least = torch.finfo(torch.float64).tiny
     keep = int((values > RANK_CUT * values[0].clamp_min(least)).sum()) if values.numel() else 0
-    return basis[: keep if rank is None else min(rank, keep)]
+    return keep if rank is None else min(rank, keep)
+
+
+def _triangle(columns: Tensor) -> Tensor:
+    """Returns R (n, n) with `RᵀR = XᵀX` for X (m, n), m >= n, by QR of slices of rows with what those before left."""
+    count = columns.shape[1]
+    triangle = columns.new_zeros(0, count, dtype=torch.float64)
+    for part in columns.split(max(1, count, SLICE_NUMBERS // (2 * max(1, count)))):
+        triangle = torch.linalg.qr(torch.cat([triangle, part.double()]), mode="r")[1]
+    return triangle
+
+
+def _orthonormalised(rows: Tensor) -> Tensor:
+    """Makes rows (K, P) that nearly are orthonormal exactly so, in place: `L⁻¹ X` with `X Xᵀ = L Lᵀ`; returns them."""
+    root = cholesky(row_products(rows, rows))
+    for part in rows.split(max(1, SLICE_NUMBERS // max(1, len(rows))), -1):
+        part.copy_(torch.linalg.solve_triangular(root, part.double(), upper=False))
+    return rows

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from ..covariance import Basis, ExplicitBasis, ImplicitBasis, LowRank, LowRankWithResidual
 from ..covariance.dense import cut, expand
-from ..numerics import RANK_CUT, eigen_in_place, orthonormal_rows, orthonormalised, row_products
+from ..numerics import RANK_CUT, eigen_in_place, orthonormal_rows
 from ..tangent import Anchors
 from .passes import Batch, CurvaturePass, Passes, Problem, State, last
 
 Residual = Literal["prior"] | None
 
 SVD_NUMBERS = 2**24
-"""Rows of up to this many numbers are orthonormalised by SVD; larger ones by their Gram matrix."""
+"""Rows of up to this many numbers are orthonormalised by their SVD; larger ones by slices."""
 
 
 def on_basis(problem: Problem, basis: Basis, residual: Residual) -> Passes:
@@ -43,7 +43,7 @@ def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Res
     """
     tangent, dtype = problem.tangent, record_dtype(problem, residual)
     ratios = problem.precision / problem.precision[0]
-    if len(anchors) * tangent.size * dtype.itemsize <= tangent.memory:
+    if _fit(len(anchors), tangent.size, dtype, tangent.memory):
         root = expand(tangent.blocks, ratios).rsqrt().to(dtype)
         directions = orthonormal_span(anchors.rows(dtype).mul_(root), tangent.memory, rank).mul_(root)
         return ExplicitBasis(cut(tangent.blocks, directions.to(dtype)))
@@ -60,20 +60,15 @@ def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Res
 
 
 def orthonormal_span(rows: Tensor, memory: int, rank: int | None = None) -> Tensor:
-    """Returns the top right singular vectors of rows as (K, P), by SVD or, for many numbers, by their Gram matrix.
+    """Returns the top right singular vectors of rows (M, P) as (K, P), by their SVD where twice the budget holds it."""
+    return orthonormal_rows(rows, rank, whole=rows.numel() <= min(SVD_NUMBERS, memory // 12))
 
-    Args:
-        rows: (M, P).
-        memory: the budget; the SVD takes some 24 bytes a number.
-        rank: at most this many directions.
-    """
-    if rows.numel() <= min(SVD_NUMBERS, memory // 12):
-        return orthonormal_rows(rows, rank)
-    if rows.shape[0] > rows.shape[1]:  # more rows than weights: the directions themselves, from P x P
-        values, vectors = eigen_in_place(row_products(rows.T, rows.T))
-        return vectors[:, _kept(values, rank, rows.dtype)].T
-    coefficients = leading(row_products(rows, rows), rank, rows.dtype)
-    return orthonormalised(coefficients.to(rows.dtype) @ rows)
+
+def _fit(count: int, size: int, dtype: torch.dtype, memory: int) -> bool:
+    """Says whether rows (M, P) fit the budget, and with them what `orthonormal_span` takes fits it twice."""
+    return count * size * dtype.itemsize <= memory and (
+        12 * count * size <= memory or 48 * min(count, size) ** 2 <= memory
+    )
 
 
 def leading(gram: Tensor, rank: int | None, dtype: torch.dtype) -> Tensor:

@@ -163,16 +163,22 @@ class Anchors:
         return found
 
     def requests(self, dtype: torch.dtype, held: int, share: int = 1) -> Iterator[tuple[Tensor, Any, Tensor]]:
-        """Yields `(slots, inputs, cotangents)` of chunks; `held` numbers a row, and a share of the budget each."""
+        """Yields `(slots, inputs, cotangents)` of chunks; `held` numbers a row, and a share of the budget each.
+
+        A sample whose picked outputs do not fit comes several times, with some of them each.
+        """
         tangent = self.tangent
         for _, group, picks in self._groups:
             for samples, slots in picks:
-                times = slots.shape[1]
-                length = max(1, tangent.chunk_length(times, dtype, times * held) // share)
-                for mine, where in zip(samples.split(length), slots.split(length), strict=True):
-                    u = torch.zeros(len(mine), tangent.outputs, times, device=tangent.device)
-                    u.scatter_(1, self.outputs[where][:, None].to(u.device), 1.0)
-                    yield where.flatten(), batches.take(group, mine), u
+                every = slots.shape[1]
+                needed = share * tangent.bytes_per_sample(every, dtype, every * held)
+                for columns in slots.split(max(1, min(every, every * tangent.memory // needed)), 1):
+                    times = columns.shape[1]
+                    length = max(1, tangent.chunk_length(times, dtype, times * held) // share)
+                    for mine, where in zip(samples.split(length), columns.split(length), strict=True):
+                        u = torch.zeros(len(mine), tangent.outputs, times, device=tangent.device)
+                        u.scatter_(1, self.outputs[where][:, None].to(u.device), 1.0)
+                        yield where.flatten(), batches.take(group, mine), u
 
     def records(self, dtype: torch.dtype, held: int = 0) -> Iterator[tuple[Tensor, Record]]:
         """Yields `(slots, record)` of chunks, slots in the order of the record's flattened (B, R)."""

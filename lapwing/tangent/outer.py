@@ -110,10 +110,6 @@ class Outer(MatrixJacobian):
         scales = (self.input_scale(Weighting(weights)) for weights in candidates)
         return [(self.g * scale.unsqueeze(1)) @ self.g.mT for scale in scales]
 
-    def weighted_norms(self, candidates: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns `scaled_norms` of the weights' scales."""
-        return self.scaled_norms(self.input_scale(Weighting(weights)) for weights in candidates)
-
     def scaled_norms(self, scales: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
         """Returns `Σ_j g² s_j` and the same of `H g`, each (n, B, R), for n scales (B, O). Time O(n B R O)."""
         stacked = torch.stack(list(scales), -1)  # (B, O, n)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
+from lapwing import numerics
 from lapwing.covariance import ExplicitBasis, ImplicitBasis, LowRank, Subspace
 from lapwing.covariance.dense import concatenate, cut
 from lapwing.evidence import log_joint_gradient
@@ -299,3 +300,37 @@ class TestAgainstReview:
             problem.fit(lw.ELLA(3, 6), prior_precision=None, tune=lw.Validation(problem.loader, ranks=5))
         with pytest.raises(lw.LapwingError, match="at=x"):
             problem.fit(lw.OptimalSubspace(3, "prior", at=problem.x[:0]))
+
+
+@pytest.mark.parametrize("shape", [(30, 200), (200, 30), (40, 40), (1, 9), (9, 1), (4, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_directions_by_slices_are_those_of_the_svd(shape, dtype, monkeypatch):
+    """Singular values over nine decades, of which a Gram matrix in float64 would lose the last."""
+    monkeypatch.setattr(numerics, "SLICE_NUMBERS", 400)
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(side, min(shape), generator=generator, dtype=torch.float64) for side in shape)
+    decades = 10 ** -torch.linspace(0, 9, min(shape), dtype=torch.float64)
+    rows = ((torch.linalg.qr(left)[0] * decades) @ torch.linalg.qr(right)[0].T).to(dtype)
+    for rank in (None, 1, 20):
+        whole, found = (numerics.orthonormal_rows(rows, rank, whole=way) for way in (True, False))
+        assert found.shape == whole.shape
+        noise = 1e-5 if dtype == torch.float32 else 1e-6
+        torch.testing.assert_close((found.double() @ whole.T).abs(), torch.eye(len(whole)).double(), rtol=0, atol=noise)
+        torch.testing.assert_close(found @ found.T, torch.eye(len(whole)).to(found.dtype), rtol=0, atol=noise)
+    assert numerics.orthonormal_rows(torch.zeros(shape), whole=False).shape == (0, shape[1])
+
+
+@pytest.mark.parametrize("residual", [None, "prior"])
+def test_a_small_budget_loses_no_direction(residual):
+    """A deep network in one dimension: its rows span 140 directions over many decades, all within the noise's reach."""
+    torch.manual_seed(0)
+    nn = torch.nn
+    model = nn.Sequential(nn.Linear(1, 110), nn.Tanh(), nn.Linear(110, 110), nn.Tanh(), nn.Linear(110, 1)).eval()
+    x = torch.linspace(-3, 3, 140)[:, None]
+    data, method = [(x, torch.sin(x))], lw.ELLA(140, rows="all", residual=residual)
+    options = {"likelihood": lw.Gaussian(noise_variance=1e-4), "prior_precision": 1.0}
+    small, large = (lw.fit(model, data, method, memory=memory, **options) for memory in (2**24, 2**30))
+    assert small.covariance.rank == large.covariance.rank == 140
+    wanted = lw.fit(model, data, lw.Full(form="dual"), **options).latent(x).variance
+    for fitted in (small, large):
+        torch.testing.assert_close(fitted.latent(x).variance, wanted, rtol=1e-3, atol=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -62,6 +64,18 @@ def test_rows_gram_combinations_and_products(case):
     close(anchors.products(record, weights(problem)), problem.J_test @ (J * diagonal(problem)).T)
     vectors = torch.randn(2, J.shape[1], generator=torch.Generator().manual_seed(1)).double()
     close(anchors.inner(cut(blocks, vectors)), vectors @ J.T)
+
+
+def test_outputs_of_one_sample_that_do_not_fit_together():
+    problem = setup("mlp")
+    count = problem.J.shape[1]
+    samples, outputs = torch.arange(3).repeat_interleave(count), torch.arange(count).repeat(3)
+    J = problem.J[:3].flatten(0, 1)
+    one = problem.tangent.bytes_per_sample(1, torch.float64)
+    anchors = Anchors(replace(problem.tangent, memory=one), (problem.x,), samples, outputs)
+    assert [len(slots) for slots, _ in anchors.records(torch.float64)] == [1] * len(J)
+    close(anchors.rows(torch.float64), J)
+    close(anchors.gram(weights(problem), torch.float64), (J * diagonal(problem)) @ J.T)
 
 
 def test_round_trip_and_groups_of_different_shapes():

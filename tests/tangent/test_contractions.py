@@ -62,6 +62,8 @@ def check_contractions(jacobian, rows: torch.Tensor, theirs, their_rows: torch.T
     if isinstance(jacobian, Outer):
         scale = jacobian.input_scale(Weighting(weights[0]))
         close((jacobian.g * scale.unsqueeze(1)) @ jacobian.g.mT, weighted[0])
+        norms = jacobian.scaled_norms(jacobian.input_scale(Weighting(w)) for w in weights)
+        close(torch.stack(norms), torch.stack(jacobian.weighted_norms(weights)))
     plain, without_mean = jacobian.weighted_norms(list(weights))
     close(plain, torch.stack([(rows.square() * w).sum(-1) for w in weights]))
     close(without_mean, torch.stack([(centred.square() * w).sum(-1) for w in weights]))
