@@ -42,8 +42,8 @@ class OptimalSubspace(Method):
 
     Ψ_approx is taken at the fit's prior precision, at 1 where that is to be tuned: later priors keep the span.
 
-    Cost: the passes of `curvature`; M rows of J and `Ψ_approx Jᵀ`, memory O(K P) and a budget's worth of rows; one pass
-    for the curvature on the span.
+    Cost: the passes of `curvature`; M rows of J and `Ψ_approx Jᵀ`, memory O(K P), that of
+    Ψ_approx, and a budget's worth of rows; one pass for the curvature on the span.
 
     Example:
         >>> import lapwing as lw
