@@ -108,9 +108,9 @@ def _check_finite(matrix: Tensor) -> None:
         return
     bad = int((~torch.isfinite(matrix)).sum())
     raise LapwingError(
-        f"Asked to decompose a curvature matrix of shape {tuple(matrix.shape)}, found {bad} NaN or infinite entries; "
-        "finite gradients are needed: check the network's outputs and weights for overflow, or run the model in "
-        "float32 with model.float()."
+        f"Asked to decompose a matrix made of gradients, of shape {tuple(matrix.shape)}, found {bad} NaN or infinite "
+        "entries; finite gradients are needed: check the network's outputs and weights for overflow, or run the model "
+        "in float32 with model.float()."
     )
 
 
@@ -159,27 +159,37 @@ def orthonormal_rows(rows: Tensor, rank: int | None = None, whole: bool = True) 
     Args:
         rows: (M, P), taken to float64.
         rank: keep at most this many directions; all of them when None.
-        whole: by the SVD of all rows, memory some 24 bytes a number; else by that of a triangle with their inner
+        whole: by the SVD of all rows, memory 24 to 32 bytes a number; else by that of a triangle with their inner
             products, from QR decompositions of slices, which a Gram matrix would only give down to 1e-8 s_max.
 
     Returns:
         V, by falling singular value; float64, but in the dtype of the rows where M <= P and they are not taken whole.
 
+    Raises:
+        LapwingError: if the rows hold NaN or infinite entries.
+
     Cost: time O(M P min(M, P)), memory O(M P), or O(K P + min(M, P)²).
     """
+    _check_finite(rows)
     if whole:
         _, values, basis = torch.linalg.svd(rows.double(), full_matrices=False)
         return basis[: _kept(values, rank)]
     if len(rows) > rows.shape[1]:
         _, values, basis = torch.linalg.svd(_triangle(rows))
         return basis[: _kept(values, rank)]
-    left, values, _ = torch.linalg.svd(_triangle(rows.T).T)
-    kept = _kept(values, rank)
-    coefficients, found = (left[:, :kept] / values[:kept]).T, rows.new_empty(kept, rows.shape[1])
+    coefficients = _leading_combinations(rows, rank)
+    found = rows.new_empty(len(coefficients), rows.shape[1])
     length = max(1, SLICE_NUMBERS // max(1, len(rows)))
     for part, out in zip(rows.split(length, -1), found.split(length, -1), strict=True):
         out.copy_(coefficients @ part.double())
     return _orthonormalised(found)
+
+
+def _leading_combinations(rows: Tensor, rank: int | None) -> Tensor:
+    """Returns `diag(1/s) Lᵀ` (K, M), which makes the leading directions of rows `L diag(s) V`."""
+    left, values = torch.linalg.svd(_triangle(rows.T).T)[:2]
+    kept = _kept(values, rank)
+    return (left[:, :kept] / values[:kept]).T
 
 
 def _kept(values: Tensor, rank: int | None) -> int:

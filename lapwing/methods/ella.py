@@ -32,9 +32,10 @@ class ELLA(Method):
         LapwingError: for numbers below 1, or another label.
 
     Cost: M backward passes, memory O(M P); where that exceeds the budget, about M²/m more for chunks of m rows, memory
-    O(M² + K P); where K P exceeds it too, V stays implicit, memory O(M²), every chunk of the curvature's pass and of a
-    prediction takes M backward passes more, and a saved posterior holds the sampled training inputs. The loader is gone
-    through to count samples, to collect the rows' inputs, and to sum the curvature by C backward passes a sample.
+    O(M² + K P), and again in float64 where rounding hides some of the K directions; where K P exceeds it too, V stays
+    implicit, memory O(M²), every chunk of the curvature's pass and of a prediction takes M backward passes more, and a
+    saved posterior holds the sampled training inputs. The loader is gone through to count samples, to collect the rows'
+    inputs, and to sum the curvature by C backward passes a sample.
 
     Example:
         >>> import lapwing as lw

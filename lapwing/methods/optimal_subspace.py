@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ from ..tangent import Anchors, Vectors
 from .kfac import KFAC
 from .passes import Found, Method, Pass, Passes, Problem, State, check_choice, check_count
 from .rows import anchors_at, choose
-from .subspace import Residual, leading, on_basis, record_dtype
+from .subspace import Residual, leading_of, on_basis, record_dtype
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,9 @@ class OptimalSubspace(Method):
         fits = 2 * len(anchors) * tangent.size * torch.float64.itemsize <= tangent.memory
         precise = torch.float64 if fits else dtype
         together = [(torch.arange(len(anchors)), anchors.rows(precise))] if fits else None
-        coefficients = leading(_gram(problem, anchors, approximate, precise, together), self.rank, precise).to(precise)
+        rank = min(self.rank, len(anchors))
+        grams = partial(_gram, problem, anchors, approximate, together)
+        coefficients = leading_of(grams, rank, precise).to(precise)  # (s, M)
         found = cut(blocks, coefficients @ together[0][1]) if together else anchors.combine(coefficients)
         _weight(problem, approximate, found)
         return {name: directions.to(dtype) for name, directions in found.items()}
@@ -126,8 +129,8 @@ def _gram(
     problem: Problem,
     anchors: Anchors,
     approximate: Covariance | None,
-    dtype: torch.dtype,
     together: list[tuple[Tensor, Tensor]] | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Returns `J Ψ_approx Jᵀ` (M, M), from rows held together or written out for each pair of chunks."""
     gram = torch.zeros(len(anchors), len(anchors), dtype=torch.float64, device=problem.tangent.device)

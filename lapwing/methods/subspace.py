@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -49,26 +50,35 @@ def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Res
         return ExplicitBasis(cut(tangent.blocks, directions.to(dtype)))
     scales = {block.name: 1 / r for block, r in zip(tangent.blocks, ratios.tolist(), strict=True)}
     explicit = rank * tangent.size * dtype.itemsize <= tangent.memory
-    precise = torch.float64 if not explicit else dtype
     needed = 16 * len(anchors) ** 2
     problem.require(f"The span of {len(anchors)} rows of J", needed, "their Gram matrix", "ask for fewer rows")
-    coefficients = leading(anchors.gram(scales, precise), rank, precise)
+    precise = torch.float64 if not explicit else dtype
+    coefficients = leading_of(lambda dtype: anchors.gram(scales, dtype), min(rank, len(anchors)), precise)
     if not explicit:
         return ImplicitBasis(anchors, coefficients, scales)
-    found = anchors.combine(coefficients.to(dtype))
-    return ExplicitBasis({name: directions.mul_(scales[name]) for name, directions in found.items()})
+    fits = rank * tangent.size * torch.float64.itemsize <= tangent.memory
+    found = anchors.combine(coefficients if fits else coefficients.to(dtype))
+    return ExplicitBasis({name: directions.mul_(scales[name]).to(dtype) for name, directions in found.items()})
 
 
 def orthonormal_span(rows: Tensor, memory: int, rank: int | None = None) -> Tensor:
     """Returns the top right singular vectors of rows (M, P) as (K, P), by their SVD where twice the budget holds it."""
-    return orthonormal_rows(rows, rank, whole=rows.numel() <= min(SVD_NUMBERS, memory // 12))
+    return orthonormal_rows(rows, rank, whole=rows.numel() <= min(SVD_NUMBERS, memory // 16))
 
 
 def _fit(count: int, size: int, dtype: torch.dtype, memory: int) -> bool:
     """Says whether rows (M, P) fit the budget, and with them what `orthonormal_span` takes fits it twice."""
     return count * size * dtype.itemsize <= memory and (
-        12 * count * size <= memory or 48 * min(count, size) ** 2 <= memory
+        16 * count * size <= memory or 48 * min(count, size) ** 2 <= memory
     )
+
+
+def leading_of(gram: Callable[[torch.dtype], Tensor], rank: int, dtype: torch.dtype) -> Tensor:
+    """Returns `leading` of a Gram matrix summed in a dtype, again in float64 where its noise hides asked directions."""
+    coefficients = leading(gram(dtype), rank, dtype)
+    if len(coefficients) == rank or dtype == torch.float64:
+        return coefficients
+    return leading(gram(torch.float64), rank, torch.float64)
 
 
 def leading(gram: Tensor, rank: int | None, dtype: torch.dtype) -> Tensor:

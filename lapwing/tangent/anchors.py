@@ -170,15 +170,20 @@ class Anchors:
         tangent = self.tangent
         for _, group, picks in self._groups:
             for samples, slots in picks:
-                every = slots.shape[1]
-                needed = share * tangent.bytes_per_sample(every, dtype, every * held)
-                for columns in slots.split(max(1, min(every, every * tangent.memory // needed)), 1):
+                for columns in slots.split(self._columns(slots.shape[1], dtype, held, tangent.memory // share), 1):
                     times = columns.shape[1]
                     length = max(1, tangent.chunk_length(times, dtype, times * held) // share)
                     for mine, where in zip(samples.split(length), columns.split(length), strict=True):
                         u = torch.zeros(len(mine), tangent.outputs, times, device=tangent.device)
                         u.scatter_(1, self.outputs[where][:, None].to(u.device), 1.0)
                         yield where.flatten(), batches.take(group, mine), u
+
+    def _columns(self, times: int, dtype: torch.dtype, held: int, most: int) -> int:
+        """Returns how many of the outputs picked of one sample fit so many bytes together, at least one."""
+        one, every = (self.tangent.bytes_per_sample(n, dtype, n * held) for n in (1, times))
+        if every <= most or times == 1:
+            return times
+        return 1 + max(0, most - one) * (times - 1) // max(1, every - one)
 
     def records(self, dtype: torch.dtype, held: int = 0) -> Iterator[tuple[Tensor, Record]]:
         """Yields `(slots, record)` of chunks, slots in the order of the record's flattened (B, R)."""
