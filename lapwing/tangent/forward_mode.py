@@ -1,18 +1,38 @@
-"""Products `J V` by forward mode: K directional derivatives of the whole network, for networks of many outputs."""
+"""Forward mode: `jvp`, and products `J V` as K directional derivatives of the whole network, for many outputs."""
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import jvp, vmap
+from torch.func import vmap
 
 from ..batches import Forward
 from ..numerics import total
-from .eager import batching_quiet
+from .eager import LOCK, batching_quiet
 from .layers.generic import call_with
+
+
+@functools.cache
+def _load_rules() -> None:
+    """Makes torch load its rules of forward mode, for which it scripts functions and warns that this is deprecated."""
+    with LOCK, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit", category=FutureWarning)
+        warnings.filterwarnings("ignore", "`torch.jit", category=DeprecationWarning)
+        torch.func.jvp(torch.sin, (torch.zeros(()),), (torch.zeros(()),))
+
+
+def jvp(function: Any, primals: tuple, tangents: tuple) -> Any:
+    """Returns `function(*primals)` and its derivative along the tangents: `torch.func.jvp`, without its warning.
+
+    Cost: about two calls of the function.
+    """
+    _load_rules()
+    return torch.func.jvp(function, primals, tangents)
 
 
 def forward_products(

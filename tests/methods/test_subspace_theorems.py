@@ -10,12 +10,13 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp
+from torch.func import functional_call
 
 import lapwing as lw
 from lapwing.covariance import ExplicitBasis, ImplicitBasis
 from lapwing.evaluation.augmentation import AugmentedLoader, StrongAugmentation
 from lapwing.tangent import chunk
+from lapwing.tangent.forward_mode import jvp
 from tests import oracle
 from tests.conformance import close, picked_rows, setup, subspace
 

@@ -1,6 +1,9 @@
-"""Parameters without a family whose gradients are zero, but for rounding."""
+"""Parameters without a family: gradients that are zero but for rounding, and forward mode."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -56,3 +59,12 @@ def test_generic_parameters_that_reach_no_output(trained: bool) -> None:
         assert not any(record[block].rows().any() for block in record if block.startswith(name))
     rows, wanted = record.rows().flatten(0, 1), oracle.jacobian(model, x, ["head.weight", "head.bias"]).flatten(0, 1)
     torch.testing.assert_close(rows @ rows.T, wanted @ wanted.T)
+
+
+def test_forward_mode_is_quiet() -> None:
+    """Torch scripts its rules at the first use of forward mode and warns of that; a fresh process shows it."""
+    code = (
+        "import torch; from lapwing.tangent.forward_mode import jvp; x = torch.ones(2); "
+        "assert torch.allclose(jvp(torch.sin, (x,), (x,))[1], x.cos())"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

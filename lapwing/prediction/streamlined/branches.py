@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import jvp, vmap
+from torch.func import vmap
 
 from ...tangent.eager import batching_quiet
+from ...tangent.forward_mode import jvp
 from .calls import evaluate
 from .fusion import aten
 from .moments import Site, mean_of

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.func import jvp, vjp
+from torch.func import vjp
 
+from ...tangent.forward_mode import jvp
 from .slopes import Slope, covers, of_function
 
 aten = torch.ops.aten

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import jvp, vmap
+from torch.func import vmap
 
 from ...tangent.eager import batching_quiet
+from ...tangent.forward_mode import jvp
 from .calls import evaluate
 from .moments import Moments, Site, Value, mean_of
 from .plan import Item

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import jvp, vmap
+from torch.func import vmap
 
 from ... import batches
 from ...covariance import Covariance
 from ...tangent.eager import batching_quiet
+from ...tangent.forward_mode import jvp
 from .calls import Call, calls_of, evaluate
 from .fusion import aten
 from .moments import Treated, mean_of, refusal, variance_of

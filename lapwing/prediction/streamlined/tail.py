@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.func import jvp
 from torch.nn import functional as F
 
+from ...tangent.forward_mode import jvp
 from .fusion import Fused, aten
 from .linear import layer_of, own_weights
 from .moments import Moments, Site, mean_of, variance_of
