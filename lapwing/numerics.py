@@ -26,6 +26,11 @@ def total(terms: Iterable[Tensor]) -> Tensor:
     return reduce(torch.add, terms)
 
 
+def nonnegative(values: Tensor) -> Tensor:
+    """Returns values with rounding below 0 cut off; the derivative at 0 is 1, where that of `clamp_min` may be 0."""
+    return torch.where(values < 0, 0.0, values) if values.requires_grad else values.clamp_min(0.0)
+
+
 def add_squares(sums: Tensor, values: Tensor) -> None:
     """Adds `xᵀ x` to sums (G, n, n) in place, for x (G, m, n): its lower triangle, all that `mirrored` reads.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError
-from ..numerics import SLICE_NUMBERS, psd_root, total
+from ..numerics import SLICE_NUMBERS, nonnegative, psd_root, total
 from ..precision import full_precision
 from ..products import linear
 
@@ -267,7 +267,7 @@ class Latent:
     @full_precision
     def variance(self) -> Tensor:
         """Marginal variances (B, C); the covariance is not expanded for them."""
-        return total(term.variance() for term in self.terms).clamp_min(0)
+        return nonnegative(total(term.variance() for term in self.terms))
 
     @property
     def std(self) -> Tensor:
@@ -278,7 +278,7 @@ class Latent:
     @full_precision
     def centred_variance(self) -> Tensor:
         """Variances (B, C) of the outputs minus their average, all that a softmax sees; not expanded either."""
-        return total(term.centred_variance() for term in self.terms).clamp_min(0)
+        return nonnegative(total(term.centred_variance() for term in self.terms))
 
     @cached_property
     @full_precision
@@ -311,7 +311,7 @@ class MarginalLatent:
     @classmethod
     def of(cls, mean: Tensor, marginals: Marginals) -> MarginalLatent:
         """Clamps rounding noise below zero."""
-        return cls(mean, marginals.plain.clamp_min(0), marginals.centred.clamp_min(0))
+        return cls(mean, nonnegative(marginals.plain), nonnegative(marginals.centred))
 
 
 @dataclass(frozen=True)
@@ -331,13 +331,13 @@ class JointLatent:
     def variance(self) -> Tensor:
         """Marginal variances (B, C)."""
         size = self.mean.numel()
-        return self.covariance.reshape(size, size).diagonal().reshape(self.mean.shape).clamp_min(0)
+        return nonnegative(self.covariance.reshape(size, size).diagonal().reshape(self.mean.shape))
 
     @property
     def centred_variance(self) -> Tensor:
         """Variances (B, C) of the outputs minus their average, all that a softmax sees."""
         own = self.covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0)  # (B, C, C)
-        return Dense(own).centred_variance().clamp_min(0)
+        return nonnegative(Dense(own).centred_variance())
 
     @property
     def std(self) -> Tensor:
