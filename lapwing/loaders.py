@@ -134,8 +134,8 @@ def _check_no_labels(targets: Tensor, loader: Iterable[Any]) -> None:
     if rows:
         kind = "one-hot rows" if binary else "rows that sum to one, like class probabilities,"
         raise LapwingError(
-            f"The targets are {kind} of shape {tuple(targets.shape)} in {dtype}. Give class numbers, y.argmax(1), for a "
-            "classification, or pass likelihood='gaussian' for a regression."
+            f"The targets are {kind} of shape {tuple(targets.shape)} in {dtype}. Give class numbers, y.argmax(1), for "
+            "a classification, or pass likelihood='gaussian' for a regression."
         )
     if smallest < largest:  # zeros alone, or ones, tell nothing
         raise LapwingError(

@@ -71,7 +71,7 @@ class Comparison:
         return "\n".join([*(line.rstrip() for line in lines), *self.notes])
 
     def __rich__(self) -> Any:
-        """The table for `rich.print` (`pip install lapwing[eval]`)."""
+        """The table for `rich.print`, which alone asks for it."""
         from rich.table import Table
 
         table = Table(caption="\n".join(self.notes), caption_justify="left")

@@ -20,11 +20,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from ..errors import LapwingError
+from ..extras import extra
 
 _Apply = Callable[[Tensor, float, Generator], Tensor]
 
@@ -65,8 +67,8 @@ def corrupt(images: Tensor, name: str, severity: int, seed: int = 0) -> Tensor:
         Images of the same shape, dtype and device, in [0, 1].
 
     Raises:
-        LapwingError: an unknown name, a severity out of range, or other images.
-        ModuleNotFoundError: Pillow is missing, for `jpeg` (`pip install lapwing[eval]`).
+        LapwingError: an unknown name, a severity out of range, or other images; for `jpeg` where Pillow is missing
+            (`pip install lapwing[eval]`).
 
     Cost: time and memory a small multiple of the images'; blurs and `elastic` sample every image up to 15 times.
 
@@ -294,14 +296,12 @@ def _pixelate(x: Tensor, s: float, g: Generator) -> Tensor:
 
 def _jpeg(x: Tensor, s: float, g: Generator) -> Tensor:
     """`s` is 100 minus the codec's quality; colour is not subsampled."""
-    import numpy as np
-    from PIL import Image
-
+    codec = extra("PIL.Image")
     decoded = []
     for image in (x * 255).round().byte().movedim(1, -1).cpu().numpy():
         file = io.BytesIO()
-        Image.fromarray(image.squeeze()).save(file, "JPEG", quality=int(100 - s), subsampling=0)
-        decoded.append(np.asarray(Image.open(file)).reshape(image.shape))
+        codec.fromarray(image.squeeze()).save(file, "JPEG", quality=int(100 - s), subsampling=0)
+        decoded.append(np.asarray(codec.open(file)).reshape(image.shape))
     return torch.from_numpy(np.stack(decoded)).movedim(-1, 1).to(x) / 255
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import LapwingError
+from lapwing.extras import extra
 from lapwing.likelihoods.targets import check_binary_targets
 
 _SQRT_HALF = math.sqrt(0.5)
@@ -139,15 +140,14 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
         bins: number of bins of equal width, at least 1.
 
     Raises:
-        LapwingError: shapes, dtypes or values are not as above.
-        ModuleNotFoundError: torchmetrics is missing (``pip install lapwing[eval]``).
+        LapwingError: shapes, dtypes or values are not as above; torchmetrics is missing
+            (``pip install lapwing[eval]``).
 
     Example:
         >>> round(expected_calibration_error(torch.tensor([[0.8, 0.2], [0.8, 0.2]]), torch.tensor([0, 1])).item(), 4)
         0.3
     """
-    from torchmetrics.functional.classification import multiclass_calibration_error
-
+    torchmetrics = extra("torchmetrics.functional.classification")
     probs, labels = _classification("expected_calibration_error", probs, labels)
     if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
         raise LapwingError(
@@ -156,7 +156,8 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
         )
     # torchmetrics takes values above 1 for logits, and gives a confidence of exactly 1 a bin of its own
     probs = probs.clamp(0.0, 1.0 - 2.0**-24)
-    return multiclass_calibration_error(probs, labels, num_classes=probs.shape[1], n_bins=bins, norm="l1").double()
+    error = torchmetrics.multiclass_calibration_error(probs, labels, num_classes=probs.shape[1], n_bins=bins, norm="l1")
+    return error.double()
 
 
 def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
@@ -170,15 +171,13 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
         scores_out: finite scores of out-of-distribution samples (N_out,).
 
     Raises:
-        LapwingError: shapes or values are not as above.
-        ModuleNotFoundError: scikit-learn is missing (``pip install lapwing[eval]``).
+        LapwingError: shapes or values are not as above; scikit-learn is missing (``pip install lapwing[eval]``).
 
     Example:
         >>> auroc(torch.tensor([0.1, 0.2, 0.6]), torch.tensor([0.5, 0.9])).item()  # 5 of 6 pairs in order
         0.8333333333333334
     """
-    from sklearn.metrics import roc_auc_score
-
+    sklearn = extra("sklearn.metrics")
     scores = {"scores_in": _double(scores_in), "scores_out": _double(scores_out)}
     for name, value in scores.items():
         if value.ndim != 1 or value.numel() == 0:
@@ -190,7 +189,7 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
     # torchmetrics would squash scores outside [0, 1] by a sigmoid, which ties large ones
     is_out = torch.cat([torch.zeros_like(scores["scores_in"]), torch.ones_like(scores["scores_out"])])
     joined = torch.cat([scores["scores_in"], scores["scores_out"]])
-    return torch.tensor(float(roc_auc_score(is_out.numpy(), joined.numpy())), dtype=torch.float64)
+    return torch.tensor(float(sklearn.roc_auc_score(is_out.numpy(), joined.numpy())), dtype=torch.float64)
 
 
 def gaussian_nll(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from .. import batches
 from ..errors import LapwingError
+from ..extras import extra
 
 
 def maps(
@@ -35,8 +37,7 @@ def maps(
     Raises:
         LapwingError: for what is no image, or another number of axes or labels.
     """
-    import matplotlib.pyplot as plt
-
+    plt = extra("matplotlib.pyplot")
     if not 0 <= low < 1:
         raise LapwingError(f"Asked for plot(low={low!r}); a number from 0 to below 1 is needed: write low=0.5.")
     maps, images = (_images(part, shape) for part in (values, inputs))
@@ -67,8 +68,7 @@ def bars(values: Tensor, axes: Any = None, features: Sequence[str] | None = None
     Raises:
         LapwingError: for another number of names.
     """
-    import matplotlib.pyplot as plt
-
+    plt = extra("matplotlib.pyplot")
     count = values.shape[1]
     names = [f"x{i}" for i in range(count)] if features is None else list(features)
     if len(names) != count:
@@ -102,8 +102,6 @@ def _images(values: Tensor, shape: tuple[int, ...] | None) -> Any:
 
 def _axes(axes: Any, count: int, make: Any) -> list[Any]:
     """Returns a list of axes, those given or new ones."""
-    import numpy as np
-
     found = list(np.ravel(make() if axes is None else axes))
     if len(found) != count:
         raise LapwingError(f"Asked to draw {count} pictures, found {len(found)} axes; one each is needed.")
