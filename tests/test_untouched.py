@@ -624,6 +624,7 @@ def test_deep_containers_and_those_that_refuse_are_no_obstacle() -> None:
     assert model.itself[0] is model.itself
 
 
+@pytest.mark.slow
 def test_the_process_is_as_it_was() -> None:
     """In a fresh process, what is imported on the way changes neither Python's random numbers nor the environment."""
     code = """

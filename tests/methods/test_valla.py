@@ -361,6 +361,12 @@ class TestClusters:
         assert nearest.bincount(minlength=count).min() > 0
         close(centres, torch.stack([points[nearest == k].mean(0) for k in range(count)]), 1e-10)
 
+    def test_distances_by_parts(self, monkeypatch):
+        points = self.points()
+        whole = cluster_centres(points, 5, torch.Generator().manual_seed(0))
+        monkeypatch.setattr("lapwing.methods.valla.clusters.AT_ONCE", 35)
+        close(cluster_centres(points, 5, torch.Generator().manual_seed(0)), whole, 1e-12)
+
     def test_no_step_makes_it_worse(self, monkeypatch):
         points, costs = self.points(), []
         for steps in range(12):

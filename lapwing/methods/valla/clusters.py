@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 STEPS = 100
+AT_ONCE = 2**20
+"""How many distances are kept at once."""
 
 
 def cluster_centres(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -24,7 +26,7 @@ def cluster_centres(points: Tensor, count: int, generator: torch.Generator) -> T
     Returns:
         Centres (count, D).
 
-    Cost: time O(n D count) a step, at most 100 steps, and O(n D count log count) for the start; memory O(n count).
+    Cost: time O(n D count) a step, at most 100 steps, and O(n D count log count) for the start; memory O(n D).
     """
     mean = points.mean(0)
     size = (points - mean).abs().max().clamp_min(torch.finfo(points.dtype).tiny)
@@ -36,7 +38,8 @@ def cluster_centres(points: Tensor, count: int, generator: torch.Generator) -> T
     centres = points[_spread_out(scaled, count, generator)]
     labels: Tensor | None = None
     for _ in range(STEPS):
-        nearest = _squared_distances(scaled, moved(centres)).argmin(1)
+        parts, ends = scaled.split(max(1, AT_ONCE // count)), moved(centres)
+        nearest = torch.cat([_squared_distances(part, ends).argmin(1) for part in parts])
         if labels is not None and torch.equal(nearest, labels):
             break
         labels = nearest
