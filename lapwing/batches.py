@@ -267,9 +267,9 @@ def _blames_inputs(error: Exception) -> bool:
     words = (
         ("argument",)
         if isinstance(error, TypeError)
-        else ("shape", "size", "dtype", "scalar type", "dimension", "index")
+        else ("shape", "size", "dtype", "scalar type", "dimension", "Dimension", "index")
     )
-    return any(word in str(error).lower() for word in words)
+    return any(word in str(error) for word in words)
 
 
 def _refused(model: nn.Module, inputs: Any, forward: Forward | None, error: Exception) -> LapwingError:

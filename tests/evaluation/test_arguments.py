@@ -85,6 +85,11 @@ def posterior() -> lw.Posterior:
         return lw.fit(nn.Linear(4, 3).eval(), [(x, y)], lw.Diagonal(), prior_precision=1.0)
 
 
+def posterior_of_images() -> lw.Posterior:
+    x, y = torch.rand(6, 1, 2, 2), Y
+    return lw.fit(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).eval(), [(x, y)], prior_precision=1.0)
+
+
 def test_posteriors_loaders_and_numbers(posterior: lw.Posterior) -> None:
     x, y = torch.randn(6, 4), Y
     images = torch.rand(1, 1, 8, 8)
@@ -97,6 +102,7 @@ def test_posteriors_loaders_and_numbers(posterior: lw.Posterior) -> None:
         (lambda: lw.compare({"a": posterior}, x), r"This is Tensor \(6, 4\) float32. Pass \[\(x, y\)\]"),
         (lambda: lw.compare({"a": posterior}, [(x, y)], fit_seconds=x), "fit_seconds as a dict"),
         (lambda: lw.compare({"a": posterior}, [(x, y)], x[:0]), "hold no samples"),
+        (lambda: posterior_of_images().predict(torch.rand(5)), r"Sequential as model\(x\).*Dimension out of"),
         (lambda: corrupt(images, ["fog"], 1), "Asked for the corruption list"),
         (lambda: corrupt(images, "fog", torch.ones(3)), r"severity=Tensor \(3,\)"),
         (lambda: rotate(images, 10.0, fill="black"), "fill is 'black'"),
