@@ -12,7 +12,7 @@ export LAPWING_DATA := $(abspath ../shared/data)
 endif
 endif
 
-.PHONY: demo test test-slow lint bench
+.PHONY: demo test test-slow lint bench release-check
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -25,6 +25,10 @@ test-slow: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.run
+
+# builds the release, and runs it where nothing but the wheel and what it declares is installed
+release-check: | $(BIN)/pip
+	$(BIN)/python tools/release_check.py
 
 lint: .venv/installed-lint
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .errors import LapwingError
@@ -39,28 +40,27 @@ from .tangent import coverage, everything, last_layer, matching
 from .tuning import BoundedEvidence, EarlyStopping, Evidence, Validation, scale_factor
 
 if TYPE_CHECKING:
+    from . import evaluation
     from .deployment import deploy
     from .evaluation import compare
 
 __version__ = "0.1.0"
 
+_LATER = {"compare": ".evaluation", "deploy": ".deployment"}
+
 
 def __getattr__(name: str) -> Any:
-    """Imports `lw.compare`, which needs what `pip install lapwing[eval]` adds, and `lw.deploy` when asked for."""
-    if name == "compare":
-        from .evaluation import compare
-
-        return compare
-    if name == "deploy":
-        from .deployment import deploy
-
-        return deploy
+    """Imports `lw.evaluation`, `lw.compare` and `lw.deploy` when asked for: `import lapwing` stays light."""
+    if name == "evaluation":
+        return import_module(".evaluation", __name__)
+    if name in _LATER:
+        return getattr(import_module(_LATER[name], __name__), name)
     raise AttributeError(f"module 'lapwing' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """Lists what is imported when asked for, too."""
-    return sorted({*globals(), *__all__})
+    """Lists the public names, and nothing that is imported to make them."""
+    return sorted(__all__)
 
 
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "ConjugateGradients", "Diagonal", "EarlyStopping", "Evidence", "Full", "Gaussian", "InducingPoints",
     "LaplaceBridge", "LapwingError", "Likelihood", "Linearized", "MeanField", "Method", "MonteCarlo", "NaturalGradient",
     "OptimalSubspace", "Posterior", "Probit", "Quadrature", "SampledLLA", "SampledLink", "Scaled", "StochasticGradient",
-    "Streamlined", "SubsetOfData", "SubsetOfWeights", "Uncertain", "VaLLA", "Validation", "VariationalBound", "compare",
-    "coverage", "deploy", "everything", "fit", "last_layer", "load", "matching", "propagate", "scale_factor",
+    "Streamlined", "SubsetOfData", "SubsetOfWeights", "Uncertain", "VaLLA", "Validation", "VariationalBound",
+    "compare", "coverage", "deploy", "evaluation", "everything", "fit", "last_layer", "load", "matching",
+    "propagate", "scale_factor",
 ]  # fmt: skip

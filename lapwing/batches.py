@@ -23,7 +23,7 @@ LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 def describe(value: Any) -> str:
     """Names a value by its structure and shapes, for error messages: `tuple(Tensor (8, 3) float32, ...)`."""
     if isinstance(value, Tensor):
-        return f"Tensor {tuple(value.shape)} {_short(value.dtype)}"
+        return f"Tensor {'nested' if value.is_nested else tuple(value.shape)} {_short(value.dtype)}"
     if isinstance(value, Mapping):
         named = [f"{key}={describe(item)}" for key, item in list(value.items())[:8]]
         return f"dict({', '.join(named)}{', ...' if len(value) > 8 else ''})"
@@ -267,7 +267,7 @@ def _blames_inputs(error: Exception) -> bool:
     words = (
         ("argument",)
         if isinstance(error, TypeError)
-        else ("shape", "size", "dtype", "scalar type", "dimension", "index")
+        else ("shape", "size", "dtype", "scalar type", "dimension", "Dimension", "index")
     )
     return any(word in str(error) for word in words)
 

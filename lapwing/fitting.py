@@ -16,7 +16,7 @@ from .batches import Forward
 from .covariance import Covariance, PriorCovariance
 from .errors import LapwingError
 from .likelihoods import Likelihood, resolve
-from .loaders import check_progress, first_batch, inferred_likelihood, known_size
+from .loaders import check_logits, check_progress, first_batch, inferred_likelihood, known_size
 from .methods import KFAC, SWAG, FisherRoot, Found, Method, Problem
 from .methods.passes import Seen
 from .posterior import Posterior
@@ -54,7 +54,8 @@ def fit(
         model: the trained network, in eval mode. Outputs (B, C).
         loader: the training data: an iterable of (inputs, targets) batches that can be gone through several times.
         method: the structure of Σ and how it is found; KFAC when None.
-        likelihood: "categorical", "gaussian" or an instance; None infers it from the targets' dtype.
+        likelihood: "categorical", "gaussian" or an instance; None infers it from the targets' dtype, and
+            refuses floats that are labels all the same.
         params: which parameters to treat; None means the last layer where `method` is None, else everything.
         prior_precision: δ, in 1/weight²: a number, or {block or parameter pattern: number}; None is tuned.
         prior_mean: μ0, a number for all weights or {parameter: tensor} (others 0).
@@ -95,8 +96,11 @@ def fit(
     if data_size is not None:
         _check_data_size(data_size, known_size(loader) or 0)
     inputs, targets = batches.split(first)
-    likelihood = inferred_likelihood(targets) if likelihood is None else resolve(likelihood)
+    likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(model, inputs, params, forward, memory)
+    if likelihood.activation is not None:
+        weight = next(iter(tangent.parameters.values()))
+        check_logits(likelihood, tangent.outputs_of(batches.take(inputs, slice(0, 16))), weight.dtype)
     runner = Runner(loader, progress, 0 if tune is None else tune.prefixes)
     if weight_decay is not None:
         prior_precision = (data_size or runner.count()) * weight_decay

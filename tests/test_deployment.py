@@ -544,12 +544,3 @@ def test_inputs_of_another_form() -> None:
     for given in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": [[1] * 6] * 3}, ids):
         with pytest.raises(lw.LapwingError, match=r"dict\(input_ids=Tensor \(batch, length1\) int64"):
             texts_of(given)
-
-
-def test_missing_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    posterior, inputs = fitted("mlp")
-    predictor = lw.deploy(posterior, inputs(2))
-    assert isinstance(predictor, Predictor)
-    monkeypatch.setattr("lapwing.deployment.predictor.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(lw.LapwingError, match=r"onnx and onnxscript cannot be imported.*pip install lapwing\[export\]"):
-        predictor.to_onnx(tmp_path / "network.onnx", inputs(2))

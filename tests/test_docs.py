@@ -49,14 +49,18 @@ def test_docstring_examples(name: str) -> None:
     assert result.failed == 0
 
 
-def test_compare_is_imported_when_asked_for() -> None:
+def test_evaluation_is_imported_when_asked_for() -> None:
     """It needs more than the core, so `import lapwing` leaves it alone; a fresh process shows it."""
-    code = "import lapwing, sys; assert 'lapwing.evaluation' not in sys.modules; assert callable(lapwing.compare)"
+    code = (
+        "import lapwing, sys; assert 'lapwing.evaluation' not in sys.modules; "
+        "assert callable(lapwing.evaluation.sensitivity) and callable(lapwing.compare) and callable(lapwing.deploy)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_every_public_name_is_listed_and_found():
-    assert set(lapwing.__all__) <= set(dir(lapwing))
+    assert dir(lapwing) == sorted(lapwing.__all__)
+    assert len(set(lapwing.__all__)) == len(lapwing.__all__)
     assert all(getattr(lapwing, name) is not None for name in lapwing.__all__)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -619,3 +622,22 @@ def test_deep_containers_and_those_that_refuse_are_no_obstacle() -> None:
     posterior.predict(x)
     assert model.last == []
     assert model.itself[0] is model.itself
+
+
+@pytest.mark.slow
+def test_the_process_is_as_it_was() -> None:
+    """In a fresh process, what is imported on the way changes neither Python's random numbers nor the environment."""
+    code = """
+import os, random
+import torch
+import lapwing as lw
+before = dict(os.environ), random.getstate()
+model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.GELU(), torch.nn.Linear(8, 2)).eval()
+x, y = torch.randn(20, 3), torch.arange(20) % 2
+posterior = lw.fit(model, [(x, y)], lw.VaLLA(4), prior_precision=1.0)
+assert (dict(os.environ), random.getstate()) == before, "VaLLA"
+posterior.predict(x, via=lw.Streamlined())
+assert (dict(os.environ), random.getstate()) == before, "Streamlined"
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)

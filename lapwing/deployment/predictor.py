@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from torch.export import Dim
 
 from .. import batches
 from ..errors import LapwingError
+from ..extras import extra
 from ..prediction.streamlined.graph import quiet
 from .tracing import Traced
 
@@ -141,7 +141,8 @@ class Predictor(nn.Module):
 
         Cost: an export of the calls, seconds for a network of a few hundred.
         """
-        require("onnx", "onnxscript")
+        extra("onnx")
+        extra("onnxscript")
         self._check(x)
         leaves = tuple(x[name] for name in self.names) if self.keys else tuple(x) if self.names else (x,)
         leaves = tuple(_several(leaf, free) for leaf, free in zip(leaves, self._free, strict=True))
@@ -211,13 +212,3 @@ def _silent() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def require(*names: str) -> None:
-    """Raises where packages of the extra `export` are missing."""
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing:
-        raise LapwingError(
-            f"Asked to write ONNX, found that {' and '.join(missing)} cannot be imported; they come with an extra: "
-            "write pip install lapwing[export]."
-        )

@@ -15,6 +15,7 @@ from ..errors import LapwingError
 from ..posterior import Posterior
 from ..prediction import Linearized, Streamlined
 from ..tangent import Block, Record, Tangent, Vectors
+from .arguments import shown
 from .comparison import Comparison
 
 _LIFTED: dict[str, dict[str, Any]] = {
@@ -92,6 +93,12 @@ def approximation_errors(
         >>> list(found.layers.rows), round(found.layers["2"]["ratio"], 3)  # nothing is approximated at the last layer
         (['0', '2'], 1.0)
     """
+    if not isinstance(posterior, Posterior):
+        raise LapwingError(
+            f"approximation_errors takes a posterior. This is {shown(posterior)}. Pass lw.fit(model, loader)."
+        )
+    if not isinstance(via, Streamlined):
+        raise LapwingError(f"approximation_errors looks at a Streamlined way. via is {shown(via)}. Leave it out.")
     tangent, covariance = posterior.tangent, posterior.covariance
     exact = posterior.latent(x).variance
     rows = {"as given": _compared(posterior.latent(x, via=via).variance, exact)}

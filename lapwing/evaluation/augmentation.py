@@ -24,6 +24,7 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 
 from .. import batches
 from ..errors import LapwingError
+from .arguments import shown
 from .corruptions import check_form, in_range, pixels, seeded, warp
 
 Normalisation = tuple[Sequence[float] | Tensor, Sequence[float] | Tensor]
@@ -99,13 +100,13 @@ class StrongAugmentation:
         strength, count = self.strength, self.operations
         if isinstance(strength, bool) or not isinstance(strength, Real) or not 0 <= strength <= 2:
             raise LapwingError(
-                f"Asked for StrongAugmentation(strength={strength!r}); a number from 0 to 2 is accepted: write "
+                f"Asked for StrongAugmentation(strength={shown(strength)}); a number from 0 to 2 is accepted: write "
                 "strength=0.5."
             )
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= len(_OPERATIONS):
             raise LapwingError(
-                f"Asked for StrongAugmentation(operations={count!r}); a whole number from 0 to {len(_OPERATIONS)} is "
-                "accepted: write operations=2."
+                f"Asked for StrongAugmentation(operations={shown(count)}); a whole number from 0 to {len(_OPERATIONS)} "
+                "is accepted: write operations=2."
             )
 
     @torch.no_grad()
@@ -202,6 +203,8 @@ class AugmentedLoader:
     def __post_init__(self) -> None:
         """Checks the loader and the seed."""
         seeded(self.seed)
+        if not callable(self.augment):
+            raise LapwingError(f"augment is {shown(self.augment)}. Pass a function of images and a seed.")
         if not batches.is_loader(self.loader) or isinstance(self.loader, Iterator):
             raise LapwingError(
                 f"Asked to augment a loader, found {batches.describe(self.loader)}; batches that can be gone through "

@@ -29,6 +29,7 @@ from ..likelihoods import (
 from ..posterior import Posterior
 from ..prediction import Linearized, Way
 from . import metrics
+from .arguments import check_loader, shown
 
 Candidate = Posterior | nn.Module | tuple[Posterior, Way]
 Score = Literal["entropy", "confidence"]
@@ -71,7 +72,7 @@ class Comparison:
         return "\n".join([*(line.rstrip() for line in lines), *self.notes])
 
     def __rich__(self) -> Any:
-        """The table for `rich.print` (`pip install lapwing[eval]`)."""
+        """The table for `rich.print`, which alone asks for it."""
         from rich.table import Table
 
         table = Table(caption="\n".join(self.notes), caption_justify="left")
@@ -114,8 +115,8 @@ def compare(
     Args:
         posteriors: name -> a posterior, a pair (posterior, way) such as `(posterior, lw.MonteCarlo(30))`, or a network.
         loader: held-out (inputs, targets) batches; not those that tuned anything.
-        foreign: out-of-distribution inputs, a tensor or a loader; AUROC says how well the uncertainty tells them from
-            the loader's inputs.
+        foreign: out-of-distribution inputs, one tensor or one loader; AUROC says how well the uncertainty tells them
+            from the loader's inputs.
         score: the uncertainty that AUROC ranks by: "entropy" of the class probabilities, or "confidence", 1 minus the
             largest of them. For regression it is the predictive standard deviation of the first output.
         fit_seconds: name -> seconds that the fit took, for a column of their own.
@@ -140,13 +141,19 @@ def compare(
         (['MAP', 'KFAC'], ('accuracy', 'NLL', 'ECE', 'Brier', 'passes'))
     """
     _check(posteriors, score, repeats)
-    fits = fit_seconds or {}
+    check_loader("compare", loader)
+    _check_foreign(foreign, loader)
+    fits = {} if fit_seconds is None else fit_seconds
+    if not isinstance(fits, Mapping):
+        raise LapwingError(f'compare takes fit_seconds as a dict. This is {shown(fits)}. Pass {{"KFAC": 1.5}}.')
     rows: dict[str, dict[str, float]] = {}
     for name, candidate in _candidates(posteriors, loader).items():
         parts, targets, cost = _run(candidate, loader, repeats)
         rows[name] = _row(parts, targets)
         if foreign is not None:
-            strange = [candidate.predict(inputs) for inputs in _inputs(foreign)]
+            strange = [candidate.predict(inputs) for inputs in _inputs(foreign) if batches.size(inputs)]
+            if not strange:
+                raise LapwingError("The foreign inputs of compare hold no samples. Pass a tensor (B, ...) or a loader.")
             rows[name]["AUROC"] = float(metrics.auroc(_scores(parts, score), _scores(strange, score)))
         if name in fits:
             rows[name]["fit s"] = fits[name]
@@ -177,10 +184,26 @@ def _check(posteriors: Any, score: str, repeats: Any) -> None:
             )
     if score not in ("entropy", "confidence"):
         raise LapwingError(
-            f"Asked for score={score!r}; accepted are 'entropy' and 'confidence': write score='entropy'."
+            f"Asked for score={shown(score)}; accepted are 'entropy' and 'confidence': write score='entropy'."
         )
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-        raise LapwingError(f"Asked for repeats={repeats!r}; a whole number of at least 1 is needed: write repeats=3.")
+        raise LapwingError(
+            f"Asked for repeats={shown(repeats)}; a whole number of at least 1 is needed: write repeats=3."
+        )
+
+
+def _check_foreign(foreign: Any, loader: Iterable[Any]) -> None:
+    """Raises for several foreign sets: a dict that is no batch of a network which takes dicts."""
+    if not isinstance(foreign, Mapping):
+        return
+    held_out = next((batches.split(batch)[0] for batch in loader), None)
+    if isinstance(held_out, Mapping) and all(isinstance(value, Tensor) for value in foreign.values()):
+        return
+    name = next(iter(foreign), "name")
+    raise LapwingError(
+        f"compare takes one set of foreign inputs, a tensor or a loader. foreign is a dict with {len(foreign)} entries."
+        f" Compare with one at a time: foreign=foreign[{name!r}]."
+    )
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 
+import numpy as np
 import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from ..errors import LapwingError
+from ..extras import extra
+from .arguments import shown
 
 _Apply = Callable[[Tensor, float, Generator], Tensor]
 
@@ -65,8 +69,8 @@ def corrupt(images: Tensor, name: str, severity: int, seed: int = 0) -> Tensor:
         Images of the same shape, dtype and device, in [0, 1].
 
     Raises:
-        LapwingError: an unknown name, a severity out of range, or other images.
-        ModuleNotFoundError: Pillow is missing, for `jpeg` (`pip install lapwing[eval]`).
+        LapwingError: an unknown name, a severity out of range, or other images; for `jpeg` where Pillow is missing
+            (`pip install lapwing[eval]`).
 
     Cost: time and memory a small multiple of the images'; blurs and `elastic` sample every image up to 15 times.
 
@@ -76,9 +80,9 @@ def corrupt(images: Tensor, name: str, severity: int, seed: int = 0) -> Tensor:
         torch.Size([4, 1, 28, 28])
     """
     images = checked(images, "corrupt")
-    if name not in CORRUPTIONS:
+    if not isinstance(name, str) or name not in CORRUPTIONS:
         raise LapwingError(
-            f"Asked for the corruption {name!r}; accepted are {', '.join(CORRUPTIONS)}: write corrupt(images, "
+            f"Asked for the corruption {shown(name)}; accepted are {', '.join(CORRUPTIONS)}: write corrupt(images, "
             '"gaussian_noise", severity=3).'
         )
     corruption = CORRUPTIONS[name]
@@ -87,8 +91,8 @@ def corrupt(images: Tensor, name: str, severity: int, seed: int = 0) -> Tensor:
             f"Asked for the corruption {name!r} of images of shape {tuple(images.shape)}, found one channel; it needs "
             'three: for grey images choose another, such as "contrast".'
         )
-    if isinstance(severity, bool) or severity not in (1, 2, 3, 4, 5):
-        raise LapwingError(f"Asked for severity={severity!r}; 1, 2, 3, 4 and 5 are accepted: write severity=3.")
+    if isinstance(severity, bool) or not isinstance(severity, Real) or severity not in (1, 2, 3, 4, 5):
+        raise LapwingError(f"Asked for severity={shown(severity)}; 1, 2, 3, 4 and 5 are accepted: write severity=3.")
     if not len(images):
         return images.clone()
     exact = images.to(torch.float64 if images.dtype == torch.float64 else torch.float32)
@@ -103,8 +107,9 @@ def checked(images: Tensor, asked: str) -> Tensor:
 
 def check_form(images: Tensor, asked: str) -> None:
     """Raises for anything but floating-point images (B, 1 or 3, H, W)."""
-    if not isinstance(images, Tensor) or images.ndim != 4 or images.shape[1] not in (1, 3) or min(images.shape[2:]) < 8:
-        found = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+    dense = isinstance(images, Tensor) and not images.is_nested
+    if not dense or images.ndim != 4 or images.shape[1] not in (1, 3) or min(images.shape[2:]) < 8:
+        found = tuple(images.shape) if dense else type(images).__name__
         raise LapwingError(
             f"{asked} takes images as a tensor (B, 1, H, W) or (B, 3, H, W) with H and W at least 8, and found "
             f"{found}; for a single image write x[None], for channels last x.movedim(-1, 1)."
@@ -129,7 +134,9 @@ def in_range(images: Tensor, asked: str, eps: float, remedy: str) -> Tensor:
 def seeded(seed: int) -> Generator:
     """Returns a generator on the CPU; raises for a seed that is none."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise LapwingError(f"Asked for seed={seed!r}; a whole number from 0 to 2**63 - 1 is accepted: write seed=0.")
+        raise LapwingError(
+            f"Asked for seed={shown(seed)}; a whole number from 0 to 2**63 - 1 is accepted: write seed=0."
+        )
     return Generator().manual_seed(seed)
 
 
@@ -294,14 +301,12 @@ def _pixelate(x: Tensor, s: float, g: Generator) -> Tensor:
 
 def _jpeg(x: Tensor, s: float, g: Generator) -> Tensor:
     """`s` is 100 minus the codec's quality; colour is not subsampled."""
-    import numpy as np
-    from PIL import Image
-
+    codec = extra("PIL.Image")
     decoded = []
     for image in (x * 255).round().byte().movedim(1, -1).cpu().numpy():
         file = io.BytesIO()
-        Image.fromarray(image.squeeze()).save(file, "JPEG", quality=int(100 - s), subsampling=0)
-        decoded.append(np.asarray(Image.open(file)).reshape(image.shape))
+        codec.fromarray(image.squeeze()).save(file, "JPEG", quality=int(100 - s), subsampling=0)
+        decoded.append(np.asarray(codec.open(file)).reshape(image.shape))
     return torch.from_numpy(np.stack(decoded)).movedim(-1, 1).to(x) / 255
 
 

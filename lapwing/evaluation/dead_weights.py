@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..errors import LapwingError
 from ..posterior import Posterior
 from ..tangent import Tangent
 from ..tangent.eager import outside_modes
+from .arguments import check_loader, shown
 
 
 @outside_modes
@@ -46,10 +47,14 @@ def dead_parameters(fitted: Posterior | Tangent, loader: Iterable[Any], threshol
     """
     if isinstance(threshold, bool) or not isinstance(threshold, Real) or not 0 <= threshold < 1:
         raise LapwingError(
-            f"dead_parameters compares gradients with threshold times the largest, and threshold is {threshold!r}; a "
-            "number from 0 up to 1 is accepted: threshold=1e-6."
+            "dead_parameters compares gradients with threshold times the largest, and threshold is "
+            f"{shown(threshold)}; a number from 0 up to 1 is accepted: threshold=1e-6."
         )
     tangent = fitted.tangent if isinstance(fitted, Posterior) else fitted
+    if not isinstance(tangent, Tangent):
+        raise LapwingError(f"dead_parameters takes a posterior. This is {shown(fitted)}. Pass lw.fit(model, loader).")
+    if not isinstance(loader, (Tensor, Mapping, tuple)):
+        check_loader("dead_parameters", loader)
     sums = {block.name: torch.zeros(block.size, dtype=torch.float64, device=tangent.device) for block in tangent.blocks}
     seen = 0
     for batch in loader if batches.is_loader(loader) else [loader]:

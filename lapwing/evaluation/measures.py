@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import LapwingError
 from ..numerics import symmetric_eigen
+from .arguments import real_tensor, shown
 
 _DENSE, _STEPS = 1000, 100  # rows up to which a spectral norm is exact, and Lanczos steps above
 _SHAPES = {2: "(n, n)", 3: "(B, C, C)", 4: "(B, C, B, C)"}
@@ -112,8 +113,9 @@ def gaussian_kl(mean1: Tensor, cov1: Tensor, mean2: Tensor, cov2: Tensor, noise_
         >>> round(gaussian_kl(zero, one, zero, 2 * one).item(), 4)
         0.0966
     """
-    dtype = torch.float64 if noise_variance or cov1.dtype == cov2.dtype == torch.float64 else torch.float32
+    given = [real_tensor("gaussian_kl", name, value).dtype for name, value in (("cov1", cov1), ("cov2", cov2))]
     delta, cov1, cov2, noise = _gaussians("gaussian_kl", mean1, cov1, mean2, cov2, noise_variance)
+    dtype = torch.float64 if noise or given == [torch.float64] * 2 else torch.float32
     values, vectors = symmetric_eigen(cov2)
     values = values + noise
     singular = values[:, 0] <= _rounding(values, dtype)  # without noise, what the arguments' dtype cannot resolve
@@ -194,6 +196,7 @@ def categorical_kl(p: Tensor, q: Tensor) -> Tensor:
         >>> round(categorical_kl(torch.tensor([[0.5, 0.5]]), torch.tensor([[0.25, 0.75]])).item(), 4)
         0.1438
     """
+    p, q = real_tensor("categorical_kl", "p", p), real_tensor("categorical_kl", "q", q)
     rows = {"p": p, "q": q}
     if p.shape != q.shape or p.ndim != 2 or p.shape[1] < 2:
         raise LapwingError(
@@ -202,7 +205,7 @@ def categorical_kl(p: Tensor, q: Tensor) -> Tensor:
         )
     for name, value in rows.items():
         rounding = 0.05 if value.dtype in (torch.float16, torch.bfloat16) else 1e-3
-        value = value.detach().double()
+        value = value.double()
         wrong = ~((value >= 0).all(1) & ((value.sum(1) - 1).abs() <= rounding))  # NaN is wrong too
         if wrong.any():
             raise LapwingError(
@@ -270,7 +273,7 @@ def ella_error(found: Tensor, exact: Tensor) -> Tensor:
 
 def _finite(asked: str, **values: Tensor) -> list[Tensor]:
     """Returns the values without their graph, as float64 where they are; raises for NaN and infinities."""
-    found = {name: torch.as_tensor(value).detach().double() for name, value in values.items()}
+    found = {name: real_tensor(asked, name, value).double() for name, value in values.items()}
     for name, value in found.items():
         bad = int((~value.isfinite()).sum())
         if bad:
@@ -288,6 +291,7 @@ def _rounding(values: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def _alike(asked: str, accepted: tuple[int, ...], **values: Tensor) -> list[Tensor]:
     """Checks that all are finite covariances of one shape with an accepted number of axes; returns float64."""
+    values = {name: real_tensor(asked, name, value) for name, value in values.items()}
     shapes = {tuple(value.shape) for value in values.values()}
     shape = next(iter(shapes))
     half = len(shape) // 2
@@ -338,17 +342,17 @@ def _gaussians(
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     """Checks two Gaussians an input; returns the difference of the means, both covariances and the noise."""
     cov1, cov2 = _alike(asked, (3,), cov1=cov1, cov2=cov2)
+    mean1, mean2 = _finite(asked, mean1=mean1, mean2=mean2)
     if mean1.shape != cov1.shape[:2] or mean2.shape != mean1.shape:
         raise LapwingError(
             f"{asked} takes one Gaussian an input, and the shapes are mean1 {tuple(mean1.shape)}, cov1 "
             f"{tuple(cov1.shape)}, mean2 {tuple(mean2.shape)}, cov2 {tuple(cov2.shape)}; means (B, C) and covariances "
             f"(B, C, C) are accepted: {asked}(one.mean, one.covariance, other.mean, other.covariance)."
         )
-    mean1, mean2 = _finite(asked, mean1=mean1, mean2=mean2)
     real = isinstance(noise_variance, Real) and not isinstance(noise_variance, bool)
     if not real or not 0 <= noise_variance < math.inf:
         raise LapwingError(
-            f"{asked} adds a noise variance to both covariances, and noise_variance is {noise_variance!r}; a finite "
-            "number of at least 0 is accepted: noise_variance=posterior.noise_variance."
+            f"{asked} adds a noise variance to both covariances, and noise_variance is {shown(noise_variance)}; a "
+            "finite number of at least 0 is accepted: noise_variance=posterior.noise_variance."
         )
     return mean1 - mean2, cov1, cov2, float(noise_variance)

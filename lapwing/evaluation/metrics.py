@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import LapwingError
+from lapwing.evaluation.arguments import real_tensor, shown
+from lapwing.extras import extra
 from lapwing.likelihoods.targets import check_binary_targets
 
 _SQRT_HALF = math.sqrt(0.5)
@@ -48,7 +50,7 @@ def nll(log_prob: Tensor) -> Tensor:
         >>> nll(torch.tensor([-1.0, -3.0])).item()
         2.0
     """
-    log_prob = _double(log_prob)
+    log_prob = _double("nll", "log_prob", log_prob)
     if log_prob.ndim != 1 or log_prob.numel() == 0:
         raise LapwingError(
             f"nll averages one log-probability a sample, and log_prob has shape {tuple(log_prob.shape)}; it takes "
@@ -121,10 +123,11 @@ def as_classes(probs: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
         >>> accuracy(probs, labels).item()
         0.5
     """
-    probs = _double(probs)
-    check_binary_targets("as_classes", probs.shape, probs.device, answers.detach().cpu())
+    probs = _double("as_classes", "probs", probs)
+    answers = real_tensor("as_classes", "answers", answers).cpu()
+    check_binary_targets("as_classes", probs.shape, probs.device, answers)
     yes = probs.flatten()
-    return torch.stack([1.0 - yes, yes], 1), answers.detach().cpu().flatten().long()
+    return torch.stack([1.0 - yes, yes], 1), answers.flatten().long()
 
 
 def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
@@ -139,24 +142,24 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
         bins: number of bins of equal width, at least 1.
 
     Raises:
-        LapwingError: shapes, dtypes or values are not as above.
-        ModuleNotFoundError: torchmetrics is missing (``pip install lapwing[eval]``).
+        LapwingError: shapes, dtypes or values are not as above; torchmetrics is missing
+            (``pip install lapwing[eval]``).
 
     Example:
         >>> round(expected_calibration_error(torch.tensor([[0.8, 0.2], [0.8, 0.2]]), torch.tensor([0, 1])).item(), 4)
         0.3
     """
-    from torchmetrics.functional.classification import multiclass_calibration_error
-
+    torchmetrics = extra("torchmetrics.functional.classification")
     probs, labels = _classification("expected_calibration_error", probs, labels)
     if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
         raise LapwingError(
-            f"expected_calibration_error sorts confidences into bins, and bins is {bins!r}; it takes an integer of at "
-            "least 1: expected_calibration_error(probs, labels, bins=15)."
+            f"expected_calibration_error sorts confidences into bins, and bins is {shown(bins)}; it takes an integer "
+            "of at least 1: expected_calibration_error(probs, labels, bins=15)."
         )
     # torchmetrics takes values above 1 for logits, and gives a confidence of exactly 1 a bin of its own
     probs = probs.clamp(0.0, 1.0 - 2.0**-24)
-    return multiclass_calibration_error(probs, labels, num_classes=probs.shape[1], n_bins=bins, norm="l1").double()
+    error = torchmetrics.multiclass_calibration_error(probs, labels, num_classes=probs.shape[1], n_bins=bins, norm="l1")
+    return error.double()
 
 
 def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
@@ -170,17 +173,16 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
         scores_out: finite scores of out-of-distribution samples (N_out,).
 
     Raises:
-        LapwingError: shapes or values are not as above.
-        ModuleNotFoundError: scikit-learn is missing (``pip install lapwing[eval]``).
+        LapwingError: shapes or values are not as above; scikit-learn is missing (``pip install lapwing[eval]``).
 
     Example:
         >>> auroc(torch.tensor([0.1, 0.2, 0.6]), torch.tensor([0.5, 0.9])).item()  # 5 of 6 pairs in order
         0.8333333333333334
     """
-    from sklearn.metrics import roc_auc_score
-
-    scores = {"scores_in": _double(scores_in), "scores_out": _double(scores_out)}
-    for name, value in scores.items():
+    sklearn = extra("sklearn.metrics")
+    scores = {"scores_in": scores_in, "scores_out": scores_out}
+    for name in scores:
+        scores[name] = value = _double("auroc", name, scores[name])
         if value.ndim != 1 or value.numel() == 0:
             raise LapwingError(
                 f"auroc compares one score a sample, and {name} has shape {tuple(value.shape)}; it takes shape (N,) "
@@ -190,7 +192,7 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
     # torchmetrics would squash scores outside [0, 1] by a sigmoid, which ties large ones
     is_out = torch.cat([torch.zeros_like(scores["scores_in"]), torch.ones_like(scores["scores_out"])])
     joined = torch.cat([scores["scores_in"], scores["scores_out"]])
-    return torch.tensor(float(roc_auc_score(is_out.numpy(), joined.numpy())), dtype=torch.float64)
+    return torch.tensor(float(sklearn.roc_auc_score(is_out.numpy(), joined.numpy())), dtype=torch.float64)
 
 
 def gaussian_nll(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
@@ -316,15 +318,16 @@ def interval_coverage(lower: Tensor, upper: Tensor, y: Tensor) -> Tensor:
     return ((lower <= y) & (y <= upper)).double().mean()
 
 
-def _double(value: Tensor) -> Tensor:
+def _double(asked: str, name: str, value: Tensor) -> Tensor:
     """Return the values without their graph, as float64 on the CPU."""
-    return torch.as_tensor(value).detach().cpu().double()
+    return real_tensor(asked, name, value).cpu().double()
 
 
 def _classification(asked: str, probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Check probabilities (N, C) and labels (N,); return them as float64 and int64 on the CPU."""
-    half = torch.as_tensor(probs).dtype in (torch.float16, torch.bfloat16)
-    probs, labels = _double(probs), torch.as_tensor(labels).detach().cpu()
+    probs, labels = real_tensor(asked, "probs", probs), real_tensor(asked, "labels", labels).cpu()
+    half = probs.dtype in (torch.float16, torch.bfloat16)
+    probs = probs.cpu().double()
     if probs.ndim != 2 or probs.shape[0] == 0 or probs.shape[1] < 2:
         raise LapwingError(
             f"{asked} needs a probability for each class, and probs has shape {tuple(probs.shape)}; it takes shape "
@@ -336,7 +339,7 @@ def _classification(asked: str, probs: Tensor, labels: Tensor) -> tuple[Tensor, 
             f"{asked} needs one label for each of the {rows} rows of probs, and labels has shape {tuple(labels.shape)}"
             f"; it takes shape ({rows},): for one-hot labels pass labels.argmax(1), for a column labels[:, 0]."
         )
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+    if labels.is_floating_point() or labels.dtype == torch.bool:
         raise LapwingError(
             f"{asked} needs labels as class numbers, and labels has dtype {labels.dtype}; it takes an integer dtype: "
             "pass labels.long()."
@@ -362,7 +365,7 @@ def _classification(asked: str, probs: Tensor, labels: Tensor) -> tuple[Tensor, 
 
 def _regression(asked: str, finite: tuple[str, ...] | None = None, **values: Tensor) -> list[Tensor]:
     """Check that all values have one shape, (N,) or (N, C), and are finite (those named); return them as float64."""
-    found = {name: _double(value) for name, value in values.items()}
+    found = {name: _double(asked, name, value) for name, value in values.items()}
     shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in found.items())
     y = found["y"]
     if len({value.shape for value in found.values()}) > 1:

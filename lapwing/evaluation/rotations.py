@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import batches
 from ..errors import LapwingError
+from .arguments import check_loader, real_tensor, shown
 from .comparison import Candidate, compare
 from .corruptions import pixels, warp
 
@@ -50,8 +51,10 @@ def rotate(images: Tensor, degrees: float, fill: Fill = 0.0) -> Tensor:
             "image write x[None], for bytes x.float() / 255, for channels last x.movedim(-1, 1)."
         )
     if isinstance(degrees, bool) or not isinstance(degrees, (int, float)) or not math.isfinite(degrees):
-        raise LapwingError(f"Asked to rotate by degrees={degrees!r}; a finite number is needed: write rotate(x, 30).")
-    value = torch.as_tensor(fill, dtype=images.dtype, device=images.device)
+        raise LapwingError(
+            f"Asked to rotate by degrees={shown(degrees)}; a finite number is needed: write rotate(x, 30)."
+        )
+    value = real_tensor("rotate", "fill", fill).to(images)
     if value.shape not in ((), (1,), (images.shape[1],)):
         raise LapwingError(
             f"Asked to rotate images of {images.shape[1]} channels with a fill of shape {tuple(value.shape)}; a number "
@@ -124,6 +127,9 @@ def rotation_curves(
         >>> len(curves["KFAC"]["NLL"])
         2
     """
+    check_loader("rotation_curves", loader)
+    if isinstance(degrees, Tensor) or not isinstance(degrees, Iterable):
+        raise LapwingError(f"rotation_curves takes angles as a list. degrees is {shown(degrees)}. Pass [0, 30, 60].")
     tables = [compare(posteriors, RotatedLoader(loader, angle, fill), repeats=1) for angle in degrees]
     if not tables:
         raise LapwingError(

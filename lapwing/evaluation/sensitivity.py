@@ -31,6 +31,7 @@ from ..prediction.propagation import NoCovariance, Untreated, certain_latent
 from ..prediction.uncertain import leaves_of, with_leaves
 from ..prior import is_positive
 from ..tangent.eager import outside_modes
+from .arguments import shown
 
 _SLOWED = 0.75
 """θ: where `weight` is None, the loss grows at 1 - θ of the speed that it would have without a pull back."""
@@ -309,8 +310,8 @@ def _check(**numbers: Any) -> None:
         if not is_positive(value) or not whole:
             kind = "whole" if name == "steps" else "finite"
             raise LapwingError(
-                f"Asked for sensitivity({name}={value!r}); a positive {kind} number is needed: leave it out, or write "
-                f"{name}={2000 if name == 'steps' else 0.1}."
+                f"Asked for sensitivity({name}={shown(value)}); a positive {kind} number is needed: leave it out, or "
+                f"write {name}={2000 if name == 'steps' else 0.1}."
             )
 
 

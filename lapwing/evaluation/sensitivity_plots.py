@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from .. import batches
 from ..errors import LapwingError
+from ..extras import extra
+from .arguments import shown
 
 
 def maps(
@@ -35,18 +38,17 @@ def maps(
     Raises:
         LapwingError: for what is no image, or another number of axes or labels.
     """
-    import matplotlib.pyplot as plt
-
+    plt = extra("matplotlib.pyplot")
     if not 0 <= low < 1:
-        raise LapwingError(f"Asked for plot(low={low!r}); a number from 0 to below 1 is needed: write low=0.5.")
+        raise LapwingError(f"Asked for plot(low={shown(low)}); a number from 0 to below 1 is needed: write low=0.5.")
     maps, images = (_images(part, shape) for part in (values, inputs))
     flat = _axes(axes, len(maps), lambda: plt.subplots(1, len(maps), figsize=(1.6 * len(maps), 1.8), squeeze=False)[1])
     if labels is not None and len(labels) != len(maps):
         raise LapwingError(f"Asked for {len(labels)} labels of {len(maps)} images; one each is needed.")
     for i, axis in enumerate(flat):
         axis.imshow(images[i], cmap="gray_r", alpha=0.35)
-        shown = axis.imshow(maps[i], cmap="inferno_r", vmin=low, vmax=1.0)
-        shown.set_alpha((maps[i] > low).astype(float) * 0.85)
+        drawn = axis.imshow(maps[i], cmap="inferno_r", vmin=low, vmax=1.0)
+        drawn.set_alpha((maps[i] > low).astype(float) * 0.85)
         axis.set_axis_off()
         if labels is not None:
             axis.set_title(labels[i], fontsize=8)
@@ -67,8 +69,7 @@ def bars(values: Tensor, axes: Any = None, features: Sequence[str] | None = None
     Raises:
         LapwingError: for another number of names.
     """
-    import matplotlib.pyplot as plt
-
+    plt = extra("matplotlib.pyplot")
     count = values.shape[1]
     names = [f"x{i}" for i in range(count)] if features is None else list(features)
     if len(names) != count:
@@ -102,8 +103,6 @@ def _images(values: Tensor, shape: tuple[int, ...] | None) -> Any:
 
 def _axes(axes: Any, count: int, make: Any) -> list[Any]:
     """Returns a list of axes, those given or new ones."""
-    import numpy as np
-
     found = list(np.ravel(make() if axes is None else axes))
     if len(found) != count:
         raise LapwingError(f"Asked to draw {count} pictures, found {len(found)} axes; one each is needed.")

@@ -39,6 +39,8 @@ class Likelihood(ABC):
     """The link classes that `predict` accepts."""
     default_link: ClassVar[Link]
     """The link of a Gaussian latent when none is asked for."""
+    activation: ClassVar[str | None] = None
+    """What turns outputs into probabilities, "softmax" or "sigmoid"; None where outputs are no logits."""
 
     @abstractmethod
     def check(self, outputs: Tensor, targets: Tensor) -> None:

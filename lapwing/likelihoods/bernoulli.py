@@ -32,6 +32,7 @@ class Bernoulli(NoiselessLikelihood):
     name: ClassVar[str] = "bernoulli"
     links: ClassVar[tuple[type[Link], ...]] = (Quadrature, Probit, SampledLink)
     default_link: ClassVar[Link] = Quadrature()
+    activation: ClassVar[str | None] = "sigmoid"
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Check targets of 0 and 1, (B, C) or, when C = 1, (B,).

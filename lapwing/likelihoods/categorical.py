@@ -38,6 +38,7 @@ class Categorical(NoiselessLikelihood):
     name: ClassVar[str] = "categorical"
     links: ClassVar[tuple[type[Link], ...]] = (Probit, LaplaceBridge, SampledLink)
     default_link: ClassVar[Link] = Probit()
+    activation: ClassVar[str | None] = "softmax"
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Check integer labels (B,) from 0 to C - 1.

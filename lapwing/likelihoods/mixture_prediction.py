@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
+from lapwing.batches import describe
 from lapwing.errors import LapwingError
 from lapwing.likelihoods.links import seeded
 from lapwing.likelihoods.predictions import Prediction, check_count, check_level
@@ -23,6 +24,17 @@ class MixturePrediction(Prediction):
     """
 
     components: dist.Distribution
+
+    def __post_init__(self) -> None:
+        """Checks that there is a distribution for each input and draw."""
+        found = self.components
+        if not isinstance(found, dist.Distribution) or len(found.batch_shape) < 2:
+            batch = f", of batch shape {tuple(found.batch_shape)}" if isinstance(found, dist.Distribution) else ""
+            raise LapwingError(
+                "MixturePrediction takes a distribution of torch.distributions with batch shape (inputs, draws). "
+                f"This is {describe(found)}{batch}. Pass, for example, torch.distributions.Normal(mean, std) with "
+                "tensors (inputs, draws)."
+            )
 
     @property
     def mean(self) -> Tensor:

@@ -16,7 +16,7 @@ from ..covariance import Covariance
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
-from ..loaders import checked_batches
+from ..loaders import check_logits, checked_batches
 from ..posterior import Posterior
 from ..prior import Prior
 from ..tangent import Tangent, join
@@ -103,6 +103,8 @@ def _statistics(
     for inputs, targets in checked_batches(tangent.model, loader):
         outputs = tangent.outputs_of(inputs)
         batches.check_outputs(outputs, "these inputs")
+        if not samples:
+            check_logits(likelihood, outputs, next(tangent.model.parameters()).dtype)
         likelihood.check(outputs, targets)
         for name, value in likelihood.statistics(outputs, targets).items():
             statistics[name] = statistics.get(name, 0) + value

@@ -139,7 +139,7 @@ class SWAG:
                 "it out."
             )
         inputs, targets = batches.split(first_batch(loader))
-        likelihood = inferred_likelihood(targets) if likelihood is None else resolve(likelihood)
+        likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
         network = _averaged(collector)
         bar = sys.stderr.isatty() if progress is None else progress
         if batch_norm == "refresh":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import ClassVar
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.methods.passes import Batch
+from lapwing.methods.valla.clusters import cluster_centres
 from lapwing.methods.valla.inducing_points import _shares, inducing_points, movable
 from lapwing.tangent import Anchors, Tangent
 from tests import oracle
@@ -343,11 +343,58 @@ class TestChoiceOfPoints:
         assert len(anchors) == 24  # eight samples, three outputs
         assert len(anchors.rows(torch.float64)) == 24
 
-    def test_without_scikit_learn(self, monkeypatch):
-        monkeypatch.setitem(sys.modules, "sklearn.cluster", None)
-        with pytest.raises(lw.LapwingError, match=r"pip install lapwing\[eval\].*initial='data'"):
-            setup("mlp_scalar").fit(lw.VaLLA(3))
-        setup("mlp_scalar").fit(lw.VaLLA(3, initial="data"))
+
+class TestClusters:
+    """Lloyd's iteration, by what defines its end."""
+
+    def points(self, n: int = 120, width: int = 4) -> Tensor:
+        return torch.randn(n, width).double() + 6.0 * torch.randint(4, (n, 1))
+
+    def cost(self, points: Tensor, centres: Tensor) -> float:
+        return float((points[:, None] - centres).square().sum(2).amin(1).sum())
+
+    @pytest.mark.parametrize("count", [1, 7, 120])
+    def test_every_centre_is_the_mean_of_the_points_nearest_to_it(self, count):
+        points = 1e3 + self.points()
+        centres = cluster_centres(points, count, torch.Generator().manual_seed(0))
+        nearest = (points[:, None] - centres).square().sum(2).argmin(1)
+        assert nearest.bincount(minlength=count).min() > 0
+        close(centres, torch.stack([points[nearest == k].mean(0) for k in range(count)]), 1e-10)
+
+    def test_distances_by_parts(self, monkeypatch):
+        points = self.points()
+        whole = cluster_centres(points, 5, torch.Generator().manual_seed(0))
+        monkeypatch.setattr("lapwing.methods.valla.clusters.AT_ONCE", 35)
+        close(cluster_centres(points, 5, torch.Generator().manual_seed(0)), whole, 1e-12)
+
+    def test_no_step_makes_it_worse(self, monkeypatch):
+        points, costs = self.points(), []
+        for steps in range(12):
+            monkeypatch.setattr("lapwing.methods.valla.clusters.STEPS", steps)
+            costs.append(self.cost(points, cluster_centres(points, 9, torch.Generator().manual_seed(1))))
+        assert all(after <= before * (1 + 1e-12) for before, after in pairwise(costs))
+        assert costs[-1] < 0.95 * costs[0]
+
+    def test_as_good_as_scikit_learn(self):
+        from sklearn.cluster import KMeans
+
+        points, seeds = self.points(300), range(4)
+        own = [self.cost(points, cluster_centres(points, 12, torch.Generator().manual_seed(seed))) for seed in seeds]
+        found = [KMeans(12, n_init=1, random_state=seed).fit(points.numpy()).inertia_ for seed in seeds]
+        assert sum(own) < 1.03 * sum(found)
+
+    @pytest.mark.parametrize("size", [1e-30, 1.0, 1e25])
+    def test_fewer_different_points_than_centres(self, size):
+        """Squares of these leave float32 at both ends; centres without points stay on one."""
+        points = size * torch.tensor([[0.0, 1.0], [2.0, 3.0], [0.0, 1.0], [0.0, 1.0], [2.0, 3.0]])
+        centres = cluster_centres(points, 4, torch.Generator().manual_seed(0))
+        assert torch.cdist((centres / size).double(), (points / size).double()).amin(1).max() < 1e-6
+        assert torch.cdist((points / size).double(), (centres / size).double()).amin(1).max() < 1e-6
+
+    def test_the_same_seed_gives_the_same_centres(self):
+        points = self.points()
+        first, second = (cluster_centres(points, 5, torch.Generator().manual_seed(3)) for _ in range(2))
+        assert torch.equal(first, second)
 
 
 class TestBadInput:

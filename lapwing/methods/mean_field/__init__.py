@@ -255,7 +255,7 @@ def _around(
             "it out."
         )
     inputs, targets = batches.split(first_batch(loader))
-    likelihood = inferred_likelihood(targets) if likelihood is None else resolve(likelihood)
+    likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(model, inputs, lambda name, _: name in variances, forward, memory)
     covariance = diagonal(tangent, {name: scale * variances[name] for name in tangent.parameters})
     return constructed(tangent, covariance, likelihood, loader, method, progress)

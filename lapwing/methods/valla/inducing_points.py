@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from ...errors import LapwingError
 from ...tangent import Anchors
 from ..passes import Batch, Pass, Problem, State, SumPass, class_labels
 from ..rows import choose
+from .clusters import cluster_centres
 
 log = logging.getLogger("lapwing")
 
@@ -216,28 +216,13 @@ def _clustered(problem: Problem, inputs: Any, labels: Tensor, wanted: int) -> An
     features = torch.cat([leaf.float().flatten(1).cpu() for leaf in leaves], 1)
     kinds = [(labels == label).nonzero()[:, 0] for label in labels.unique()]
     shares = _shares([len(kind) for kind in kinds], wanted)
-    centres = []
-    for kind, share in zip(kinds, shares, strict=True):
-        centres.append(features[kind] if share == len(kind) else _means(features[kind], share, problem.seed))
+    generator = problem.generator()
+    centres = [
+        features[kind[:share]] if share in (0, len(kind)) else cluster_centres(features[kind], share, generator)
+        for kind, share in zip(kinds, shares, strict=True)
+    ]
     widths = [leaf[0].numel() for leaf in leaves]
     found = torch.cat(centres).split(widths, 1)
     moved = (x.reshape(-1, *leaf.shape[1:]).to(leaf) for x, leaf in zip(found, leaves, strict=True))
     classes = torch.cat([labels[kind[:share]] for kind, share in zip(kinds, shares, strict=True)])
     return _pairs(problem, (batches.unflatten(moved, nest),), torch.arange(len(classes)), classes, wanted)
-
-
-def _means(points: Tensor, count: int, seed: int) -> Tensor:
-    """Returns the centres (count, D) of clusters of points (n, D)."""
-    if not count:
-        return points[:0]
-    try:
-        from sklearn.cluster import KMeans
-    except ModuleNotFoundError as error:
-        raise LapwingError(
-            "Asked for inducing points by initial='kmeans', found that scikit-learn is not installed; it is needed for "
-            "that: run pip install lapwing[eval], or write VaLLA(initial='data')."
-        ) from error
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # fewer distinct points than clusters
-        found = KMeans(count, n_init=1, random_state=seed % 2**32).fit(points.numpy())
-    return torch.from_numpy(found.cluster_centers_)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,8 @@ aten = torch.ops.aten
 
 INTACT = frozenset({aten.detach_.default, aten.copy_.default})
 """In-place calls that need no rewriting: on fresh constants only, or undone by the rewriting of others."""
+
+COMPILER_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,11 @@ def _writes(node: fx.Node) -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps fused fast paths, which have no graph, and torch's warnings about reading, out."""
+    """Keeps fused fast paths, which have no graph, and torch's warnings about reading, out.
+
+    Torch also writes a folder of its compiler, which nothing here uses, into the environment; it is taken out again.
+    """
+    folder = os.environ.get(COMPILER_FOLDER)
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -198,6 +205,8 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+        if folder is None:
+            os.environ.pop(COMPILER_FOLDER, None)
 
 
 def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:

@@ -1,0 +1,48 @@
+"""What evaluation is called with: one check of tensors, and how a value is shown in an error message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..batches import describe
+from ..errors import LapwingError
+
+
+def real_tensor(asked: str, name: str, value: Any) -> Tensor:
+    """Returns an argument as a tensor of real numbers, without its graph; numbers, lists and arrays become one.
+
+    Args:
+        asked: the function that the user called.
+        name: the argument.
+        value: what was given.
+
+    Raises:
+        LapwingError: for anything else: complex, sparse and nested tensors and those without data included.
+    """
+    try:
+        found = torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError):
+        found = None
+    if found is None or found.is_nested or found.layout != torch.strided or found.is_complex() or found.is_meta:
+        raise LapwingError(f"{asked} takes a dense tensor of real numbers as {name}. {name} is {shown(value)}.")
+    return found
+
+
+def check_loader(asked: str, loader: Any) -> None:
+    """Raises for what is no iterable of batches."""
+    if not hasattr(loader, "__iter__") or isinstance(loader, (Tensor, Mapping, str, bytes)):
+        raise LapwingError(f"{asked} takes batches as a loader. This is {shown(loader)}. Pass [(x, y)] for one batch.")
+
+
+def shown(value: Any) -> str:
+    """Returns numbers and texts as they are written, and anything else by its type and shape."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    if isinstance(value, Tensor):
+        kind = "nested" if value.is_nested else "sparse" if value.layout != torch.strided else value.device.type
+        return f"a {kind} tensor" if kind in ("nested", "sparse", "meta") else describe(value)
+    return describe(value)

@@ -1,0 +1,140 @@
+"""Arguments of the wrong kind: one sentence that names the argument and what it is, never torch's own error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Normal
+
+import lapwing as lw
+from lapwing.evaluation import approximation_errors, corrupt, dead_parameters, measures, metrics, rotate
+from lapwing.evaluation.arguments import shown
+from lapwing.likelihoods import MixturePrediction
+
+P, Y, S = torch.full((6, 3), 1 / 3), torch.arange(6) % 3, torch.rand(6)
+BLOCKS, MEANS, MATRIX = torch.eye(3).repeat(4, 1, 1), torch.zeros(4, 3), torch.eye(4)
+FUNCTIONS: dict[Callable[..., Any], dict[str, Tensor]] = {
+    metrics.accuracy: {"probs": P, "labels": Y},
+    metrics.nll: {"log_prob": S},
+    metrics.negative_log_likelihood: {"probs": P, "labels": Y},
+    metrics.brier: {"probs": P, "labels": Y},
+    metrics.as_classes: {"probs": P, "answers": P > 0.5},
+    metrics.expected_calibration_error: {"probs": P, "labels": Y},
+    metrics.auroc: {"scores_in": S, "scores_out": S},
+    metrics.gaussian_nll: {"mean": S, "variance": S + 1, "y": S},
+    metrics.rmse: {"mean": S, "y": S},
+    metrics.crps_gaussian: {"mean": S, "std": S + 1, "y": S},
+    metrics.cqm: {"mean": S, "std": S + 1, "y": S},
+    metrics.interval_coverage: {"lower": S, "upper": S + 1, "y": S},
+    measures.relative_error: {"found": BLOCKS, "exact": BLOCKS},
+    measures.trace: {"covariance": BLOCKS},
+    measures.gaussian_kl: {"mean1": MEANS, "cov1": BLOCKS, "mean2": MEANS, "cov2": BLOCKS},
+    measures.gaussian_wasserstein: {"mean1": MEANS, "cov1": BLOCKS, "mean2": MEANS, "cov2": BLOCKS},
+    measures.categorical_kl: {"p": P, "q": P},
+    measures.nystrom_error: {"found": MATRIX, "exact": MATRIX},
+    measures.ella_error: {"found": BLOCKS, "exact": BLOCKS},
+}
+WRONG = {
+    "None": (None, "None"),
+    "a text": ("x", "'x'"),
+    "an object": (nn.ReLU(), "ReLU"),
+    "a dict": ({"a": S}, "dict(a=Tensor (6,) float32)"),
+    "a ragged list": ([[1.0, 2.0], [3.0]], "list(list(float, float), list(float))"),
+    "complex": (torch.zeros(6, 3, dtype=torch.complex64), "Tensor (6, 3) complex64"),
+    "sparse": (torch.eye(3).to_sparse(), "a sparse tensor"),
+    "without data": (torch.zeros(6, 3, device="meta"), "a meta tensor"),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_other_arguments_are_named(function: Callable[..., Any]) -> None:
+    right = FUNCTIONS[function]
+    function(**right)
+    function(**{name: value.numpy() for name, value in right.items()})  # arrays are fine
+    for name in right:
+        for wrong, words in WRONG.values():
+            if function is measures.trace and wrong is None:
+                continue
+            with pytest.raises(lw.LapwingError) as caught:
+                function(**{**right, name: wrong})
+            assert str(caught.value) == (
+                f"{function.__name__} takes a dense tensor of real numbers as {name}. {name} is {words}."
+            )
+        with pytest.raises(lw.LapwingError, match=r"shape"):
+            function(**{**right, name: torch.zeros(2, 2, 2, 2, 2)})
+
+
+def test_values_are_shown_without_numbers_of_tensors() -> None:
+    assert [shown(value) for value in (True, 3, "x", None)] == ["True", "3", "'x'", "None"]
+    assert shown(torch.rand(500, 20)) == "Tensor (500, 20) float32"
+    assert shown(np.zeros(3)) == "ndarray"
+    with pytest.raises(lw.LapwingError, match=r"bins is Tensor \(4,\) float32"):
+        metrics.expected_calibration_error(P, Y, bins=torch.rand(4))
+
+
+@pytest.fixture(scope="module")
+def posterior() -> lw.Posterior:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x, y = torch.randn(12, 4), torch.arange(12) % 3
+        return lw.fit(nn.Linear(4, 3).eval(), [(x, y)], lw.Diagonal(), prior_precision=1.0)
+
+
+def posterior_of_images() -> lw.Posterior:
+    x, y = torch.rand(6, 1, 2, 2), Y
+    return lw.fit(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).eval(), [(x, y)], prior_precision=1.0)
+
+
+def test_posteriors_loaders_and_numbers(posterior: lw.Posterior) -> None:
+    x, y = torch.randn(6, 4), Y
+    images = torch.rand(1, 1, 8, 8)
+    refused: list[tuple[Callable[[], Any], str]] = [
+        (lambda: approximation_errors(3, x), "approximation_errors takes a posterior. This is 3."),
+        (lambda: approximation_errors(posterior, x, lw.Linearized()), "via is Linearized"),
+        (lambda: dead_parameters(x, [x]), r"dead_parameters takes a posterior. This is Tensor \(6, 4\)"),
+        (lambda: dead_parameters(posterior, 3), "dead_parameters takes batches as a loader. This is 3."),
+        (lambda: lw.compare({"a": posterior}, 3), "compare takes batches as a loader. This is 3."),
+        (lambda: lw.compare({"a": posterior}, x), r"This is Tensor \(6, 4\) float32. Pass \[\(x, y\)\]"),
+        (lambda: lw.compare({"a": posterior}, [(x, y)], fit_seconds=x), "fit_seconds as a dict"),
+        (lambda: lw.compare({"a": posterior}, [(x, y)], x[:0]), "hold no samples"),
+        (lambda: posterior_of_images().predict(torch.rand(5)), r"Sequential as model\(x\).*Dimension out of"),
+        (lambda: corrupt(images, ["fog"], 1), "Asked for the corruption list"),
+        (lambda: corrupt(images, "fog", torch.ones(3)), r"severity=Tensor \(3,\)"),
+        (lambda: rotate(images, 10.0, fill="black"), "fill is 'black'"),
+    ]
+    for action, words in refused:
+        with pytest.raises(lw.LapwingError, match=words):
+            action()
+
+
+def test_one_foreign_set(posterior: lw.Posterior) -> None:
+    x, held_out = torch.randn(6, 4), [(torch.randn(6, 4), Y)]
+    for foreign in ({"MNIST": x, "noise": x}, {"MNIST": [(x, Y)]}, {}):
+        with pytest.raises(lw.LapwingError, match=rf"one set of foreign inputs.*a dict with {len(foreign)} entries"):
+            lw.compare({"KFAC": posterior}, held_out, foreign, repeats=1)
+
+
+def test_a_foreign_batch_of_a_network_that_takes_dicts() -> None:
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    batch = {"x": torch.randn(6, 4), "labels": Y}
+    posterior = lw.fit(Network().eval(), [batch], lw.Diagonal(), prior_precision=1.0)
+    table = lw.compare({"diagonal": posterior}, [batch], {"x": torch.randn(5, 4)}, repeats=1)
+    assert "AUROC" in table["diagonal"]
+
+
+@pytest.mark.parametrize("components", [[1, 2], None, Normal(0.0, 1.0), Normal(torch.zeros(4), torch.ones(4))])
+def test_components_of_a_mixture(components: Any) -> None:
+    with pytest.raises(lw.LapwingError, match=r"batch shape \(inputs, draws\)"):
+        MixturePrediction(components)

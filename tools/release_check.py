@@ -1,0 +1,89 @@
+"""Checks a release as its users get it: builds it, installs the wheel alone, and runs there what needs no extra.
+
+    make release-check
+
+1. The source distribution is built, and the wheel from it.
+2. An empty environment gets the wheel with the dependencies that it declares, and nothing else.
+3. There run the Python blocks of the README, but those after a comment `<!-- needs lapwing[...] -->`, and
+   `tools/bare_install.py`.
+
+Needs Python 3.10 or newer with venv, and PyPI; works in a temporary folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK = re.compile(r"(<!-- needs lapwing\[\w+\] -->\s+)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def main() -> None:
+    """Runs the three steps; any failure ends with its own message."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        wheel = built(folder)
+        python = environment(folder / "bare", str(wheel))
+        run(python, "-m", "pip", "check")
+        readme = folder / "readme.py"
+        readme.write_text(blocks(ROOT / "README.md"), encoding="utf-8")
+        empty = folder / "empty"
+        empty.mkdir()
+        for program in (readme, ROOT / "tools" / "bare_install.py"):
+            run(python, "-I", str(program), cwd=empty)
+        print(f"{wheel.name}: built, installed alone and run in {time.monotonic() - start:.0f} s", flush=True)
+
+
+def built(folder: Path) -> Path:
+    """Returns the wheel, made from the source distribution."""
+    python = environment(folder / "builder", "build", "hatchling")
+    run(python, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(ROOT))
+    (wheel,) = (folder / "dist").glob("*.whl")
+    return wheel
+
+
+def environment(folder: Path, *packages: str) -> str:
+    """Makes a virtual environment with these packages, at the versions that are tested; returns its interpreter."""
+    run(sys.executable, "-m", "venv", str(folder))
+    python = str(folder / ("Scripts" if os.name == "nt" else "bin") / "python")
+    run(
+        python,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        "-c",
+        str(ROOT / "constraints.txt"),
+        *packages,
+    )
+    return python
+
+
+def blocks(page: Path) -> str:
+    """Returns the Python blocks of a page that need no extra, as one program."""
+    found = BLOCK.findall(page.read_text(encoding="utf-8"))
+    wanted = [block for extra, block in found if not extra]
+    if not 0 < len(wanted) < len(found):
+        raise SystemExit(f"{page.name} shows {len(wanted)} of {len(found)} blocks that need no extra: check its marks.")
+    return "\n".join(wanted)
+
+
+def run(*command: str, cwd: Path | None = None) -> None:
+    """Runs a command, and shows it first."""
+    print("+", " ".join(command), flush=True)
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=cwd, env=outside, check=False)
+    if done.returncode:
+        raise SystemExit(f"The release check failed: {' '.join(command)} ended with {done.returncode}.")
+
+
+if __name__ == "__main__":
+    main()
