@@ -32,8 +32,8 @@ def describe(value: Any) -> str:
     return type(value).__name__
 
 
-def split(batch: Any) -> tuple[Any, Any]:
-    """Separates what a loader yields into inputs and targets.
+def split(batch: Any, device: torch.device | None = None) -> tuple[Any, Any]:
+    """Separates what a loader yields into inputs and targets, and moves both to a device where one is given.
 
     Accepted: `(inputs, targets)`; `(input_1, ..., input_k, targets)`; a mapping with one of the keys labels, label,
     targets, target, y (Hugging Face batches included).
@@ -44,11 +44,12 @@ def split(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, Mapping):
         found = [key for key in LABEL_KEYS if key in batch]
         if found and len(batch) > 1:
-            return plain({key: value for key, value in batch.items() if key != found[0]}), plain(batch[found[0]])
+            named = {key: value for key, value in batch.items() if key != found[0]}
+            return plain(named, device), plain(batch[found[0]], device)
     elif isinstance(batch, (tuple, list)) and len(batch) >= 2:
         inputs, targets = batch[:-1], batch[-1]
         if isinstance(targets, Tensor):
-            return plain(inputs[0] if len(inputs) == 1 else tuple(inputs)), plain(targets)
+            return plain(inputs[0] if len(inputs) == 1 else tuple(inputs), device), plain(targets, device)
     raise LapwingError(
         f"Asked to read inputs and targets from a batch, found {describe(batch)}; accepted are (inputs, targets) and "
         "(input_1, ..., targets) with targets a tensor, one row a sample, and a dict with one of the keys "
@@ -97,11 +98,29 @@ def tensors(inputs: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(_tree(inputs)) if isinstance(leaf, Tensor)]
 
 
-def plain(inputs: Any) -> Any:
-    """Returns inputs with copies in place of tensors made in `torch.inference_mode()`, which no graph can hold."""
-    if not any(leaf.is_inference() for leaf in tensors(inputs)):
+def plain(inputs: Any, device: torch.device | None = None) -> Any:
+    """Returns inputs as ordinary tensors on a device: the same object where they are that already.
+
+    Copies stand in place of tensors made in `torch.inference_mode()`, which no graph can hold, and of tensors on
+    another device. Every batch, of a loader or of the user's, enters by this function.
+
+    Raises:
+        LapwingError: for tensors on the meta device.
+    """
+    if not any(leaf.is_inference() or device not in (None, leaf.device) for leaf in tensors(inputs)):
         return inputs
-    return pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) and x.is_inference() else x, _tree(inputs))
+    return pytree.tree_map(lambda x: _ordinary(x, device) if isinstance(x, Tensor) else x, _tree(inputs))
+
+
+def _ordinary(x: Tensor, device: torch.device | None) -> Tensor:
+    if device is not None and x.device != device:
+        if x.is_meta:
+            raise LapwingError(
+                f"A tensor of shape {tuple(x.shape)} is on the meta device, where it holds no numbers. Give a tensor "
+                f"on {device}."
+            )
+        x = x.to(device, non_blocking=device.type == "cuda")  # to the CPU that would not wait for the numbers
+    return x.clone() if x.is_inference() else x
 
 
 def size(inputs: Any) -> int:
@@ -312,14 +331,9 @@ def _finite(values: Tensor) -> bool:
     return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
 
 
-def check_inputs(inputs: Any, like: Tensor, where: str) -> None:
-    """Raises for NaN or infinite inputs (case 1) and for tensors on another device than the weights (case 7)."""
+def check_inputs(inputs: Any, where: str) -> None:
+    """Raises for NaN or infinite inputs (case 1)."""
     for leaf in tensors(inputs):
-        if leaf.device != like.device:
-            raise LapwingError(
-                f"Asked to run the model, whose weights are on {like.device}, found {where} on {leaf.device}; both "
-                f"must be on one device: move the inputs with x.to('{like.device}')."
-            )
         if leaf.is_floating_point() and not _finite(leaf):
             bad = (~torch.isfinite(leaf)).flatten(1).any(1) if leaf.ndim > 1 else ~torch.isfinite(leaf)
             first = int(bad.nonzero()[0]) if bad.ndim else 0

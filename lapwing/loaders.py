@@ -99,10 +99,10 @@ def inferred_likelihood(targets: Any) -> Likelihood:
 
 
 def checked_batches(network: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Tensor]]:
-    """Yields the inputs and targets of batches that are not empty."""
-    weight = next(network.parameters())
+    """Yields the inputs and targets of batches that are not empty, on the network's device."""
+    device = next(network.parameters()).device
     for number, raw in enumerate(loader, 1):
-        inputs, targets = batches.split(raw)
-        batches.check_inputs(inputs, weight, f"the inputs of batch number {number}")
+        inputs, targets = batches.split(raw, device)
+        batches.check_inputs(inputs, f"the inputs of batch number {number}")
         if batches.size(inputs):
             yield inputs, targets

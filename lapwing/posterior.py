@@ -22,7 +22,7 @@ from .likelihoods import Likelihood, Link, Prediction
 from .numerics import total
 from .precision import full_precision
 from .prediction import Linearized, Uncertain, Way
-from .prediction.uncertain import separate
+from .prediction.uncertain import placed, separate
 from .prior import Prior, is_positive
 from .tangent import Tangent, split
 from .tangent.checks import check_mode
@@ -301,7 +301,7 @@ class Posterior:
 
     @outside_modes
     def _latent(self, inputs: Any, via: Way, joint: bool) -> AnyLatent:
-        inputs = batches.plain(inputs)
+        inputs = placed(inputs, self.tangent.device)
         values, spreads = separate(inputs)
         if (isinstance(values, Tensor) and not values.ndim) or batches.size(values) == 0:
             raise LapwingError(

@@ -165,18 +165,18 @@ class Runner:
             total = len(self._loader)  # type: ignore[arg-type]
         except TypeError:  # none, or a DataLoader over an iterable data set
             total = None
-        start, weight = 0, next(iter(problem.tangent.parameters.values()))
+        start, device = 0, problem.tangent.device
         stops, limit = (self._stops(), step.limit) if isinstance(step, SumPass) else (frozenset(), None)
         disable = not (self._bar and summing)
         for number, raw in enumerate(tqdm(self._loader, step.label, total, disable=disable, leave=False), 1):
-            inputs, targets = batches.split(raw)
+            inputs, targets = batches.split(raw, device)
             samples = batches.size(inputs)
             if isinstance(targets, Tensor) and not targets.ndim:
                 raise LapwingError(
                     f"Asked to read batch number {number}, found a target without dimensions, {targets.item()}, beside "
                     f"{batches.describe(inputs)}; one row a sample is needed: give a single target as y[None]."
                 )
-            batches.check_inputs(inputs, weight, f"the inputs of batch number {number}")
+            batches.check_inputs(inputs, f"the inputs of batch number {number}")
             if self._expected is not None and start + samples > self._expected:
                 self._check_size(start + samples, f"for the pass '{step.label}'")
             end = samples if limit is None else min(samples, limit - start)

@@ -146,7 +146,7 @@ def compare(
         parts, targets, cost = _run(candidate, loader, repeats)
         rows[name] = _row(parts, targets)
         if foreign is not None:
-            strange = [candidate.predict(inputs) for inputs in _inputs(foreign)]
+            strange = [candidate.predict(batches.plain(inputs, candidate.device)) for inputs in _inputs(foreign)]
             rows[name]["AUROC"] = float(metrics.auroc(_scores(parts, score), _scores(strange, score)))
         if name in fits:
             rows[name]["fit s"] = fits[name]
@@ -185,10 +185,11 @@ def _check(posteriors: Any, score: str, repeats: Any) -> None:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """How a row predicts, the plain forward pass of its network, and whether it is that network alone."""
+    """How a row predicts, the plain forward pass of its network, on which device, and whether it is that alone."""
 
     predict: Callable[[Any], Prediction]
     forward: Callable[[Any], Tensor]
+    device: torch.device | None
     alone: bool
 
 
@@ -199,14 +200,15 @@ def _candidates(posteriors: Mapping[str, Candidate], loader: Iterable[Any]) -> d
     likelihood = _own_noise(fitted[0]) if fitted else _likelihood(loader)
     found: dict[str, _Candidate] = {}
     if len(fitted) == len(around) and len({id(posterior.tangent.model) for posterior in fitted}) == 1:
-        found["MAP"] = _network(fitted[0].tangent.outputs_of, likelihood)
+        found["MAP"] = _network(fitted[0].tangent.outputs_of, likelihood, fitted[0].tangent.device)
     for name, candidate in posteriors.items():
         if isinstance(candidate, nn.Module):
-            found[name] = _network(partial(_call, candidate), likelihood)
+            device = next((parameter.device for parameter in candidate.parameters()), None)
+            found[name] = _network(partial(_call, candidate), likelihood, device)
         else:
             posterior, way = candidate if isinstance(candidate, tuple) else (candidate, Linearized())
             predict = partial(posterior.predict, via=way)
-            found[name] = _Candidate(predict, posterior.tangent.outputs_of, False)
+            found[name] = _Candidate(predict, posterior.tangent.outputs_of, posterior.tangent.device, False)
     return found
 
 
@@ -217,14 +219,14 @@ def _own_noise(posterior: Posterior) -> Likelihood:
     return likelihood if residual is None or posterior.noise_given else likelihood.with_noise_variance(residual)
 
 
-def _network(forward: Callable[[Any], Tensor], likelihood: Likelihood) -> _Candidate:
+def _network(forward: Callable[[Any], Tensor], likelihood: Likelihood, device: torch.device | None) -> _Candidate:
     """Returns a network as a posterior without spread."""
 
     def predict(inputs: Any) -> Prediction:
         outputs = forward(inputs)
         return likelihood.predict(Latent(outputs, (Rotated(None, torch.zeros_like(outputs)),)))
 
-    return _Candidate(predict, forward, True)
+    return _Candidate(predict, forward, device, True)
 
 
 def _call(model: nn.Module, inputs: Any) -> Tensor:
@@ -253,7 +255,7 @@ def _run(candidate: _Candidate, loader: Iterable[Any], repeats: int) -> tuple[li
     targets: list[Tensor] = []
     spent = plain = 0.0
     for batch in loader:
-        inputs, labels = batches.split(batch)
+        inputs, labels = batches.split(batch, candidate.device)
         runs = [_timed(candidate, inputs) for _ in range(1 if candidate.alone else repeats)]
         parts.append(runs[-1][0])
         targets.append(labels)

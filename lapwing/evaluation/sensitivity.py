@@ -28,7 +28,7 @@ from ..loaders import inferred_likelihood
 from ..posterior import Posterior
 from ..prediction import Linearized, Uncertain, Way
 from ..prediction.propagation import NoCovariance, Untreated, certain_latent
-from ..prediction.uncertain import leaves_of, with_leaves
+from ..prediction.uncertain import leaves_of, placed, with_leaves
 from ..prior import is_positive
 from ..tangent.eager import outside_modes
 
@@ -165,7 +165,9 @@ def sensitivity(
         [1.0, 0.5, 0.0]
     """
     _check(rise=rise, variance=variance, rate=rate, steps=steps, weight=1.0 if weight is None else weight)
-    values, place, start = _parts(inputs, variance)
+    model = candidate.model if isinstance(candidate, Posterior) else candidate
+    parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    values, place, start = _parts(inputs if parameter is None else placed(inputs, parameter.device), variance)
     x = leaves_of(values)[place]
     predict = _predictor(candidate, likelihood, via, targets, forward)
 

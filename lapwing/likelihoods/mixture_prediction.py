@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
+from lapwing import batches
 from lapwing.errors import LapwingError
 from lapwing.likelihoods.links import seeded
 from lapwing.likelihoods.predictions import Prediction, check_count, check_level
@@ -96,6 +97,7 @@ class MixturePrediction(Prediction):
         Raises:
             LapwingError: for targets that are not one for each value of ``mean``.
         """
+        targets = batches.plain(targets, self.mean.device)
         if targets.numel() != self.mean.numel() or targets.shape[:1] != self.mean.shape[:1]:
             raise LapwingError(
                 f"MixturePrediction.log_prob needs a target for each value of shape {tuple(self.mean.shape)}, found "

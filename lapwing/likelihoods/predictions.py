@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from lapwing import numerics
+from lapwing import batches, numerics
 from lapwing.errors import LapwingError
 from lapwing.likelihoods.links import LatentLike, Link, at_least_float32, draw_chunks, seeded, weight_draws
 from lapwing.likelihoods.mixtures import mixture_log_density, mixture_quantile
@@ -114,6 +114,7 @@ class ClassPrediction(Prediction):
         Raises:
             LapwingError: for labels of a wrong shape, dtype or range.
         """
+        targets = batches.plain(targets, self.log_probs.device)
         check_labels("ClassPrediction.log_prob", self.log_probs.shape, self.log_probs.device, targets)
         return self.log_probs.gather(-1, targets.long()[:, None]).squeeze(-1)
 
@@ -231,6 +232,7 @@ class RegressionPrediction(Prediction):
             LapwingError: for targets of a wrong shape or dtype, or not finite.
         """
         mean, draws = self.mean, self._draws()
+        targets = batches.plain(targets, mean.device)
         check_real_targets("RegressionPrediction.log_prob", mean.shape, mean.device, targets)
         targets = aligned_targets("RegressionPrediction.log_prob", mean, targets)
         if draws is not None:

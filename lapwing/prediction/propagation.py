@@ -18,7 +18,7 @@ from ..tangent.eager import outside_modes, parameters_of
 from ..tangent.plan import Plan
 from ..tangent.record import wants_gradient
 from .linearized import Linearized
-from .uncertain import separate
+from .uncertain import placed, separate
 from .way import Way
 
 
@@ -145,6 +145,7 @@ def certain_latent(tangent: Untreated, covariance: NoCovariance, inputs: Any, vi
             f"Asked for via={via!r}; accepted are lw.Linearized(), lw.MonteCarlo(draws=50) and lw.Streamlined(): "
             "write via=lw.Linearized()."
         )
+    inputs = placed(inputs, tangent.device)
     values, spreads = separate(inputs)
     if not spreads:
         raise LapwingError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations
 
 from .. import batches
@@ -125,20 +125,18 @@ def _dropout_rate(module: nn.Module) -> float:
     return 0.0
 
 
-def check_inputs(model: nn.Module, inputs: Any, weight: Tensor, shared: Sequence[bool]) -> None:
+def check_inputs(model: nn.Module, inputs: Any, shared: Sequence[bool]) -> None:
     """Checks a batch before the network runs on it.
 
     Args:
         model: the network.
         inputs: the batch.
-        weight: one of its treated parameters, whose device counts.
         shared: which tensors of the first batch all its samples shared.
 
     Raises:
-        LapwingError: for inputs that are empty, not finite or on another device, and for shared tensors that cannot be
-            told from others.
+        LapwingError: for inputs that are empty or not finite, and for shared tensors that cannot be told from others.
     """
-    batches.check_inputs(inputs, weight, "the inputs")
+    batches.check_inputs(inputs, "the inputs")
     if not any(shared) or len(now := batches.shared(inputs)) != len(shared):
         return
     count = batches.size(inputs)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import batches
@@ -124,7 +125,7 @@ class BoundedEvidence(Tuning):
         if posterior.noise_given or not isinstance(posterior.likelihood, Gaussian) or least is None or best is None:
             return tuned
         shown = training.shown or posterior.samples
-        parts = list(self._spread(training.loader, shown, 2 * self.samples))
+        parts = list(self._spread(training.loader, posterior.tangent.device, shown, 2 * self.samples))
         if not parts:
             raise self._nothing_to_see()
         known = leave_one_out(posterior, parts)
@@ -172,7 +173,7 @@ class BoundedEvidence(Tuning):
         """
         first = candidates[0]
         totals, count = [0.0] * len(candidates), 0
-        for inputs, targets in self._spread(loader, shown or first.samples, self.samples):
+        for inputs, targets in self._spread(loader, first.tangent.device, shown or first.samples, self.samples):
             size = batches.size(inputs)
             scores = held_out_scores(candidates, None, [(inputs, targets)])  # checks the targets
             own = float(first.likelihood.log_prob(first.tangent.outputs_of(inputs), targets).double().sum())
@@ -190,11 +191,11 @@ class BoundedEvidence(Tuning):
         )
 
     @staticmethod
-    def _spread(loader: Iterable[Any], whole: int, most: int) -> Iterator[tuple[Any, Tensor]]:
+    def _spread(loader: Iterable[Any], device: torch.device, whole: int, most: int) -> Iterator[tuple[Any, Tensor]]:
         """Yields whole batches evenly over the loader, until there are as many samples as asked for."""
         start = taken = 0
         for batch in loader:
-            inputs, targets = batches.split(batch)
+            inputs, targets = batches.split(batch, device)
             size, left = batches.size(inputs), most - taken
             if size and left > 0 and taken * whole <= start * most:
                 if size > left:  # every so many of its samples

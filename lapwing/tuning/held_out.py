@@ -176,7 +176,7 @@ def _scores(
     totals = torch.zeros(len(posteriors), len(precisions or [0]), len(factors), dtype=torch.float64)
     with torch.no_grad():
         for batch in loader:
-            inputs, targets = batches.split(batch)
+            inputs, targets = batches.split(batch, first.tangent.device)
             for part, record in first.tangent.records(inputs, None, first.covariance.record_dtype, held):
                 labels = targets[part]
                 first.likelihood.check(record.outputs, labels)

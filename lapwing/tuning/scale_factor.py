@@ -88,7 +88,7 @@ def scale_factor(
     kept, count = [], 0
     with torch.no_grad():
         for batch in loader:
-            inputs, targets = batches.split(batch)
+            inputs, targets = batches.split(batch, posterior.tangent.device)
             latent = posterior.latent(inputs, via)
             posterior.likelihood.check(latent.mean, targets)
             read = None if by == "evidence" else posterior.likelihood.choose_link(latent, link)

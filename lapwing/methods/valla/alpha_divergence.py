@@ -192,11 +192,11 @@ class _AlphaSteps(MovingSteps):
 
     def _held_out(self) -> Iterator[tuple[Any, Tensor]]:
         """Yields held-out batches, one at least."""
-        empty, weight = True, next(iter(self.problem.tangent.parameters.values()))
+        empty, device = True, self.problem.tangent.device
         assert self._fit.validation is not None
         for raw in self._fit.validation:
-            inputs, targets = batches.split(raw)
-            batches.check_inputs(inputs, weight, "the validation inputs")
+            inputs, targets = batches.split(raw, device)
+            batches.check_inputs(inputs, "the validation inputs")
             empty = False
             yield inputs, targets
         if empty:

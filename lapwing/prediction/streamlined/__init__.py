@@ -167,7 +167,7 @@ class Streamlined(Way):
             LapwingError: as for `latent`.
         """
         check_mode(tangent.model)
-        batches.check_inputs(inputs, torch.empty(0, device=tangent.device), "the inputs")
+        batches.check_inputs(inputs, "the inputs")
         if not batches.size(inputs):
             raise LapwingError(
                 f"Asked for streamlined prediction at {batches.describe(inputs)}, found no samples; one at least is "
