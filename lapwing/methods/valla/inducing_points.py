@@ -96,7 +96,7 @@ def _given(problem: Problem, points: InducingPoints) -> Anchors:
     """Returns anchors at points that the user gave, checked against the network."""
     tangent, outputs = problem.tangent, points.outputs
     leaves, nest = batches.flatten(batches.plain(points.inputs, tangent.device))
-    inputs = batches.unflatten((leaf.detach() for leaf in leaves), nest)
+    inputs = batches.unflatten((leaf.detach().clone() for leaf in leaves), nest)  # fits move them in place
     batches.check_inputs(inputs, "the inducing points")
     count = len(tangent.outputs_of(inputs))
     if outputs is None:
