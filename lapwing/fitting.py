@@ -16,7 +16,7 @@ from .batches import Forward
 from .covariance import Covariance, PriorCovariance
 from .errors import LapwingError
 from .likelihoods import Likelihood, resolve
-from .loaders import check_progress, first_batch, inferred_likelihood, known_size
+from .loaders import check_progress, first_batch, inferred_likelihood, known_size, tell_unseen
 from .methods import KFAC, SWAG, FisherRoot, Found, Method, Problem
 from .methods.passes import Seen
 from .posterior import Posterior
@@ -97,7 +97,10 @@ def fit(
     inputs, targets = batches.split(first)
     likelihood = inferred_likelihood(targets) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(model, inputs, params, forward, memory)
-    runner = Runner(loader, progress, 0 if tune is None else tune.prefixes)
+    runner = Runner(loader, progress, 0 if tune is None else tune.prefixes, data_size)
+    drawn = runner.shown()
+    if data_size is None:
+        tell_unseen(loader, drawn)
     if weight_decay is not None:
         prior_precision = (data_size or runner.count()) * weight_decay
     prior = Prior.read(tangent, prior_precision, prior_mean)
@@ -113,6 +116,8 @@ def fit(
     found = runner.run(method, problem)
     tangent = found.tangent or tangent
     given = prior.given
+    if data_size is None and drawn is None:
+        tell_unseen(loader, runner.shown())
     likelihood, prior = _settled(found, likelihood, prior)
     seen, size = runner.seen(), None if data_size is None else float(data_size)
     if data_size is not None:
@@ -140,7 +145,7 @@ def fit(
     parts = sorted(runner.prefixes().items())
     unscaled = parts if whole.data_factor > 1 else parts[:-1]  # all of the data is a part where `whole` is scaled
     prefixes = tuple(posterior(*kept, samples, None) for samples, kept in unscaled)
-    return tune.tune(whole, Training(loader, prefixes, runner.count()))
+    return tune.tune(whole, Training(loader, prefixes, runner.shown()))
 
 
 def _size_for(seen: Seen, factor: float, shown: int, data_size: int | None) -> float | None:

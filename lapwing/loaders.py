@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, default_collate
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler, default_collate
 
 from . import batches
 from .errors import LapwingError
 from .likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+
+log = logging.getLogger("lapwing")
 
 
 def first_batch(loader: Any) -> Any:
@@ -73,6 +77,41 @@ def sampler_size(loader: DataLoader) -> int | None:
     return count - count % taken.batch_size if taken.drop_last else count
 
 
+def other_size(shown: int, to: str, before: int | None) -> LapwingError:
+    """Returns the error of a loader that shows another number of samples than before, or none after a first batch."""
+    first = "a first batch" if before is None else f"{before}"
+    return LapwingError(
+        f"The loader showed {first} at first and shows {shown} samples {to}. Every pass needs the same data. Pass a "
+        "DataLoader or a list of batches, not a generator."
+    )
+
+
+def tell_unseen(loader: Any, shown: int | None) -> None:
+    """Warns where a data loader shows fewer samples than its data set has, or each of them once a worker.
+
+    Of several processes each shows its share, which is no mistake.
+    """
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if shown is None or distributed or not isinstance(loader, DataLoader):
+        return
+    try:
+        total = len(loader.dataset)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return
+    if shown < total:
+        chosen = isinstance(getattr(loader.batch_sampler, "sampler", None), SubsetRandomSampler)
+        log.log(
+            logging.INFO if chosen else logging.WARNING,  # such a sampler says which samples are meant
+            "The loader shows %d of the %d samples of its data set, and the posterior is that of %d. Pass data_size=%d "
+            "if the network was trained on all of them.", shown, total, shown, total,
+        )  # fmt: skip
+    elif isinstance(loader.dataset, IterableDataset) and shown == total * loader.num_workers > total:
+        log.warning(
+            "The loader shows %d samples, each of the %d of its data set once a worker. Let the data set share them "
+            "out by torch.utils.data.get_worker_info(), or use num_workers=1.", shown, total,
+        )  # fmt: skip
+
+
 def check_progress(progress: Any) -> None:
     """Raises for a `progress` that is neither True, False nor None (case 15)."""
     if progress is not None and not isinstance(progress, bool):
@@ -80,6 +119,13 @@ def check_progress(progress: Any) -> None:
             f"Asked for progress={progress!r}; accepted are True for a bar, False for none, and None for one on a "
             "terminal: write progress=False."
         )
+
+
+def shows_bar(progress: bool | None) -> bool:
+    """Returns whether to show a bar: where asked for or on a terminal, and never where there is no place to write."""
+    if sys.stderr is None or getattr(sys.stderr, "closed", False):  # in services, and under pythonw
+        return False
+    return sys.stderr.isatty() if progress is None else progress
 
 
 def inferred_likelihood(targets: Any) -> Likelihood:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from ..batches import Forward
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, resolve
-from ..loaders import check_progress, first_batch, inferred_likelihood
+from ..loaders import check_progress, first_batch, inferred_likelihood, shows_bar
 from ..posterior import Posterior
 from ..prior import is_positive
 from ..tangent import LastLayer, Predicate, Tangent, everything
@@ -141,7 +140,7 @@ class SWAG:
         inputs, targets = batches.split(first_batch(loader))
         likelihood = inferred_likelihood(targets) if likelihood is None else resolve(likelihood)
         network = _averaged(collector)
-        bar = sys.stderr.isatty() if progress is None else progress
+        bar = shows_bar(progress)
         if batch_norm == "refresh":
             refresh(network, tqdm(loader, "batch norm statistics", disable=not bar, leave=False), forward, seed)
         network.eval()

@@ -92,7 +92,7 @@ class MeanField(Method):
         put(network, tuning.by_parameter(state["mean"]))
         moved, shown = replace(tangent, model=network), problem.count()
         samples = problem.seen().samples
-        statistics = yield _Likelihood(problem, moved, samples if samples < shown else None)
+        statistics = yield _Likelihood(problem, moved, samples)
         precision = problem.precision
         if not problem.prior.given:
             precision = torch.full_like(precision, float(tuning.weight_precision(state)))
@@ -266,7 +266,7 @@ class _Likelihood(SumPass):
 
     label = "likelihood at the new mean"
 
-    def __init__(self, problem: Problem, moved: Tangent, limit: int | None) -> None:
+    def __init__(self, problem: Problem, moved: Tangent, limit: int) -> None:
         self.limit, self._likelihood, self._moved = limit, problem.likelihood, moved
 
     def init(self) -> State:
