@@ -237,6 +237,8 @@ class Tangent:
         )
         kinds = tuple([use.use.kind for use in noted])
         uses = self.plan.uses_in([use.names for use in noted], kinds, samples, name)
+        if not all(use.reached for use in noted):  # no gradient there, of whatever shape
+            uses = {key: [use for use in found if noted[use[0]].reached] or found for key, found in uses.items()}
         self._attribution.check(recording, uses, name)
         if callable(cotangents):
             cotangents = cotangents(outputs if differentiable else outputs.detach())
