@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .attributes import put_back
-from .errors import LapwingError
+from .errors import LapwingError, shown
 from .precision import network_precision
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -246,25 +246,47 @@ def call(
         raise
     if isinstance(out, Tensor) and out.ndim == 1:
         out = out[:, None]
+    if isinstance(out, Tensor) and out.ndim > 2 and out.is_floating_point():
+        raise _with_positions(model, out)
     if not isinstance(out, Tensor) or out.ndim != 2 or not out.is_floating_point():
         found = "no tensor and no .logits" if not isinstance(out, Tensor) else describe(out)
         if isinstance(out, Tensor) and out.ndim == 0:
             found += " (squeeze() also takes the batch away where it is one sample: write squeeze(-1))"
         raise LapwingError(
             f"Asked for outputs of {type(model).__name__} of shape (batch, outputs), found {found}; a floating-point "
-            "matrix is needed. Pass forward=lambda model, inputs: model(inputs)... to return one (for sequences or "
-            "images, flatten or pool the positions there)."
+            "matrix is needed. Pass forward=lambda model, inputs: model(inputs)... to return one."
         )
     if out.shape[0] != size(inputs):
         raise LapwingError(
             f"Asked for outputs of {type(model).__name__} at {size(inputs)} samples, {describe(inputs)}, found outputs "
             f"of shape {tuple(out.shape)}; one row a sample is needed, inputs and outputs with the batch first: give a "
-            "single sample as x[None], or pass forward=lambda model, inputs: model(inputs)... to return such a matrix."
+            "single sample as x[None], or pass forward=lambda model, inputs: model(inputs)... to return such a matrix, "
+            "of outputs with positions at one position a sample."
         )
     return out
 
 
+def _with_positions(model: nn.Module, out: Tensor) -> LapwingError:
+    """Says how outputs at many positions of a sample are treated: at one position for each sample."""
+    image = out.ndim == 4
+    places, names = ("[torch.arange(len(inputs[1])), :, inputs[1], inputs[2]]", "rows, columns") if image else (
+        "[torch.arange(len(inputs[1])), inputs[1]]", "positions"
+    )  # fmt: skip
+    meant = "(batch, outputs, rows, columns)" if image else "(batch, positions, outputs)"
+    return LapwingError(
+        f"The outputs of {type(model).__name__} have the shape {tuple(out.shape)} and must have the shape (batch, "
+        f"outputs). If that is {meant}, treat each position as a sample: pass forward=lambda model, inputs: "
+        f"model(inputs[0]){places} and batches ((x, {names}), y) with one position and one target for each sample: see 'Outputs with "
+        "positions' in docs/gotchas.md. To treat their mean, average over the positions in forward=."
+    )
+
+
 def _called(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
+    if forward is not None and not callable(forward):
+        raise LapwingError(
+            f"Asked for forward={shown(forward)}; a function of the model and a batch's inputs is needed: write "
+            "forward=lambda model, inputs: model(inputs)."
+        )
     if forward is not None:
         return forward(model, inputs)
     if isinstance(inputs, Tensor):

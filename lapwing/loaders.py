@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler, default_collate
 
 from . import batches
-from .errors import LapwingError
+from .errors import LapwingError, shown
 from .likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 
 log = logging.getLogger("lapwing")
@@ -24,6 +25,10 @@ def first_batch(loader: Any) -> Any:
     Raises:
         LapwingError: cases 8 and 9: no loader, one that can be gone through once only, or one without samples.
     """
+    if hasattr(loader, "train_dataloader"):
+        raise LapwingError(
+            f"The loader is a {type(loader).__name__}, which makes loaders. Pass data_module.train_dataloader()."
+        )
     if not hasattr(loader, "__iter__") or isinstance(loader, (Tensor, Mapping)):
         raise LapwingError(
             f"Asked to fit on a loader, found {batches.describe(loader)}; an iterable of (inputs, targets) batches is "
@@ -116,9 +121,15 @@ def check_progress(progress: Any) -> None:
     """Raises for a `progress` that is neither True, False nor None (case 15)."""
     if progress is not None and not isinstance(progress, bool):
         raise LapwingError(
-            f"Asked for progress={progress!r}; accepted are True for a bar, False for none, and None for one on a "
+            f"Asked for progress={shown(progress)}; accepted are True for a bar, False for none, and None for one on a "
             "terminal: write progress=False."
         )
+
+
+def check_seed(seed: Any) -> None:
+    """Raises for a seed that is no whole number from 0 to 2**63 - 1 (case 15)."""
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**63:
+        raise LapwingError(f"Asked for seed={shown(seed)}; a whole number from 0 to 2**63 - 1 is needed: write seed=0.")
 
 
 def shows_bar(progress: bool | None) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from .. import batches
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from .corruptions import check_form, in_range, pixels, seeded, warp
 
 Normalisation = tuple[Sequence[float] | Tensor, Sequence[float] | Tensor]
@@ -99,13 +99,13 @@ class StrongAugmentation:
         strength, count = self.strength, self.operations
         if isinstance(strength, bool) or not isinstance(strength, Real) or not 0 <= strength <= 2:
             raise LapwingError(
-                f"Asked for StrongAugmentation(strength={strength!r}); a number from 0 to 2 is accepted: write "
+                f"Asked for StrongAugmentation(strength={shown(strength)}); a number from 0 to 2 is accepted: write "
                 "strength=0.5."
             )
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= len(_OPERATIONS):
             raise LapwingError(
-                f"Asked for StrongAugmentation(operations={count!r}); a whole number from 0 to {len(_OPERATIONS)} is "
-                "accepted: write operations=2."
+                f"Asked for StrongAugmentation(operations={shown(count)}); a whole number from 0 to "
+                f"{len(_OPERATIONS)} is accepted: write operations=2."
             )
 
     @torch.no_grad()
@@ -165,7 +165,8 @@ class StrongAugmentation:
         right = len(mean) == len(std) == images.shape[1] and bool(mean.isfinite().all()) and bool((std > 0).all())
         if not right:
             raise LapwingError(
-                f"Asked to undo normalise={self.normalise!r} of images of shape {tuple(images.shape)}; a finite mean "
+                f"Asked to undo normalise={shown(self.normalise)} of images of shape {tuple(images.shape)}; a "
+                "finite mean "
                 "and a positive std for each channel are accepted: write normalise=([0.5], [0.25]) for one channel."
             )
         return mean, std

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import batches
 from ..covariance import Latent
 from ..covariance.output import Rotated
-from ..errors import LapwingError
+from ..errors import LapwingError, is_one_of, shown
 from ..likelihoods import (
     Bernoulli,
     BernoulliPrediction,
@@ -139,7 +139,7 @@ def compare(
         >>> list(table.rows), table.columns
         (['MAP', 'KFAC'], ('accuracy', 'NLL', 'ECE', 'Brier', 'passes'))
     """
-    _check(posteriors, score, repeats)
+    _check(posteriors, score, repeats, fit_seconds)
     fits = fit_seconds or {}
     rows: dict[str, dict[str, float]] = {}
     for name, candidate in _candidates(posteriors, loader).items():
@@ -159,7 +159,7 @@ def compare(
     return Comparison(columns, rows, tuple(notes))
 
 
-def _check(posteriors: Any, score: str, repeats: Any) -> None:
+def _check(posteriors: Any, score: str, repeats: Any, fit_seconds: Any) -> None:
     if not isinstance(posteriors, Mapping) or not posteriors:
         raise LapwingError(
             f"Asked to compare {batches.describe(posteriors)}; a dict of at least one posterior is needed: write "
@@ -172,15 +172,20 @@ def _check(posteriors: Any, score: str, repeats: Any) -> None:
             or (pair and isinstance(candidate[0], Posterior) and isinstance(candidate[1], Way))
         ):
             raise LapwingError(
-                f"Asked to compare {name!r}, found {batches.describe(candidate)}; accepted are a posterior, a pair "
-                f"(posterior, way) and a network: write compare({{{name!r}: lw.fit(model, loader)}}, test_loader)."
+                f"Asked to compare {shown(name)}, found {batches.describe(candidate)}; accepted are a posterior, a "
+                "pair "
+                f"(posterior, way) and a network: write compare({{{shown(name)}: lw.fit(model, loader)}}, test_loader)."
             )
-    if score not in ("entropy", "confidence"):
+    if not is_one_of(score, ("entropy", "confidence")):
         raise LapwingError(
-            f"Asked for score={score!r}; accepted are 'entropy' and 'confidence': write score='entropy'."
+            f"Asked for score={shown(score)}; accepted are 'entropy' and 'confidence': write score='entropy'."
         )
+    if fit_seconds is not None and not isinstance(fit_seconds, Mapping):
+        raise LapwingError(f"fit_seconds is {shown(fit_seconds)}. Pass a dict of seconds by name, or leave it out.")
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-        raise LapwingError(f"Asked for repeats={repeats!r}; a whole number of at least 1 is needed: write repeats=3.")
+        raise LapwingError(
+            f"Asked for repeats={shown(repeats)}; a whole number of at least 1 is needed: write repeats=3."
+        )
 
 
 @dataclass(frozen=True)

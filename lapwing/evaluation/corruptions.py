@@ -24,7 +24,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 
 _Apply = Callable[[Tensor, float, Generator], Tensor]
 
@@ -78,17 +78,18 @@ def corrupt(images: Tensor, name: str, severity: int, seed: int = 0) -> Tensor:
     images = checked(images, "corrupt")
     if name not in CORRUPTIONS:
         raise LapwingError(
-            f"Asked for the corruption {name!r}; accepted are {', '.join(CORRUPTIONS)}: write corrupt(images, "
+            f"Asked for the corruption {shown(name)}; accepted are {', '.join(CORRUPTIONS)}: write corrupt(images, "
             '"gaussian_noise", severity=3).'
         )
     corruption = CORRUPTIONS[name]
     if corruption.colour and images.shape[1] != 3:
         raise LapwingError(
-            f"Asked for the corruption {name!r} of images of shape {tuple(images.shape)}, found one channel; it needs "
+            f"Asked for the corruption {shown(name)} of images of shape {tuple(images.shape)}, found one channel; "
+            "it needs "
             'three: for grey images choose another, such as "contrast".'
         )
     if isinstance(severity, bool) or severity not in (1, 2, 3, 4, 5):
-        raise LapwingError(f"Asked for severity={severity!r}; 1, 2, 3, 4 and 5 are accepted: write severity=3.")
+        raise LapwingError(f"Asked for severity={shown(severity)}; 1, 2, 3, 4 and 5 are accepted: write severity=3.")
     if not len(images):
         return images.clone()
     exact = images.to(torch.float64 if images.dtype == torch.float64 else torch.float32)
@@ -129,7 +130,9 @@ def in_range(images: Tensor, asked: str, eps: float, remedy: str) -> Tensor:
 def seeded(seed: int) -> Generator:
     """Returns a generator on the CPU; raises for a seed that is none."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise LapwingError(f"Asked for seed={seed!r}; a whole number from 0 to 2**63 - 1 is accepted: write seed=0.")
+        raise LapwingError(
+            f"Asked for seed={shown(seed)}; a whole number from 0 to 2**63 - 1 is accepted: write seed=0."
+        )
     return Generator().manual_seed(seed)
 
 

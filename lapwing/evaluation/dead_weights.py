@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import batches
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..posterior import Posterior
 from ..tangent import Tangent
 from ..tangent.eager import outside_modes
@@ -46,8 +46,8 @@ def dead_parameters(fitted: Posterior | Tangent, loader: Iterable[Any], threshol
     """
     if isinstance(threshold, bool) or not isinstance(threshold, Real) or not 0 <= threshold < 1:
         raise LapwingError(
-            f"dead_parameters compares gradients with threshold times the largest, and threshold is {threshold!r}; a "
-            "number from 0 up to 1 is accepted: threshold=1e-6."
+            "dead_parameters compares gradients with threshold times the largest, and threshold is "
+            f"{shown(threshold)}; a number from 0 up to 1 is accepted: threshold=1e-6."
         )
     tangent = fitted.tangent if isinstance(fitted, Posterior) else fitted
     sums = {block.name: torch.zeros(block.size, dtype=torch.float64, device=tangent.device) for block in tangent.blocks}

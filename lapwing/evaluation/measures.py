@@ -13,7 +13,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..numerics import symmetric_eigen
 
 _DENSE, _STEPS = 1000, 100  # rows up to which a spectral norm is exact, and Lanczos steps above
@@ -348,7 +348,7 @@ def _gaussians(
     real = isinstance(noise_variance, Real) and not isinstance(noise_variance, bool)
     if not real or not 0 <= noise_variance < math.inf:
         raise LapwingError(
-            f"{asked} adds a noise variance to both covariances, and noise_variance is {noise_variance!r}; a finite "
-            "number of at least 0 is accepted: noise_variance=posterior.noise_variance."
+            f"{asked} adds a noise variance to both covariances, and noise_variance is {shown(noise_variance)}; a "
+            "finite number of at least 0 is accepted: noise_variance=posterior.noise_variance."
         )
     return mean1 - mean2, cov1, cov2, float(noise_variance)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import batches
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from .comparison import Candidate, compare
 from .corruptions import pixels, warp
 
@@ -50,7 +50,9 @@ def rotate(images: Tensor, degrees: float, fill: Fill = 0.0) -> Tensor:
             "image write x[None], for bytes x.float() / 255, for channels last x.movedim(-1, 1)."
         )
     if isinstance(degrees, bool) or not isinstance(degrees, (int, float)) or not math.isfinite(degrees):
-        raise LapwingError(f"Asked to rotate by degrees={degrees!r}; a finite number is needed: write rotate(x, 30).")
+        raise LapwingError(
+            f"Asked to rotate by degrees={shown(degrees)}; a finite number is needed: write rotate(x, 30)."
+        )
     value = torch.as_tensor(fill, dtype=images.dtype, device=images.device)
     if value.shape not in ((), (1,), (images.shape[1],)):
         raise LapwingError(

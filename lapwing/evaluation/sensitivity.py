@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import batches
 from ..batches import Forward
 from ..covariance import AnyLatent
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..likelihoods import (
     BernoulliPrediction,
     ClassPrediction,
@@ -311,8 +311,8 @@ def _check(**numbers: Any) -> None:
         if not is_positive(value) or not whole:
             kind = "whole" if name == "steps" else "finite"
             raise LapwingError(
-                f"Asked for sensitivity({name}={value!r}); a positive {kind} number is needed: leave it out, or write "
-                f"{name}={2000 if name == 'steps' else 0.1}."
+                f"Asked for sensitivity({name}={shown(value)}); a positive {kind} number is needed: leave it out, "
+                f"or write {name}={2000 if name == 'steps' else 0.1}."
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import batches
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 
 
 def maps(
@@ -38,15 +38,15 @@ def maps(
     import matplotlib.pyplot as plt
 
     if not 0 <= low < 1:
-        raise LapwingError(f"Asked for plot(low={low!r}); a number from 0 to below 1 is needed: write low=0.5.")
+        raise LapwingError(f"Asked for plot(low={shown(low)}); a number from 0 to below 1 is needed: write low=0.5.")
     maps, images = (_images(part, shape) for part in (values, inputs))
     flat = _axes(axes, len(maps), lambda: plt.subplots(1, len(maps), figsize=(1.6 * len(maps), 1.8), squeeze=False)[1])
     if labels is not None and len(labels) != len(maps):
         raise LapwingError(f"Asked for {len(labels)} labels of {len(maps)} images; one each is needed.")
     for i, axis in enumerate(flat):
         axis.imshow(images[i], cmap="gray_r", alpha=0.35)
-        shown = axis.imshow(maps[i], cmap="inferno_r", vmin=low, vmax=1.0)
-        shown.set_alpha((maps[i] > low).astype(float) * 0.85)
+        image = axis.imshow(maps[i], cmap="inferno_r", vmin=low, vmax=1.0)
+        image.set_alpha((maps[i] > low).astype(float) * 0.85)
         axis.set_axis_off()
         if labels is not None:
             axis.set_title(labels[i], fontsize=8)

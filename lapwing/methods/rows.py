@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import batches
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..tangent import Anchors
 from .passes import Batch, Pass, Problem, State, SumPass, class_labels
 
@@ -67,7 +67,7 @@ def choose_rows(problem: Problem, rows: int | Literal["all"], sampling: Sampling
         return picked // width, picked % width
     if int(labels.min()) < 0 or (sampling == "label" and int(labels.max()) >= width):  # one logit has two classes
         raise LapwingError(
-            f"Asked for rows sampled by sampling={sampling!r}, found targets that are no class labels"
+            f"Asked for rows sampled by sampling={shown(sampling)}, found targets that are no class labels"
             f"{f' from 0 to {width - 1}' if sampling == 'label' else ''}; integer labels (n,) are needed: write "
             "sampling='uniform'."
         )

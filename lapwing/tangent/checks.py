@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 
 from .. import batches
 from ..attributes import modules_of
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from .eager import parameters_of, uncompiled
 from .record import Recording
 
@@ -30,7 +30,7 @@ def checked_memory(memory: int | None) -> int:
     memory = DEFAULT_MEMORY if memory is None else memory
     if not isinstance(memory, int) or memory < 2**24:
         raise LapwingError(
-            f"Asked to work within memory={memory!r} bytes; an int of at least {2**24} (16 MiB) is needed: "
+            f"Asked to work within memory={shown(memory)} bytes; an int of at least {2**24} (16 MiB) is needed: "
             "write memory=2**30 for 1 GiB."
         )
     return memory

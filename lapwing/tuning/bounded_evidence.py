@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import batches
 from ..covariance import PriorCovariance
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..likelihoods import Gaussian
 from ..loaders import other_size
 from ..posterior import Posterior
@@ -84,14 +84,14 @@ class BoundedEvidence(Tuning):
         for name, value, least in (("samples", self.samples, 1), ("points", self.points, 3)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise LapwingError(
-                    f"Asked for BoundedEvidence({name}={value!r}); a whole number of at least {least} is needed: "
+                    f"Asked for BoundedEvidence({name}={shown(value)}); a whole number of at least {least} is needed: "
                     "write BoundedEvidence(samples=500, points=17)."
                 )
         for name, number in (("nats", self.nats), ("decades", self.decades)):
             real = isinstance(number, (int, float)) and not isinstance(number, bool)
             if not (real and 0 < number < math.inf):
                 raise LapwingError(
-                    f"Asked for BoundedEvidence({name}={number!r}); a positive finite number is needed: write "
+                    f"Asked for BoundedEvidence({name}={shown(number)}); a positive finite number is needed: write "
                     "BoundedEvidence(nats=0.005, decades=8.0)."
                 )
 
