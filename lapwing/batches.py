@@ -246,7 +246,7 @@ def call(
         raise
     if isinstance(out, Tensor) and out.ndim == 1:
         out = out[:, None]
-    if isinstance(out, Tensor) and out.ndim > 2 and out.is_floating_point():
+    if isinstance(out, Tensor) and out.ndim in (3, 4) and out.is_floating_point():
         raise _with_positions(model, out)
     if not isinstance(out, Tensor) or out.ndim != 2 or not out.is_floating_point():
         found = "no tensor and no .logits" if not isinstance(out, Tensor) else describe(out)
@@ -276,8 +276,8 @@ def _with_positions(model: nn.Module, out: Tensor) -> LapwingError:
     return LapwingError(
         f"The outputs of {type(model).__name__} have the shape {tuple(out.shape)} and must have the shape (batch, "
         f"outputs). If that is {meant}, treat each position as a sample: pass forward=lambda model, inputs: "
-        f"model(inputs[0]){places} and batches ((x, {names}), y) with one position and one target for each sample: see 'Outputs with "
-        "positions' in docs/gotchas.md. To treat their mean, average over the positions in forward=."
+        f"model(inputs[0]){places} and batches ((x, {names}), y) with one position and one target for each sample: see "
+        "'Outputs with positions' in docs/gotchas.md. To treat their mean, average over the positions in forward=."
     )
 
 
