@@ -84,7 +84,7 @@ def sampler_size(loader: DataLoader) -> int | None:
 
 def other_size(shown: int, to: str, before: int | None) -> LapwingError:
     """Returns the error of a loader that shows another number of samples than before, or none after a first batch."""
-    first = "a first batch" if before is None else f"{before}"
+    first = "a batch" if before is None else f"{before}"
     return LapwingError(
         f"The loader showed {first} at first and shows {shown} samples {to}. Every pass needs the same data. Pass a "
         "DataLoader or a list of batches, not a generator."
