@@ -74,15 +74,18 @@ def _look(left: list[Iterable[Any]], empty: list[Any], filled: list[tuple[Any, A
         for value in left.pop():
             if value.__class__ in PLAIN or not isinstance(value, CONTAINERS):
                 continue
+            if isinstance(value, tuple):
+                if 0 < tuple.__len__(value) <= MANY and id(value) not in met:  # a class of its own may refuse len()
+                    met.add(id(value))
+                    left.append(tuple.__iter__(value))
+                continue
             if not len(value):
-                if not isinstance(value, tuple):
-                    empty.append(value)
+                empty.append(value)
                 continue
             if id(value) in met:
                 continue
             met.add(id(value))
-            if not isinstance(value, tuple):
-                filled.append((value, dict(value) if isinstance(value, dict) else list(value)))
+            filled.append((value, dict(value) if isinstance(value, dict) else list(value)))
             if len(value) <= MANY:
                 left.append(list(value.values()) if isinstance(value, dict) else value)
 

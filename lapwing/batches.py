@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .attributes import put_back
-from .errors import LapwingError
+from .errors import LapwingError, shown
 from .precision import network_precision
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -32,8 +32,8 @@ def describe(value: Any) -> str:
     return type(value).__name__
 
 
-def split(batch: Any) -> tuple[Any, Any]:
-    """Separates what a loader yields into inputs and targets.
+def split(batch: Any, device: torch.device | None = None) -> tuple[Any, Any]:
+    """Separates what a loader yields into inputs and targets, and moves both to a device where one is given.
 
     Accepted: `(inputs, targets)`; `(input_1, ..., input_k, targets)`; a mapping with one of the keys labels, label,
     targets, target, y (Hugging Face batches included).
@@ -44,11 +44,12 @@ def split(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, Mapping):
         found = [key for key in LABEL_KEYS if key in batch]
         if found and len(batch) > 1:
-            return plain({key: value for key, value in batch.items() if key != found[0]}), plain(batch[found[0]])
+            named = {key: value for key, value in batch.items() if key != found[0]}
+            return plain(named, device), plain(batch[found[0]], device)
     elif isinstance(batch, (tuple, list)) and len(batch) >= 2:
         inputs, targets = batch[:-1], batch[-1]
         if isinstance(targets, Tensor):
-            return plain(inputs[0] if len(inputs) == 1 else tuple(inputs)), plain(targets)
+            return plain(inputs[0] if len(inputs) == 1 else tuple(inputs), device), plain(targets, device)
     raise LapwingError(
         f"Asked to read inputs and targets from a batch, found {describe(batch)}; accepted are (inputs, targets) and "
         "(input_1, ..., targets) with targets a tensor, one row a sample, and a dict with one of the keys "
@@ -97,11 +98,29 @@ def tensors(inputs: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(_tree(inputs)) if isinstance(leaf, Tensor)]
 
 
-def plain(inputs: Any) -> Any:
-    """Returns inputs with copies in place of tensors made in `torch.inference_mode()`, which no graph can hold."""
-    if not any(leaf.is_inference() for leaf in tensors(inputs)):
+def plain(inputs: Any, device: torch.device | None = None) -> Any:
+    """Returns inputs as ordinary tensors on a device: the same object where they are that already.
+
+    Copies stand in place of tensors made in `torch.inference_mode()`, which no graph can hold, and of tensors on
+    another device. Every batch, of a loader or of the user's, enters by this function.
+
+    Raises:
+        LapwingError: for tensors on the meta device.
+    """
+    if not any(leaf.is_inference() or device not in (None, leaf.device) for leaf in tensors(inputs)):
         return inputs
-    return pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) and x.is_inference() else x, _tree(inputs))
+    return pytree.tree_map(lambda x: _ordinary(x, device) if isinstance(x, Tensor) else x, _tree(inputs))
+
+
+def _ordinary(x: Tensor, device: torch.device | None) -> Tensor:
+    if device is not None and x.device != device:
+        if x.is_meta:
+            raise LapwingError(
+                f"A tensor of shape {tuple(x.shape)} is on the meta device, where it holds no numbers. Give a tensor "
+                f"on {device}."
+            )
+        x = x.to(device, non_blocking=device.type == "cuda")  # to the CPU that would not wait for the numbers
+    return x.clone() if x.is_inference() else x
 
 
 def size(inputs: Any) -> int:
@@ -227,25 +246,47 @@ def call(
         raise
     if isinstance(out, Tensor) and out.ndim == 1:
         out = out[:, None]
+    if isinstance(out, Tensor) and out.ndim in (3, 4) and out.is_floating_point():
+        raise _with_positions(model, out)
     if not isinstance(out, Tensor) or out.ndim != 2 or not out.is_floating_point():
         found = "no tensor and no .logits" if not isinstance(out, Tensor) else describe(out)
         if isinstance(out, Tensor) and out.ndim == 0:
             found += " (squeeze() also takes the batch away where it is one sample: write squeeze(-1))"
         raise LapwingError(
             f"Asked for outputs of {type(model).__name__} of shape (batch, outputs), found {found}; a floating-point "
-            "matrix is needed. Pass forward=lambda model, inputs: model(inputs)... to return one (for sequences or "
-            "images, flatten or pool the positions there)."
+            "matrix is needed. Pass forward=lambda model, inputs: model(inputs)... to return one."
         )
     if out.shape[0] != size(inputs):
         raise LapwingError(
             f"Asked for outputs of {type(model).__name__} at {size(inputs)} samples, {describe(inputs)}, found outputs "
             f"of shape {tuple(out.shape)}; one row a sample is needed, inputs and outputs with the batch first: give a "
-            "single sample as x[None], or pass forward=lambda model, inputs: model(inputs)... to return such a matrix."
+            "single sample as x[None], or pass forward=lambda model, inputs: model(inputs)... to return such a matrix, "
+            "of outputs with positions at one position a sample."
         )
     return out
 
 
+def _with_positions(model: nn.Module, out: Tensor) -> LapwingError:
+    """Says how outputs at many positions of a sample are treated: at one position for each sample."""
+    image = out.ndim == 4
+    places, names = ("[torch.arange(len(inputs[1])), :, inputs[1], inputs[2]]", "rows, columns") if image else (
+        "[torch.arange(len(inputs[1])), inputs[1]]", "positions"
+    )  # fmt: skip
+    meant = "(batch, outputs, rows, columns)" if image else "(batch, positions, outputs)"
+    return LapwingError(
+        f"The outputs of {type(model).__name__} have the shape {tuple(out.shape)} and must have the shape (batch, "
+        f"outputs). If that is {meant}, treat each position as a sample: pass forward=lambda model, inputs: "
+        f"model(inputs[0]){places} and batches ((x, {names}), y) with one position and one target for each sample: see "
+        "'Outputs with positions' in docs/gotchas.md. To treat their mean, average over the positions in forward=."
+    )
+
+
 def _called(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
+    if forward is not None and not callable(forward):
+        raise LapwingError(
+            f"Asked for forward={shown(forward)}; a function of the model and a batch's inputs is needed: write "
+            "forward=lambda model, inputs: model(inputs)."
+        )
     if forward is not None:
         return forward(model, inputs)
     if isinstance(inputs, Tensor):
@@ -312,14 +353,9 @@ def _finite(values: Tensor) -> bool:
     return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
 
 
-def check_inputs(inputs: Any, like: Tensor, where: str) -> None:
-    """Raises for NaN or infinite inputs (case 1) and for tensors on another device than the weights (case 7)."""
+def check_inputs(inputs: Any, where: str) -> None:
+    """Raises for NaN or infinite inputs (case 1)."""
     for leaf in tensors(inputs):
-        if leaf.device != like.device:
-            raise LapwingError(
-                f"Asked to run the model, whose weights are on {like.device}, found {where} on {leaf.device}; both "
-                f"must be on one device: move the inputs with x.to('{like.device}')."
-            )
         if leaf.is_floating_point() and not _finite(leaf):
             bad = (~torch.isfinite(leaf)).flatten(1).any(1) if leaf.ndim > 1 else ~torch.isfinite(leaf)
             first = int(bad.nonzero()[0]) if bad.ndim else 0

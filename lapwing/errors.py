@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
+from typing import Any
+
 
 class LapwingError(ValueError):
     """Raise when lapwing cannot do what it was asked to do with what it was given.
@@ -26,3 +29,37 @@ class LapwingError(ValueError):
         ...     print("draws=0" in str(error))
         True
     """
+
+
+class _Short(reprlib.Repr):
+    """Writes values briefly: arrays by their shapes, some entries of containers, the first line of anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring = 3, 80
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdeque = 4
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        if isinstance(x, type) or not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            return _cut(repr(x).partition("\n")[0], 140)
+        return f"{type(x).__name__} {tuple(x.shape)} {x.dtype}".replace("torch.", "")
+
+
+_SHORT = _Short()
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
+    """Whether a value is one of the accepted labels; an array is none, and is not compared entry by entry."""
+    return any(type(value) is type(one) and value == one for one in accepted)
+
+
+def shown(value: Any) -> str:
+    """Returns how a message names a value that a user gave: never longer than a line, and no array's numbers."""
+    try:
+        return _cut(_SHORT.repr(value), 160)
+    except Exception:  # of a class that cannot write itself, or of a number too large for it
+        return f"a {type(value).__name__}"

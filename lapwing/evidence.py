@@ -36,7 +36,7 @@ def log_joint_gradient(posterior: Posterior, loader: Iterable[Any]) -> Vectors:
     factor, samples = posterior.data_factor / posterior.temperature, 0
     length = tangent.chunk_length(1, dtype)
     for batch in loader:
-        inputs, targets = batches.split(batch)
+        inputs, targets = batches.split(batch, tangent.device)
         for rows, chunk in batches.chunks(inputs, length):
 
             def score(outputs: Tensor, targets: Tensor = targets[rows]) -> Tensor:

@@ -14,9 +14,17 @@ from torch import Tensor, nn
 from . import batches
 from .batches import Forward
 from .covariance import Covariance, PriorCovariance
-from .errors import LapwingError
+from .errors import LapwingError, shown
 from .likelihoods import Likelihood, resolve
-from .loaders import check_logits, check_progress, first_batch, inferred_likelihood, known_size
+from .loaders import (
+    check_logits,
+    check_progress,
+    check_seed,
+    first_batch,
+    inferred_likelihood,
+    known_size,
+    tell_unseen,
+)
 from .methods import KFAC, SWAG, FisherRoot, Found, Method, Problem
 from .methods.passes import Seen
 from .posterior import Posterior
@@ -89,7 +97,7 @@ def fit(
     """
     method, params = _method_and_params(method, params)
     _check_numbers(prior_precision, weight_decay, temperature, data_size, seed)
-    _check_choices(tune, forward)
+    _check_tuning(tune)
     check_progress(progress)
     seed = int(seed)
     first = first_batch(loader)
@@ -101,7 +109,10 @@ def fit(
     if likelihood.activation is not None:
         weight = next(iter(tangent.parameters.values()))
         check_logits(likelihood, tangent.outputs_of(batches.take(inputs, slice(0, 16))), weight.dtype)
-    runner = Runner(loader, progress, 0 if tune is None else tune.prefixes)
+    runner = Runner(loader, progress, 0 if tune is None else tune.prefixes, data_size)
+    drawn = runner.shown()
+    if data_size is None:
+        tell_unseen(loader, drawn)
     if weight_decay is not None:
         prior_precision = (data_size or runner.count()) * weight_decay
     prior = Prior.read(tangent, prior_precision, prior_mean)
@@ -117,6 +128,8 @@ def fit(
     found = runner.run(method, problem)
     tangent = found.tangent or tangent
     given = prior.given
+    if data_size is None and drawn is None:
+        tell_unseen(loader, runner.shown())
     likelihood, prior = _settled(found, likelihood, prior)
     seen, size = runner.seen(), None if data_size is None else float(data_size)
     if data_size is not None:
@@ -144,7 +157,7 @@ def fit(
     parts = sorted(runner.prefixes().items())
     unscaled = parts if whole.data_factor > 1 else parts[:-1]  # all of the data is a part where `whole` is scaled
     prefixes = tuple(posterior(*kept, samples, None) for samples, kept in unscaled)
-    return tune.tune(whole, Training(loader, prefixes, runner.count()))
+    return tune.tune(whole, Training(loader, prefixes, runner.shown()))
 
 
 def _size_for(seen: Seen, factor: float, shown: int, data_size: int | None) -> float | None:
@@ -181,9 +194,14 @@ def _method_and_params(method: Any, params: Any) -> tuple[Method, Predicate | La
         )
     if method is SWAG:
         method = SWAG()  # says how it is made
+    if hasattr(method, "shape") and hasattr(method, "dtype"):
+        raise LapwingError(
+            f"lw.fit takes a loader and then a method, and the third argument is {shown(method)}. Write lw.fit(model, "
+            "[(x, y)]) to fit on inputs x and targets y."
+        )
     if method is not None and not isinstance(method, Method):
         raise LapwingError(
-            f"Asked for method={method!r}; accepted are lw.Full(), lw.Diagonal(), lw.KFAC(), lw.EKFAC(), "
+            f"Asked for method={shown(method)}; accepted are lw.Full(), lw.Diagonal(), lw.KFAC(), lw.EKFAC(), "
             "lw.ELLA(rank=20, rows=200), lw.OptimalSubspace(rank=20), lw.SubsetOfWeights(size=100), lw.VaLLA(), "
             "lw.SubsetOfData(size=500), lw.SampledLLA() and lw.MeanField(): write method=lw.KFAC()."
         )
@@ -202,12 +220,12 @@ def _check_numbers(
     for name, value in numbers.items():
         if not (is_positive(value) or (value is None and name != "temperature")):
             raise LapwingError(
-                f"Asked for {name}={value!r}; a positive finite number is needed: write {name}="
+                f"Asked for {name}={shown(value)}; a positive finite number is needed: write {name}="
                 f"{1e-4 if name == 'weight_decay' else 1.0}, or leave it out."
             )
     if data_size is not None and not (is_positive(data_size) and isinstance(data_size, Integral)):
         raise LapwingError(
-            f"Asked for data_size={data_size!r}; a whole number, the size of the training set, is needed: write "
+            f"Asked for data_size={shown(data_size)}; a whole number, the size of the training set, is needed: write "
             "data_size=len(dataset), or leave it out."
         )
     if prior_precision is not None and weight_decay is not None:
@@ -215,19 +233,13 @@ def _check_numbers(
             f"Asked for prior_precision={prior_precision} and weight_decay={weight_decay}; one of them is accepted, "
             "since weight_decay sets the prior precision to N times itself: leave one out."
         )
-    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**63:
-        raise LapwingError(f"Asked for seed={seed!r}; a whole number from 0 to 2**63 - 1 is needed: write seed=0.")
+    check_seed(seed)
 
 
-def _check_choices(tune: Any, forward: Any) -> None:
-    """Raises for a tuning or a forward that is none (case 15)."""
+def _check_tuning(tune: Any) -> None:
+    """Raises for a tuning that is none (case 15)."""
     if tune is not None and not isinstance(tune, Tuning):
         raise LapwingError(
-            f"Asked for tune={tune!r}; accepted are lw.BoundedEvidence(), lw.Evidence(), lw.Validation(loader), "
+            f"Asked for tune={shown(tune)}; accepted are lw.BoundedEvidence(), lw.Evidence(), lw.Validation(loader), "
             "lw.EarlyStopping(loader) and None: write tune=lw.BoundedEvidence()."
-        )
-    if forward is not None and not callable(forward):
-        raise LapwingError(
-            f"Asked for forward={forward!r}; a function of the model and a batch's inputs is needed: write "
-            "forward=lambda model, inputs: model(inputs)."
         )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from . import storage
 from .batches import Forward
 from .covariance import COVARIANCES
-from .errors import LapwingError
+from .errors import LapwingError, shown
 from .likelihoods import BY_NAME, Likelihood, resolve
 from .posterior import Posterior
 from .prior import Prior
@@ -139,8 +139,8 @@ def _rebuilt(
     likelihood = likelihood or resolve(saved["name"])
     if likelihood.name != saved["name"]:
         raise LapwingError(
-            f"Asked to load {path} with likelihood={likelihood!r}, found that the fit had a {saved['name']} one; the "
-            "likelihood of the fit is needed: leave it out, or give an instance of that class."
+            f"Asked to load {path} with likelihood={shown(likelihood)}, found that the fit had a {saved['name']} "
+            "one; the likelihood of the fit is needed: leave it out, or give an instance of that class."
         )
     given, noise_given = header["given"]
     means = part("prior_mean/")

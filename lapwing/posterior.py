@@ -16,13 +16,13 @@ from . import batches
 from .covariance import AnyLatent, Covariance, Latent, LatentDraws, PriorCovariance
 from .covariance.output import together
 from .diagnosis import Diagnosis
-from .errors import LapwingError
+from .errors import LapwingError, shown
 from .evidence import log_joint_gradient
 from .likelihoods import Likelihood, Link, Prediction
 from .numerics import total
 from .precision import full_precision
 from .prediction import Linearized, Uncertain, Way
-from .prediction.uncertain import separate
+from .prediction.uncertain import placed, separate
 from .prior import Prior, is_positive
 from .tangent import Tangent, split
 from .tangent.checks import check_mode
@@ -184,13 +184,13 @@ class Posterior:
         self._check_network()
         if not isinstance(prior_precision, Mapping) and not is_positive(prior_precision):
             raise LapwingError(
-                f"Asked for with_prior({prior_precision!r}); a positive finite number is needed: write "
+                f"Asked for with_prior({shown(prior_precision)}); a positive finite number is needed: write "
                 "with_prior(10.0)."
             )
         if noise_variance is not None and not is_positive(noise_variance):
             raise LapwingError(
-                f"Asked for with_prior(noise_variance={noise_variance!r}); a positive finite number is needed: write "
-                f"with_prior({prior_precision!r}, noise_variance=0.1), or leave it out to keep it."
+                f"Asked for with_prior(noise_variance={shown(noise_variance)}); a positive finite number is needed: "
+                f"write with_prior({shown(prior_precision)}, noise_variance=0.1), or leave it out to keep it."
             )
         prior = Prior.read(self.tangent, prior_precision)
         noise = self.noise_variance if noise_variance is None else noise_variance
@@ -286,8 +286,8 @@ class Posterior:
         self._check_network()
         if not isinstance(via, Way):
             raise LapwingError(
-                f"Asked for via={via!r}; accepted are lw.Linearized(), lw.MonteCarlo(draws=50) and lw.Streamlined(): "
-                "write via=lw.Linearized()."
+                f"Asked for via={shown(via)}; accepted are lw.Linearized(), lw.MonteCarlo(draws=50) and "
+                "lw.Streamlined(): write via=lw.Linearized()."
             )
         if batches.is_loader(x):
             parts = [self._latent(_inputs_of(batch), via, False) for batch in x]
@@ -301,7 +301,7 @@ class Posterior:
 
     @outside_modes
     def _latent(self, inputs: Any, via: Way, joint: bool) -> AnyLatent:
-        inputs = batches.plain(inputs)
+        inputs = placed(inputs, self.tangent.device)
         values, spreads = separate(inputs)
         if (isinstance(values, Tensor) and not values.ndim) or batches.size(values) == 0:
             raise LapwingError(
@@ -345,7 +345,7 @@ class Posterior:
         """
         if generator is not None and not isinstance(generator, torch.Generator):
             raise LapwingError(
-                f"Asked for predict(generator={generator!r}); a torch.Generator is needed: write "
+                f"Asked for predict(generator={shown(generator)}); a torch.Generator is needed: write "
                 "generator=torch.Generator().manual_seed(0), or leave it out for seed 0."
             )
         return self.likelihood.predict(self.latent(x, via), link, generator)
@@ -367,8 +367,8 @@ class Posterior:
         for name, value, least in (("n", n, 1), ("seed", seed, 0)):
             if isinstance(value, bool) or not isinstance(value, Integral) or not least <= value < 2**63:
                 raise LapwingError(
-                    f"Asked for sample({name}={value!r}); a whole number from {least} to 2**63 - 1 is needed: write "
-                    "posterior.sample(5, seed=0)."
+                    f"Asked for sample({name}={shown(value)}); a whole number from {least} to 2**63 - 1 is needed: "
+                    "write posterior.sample(5, seed=0)."
                 )
         self._check_network()
         generator = torch.Generator(self.covariance.device).manual_seed(int(seed))

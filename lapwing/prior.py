@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import batches
-from .errors import LapwingError
+from .errors import LapwingError, shown
 from .tangent import Tangent, Vectors, join
 
 
@@ -63,7 +62,8 @@ def _by_pattern(tangent: Tangent, precision: Mapping[str, float], values: Tensor
         ]
         if not hits or not is_positive(value):
             raise LapwingError(
-                f"Asked for prior_precision={{{pattern!r}: {value!r}}}, found {len(hits)} treated blocks that match; a "
+                f"Asked for prior_precision={{{shown(pattern)}: {shown(value)}}}, found {len(hits)} treated blocks "
+                "that match; a "
                 "pattern must match a block or parameter and its number be positive and finite: the blocks are "
                 f"{', '.join(block.name for block in tangent.blocks)}, write {{{tangent.blocks[0].name!r}: 1.0}}."
             )
@@ -97,7 +97,7 @@ def _prior_mean(tangent: Tangent, mean: float | Mapping[str, Tensor]) -> Vectors
         full = {n: torch.full_like(p, float(mean), dtype=tangent.dtype, requires_grad=False) for n, p in own.items()}
     else:
         raise LapwingError(
-            f"Asked for prior_mean={batches.describe(mean) if isinstance(mean, Tensor) else repr(mean)}; a finite "
-            "number or {parameter: tensor} is accepted: write prior_mean=0.0."
+            f"Asked for prior_mean={shown(mean)}; a finite number "
+            "or {parameter: tensor} is accepted: write prior_mean=0.0."
         )
     return join(tangent.blocks, full)

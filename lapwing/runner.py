@@ -5,7 +5,6 @@ So checkpoints and several processes belong here and nowhere else.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -18,7 +17,7 @@ from tqdm import tqdm
 from . import batches
 from .covariance import Covariance
 from .errors import LapwingError
-from .loaders import sampler_size
+from .loaders import other_size, sampler_size, shows_bar
 from .methods.passes import (
     Batch,
     CurvaturePass,
@@ -41,6 +40,7 @@ class Runner:
         loader: the training data.
         progress: show a bar; None shows one on a terminal.
         prefixes: how many covariances of first parts of the data (a half, a quarter, ...) are kept.
+        data_size: N, where the user gave it; then n is not counted, since a stream may have no end.
 
     Attributes:
         statistics: the likelihood's sums.
@@ -48,10 +48,12 @@ class Runner:
         whole: whether these are all samples; not where a method's steps ended before the data did.
     """
 
-    def __init__(self, loader: Iterable[Any], progress: bool | None, prefixes: int = 0) -> None:
+    def __init__(
+        self, loader: Iterable[Any], progress: bool | None, prefixes: int = 0, data_size: int | None = None
+    ) -> None:
         self._loader = loader
-        self._bar = sys.stderr.isatty() if progress is None else progress
-        self._parts = prefixes
+        self._bar = shows_bar(progress)
+        self._parts, self._data_size = prefixes, data_size
         self._expected: int | None = None
         self._labels: Tensor | None = None
         self._statistics_at: dict[int, dict[str, Tensor]] = {}
@@ -67,16 +69,21 @@ class Runner:
             for batch in self._loader:
                 found.append(class_labels(*batches.split(batch)))
             self._labels = torch.cat(found)
-            self._check_size(len(self._labels), "to count its samples")
+            self._check_size(len(self._labels), "to the count")
         return self._labels
 
-    def count(self) -> int:
-        """Returns n, how many samples the loader shows, without going through it where it knows."""
+    def shown(self) -> int | None:
+        """Returns n, how many samples the loader shows, without going through it; None where that is not known."""
         if self._expected is None and isinstance(self._loader, DataLoader):
-            known = sampler_size(self._loader)
-            if known is not None:
-                return known
-        return self._expected or len(self.labels())
+            return sampler_size(self._loader)
+        return self._expected
+
+    def count(self) -> int:
+        """Returns n, going through the loader where nothing else tells; the samples seen so far where N is given."""
+        known = self.shown()
+        if known is None and self._data_size is not None and self.samples:
+            return self.samples
+        return len(self.labels()) if known is None else known
 
     def seen(self) -> Seen:
         """Returns what the passes so far have seen."""
@@ -115,7 +122,7 @@ class Runner:
                 if start in self._stops():
                     self._keep(start, step, state, notes)
         if step.limit is None or start < step.limit:
-            self._check_size(start, f"for the pass '{step.label}'")
+            self._check_size(start, f"to the pass '{step.label}'")
         if step.limit is None:
             self.samples, self.whole = start, True
         return state
@@ -138,7 +145,7 @@ class Runner:
                         self.samples = start
                     if taken == step.steps or step.converged(state):
                         return state
-                self._check_size(start, f"for the pass '{step.label}'")
+                self._check_size(start, f"to the pass '{step.label}'")
                 self.whole, epoch = True, epoch + 1
         return state
 
@@ -165,20 +172,20 @@ class Runner:
             total = len(self._loader)  # type: ignore[arg-type]
         except TypeError:  # none, or a DataLoader over an iterable data set
             total = None
-        start, weight = 0, next(iter(problem.tangent.parameters.values()))
+        start, device = 0, problem.tangent.device
         stops, limit = (self._stops(), step.limit) if isinstance(step, SumPass) else (frozenset(), None)
         disable = not (self._bar and summing)
         for number, raw in enumerate(tqdm(self._loader, step.label, total, disable=disable, leave=False), 1):
-            inputs, targets = batches.split(raw)
+            inputs, targets = batches.split(raw, device)
             samples = batches.size(inputs)
             if isinstance(targets, Tensor) and not targets.ndim:
                 raise LapwingError(
                     f"Asked to read batch number {number}, found a target without dimensions, {targets.item()}, beside "
                     f"{batches.describe(inputs)}; one row a sample is needed: give a single target as y[None]."
                 )
-            batches.check_inputs(inputs, weight, f"the inputs of batch number {number}")
+            batches.check_inputs(inputs, f"the inputs of batch number {number}")
             if self._expected is not None and start + samples > self._expected:
-                self._check_size(start + samples, f"for the pass '{step.label}'")
+                self._check_size(start + samples, f"to the pass '{step.label}'")
             end = samples if limit is None else min(samples, limit - start)
             cuts = sorted({0, end, *(stop - start for stop in stops if start < stop < start + end)})
             for first, last in pairwise(cuts):
@@ -202,16 +209,11 @@ class Runner:
         for name, value in likelihood.statistics(outputs.detach(), batch.targets).items():
             self.statistics[name] = self.statistics.get(name, 0) + value
 
-    def _check_size(self, samples: int, why: str) -> None:
+    def _check_size(self, samples: int, to: str) -> None:
         """Notes n the first time; raises when the loader shows nothing, or another number (case 9)."""
-        if samples and samples == (self._expected or samples):
-            self._expected = samples
-            return
-        before = "a first batch" if self._expected is None else f"{self._expected} samples"
-        raise LapwingError(
-            f"Asked to go through the loader again {why}, found {samples} samples after {before} the first time; every "
-            "pass needs the same data: pass a DataLoader or a list of batches, not a generator."
-        )
+        if not samples or samples != (self._expected or samples):
+            raise other_size(samples, to, self._expected)
+        self._expected = samples
 
 
 class _NoPass(SumPass):

@@ -1,151 +1,192 @@
-"""What a loader's targets mean where no likelihood is given, and whether the network's outputs suit it."""
+"""What a loader shows: how much of it is read, how often, and whether that is all of its data set."""
 
 from __future__ import annotations
 
+import io
+import itertools
 import logging
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 import lapwing as lw
-from lapwing.evaluation import sensitivity
-from lapwing.loaders import LOOKED_AT, inferred_likelihood
 
-SOFT = torch.tensor([[0.2, 0.8], [0.5, 0.5], [1.0, 0.0]])
-LABELS = {
-    "binary": (torch.tensor([0.0, 1.0, 1.0, 0.0]), ["all 0 or 1 in float32", "'bernoulli'", "'gaussian'", "y.long()"]),
-    "binary column": (torch.tensor([[0.0], [1.0]], dtype=torch.bfloat16), ["all 0 or 1 in bfloat16", "'bernoulli'"]),
-    "several labels": (torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.0, 1.0]]), ["all 0 or 1", "'bernoulli'"]),
-    "one-hot": (torch.eye(3)[[0, 2, 1, 0]], ["one-hot rows of shape (4, 3)", "y.argmax(1)", "'gaussian'"]),
-    "soft": (SOFT, ["sum to one", "(3, 2)", "y.argmax(1)"]),
-    "soft in bfloat16": (torch.rand(9, 10).softmax(1).bfloat16(), ["sum to one", "bfloat16"]),
-}
-REAL = {
-    "counts": torch.tensor([0.0, 1.0, 2.0, 1.0]),
-    "zeros": torch.zeros(4, 1),
-    "shares in one column": torch.tensor([[0.2], [0.8]]),
-    "nearly one-hot": torch.tensor([[0.0, 1.0], [0.3, 0.9]]),
-    "signed rows that sum to one": torch.tensor([[2.0, -1.0], [0.5, 0.5]]),
-    "not finite": torch.tensor([0.0, 1.0, float("nan")]),
-}
+X, Y, REAL = torch.randn(20, 4), torch.arange(20) % 3, torch.randn(20, 1)
+DATA = TensorDataset(X, Y)
 
 
-@pytest.mark.parametrize("name", LABELS)
-def test_labels_as_floats_are_no_regression(name: str) -> None:
-    targets, parts = LABELS[name]
-    model = nn.Linear(2, targets[0].numel()).to(targets.dtype).eval()
-    x = torch.randn(len(targets), 2, dtype=targets.dtype)
-    with pytest.raises(lw.LapwingError) as caught:
-        lw.fit(model, [(x, targets)])
-    assert all(part in str(caught.value) for part in parts), str(caught.value)
-    assert lw.fit(model, [(x, targets)], likelihood="gaussian").likelihood.name == "gaussian"
+def network(outputs: int = 3) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)).eval()
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_real_targets_are_a_regression(name: str) -> None:
-    assert inferred_likelihood(REAL[name], [(REAL[name], REAL[name])]).name == "gaussian"
+# --- no place to write -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("progress", [None, True])
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_fit_where_there_is_no_stderr(progress: bool | None, closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO() if closed else None
+    if stream is not None:
+        stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert lw.fit(network(), [(X, Y)], progress=progress).samples == 20
+    lw.fit(network(), [(X, Y)], lw.MeanField(steps=1), progress=progress)
+    variances = {"2.bias": torch.full((3,), 0.1)}
+    lw.MeanField.from_variances(network(), variances, [(X, Y)], progress=progress)
+    states = [network().state_dict() for _ in range(3)]
+    lw.SWAG.from_snapshots(states, [(X, Y)], model=network(), progress=progress)
 
 
-def test_all_batches_decide() -> None:
-    """A first batch of one real target that happens to be 0 or 1 says nothing; nor does one of ones alone."""
-    x, y = torch.randn(40, 2), torch.randint(0, 2, (40, 1)).float()
-    singles = DataLoader(list(zip(x, y, strict=True)), batch_size=1)
-    with pytest.raises(lw.LapwingError, match="all 0 or 1"):
-        lw.fit(nn.Linear(2, 1).eval(), singles)
-    y[30] = 0.5
-    assert lw.fit(nn.Linear(2, 1).eval(), singles, tune=None).likelihood.name == "gaussian"
-    rows = [(x[:1], torch.tensor([[0.0, 1.0]])), (x[1:3], torch.tensor([[1.0, 1.0], [0.0, 0.0]]))]
-    with pytest.raises(lw.LapwingError, match="all 0 or 1"):  # not one-hot, as the first batch has it
-        lw.fit(nn.Linear(2, 2).eval(), rows)
+# --- a stream without end --------------------------------------------------------------------------------------------
+class Endless:
+    """Batches without end, of which a test allows so many in all."""
 
-
-class _Endless(IterableDataset):
-    def __init__(self) -> None:
-        self.shown = 0
+    def __init__(self, y: Tensor, most: int) -> None:
+        self.y, self.left = y, most
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        while True:
-            self.shown += 1000
-            yield torch.zeros(1000, 2), torch.arange(1000.0).remainder(2)
+        for i in itertools.count():
+            self.left -= 1
+            assert self.left >= 0, "more of the stream was read than needed"
+            yield X[i % 4 :: 4], self.y[i % 4 :: 4]
 
 
-def test_a_stream_without_end_is_looked_at_for_a_while() -> None:
-    stream = _Endless()
-    with pytest.raises(lw.LapwingError, match="all 0 or 1"):
-        lw.fit(nn.Linear(2, 1).eval(), DataLoader(stream, batch_size=None))
-    assert stream.shown < 2 * LOOKED_AT
+STEPS = [
+    lw.MeanField(steps=3),
+    lw.VaLLA(lw.InducingPoints(X[:3]), lw.NaturalGradient(steps=3)),
+    lw.VaLLA(lw.InducingPoints(X[:3]), lw.AlphaDivergence(steps=3)),
+]
 
 
-def test_a_loader_of_real_targets_is_not_gone_through_to_infer() -> None:
-    class Once(list):
-        def __iter__(self) -> Any:
-            raise AssertionError("the first batch is enough")
-
-    assert inferred_likelihood(torch.randn(3, 1), Once()).name == "gaussian"
-
-
-def test_other_entries_infer_in_the_same_way() -> None:
-    x, y = torch.randn(20, 2), torch.arange(20.0).remainder(2)[:, None]
-    model = nn.Linear(2, 1).eval()
-    states = [{name: value + 0.1 * i for name, value in model.state_dict().items()} for i in range(3)]
-    with pytest.raises(lw.LapwingError, match="all 0 or 1"):
-        lw.SWAG.from_snapshots(states, [(x, y)], model=model)
-    with pytest.raises(lw.LapwingError, match="all 0 or 1"):
-        sensitivity(model, x, y)
+@pytest.mark.parametrize("method", STEPS, ids=lambda method: type(getattr(method, "fit", method)).__name__)
+@pytest.mark.parametrize("real", [False, True])
+def test_a_few_steps_on_a_stream_without_end(method: lw.Method, real: bool) -> None:
+    stream = Endless(REAL if real else Y, 40)
+    likelihood = lw.Gaussian(0.5) if real else None
+    posterior = lw.fit(
+        network(1 if real else 3), stream, method, data_size=1000, prior_precision=1.0, likelihood=likelihood
+    )
+    assert stream.left >= 30  # one batch to begin with, three steps, and for mean field three more at the new mean
+    assert posterior.samples == 15
+    assert posterior.samples * posterior.data_factor == pytest.approx(1000)
 
 
-# --- outputs that are probabilities already --------------------------------------------------------------------------
+@pytest.mark.parametrize("real", [False, True])
+def test_tuning_on_a_stream_without_end_looks_at_some_hundred_samples(real: bool) -> None:
+    stream, tune = Endless(REAL if real else Y, 40), lw.BoundedEvidence(samples=20)
+    posterior = lw.fit(network(1 if real else 3), stream, STEPS[1], data_size=1000, tune=tune)
+    assert stream.left >= 40 - 5 - 2 * 20 // 5
+    assert posterior.prior_precision
 
 
-def _classifier(*end: nn.Module) -> tuple[nn.Sequential, Tensor, Tensor]:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3), *end).eval()
-    return model, torch.randn(30, 4), torch.arange(30) % 3
+def test_a_stream_of_known_size_gives_what_a_list_gives() -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(DATA)
+
+    model, options = network(), {"data_size": 100, "prior_precision": 1.0}
+    for method in STEPS:
+        of_stream = lw.fit(model, DataLoader(Stream(), batch_size=5), method, **options)
+        of_list = lw.fit(model, DataLoader(DATA, batch_size=5), method, **options)
+        assert of_stream.data_factor == pytest.approx(of_list.data_factor)
+        torch.testing.assert_close(of_stream.latent(X).variance, of_list.latent(X).variance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_softmax_at_the_end_is_refused(dtype: torch.dtype) -> None:
-    model, x, y = _classifier(nn.Softmax(1))
-    model, x = model.to(dtype), x.to(dtype)
-    with pytest.raises(lw.LapwingError, match=r"sum to one.*model\[:-1\]\(inputs\).*model\(inputs\).log\(\)"):
-        lw.fit(model, [(x, y)])
-    fitted = lw.fit(model, [(x, y)], forward=lambda model, inputs: model[:-1](inputs))  # the lines that it says
-    assert fitted.likelihood.name == "categorical"
-    lw.fit(model, [(x, y)], forward=lambda model, inputs: model(inputs).log())
-    assert lw.fit(model, [(x, x[:, :3])]).likelihood.name == "gaussian"  # a regression on anything
+# --- other data from pass to pass ------------------------------------------------------------------------------------
+class Shrinking:
+    """Five batches when it is first gone through, then four, then three, or six, then seven."""
+
+    def __init__(self, y: Tensor, by: int) -> None:
+        self.y, self.by, self.passes = y, by, 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        count = 5 + self.by * self.passes
+        self.passes += 1
+        yield from [(X[i : i + 4], self.y[i : i + 4]) for i in [4 * j % 20 for j in range(count)]]
 
 
-def test_a_softmax_at_the_end_is_refused_beside_snapshots() -> None:
-    model, x, y = _classifier(nn.Softmax(1))
-    states = [{name: value + 0.1 * i for name, value in model.state_dict().items()} for i in range(3)]
-    with pytest.raises(lw.LapwingError, match="sum to one"):
-        lw.SWAG.from_snapshots(states, [(x, y)], model=model)
+METHODS = [
+    None, lw.Diagonal(), lw.KFAC(), lw.EKFAC(), lw.Full(form="primal"), lw.ELLA(rank=3, rows=6),
+    lw.OptimalSubspace(3, lw.KFAC(), "all"), lw.SubsetOfWeights(5, "magnitude"), lw.VaLLA(4, initial="data"),
+]  # fmt: skip
 
 
-def test_log_softmax_at_the_end_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """`J` is multiplied by `I - 1 pᵀ`, which Λ and class probabilities do not see."""
-    model, x, y = _classifier(nn.LogSoftmax(1))
-    model, x = model.double(), x.double()
-    with_it, without = (lw.fit(network, [(x, y)], lw.Full(), prior_precision=0.5) for network in (model, model[:-1]))
-    assert not caplog.records
-    torch.testing.assert_close(with_it.predict(x).probs, without.predict(x).probs, rtol=1e-9, atol=1e-12)
-    assert float(with_it.log_marginal_likelihood()) == pytest.approx(float(without.log_marginal_likelihood()), rel=1e-9)
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+@pytest.mark.parametrize("by", [-1, 1])
+@pytest.mark.parametrize("real", [False, True])
+def test_loaders_that_shrink_or_grow_are_refused(method: lw.Method | None, by: int, real: bool) -> None:
+    with pytest.raises(lw.LapwingError, match=r"at first and shows \d+ samples to .* Every pass needs the same data"):
+        lw.fit(network(1 if real else 3), Shrinking(REAL if real else Y, by), method)
 
 
-@pytest.mark.parametrize("outputs", [1, 3])
-def test_a_sigmoid_at_the_end_is_warned_of_once(outputs: int, caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(nn.Linear(4, outputs), nn.Sigmoid()).eval()
-    x = torch.randn(60, 4)
-    y = torch.randint(2, (60, 1)).bool() if outputs == 1 else torch.arange(60) % 3
-    loader = [(x[:30], y[:30]), (x[30:], y[30:])]
-    with caplog.at_level(logging.WARNING, "lapwing"):
-        lw.fit(model, loader)
-        assert len([r for r in caplog.records if "between 0 and 1" in r.getMessage()]) == 1
-        caplog.clear()
-        lw.fit(model, loader, forward=lambda model, inputs: model(inputs).logit())
-        lw.fit(nn.Linear(4, outputs).eval(), [(x[:1], y[:1])])  # a few outputs may lie anywhere
-        lw.fit(model, [(x, torch.randn(60, outputs))])
-    assert not [r for r in caplog.records if "between 0 and 1" in r.getMessage()]
+def test_tuning_takes_part_of_a_large_loader_without_complaint() -> None:
+    tune = lw.BoundedEvidence(samples=6)
+    assert lw.fit(network(), DataLoader(DATA, batch_size=3), lw.KFAC(), tune=tune).samples == 20
+    assert lw.fit(network(1), [(X[i : i + 3], REAL[i : i + 3]) for i in range(0, 20, 3)], tune=tune).samples == 20
+
+
+# --- fewer samples than the data set has -----------------------------------------------------------------------------
+def half() -> DistributedSampler:
+    return DistributedSampler(DATA, num_replicas=2, rank=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({"batch_size": 6, "drop_last": True}, 18),
+        ({"batch_size": 6, "sampler": half()}, 10),
+        ({"batch_size": 6, "sampler": RandomSampler(DATA, num_samples=7)}, 7),
+        ({"batch_sampler": [[0, 1, 2], [3, 4]]}, 5),
+    ],
+    ids=["drop_last", "distributed", "num_samples", "own batches"],
+)
+def test_a_part_of_the_data_set_is_said_once(
+    options: dict[str, Any], shown: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    lw.fit(network(), DataLoader(DATA, **options), lw.EKFAC())
+    (line,) = [record.getMessage() for record in caplog.records if "data set" in record.getMessage()]
+    assert f"shows {shown} of the 20 samples" in line
+    assert "data_size=20" in line
+
+
+def test_nothing_is_said_of_the_whole_or_where_the_size_is_given(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet = [
+        DataLoader(DATA, batch_size=6), DataLoader(DATA, batch_size=5, drop_last=True), [(X, Y)],
+        DataLoader([(X, Y)], batch_size=None), DataLoader(DATA, batch_size=6, sampler=SubsetRandomSampler(range(7))),
+    ]  # fmt: skip
+    for loader in quiet:
+        lw.fit(network(), loader)
+    lw.fit(network(), DataLoader(DATA, batch_size=6, sampler=half()), data_size=20)
+    for name, value in (("is_initialized", True), ("get_world_size", 2), ("get_rank", 0)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    lw.fit(network(), DataLoader(DATA, batch_size=6, sampler=half()))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+class Twice(IterableDataset):
+    """A data set that every worker shows in full."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(DATA)
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
+def test_samples_that_each_worker_shows_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    loader = DataLoader(Twice(), batch_size=5, num_workers=2)
+    assert lw.fit(network(), loader, tune=None).samples == 40
+    assert "shows 40 samples, each of the 20 of its data set once a worker" in caplog.text

@@ -505,6 +505,32 @@ def test_what_is_kept_is_put_back_after_an_exception(error: type[BaseException])
     assert held(model) == before
 
 
+class Sealed(tuple):
+    """As in libraries of equivariant networks: it has entries, and refuses to say how many."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __iter__(self) -> Any:
+        raise NotImplementedError
+
+
+def test_what_a_tuple_without_a_length_holds_is_put_back() -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.kept = nn.Linear(3, 2), Sealed((["first"], 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            tuple.__getitem__(self.kept, 0).append(x)
+            return self.layer(x)
+
+    model, x = Keeping().eval(), torch.randn(4, 3)
+    posterior = lw.fit(model, [(x, torch.arange(4) % 2)], lw.Diagonal())
+    posterior.predict(x, via=lw.MonteCarlo(2))
+    assert tuple.__getitem__(model.kept, 0) == ["first"]
+
+
 def test_hidden_states_of_transformers_are_collected_by_as_many_hooks_as_before() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(

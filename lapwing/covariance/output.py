@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..numerics import SLICE_NUMBERS, nonnegative, psd_root, total
 from ..precision import full_precision
 from ..products import linear
@@ -246,7 +246,9 @@ def _root(variance: Tensor) -> Tensor:
 
 def _generator(n: int, generator: torch.Generator | None, device: torch.device) -> torch.Generator:
     if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
-        raise LapwingError(f"Asked for sample({n!r}); a whole number of draws, at least 1, is needed: write sample(5).")
+        raise LapwingError(
+            f"Asked for sample({shown(n)}); a whole number of draws, at least 1, is needed: write sample(5)."
+        )
     return torch.Generator(device).manual_seed(0) if generator is None else generator
 
 

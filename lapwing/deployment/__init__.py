@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import batches
-from ..errors import LapwingError
+from ..errors import LapwingError, is_one_of, shown
 from ..likelihoods import Bernoulli, Categorical, Link
 from ..posterior import Posterior
 from ..prediction import Linearized, Scaled, Streamlined, Way
@@ -83,9 +83,9 @@ def deploy(
         )
     inner, factor = _unscaled(via)
     streamlined = _streamlined(inner, via)
-    if outputs not in ("prediction", "latent"):
+    if not is_one_of(outputs, ("prediction", "latent")):
         raise LapwingError(
-            f"Asked to deploy outputs={outputs!r}; accepted are 'prediction' and 'latent': write "
+            f"Asked to deploy outputs={shown(outputs)}; accepted are 'prediction' and 'latent': write "
             "lw.deploy(posterior, x, outputs='latent')."
         )
     x = batches.inputs_of(x) if isinstance(x, Mapping) else x
@@ -129,7 +129,7 @@ def _streamlined(inner: Way, via: Way) -> Streamlined:
     if isinstance(inner, Streamlined) and inner.covariance == "diagonal" and inner.residual != "correlated":
         return inner
     raise LapwingError(
-        f"Asked to deploy via={via!r}; accepted are lw.Streamlined() in diagonal mode with independent residuals, "
+        f"Asked to deploy via={shown(via)}; accepted are lw.Streamlined() in diagonal mode with independent residuals, "
         "lw.Linearized() where the last layer alone is treated, and lw.Scaled(...) of them: write "
         "lw.deploy(posterior, x, via=lw.Streamlined())."
     )

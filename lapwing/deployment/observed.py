@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..covariance import MarginalLatent
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Link, Quadrature, quadrature
 from ..likelihoods.links import BinaryLink, ClassLink, LatentLike, Probit, at_least_float32
 from .tracing import Observe
@@ -45,8 +45,8 @@ def observing(likelihood: Likelihood, outputs: str, link: Link | None, factor: f
     chosen = likelihood.choose_link(_none(), link)
     if chosen.reads_covariance:
         raise LapwingError(
-            f"Asked to deploy link={chosen!r}, found that it draws; accepted are closed forms: write link=lw.Probit(), "
-            "or leave link=None."
+            f"Asked to deploy link={shown(chosen)}, found that it draws; accepted are closed forms: write "
+            "link=lw.Probit(), or leave link=None."
         )
     if isinstance(likelihood, Categorical):
         assert isinstance(chosen, ClassLink)

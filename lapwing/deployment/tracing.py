@@ -72,7 +72,7 @@ def trace(
     Cost: a few times what the first batch of the way takes; a copy of the network's weights and a few constants of
     their size.
     """
-    inputs = _lengths_apart(pytree.tree_map(lambda x: x.detach(), batches.plain(inputs)))
+    inputs = _lengths_apart(pytree.tree_map(lambda x: x.detach(), batches.plain(inputs, tangent.device)))
     with torch.no_grad(), without_compiled():
         graph = read(tangent, inputs)
         if not graph.accepts(batches.take(inputs, slice(0, 1))):

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from ..covariance import Blockwise, Covariance, LayerBlock, LowRankPlusDiagonal, Term
 from ..covariance.output import Dense, across, distinct
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..posterior import Posterior
 from ..prediction import Linearized, Streamlined
 from ..tangent import Block, Record, Tangent, Vectors
-from .arguments import shown
 from .comparison import Comparison
 
 _LIFTED: dict[str, dict[str, Any]] = {

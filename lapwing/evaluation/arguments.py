@@ -1,4 +1,4 @@
-"""What evaluation is called with: one check of tensors, and how a value is shown in an error message."""
+"""What evaluation is called with: one check of tensors, and one of loaders."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batches import describe
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 
 
 def real_tensor(asked: str, name: str, value: Any) -> Tensor:
@@ -36,13 +35,3 @@ def check_loader(asked: str, loader: Any) -> None:
     """Raises for what is no iterable of batches."""
     if not hasattr(loader, "__iter__") or isinstance(loader, (Tensor, Mapping, str, bytes)):
         raise LapwingError(f"{asked} takes batches as a loader. This is {shown(loader)}. Pass [(x, y)] for one batch.")
-
-
-def shown(value: Any) -> str:
-    """Returns numbers and texts as they are written, and anything else by its type and shape."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return repr(value)
-    if isinstance(value, Tensor):
-        kind = "nested" if value.is_nested else "sparse" if value.layout != torch.strided else value.device.type
-        return f"a {kind} tensor" if kind in ("nested", "sparse", "meta") else describe(value)
-    return describe(value)

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from .. import batches
-from ..errors import LapwingError
-from .arguments import shown
+from ..errors import LapwingError, shown
 from .corruptions import check_form, in_range, pixels, seeded, warp
 
 Normalisation = tuple[Sequence[float] | Tensor, Sequence[float] | Tensor]
@@ -105,8 +104,8 @@ class StrongAugmentation:
             )
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= len(_OPERATIONS):
             raise LapwingError(
-                f"Asked for StrongAugmentation(operations={shown(count)}); a whole number from 0 to {len(_OPERATIONS)} "
-                "is accepted: write operations=2."
+                f"Asked for StrongAugmentation(operations={shown(count)}); a whole number from 0 to "
+                f"{len(_OPERATIONS)} is accepted: write operations=2."
             )
 
     @torch.no_grad()
@@ -166,7 +165,8 @@ class StrongAugmentation:
         right = len(mean) == len(std) == images.shape[1] and bool(mean.isfinite().all()) and bool((std > 0).all())
         if not right:
             raise LapwingError(
-                f"Asked to undo normalise={self.normalise!r} of images of shape {tuple(images.shape)}; a finite mean "
+                f"Asked to undo normalise={shown(self.normalise)} of images of shape {tuple(images.shape)}; a "
+                "finite mean "
                 "and a positive std for each channel are accepted: write normalise=([0.5], [0.25]) for one channel."
             )
         return mean, std

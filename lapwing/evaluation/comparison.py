@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import batches
 from ..covariance import Latent
 from ..covariance.output import Rotated
-from ..errors import LapwingError
+from ..errors import LapwingError, is_one_of, shown
 from ..likelihoods import (
     Bernoulli,
     BernoulliPrediction,
@@ -29,7 +29,7 @@ from ..likelihoods import (
 from ..posterior import Posterior
 from ..prediction import Linearized, Way
 from . import metrics
-from .arguments import check_loader, shown
+from .arguments import check_loader
 
 Candidate = Posterior | nn.Module | tuple[Posterior, Way]
 Score = Literal["entropy", "confidence"]
@@ -140,18 +140,20 @@ def compare(
         >>> list(table.rows), table.columns
         (['MAP', 'KFAC'], ('accuracy', 'NLL', 'ECE', 'Brier', 'passes'))
     """
-    _check(posteriors, score, repeats)
+    _check(posteriors, score, repeats, fit_seconds)
     check_loader("compare", loader)
     _check_foreign(foreign, loader)
-    fits = {} if fit_seconds is None else fit_seconds
-    if not isinstance(fits, Mapping):
-        raise LapwingError(f'compare takes fit_seconds as a dict. This is {shown(fits)}. Pass {{"KFAC": 1.5}}.')
+    fits = fit_seconds or {}
     rows: dict[str, dict[str, float]] = {}
     for name, candidate in _candidates(posteriors, loader).items():
         parts, targets, cost = _run(candidate, loader, repeats)
         rows[name] = _row(parts, targets)
         if foreign is not None:
-            strange = [candidate.predict(inputs) for inputs in _inputs(foreign) if batches.size(inputs)]
+            strange = [
+                candidate.predict(batches.plain(inputs, candidate.device))
+                for inputs in _inputs(foreign)
+                if batches.size(inputs)
+            ]
             if not strange:
                 raise LapwingError("The foreign inputs of compare hold no samples. Pass a tensor (B, ...) or a loader.")
             rows[name]["AUROC"] = float(metrics.auroc(_scores(parts, score), _scores(strange, score)))
@@ -166,7 +168,7 @@ def compare(
     return Comparison(columns, rows, tuple(notes))
 
 
-def _check(posteriors: Any, score: str, repeats: Any) -> None:
+def _check(posteriors: Any, score: str, repeats: Any, fit_seconds: Any) -> None:
     if not isinstance(posteriors, Mapping) or not posteriors:
         raise LapwingError(
             f"Asked to compare {batches.describe(posteriors)}; a dict of at least one posterior is needed: write "
@@ -179,13 +181,16 @@ def _check(posteriors: Any, score: str, repeats: Any) -> None:
             or (pair and isinstance(candidate[0], Posterior) and isinstance(candidate[1], Way))
         ):
             raise LapwingError(
-                f"Asked to compare {name!r}, found {batches.describe(candidate)}; accepted are a posterior, a pair "
-                f"(posterior, way) and a network: write compare({{{name!r}: lw.fit(model, loader)}}, test_loader)."
+                f"Asked to compare {shown(name)}, found {batches.describe(candidate)}; accepted are a posterior, a "
+                "pair "
+                f"(posterior, way) and a network: write compare({{{shown(name)}: lw.fit(model, loader)}}, test_loader)."
             )
-    if score not in ("entropy", "confidence"):
+    if not is_one_of(score, ("entropy", "confidence")):
         raise LapwingError(
             f"Asked for score={shown(score)}; accepted are 'entropy' and 'confidence': write score='entropy'."
         )
+    if fit_seconds is not None and not isinstance(fit_seconds, Mapping):
+        raise LapwingError(f"fit_seconds is {shown(fit_seconds)}. Pass a dict of seconds by name, or leave it out.")
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise LapwingError(
             f"Asked for repeats={shown(repeats)}; a whole number of at least 1 is needed: write repeats=3."
@@ -208,10 +213,11 @@ def _check_foreign(foreign: Any, loader: Iterable[Any]) -> None:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """How a row predicts, the plain forward pass of its network, and whether it is that network alone."""
+    """How a row predicts, the plain forward pass of its network, on which device, and whether it is that alone."""
 
     predict: Callable[[Any], Prediction]
     forward: Callable[[Any], Tensor]
+    device: torch.device | None
     alone: bool
 
 
@@ -222,14 +228,15 @@ def _candidates(posteriors: Mapping[str, Candidate], loader: Iterable[Any]) -> d
     likelihood = _own_noise(fitted[0]) if fitted else _likelihood(loader)
     found: dict[str, _Candidate] = {}
     if len(fitted) == len(around) and len({id(posterior.tangent.model) for posterior in fitted}) == 1:
-        found["MAP"] = _network(fitted[0].tangent.outputs_of, likelihood)
+        found["MAP"] = _network(fitted[0].tangent.outputs_of, likelihood, fitted[0].tangent.device)
     for name, candidate in posteriors.items():
         if isinstance(candidate, nn.Module):
-            found[name] = _network(partial(_call, candidate), likelihood)
+            device = next((parameter.device for parameter in candidate.parameters()), None)
+            found[name] = _network(partial(_call, candidate), likelihood, device)
         else:
             posterior, way = candidate if isinstance(candidate, tuple) else (candidate, Linearized())
             predict = partial(posterior.predict, via=way)
-            found[name] = _Candidate(predict, posterior.tangent.outputs_of, False)
+            found[name] = _Candidate(predict, posterior.tangent.outputs_of, posterior.tangent.device, False)
     return found
 
 
@@ -240,14 +247,14 @@ def _own_noise(posterior: Posterior) -> Likelihood:
     return likelihood if residual is None or posterior.noise_given else likelihood.with_noise_variance(residual)
 
 
-def _network(forward: Callable[[Any], Tensor], likelihood: Likelihood) -> _Candidate:
+def _network(forward: Callable[[Any], Tensor], likelihood: Likelihood, device: torch.device | None) -> _Candidate:
     """Returns a network as a posterior without spread."""
 
     def predict(inputs: Any) -> Prediction:
         outputs = forward(inputs)
         return likelihood.predict(Latent(outputs, (Rotated(None, torch.zeros_like(outputs)),)))
 
-    return _Candidate(predict, forward, True)
+    return _Candidate(predict, forward, device, True)
 
 
 def _call(model: nn.Module, inputs: Any) -> Tensor:
@@ -276,7 +283,7 @@ def _run(candidate: _Candidate, loader: Iterable[Any], repeats: int) -> tuple[li
     targets: list[Tensor] = []
     spent = plain = 0.0
     for batch in loader:
-        inputs, labels = batches.split(batch)
+        inputs, labels = batches.split(batch, candidate.device)
         runs = [_timed(candidate, inputs) for _ in range(1 if candidate.alone else repeats)]
         parts.append(runs[-1][0])
         targets.append(labels)

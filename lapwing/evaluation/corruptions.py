@@ -26,9 +26,8 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..extras import extra
-from .arguments import shown
 
 _Apply = Callable[[Tensor, float, Generator], Tensor]
 
@@ -88,7 +87,8 @@ def corrupt(images: Tensor, name: str, severity: int, seed: int = 0) -> Tensor:
     corruption = CORRUPTIONS[name]
     if corruption.colour and images.shape[1] != 3:
         raise LapwingError(
-            f"Asked for the corruption {name!r} of images of shape {tuple(images.shape)}, found one channel; it needs "
+            f"Asked for the corruption {shown(name)} of images of shape {tuple(images.shape)}, found one channel; "
+            "it needs "
             'three: for grey images choose another, such as "contrast".'
         )
     if isinstance(severity, bool) or not isinstance(severity, Real) or severity not in (1, 2, 3, 4, 5):

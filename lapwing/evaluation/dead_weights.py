@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from .. import batches
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..posterior import Posterior
 from ..tangent import Tangent
 from ..tangent.eager import outside_modes
-from .arguments import check_loader, shown
+from .arguments import check_loader
 
 
 @outside_modes
@@ -58,7 +58,7 @@ def dead_parameters(fitted: Posterior | Tangent, loader: Iterable[Any], threshol
     sums = {block.name: torch.zeros(block.size, dtype=torch.float64, device=tangent.device) for block in tangent.blocks}
     seen = 0
     for batch in loader if batches.is_loader(loader) else [loader]:
-        for _, record in tangent.records(batches.plain(batches.inputs_of(batch))):
+        for _, record in tangent.records(batches.plain(batches.inputs_of(batch), tangent.device)):
             seen += record.samples
             for name in sums:
                 sums[name] += record[name].squared_sum()

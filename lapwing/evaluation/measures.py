@@ -13,9 +13,9 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..numerics import symmetric_eigen
-from .arguments import real_tensor, shown
+from .arguments import real_tensor
 
 _DENSE, _STEPS = 1000, 100  # rows up to which a spectral norm is exact, and Lanczos steps above
 _SHAPES = {2: "(n, n)", 3: "(B, C, C)", 4: "(B, C, B, C)"}

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from lapwing.errors import LapwingError
-from lapwing.evaluation.arguments import real_tensor, shown
+from lapwing.errors import LapwingError, shown
+from lapwing.evaluation.arguments import real_tensor
 from lapwing.extras import extra
 from lapwing.likelihoods.targets import check_binary_targets
 
@@ -153,8 +153,8 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
     probs, labels = _classification("expected_calibration_error", probs, labels)
     if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
         raise LapwingError(
-            f"expected_calibration_error sorts confidences into bins, and bins is {shown(bins)}; it takes an integer "
-            "of at least 1: expected_calibration_error(probs, labels, bins=15)."
+            f"expected_calibration_error sorts confidences into bins, and bins is {shown(bins)}; it takes an "
+            "integer of at least 1: expected_calibration_error(probs, labels, bins=15)."
         )
     # torchmetrics takes values above 1 for logits, and gives a confidence of exactly 1 a bin of its own
     probs = probs.clamp(0.0, 1.0 - 2.0**-24)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import batches
-from ..errors import LapwingError
-from .arguments import check_loader, real_tensor, shown
+from ..errors import LapwingError, shown
+from .arguments import check_loader, real_tensor
 from .comparison import Candidate, compare
 from .corruptions import pixels, warp
 

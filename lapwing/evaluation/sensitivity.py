@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import batches
 from ..batches import Forward
 from ..covariance import AnyLatent
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..likelihoods import (
     BernoulliPrediction,
     ClassPrediction,
@@ -28,10 +28,9 @@ from ..loaders import inferred_likelihood
 from ..posterior import Posterior
 from ..prediction import Linearized, Uncertain, Way
 from ..prediction.propagation import NoCovariance, Untreated, certain_latent
-from ..prediction.uncertain import leaves_of, with_leaves
+from ..prediction.uncertain import leaves_of, placed, with_leaves
 from ..prior import is_positive
 from ..tangent.eager import outside_modes
-from .arguments import shown
 
 _SLOWED = 0.75
 """θ: where `weight` is None, the loss grows at 1 - θ of the speed that it would have without a pull back."""
@@ -166,7 +165,9 @@ def sensitivity(
         [1.0, 0.5, 0.0]
     """
     _check(rise=rise, variance=variance, rate=rate, steps=steps, weight=1.0 if weight is None else weight)
-    values, place, start = _parts(inputs, variance)
+    model = candidate.model if isinstance(candidate, Posterior) else candidate
+    parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    values, place, start = _parts(inputs if parameter is None else placed(inputs, parameter.device), variance)
     x = leaves_of(values)[place]
     predict = _predictor(candidate, likelihood, via, targets, forward)
 
@@ -310,8 +311,8 @@ def _check(**numbers: Any) -> None:
         if not is_positive(value) or not whole:
             kind = "whole" if name == "steps" else "finite"
             raise LapwingError(
-                f"Asked for sensitivity({name}={shown(value)}); a positive {kind} number is needed: leave it out, or "
-                f"write {name}={2000 if name == 'steps' else 0.1}."
+                f"Asked for sensitivity({name}={shown(value)}); a positive {kind} number is needed: leave it out, "
+                f"or write {name}={2000 if name == 'steps' else 0.1}."
             )
 
 

@@ -9,9 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from .. import batches
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..extras import extra
-from .arguments import shown
 
 
 def maps(

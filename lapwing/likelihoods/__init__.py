@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lapwing.errors import LapwingError
+from lapwing.errors import LapwingError, shown
 from lapwing.likelihoods.base import Likelihood, NoiselessLikelihood
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.bernoulli_prediction import BernoulliPrediction
@@ -76,7 +76,7 @@ def resolve(likelihood: str | Likelihood) -> Likelihood:
             f"A likelihood is an instance, found the class {likelihood.__name__}; write `{likelihood.__name__}()`."
         )
     raise LapwingError(
-        f"A likelihood is one of {labels} or an instance of Likelihood, found {likelihood!r}; "
+        f"A likelihood is one of {labels} or an instance of Likelihood, found {shown(likelihood)}; "
         'write likelihood="categorical" for integer labels, likelihood="bernoulli" for yes or no, '
         'likelihood="gaussian" for real targets.'
     )

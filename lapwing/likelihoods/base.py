@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.errors import LapwingError
+from lapwing.errors import LapwingError, shown
 from lapwing.likelihoods import divergence
 from lapwing.likelihoods.links import LatentLike, Link, SampledLink, weight_draws
 from lapwing.likelihoods.predictions import Prediction
@@ -260,4 +260,4 @@ class NoiselessLikelihood(Likelihood):
 
 def _shown(link: object) -> str:
     """Name what was given as a link, a class by its name."""
-    return f"{link.__name__} (a class, not an instance)" if isinstance(link, type) else repr(link)
+    return f"{link.__name__} (a class, not an instance)" if isinstance(link, type) else shown(link)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch import distributions as dist
 from torch.nn import functional as F
 
+from lapwing import batches
 from lapwing.errors import LapwingError
 from lapwing.likelihoods import quadrature
 from lapwing.likelihoods.links import LatentLike, Link, at_least_float32, seeded, weight_draws
@@ -97,6 +98,7 @@ class BernoulliPrediction(Prediction):
             LapwingError: for targets of a wrong shape, or other values.
         """
         name = "BernoulliPrediction.log_prob"
+        targets = batches.plain(targets, self.log_odds.device)
         check_binary_targets(name, self.log_odds.shape, self.log_odds.device, targets)
         signs = 2.0 * aligned_targets(name, self.log_odds, targets, check_target_shape) - 1.0
         return F.logsigmoid(signs * self.log_odds).sum(-1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lapwing import numerics
-from lapwing.errors import LapwingError
+from lapwing.errors import LapwingError, shown
 from lapwing.likelihoods import quadrature
 from lapwing.likelihoods.links import at_least_float32, seeded
 
@@ -25,8 +25,8 @@ def check_alpha(alpha: Any) -> None:
     number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
     if not (number and 0.0 <= alpha < math.inf):
         raise LapwingError(
-            f"A power mean takes a finite alpha from 0 up, found alpha={alpha!r}; write alpha=1.0 for the predictive "
-            "density, alpha=0.0 for the expected log likelihood."
+            f"A power mean takes a finite alpha from 0 up, found alpha={shown(alpha)}; write alpha=1.0 for the "
+            "predictive density, alpha=0.0 for the expected log likelihood."
         )
 
 

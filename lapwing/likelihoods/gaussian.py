@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.errors import LapwingError
+from lapwing.errors import LapwingError, shown
 from lapwing.likelihoods import divergence
 from lapwing.likelihoods.base import Likelihood
 from lapwing.likelihoods.links import ExactLink, LatentLike, Link, at_least_float32
@@ -47,7 +47,7 @@ class Gaussian(Likelihood):
         number = isinstance(value, Real) and not isinstance(value, bool)
         if value is not None and not (number and 0.0 < value < math.inf):
             raise LapwingError(
-                f"Gaussian accepts a positive finite noise variance, found noise_variance={value!r}; "
+                f"Gaussian accepts a positive finite noise variance, found noise_variance={shown(value)}; "
                 "write Gaussian(noise_variance=0.1), or Gaussian() to have it tuned."
             )
         if value is not None:

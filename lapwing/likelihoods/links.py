@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lapwing.errors import LapwingError
+from lapwing.errors import LapwingError, shown
 from lapwing.likelihoods import quadrature
 
 _CHUNK_NUMBERS = 2**23  # latent values held at once while averaging over draws: 64 MiB in float64
@@ -58,7 +58,15 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def seeded(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
-    """Return the given generator, or a new one with seed 0 on ``device``: the same call gives the same answer."""
+    """Return the given generator, or a new one with seed 0 on ``device``: the same call gives the same answer.
+
+    Raises:
+        LapwingError: for what is no generator.
+    """
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise LapwingError(
+            f"The generator is {shown(generator)}. Pass torch.Generator().manual_seed(0), or leave it out for seed 0."
+        )
     return torch.Generator(device=device).manual_seed(0) if generator is None else generator
 
 
@@ -312,7 +320,9 @@ class Quadrature(BinaryLink):
     def __post_init__(self) -> None:
         """Check the number of nodes."""
         if isinstance(self.nodes, bool) or not isinstance(self.nodes, int) or self.nodes < 16:
-            raise LapwingError(f"Quadrature needs at least 16 nodes, found nodes={self.nodes!r}; write Quadrature(48).")
+            raise LapwingError(
+                f"Quadrature needs at least 16 nodes, found nodes={shown(self.nodes)}; write Quadrature(48)."
+            )
 
     def log_odds(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
         """Return log odds (B, C); reads the mean and variances only and draws nothing."""
@@ -352,7 +362,7 @@ class SampledLink(ClassLink, BinaryLink):
         """Check the number of draws."""
         if isinstance(self.draws, bool) or not isinstance(self.draws, Integral) or self.draws < 1:
             raise LapwingError(
-                f"SampledLink needs a whole number of draws, at least 1, found draws={self.draws!r}; write "
+                f"SampledLink needs a whole number of draws, at least 1, found draws={shown(self.draws)}; write "
                 "SampledLink(512)."
             )
 

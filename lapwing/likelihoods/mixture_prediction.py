@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from lapwing.batches import describe
-from lapwing.errors import LapwingError
+from lapwing import batches
+from lapwing.errors import LapwingError, shown
 from lapwing.likelihoods.links import seeded
 from lapwing.likelihoods.predictions import Prediction, check_count, check_level
 
@@ -32,7 +32,7 @@ class MixturePrediction(Prediction):
             batch = f", of batch shape {tuple(found.batch_shape)}" if isinstance(found, dist.Distribution) else ""
             raise LapwingError(
                 "MixturePrediction takes a distribution of torch.distributions with batch shape (inputs, draws). "
-                f"This is {describe(found)}{batch}. Pass, for example, torch.distributions.Normal(mean, std) with "
+                f"This is {shown(found)}{batch}. Pass, for example, torch.distributions.Normal(mean, std) with "
                 "tensors (inputs, draws)."
             )
 
@@ -108,6 +108,7 @@ class MixturePrediction(Prediction):
         Raises:
             LapwingError: for targets that are not one for each value of ``mean``.
         """
+        targets = batches.plain(targets, self.mean.device)
         if targets.numel() != self.mean.numel() or targets.shape[:1] != self.mean.shape[:1]:
             raise LapwingError(
                 f"MixturePrediction.log_prob needs a target for each value of shape {tuple(self.mean.shape)}, found "

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from lapwing import numerics
-from lapwing.errors import LapwingError
+from lapwing import batches, numerics
+from lapwing.errors import LapwingError, shown
 from lapwing.likelihoods.links import LatentLike, Link, at_least_float32, draw_chunks, seeded, weight_draws
 from lapwing.likelihoods.mixtures import mixture_log_density, mixture_quantile
 from lapwing.likelihoods.targets import aligned_targets, check_labels, check_real_targets
@@ -114,6 +114,7 @@ class ClassPrediction(Prediction):
         Raises:
             LapwingError: for labels of a wrong shape, dtype or range.
         """
+        targets = batches.plain(targets, self.log_probs.device)
         check_labels("ClassPrediction.log_prob", self.log_probs.shape, self.log_probs.device, targets)
         return self.log_probs.gather(-1, targets.long()[:, None]).squeeze(-1)
 
@@ -231,6 +232,7 @@ class RegressionPrediction(Prediction):
             LapwingError: for targets of a wrong shape or dtype, or not finite.
         """
         mean, draws = self.mean, self._draws()
+        targets = batches.plain(targets, mean.device)
         check_real_targets("RegressionPrediction.log_prob", mean.shape, mean.device, targets)
         targets = aligned_targets("RegressionPrediction.log_prob", mean, targets)
         if draws is not None:
@@ -310,12 +312,13 @@ def _entropy(log_probs: Tensor) -> Tensor:
 def check_level(level: float) -> None:
     """Refuse what is no probability between 0 and 1."""
     if not (isinstance(level, Real) and 0.0 < level < 1.0):
-        raise LapwingError(f"interval() accepts a level between 0 and 1, found {level!r}; write interval(0.9).")
+        raise LapwingError(f"interval() accepts a level between 0 and 1, found {shown(level)}; write interval(0.9).")
 
 
 def check_count(asked: str, name: str, count: int) -> None:
     """Refuse what is no whole number, or fewer than one draw."""
     if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
         raise LapwingError(
-            f"{asked}() needs a whole number of draws, at least 1, found {name}={count!r}; write {asked}({name}=512)."
+            f"{asked}() needs a whole number of draws, at least 1, found {name}={shown(count)}; write "
+            f"{asked}({name}=512)."
         )

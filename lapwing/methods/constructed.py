@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from ..covariance import Covariance
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
-from ..loaders import check_logits, checked_batches
+from ..loaders import check_logits, checked_batches, other_size, shows_bar
 from ..posterior import Posterior
 from ..prior import Prior
 from ..tangent import Tangent, join
@@ -77,7 +76,7 @@ def constructed(
     Raises:
         LapwingError: for bad input, or a loader that shows nothing the second time.
     """
-    hidden = not (sys.stderr.isatty() if progress is None else progress)
+    hidden = not shows_bar(progress)
     shown = tqdm(loader, "likelihood", disable=hidden, leave=False)
     statistics, samples = _statistics(tangent, shown, likelihood, method.partition("(")[0])
     given = not likelihood.needs_noise
@@ -110,8 +109,5 @@ def _statistics(
             statistics[name] = statistics.get(name, 0) + value
         samples += len(outputs)
     if not samples:
-        raise LapwingError(
-            f"Asked to go through the loader again for {method}, found no samples after a first batch the first time; "
-            "every pass needs the same data: pass a DataLoader or a list of batches, not a generator."
-        )
+        raise other_size(0, f"to {method}", None)
     return statistics, samples

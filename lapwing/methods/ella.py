@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import LapwingError
+from ..errors import LapwingError, is_one_of, shown
 from .passes import Method, Passes, Problem, check_choice, check_count
 from .rows import SAMPLINGS, Sampling, sampled_anchors
 from .subspace import Residual, on_basis, span_of_anchors
@@ -51,14 +51,14 @@ class ELLA(Method):
     def __post_init__(self) -> None:
         """Checks numbers and labels."""
         check_count("ELLA", "rank", self.rank)
-        if self.rows != "all":
+        if not is_one_of(self.rows, ("all",)):
             check_count("ELLA", "rows", self.rows)
         check_choice("ELLA", "residual", self.residual, (None, "prior"))
         check_choice("ELLA", "sampling", self.sampling, SAMPLINGS)
         if self.rows == "all" and self.sampling != "uniform":
             raise LapwingError(
-                f"Asked for ELLA(rows='all', sampling={self.sampling!r}), found that all rows leave nothing to sample; "
-                "a number of rows is needed: write ELLA(rows=2000, sampling='balanced')."
+                f"Asked for ELLA(rows='all', sampling={shown(self.sampling)}), found that all rows leave nothing to "
+                "sample; a number of rows is needed: write ELLA(rows=2000, sampling='balanced')."
             )
 
     def passes(self, problem: Problem) -> Passes:

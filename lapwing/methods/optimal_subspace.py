@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import batches
 from ..covariance import Covariance, ExplicitBasis, PriorCovariance
 from ..covariance.dense import cut
-from ..errors import LapwingError
+from ..errors import LapwingError, is_one_of, shown
 from ..tangent import Anchors, Vectors
 from .kfac import KFAC
 from .passes import Found, Method, Pass, Passes, Problem, State, check_choice, check_count
@@ -61,13 +61,13 @@ class OptimalSubspace(Method):
     def __post_init__(self) -> None:
         """Checks numbers and labels."""
         check_count("OptimalSubspace", "rank", self.rank)
-        if self.rows != "all":
+        if not is_one_of(self.rows, ("all",)):
             check_count("OptimalSubspace", "rows", self.rows)
         check_choice("OptimalSubspace", "residual", self.residual, (None, "prior"))
-        if self.curvature != "prior" and not isinstance(self.curvature, Method):
+        if not (is_one_of(self.curvature, ("prior",)) or isinstance(self.curvature, Method)):
             raise LapwingError(
-                f"Asked for OptimalSubspace(curvature={self.curvature!r}); accepted are 'prior' and a method: write "
-                "curvature=lw.KFAC()."
+                f"Asked for OptimalSubspace(curvature={shown(self.curvature)}); accepted are 'prior' and a method: "
+                "write curvature=lw.KFAC()."
             )
 
     def passes(self, problem: Problem) -> Passes:
@@ -78,8 +78,8 @@ class OptimalSubspace(Method):
             approximate = found.covariance if isinstance(found, Found) else found
             if not isinstance(approximate, PriorCovariance):
                 raise LapwingError(
-                    f"Asked for OptimalSubspace(curvature={self.curvature!r}), found a posterior without a prior; a "
-                    "method that sums a curvature is needed: write curvature=lw.KFAC()."
+                    f"Asked for OptimalSubspace(curvature={shown(self.curvature)}), found a posterior without a "
+                    "prior; a method that sums a curvature is needed: write curvature=lw.KFAC()."
                 )
             approximate = approximate.with_prior(problem.precision, problem.curvature_scale())
         anchors = yield from self._subset(problem)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import batches
 from ..covariance import Covariance
-from ..errors import LapwingError
+from ..errors import LapwingError, is_one_of, shown
 from ..likelihoods import Likelihood
 from ..prior import Prior
 from ..tangent import Record, Tangent
@@ -295,14 +295,15 @@ def check_count(method: str, name: str, value: Any) -> None:
     """Raises for a hyper-parameter that is no positive whole number (case 15)."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise LapwingError(
-            f"Asked for {method}({name}={value!r}); a whole number of at least 1 is needed: write {method}({name}=20)."
+            f"Asked for {method}({name}={shown(value)}); a whole number of at least 1 is needed: write "
+            f"{method}({name}=20)."
         )
 
 
 def check_choice(method: str, name: str, value: Any, accepted: tuple[Any, ...]) -> None:
     """Raises for a hyper-parameter that is not one of the accepted labels (case 15)."""
-    if value not in accepted:
+    if not is_one_of(value, accepted):
         raise LapwingError(
-            f"Asked for {method}({name}={value!r}); accepted are {', '.join(map(repr, accepted))}: write "
+            f"Asked for {method}({name}={shown(value)}); accepted are {', '.join(map(repr, accepted))}: write "
             f"{method}({name}={accepted[0]!r})."
         )

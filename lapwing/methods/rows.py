@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from .. import batches
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..tangent import Anchors
 from .passes import Batch, Pass, Problem, State, SumPass, class_labels
 
@@ -22,7 +22,7 @@ def sampled_anchors(
 ) -> Generator[Pass, State, Anchors]:
     """Yields the pass that collects M sampled (input, output) pairs; returns them as anchors."""
     samples, outputs = choose_rows(problem, rows, sampling)
-    chosen = _ChosenInputs(samples.unique())
+    chosen = _ChosenInputs(samples.unique(), problem.tangent.plan.shared)
     state = yield chosen
     if sampling != "uniform":  # a shuffling loader shows another sample at the place
         shown = chosen.labels(state)[torch.searchsorted(samples.unique(), samples)]
@@ -39,7 +39,7 @@ def sampled_anchors(
 
 def anchors_at(problem: Problem, samples: Tensor, outputs: Tensor) -> Generator[Pass, State, Anchors]:
     """Yields the pass that collects samples by their place in the loader; returns anchors at (sample, output) pairs."""
-    chosen = _ChosenInputs(samples.unique())
+    chosen = _ChosenInputs(samples.unique(), problem.tangent.plan.shared)
     return _anchors(problem, chosen, (yield chosen), samples, outputs)
 
 
@@ -67,7 +67,7 @@ def choose_rows(problem: Problem, rows: int | Literal["all"], sampling: Sampling
         return picked // width, picked % width
     if int(labels.min()) < 0 or (sampling == "label" and int(labels.max()) >= width):  # one logit has two classes
         raise LapwingError(
-            f"Asked for rows sampled by sampling={sampling!r}, found targets that are no class labels"
+            f"Asked for rows sampled by sampling={shown(sampling)}, found targets that are no class labels"
             f"{f' from 0 to {width - 1}' if sampling == 'label' else ''}; integer labels (n,) are needed: write "
             "sampling='uniform'."
         )
@@ -95,16 +95,20 @@ def choose(total: int, count: int, generator: torch.Generator) -> Tensor:
 
 
 class _ChosenInputs(SumPass):
-    """The inputs of chosen samples: `place/leaf` tensors of one sample, `place/nest` for how they nest, `place/label`.
+    """The inputs of chosen samples, under the place of each.
+
+    `place/leaf` are the tensors of one sample, `place/shared` says which of them all samples share, `place/nest` how
+    they nest, and `place/label` is the class.
 
     Args:
         samples: places in the loader, rising.
+        shared: of each tensor of the first batch, whether its samples shared it.
     """
 
     label = "inputs of sampled rows"
 
-    def __init__(self, samples: Tensor) -> None:
-        self._samples = samples
+    def __init__(self, samples: Tensor, shared: tuple[bool, ...]) -> None:
+        self._samples, self._shared = samples, shared
 
     def init(self) -> State:
         return {}
@@ -113,12 +117,17 @@ class _ChosenInputs(SumPass):
         first, last = torch.searchsorted(
             self._samples, torch.tensor([batch.start, batch.start + batches.size(batch.inputs)])
         ).tolist()
+        shared = batches.shared(batch.inputs)  # of one sample alone not all are known to be
+        shared = self._shared if len(shared) == len(self._shared) else shared
+        copies = [x.clone() if same else x for x, same in zip(batches.tensors(batch.inputs), shared, strict=True)]
         for place in self._samples[first:last].tolist():
             at = place - batch.start
             leaves, nest = batches.flatten(batches.take(batch.inputs, slice(at, at + 1)))
             state[f"{place}/nest"] = torch.tensor(list(nest.encode()), dtype=torch.uint8)
             state[f"{place}/label"] = class_labels(batch.inputs, batch.targets)[at : at + 1]
-            state.update({f"{place}/{i}": leaf.clone() for i, leaf in enumerate(leaves)})  # a view keeps the batch
+            state[f"{place}/shared"] = torch.tensor(shared)
+            for i, leaf in enumerate(leaves):
+                state[f"{place}/{i}"] = copies[i] if shared[i] else leaf.clone()  # a view would keep the batch
 
     def labels(self, state: State) -> Tensor:
         """Returns the class labels of the chosen samples, -1 where there are none."""
@@ -126,20 +135,31 @@ class _ChosenInputs(SumPass):
 
     def groups(self, state: State) -> tuple[Any, ...]:
         """Returns the inputs in the order of the loader, joined while their shapes and nesting agree."""
-        found: list[tuple[str, list[list[Tensor]]]] = []
+        found: list[tuple[tuple[str, list[bool]], list[list[Tensor]]]] = []
         for place in self._samples.tolist():
-            nest = bytes(state[f"{place}/nest"].tolist()).decode()
+            kind = bytes(state[f"{place}/nest"].tolist()).decode(), state[f"{place}/shared"].tolist()
             leaves: list[Tensor] = []
             while f"{place}/{len(leaves)}" in state:
                 leaves.append(state[f"{place}/{len(leaves)}"])
-            if found and found[-1][0] == nest and _joinable(found[-1][1][-1], leaves):
+            if found and found[-1][0] == kind and _joinable(found[-1][1][-1], leaves, kind[1]):
                 found[-1][1].append(leaves)
             else:
-                found.append((nest, [leaves]))
-        return tuple(batches.unflatten(map(torch.cat, zip(*parts, strict=True)), nest) for nest, parts in found)
+                found.append((kind, [leaves]))
+        return tuple(group for (nest, shared), parts in found for group in _joined(nest, shared, parts))
 
 
-def _joinable(before: list[Tensor], after: list[Tensor]) -> bool:
-    """Whether two samples can stand in one batch: every tensor has a sample dimension, and the same others."""
-    pairs = zip(before, after, strict=True)
-    return all(a.ndim > 0 and len(a) == 1 and a.shape == b.shape for a, b in pairs)
+def _joinable(before: list[Tensor], after: list[Tensor], shared: list[bool]) -> bool:
+    """Whether two samples can stand in one batch: what they share is the same, the rest has the same shape."""
+    pairs = [(a, b, same) for a, b, same in zip(before, after, shared, strict=True) if a is not b]
+    fits = all(a.shape == b.shape and (same or (a.ndim > 0 and len(a) == 1)) for a, b, same in pairs)
+    return fits and all(torch.equal(a, b) for a, b, same in pairs if same)
+
+
+def _joined(nest: str, shared: list[bool], parts: list[list[Tensor]]) -> Iterator[Any]:
+    """Yields samples in batches, none as long as a tensor that its samples share."""
+    lengths = {len(leaf) for leaf, same in zip(parts[0], shared, strict=True) if same and leaf.ndim} - {1}
+    while parts:
+        count = next(count for count in range(len(parts), 0, -1) if count not in lengths)
+        taken, parts = parts[:count], parts[count:]
+        columns = zip(zip(*taken, strict=True), shared, strict=True)
+        yield batches.unflatten((leaves[0] if same else torch.cat(leaves) for leaves, same in columns), nest)

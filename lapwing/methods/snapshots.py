@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import batches
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..numerics import accumulation_dtype
 from ..tangent import LastLayer, Predicate
 from ..tangent.eager import parameters_of, uncompiled
@@ -57,7 +57,7 @@ class SnapshotCollector:
             )
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 or rank == 1:
             raise LapwingError(
-                f"Asked for SWAG with rank={rank!r}; at least 2 deviations, a whole number, or 0 for the diagonal "
+                f"Asked for SWAG with rank={shown(rank)}; at least 2 deviations, a whole number, or 0 for the diagonal "
                 "alone is accepted: write lw.SWAG.collector(model, rank=20)."
             )
         if isinstance(params, LastLayer):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..covariance import Blockwise, Covariance
 from ..covariance.coordinates import CoordinateBasis
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..tangent import Block
 from .diagonal import Diagonal
 from .passes import Method, Pass, Passes, Problem, State, check_choice, check_count
@@ -77,7 +77,7 @@ class SubsetOfWeights(Method):
         check_choice("SubsetOfWeights", "residual", self.residual, (None, "prior"))
         if not (self.by in LABELS if isinstance(self.by, str) else _has_variances(self.by)):
             raise LapwingError(
-                f"Asked for SubsetOfWeights(by={self.by!r}); accepted are 'diagonal', 'magnitude', 'random' and a "
+                f"Asked for SubsetOfWeights(by={shown(self.by)}); accepted are 'diagonal', 'magnitude', 'random' and a "
                 "posterior over the same weights: write SubsetOfWeights(size=100, by='diagonal')."
             )
 
@@ -102,7 +102,8 @@ class SubsetOfWeights(Method):
         tangent, size = problem.tangent, self.size
         if size > tangent.size:
             raise LapwingError(
-                f"Asked for {self!r}, found {tangent.size} treated weights in {type(tangent.model).__name__}; at most "
+                f"Asked for {shown(self)}, found {tangent.size} treated weights in {type(tangent.model).__name__}; "
+                "at most "
                 f"as many can be chosen: write SubsetOfWeights(size={tangent.size}), or lw.Full() for all of them."
             )
         problem.require(f"SubsetOfWeights(size={size})", 6 * size**2 * 8, f"{size} x {size} matrices", "choose fewer")

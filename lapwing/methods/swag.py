@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -13,9 +12,9 @@ from tqdm import tqdm
 from .. import batches
 from ..batches import Forward
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, resolve
-from ..loaders import check_progress, first_batch, inferred_likelihood
+from ..loaders import check_progress, check_seed, first_batch, inferred_likelihood, shows_bar
 from ..posterior import Posterior
 from ..prior import is_positive
 from ..tangent import LastLayer, Predicate, Tangent, everything
@@ -133,15 +132,16 @@ class SWAG:
         check_progress(progress)
         collector = _collected(snapshots, model, rank, params)
         check_choice("SWAG.from_snapshots", "batch_norm", batch_norm, ("refresh", "keep"))
+        check_seed(seed)
         if not is_positive(scale):
             raise LapwingError(
-                f"Asked for SWAG with scale={scale!r}; a positive finite number is needed: write scale=0.5, or leave "
-                "it out."
+                f"Asked for SWAG with scale={shown(scale)}; a positive finite number is needed: write scale=0.5, or "
+                "leave it out."
             )
         inputs, targets = batches.split(first_batch(loader))
         likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
         network = _averaged(collector)
-        bar = sys.stderr.isatty() if progress is None else progress
+        bar = shows_bar(progress)
         if batch_norm == "refresh":
             refresh(network, tqdm(loader, "batch norm statistics", disable=not bar, leave=False), forward, seed)
         network.eval()

@@ -36,7 +36,7 @@ class Linearized(Way):
         values, spreads = separate(inputs)
         if not spreads:
             return _of_weights(tangent, covariance, values, joint)
-        batches.check_inputs(values, torch.empty(0, device=tangent.device), "the inputs")
+        batches.check_inputs(values, "the inputs")
         mean, added = carried(tangent, values, spreads, wants_gradient(values))
         batches.check_outputs(mean, "these inputs")
         if not tangent.blocks:

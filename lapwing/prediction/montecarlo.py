@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import batches
 from ..covariance import AnyLatent, Covariance, LatentDraws
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..tangent import Tangent, split
 from ..tangent.layers.generic import call_with
 from .uncertain import drawn, separate
@@ -51,19 +51,19 @@ class MonteCarlo(Way):
         """Checks the number of draws."""
         if isinstance(self.draws, bool) or not isinstance(self.draws, int) or self.draws < 2:
             raise LapwingError(
-                f"Asked for MonteCarlo(draws={self.draws!r}); a whole number of at least 2 is needed: write "
+                f"Asked for MonteCarlo(draws={shown(self.draws)}); a whole number of at least 2 is needed: write "
                 "lw.MonteCarlo(draws=50)."
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise LapwingError(
-                f"Asked for MonteCarlo(seed={self.seed!r}); a whole number from 0 to 2**63 - 1 is needed: write "
+                f"Asked for MonteCarlo(seed={shown(self.seed)}); a whole number from 0 to 2**63 - 1 is needed: write "
                 "lw.MonteCarlo(draws=50, seed=0)."
             )
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
         """Returns the outputs under each draw; draws are joint across inputs by nature."""
         values, spreads = separate(inputs)
-        batches.check_inputs(values, torch.empty(0, device=tangent.device), "the inputs")
+        batches.check_inputs(values, "the inputs")
         joined = _stacked(self._outputs(tangent, covariance, values, spreads), self.draws)
         return LatentDraws(joined, joint)
 

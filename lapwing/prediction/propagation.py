@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import batches
 from ..batches import Forward
 from ..covariance import AnyLatent, Covariance, LayerBlock, Term
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..numerics import accumulation_dtype
 from ..tangent import Block, Record, Tangent, Vectors
 from ..tangent.checks import check_mode
@@ -18,7 +18,7 @@ from ..tangent.eager import outside_modes, parameters_of
 from ..tangent.plan import Plan
 from ..tangent.record import wants_gradient
 from .linearized import Linearized
-from .uncertain import separate
+from .uncertain import placed, separate
 from .way import Way
 
 
@@ -142,9 +142,10 @@ def certain_latent(tangent: Untreated, covariance: NoCovariance, inputs: Any, vi
     """Returns what `propagate` does, for a network that is checked."""
     if not isinstance(via, Way):
         raise LapwingError(
-            f"Asked for via={via!r}; accepted are lw.Linearized(), lw.MonteCarlo(draws=50) and lw.Streamlined(): "
+            f"Asked for via={shown(via)}; accepted are lw.Linearized(), lw.MonteCarlo(draws=50) and lw.Streamlined(): "
             "write via=lw.Linearized()."
         )
+    inputs = placed(inputs, tangent.device)
     values, spreads = separate(inputs)
     if not spreads:
         raise LapwingError(

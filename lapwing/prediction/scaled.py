@@ -8,7 +8,7 @@ from typing import Any
 
 from ..covariance import AnyLatent, Covariance, JointLatent, Latent, LatentDraws, Term
 from ..covariance.output import Dense, Rotated, Thin
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..tangent import Tangent
 from .way import Way
 
@@ -48,13 +48,13 @@ class Scaled(Way):
         """Checks way and factor."""
         if not isinstance(self.via, Way):
             raise LapwingError(
-                f"Asked for Scaled({self.via!r}, {self.factor!r}); an instance of a way is needed first: write "
-                "lw.Scaled(lw.Streamlined(), 0.5)."
+                f"Asked for Scaled({shown(self.via)}, {shown(self.factor)}); an instance of a way is needed first: "
+                "write lw.Scaled(lw.Streamlined(), 0.5)."
             )
         number = isinstance(self.factor, (int, float)) and not isinstance(self.factor, bool)
         if not (number and 0 < self.factor < math.inf):
             raise LapwingError(
-                f"Asked for Scaled(factor={self.factor!r}); a positive finite number is needed: write "
+                f"Asked for Scaled(factor={shown(self.factor)}); a positive finite number is needed: write "
                 f"lw.Scaled({self.via!r}, 0.5)."
             )
 

@@ -146,6 +146,19 @@ def _check_numbers(given: Tensor | float | None) -> None:
         )
 
 
+def placed(inputs: Any, device: torch.device) -> Any:
+    """Returns inputs, uncertain ones too, as ordinary tensors on a device."""
+    inputs = batches.plain(inputs, device)
+    if isinstance(inputs, Tensor):
+        return inputs
+    moved = {
+        place: Uncertain(*[batches.plain(part, device) for part in (x.value, x.variance, x.covariance)])
+        for place, x in enumerate(leaves_of(inputs))
+        if isinstance(x, Uncertain) and x.value.device != device
+    }
+    return with_leaves(inputs, moved) if moved else inputs
+
+
 def separate(inputs: Any) -> tuple[Any, Spreads]:
     """Returns inputs with the values of uncertain ones in their place, and the spreads of those.
 
@@ -258,4 +271,4 @@ def _length(tangent: Tangent, values: Any, spreads: Spreads) -> int:
     return max(1, int(tangent.memory // (2 * graph // samples + 4 * outputs * (numbers + outputs) * 8)))
 
 
-__all__ = ["Spreads", "Uncertain", "carried", "drawn", "leaves_of", "separate", "with_leaves"]
+__all__ = ["Spreads", "Uncertain", "carried", "drawn", "leaves_of", "placed", "separate", "with_leaves"]

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations
 
 from .. import batches
 from ..attributes import modules_of
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from .eager import parameters_of, uncompiled
 from .record import Recording
 
@@ -30,7 +30,7 @@ def checked_memory(memory: int | None) -> int:
     memory = DEFAULT_MEMORY if memory is None else memory
     if not isinstance(memory, int) or memory < 2**24:
         raise LapwingError(
-            f"Asked to work within memory={memory!r} bytes; an int of at least {2**24} (16 MiB) is needed: "
+            f"Asked to work within memory={shown(memory)} bytes; an int of at least {2**24} (16 MiB) is needed: "
             "write memory=2**30 for 1 GiB."
         )
     return memory
@@ -125,20 +125,18 @@ def _dropout_rate(module: nn.Module) -> float:
     return 0.0
 
 
-def check_inputs(model: nn.Module, inputs: Any, weight: Tensor, shared: Sequence[bool]) -> None:
+def check_inputs(model: nn.Module, inputs: Any, shared: Sequence[bool]) -> None:
     """Checks a batch before the network runs on it.
 
     Args:
         model: the network.
         inputs: the batch.
-        weight: one of its treated parameters, whose device counts.
         shared: which tensors of the first batch all its samples shared.
 
     Raises:
-        LapwingError: for inputs that are empty, not finite or on another device, and for shared tensors that cannot be
-            told from others.
+        LapwingError: for inputs that are empty or not finite, and for shared tensors that cannot be told from others.
     """
-    batches.check_inputs(inputs, weight, "the inputs")
+    batches.check_inputs(inputs, "the inputs")
     if not any(shared) or len(now := batches.shared(inputs)) != len(shared):
         return
     count = batches.size(inputs)

@@ -88,8 +88,8 @@ class Tangent:
         memory = checked_memory(memory)
         model = checked_network(model)
         parameters = parameters_of(model)
-        inputs = batches.plain(inputs)
-        batches.check_inputs(inputs, next(iter(parameters.values())), "the inputs of the first batch")
+        inputs = batches.plain(inputs, next(iter(parameters.values())).device)
+        batches.check_inputs(inputs, "the inputs of the first batch")
         batches.check_lists(inputs)
         surveyed = probe(model, parameters, inputs, params, forward, most=memory // 16, tell=tell)
         tangent = cls(model, forward, surveyed.blocks, surveyed.plan, surveyed.coverage, surveyed.outputs, memory)
@@ -218,7 +218,7 @@ class Tangent:
 
     def check(self, inputs: Any) -> None:
         """Raises for inputs that the network cannot be seen at, such as those that are not finite."""
-        check_inputs(self.model, inputs, next(iter(self.parameters.values())), self.plan.shared)
+        check_inputs(self.model, inputs, self.plan.shared)
 
     def _record(self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype) -> Record:
         """Does what `record` says, for inputs that are checked."""
@@ -237,6 +237,8 @@ class Tangent:
         )
         kinds = tuple([use.use.kind for use in noted])
         uses = self.plan.uses_in([use.names for use in noted], kinds, samples, name)
+        if not all(use.reached for use in noted):  # no gradient there, of whatever shape
+            uses = {key: [use for use in found if noted[use[0]].reached] or found for key, found in uses.items()}
         self._attribution.check(recording, uses, name)
         if callable(cotangents):
             cotangents = cotangents(outputs if differentiable else outputs.detach())

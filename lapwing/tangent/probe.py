@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from os.path import commonprefix
@@ -38,6 +39,9 @@ IDLE = (
     "no output of the first batch has a gradient for it: it is not used there, within torch.no_grad(), or in what the "
     "network keeps of an earlier call"
 )
+
+_TOLD_IDLE: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
+"""Network -> its parameters that were said to have no gradient."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def probe(
     with _without_checkpoints(model):
         gradients = [g for g in output_gradients(outputs, chosen, u, differentiable=False) if g is not None]  # all
         truth = _autograd_rows(model, forward, {n: parameters[n] for n in names}, few, u[:, :, 2])
-    axes = [_batch_axis(use, g, samples) for use, g in zip(chosen, gradients, strict=True)]
+    axes = [_batch_axis(use, g, samples) if use.reached else None for use, g in zip(chosen, gradients, strict=True)]
 
     reasons = _reasons(names, truth.keys(), chosen, axes)
     for name in names:
@@ -141,6 +145,8 @@ def _reasons(
     """
     reasons = {name: UNSEEN if name in used else IDLE for name in names}
     for use, axis in zip(noted, axes, strict=True):
+        if not use.reached:
+            continue
         for name in used & set(use.names.values()):
             if use.stale:
                 reasons[name] = "its layer's input is modified in place"
@@ -152,8 +158,9 @@ def _reasons(
 
 
 def _tell_idle(model: nn.Module, idle: list[str]) -> None:
-    """Warns of parameters to treat that the outputs do not depend on."""
-    if idle:
+    """Warns of parameters to treat that the outputs do not depend on, once for each network."""
+    if idle and _TOLD_IDLE.get(model) != idle:
+        _TOLD_IDLE[model] = idle
         log.warning(
             "%s has no gradient on the first batch for %d of the parameters to treat (%s): not used there, within "
             "torch.no_grad(), or in what the network keeps of an earlier call (which model.train().eval() may empty); "

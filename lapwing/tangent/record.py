@@ -39,6 +39,7 @@ class Noted:
         versions: how often input, output and weight had been written.
         weight: the weight as the call got it, constant.
         source: the node that made the input, where it has a graph.
+        reached: whether the outputs depend on it; not where it was detached, for instance.
     """
 
     use: Use
@@ -49,6 +50,7 @@ class Noted:
     weight: Tensor | None = None
     source: Node | None = None
     spread: bool = False
+    reached: bool = True
 
     @property
     def stale(self) -> bool:
@@ -147,7 +149,7 @@ class Recorder(EagerMode):
     def elsewhere(self, outputs: Tensor, inputs: Sequence[Tensor]) -> set[str]:
         """Returns the watched parameters at which the graph of the outputs ends: uses have constants in their place.
 
-        What the inputs were made of does not count.
+        What the inputs were made of does not count. On the way uses are noted that the outputs do not reach.
         """
         ends = self._watched
         if self._stand_ins:
@@ -163,6 +165,8 @@ class Recorder(EagerMode):
             if not after and id(leaf := getattr(node, "variable", None)) in ends:
                 found.add(ends[id(leaf)])
             left += [node for node, _ in after]
+        for use in self.noted:
+            use.reached = use.edge.node in met
         return found
 
 

@@ -8,8 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-from .. import batches
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 
 Predicate = Callable[[str, Tensor], bool]
 
@@ -102,9 +101,8 @@ def select(
     elif callable(params):
         names = _chosen(params, parameters)
     else:
-        shown = batches.describe(params) if batches.tensors(params) else repr(params)
         raise LapwingError(
-            f"Asked to treat params={shown}; accepted are lw.everything, lw.last_layer, "
+            f"Asked to treat params={shown(params)}; accepted are lw.everything, lw.last_layer, "
             "lw.matching('*.weight') and a predicate: write params=lambda name, parameter: name.startswith('head')."
         )
     if names:
@@ -117,8 +115,8 @@ def select(
         )
     frozen = sum(not value.requires_grad for value in parameters.values())
     raise LapwingError(
-        f"Asked to treat {params!r} of {model_name}, found no such parameter among {len(parameters)} ({frozen} frozen; "
-        f"names: {_listed(parameters)}); at least one is needed: pass params=lw.matching('*') to treat frozen "
+        f"Asked to treat {shown(params)} of {model_name}, found no such parameter among {len(parameters)} ({frozen} "
+        f"frozen; names: {_listed(parameters)}); at least one is needed: pass params=lw.matching('*') to treat frozen "
         "parameters too, or name some with params=lw.matching(...)."
     )
 
@@ -132,8 +130,8 @@ def _chosen(params: Predicate, parameters: Mapping[str, Tensor]) -> tuple[str, .
         chosen = tuple(name for name, value in parameters.items() if params(name, value))
     except TypeError as error:
         raise LapwingError(
-            f"Asked to treat params={params!r}, found that it raised TypeError ({error}); a function of a name and a "
-            "parameter is needed: write params=lambda name, parameter: name.startswith('head')."
+            f"Asked to treat params={shown(params)}, found that it raised TypeError ({error}); a function of a name "
+            "and a parameter is needed: write params=lambda name, parameter: name.startswith('head')."
         ) from error
     for name in chosen:
         if parameters[name].is_complex():

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from .. import batches
 from ..covariance import PriorCovariance
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..likelihoods import Gaussian
+from ..loaders import other_size
 from ..posterior import Posterior
 from .base import Training, Tuning
 from .evidence import Evidence
@@ -83,14 +84,14 @@ class BoundedEvidence(Tuning):
         for name, value, least in (("samples", self.samples, 1), ("points", self.points, 3)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise LapwingError(
-                    f"Asked for BoundedEvidence({name}={value!r}); a whole number of at least {least} is needed: "
+                    f"Asked for BoundedEvidence({name}={shown(value)}); a whole number of at least {least} is needed: "
                     "write BoundedEvidence(samples=500, points=17)."
                 )
         for name, number in (("nats", self.nats), ("decades", self.decades)):
             real = isinstance(number, (int, float)) and not isinstance(number, bool)
             if not (real and 0 < number < math.inf):
                 raise LapwingError(
-                    f"Asked for BoundedEvidence({name}={number!r}); a positive finite number is needed: write "
+                    f"Asked for BoundedEvidence({name}={shown(number)}); a positive finite number is needed: write "
                     "BoundedEvidence(nats=0.005, decades=8.0)."
                 )
 
@@ -124,9 +125,9 @@ class BoundedEvidence(Tuning):
         if posterior.noise_given or not isinstance(posterior.likelihood, Gaussian) or least is None or best is None:
             return tuned
         shown = training.shown or posterior.samples
-        parts = list(self._spread(training.loader, shown, 2 * self.samples))
+        parts = list(self._parts(posterior, training.loader, training.shown, 2 * self.samples))
         if not parts:
-            raise self._nothing_to_see()
+            raise other_size(0, "to the tuning", posterior.samples)
         known = leave_one_out(posterior, parts)
         inputs = [part for part, _ in parts]
         bound = known.width
@@ -172,26 +173,31 @@ class BoundedEvidence(Tuning):
         """
         first = candidates[0]
         totals, count = [0.0] * len(candidates), 0
-        for inputs, targets in self._spread(loader, shown or first.samples, self.samples):
+        for inputs, targets in self._parts(first, loader, shown, self.samples):
             size = batches.size(inputs)
             scores = held_out_scores(candidates, None, [(inputs, targets)])  # checks the targets
             own = float(first.likelihood.log_prob(first.tangent.outputs_of(inputs), targets).double().sum())
             totals = [cost + own - size * score for cost, (score,) in zip(totals, scores, strict=True)]
             count += size
         if not count:
-            raise self._nothing_to_see()
+            raise other_size(0, "to the tuning", first.samples)
         return [cost / count for cost in totals]
 
-    @staticmethod
-    def _nothing_to_see() -> LapwingError:
-        return LapwingError(
-            "Asked to go through the loader again to bound the evidence, found 0 samples; the same data are needed "
-            "once more: pass a DataLoader or a list of batches, not a generator, or write tune=lw.Evidence()."
-        )
+    def _parts(
+        self, posterior: Posterior, loader: Iterable[Any], shown: int | None, most: int
+    ) -> Iterator[tuple[Any, Tensor]]:
+        """Yields batches spread over the loader, which must show as many samples as a fit that saw all of it."""
+        whole, exact = shown or posterior.samples, shown == posterior.samples
+        for inputs, targets in self._spread(loader, whole, most, exact):
+            yield batches.plain(inputs, posterior.tangent.device), batches.plain(targets, posterior.tangent.device)
 
     @staticmethod
-    def _spread(loader: Iterable[Any], whole: int, most: int) -> Iterator[tuple[Any, Tensor]]:
-        """Yields whole batches evenly over the loader, until there are as many samples as asked for."""
+    def _spread(loader: Iterable[Any], whole: int, most: int, exact: bool = False) -> Iterator[tuple[Any, Tensor]]:
+        """Yields whole batches evenly over the loader, until there are as many samples as asked for.
+
+        Raises:
+            LapwingError: if exact, where the loader ends after another number of samples.
+        """
         start = taken = 0
         for batch in loader:
             inputs, targets = batches.split(batch)
@@ -205,6 +211,8 @@ class BoundedEvidence(Tuning):
             start += size
             if taken >= most:
                 return
+        if exact and start != whole:
+            raise other_size(start, "to the tuning", whole)
 
 
 def crossing(points: Sequence[float], costs: Sequence[float], bound: float) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..errors import LapwingError
+from ..errors import LapwingError, is_one_of, shown
 from ..posterior import Posterior
 from .base import Training, Tuning
 from .evidence import Evidence
@@ -62,15 +62,15 @@ class EarlyStopping(Tuning):
         """Checks loader, label and grid."""
         check_loader("EarlyStopping", self.loader)
         Grid(self.decades, self.points).check("EarlyStopping")
-        if self.form not in ("published", "scaled"):
+        if not is_one_of(self.form, ("published", "scaled")):
             raise LapwingError(
-                f"Asked for EarlyStopping(form={self.form!r}); accepted are 'published' and 'scaled': write "
+                f"Asked for EarlyStopping(form={shown(self.form)}); accepted are 'published' and 'scaled': write "
                 "form='published'."
             )
         if isinstance(self.prefixes, bool) or not isinstance(self.prefixes, int) or self.prefixes < 1:
             raise LapwingError(
-                f"Asked for EarlyStopping(prefixes={self.prefixes!r}); a whole number of at least 1 is needed: write "
-                "prefixes=10."
+                f"Asked for EarlyStopping(prefixes={shown(self.prefixes)}); a whole number of at least 1 is needed: "
+                "write prefixes=10."
             )
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:

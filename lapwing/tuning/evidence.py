@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import PriorCovariance, Subspace
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..posterior import Posterior
 from .base import Training, Tuning
 
@@ -52,11 +52,11 @@ class Evidence(Tuning):
         """Checks the gap."""
         if not isinstance(self.per_layer, bool):
             raise LapwingError(
-                f"Asked for Evidence(per_layer={self.per_layer!r}); True or False is needed: write per_layer=True."
+                f"Asked for Evidence(per_layer={shown(self.per_layer)}); True or False is needed: write per_layer=True."
             )
         if self.rank_gap is not None and not (isinstance(self.rank_gap, (int, float)) and self.rank_gap >= 0):
             raise LapwingError(
-                f"Asked for Evidence(rank_gap={self.rank_gap!r}); a number of nats from 0 up is needed: write "
+                f"Asked for Evidence(rank_gap={shown(self.rank_gap)}); a number of nats from 0 up is needed: write "
                 "rank_gap=1.0, or leave it out to keep every direction."
             )
 

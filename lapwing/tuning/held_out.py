@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import batches
 from ..covariance import Latent, MarginalLatent, PriorCovariance, Subspace
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..likelihoods import Prediction
 from ..likelihoods.links import LatentLike
 from ..posterior import Posterior
@@ -41,8 +41,8 @@ class Grid:
         rising = pair and all(isinstance(end, Real) for end in self.decades) and self.decades[0] < self.decades[1]
         if not (rising and isinstance(self.points, int) and self.points >= 3):
             raise LapwingError(
-                f"Asked for {tuning}(decades={self.decades}, points={self.points}); a rising range and at least 3 "
-                "points are needed: write decades=(-5, 7), points=25."
+                f"Asked for {tuning}(decades={shown(self.decades)}, points={shown(self.points)}); a rising "
+                "range and at least 3 points are needed: write decades=(-5, 7), points=25."
             )
 
     @property
@@ -74,7 +74,7 @@ def with_ranks(posterior: Posterior, ranks: Sequence[int]) -> list[Posterior]:
     numbers = isinstance(ranks, (tuple, list)) and all(isinstance(rank, int) and rank > 0 for rank in ranks)
     if not numbers or not isinstance(covariance, Subspace):
         raise LapwingError(
-            f"Asked to choose among ranks={ranks} for {posterior.method}; a subspace method and ranks of at "
+            f"Asked to choose among ranks={shown(ranks)} for {posterior.method}; a subspace method and ranks of at "
             "least 1 are needed: leave ranks out, or fit lw.ELLA(rank=20) with ranks=(5, 10)."
         )
     shorter = [rank for rank in sorted(set(ranks)) if rank < covariance.rank]
@@ -176,7 +176,7 @@ def _scores(
     totals = torch.zeros(len(posteriors), len(precisions or [0]), len(factors), dtype=torch.float64)
     with torch.no_grad():
         for batch in loader:
-            inputs, targets = batches.split(batch)
+            inputs, targets = batches.split(batch, first.tangent.device)
             for part, record in first.tangent.records(inputs, None, first.covariance.record_dtype, held):
                 labels = targets[part]
                 first.likelihood.check(record.outputs, labels)

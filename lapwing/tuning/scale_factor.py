@@ -14,7 +14,7 @@ from .. import batches
 from ..covariance import AnyLatent, Latent, LatentDraws, MarginalLatent, PrecisionCovariance
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..covariance.output import Dense
-from ..errors import LapwingError
+from ..errors import LapwingError, is_one_of, shown
 from ..likelihoods import LaplaceBridge, Link
 from ..posterior import Posterior
 from ..prediction import Scaled, Streamlined, Way
@@ -88,7 +88,7 @@ def scale_factor(
     kept, count = [], 0
     with torch.no_grad():
         for batch in loader:
-            inputs, targets = batches.split(batch)
+            inputs, targets = batches.split(batch, posterior.tangent.device)
             latent = posterior.latent(inputs, via)
             posterior.likelihood.check(latent.mean, targets)
             read = None if by == "evidence" else posterior.likelihood.choose_link(latent, link)
@@ -131,9 +131,9 @@ def _check(posterior: Any, loader: Any, by: Any) -> None:
             f"Asked for scale_factor({batches.describe(posterior)}, {batches.describe(loader)}); a posterior and a "
             "loader of (inputs, targets) batches are needed: write lw.scale_factor(posterior, [(x_val, y_val)])."
         )
-    if by not in ("validation", "evidence"):
+    if not is_one_of(by, ("validation", "evidence")):
         raise LapwingError(
-            f"Asked for scale_factor(by={by!r}); accepted are 'validation' and 'evidence': write by='validation'."
+            f"Asked for scale_factor(by={shown(by)}); accepted are 'validation' and 'evidence': write by='validation'."
         )
 
 

@@ -358,3 +358,37 @@ def test_rows_that_do_not_fit_lose_no_direction(method, width, samples):
 def test_gradients_that_are_not_finite_get_a_sentence():
     with pytest.raises(lw.LapwingError, match="found 2 NaN or infinite entries; finite gradients are needed"):
         numerics.orthonormal_rows(torch.tensor([[1.0, float("nan")], [float("inf"), 2.0]]))
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = torch.nn.Linear(6, 8), torch.nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, shared: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(x) * shared.sum()))
+
+
+@pytest.mark.parametrize("shape", [(), (1, 7), (7,), (3, 2)])
+@pytest.mark.parametrize(
+    "method", [lw.ELLA(5, 10), lw.ELLA(45, "all", "prior"), lw.OptimalSubspace(5, "prior", rows=20)], ids=str
+)
+def test_inputs_that_samples_share(shape, method):
+    """As where the network holds them; the last batch has one sample, which cannot show what it shares."""
+    model, x, y = Scaled().double().eval(), torch.randn(9, 6).double(), torch.arange(9) % 5
+    shared = 0.3 * torch.ones(shape).double()
+    loader = [{"x": x[i : i + 4], "shared": shared.clone(), "labels": y[i : i + 4]} for i in (0, 4, 8)]
+    given = lw.fit(model, loader, method, prior_precision=1.0)
+    held = lw.fit(model, [(x, y)], method, prior_precision=1.0, forward=lambda model, x: model(x, shared))
+    close(given.latent({"x": x, "shared": shared}).covariance, held.latent(x).covariance)
+
+
+def test_samples_that_share_other_inputs_stand_in_batches_of_their_own():
+    model, x, y = Scaled().double().eval(), torch.randn(8, 6).double(), torch.arange(8) % 5
+    other = torch.full((1, 2), 0.1).double(), torch.full((1, 2), 0.5).double()
+    loader = [{"x": x[i : i + 4], "shared": other[i // 4], "labels": y[i : i + 4]} for i in (0, 4)]
+    anchors = lw.fit(model, loader, lw.ELLA(40, "all", "prior"), prior_precision=1.0)
+    exact = lw.fit(model, loader, lw.Full(form="primal"), prior_precision=1.0)
+    for batch in loader:
+        inputs = {"x": batch["x"], "shared": batch["shared"]}
+        close(anchors.latent(inputs).covariance, exact.latent(inputs).covariance, 1e-6)

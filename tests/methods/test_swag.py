@@ -619,7 +619,7 @@ class Fickle:
 
 def test_a_loader_that_is_empty_the_second_time():
     problem = setup("mlp")
-    with pytest.raises(lw.LapwingError, match="no samples after a first batch"):
+    with pytest.raises(lw.LapwingError, match="a batch at first and shows 0 samples"):
         posterior_of(problem, wander(problem.model, 2), loader=Fickle(problem.loader))
 
 

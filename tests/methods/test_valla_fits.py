@@ -397,3 +397,14 @@ def test_a_small_budget_gives_the_same():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(lw.tangent.Tangent, "chunk_length", lambda *args, **kwargs: 2)
             close(case.fit(lw.VaLLA(4, fit=fit)).covariance.to_dense(), whole, 1e-6)
+
+
+@pytest.mark.parametrize("fit", [lw.AlphaDivergence(steps=2), lw.VariationalBound(steps=2)], ids=str)
+def test_points_that_are_given_stay_as_they_are(fit):
+    model, points = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval(), torch.randn(3, 3)
+    before = points.clone()
+    data = [(torch.randn(8, 3), torch.arange(8) % 2)]
+    posterior = lw.fit(model, data, lw.VaLLA(lw.InducingPoints(points), fit), prior_precision=1.0)
+    assert torch.equal(points, before)
+    assert torch.equal(lw.fit(model, data, lw.VaLLA(lw.InducingPoints(points), fit), prior_precision=1.0)
+                       .latent(points).variance, posterior.latent(points).variance)  # fmt: skip

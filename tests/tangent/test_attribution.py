@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 import lapwing as lw
 from lapwing.tangent import Tangent
 from lapwing.tangent.attribution import Misplaced
+from tests import oracle
 
 EVERY = lw.matching("*")
 
@@ -369,3 +370,28 @@ def test_edges_of_samples_taken_one_by_one(kind: type[Net], case: str) -> None:
         assert found.shape == exact.shape
         torch.testing.assert_close(found, alone, rtol=1e-2 if case == "bfloat16" else 1e-10, atol=1e-12)
         assert (found.double() - exact).norm() < (0.05 if case == "bfloat16" else 1e-10) * exact.norm()
+
+
+class Decomposed(nn.Module):
+    """A low-rank update whose size is taken out by a detached norm, for which its factors see an identity matrix."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.down, self.up = nn.Linear(inputs, 2, bias=False), nn.Linear(2, outputs, bias=False)
+        self.size = nn.Parameter(torch.rand(outputs) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.base.weight + self.up(self.down(torch.eye(self.down.in_features, dtype=x.dtype))).T
+        return self.size / weight.norm(dim=1).detach() * (self.base(x) + self.up(self.down(x)))
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_a_use_that_the_outputs_do_not_depend_on_holds_no_samples(count: int, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(Decomposed(8, 6), nn.Tanh(), Decomposed(6, 3)).double().eval()
+    x = torch.randn(5, 8).double()
+    tangent = Tangent.survey(model, x[:4])
+    assert {line.block for line in tangent.coverage.generic} == {"0.size", "2.size"}
+    found = torch.cat([record.rows() for _, record in tangent.records(x[:count])])
+    torch.testing.assert_close(found, oracle.jacobian(model, x[:count], tangent.parameters))
+    assert not caplog.records

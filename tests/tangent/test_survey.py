@@ -737,3 +737,16 @@ def test_a_family_that_is_wrong_is_found_out_by_autograd(fault: str, monkeypatch
     assert {name for name, line in found.items() if line.family == "generic"} == wrong
     assert {found[name].reason for name in wrong} == {"its recorded uses do not add up to autograd's gradient"}
     torch.testing.assert_close(tangent.record(x).rows(), jacobian(model, x, tangent.blocks))
+
+
+def test_idle_parameters_are_said_once_for_each_network(caplog: pytest.LogCaptureFixture) -> None:
+    def network() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).eval()
+        model.register_parameter("unused", nn.Parameter(torch.ones(2)))
+        return model
+
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    first, second = network(), network()
+    for model, times in ((first, 1), (first, 1), (second, 2), (first, 2)):
+        lw.fit(model, [(x, y)], lw.Diagonal()).with_prior(2.0)
+        assert sum("has no gradient on the first batch" in record.getMessage() for record in caplog.records) == times

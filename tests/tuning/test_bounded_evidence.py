@@ -259,7 +259,7 @@ def test_one_sample_and_constant_targets(y):
 
 def test_no_data_to_see_again_is_one_sentence_for_regression():
     model, loader, _ = overfitted()
-    with pytest.raises(LapwingError, match="the same data are needed once more"):
+    with pytest.raises(LapwingError, match="Every pass needs the same data"):
         BoundedEvidence().tune(lw.fit(model, loader, lw.Diagonal(), tune=lw.Evidence()))
 
 
@@ -434,7 +434,7 @@ def test_a_thousand_classes():
 
 def test_no_training_data_is_one_sentence():
     model, loader = memorised()
-    with pytest.raises(LapwingError, match="the same data are needed once more"):
+    with pytest.raises(LapwingError, match="Every pass needs the same data"):
         BoundedEvidence().tune(lw.fit(model, loader, tune=lw.Evidence()))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ... import batches
 from ...batches import Forward
-from ...errors import LapwingError
+from ...errors import LapwingError, shown
 from ...likelihoods import Likelihood, resolve
 from ...loaders import check_progress, first_batch, inferred_likelihood
 from ...posterior import Posterior
@@ -79,8 +79,8 @@ class MeanField(Method):
         for name in ("learning_rate", "std_rate", "initial_std"):
             if not is_positive(getattr(self, name)):
                 raise LapwingError(
-                    f"Asked for MeanField({name}={getattr(self, name)!r}); a positive finite number is needed: write "
-                    f"MeanField({name}={type(self).__dataclass_fields__[name].default}), or leave it out."
+                    f"Asked for MeanField({name}={shown(getattr(self, name))}); a positive finite number is needed: "
+                    f"write MeanField({name}={type(self).__dataclass_fields__[name].default}), or leave it out."
                 )
 
     def passes(self, problem: Problem) -> Passes:
@@ -92,7 +92,7 @@ class MeanField(Method):
         put(network, tuning.by_parameter(state["mean"]))
         moved, shown = replace(tangent, model=network), problem.count()
         samples = problem.seen().samples
-        statistics = yield _Likelihood(problem, moved, samples if samples < shown else None)
+        statistics = yield _Likelihood(problem, moved, samples)
         precision = problem.precision
         if not problem.prior.given:
             precision = torch.full_like(precision, float(tuning.weight_precision(state)))
@@ -251,8 +251,8 @@ def _around(
     check_progress(progress)
     if not is_positive(scale):
         raise LapwingError(
-            f"Asked for MeanField with scale={scale!r}; a positive finite number is needed: write scale=1.0, or leave "
-            "it out."
+            f"Asked for MeanField with scale={shown(scale)}; a positive finite number is needed: write scale=1.0, "
+            "or leave it out."
         )
     inputs, targets = batches.split(first_batch(loader))
     likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
@@ -266,7 +266,7 @@ class _Likelihood(SumPass):
 
     label = "likelihood at the new mean"
 
-    def __init__(self, problem: Problem, moved: Tangent, limit: int | None) -> None:
+    def __init__(self, problem: Problem, moved: Tangent, limit: int) -> None:
         self.limit, self._likelihood, self._moved = limit, problem.likelihood, moved
 
     def init(self) -> State:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...covariance import Blockwise, PriorCovariance
 from ...covariance.draws import Draws
-from ...errors import LapwingError
+from ...errors import LapwingError, is_one_of, shown
 from ...numerics import total
 from ...tangent import Vectors
 from ..diagonal import Diagonal
@@ -92,13 +92,13 @@ class SampledLLA(Method):
     def __post_init__(self) -> None:
         """Checks numbers, labels and solver."""
         check_count("SampledLLA", "draws", self.draws)
-        if self.em_steps != 0 or isinstance(self.em_steps, bool):
+        if not is_one_of(self.em_steps, (0,)):
             check_count("SampledLLA", "em_steps", self.em_steps)
         for name in ("per_block", "linearised_mode"):
             check_choice("SampledLLA", name, getattr(self, name), (False, True))
         if not isinstance(self.solver, (ConjugateGradients, StochasticGradient)):
             raise LapwingError(
-                f"Asked for SampledLLA(solver={self.solver!r}); accepted are lw.ConjugateGradients() and "
+                f"Asked for SampledLLA(solver={shown(self.solver)}); accepted are lw.ConjugateGradients() and "
                 "lw.StochasticGradient(): write SampledLLA(solver=lw.ConjugateGradients(tolerance=1e-3))."
             )
         check_choice("SampledLLA", "prior", self.prior, ("isotropic", "g"))
@@ -168,7 +168,7 @@ class SampledLLA(Method):
             covariance = made.covariance if isinstance(made, Found) else made
             if not isinstance(covariance, PriorCovariance):
                 raise LapwingError(
-                    f"Asked for preconditioner={self.solver.preconditioner!r}, found that its "
+                    f"Asked for preconditioner={shown(self.solver.preconditioner)}, found that its "
                     f"{type(covariance).__name__} has no prior that could be changed; a method with one is needed: "
                     "write preconditioner=lw.KFAC()."
                 )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import LapwingError
+from ...errors import LapwingError, shown
 from ...numerics import symmetric_eigen
 from ...prior import is_positive
 from ...tangent import Vectors
@@ -184,7 +184,7 @@ def check_tolerance(solver: str, tolerance: object) -> None:
     """Raises for a tolerance that is not between 0 and 1 (case 15)."""
     if not is_positive(tolerance) or not float(tolerance) < 1:  # type: ignore[arg-type]
         raise LapwingError(
-            f"Asked for {solver}(tolerance={tolerance!r}); a number between 0 and 1 is needed: write "
+            f"Asked for {solver}(tolerance={shown(tolerance)}); a number between 0 and 1 is needed: write "
             f"{solver}(tolerance=0.01)."
         )
 
@@ -193,6 +193,6 @@ def check_preconditioner(solver: str, method: object) -> None:
     """Raises for a preconditioner that is no method (case 15)."""
     if method is not None and not isinstance(method, Method):
         raise LapwingError(
-            f"Asked for {solver}(preconditioner={method!r}); a method with a prior is needed, or None: write "
+            f"Asked for {solver}(preconditioner={shown(method)}); a method with a prior is needed, or None: write "
             "preconditioner=lw.KFAC()."
         )

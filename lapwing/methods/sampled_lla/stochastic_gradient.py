@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import batches
-from ...errors import LapwingError
+from ...errors import LapwingError, is_one_of, shown
 from ...prior import is_positive
 from ...tangent import Vectors
 from ..passes import Batch, IteratePass, Method, State, check_count
@@ -65,15 +65,15 @@ class StochasticGradient:
         check_preconditioner(name, self.preconditioner)
         accepted = {
             "learning_rate": is_positive(self.learning_rate),
-            "momentum": self.momentum == 0 or (is_positive(self.momentum) and self.momentum < 1),
+            "momentum": is_one_of(self.momentum, (0, 0.0)) or (is_positive(self.momentum) and self.momentum < 1),
             "average": is_positive(self.average) and self.average <= 1,
             "clip": is_positive(self.clip),
         }
         for option, fine in accepted.items():
             if not fine:
                 raise LapwingError(
-                    f"Asked for {name}({option}={getattr(self, option)!r}); positive numbers are accepted, a momentum "
-                    f"below 1 and an average of at most 1: write {name}(steps=1000), or leave {option} out."
+                    f"Asked for {name}({option}={shown(getattr(self, option))}); positive numbers are accepted, a "
+                    f"momentum below 1 and an average of at most 1: write {name}(steps=1000), or leave {option} out."
                 )
 
     def more(self) -> str:

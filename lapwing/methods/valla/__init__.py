@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...errors import LapwingError
+from ...errors import LapwingError, shown
 from ..passes import Method, Passes, Problem, check_choice, check_count
 from .inducing_points import INITIALS, InducingPoints, Initial, inducing_points
 from .natural_gradient import ClosedForm, VallaFit
@@ -55,7 +55,7 @@ class VaLLA(Method):
         check_choice("VaLLA", "initial", self.initial, INITIALS)
         if not isinstance(self.fit, VallaFit):
             raise LapwingError(
-                f"Asked for VaLLA(fit={self.fit!r}); accepted are lw.ClosedForm(), lw.NaturalGradient(steps=100), "
+                f"Asked for VaLLA(fit={shown(self.fit)}); accepted are lw.ClosedForm(), lw.NaturalGradient(steps=100), "
                 "lw.VariationalBound() and lw.AlphaDivergence(): write VaLLA(fit=lw.ClosedForm())."
             )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import batches
 from ...covariance import Latent, LowRankWithResidual
 from ...covariance.output import Dense
-from ...errors import LapwingError
+from ...errors import LapwingError, shown
 from ...likelihoods import Probit
 from ...tangent import Anchors
 from ...tangent.inducing import Kernel, kernel
@@ -77,7 +77,7 @@ class AlphaDivergence(VallaFit):
         number = isinstance(self.alpha, (int, float)) and not isinstance(self.alpha, bool)
         if not (number and 0 <= self.alpha < inf):
             raise LapwingError(
-                f"Asked for AlphaDivergence(alpha={self.alpha!r}); a finite number of at least 0 is needed: write "
+                f"Asked for AlphaDivergence(alpha={shown(self.alpha)}); a finite number of at least 0 is needed: write "
                 "AlphaDivergence(alpha=1.0)."
             )
         if self.validation is not None and (
@@ -192,11 +192,11 @@ class _AlphaSteps(MovingSteps):
 
     def _held_out(self) -> Iterator[tuple[Any, Tensor]]:
         """Yields held-out batches, one at least."""
-        empty, weight = True, next(iter(self.problem.tangent.parameters.values()))
+        empty, device = True, self.problem.tangent.device
         assert self._fit.validation is not None
         for raw in self._fit.validation:
-            inputs, targets = batches.split(raw)
-            batches.check_inputs(inputs, weight, "the validation inputs")
+            inputs, targets = batches.split(raw, device)
+            batches.check_inputs(inputs, "the validation inputs")
             empty = False
             yield inputs, targets
         if empty:

@@ -95,9 +95,9 @@ def movable(anchors: Anchors) -> bool:
 def _given(problem: Problem, points: InducingPoints) -> Anchors:
     """Returns anchors at points that the user gave, checked against the network."""
     tangent, outputs = problem.tangent, points.outputs
-    leaves, nest = batches.flatten(points.inputs)
-    inputs = batches.unflatten((leaf.detach() for leaf in leaves), nest)
-    batches.check_inputs(inputs, next(iter(tangent.parameters.values())), "the inducing points")
+    leaves, nest = batches.flatten(batches.plain(points.inputs, tangent.device))
+    inputs = batches.unflatten((leaf.detach().clone() for leaf in leaves), nest)  # fits move them in place
+    batches.check_inputs(inputs, "the inducing points")
     count = len(tangent.outputs_of(inputs))
     if outputs is None:
         samples = torch.arange(count).repeat_interleave(tangent.outputs)

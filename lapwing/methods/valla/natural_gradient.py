@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import batches
 from ...covariance import Basis, LowRankWithResidual
-from ...errors import LapwingError
+from ...errors import LapwingError, shown
 from ...tangent import Anchors, Record
 from ..passes import Batch, IteratePass, Passes, Problem, State, check_count
 from ..subspace import on_basis, span_of_anchors
@@ -150,6 +150,6 @@ def check_rate(method: str, name: str, value: Any, most: float) -> None:
     real = isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
     if not (real and 0 < float(value) <= most):
         raise LapwingError(
-            f"Asked for {method}({name}={value!r}); a positive number of at most {most:g} is needed: write "
+            f"Asked for {method}({name}={shown(value)}); a positive number of at most {most:g} is needed: write "
             f"{method}({name}=0.05)."
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...covariance import Covariance
-from ...errors import LapwingError
+from ...errors import LapwingError, shown
 from ...numerics import cholesky
 from ...tangent import Anchors
 from ...tangent.inducing import kernel
@@ -64,7 +64,7 @@ class VariationalBound(VallaFit):
         check_rate("VariationalBound", "learning_rate", self.learning_rate, inf)
         if not isinstance(self.then, (ClosedForm, NaturalGradient)):
             raise LapwingError(
-                f"Asked for VariationalBound(then={self.then!r}); accepted are lw.ClosedForm() and "
+                f"Asked for VariationalBound(then={shown(self.then)}); accepted are lw.ClosedForm() and "
                 "lw.NaturalGradient(steps=100): write VariationalBound(then=lw.ClosedForm())."
             )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ... import batches
 from ...covariance import Covariance, Latent
 from ...covariance.output import Dense
-from ...errors import LapwingError
+from ...errors import LapwingError, is_one_of, shown
 from ...tangent import Tangent
 from ...tangent.checks import check_mode
 from ...tangent.eager import outside_modes, without_compiled
@@ -124,10 +124,10 @@ class Streamlined(Way):
         """Checks the labels."""
         for name, accepted in _LABELS.items():
             found = getattr(self, name)
-            if found not in accepted:
+            if not is_one_of(found, accepted):
                 raise LapwingError(
-                    f"Asked for Streamlined({name}={found!r}); accepted are {' and '.join(map(repr, accepted))}: write "
-                    f"via=lw.Streamlined({name}={accepted[0]!r})."
+                    f"Asked for Streamlined({name}={shown(found)}); accepted are "
+                    f"{' and '.join(map(repr, accepted))}: write via=lw.Streamlined({name}={accepted[0]!r})."
                 )
         if self.covariance == "full" and self.activations == "moments":
             raise LapwingError(
@@ -167,7 +167,7 @@ class Streamlined(Way):
             LapwingError: as for `latent`.
         """
         check_mode(tangent.model)
-        batches.check_inputs(inputs, torch.empty(0, device=tangent.device), "the inputs")
+        batches.check_inputs(inputs, "the inputs")
         if not batches.size(inputs):
             raise LapwingError(
                 f"Asked for streamlined prediction at {batches.describe(inputs)}, found no samples; one at least is "

@@ -128,7 +128,7 @@ class Fused:
             if self.closed:
                 y, slope = self.slope(x, values)
                 return y, _expanded(_squared(slope) * variance, y)
-            y, slope = jvp(lambda x: self(x, values), (x,), (torch.ones_like(x),))  # type: ignore[misc]
+            y, slope = jvp(lambda x: self(x, values), (x,), (torch.ones_like(x),))
             return y, slope.square() * variance
         found = self._from(self.body, {**values, self.source: x})
         known = [found[name] for name in self.statistics]
@@ -185,7 +185,7 @@ class Fused:
         def statistic(x: Tensor) -> Tensor:
             return self._from(self.body[: last + 1], {**values, self.source: x})[name]
 
-        value, pull = vjp(statistic, x)  # type: ignore[misc]
+        value, pull = vjp(statistic, x)
         return pull(torch.ones_like(value))[0]
 
 

@@ -125,7 +125,7 @@ def _through(fused: Fused, source: Joint, given: Mapping[str, Any]) -> Joint | N
     if fused.closed:
         y, slope = fused.slope(x, given)
     else:
-        y, slope = jvp(lambda x: fused(x, given), (x,), (torch.ones_like(x),))  # type: ignore[misc]
+        y, slope = jvp(lambda x: fused(x, given), (x,), (torch.ones_like(x),))
     if y.shape != x.shape:
         return None
     slope = slope.expand_as(y) if isinstance(slope, Tensor) else torch.full_like(y, slope)
