@@ -77,7 +77,7 @@ def batch_size(x: Any) -> int:
     return len(next(iter(x.values()) if isinstance(x, dict) else iter(x)))
 
 
-def take(x: Any, rows: slice | Tensor) -> Any:
+def take(x: Any, rows: slice | Tensor | list[int]) -> Any:
     """Take the chosen samples of a tensor, tuple or dict."""
     if isinstance(x, Tensor):
         return x[rows]
@@ -121,7 +121,9 @@ def jacobian(
     names: Sequence[str] | None = None,
     forward: Callable[[nn.Module, Any], Tensor] | None = None,
 ) -> Tensor:
-    """Jacobian of the outputs with respect to the named parameters, by jacrev on batches of one.
+    """Jacobian of the outputs with respect to the named parameters, by jacrev sample by sample.
+
+    Each sample comes with a copy of itself: torch's backward pass of batch norm on one sample alone can be wrong.
 
     Args:
         model: Network in eval mode, compiled or not, frozen or not.
@@ -139,7 +141,7 @@ def jacobian(
     rows = []
     with reference_kernels():
         for n in range(batch_size(x)):
-            sample = take(x, slice(n, n + 1))
+            sample = take(x, [n, n])
 
             def output(values: dict[str, Tensor], sample: Any = sample) -> Tensor:
                 return torch.func.functional_call(bound, values, (sample,))[0]  # (C,)
