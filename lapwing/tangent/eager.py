@@ -92,8 +92,8 @@ def batch_norm(
     dtype = torch.promote_types(input.dtype, torch.float32)
     scale = (running_var.to(dtype) + eps).rsqrt()
     scale = scale if weight is None else scale * weight.to(dtype)
-    shift = -running_mean.to(dtype) * scale
-    shift = shift if bias is None else shift + bias.to(dtype)
+    mean = running_mean.to(dtype)
+    shift = -mean * scale if bias is None else torch.addcmul(bias.to(dtype), mean, scale, value=-1)
     channels = (-1, *[1] * (input.ndim - 2))
     return (input * scale.view(channels) + shift.view(channels)).to(input.dtype)
 
