@@ -39,19 +39,32 @@ class Prior:
 
         Raises:
             LapwingError: for a pattern that matches nothing, a block without a precision, or a number that is
-                not positive.
+                not positive or that the weights' dtype cannot express.
         """
         values = torch.ones(len(tangent.blocks), dtype=torch.float64, device=tangent.device)
         if isinstance(precision, Mapping):
             values = _by_pattern(tangent, precision, values * torch.nan)
         elif precision is not None:
             values = values * float(precision)
+        check_range("prior precision", values, tangent.dtype)
         return cls(values, _prior_mean(tangent, mean), precision is not None)
 
 
 def is_positive(value: Any) -> bool:
     """Whether a value is a positive finite number, numpy's included."""
     return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < inf
+
+
+def check_range(what: str, values: Tensor, dtype: torch.dtype) -> None:
+    """Raises for precisions or variances that are 0 or infinite in a dtype, or whose inverses are."""
+    rounded = torch.stack([values, 1 / values]).to(dtype)
+    if not ((rounded > 0) & (rounded < inf)).all():
+        least, most = values.min().item(), values.max().item()
+        shown = f"{least:.3g}" if least == most else f"{least:.3g} to {most:.3g}"
+        raise LapwingError(
+            f"A {what} of {shown} or its inverse is 0 or infinite in {dtype}. Use one between 1e-30 and 1e30: scale the "
+            "inputs and the targets to about 1."
+        )
 
 
 def _by_pattern(tangent: Tangent, precision: Mapping[str, float], values: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..numerics import cholesky, eigen_in_place
+from ..numerics import RESOLVED, cholesky, eigen_in_place
 from ..products import linear, matmul
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PrecisionCovariance
@@ -68,6 +68,10 @@ class DenseCovariance(PrecisionCovariance):
         values, self._basis, at = self._eigen = eigen
         self._prior_root = expand(blocks, precision).rsqrt()  # Δ^(-1/2) (P,)
         self._weights = 1 / (scale * values * (at[0] / precision[0]) + 1)
+
+    def rounded(self) -> bool:
+        """Whether `s G` exceeds the prior precision by more than float64 sums resolve."""
+        return bool((self._weights * RESOLVED < 1).any())
 
     @property
     def held(self) -> int:

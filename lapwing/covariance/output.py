@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError
-from ..numerics import SLICE_NUMBERS, psd_root, total
+from ..numerics import SLICE_NUMBERS, is_finite, psd_root, total
 from ..precision import full_precision
 from ..products import linear
 
@@ -239,6 +239,24 @@ def concatenate(parts: Sequence[Sequence[Term]]) -> tuple[Term, ...]:
     return tuple(joined)
 
 
+def check_moments(values: Tensor) -> Tensor:
+    """Returns variances, covariances or draws of the outputs, refusing those that are not finite."""
+    if is_finite(values):
+        return values
+    raise LapwingError(
+        f"The latent {tuple(values.shape)} is not finite: it exceeds the range of {values.dtype}. Scale the inputs and "
+        "the targets to about 1, raise the prior precision, or fit the network in float64 with model.double()."
+    )
+
+
+def checked(latent: AnyLatent) -> AnyLatent:
+    """Returns a latent for the user: its moments are finite when they are read, or refused."""
+    if isinstance(latent, Latent):
+        return replace(latent, checked=True)
+    check_moments(latent.covariance if isinstance(latent, JointLatent) else latent.draws)
+    return latent
+
+
 def _root(variance: Tensor) -> Tensor:
     """Returns standard deviations, without slope at 0."""
     return variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
@@ -257,17 +275,19 @@ class Latent:
     Attributes:
         mean: (B, C), the network's outputs.
         terms: what the covariance is the sum of.
+        checked: whether variances that are not finite are refused; tuning passes over candidates that have them.
     """
 
     mean: Tensor
     terms: tuple[Term, ...]
+    checked: bool = False
     joint = False
 
     @cached_property
     @full_precision
     def variance(self) -> Tensor:
         """Marginal variances (B, C); the covariance is not expanded for them."""
-        return total(term.variance() for term in self.terms).clamp_min(0)
+        return self._finite(total(term.variance() for term in self.terms).clamp_min(0))
 
     @property
     def std(self) -> Tensor:
@@ -278,19 +298,22 @@ class Latent:
     @full_precision
     def centred_variance(self) -> Tensor:
         """Variances (B, C) of the outputs minus their average, all that a softmax sees; not expanded either."""
-        return total(term.centred_variance() for term in self.terms).clamp_min(0)
+        return self._finite(total(term.centred_variance() for term in self.terms).clamp_min(0))
 
     @cached_property
     @full_precision
     def covariance(self) -> Tensor:
         """Covariances of each input's outputs (B, C, C), expanded on first reading."""
-        return total(term.dense() for term in self.terms)
+        return self._finite(total(term.dense() for term in self.terms))
+
+    def _finite(self, values: Tensor) -> Tensor:
+        return check_moments(values) if self.checked else values
 
     @full_precision
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws outputs (n, B, C), inputs independent of each other; `generator=None` means seed 0."""
         generator = _generator(n, generator, self.mean.device)
-        return self.mean + total(term.sample(n, generator) for term in self.terms)
+        return self._finite(self.mean + total(term.sample(n, generator) for term in self.terms))
 
 
 @dataclass(frozen=True)
