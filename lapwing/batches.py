@@ -86,6 +86,15 @@ def is_loader(x: Any) -> bool:
     return not isinstance(x, (Tensor, Mapping, tuple)) and hasattr(x, "__iter__")
 
 
+def check_loader(loader: Any, purpose: str) -> None:
+    """Raises for what is no loader."""
+    if isinstance(loader, (Tensor, Mapping)) or not hasattr(loader, "__iter__"):
+        raise LapwingError(
+            f"{purpose} needs an iterable of (inputs, targets) batches, not {describe(loader)}. Write [(x, y)] for one "
+            "batch."
+        )
+
+
 def _tree(inputs: Any) -> Any:
     return dict(inputs) if isinstance(inputs, Mapping) else inputs
 

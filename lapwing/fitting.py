@@ -146,7 +146,7 @@ def fit(
 
 
 def _checked(posterior: Posterior) -> Posterior:
-    """Returns the result of a fit, refused where it is not finite; says where rounding decides some of its variances."""
+    """Returns the result of a fit, refused where it is not finite; warns where rounding decides some variances."""
     tensors = (*posterior.covariance.tensors().values(), *posterior.statistics.values())
     if not all(is_finite(values) for values in tensors):
         raise LapwingError(
@@ -249,6 +249,10 @@ def _check_choices(tune: Any, forward: Any) -> None:
         raise LapwingError(
             f"Asked for tune={tune!r}; accepted are lw.BoundedEvidence(), lw.Evidence(), lw.Validation(loader), "
             "lw.EarlyStopping(loader) and None: write tune=lw.BoundedEvidence()."
+        )
+    if torch.get_default_device().type == "meta":
+        raise LapwingError(
+            "torch's default device is meta, whose tensors hold no numbers. Call torch.set_default_device('cpu') first."
         )
     if forward is not None and not callable(forward):
         raise LapwingError(

@@ -19,7 +19,7 @@ from .diagnosis import Diagnosis
 from .errors import LapwingError
 from .evidence import log_joint_gradient
 from .likelihoods import Likelihood, Link, Prediction
-from .numerics import total
+from .numerics import check_memory, total
 from .precision import full_precision
 from .prediction import Linearized, Uncertain, Way
 from .prediction.uncertain import separate
@@ -373,6 +373,7 @@ class Posterior:
                     "posterior.sample(5, seed=0)."
                 )
         self._check_network()
+        check_memory(f"posterior.sample({n})", n, self.tangent.size)
         generator = torch.Generator(self.covariance.device).manual_seed(int(seed))
         mean, own = self.tangent.mean(), self.tangent.parameters
         drawn = self.covariance.sample(n, generator)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from math import inf, isfinite
+from math import inf
 from numbers import Real
 from typing import Any
 
@@ -52,7 +53,7 @@ class Prior:
 
 def is_positive(value: Any) -> bool:
     """Whether a value is a positive finite number, numpy's included."""
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < inf
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def check_range(what: str, values: Tensor, dtype: torch.dtype) -> None:
@@ -62,8 +63,8 @@ def check_range(what: str, values: Tensor, dtype: torch.dtype) -> None:
         least, most = values.min().item(), values.max().item()
         shown = f"{least:.3g}" if least == most else f"{least:.3g} to {most:.3g}"
         raise LapwingError(
-            f"A {what} of {shown} or its inverse is 0 or infinite in {dtype}. Use one between 1e-30 and 1e30: scale the "
-            "inputs and the targets to about 1."
+            f"A {what} of {shown} or its inverse is 0 or infinite in {dtype}. Use one between 1e-30 and 1e30: scale "
+            "the inputs and the targets to about 1."
         )
 
 
@@ -90,15 +91,16 @@ def _by_pattern(tangent: Tangent, precision: Mapping[str, float], values: Tensor
     return values
 
 
-def _fits(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape and bool(value.isfinite().all())
+def _fits(value: Any, parameter: Tensor, dtype: torch.dtype) -> bool:
+    same = isinstance(value, Tensor) and value.shape == parameter.shape
+    return same and bool(value.to(dtype).isfinite().all())
 
 
 def _prior_mean(tangent: Tangent, mean: float | Mapping[str, Tensor]) -> Vectors:
     own = tangent.parameters
     if isinstance(mean, Mapping):
         unknown = [str(name) for name in mean if name not in own]
-        wrong = [name for name, value in mean.items() if name in own and not _fits(value, own[name])]
+        wrong = [name for name, value in mean.items() if name in own and not _fits(value, own[name], tangent.dtype)]
         if unknown or wrong:
             accepted = ", ".join(f"{name} {tuple(value.shape)}" for name, value in list(own.items())[:4])
             raise LapwingError(
@@ -106,11 +108,11 @@ def _prior_mean(tangent: Tangent, mean: float | Mapping[str, Tensor]) -> Vectors
                 f"shape, or values that are not finite; accepted are {accepted}...: write prior_mean={{name: tensor}}."
             )
         full = {n: mean.get(n, torch.zeros_like(p)).detach().to(p.device, tangent.dtype) for n, p in own.items()}
-    elif isinstance(mean, Real) and not isinstance(mean, bool) and isfinite(mean):
+    elif isinstance(mean, Real) and not isinstance(mean, bool) and abs(mean) <= torch.finfo(tangent.dtype).max:
         full = {n: torch.full_like(p, float(mean), dtype=tangent.dtype, requires_grad=False) for n, p in own.items()}
     else:
         raise LapwingError(
             f"Asked for prior_mean={batches.describe(mean) if isinstance(mean, Tensor) else repr(mean)}; a finite "
-            "number or {parameter: tensor} is accepted: write prior_mean=0.0."
+            f"number in the range of {tangent.dtype} or {{parameter: tensor}} is accepted: write prior_mean=0.0."
         )
     return join(tangent.blocks, full)

@@ -91,7 +91,8 @@ def _instance_norm(
     if not own:
         return _batch_norm(x, mean, var, weight, bias, False, momentum, eps)
     var, mean = torch.var_mean(x.flatten(2), 2, correction=0)
-    return torch.stack([_batch_norm(x[n : n + 1], mean[n], var[n], weight, bias, False, 0, eps)[0] for n in range(len(x))])
+    normed = [_batch_norm(x[n : n + 1], mean[n], var[n], weight, bias, False, 0, eps) for n in range(len(x))]
+    return torch.cat(normed)
 
 
 def batch_size(x: Any) -> int:

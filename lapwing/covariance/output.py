@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError
-from ..numerics import SLICE_NUMBERS, is_finite, psd_root, total
+from ..numerics import SLICE_NUMBERS, check_memory, is_finite, psd_root, total
 from ..precision import full_precision
 from ..products import linear
 
@@ -262,10 +262,11 @@ def _root(variance: Tensor) -> Tensor:
     return variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
 
 
-def _generator(n: int, generator: torch.Generator | None, device: torch.device) -> torch.Generator:
+def _generator(n: int, generator: torch.Generator | None, mean: Tensor) -> torch.Generator:
     if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
         raise LapwingError(f"Asked for sample({n!r}); a whole number of draws, at least 1, is needed: write sample(5).")
-    return torch.Generator(device).manual_seed(0) if generator is None else generator
+    check_memory(f"sample({n})", n, mean.numel())
+    return torch.Generator(mean.device).manual_seed(0) if generator is None else generator
 
 
 @dataclass(frozen=True)
@@ -312,7 +313,7 @@ class Latent:
     @full_precision
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws outputs (n, B, C), inputs independent of each other; `generator=None` means seed 0."""
-        generator = _generator(n, generator, self.mean.device)
+        generator = _generator(n, generator, self.mean)
         return self._finite(self.mean + total(term.sample(n, generator) for term in self.terms))
 
 
@@ -372,7 +373,7 @@ class JointLatent:
         """Draws outputs (n, B, C), joint across inputs and outputs; `generator=None` means seed 0."""
         size = self.mean.numel()
         root = Thin(psd_root(self.covariance.reshape(1, size, size)))
-        draws = root.sample(n, _generator(n, generator, self.mean.device))
+        draws = root.sample(n, _generator(n, generator, self.mean))
         return self.mean + draws.reshape(n, *self.mean.shape)
 
 
@@ -423,7 +424,7 @@ class LatentDraws:
     @full_precision
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Returns n of the draws, picked with replacement (n, B, C)."""
-        generator = _generator(n, generator, self.draws.device)
+        generator = _generator(n, generator, self.draws[0])
         picked = torch.randint(len(self.draws), (n,), generator=generator, device=self.draws.device)
         return self.draws[picked]
 

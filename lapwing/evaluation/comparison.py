@@ -140,6 +140,7 @@ def compare(
         (['MAP', 'KFAC'], ('accuracy', 'NLL', 'ECE', 'Brier', 'passes'))
     """
     _check(posteriors, score, repeats)
+    batches.check_loader(loader, "compare")
     fits = fit_seconds or {}
     rows: dict[str, dict[str, float]] = {}
     for name, candidate in _candidates(posteriors, loader).items():

@@ -286,7 +286,7 @@ class Method(ABC):
 
 def class_labels(inputs: Any, targets: Any) -> Tensor:
     """Returns a batch's class labels (B,) int64 on the CPU, -1 where targets are none."""
-    if isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point():
+    if isinstance(targets, Tensor) and targets.ndim == 1 and not (targets.is_floating_point() or targets.is_meta):
         return targets.cpu().long()
     return torch.full((batches.size(inputs),), -1)
 
@@ -301,8 +301,9 @@ def check_count(method: str, name: str, value: Any) -> None:
 
 def check_choice(method: str, name: str, value: Any, accepted: tuple[Any, ...]) -> None:
     """Raises for a hyper-parameter that is not one of the accepted labels (case 15)."""
-    if value not in accepted:
+    if not any(isinstance(value, type(one)) and value == one for one in accepted):
+        shown = repr(value) if isinstance(value, (str, int, float, type(None))) else type(value).__name__
         raise LapwingError(
-            f"Asked for {method}({name}={value!r}); accepted are {', '.join(map(repr, accepted))}: write "
+            f"Asked for {method}({name}={shown}); accepted are {', '.join(map(repr, accepted))}: write "
             f"{method}({name}={accepted[0]!r})."
         )
