@@ -53,7 +53,7 @@ class Prior:
 
 def is_positive(value: Any) -> bool:
     """Whether a value is a positive finite number, numpy's included."""
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(0 < value <= sys.float_info.max)  # type: ignore[operator]
 
 
 def check_range(what: str, values: Tensor, dtype: torch.dtype) -> None:

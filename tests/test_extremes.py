@@ -89,6 +89,12 @@ def test_full_of_the_last_layer_and_of_a_subset_is_the_dense_oracle(name: str) -
     check_full(DENSE[name], 1e4, 1.0, "regression", "last")
 
 
+@pytest.mark.parametrize(("size", "delta"), [(1e-4, 1e-3), (1.0, 1e-6)])
+def test_an_optimal_subspace_of_every_direction_is_full(size: float, delta: float) -> None:
+    """Its directions are nearly dependent before they are made orthonormal."""
+    check_full(lw.OptimalSubspace(rank=10), size, delta, "one output", "last")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("params", PARAMS)
 @pytest.mark.parametrize("kind", KINDS)

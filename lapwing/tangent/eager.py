@@ -120,7 +120,11 @@ def _wants_graph(*values: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in values)
 
 
-INSTEAD = {F.scaled_dot_product_attention: _math_attention, F.batch_norm: batch_norm, F.instance_norm: _instance_norm}
+INSTEAD: dict[Callable, Callable] = {
+    F.scaled_dot_product_attention: _math_attention,
+    F.batch_norm: batch_norm,
+    F.instance_norm: _instance_norm,
+}
 """Functions whose derivatives torch lacks or gets wrong -> the same by plain operations."""
 
 
