@@ -93,7 +93,7 @@ def batch_norm(
     scale = (running_var.to(dtype) + eps).rsqrt()
     scale = scale if weight is None else scale * weight.to(dtype)
     mean = running_mean.to(dtype)
-    shift = -mean * scale if bias is None else torch.addcmul(bias.to(dtype), mean, scale, value=-1)
+    shift = -mean * scale if bias is None else bias.to(dtype) - mean * scale
     channels = (-1, *[1] * (input.ndim - 2))
     return (input * scale.view(channels) + shift.view(channels)).to(input.dtype)
 
