@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -53,7 +52,10 @@ class Prior:
 
 def is_positive(value: Any) -> bool:
     """Whether a value is a positive finite number, numpy's included."""
-    return isinstance(value, Real) and not isinstance(value, bool) and bool(0 < value <= sys.float_info.max)  # type: ignore[operator]
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < inf
+    except OverflowError:  # an integer of more digits than a float has
+        return False
 
 
 def check_range(what: str, values: Tensor, dtype: torch.dtype) -> None:
