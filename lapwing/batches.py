@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .attributes import put_back
 from .errors import LapwingError, shown
+from .numerics import is_finite
 from .precision import network_precision
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -85,6 +85,15 @@ def inputs_of(batch: Any) -> Any:
 def is_loader(x: Any) -> bool:
     """Tells a loader (a list or another iterable of batches) from one batch of inputs (a tensor, tuple or mapping)."""
     return not isinstance(x, (Tensor, Mapping, tuple)) and hasattr(x, "__iter__")
+
+
+def check_loader(loader: Any, purpose: str) -> None:
+    """Raises for what is no loader."""
+    if isinstance(loader, (Tensor, Mapping, str, bytes)) or not hasattr(loader, "__iter__"):
+        raise LapwingError(
+            f"{purpose} needs an iterable of (inputs, targets) batches, not {shown(loader)}. Write [(x, y)] for one "
+            "batch."
+        )
 
 
 def _tree(inputs: Any) -> Any:
@@ -348,15 +357,10 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _finite(values: Tensor) -> bool:
-    """Whether all values are finite: one fast sum, and a look at each where that overflows or is not finite."""
-    return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
-
-
 def check_inputs(inputs: Any, where: str) -> None:
     """Raises for NaN or infinite inputs (case 1)."""
     for leaf in tensors(inputs):
-        if leaf.is_floating_point() and not _finite(leaf):
+        if leaf.is_floating_point() and not is_finite(leaf):
             bad = (~torch.isfinite(leaf)).flatten(1).any(1) if leaf.ndim > 1 else ~torch.isfinite(leaf)
             first = int(bad.nonzero()[0]) if bad.ndim else 0
             raise LapwingError(
@@ -368,7 +372,7 @@ def check_inputs(inputs: Any, where: str) -> None:
 
 def check_outputs(outputs: Tensor, where: str) -> None:
     """Raises for NaN or infinite outputs (case 2)."""
-    if not _finite(outputs):
+    if not is_finite(outputs):
         bad = (~torch.isfinite(outputs)).any(-1)
         raise LapwingError(
             f"Asked for the outputs at {where}, found NaN or infinite values for {int(bad.sum())} of {len(bad)} "

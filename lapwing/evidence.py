@@ -23,10 +23,11 @@ def log_joint_gradient(posterior: Posterior, loader: Iterable[Any]) -> Vectors:
         loader: the training data of its fit.
 
     Raises:
-        LapwingError: where the loader shows another number of samples.
+        LapwingError: where the loader is none, or shows another number of samples.
 
     Cost: one pass of one backward pass a batch.
     """
+    batches.check_loader(loader, "The evidence at the linearised mode")
     tangent, likelihood, prior = posterior.tangent, posterior.likelihood, posterior.prior
     dtype, mean = posterior.covariance.dtype, tangent.mean()
     gradient = {

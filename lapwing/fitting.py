@@ -27,8 +27,9 @@ from .loaders import (
 )
 from .methods import KFAC, SWAG, FisherRoot, Found, Method, Problem
 from .methods.passes import Seen
+from .numerics import is_finite
 from .posterior import Posterior
-from .prior import Prior, is_positive
+from .prior import Prior, check_range, is_positive
 from .runner import Runner
 from .tangent import LastLayer, Predicate, Tangent, everything, last_layer
 from .tangent.eager import outside_modes
@@ -116,6 +117,7 @@ def fit(
     if weight_decay is not None:
         prior_precision = (data_size or runner.count()) * weight_decay
     prior = Prior.read(tangent, prior_precision, prior_mean)
+    _check_noise(likelihood, tangent)
     generator = torch.Generator(tangent.device).manual_seed(seed)
     root = FisherRoot(likelihood, tangent.outputs, generator)
     if tangent.outputs > root.columns:
@@ -151,13 +153,39 @@ def fit(
     if found.precision is not None or not isinstance(found.covariance, PriorCovariance):
         if not given and tune not in (None, BoundedEvidence()):
             log.warning("%s chooses its own prior; tune=%s was not used", type(method).__name__, type(tune).__name__)
-        return whole
+        return _checked(whole)
     if tune is None:
-        return whole if whole.tuned else whole.with_defaults()
+        return _checked(whole if whole.tuned else whole.with_defaults())
     parts = sorted(runner.prefixes().items())
     unscaled = parts if whole.data_factor > 1 else parts[:-1]  # all of the data is a part where `whole` is scaled
     prefixes = tuple(posterior(*kept, samples, None) for samples, kept in unscaled)
-    return tune.tune(whole, Training(loader, prefixes, runner.shown()))
+    return _checked(tune.tune(whole, Training(loader, prefixes, runner.count())))
+
+
+def _checked(posterior: Posterior) -> Posterior:
+    """Returns the result of a fit, refused where it is not finite; warns where rounding decides some variances."""
+    tensors = (*posterior.covariance.tensors().values(), *posterior.statistics.values())
+    if not all(is_finite(values) for values in tensors):
+        raise LapwingError(
+            f"The fit is not finite: sums of squared gradients or residuals exceed the range of "
+            f"{posterior.tangent.dtype}. Scale the inputs and the targets to about 1, or fit the network in float64 "
+            "with model.double()."
+        )
+    _check_noise(posterior.likelihood, posterior.tangent)
+    if posterior.covariance.rounded():
+        log.warning(
+            "The curvature of %s spans more digits than its sums resolve beside a prior precision of %.3g: variances "
+            "in directions that the data show least are rounding noise. Scale the inputs to about 1, raise the prior "
+            "precision, or fit the network in float64 with model.double().",
+            posterior.method, posterior.prior.precision.min().item(),
+        )  # fmt: skip
+    return posterior
+
+
+def _check_noise(likelihood: Likelihood, tangent: Tangent) -> None:
+    """Raises for a noise variance that the weights' dtype cannot express."""
+    if likelihood.noise_variance is not None:
+        check_range("noise variance", torch.tensor(likelihood.noise_variance, dtype=torch.float64), tangent.dtype)
 
 
 def _size_for(seen: Seen, factor: float, shown: int, data_size: int | None) -> float | None:
@@ -242,4 +270,8 @@ def _check_tuning(tune: Any) -> None:
         raise LapwingError(
             f"Asked for tune={shown(tune)}; accepted are lw.BoundedEvidence(), lw.Evidence(), lw.Validation(loader), "
             "lw.EarlyStopping(loader) and None: write tune=lw.BoundedEvidence()."
+        )
+    if torch.get_default_device().type == "meta":
+        raise LapwingError(
+            "torch's default device is meta, whose tensors hold no numbers. Call torch.set_default_device('cpu') first."
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 from collections.abc import Iterable
 from functools import reduce
 
@@ -18,7 +20,27 @@ TRIANGLE_COLUMNS = 256  # of a symmetric product that are taken at once
 
 SLICE_NUMBERS = 2**19  # of a tensor, taken at once where its copy in another form would be as large
 
+MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**40
+"""Bytes of the machine's memory, 1 TiB where the system does not say."""
+
+RESOLVED = 1e14  # curvature over prior precision, above which float64 sums and float32 Jacobians lose what is least
+
 RANK_CUT = 1e-11  # relative singular value below which a direction of explicit float64 rows is rounding noise
+
+
+def check_memory(what: str, count: int, numbers: int) -> None:
+    """Raises where so many float32 tensors of so many numbers exceed the machine's memory."""
+    needed = 4 * int(count) * numbers
+    if needed > MEMORY:
+        gigabytes, most = min(needed, 2**99) / 2**30, MEMORY / 2**30
+        raise LapwingError(
+            f"{what} takes {gigabytes:.3g} GiB, and this machine has {most:.3g} GiB. Ask for fewer draws at a time."
+        )
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all values are finite: one fast sum, and a look at each where that overflows or is not finite."""
+    return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
 
 
 def total(terms: Iterable[Tensor]) -> Tensor:
@@ -113,9 +135,8 @@ def _check_finite(matrix: Tensor) -> None:
         return
     bad = int((~torch.isfinite(matrix)).sum())
     raise LapwingError(
-        f"Asked to decompose a matrix made of gradients, of shape {tuple(matrix.shape)}, found {bad} NaN or infinite "
-        "entries; finite gradients are needed: check the network's outputs and weights for overflow, or run the model "
-        "in float32 with model.float()."
+        f"A matrix of shape {tuple(matrix.shape)} that is made of gradients has {bad} NaN or infinite entries. Scale "
+        "the inputs and the targets to about 1, check the weights for overflow, or use model.float() or model.double()."
     )
 
 
@@ -129,11 +150,13 @@ def cholesky(matrix: Tensor) -> Tensor:
         L (..., n, n), lower triangular.
 
     Raises:
-        LapwingError: if M is not positive definite even with a relative jitter of 1e-4.
+        LapwingError: if M holds NaN or infinite entries, or is not positive definite even with a relative jitter of
+            1e-4.
     """
     factor, info = torch.linalg.cholesky_ex(matrix)
     if not info.any():
         return factor
+    _check_finite(matrix)
     scale = matrix.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     jitter, failed = 10 * torch.finfo(matrix.dtype).eps, torch.zeros_like(info, dtype=torch.bool)[..., None, None]

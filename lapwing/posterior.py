@@ -14,16 +14,16 @@ from torch import Tensor
 
 from . import batches
 from .covariance import AnyLatent, Covariance, Latent, LatentDraws, PriorCovariance
-from .covariance.output import together
+from .covariance.output import checked, together
 from .diagnosis import Diagnosis
 from .errors import LapwingError, shown
 from .evidence import log_joint_gradient
 from .likelihoods import Likelihood, Link, Prediction
-from .numerics import total
+from .numerics import check_memory, total
 from .precision import full_precision
 from .prediction import Linearized, Uncertain, Way
 from .prediction.uncertain import placed, separate
-from .prior import Prior, is_positive
+from .prior import Prior, check_range, is_positive
 from .tangent import Tangent, split
 from .tangent.checks import check_mode
 from .tangent.eager import outside_modes
@@ -194,6 +194,8 @@ class Posterior:
             )
         prior = Prior.read(self.tangent, prior_precision)
         noise = self.noise_variance if noise_variance is None else noise_variance
+        if noise is not None:
+            check_range("noise variance", torch.tensor(noise, dtype=torch.float64), self.tangent.dtype)
         return self.at(prior.precision, noise)
 
     def with_defaults(self) -> Posterior:
@@ -296,7 +298,7 @@ class Posterior:
                     f"Asked for latents of a loader with joint={joint}, found {len(parts)} batches; joint covariances "
                     "need all inputs in one batch, and others at least one batch: pass a tensor."
                 )
-            return _together(parts)
+            return checked(_together(parts))
         return self._latent(batches.inputs_of(x) if isinstance(x, Mapping) else x, via, joint)
 
     @outside_modes
@@ -316,7 +318,7 @@ class Posterior:
                 f"{batches.describe(values)}, found outputs of shape {tuple(latent.mean.shape)}; as many as in the fit "
                 "are needed: check the shape of the inputs, and give a single sample as x[None]."
             )
-        return latent
+        return checked(latent)
 
     @full_precision
     def predict(
@@ -371,6 +373,7 @@ class Posterior:
                     "write posterior.sample(5, seed=0)."
                 )
         self._check_network()
+        check_memory(f"posterior.sample({n})", n, self.tangent.size)
         generator = torch.Generator(self.covariance.device).manual_seed(int(seed))
         mean, own = self.tangent.mean(), self.tangent.parameters
         drawn = self.covariance.sample(n, generator)

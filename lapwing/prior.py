@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from math import inf, isfinite
+from math import inf
 from numbers import Real
 from typing import Any
 
@@ -38,19 +38,35 @@ class Prior:
 
         Raises:
             LapwingError: for a pattern that matches nothing, a block without a precision, or a number that is
-                not positive.
+                not positive or that the weights' dtype cannot express.
         """
         values = torch.ones(len(tangent.blocks), dtype=torch.float64, device=tangent.device)
         if isinstance(precision, Mapping):
             values = _by_pattern(tangent, precision, values * torch.nan)
         elif precision is not None:
             values = values * float(precision)
+        check_range("prior precision", values, tangent.dtype)
         return cls(values, _prior_mean(tangent, mean), precision is not None)
 
 
 def is_positive(value: Any) -> bool:
     """Whether a value is a positive finite number, numpy's included."""
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < inf
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < inf
+    except OverflowError:  # an integer of more digits than a float has
+        return False
+
+
+def check_range(what: str, values: Tensor, dtype: torch.dtype) -> None:
+    """Raises for precisions or variances that are 0 or infinite in a dtype, or whose inverses are."""
+    rounded = torch.stack([values, 1 / values]).to(dtype)
+    if not ((rounded > 0) & (rounded < inf)).all():
+        least, most = values.min().item(), values.max().item()
+        shown = f"{least:.3g}" if least == most else f"{least:.3g} to {most:.3g}"
+        raise LapwingError(
+            f"A {what} of {shown} or its inverse is 0 or infinite in {dtype}. Use one between 1e-30 and 1e30: scale "
+            "the inputs and the targets to about 1."
+        )
 
 
 def _by_pattern(tangent: Tangent, precision: Mapping[str, float], values: Tensor) -> Tensor:
@@ -77,15 +93,16 @@ def _by_pattern(tangent: Tangent, precision: Mapping[str, float], values: Tensor
     return values
 
 
-def _fits(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape and bool(value.isfinite().all())
+def _fits(value: Any, parameter: Tensor, dtype: torch.dtype) -> bool:
+    same = isinstance(value, Tensor) and value.shape == parameter.shape
+    return same and bool(value.to(dtype).isfinite().all())
 
 
 def _prior_mean(tangent: Tangent, mean: float | Mapping[str, Tensor]) -> Vectors:
     own = tangent.parameters
     if isinstance(mean, Mapping):
         unknown = [str(name) for name in mean if name not in own]
-        wrong = [name for name, value in mean.items() if name in own and not _fits(value, own[name])]
+        wrong = [name for name, value in mean.items() if name in own and not _fits(value, own[name], tangent.dtype)]
         if unknown or wrong:
             accepted = ", ".join(f"{name} {tuple(value.shape)}" for name, value in list(own.items())[:4])
             raise LapwingError(
@@ -93,11 +110,11 @@ def _prior_mean(tangent: Tangent, mean: float | Mapping[str, Tensor]) -> Vectors
                 f"shape, or values that are not finite; accepted are {accepted}...: write prior_mean={{name: tensor}}."
             )
         full = {n: mean.get(n, torch.zeros_like(p)).detach().to(p.device, tangent.dtype) for n, p in own.items()}
-    elif isinstance(mean, Real) and not isinstance(mean, bool) and isfinite(mean):
+    elif isinstance(mean, Real) and not isinstance(mean, bool) and abs(mean) <= torch.finfo(tangent.dtype).max:
         full = {n: torch.full_like(p, float(mean), dtype=tangent.dtype, requires_grad=False) for n, p in own.items()}
     else:
         raise LapwingError(
-            f"Asked for prior_mean={shown(mean)}; a finite number "
+            f"Asked for prior_mean={shown(mean)}; a finite number in the range of {tangent.dtype} "
             "or {parameter: tensor} is accepted: write prior_mean=0.0."
         )
     return join(tangent.blocks, full)

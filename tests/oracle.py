@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _PREFIX = "_orig_mod."
@@ -60,14 +61,38 @@ def _resolve(model: nn.Module, names: Sequence[str] | None) -> list[str]:
 
 @contextmanager
 def reference_kernels() -> Iterator[None]:
-    """Within: math attention kernel, no fused path of the transformer layers; both restored afterwards."""
-    before = torch.backends.mha.get_fastpath_enabled()
+    """Within: math attention kernel, no fused path of the transformer layers, plain norms; all restored afterwards.
+
+    torch's own backward pass of a batch norm, or an instance norm, can be wrong for one sample.
+    """
+    before, norms = torch.backends.mha.get_fastpath_enabled(), (F.batch_norm, F.instance_norm)
     torch.backends.mha.set_fastpath_enabled(False)
+    F.batch_norm, F.instance_norm = _batch_norm, _instance_norm
     try:
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+        F.batch_norm, F.instance_norm = norms
+
+
+def _batch_norm(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, training: bool, momentum: float, eps: float
+) -> Tensor:
+    assert not training
+    shape = (1, -1, *[1] * (x.ndim - 2))
+    normalised = (x - mean.view(shape)) / (var.view(shape) + eps).sqrt()
+    return normalised if weight is None else normalised * weight.view(shape) + bias.view(shape)
+
+
+def _instance_norm(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, own: bool, momentum: float, eps: float
+) -> Tensor:
+    if not own:
+        return _batch_norm(x, mean, var, weight, bias, False, momentum, eps)
+    var, mean = torch.var_mean(x.flatten(2), 2, correction=0)
+    normed = [_batch_norm(x[n : n + 1], mean[n], var[n], weight, bias, False, 0, eps) for n in range(len(x))]
+    return torch.cat(normed)
 
 
 def batch_size(x: Any) -> int:

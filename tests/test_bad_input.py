@@ -916,3 +916,67 @@ def test_what_does_not_change_the_weights_is_fine() -> None:
     model.train()
     model.share_memory()
     torch.testing.assert_close(fitted.latent(X).covariance, expected)
+
+
+MANY = 10**12
+
+
+def test_15_more_draws_than_memory_holds() -> None:
+    x = torch.randn(6, 4)
+    classes = lw.fit(nn.Linear(4, 3).eval(), [(x, torch.arange(6) % 3)])
+    answers = lw.fit(nn.Linear(4, 1).eval(), [(x, torch.arange(6) > 2)])
+    numbers = lw.fit(nn.Linear(4, 2).eval(), [(x, torch.randn(6, 2))])
+    drawn = lw.MonteCarlo(3)
+    for ask in (
+        lambda: classes.sample(MANY),
+        lambda: classes.latent(x).sample(10**400),
+        lambda: classes.latent(x, joint=True).sample(MANY),
+        lambda: classes.latent(x, via=drawn).sample(MANY),
+        lambda: classes.predict(x, via=lw.MonteCarlo(MANY)),
+        lambda: classes.predict(x).sample(MANY),
+        lambda: answers.predict(x).sample(MANY),
+        lambda: numbers.predict(x).sample(MANY),
+        lambda: numbers.predict(x, via=drawn).sample(MANY),
+        lambda: lw.SampledLink(MANY),
+    ):
+        with pytest.raises(lw.LapwingError, match="Ask for (fewer|at most)"):
+            ask()
+    with pytest.raises(lw.LapwingError, match="whole number of draws"):
+        answers.predict(x).sample("a")
+
+
+def test_15_numbers_and_arrays_out_of_range() -> None:
+    x, model = torch.randn(6, 4), nn.Linear(4, 3).eval()
+    loader = [(x, torch.arange(6) % 3)]
+    posterior = lw.fit(model, loader)
+    large = torch.full((3,), 1e300, dtype=torch.float64)
+    for ask, part in (
+        (lambda: lw.fit(model, loader, data_size=10**400), "data_size"),
+        (lambda: lw.fit(model, loader, prior_mean=1e300), "prior_mean"),
+        (lambda: lw.fit(model, loader, prior_mean={"bias": large}), "prior_mean"),
+        (lambda: lw.KFAC(np.zeros(3)), "ndarray"),
+        (lambda: lw.KFAC(torch.zeros(3)), "Tensor"),
+        (lambda: lw.Probit("x"), "True or False"),
+        (lambda: lw.Probit([]), "True or False"),
+        (lambda: posterior.log_marginal_likelihood(linearised_mode=True, loader=3), "iterable"),
+        (lambda: lw.compare({"a": posterior}, 3), "iterable"),
+        (lambda: lw.coverage(model, x[:0]), "no samples"),
+    ):
+        with pytest.raises(lw.LapwingError, match=part):
+            ask()
+
+
+@pytest.mark.parametrize("method", [lw.Full(), lw.ELLA(rank=2, rows=4), lw.VaLLA(inducing_points=2)])
+def test_7_targets_on_meta(method: lw.Method) -> None:
+    with pytest.raises(lw.LapwingError, match="on meta"):
+        lw.fit(nn.Linear(4, 3).eval(), [(torch.randn(6, 4), torch.arange(6, device="meta"))], method)
+
+
+def test_7_meta_as_the_default_device() -> None:
+    model, loader = nn.Linear(4, 3).eval(), [(torch.randn(6, 4), torch.arange(6) % 3)]
+    torch.set_default_device("meta")
+    try:
+        with pytest.raises(lw.LapwingError, match="default device is meta"):
+            lw.fit(model, loader)
+    finally:
+        torch.set_default_device(None)

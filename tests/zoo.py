@@ -259,3 +259,4 @@ _add(
     "compiled", lambda: _mlp(4, 6, 3), _real(4), 3, True, "torch.compile's OptimizedModule around the network",
     lambda model: torch.compile(model, backend="eager"),
 )  # fmt: skip
+_add("patch_embedding", zm.PatchEmbedding, _real(2, 4, 4), 3, True, "batch norm before a transpose to tokens")

@@ -103,6 +103,10 @@ class Covariance(ABC):
         """Returns what is not a tensor, as JSON."""
         return {}
 
+    def rounded(self) -> bool:
+        """Whether the rounding of sums exceeds the prior precision, and so decides the least known variances."""
+        return False
+
     @property
     def held(self) -> int:
         """Numbers that `output_covariance` holds for each row of J, beside what every record does."""

@@ -77,6 +77,10 @@ class Blockwise(PrecisionCovariance):
             terms.append(logs.sum() if weights is None else logs @ weights)
         return torch.stack(terms).sum()
 
+    def rounded(self) -> bool:
+        """Whether the noise of some structure's eigenvalues exceeds the curvature and prior precision they meet."""
+        return any(s.noise(1 / self.scale * self._delta[name]) > 1 for name, s in self.structures.items())
+
     @property
     def features(self) -> object:
         """The eigenbases."""

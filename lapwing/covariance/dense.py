@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..numerics import cholesky, symmetric_eigen
+from ..numerics import RESOLVED, cholesky, eigen_in_place
 from ..products import linear, matmul
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PrecisionCovariance
@@ -40,7 +39,9 @@ def cut(blocks: tuple[Block, ...], flat: Tensor) -> Vectors:
 class DenseCovariance(PrecisionCovariance):
     """`Σ = Δ^(-1/2) U diag(1/(s λ + 1)) Uᵀ Δ^(-1/2)` from the eigenpairs of `Δ^(-1/2) G Δ^(-1/2)`.
 
-    A scalar prior precision reuses the eigenpairs; one that changes the ratio between blocks refactorises, O(P³).
+    A scalar prior precision reuses the eigenpairs; one that changes the ratio between blocks refactorises, O(P³). All
+    of it is float64: a small prior precision meets eigenvalues that float32 sums would drown in their rounding. Memory
+    16 P² bytes, twice that while the eigenpairs are computed.
 
     Args:
         blocks: the blocks.
@@ -50,6 +51,8 @@ class DenseCovariance(PrecisionCovariance):
         eigen: eigenpairs at a precision of the same ratios, as (λ, U, that precision).
     """
 
+    record_dtype = torch.float64
+
     def __init__(
         self,
         blocks: tuple[Block, ...],
@@ -58,14 +61,17 @@ class DenseCovariance(PrecisionCovariance):
         scale: float,
         eigen: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> None:
-        self.blocks, self.curvature, self.precision, self.scale = blocks, curvature, precision, scale
+        self.blocks, self.curvature, self.precision, self.scale = blocks, curvature.double(), precision, scale
         if eigen is None or not torch.allclose(eigen[2] / eigen[2][0], precision / precision[0], rtol=1e-12, atol=0):
             root = expand(blocks, precision).rsqrt()
-            eigen = (*symmetric_eigen(root[:, None] * curvature.double() * root), precision)
-        values, _, at = eigen
-        self._eigen = eigen
-        self._prior_root = expand(blocks, precision).rsqrt().to(curvature.dtype)  # Δ^(-1/2) (P,)
-        self._weights = (1 / (scale * values * (at[0] / precision[0]) + 1)).to(curvature.dtype)
+            eigen = (*eigen_in_place((self.curvature * root).mul_(root[:, None])), precision)
+        values, self._basis, at = self._eigen = eigen
+        self._prior_root = expand(blocks, precision).rsqrt()  # Δ^(-1/2) (P,)
+        self._weights = 1 / (scale * values * (at[0] / precision[0]) + 1)
+
+    def rounded(self) -> bool:
+        """Whether `s G` exceeds the prior precision by more than float64 sums resolve."""
+        return bool((self._weights * RESOLVED < 1).any())
 
     @property
     def held(self) -> int:
@@ -90,7 +96,7 @@ class DenseCovariance(PrecisionCovariance):
         ):
             return torch.log1p(scale * values * at[0] / precision[0]).sum()
         root = expand(self.blocks, precision).rsqrt()
-        matrix = scale * root[:, None] * self.curvature.double() * root
+        matrix = scale * root[:, None] * self.curvature * root
         eye = torch.eye(self.size, dtype=torch.float64, device=matrix.device)
         return 2 * cholesky(eye + matrix).diagonal().log().sum()
 
@@ -138,11 +144,6 @@ class DenseCovariance(PrecisionCovariance):
     def _rotated(self, record: Record) -> Tensor:
         """Returns `J Δ^(-1/2) U` (B, R, P)."""
         return matmul(record.rows() * self._prior_root, self._basis)
-
-    @cached_property
-    def _basis(self) -> Tensor:
-        """U in the dtype of the curvature."""
-        return self._eigen[1].to(self.curvature.dtype)
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance; correlations with other layers are left out."""

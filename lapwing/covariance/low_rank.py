@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..numerics import cholesky
+from ..numerics import RESOLVED, cholesky
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PrecisionCovariance, PriorCovariance
 from .basis import Basis, ExplicitBasis, ImplicitBasis
@@ -263,6 +263,10 @@ class LowRankWithResidual(Subspace, PrecisionCovariance):
         root = cholesky(rows.prior_gram(1 / precision))
         eye = torch.eye(len(root), dtype=root.dtype, device=root.device)
         return 2 * cholesky(eye + scale * root.T @ curvature @ root).diagonal().log().sum()
+
+    def rounded(self) -> bool:
+        """Whether `s G` exceeds the prior precision by more than float64 sums resolve."""
+        return bool((self._weights * RESOLVED < 1).any())
 
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns the trace of the curvature outside the subspace."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError, shown
-from ..numerics import SLICE_NUMBERS, nonnegative, psd_root, total
+from ..numerics import SLICE_NUMBERS, check_memory, is_finite, nonnegative, psd_root, total
 from ..precision import full_precision
 from ..products import linear
 
@@ -239,17 +239,36 @@ def concatenate(parts: Sequence[Sequence[Term]]) -> tuple[Term, ...]:
     return tuple(joined)
 
 
+def check_moments(values: Tensor) -> Tensor:
+    """Returns variances, covariances or draws of the outputs, refusing those that are not finite."""
+    if is_finite(values):
+        return values
+    raise LapwingError(
+        f"The latent {tuple(values.shape)} is not finite: it exceeds the range of {values.dtype}. Scale the inputs and "
+        "the targets to about 1, raise the prior precision, or fit the network in float64 with model.double()."
+    )
+
+
+def checked(latent: AnyLatent) -> AnyLatent:
+    """Returns a latent for the user: its moments are finite when they are read, or refused."""
+    if isinstance(latent, Latent):
+        return replace(latent, checked=True)
+    check_moments(latent.covariance if isinstance(latent, JointLatent) else latent.draws)
+    return latent
+
+
 def _root(variance: Tensor) -> Tensor:
     """Returns standard deviations, without slope at 0."""
     return variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
 
 
-def _generator(n: int, generator: torch.Generator | None, device: torch.device) -> torch.Generator:
+def _generator(n: int, generator: torch.Generator | None, mean: Tensor) -> torch.Generator:
     if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
         raise LapwingError(
             f"Asked for sample({shown(n)}); a whole number of draws, at least 1, is needed: write sample(5)."
         )
-    return torch.Generator(device).manual_seed(0) if generator is None else generator
+    check_memory(f"sample({n})", n, mean.numel())
+    return torch.Generator(mean.device).manual_seed(0) if generator is None else generator
 
 
 @dataclass(frozen=True)
@@ -259,17 +278,19 @@ class Latent:
     Attributes:
         mean: (B, C), the network's outputs.
         terms: what the covariance is the sum of.
+        checked: whether variances that are not finite are refused; tuning passes over candidates that have them.
     """
 
     mean: Tensor
     terms: tuple[Term, ...]
+    checked: bool = False
     joint = False
 
     @cached_property
     @full_precision
     def variance(self) -> Tensor:
         """Marginal variances (B, C); the covariance is not expanded for them."""
-        return nonnegative(total(term.variance() for term in self.terms))
+        return self._finite(nonnegative(total(term.variance() for term in self.terms)))
 
     @property
     def std(self) -> Tensor:
@@ -280,19 +301,22 @@ class Latent:
     @full_precision
     def centred_variance(self) -> Tensor:
         """Variances (B, C) of the outputs minus their average, all that a softmax sees; not expanded either."""
-        return nonnegative(total(term.centred_variance() for term in self.terms))
+        return self._finite(nonnegative(total(term.centred_variance() for term in self.terms)))
 
     @cached_property
     @full_precision
     def covariance(self) -> Tensor:
         """Covariances of each input's outputs (B, C, C), expanded on first reading."""
-        return total(term.dense() for term in self.terms)
+        return self._finite(total(term.dense() for term in self.terms))
+
+    def _finite(self, values: Tensor) -> Tensor:
+        return check_moments(values) if self.checked else values
 
     @full_precision
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws outputs (n, B, C), inputs independent of each other; `generator=None` means seed 0."""
-        generator = _generator(n, generator, self.mean.device)
-        return self.mean + total(term.sample(n, generator) for term in self.terms)
+        generator = _generator(n, generator, self.mean)
+        return self._finite(self.mean + total(term.sample(n, generator) for term in self.terms))
 
 
 @dataclass(frozen=True)
@@ -351,7 +375,7 @@ class JointLatent:
         """Draws outputs (n, B, C), joint across inputs and outputs; `generator=None` means seed 0."""
         size = self.mean.numel()
         root = Thin(psd_root(self.covariance.reshape(1, size, size)))
-        draws = root.sample(n, _generator(n, generator, self.mean.device))
+        draws = root.sample(n, _generator(n, generator, self.mean))
         return self.mean + draws.reshape(n, *self.mean.shape)
 
 
@@ -402,7 +426,7 @@ class LatentDraws:
     @full_precision
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Returns n of the draws, picked with replacement (n, B, C)."""
-        generator = _generator(n, generator, self.draws.device)
+        generator = _generator(n, generator, self.draws[0])
         picked = torch.randint(len(self.draws), (n,), generator=generator, device=self.draws.device)
         return self.draws[picked]
 

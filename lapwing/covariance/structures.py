@@ -74,6 +74,10 @@ class Structure(ABC):
         """Returns `LayerBlock.rotation` for a weight of shape (G, O, I)."""
         return None
 
+    def noise(self, precision: float) -> float:
+        """Returns the largest rounding error of an eigenvalue over its sum with a precision, λ + δ."""
+        return 0.0
+
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that make up the structure."""
@@ -160,6 +164,12 @@ class KroneckerBlock(Structure):
         if self.inputs is not None:
             matrix = matrix @ (self.inputs.mT if back else self.inputs)
         return matrix.flatten(-3) if back else matrix
+
+    def noise(self, precision: float) -> float:
+        """Looks at the eigenvalues beside the largest of the other factor; those of 0 are exact."""
+        largest = torch.cat([self.eigenvalues.amax(1).flatten(), self.eigenvalues.amax(2).flatten()])
+        least = largest[largest > 0].amin() if largest.any() else torch.ones(())
+        return float(torch.finfo(largest.dtype).eps * largest.amax() / (least + precision))
 
     def diagonal(self, weights: Tensor) -> Tensor:
         """Returns `U_out² w (U_in²)ᵀ` (P,)."""

@@ -1,8 +1,7 @@
-"""What evaluation is called with: one check of tensors, and one of loaders."""
+"""The one check of tensors that evaluation is called with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,9 +28,3 @@ def real_tensor(asked: str, name: str, value: Any) -> Tensor:
     if found is None or found.is_nested or found.layout != torch.strided or found.is_complex() or found.is_meta:
         raise LapwingError(f"{asked} takes a dense tensor of real numbers as {name}. {name} is {shown(value)}.")
     return found
-
-
-def check_loader(asked: str, loader: Any) -> None:
-    """Raises for what is no iterable of batches."""
-    if not hasattr(loader, "__iter__") or isinstance(loader, (Tensor, Mapping, str, bytes)):
-        raise LapwingError(f"{asked} takes batches as a loader. This is {shown(loader)}. Pass [(x, y)] for one batch.")

@@ -29,7 +29,6 @@ from ..likelihoods import (
 from ..posterior import Posterior
 from ..prediction import Linearized, Way
 from . import metrics
-from .arguments import check_loader
 
 Candidate = Posterior | nn.Module | tuple[Posterior, Way]
 Score = Literal["entropy", "confidence"]
@@ -141,7 +140,7 @@ def compare(
         (['MAP', 'KFAC'], ('accuracy', 'NLL', 'ECE', 'Brier', 'passes'))
     """
     _check(posteriors, score, repeats, fit_seconds)
-    check_loader("compare", loader)
+    batches.check_loader(loader, "compare")
     _check_foreign(foreign, loader)
     fits = fit_seconds or {}
     rows: dict[str, dict[str, float]] = {}

@@ -14,7 +14,6 @@ from ..errors import LapwingError, shown
 from ..posterior import Posterior
 from ..tangent import Tangent
 from ..tangent.eager import outside_modes
-from .arguments import check_loader
 
 
 @outside_modes
@@ -54,7 +53,7 @@ def dead_parameters(fitted: Posterior | Tangent, loader: Iterable[Any], threshol
     if not isinstance(tangent, Tangent):
         raise LapwingError(f"dead_parameters takes a posterior. This is {shown(fitted)}. Pass lw.fit(model, loader).")
     if not isinstance(loader, (Tensor, Mapping, tuple)):
-        check_loader("dead_parameters", loader)
+        batches.check_loader(loader, "dead_parameters")
     sums = {block.name: torch.zeros(block.size, dtype=torch.float64, device=tangent.device) for block in tangent.blocks}
     seen = 0
     for batch in loader if batches.is_loader(loader) else [loader]:

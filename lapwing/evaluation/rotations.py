@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import batches
 from ..errors import LapwingError, shown
-from .arguments import check_loader, real_tensor
+from .arguments import real_tensor
 from .comparison import Candidate, compare
 from .corruptions import pixels, warp
 
@@ -127,7 +127,7 @@ def rotation_curves(
         >>> len(curves["KFAC"]["NLL"])
         2
     """
-    check_loader("rotation_curves", loader)
+    batches.check_loader(loader, "rotation_curves")
     if isinstance(degrees, Tensor) or not isinstance(degrees, Iterable):
         raise LapwingError(f"rotation_curves takes angles as a list. degrees is {shown(degrees)}. Pass [0, 30, 60].")
     tables = [compare(posteriors, RotatedLoader(loader, angle, fill), repeats=1) for angle in degrees]

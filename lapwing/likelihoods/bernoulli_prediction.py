@@ -13,7 +13,7 @@ from lapwing import batches
 from lapwing.errors import LapwingError
 from lapwing.likelihoods import quadrature
 from lapwing.likelihoods.links import LatentLike, Link, at_least_float32, seeded, weight_draws
-from lapwing.likelihoods.predictions import Prediction
+from lapwing.likelihoods.predictions import Prediction, check_count
 from lapwing.likelihoods.targets import aligned_targets, check_binary_targets, check_target_shape
 
 
@@ -119,8 +119,7 @@ class BernoulliPrediction(Prediction):
         Raises:
             LapwingError: if ``n`` is below 1.
         """
-        if n < 1:
-            raise LapwingError(f"sample() needs at least 1 draw, found n={n}; write sample(n=512).")
+        check_count("sample", "n", n, 2 * self.log_odds.numel())
         generator = seeded(generator, self.log_odds.device)
         if self.latent.joint:
             probs = at_least_float32(self.latent.sample(n, generator)).detach().sigmoid()  # (n, B, C)

@@ -23,6 +23,9 @@ from lapwing.likelihoods import quadrature
 
 _CHUNK_NUMBERS = 2**23  # latent values held at once while averaging over draws: 64 MiB in float64
 
+MOST_DRAWS = 10**9
+"""Of a link that averages over draws."""
+
 
 class LatentLike(Protocol):
     """What links and predictions read of a latent: B inputs, C outputs; optionally also ``draws`` (S, B, C)."""
@@ -241,6 +244,14 @@ class Probit(ClassLink, BinaryLink):
     accepts_draws: ClassVar[bool] = False
     reads_covariance: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        """Check the option."""
+        if not isinstance(self.marginal, bool):
+            raise LapwingError(
+                f"Probit(marginal=...) takes True or False, not a {type(self.marginal).__name__}. Write "
+                "Probit(marginal=True) for the textbook form."
+            )
+
     def log_probs(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
         """Return log probabilities (B, C); reads the mean and variances only and draws nothing."""
         mean = at_least_float32(latent.mean)
@@ -343,7 +354,7 @@ class SampledLink(ClassLink, BinaryLink):
         draws: Number of draws from a Gaussian latent.
 
     Raises:
-        LapwingError: if ``draws`` is below 1.
+        LapwingError: if ``draws`` is below 1 or above a billion.
 
     Example:
         >>> import torch, lapwing as lw
@@ -364,6 +375,11 @@ class SampledLink(ClassLink, BinaryLink):
             raise LapwingError(
                 f"SampledLink needs a whole number of draws, at least 1, found draws={shown(self.draws)}; write "
                 "SampledLink(512)."
+            )
+        if self.draws > MOST_DRAWS:
+            raise LapwingError(
+                f"SampledLink(draws={self.draws}) would run for days. Ask for at most {MOST_DRAWS:,} draws: a "
+                "probability's error is then below 2e-5."
             )
 
     def log_probs(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:

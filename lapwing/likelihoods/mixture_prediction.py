@@ -118,7 +118,7 @@ class MixturePrediction(Prediction):
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw y, (n, B, ...); ``torch.distributions`` takes no generator, so a fork of the global one is seeded."""
-        check_count("sample", "n", n)
+        check_count("sample", "n", n, self.components.mean[..., 0].numel())
         device = self.components.mean.device
         seed = torch.randint(2**62, (), generator=seeded(generator, device), device=device)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

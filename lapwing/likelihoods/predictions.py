@@ -134,7 +134,7 @@ class ClassPrediction(Prediction):
         Raises:
             LapwingError: if ``n`` is below 1.
         """
-        check_count("sample", "n", n)
+        check_count("sample", "n", n, 2 * len(self.log_probs))
         generator = seeded(generator, self.log_probs.device)
         if not self.latent.joint:
             return torch.multinomial(self.probs.detach(), n, replacement=True, generator=generator).T
@@ -256,7 +256,7 @@ class RegressionPrediction(Prediction):
         Raises:
             LapwingError: if ``n`` is below 1.
         """
-        check_count("sample", "n", n)
+        check_count("sample", "n", n, self.latent.mean.numel())
         generator = seeded(generator, self.latent.mean.device)
         latent = at_least_float32(self.latent.sample(n, generator))
         noise = torch.randn(latent.shape, generator=generator, dtype=latent.dtype, device=latent.device)
@@ -315,10 +315,11 @@ def check_level(level: float) -> None:
         raise LapwingError(f"interval() accepts a level between 0 and 1, found {shown(level)}; write interval(0.9).")
 
 
-def check_count(asked: str, name: str, count: int) -> None:
-    """Refuse what is no whole number, or fewer than one draw."""
+def check_count(asked: str, name: str, count: int, numbers: int = 0) -> None:
+    """Refuse what is no whole number, fewer than one draw, or more draws of so many numbers than memory holds."""
     if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
         raise LapwingError(
             f"{asked}() needs a whole number of draws, at least 1, found {name}={shown(count)}; write "
             f"{asked}({name}=512)."
         )
+    numerics.check_memory(f"{asked}({count})", count, numbers)

@@ -28,7 +28,11 @@ class Full(Method):
     Raises:
         LapwingError: for another label.
 
-    Cost: one pass. Primal: memory O(P²), time O(P³) once. Dual: memory O(NC P), time O((NC)² P) once.
+    Both forms sum and decompose in float64, whatever the model's dtype: where features are not scaled or the prior
+    precision is small, sums in float32 would lose the directions that the data show least.
+
+    Cost: one pass. Primal: time O(P³) once, memory 16 P² bytes and twice that meanwhile. Dual: memory O(NC P), time
+    O((NC)² P) once.
 
     Example:
         >>> import lapwing as lw
@@ -63,17 +67,18 @@ class _DenseCurvature(CurvaturePass):
         self._problem = problem
 
     def init(self) -> State:
-        return {"G": self._problem.zeros(self._problem.tangent.size, self._problem.tangent.size)}
+        size = self._problem.tangent.size
+        return {"G": self._problem.zeros(size, size, dtype=torch.float64)}
 
     def update(self, state: State, batch: Batch) -> None:
         held = 2 * self._problem.root.columns * self._problem.tangent.size
-        for _, record in batch.records(self._problem.root, rows_held=held):
+        for _, record in batch.records(self._problem.root, torch.float64, held):
             rows = record.rows().flatten(0, 1)
             add_squares(state["G"][None], rows[None])
 
     def finish(self, state: State) -> DenseCovariance:
         problem = self._problem
-        return DenseCovariance(problem.tangent.blocks, mirrored(state["G"]), problem.precision, problem.scale)
+        return DenseCovariance(problem.tangent.blocks, mirrored(state.pop("G")), problem.precision, problem.scale)
 
 
 class _AllRows(CurvaturePass):

@@ -144,7 +144,7 @@ class _Factors(CurvaturePass):
             if kind == "diagonal":
                 state[f"{name}/diagonal"] = zeros(block.size)
             elif kind == "dense":
-                state[f"{name}/dense"] = zeros(block.size, block.size)
+                state[f"{name}/dense"] = zeros(block.size, block.size, dtype=torch.float64)
             else:
                 groups, outputs, inputs = block.matrix_shape
                 one_hot = block.family == "embedding"
@@ -160,7 +160,7 @@ class _Factors(CurvaturePass):
                 if kind == "diagonal":
                     state[f"{name}/diagonal"] += jacobian.squared_sum()
                 elif kind == "dense":
-                    rows = jacobian.rows().flatten(0, 1)
+                    rows = jacobian.rows().flatten(0, 1).double()
                     state[f"{name}/dense"] += rows.T @ rows
                 else:
                     assert isinstance(jacobian, MatrixJacobian)

@@ -120,8 +120,13 @@ class OptimalSubspace(Method):
         rank = min(self.rank, len(anchors))
         grams = partial(_gram, problem, anchors, approximate, together)
         coefficients = leading_of(grams, rank, precise).to(precise)  # (s, M)
-        found = cut(blocks, coefficients @ together[0][1]) if together else anchors.combine(coefficients)
-        _weight(problem, approximate, found)
+        if together is None:
+            found = anchors.combine(coefficients)
+            _weight(problem, approximate, found)
+        else:  # orthonormal before they are float32, since Ψ may leave them nearly dependent
+            rows = coefficients @ together[0][1]
+            _weight(problem, approximate, cut(blocks, rows))
+            found = cut(blocks, torch.linalg.qr(rows.T)[0].T)
         return {name: directions.to(dtype) for name, directions in found.items()}
 
 

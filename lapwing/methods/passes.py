@@ -286,7 +286,7 @@ class Method(ABC):
 
 def class_labels(inputs: Any, targets: Any) -> Tensor:
     """Returns a batch's class labels (B,) int64 on the CPU, -1 where targets are none."""
-    if isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point():
+    if isinstance(targets, Tensor) and targets.ndim == 1 and not (targets.is_floating_point() or targets.is_meta):
         return targets.cpu().long()
     return torch.full((batches.size(inputs),), -1)
 

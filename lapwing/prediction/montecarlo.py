@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import batches
 from ..covariance import AnyLatent, Covariance, LatentDraws
 from ..errors import LapwingError, shown
+from ..numerics import check_memory
 from ..tangent import Tangent, split
 from ..tangent.layers.generic import call_with
 from .uncertain import drawn, separate
@@ -90,6 +91,7 @@ def _stacked(parts: Iterator[Tensor], count: int) -> Tensor:
     first = next(parts)
     if first.requires_grad:
         return torch.stack([first, *parts])
+    check_memory(f"MonteCarlo(draws={count})", count, first.numel())
     whole = first.new_empty(count, *first.shape)
     for i, part in enumerate(chain([first], parts)):
         whole[i] = part

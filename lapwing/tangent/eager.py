@@ -72,6 +72,62 @@ def _math_attention(
     )[0]
 
 
+def batch_norm(
+    input: Tensor,  # noqa: A002 - the names are those of `F.batch_norm`
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Computes batch norm in eval mode as the affine map that it is, where derivatives are wanted.
+
+    torch's batched backward pass of one sample reads permuted gradients in the wrong order on a CPU.
+    """
+    wanted = transformed() or _wants_graph(input, weight, bias)
+    if training or running_mean is None or running_var is None or not wanted:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    scale = (running_var.to(dtype) + eps).rsqrt()
+    scale = scale if weight is None else scale * weight.to(dtype)
+    mean = running_mean.to(dtype)
+    shift = -mean * scale if bias is None else bias.to(dtype) - mean * scale
+    channels = (-1, *[1] * (input.ndim - 2))
+    return (input * scale.view(channels) + shift.view(channels)).to(input.dtype)
+
+
+def _instance_norm(
+    input: Tensor,  # noqa: A002 - the names are those of `F.instance_norm`
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Computes instance norm as a group norm or an affine map: torch makes a batch norm of one sample of it."""
+    if not use_input_stats:
+        return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    if running_mean is None and running_var is None:
+        return torch.group_norm(input, input.shape[1], weight, bias, eps)
+    return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
+def _wants_graph(*values: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in values)
+
+
+INSTEAD: dict[Callable, Callable] = {
+    F.scaled_dot_product_attention: _math_attention,
+    F.batch_norm: batch_norm,
+    F.instance_norm: _instance_norm,
+}
+"""Functions whose derivatives torch lacks or gets wrong -> the same by plain operations."""
+
+
 def _without(flags: tuple[tuple[str, int], ...], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Returns the arguments of a call with flags off, each given by its name and place."""
     for name, place in flags:
@@ -82,9 +138,7 @@ def _without(flags: tuple[tuple[str, int], ...], args: tuple, kwargs: dict) -> t
     return args, kwargs
 
 
-REPLACED = frozenset(
-    (F.multi_head_attention_forward, F.scaled_dot_product_attention, Tensor.register_hook, *TABLES)
-)  # fmt: skip
+REPLACED = frozenset((F.multi_head_attention_forward, Tensor.register_hook, *INSTEAD, *TABLES))
 """What `EagerMode` calls otherwise than the network does."""
 
 
@@ -148,13 +202,11 @@ class EagerMode(TorchFunctionMode):
         if function is F.multi_head_attention_forward:
             with self:
                 return _attention_body(*args, **kwargs)
-        if function is F.scaled_dot_product_attention:
-            return _math_attention(*args, **kwargs)
         if function in TABLES:
             args, kwargs = _without(TABLES[function], args, kwargs)
         if function is Tensor.register_hook:
             return RemovableHandle(OrderedDict())
-        return self.intercept(function, args, kwargs)
+        return self.intercept(INSTEAD.get(function, function), args, kwargs)
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs the function; `Recorder` notes it first."""

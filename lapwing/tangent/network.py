@@ -343,4 +343,6 @@ def coverage(
         ()
     """
     inputs = batches.inputs_of(batch) if isinstance(batch, Mapping) else batch
+    if batches.size(inputs) == 0:
+        raise LapwingError(f"The batch {batches.describe(inputs)} has no samples. Pass one with at least one sample.")
     return Tangent.survey(model, inputs, params, forward).coverage

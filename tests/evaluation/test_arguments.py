@@ -40,12 +40,12 @@ FUNCTIONS: dict[Callable[..., Any], dict[str, Tensor]] = {
 WRONG = {
     "None": (None, "None"),
     "a text": ("x", "'x'"),
-    "an object": (nn.ReLU(), "ReLU"),
-    "a dict": ({"a": S}, "dict(a=Tensor (6,) float32)"),
-    "a ragged list": ([[1.0, 2.0], [3.0]], "list(list(float, float), list(float))"),
+    "an object": (nn.ReLU(), "ReLU()"),
+    "a dict": ({"a": S}, "{'a': Tensor (6,) float32}"),
+    "a ragged list": ([[1.0, 2.0], [3.0]], "[[1.0, 2.0], [3.0]]"),
     "complex": (torch.zeros(6, 3, dtype=torch.complex64), "Tensor (6, 3) complex64"),
-    "sparse": (torch.eye(3).to_sparse(), "Tensor (3, 3)"),
-    "without data": (torch.zeros(6, 3, device="meta"), "Tensor (6, 3)"),
+    "sparse": (torch.eye(3).to_sparse(), "Tensor (3, 3) float32"),
+    "without data": (torch.zeros(6, 3, device="meta"), "Tensor (6, 3) float32"),
 }
 
 
@@ -87,8 +87,11 @@ def test_posteriors_loaders_and_numbers(posterior: lw.Posterior) -> None:
         (lambda: approximation_errors(3, x), "approximation_errors takes a posterior. This is 3."),
         (lambda: approximation_errors(posterior, x, lw.Linearized()), "via is Linearized"),
         (lambda: dead_parameters(x, [x]), r"dead_parameters takes a posterior. This is Tensor \(6, 4\)"),
-        (lambda: dead_parameters(posterior, 3), "dead_parameters takes batches as a loader. This is 3."),
-        (lambda: lw.compare({"a": posterior}, 3), "compare takes batches as a loader. This is 3."),
+        (
+            lambda: dead_parameters(posterior, 3),
+            "dead_parameters needs an iterable of (inputs, targets) batches, not 3.",
+        ),
+        (lambda: lw.compare({"a": posterior}, 3), "compare needs an iterable of (inputs, targets) batches, not 3."),
         (lambda: lw.compare({"a": posterior}, x), r"This is Tensor \(6, 4\) float32. Pass \[\(x, y\)\]"),
         (lambda: lw.compare({"a": posterior}, [(x, y)], fit_seconds=x), "fit_seconds as a dict"),
         (lambda: lw.compare({"a": posterior}, [(x, y)], x[:0]), "hold no samples"),

@@ -185,7 +185,7 @@ class Fused:
         def statistic(x: Tensor) -> Tensor:
             return self._from(self.body[: last + 1], {**values, self.source: x})[name]
 
-        value, pull = vjp(statistic, x)
+        value, pull = vjp(statistic, x)  # type: ignore[misc]
         return pull(torch.ones_like(value))[0]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...numerics import total
+from ..eager import batch_norm
 from ..jacobian import Rows
 from ..positions import at, boxes
 from .use import BatchAxis, Handler, Use, Watched
@@ -196,7 +197,7 @@ HANDLERS: dict[object, Handler] = {
     F.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
     F.group_norm: _group_norm,
-    F.batch_norm: _batch_norm,
+    batch_norm: _batch_norm,
     torch.mul: _elementwise(ScaleUse),
     torch.Tensor.mul: _elementwise(ScaleUse),
     torch.Tensor.__mul__: _elementwise(ScaleUse),

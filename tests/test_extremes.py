@@ -1,0 +1,203 @@
+"""Numbers far from one: what float32 can still give is right, what it cannot is said or refused, never NaN."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from tests import oracle
+from tests.conformance import jacobian
+
+NOISE = 0.01
+DENSE = {"primal": lw.Full(form="primal"), "subset": lw.SubsetOfData(size=1000)}
+DUAL = {"dual": lw.Full(form="dual"), "ella": lw.ELLA(rank=200, rows="all", residual="prior")}
+OWN = {"diagonal": lw.Diagonal(), "kfac": lw.KFAC(), "ekfac": lw.EKFAC(), "dense blocks": lw.KFAC(uncovered="dense")}
+LOSSY = {"ella": lw.ELLA(rank=20, rows="all"), "valla": lw.VaLLA(inducing_points=10)}
+
+
+class Problem:
+    """A small float32 network with features of some size, in regression or classification."""
+
+    def __init__(self, size: float, outputs: int, classes: bool, params: object) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, outputs)).eval()
+        self.x, self.test = size * torch.randn(60, 4), size * torch.randn(8, 4)
+        self.y = torch.arange(60) % outputs if classes else torch.randn(60, outputs)
+        self.likelihood = lw.Categorical() if classes else lw.Gaussian(NOISE)
+        self.params = params
+
+    def variance(self, method: lw.Method, delta: float, double: bool = False) -> Tensor:
+        """Returns the latent variances (8, C) of the network, or of its copy in float64."""
+        convert: Callable = (lambda value: copy.deepcopy(value).double()) if double else (lambda value: value)
+        y = convert(self.y) if self.y.is_floating_point() else self.y
+        loader = [(convert(self.x[rows]), y[rows]) for rows in (slice(0, 35), slice(35, 60))]
+        posterior = lw.fit(
+            convert(self.model), loader, method, likelihood=self.likelihood, params=self.params, prior_precision=delta,
+            tune=None,
+        )  # fmt: skip
+        return posterior.latent(convert(self.test)).variance.double()
+
+    def dense(self, delta: float) -> Tensor:
+        """Returns the full Laplace variances (8, C) in float64, through a QR factor of all rows and the prior's."""
+        model, x = copy.deepcopy(self.model).double(), self.x.double()
+        blocks = lw.fit(model, [(x[:5], self.y[:5])], lw.Diagonal(), params=self.params).tangent.blocks
+        J, f = jacobian(model, x, blocks), oracle.outputs(model, x)
+        if isinstance(self.likelihood, lw.Categorical):
+            fisher = oracle.softmax_fisher(f)
+            values, vectors = torch.linalg.eigh(fisher)
+            root = vectors * values.clamp_min(0).sqrt()[:, None]
+        else:
+            root = torch.eye(f.shape[1]).double().expand(len(f), -1, -1) / NOISE**0.5
+        rows = (root.mT @ J).flatten(0, 1)
+        stacked = torch.cat([rows, delta**0.5 * torch.eye(rows.shape[1]).double()])
+        triangle = torch.linalg.qr(stacked, mode="r")[1]  # RᵀR = G + δI, of half the digits' condition
+        wanted = jacobian(model, self.test.double(), blocks)
+        solved = torch.linalg.solve_triangular(triangle.T, wanted.flatten(0, 1).T, upper=False)
+        return solved.square().sum(0).reshape(wanted.shape[:2])
+
+
+def ratios(found: Tensor, wanted: Tensor) -> tuple[float, float]:
+    return (found / wanted).min().item(), (found / wanted).max().item()
+
+
+FULL_CORE = [(1e4, 1.0), (1.0, 1e-6), (1e-4, 1e-6), (1.0, 1e6)]
+KINDS = {"regression": (2, False), "one output": (1, False), "classes": (3, True)}
+PARAMS = {"all": lw.everything, "last": lw.last_layer}
+
+
+def check_full(method: lw.Method, size: float, delta: float, kind: str, params: str) -> None:
+    problem = Problem(size, *KINDS[kind], PARAMS[params])
+    low, high = ratios(problem.variance(method, delta), problem.dense(delta))
+    assert 0.99 < low <= high < 1.01, (low, high)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("size", "delta"), FULL_CORE)
+def test_full_is_the_dense_oracle(size: float, delta: float, kind: str) -> None:
+    check_full(lw.Full(form="primal"), size, delta, kind, "all")
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_full_of_the_last_layer_and_of_a_subset_is_the_dense_oracle(name: str) -> None:
+    check_full(DENSE[name], 1.0, 1e-6, "classes", "last")
+    check_full(DENSE[name], 1e4, 1.0, "regression", "last")
+
+
+@pytest.mark.parametrize(("size", "delta"), [(1e-4, 1e-3), (1.0, 1e-6)])
+def test_an_optimal_subspace_of_every_direction_is_full(size: float, delta: float) -> None:
+    """Its directions are nearly dependent before they are made orthonormal."""
+    check_full(lw.OptimalSubspace(rank=10), size, delta, "one output", "last")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [*DENSE, *DUAL])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e2, 1e4])
+def test_every_form_of_full_is_the_dense_oracle(size: float, name: str, kind: str, params: str) -> None:
+    """Where the curvature is less than 1e13 times the prior precision: beyond, float32 has lost the directions."""
+    for delta in (1e-6, 1e-3, 1.0, 1e6):
+        if size**2 / delta <= 1e8:
+            check_full({**DENSE, **DUAL}[name], size, delta, kind, params)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_other_structures_are_those_of_the_network_in_float64(name: str) -> None:
+    problem = Problem(1e4, 2, False, lw.everything)
+    low, high = ratios(problem.variance(OWN[name], 1e-3), problem.variance(OWN[name], 1e-3, double=True))
+    assert 0.99 < low <= high < 1.01, (low, high)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [*OWN, *LOSSY])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e2, 1e4])
+def test_every_structure_is_that_of_the_network_in_float64(
+    size: float, name: str, kind: str, params: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or a warning says that float32 sums do not give it."""
+    problem = Problem(size, *KINDS[kind], PARAMS[params])
+    method = {**OWN, **LOSSY}[name]
+    for delta in (1e-6, 1e-3, 1.0, 1e6):
+        caplog.clear()
+        found = problem.variance(method, delta)
+        warned = any("rounding noise" in message for message in caplog.messages)
+        low, high = ratios(found, problem.variance(method, delta, double=True))
+        assert warned or 0.95 < low <= high < 1.05, (delta, low, high)
+
+
+@pytest.mark.parametrize("method", [lw.Full(form="primal"), lw.Full(form="dual"), lw.KFAC()])
+def test_a_warning_says_once_where_rounding_decides(method: lw.Method, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "lapwing"):
+        Problem(1.0, 2, False, lw.everything).variance(method, 1e-3)
+        assert not caplog.messages
+        Problem(1e4, 2, False, lw.everything).variance(method, 1e-6)
+    assert len(caplog.messages) == 1
+    assert "rounding noise" in caplog.messages[0]
+    assert "model.double()" in caplog.messages[0]
+
+
+def network(outputs: int = 2) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, outputs)).eval()
+
+
+EVERY = {
+    "default": None, "full": lw.Full(), "ella": lw.ELLA(rank=5, rows=20), "coordinates": lw.SubsetOfWeights(size=10),
+    **OWN,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(("x_size", "y_size"), [(1.0, 3e19), (1e19, 1.0)])
+def test_inputs_and_targets_that_overflow_are_refused_or_their_results_are_finite(
+    name: str, x_size: float, y_size: float
+) -> None:
+    x, y = x_size * torch.randn(12, 4), y_size * torch.randn(12, 2)
+    try:
+        prediction = lw.fit(network(), [(x, y)], EVERY[name], tune=None).predict(x)
+    except lw.LapwingError as error:
+        assert "scale the inputs and the targets to about 1" in str(error).lower()  # noqa: PT017
+    else:
+        assert prediction.variance.isfinite().all()
+
+
+@pytest.mark.parametrize("method", [lw.Full(), lw.Diagonal(), lw.KFAC()])
+def test_variances_that_overflow_are_refused_at_prediction(method: lw.Method) -> None:
+    model, x = network(3), torch.randn(12, 4)
+    with torch.no_grad():
+        model[2].weight *= 1e30
+    posterior = lw.fit(model, [(x, torch.arange(12) % 3)], method, prior_precision=1e-3)
+    with pytest.raises(lw.LapwingError, match=r"not finite.*Scale the inputs"):
+        posterior.predict(x)
+    for read in (
+        lambda: posterior.latent(x).variance,
+        lambda: posterior.latent([x[:7], x[7:]]).covariance,
+        lambda: posterior.latent(x, joint=True),
+    ):
+        with pytest.raises(lw.LapwingError, match="not finite"):
+            read()
+
+
+@pytest.mark.parametrize("bad", [1e-300, 1e-44, 1e300])
+def test_numbers_that_float32_cannot_express_are_refused(bad: float) -> None:
+    x, y = torch.randn(12, 4), torch.randn(12, 2)
+    posterior = lw.fit(network(), [(x, y)])
+    for ask in (
+        lambda: lw.fit(network(), [(x, y)], prior_precision=bad),
+        lambda: lw.fit(network(), [(x, y)], lw.KFAC(), prior_precision={"*": 1.0, "0": bad}),
+        lambda: lw.fit(network(), [(x, y)], weight_decay=bad),
+        lambda: lw.fit(network(), [(x, y)], likelihood=lw.Gaussian(bad)),
+        lambda: posterior.with_prior(bad),
+        lambda: posterior.with_prior(1.0, noise_variance=bad),
+    ):
+        with pytest.raises(lw.LapwingError, match=r"0 or infinite in torch\.float32"):
+            ask()
+    double = lw.fit(network().double(), [(x.double(), y.double())], prior_precision=1e-44)
+    assert double.predict(x.double()).variance.isfinite().all()
