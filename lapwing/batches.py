@@ -228,7 +228,8 @@ def unflatten(leaves: Iterable[Tensor], nest: str) -> Any:
             case ["list", *parts]:
                 return [whole(one) for one in parts]
             case ["dict", *pairs] if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-                return {key: whole(one) for key, one in pairs if isinstance(key, (str, int))}
+                if all(isinstance(key, (str, int)) for key, _ in pairs):
+                    return {key: whole(one) for key, one in pairs}
         raise ValueError("inputs nest in no known way, or not enough tensors are left for them")
 
     inputs = whole(json.loads(nest))

@@ -375,6 +375,14 @@ def test_headers_that_lie_with_a_checksum_that_fits(saved: Path, lie: str) -> No
     refused(lambda: lw.load(saved, network()), ".")
 
 
+def test_a_dimension_that_no_layer_has_is_refused_at_first_use(saved: Path) -> None:
+    """Only the network can tell; a single sample would not show that a layer holds the samples elsewhere."""
+    rewritten(saved, lambda header: [axis.__setitem__(0, 1) for axis in header["tangent"]["plan"]["axes"]])
+    posterior = lw.load(saved, network())
+    for x in (X[:1], X):
+        refused(lambda x=x: posterior.latent(x), "on dimension 1 in the fit", "fit again")
+
+
 def test_nothing_is_saved_that_cannot_be_loaded(tmp_path: Path) -> None:
     posterior = lw.fit(network(), [(X, Y)], lw.Diagonal())
     posterior.covariance.structures["0"].eigenvalues[0] = torch.nan
