@@ -144,7 +144,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
     Raises:
         LapwingError: for a file that is missing, damaged, foreign, or of another version's format.
 
-    Cost: the file is read twice, a mebibyte at a time for the checksum: about 0.7 s a gigabyte.
+    Cost: the file is read twice, a mebibyte at a time for the checksum: about 1 s a gigabyte.
     """
     try:
         path = Path(path)
