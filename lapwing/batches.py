@@ -201,28 +201,69 @@ def chunks(inputs: Any, length: int) -> Iterator[tuple[slice, Any]]:
 
 
 def flatten(inputs: Any) -> tuple[list[Tensor], str]:
-    """Separates inputs into their tensors and a text: how they nest, and what is no tensor.
+    """Separates inputs into their tensors and a text: how they nest, and what is no tensor, as JSON.
+
+    Every part of it is a list that begins with its kind: `["tensor"]`, `["value", 3]`, `["tuple", part, ...]`,
+    `["list", part, ...]` and `["dict", [key, part], ...]`.
 
     Raises:
-        LapwingError: if something in them is neither a tensor nor JSON.
+        LapwingError: for anything but tensors, numbers, texts, booleans and None, in tuples, lists and dicts.
     """
-    leaves, spec = pytree.tree_flatten(_tree(inputs))
-    others = [None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves]
-    try:
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)], json.dumps([pytree.treespec_dumps(spec), others])
-    except (TypeError, NotImplementedError) as error:
+    leaves: list[Tensor] = []
+
+    def part(value: Any) -> list[Any]:
+        if isinstance(value, Tensor):
+            leaves.append(value)
+            return ["tensor"]
+        if value is None or isinstance(value, (str, int, float)):
+            return ["value", value]
+        if type(value) in (tuple, torch.Size):
+            return ["tuple", *map(part, value)]
+        if type(value) is list:
+            return ["list", *map(part, value)]
+        if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
+            return ["dict", *([key, part(inner)] for key, inner in value.items())]
         raise LapwingError(
-            f"Asked to keep inputs beside the posterior, found {describe(inputs)}; tensors, numbers and texts, in "
-            "tuples, lists and dicts, can be kept: give others by forward=lambda model, inputs: model(...)."
-        ) from error
+            f"A {type(value).__name__} within {describe(inputs)} cannot be kept beside the posterior. Pass tensors, "
+            "numbers and texts, in tuples, lists and dicts, and make what the network takes of them in "
+            "forward=lambda model, inputs: model(...)."
+        )
+
+    return leaves, json.dumps(part(inputs))
+
+
+def count_tensors(nest: str) -> int:
+    """Returns how many tensors `flatten` separated from a text: quotation marks within values are escaped there."""
+    return nest.count('["tensor"]')
 
 
 def unflatten(leaves: Iterable[Tensor], nest: str) -> Any:
-    """Puts together what `flatten` separated."""
-    text, others = json.loads(nest)
-    rest = iter(leaves)
-    filled = [next(rest) if other is None else other[0] for other in others]
-    return pytree.tree_unflatten(filled, pytree.treespec_loads(text))
+    """Puts together what `flatten` separated. The text may come from a file, so it names nothing but these kinds.
+
+    Raises:
+        ValueError: for a text of another form, or another number of tensors.
+    """
+    rest = list(leaves)[::-1]
+
+    def whole(part: Any) -> Any:
+        match part:
+            case ["tensor"] if rest:
+                return rest.pop()
+            case ["value", None | str() | int() | float() as value]:
+                return value
+            case ["tuple", *parts]:
+                return tuple([whole(one) for one in parts])
+            case ["list", *parts]:
+                return [whole(one) for one in parts]
+            case ["dict", *pairs] if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+                if all(isinstance(key, (str, int)) for key, _ in pairs):
+                    return {key: whole(one) for key, one in pairs}
+        raise ValueError("inputs nest in no known way, or not enough tensors are left for them")
+
+    inputs = whole(json.loads(nest))
+    if rest:
+        raise ValueError(f"inputs leave {len(rest)} tensors over")
+    return inputs
 
 
 def call(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from . import storage
 from .batches import Forward
+from .contents import Entry, Unfit, check_json, check_tensors, is_count, is_positive, largest
 from .covariance import COVARIANCES
 from .errors import LapwingError, shown
 from .likelihoods import BY_NAME, Likelihood, resolve
@@ -18,6 +21,19 @@ from .prior import Prior
 from .tangent import Tangent
 from .tangent.eager import outside_modes
 from .tangent.stamp import Stamp, fingerprint
+
+HEADER = {
+    "format": int, "tangent": dict,
+    "covariance": {"class": frozenset(COVARIANCES), "extra": dict},
+    "likelihood": {"name": str, "noise_variance": lambda value: value is None or is_positive(value)},
+    "given": (bool, bool),
+    "samples": lambda samples: is_count(samples) and samples > 0,
+    "data_factor": lambda factor: is_positive(factor) and factor >= 1,
+    "temperature": is_positive, "method": str, "forward": bool, "dtypes": dict,
+}  # fmt: skip
+"""What a file's header must be."""
+
+DTYPES = frozenset(str(value) for value in vars(torch).values() if isinstance(value, torch.dtype))
 
 
 def write(posterior: Posterior, path: str | os.PathLike[str]) -> None:
@@ -28,7 +44,7 @@ def write(posterior: Posterior, path: str | os.PathLike[str]) -> None:
         path: the file.
 
     Raises:
-        LapwingError: for a path that cannot be written.
+        LapwingError: for a path that cannot be written, and for what `load` would refuse, such as NaN.
     """
     tensors = {f"covariance/{name}": tensor for name, tensor in posterior.covariance.tensors().items()}
     tensors |= {f"prior_mean/{name}": tensor for name, tensor in posterior.prior.mean.items()}
@@ -48,6 +64,15 @@ def write(posterior: Posterior, path: str | os.PathLike[str]) -> None:
         "forward": posterior.tangent.forward is not None,
         "dtypes": {name: str(value.dtype) for name, value in state.items()},
     }
+    try:
+        read = json.loads(json.dumps({"format": storage.FORMAT, **header}))
+        check_json(read, HEADER, "the header")
+        _check_contents(posterior.tangent, tensors, read)
+    except Unfit as error:
+        raise LapwingError(
+            f"The posterior cannot be saved, since {error}. Look at posterior.diagnose(), and fit again with other "
+            "options."
+        ) from error
     storage.write(path, tensors, header)
 
 
@@ -73,9 +98,11 @@ def load(
         The posterior.
 
     Raises:
-        LapwingError: for a truncated, foreign or newer file, or a model with other weights.
+        LapwingError: for a damaged, foreign or newer file, one whose contents make no posterior, or a model with other
+            weights.
 
-    Cost: reading the file, and three sums over the network's weights; the network is not run.
+    Cost: reading the file twice, and three sums over the network's weights; the network is not run, except for
+        subspaces whose directions do not fit the memory budget.
 
     Example:
         >>> import pathlib, tempfile, torch, lapwing as lw
@@ -98,11 +125,13 @@ def load(
     likelihood = None if likelihood is None else resolve(likelihood)
     try:
         return _rebuilt(path, tensors, header, model, likelihood, forward, memory)
-    except (KeyError, TypeError, IndexError, StopIteration) as error:
+    except (LapwingError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # anybody may have written the file
+        what = str(error) if isinstance(error, Unfit) else f"its parts do not go together ({type(error).__name__})"
         raise LapwingError(
-            f"Asked to load {path}, found a file whose parts do not make a posterior of this version "
-            f"({type(error).__name__}: {error}); a file written by posterior.save(path) is needed: save it again, or "
-            "upgrade with pip install -U lapwing."
+            f"The file {path} does not make a posterior of this version: {what}. Save it again with "
+            "posterior.save(path), or upgrade with pip install -U lapwing."
         ) from error
 
 
@@ -118,6 +147,7 @@ def _rebuilt(
     def part(prefix: str) -> dict[str, Tensor]:
         return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
+    check_json(header, HEADER, "the header")
     if header["forward"] != (forward is not None):
         raise LapwingError(
             f"Asked to load {path} {'without' if forward is None else 'with'} forward=, found that the fit was made "
@@ -126,6 +156,7 @@ def _rebuilt(
         )
     tangent = Tangent.from_json(header["tangent"], model, forward, memory)
     _check_same(path, tangent, part("weights/"), header["dtypes"])
+    _check_contents(tangent, tensors, header)
     device = tangent.device
     covariance = COVARIANCES[header["covariance"]["class"]].from_tensors(
         tangent, {k: v.to(device) for k, v in part("covariance/").items()}, header["covariance"]["extra"]
@@ -149,7 +180,12 @@ def _rebuilt(
     prior = Prior(none if covariance.precision is None else covariance.precision, mean, given)
     statistics = {name: value.to(device) for name, value in part("statistics/").items()}
     likelihood = likelihood.with_noise_variance(saved["noise_variance"])
-    likelihood.log_likelihood(statistics)  # a KeyError where one is missing
+    residual = likelihood.residual_variance(statistics)
+    fits = math.isfinite(float(likelihood.log_likelihood(statistics))) and (
+        residual is None or 0 <= residual < math.inf
+    )
+    if likelihood.needs_noise or not fits:
+        raise Unfit("its statistics or noise variance are not those of a fit")
     return Posterior(
         tangent, covariance, likelihood, prior, statistics,
         header["samples"], header["data_factor"], header["temperature"], header["method"], noise_given,
@@ -157,15 +193,30 @@ def _rebuilt(
     )  # fmt: skip
 
 
+def _check_contents(tangent: Tangent, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    """Raises where the tensors that predictions are made of do not belong to a checked header and a network.
+
+    The network's fingerprints are compared besides, and the history may hold anything.
+    """
+    kind, most = COVARIANCES[header["covariance"]["class"]], largest(tangent.dtype, 1 / 2)
+    own = kind.entries(tangent, header["covariance"]["extra"])
+    entries = {f"covariance/{name}": entry for name, entry in own.items()}
+    entries |= {f"prior_mean/{b.name}": Entry((b.size,), (tangent.dtype,), -most, most) for b in tangent.blocks}
+    entries |= {name: Entry() for name in tensors if name.startswith("statistics/")}
+    used = {name: value for name, value in tensors.items() if not name.startswith(("weights/", "history/"))}
+    check_tensors(used, entries)
+
+
 def _check_same(
     path: str | os.PathLike[str], tangent: Tangent, prints: dict[str, Tensor], dtypes: dict[str, str]
 ) -> None:
     """Raises where the network's state, treated or not, is not that of the fit."""
     state, network = tangent.state(), type(tangent.model).__name__
+    check_json(dtypes, dict.fromkeys(prints, DTYPES), "the header/dtypes")
     for name in (*prints, *state):
         if name not in prints or name not in state:
             raise LapwingError(
-                f"Asked to load {path} around {network}, found {name} only in the "
+                f"Asked to load {path} around {network}, found {name!r} only in the "
                 f"{'network' if name in state else 'file'}; the network of the fit is needed: build it with the same "
                 "options."
             )
@@ -176,7 +227,10 @@ def _check_same(
                 f"Asked to load {path} around {network}, found its {what} in {value.dtype}, where the fit had "
                 f"{wanted}; the dtype of the fit is needed: write model.to({wanted}), or fit again."
             )
-        if not torch.allclose(fingerprint(value), prints[name], rtol=1e-6, atol=1e-12, equal_nan=True):
+        now = fingerprint(value)
+        if (now.shape, now.dtype) != (prints[name].shape, prints[name].dtype):
+            raise Unfit("the fingerprints of the network's weights are of another kind")
+        if not torch.allclose(now, prints[name], rtol=1e-6, atol=1e-12, equal_nan=True):
             raise LapwingError(
                 f"Asked to load {path} around {network}, found other values in its {what}; the weights of the fit are "
                 "needed: load their checkpoint into the model first."

@@ -119,6 +119,41 @@ def test_chunks_cover_every_sample_once(length: int) -> None:
         assert next(iter(batches.chunks(whole, length)))[1] is whole  # the user's own object where nothing is cut
 
 
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        torch.ones(2), (torch.ones(2), [torch.zeros(1), None, True, 2, 0.5, float("inf"), '["tensor"]', ()]),
+        {"x": torch.ones(2), "options": {"deep": [{"deeper": (torch.ones(1), "text")}], 3: "three"}, "none": []},
+        OrderedDict(x=torch.ones(2)), UserDict(x=torch.ones(2)),
+    ],
+)  # fmt: skip
+def test_inputs_are_flattened_and_put_together_again(inputs: Any) -> None:
+    leaves, nest = batches.flatten(inputs)
+    assert batches.count_tensors(nest) == len(leaves)
+    again = batches.unflatten(leaves, nest)
+    assert repr(again) == repr(dict(inputs) if isinstance(inputs, (OrderedDict, UserDict)) else inputs)
+
+
+def test_what_cannot_be_kept_is_not_flattened() -> None:
+    for inputs in ({"x": object()}, namedtuple("Two", "a b")(torch.ones(1), 2), {("a", "b"): torch.ones(1)}):
+        with pytest.raises(lw.LapwingError, match=r"cannot be kept.*forward="):
+            batches.flatten(inputs)
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        "[]", "3", "{}", '"tensor"', '["tensor", 1]', '["value"]', '["value", [1]]', '["tuple", 3]',
+        '["set", ["tensor"]]',
+        '["dict", ["x"]]', '["dict", [null, ["tensor"]]]', '["dict", [["x"], ["tensor"]]]', '["list"]', '["tuple", '
+        '["tensor"], ["tensor"]]', "[",
+    ],
+)  # fmt: skip
+def test_texts_of_another_form_make_no_inputs(nest: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 (JSON's own among them)
+        batches.unflatten([torch.ones(1)], nest)
+
+
 def test_describe_names_structures_and_shapes() -> None:
     text = batches.describe({"x": X, "more": [Z, (Y, "a")], "n": None})
     expected = (

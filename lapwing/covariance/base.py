@@ -14,11 +14,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..contents import Entry, Unfit, largest
 from ..tangent import Block, Record, Tangent, Vectors
 from .output import Marginals, Term
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+def precision_entry(tangent: Tangent) -> Entry:
+    """Returns what precisions δ (n_blocks,) in a file must be: δ² and 1/δ² fit the dtype that sums are kept in."""
+    most = largest(tangent.dtype, 1 / 2)
+    return Entry((len(tangent.blocks),), (torch.float64,), 1 / most, most)
 
 
 class LayerBlock(ABC):
@@ -95,9 +102,18 @@ class Covariance(ABC):
         """Returns all tensors that make up the covariance, by name, for saving."""
 
     @classmethod
+    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
+        """Returns what `tensors()` in a file must be, beside this `extra()`.
+
+        Raises:
+            Unfit: where that is no `extra()`, and for a structure that files do not hold.
+        """
+        raise Unfit(f"a {cls.__name__} has no form in a file")
+
+    @classmethod
     @abstractmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Covariance:
-        """Rebuilds the covariance from `tensors()` and `extra()`."""
+        """Rebuilds the covariance from `tensors()` and `extra()`, which agree with `entries`."""
 
     def extra(self) -> dict[str, Any]:
         """Returns what is not a tensor, as JSON."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..contents import FLOATS, Entry, check_json, is_count, is_positive, largest
 from ..numerics import row_products, total
 from ..tangent import Anchors, Record, Tangent, Vectors
 
@@ -53,12 +54,21 @@ class Basis(ABC):
 
     @classmethod
     @abstractmethod
+    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
+        """Returns what `tensors()` in a file must be, beside this `extra()`.
+
+        Raises:
+            Unfit: where that is no `extra()`.
+        """
+
+    @classmethod
+    @abstractmethod
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> Basis:
-        """Rebuilds the basis from `tensors()` and `extra()`."""
+        """Rebuilds the basis from `tensors()` and `extra()`, which agree with `entries`."""
 
     def extra(self) -> dict[str, Any]:
         """Returns what is not a tensor, as JSON."""
-        return {}
+        return {"rank": self.rank}
 
     def rows(self) -> Vectors:
         """Returns W written out, (K, P_block) a block. Memory O(K P)."""
@@ -102,6 +112,13 @@ class ExplicitBasis(Basis):
     def tensors(self) -> dict[str, Tensor]:
         """Returns the rows of each block."""
         return dict(self.vectors)
+
+    @classmethod
+    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
+        """K rows a block."""
+        check_json(extra, {"rank": is_count}, "covariance/extra/basis")
+        most = largest(torch.float32, 1 / 2)
+        return {block.name: Entry((extra["rank"], block.size), FLOATS, -most, most) for block in tangent.blocks}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> ExplicitBasis:
@@ -158,7 +175,17 @@ class ImplicitBasis(Basis):
 
     def extra(self) -> dict[str, Any]:
         """Returns the scales and how the anchors' inputs nest."""
-        return {"scales": self.scales, "nests": self.anchors.nests()}
+        return {**super().extra(), "scales": self.scales, "rows": len(self.anchors), "nests": self.anchors.nests()}
+
+    @classmethod
+    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
+        """K combinations of M rows, and the inputs that the rows are taken at."""
+        scales = {block.name: is_positive for block in tangent.blocks}
+        pattern = {"rank": is_count, "scales": scales, "rows": is_count, "nests": [str]}
+        check_json(extra, pattern, "covariance/extra/basis")
+        most = largest(torch.float64, 1 / 4)
+        parts = {f"anchors/{k}": e for k, e in Anchors.entries(tangent, extra["rows"], extra["nests"]).items()}
+        return {**parts, "coefficients": Entry((extra["rank"], extra["rows"]), (torch.float64,), -most, most)}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> ImplicitBasis:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..contents import Entry, check_json, is_positive
 from ..tangent import Block, Record, Tangent, Vectors
 from ..tangent.jacobian import Weighting
-from .base import LayerBlock, PrecisionCovariance
+from .base import LayerBlock, PrecisionCovariance, precision_entry
 from .output import Dense, Marginals, Term, distinct
-from .structures import STRUCTURES, Structure
+from .structures import STRUCTURES, KroneckerBlock, Structure
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -168,16 +169,26 @@ class Blockwise(PrecisionCovariance):
         return {"scale": self.scale, "kinds": {name: s.kind for name, s in self.structures.items()}}
 
     @classmethod
+    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
+        """Each block's structure, and δ."""
+        kinds = {block.name: frozenset(STRUCTURES) for block in tangent.blocks}
+        check_json(extra, {"scale": is_positive, "kinds": kinds}, "covariance/extra")
+        parts = {
+            f"{block.name}/{key}": entry
+            for block in tangent.blocks
+            for key, entry in STRUCTURES[extra["kinds"][block.name]].entries(block, tangent.dtype).items()
+        }
+        return {**parts, "precision": precision_entry(tangent)}
+
+    @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Blockwise:
         """Rebuilds the covariance."""
         structures = {}
-        for name, kind in extra["kinds"].items():
-            parts: dict[str, Tensor | None] = {
-                k.removeprefix(f"{name}/"): v for k, v in tensors.items() if k.rpartition("/")[0] == name
-            }
-            if kind == "kronecker":
-                parts.setdefault("inputs", None)
-            structures[name] = STRUCTURES[kind](**parts)
+        for block in tangent.blocks:
+            kind = STRUCTURES[extra["kinds"][block.name]]
+            parts: dict[str, Tensor | None] = {"inputs": None} if kind is KroneckerBlock else {}
+            parts |= {key: tensors[f"{block.name}/{key}"] for key in kind.entries(block, tangent.dtype)}
+            structures[block.name] = kind(**parts)
         return cls(tangent.blocks, structures, tensors["precision"], extra["scale"])
 
     @property

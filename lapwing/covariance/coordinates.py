@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..contents import FLOATS, Entry, Unfit, check_json, is_count
 from ..tangent import Block, BlockJacobian, Outer, Record, Tangent, Vectors
 from .basis import Basis
 
@@ -87,8 +88,17 @@ class CoordinateBasis(Basis):
         return {"entries": torch.ones(self.rank, dtype=self.dtype, device=self.picked.device), "weights": self.picked}
 
     @classmethod
+    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
+        """K ones and as many places among all weights."""
+        check_json(extra, {"rank": is_count}, "covariance/extra/basis")
+        shape, last = (extra["rank"],), tangent.size - 1
+        return {"entries": Entry(shape, FLOATS, 1.0, 1.0), "weights": Entry(shape, (torch.int64,), 0, last)}
+
+    @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> CoordinateBasis:
         """Rebuilds it; the entries tell the dtype."""
+        if len(tensors["weights"].unique()) < len(tensors["weights"]):
+            raise Unfit("the tensor covariance/basis/weights names a weight twice")
         return cls(tangent.blocks, tensors["weights"], tensors["entries"].dtype)
 
 

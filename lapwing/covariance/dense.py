@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..contents import Entry, check_json, is_positive, largest
 from ..numerics import RESOLVED, cholesky, eigen_in_place
 from ..products import linear, matmul
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import LayerBlock, PrecisionCovariance
+from .base import LayerBlock, PrecisionCovariance, precision_entry
 from .output import Term, across, distinct, smaller
 from .structures import FactorLayer
 
@@ -159,6 +160,19 @@ class DenseCovariance(PrecisionCovariance):
     def extra(self) -> dict[str, Any]:
         """Returns the scale."""
         return {"scale": self.scale}
+
+    @classmethod
+    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
+        """G, δ, and eigenpairs, whose values are not negative."""
+        check_json(extra, {"scale": is_positive}, "covariance/extra")
+        size, precision = tangent.size, precision_entry(tangent)
+        return {
+            "curvature": Entry((size, size), (tangent.dtype,)),
+            "precision": precision,
+            "values": Entry((size,), (torch.float64,), 0.0, largest(torch.float64, 1 / 2)),
+            "vectors": Entry((size, size), (torch.float64,), orthonormal=True),
+            "at": precision,
+        }
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> DenseCovariance:

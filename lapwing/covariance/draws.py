@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..contents import FLOATS, Entry, check_json, is_count, largest
 from ..numerics import total
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import Covariance, LayerBlock
+from .base import Covariance, LayerBlock, precision_entry
 from .output import Term, Thin, across, distinct
 from .structures import FactorLayer
 
@@ -72,6 +73,18 @@ class Draws(Covariance):
         """Returns the draws by block, and the prior they belong to."""
         assert self.precision is not None
         return {**{f"draws/{name}": z for name, z in self.draws.items()}, "precision": self.precision}
+
+    def extra(self) -> dict[str, Any]:
+        """Returns S."""
+        return {"count": self.count}
+
+    @classmethod
+    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
+        """S draws a block, whose squares have finite sums, and δ."""
+        check_json(extra, {"count": lambda count: is_count(count) and count > 0}, "covariance/extra")
+        most = largest(tangent.dtype, 1 / 4)
+        draws = {f"draws/{b.name}": Entry((extra["count"], b.size), FLOATS, -most, most) for b in tangent.blocks}
+        return {**draws, "precision": precision_entry(tangent)}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Draws:

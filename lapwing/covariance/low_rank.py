@@ -11,14 +11,15 @@ Any prior, scalar or per block, needs K x K work only: the span stays, the coord
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ..contents import Entry, Unfit, check_json, is_count, is_positive, largest
 from ..numerics import RESOLVED, cholesky
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import LayerBlock, PrecisionCovariance, PriorCovariance
+from .base import LayerBlock, PrecisionCovariance, PriorCovariance, precision_entry
 from .basis import Basis, ExplicitBasis, ImplicitBasis
 from .coordinates import CoordinateBasis
 from .output import Dense, Marginals, Term, Thin, across, distinct
@@ -78,6 +79,9 @@ class Subspace(PriorCovariance):
         self._at = Span(basis, curvature, precision, rank) if span is None else span
         self._weights = 1 / (scale * self._at.values + 1)
 
+    own: ClassVar[dict[str, Any]] = {}
+    """What a structure's `extra()` holds beside this one's."""
+
     @property
     def held(self) -> int:
         """What a projection on the basis holds."""
@@ -132,6 +136,23 @@ class Subspace(PriorCovariance):
         """Returns the scale, the rank and the kind of basis."""
         basis = {"class": type(self.basis).__name__, "extra": self.basis.extra()}
         return {"scale": self.scale, "rank": self.rank, "basis": basis}
+
+    @classmethod
+    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
+        """The basis, the curvature on it, the traces and δ."""
+        basis = {"class": frozenset(BASES), "extra": dict}
+        check_json(extra, {"scale": is_positive, "rank": is_count, "basis": basis, **cls.own}, "covariance/extra")
+        kind, inner = BASES[extra["basis"]["class"]], extra["basis"]["extra"]
+        parts = {f"basis/{name}": entry for name, entry in kind.entries(tangent, inner).items()}
+        if extra["rank"] > inner["rank"] or (extra.get("rows") and kind is not ExplicitBasis):
+            raise Unfit("its rank is not that of its basis")
+        size, most = inner["rank"], largest(torch.float64, 1 / 4)
+        return {
+            **parts,
+            "curvature": Entry((size, size), (torch.float64,), -most, most),
+            "traces": Entry((len(tangent.blocks),), (torch.float64,), 0.0, most),
+            "precision": precision_entry(tangent),
+        }
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Self:
@@ -203,6 +224,7 @@ class LowRankWithResidual(Subspace, PrecisionCovariance):
     """
 
     record_dtype = torch.float64
+    own = {"rows": bool}  # noqa: RUF012 (never written)
     _rows: tuple[ExplicitBasis, Tensor] | None = None
     """U and M with `G = Uᵀ M U`, of which W and H were made for this prior, or None."""
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..contents import FLOATS, Entry, check_json, is_count, largest
 from ..numerics import total
 from ..tangent import Block, Record, Tangent, Vectors
 from ..tangent.jacobian import Weighting
-from .base import Covariance, LayerBlock
+from .base import Covariance, LayerBlock, precision_entry
 from .output import Dense, Term, Thin, across, distinct
 from .structures import DiagonalBlock, FactorLayer
 
@@ -107,6 +108,19 @@ class LowRankPlusDiagonal(Covariance):
         variances = {f"variances/{name}": value for name, value in self.variances.items()}
         prior = {} if self.precision is None else {"precision": self.precision}
         return {**variances, **{f"factor/{name}": rows for name, rows in self.factor.items()}, **prior}
+
+    def extra(self) -> dict[str, Any]:
+        """Returns K, and whether there was a prior."""
+        return {"rank": self.rank, "prior": self.precision is not None}
+
+    @classmethod
+    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
+        """D, not negative, and F, whose squares have finite sums, by block; δ if there is one."""
+        check_json(extra, {"rank": is_count, "prior": bool}, "covariance/extra")
+        most = largest(tangent.dtype, 1 / 4)
+        parts = {f"variances/{b.name}": Entry((b.size,), FLOATS, 0.0, most**2) for b in tangent.blocks}
+        parts |= {f"factor/{b.name}": Entry((extra["rank"], b.size), FLOATS, -most, most) for b in tangent.blocks}
+        return {**parts, **({"precision": precision_entry(tangent)} if extra["prior"] else {})}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> LowRankPlusDiagonal:

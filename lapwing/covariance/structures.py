@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..contents import Entry, Unfit
 from ..products import matmul
-from ..tangent import BlockJacobian
+from ..tangent import Block, BlockJacobian
 from ..tangent.jacobian import SLICE_BYTES, MatrixJacobian, Weighting
 from ..tangent.outer import Outer
 from .base import LayerBlock
@@ -82,6 +83,15 @@ class Structure(ABC):
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that make up the structure."""
 
+    @classmethod
+    @abstractmethod
+    def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, Entry]:
+        """Returns what `tensors()` of a block in a file must be.
+
+        Raises:
+            Unfit: for a block that cannot have this structure.
+        """
+
 
 class DiagonalBlock(Structure):
     """`diag(λ)`."""
@@ -132,6 +142,11 @@ class DiagonalBlock(Structure):
     def tensors(self) -> dict[str, Tensor]:
         """Returns λ."""
         return {"eigenvalues": self.eigenvalues}
+
+    @classmethod
+    def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, Entry]:
+        """One number a weight, none negative."""
+        return {"eigenvalues": Entry((block.size,), (dtype,), least=0.0)}
 
 
 class KroneckerBlock(Structure):
@@ -254,6 +269,17 @@ class KroneckerBlock(Structure):
         named = {"eigenvalues": self.eigenvalues, "inputs": self.inputs, "outputs": self.outputs}
         return {key: value for key, value in named.items() if value is not None}
 
+    @classmethod
+    def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, Entry]:
+        """λ, none negative, and both bases; embeddings have none for their inputs."""
+        if block.matrix is None:
+            raise Unfit(f"the block of {', '.join(block.parameters)} has no Kronecker factors")
+        groups, outputs, inputs = block.matrix_shape
+        named = {"eigenvalues": Entry((groups, outputs, inputs), (dtype,), least=0.0)}
+        if block.family != "embedding":
+            named["inputs"] = Entry((groups, inputs, inputs), (dtype,), orthonormal=True)
+        return {**named, "outputs": Entry((groups, outputs, outputs), (dtype,), orthonormal=True)}
+
 
 class DenseBlock(Structure):
     """`U diag(λ) Uᵀ` with a dense U (P, P)."""
@@ -290,6 +316,15 @@ class DenseBlock(Structure):
     def tensors(self) -> dict[str, Tensor]:
         """Returns λ and U."""
         return {"eigenvalues": self.eigenvalues, "basis": self.basis}
+
+    @classmethod
+    def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, Entry]:
+        """λ, none negative, and U."""
+        size = block.size
+        return {
+            "eigenvalues": Entry((size,), (dtype,), least=0.0),
+            "basis": Entry((size, size), (dtype,), orthonormal=True),
+        }
 
 
 def _weighted(jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:

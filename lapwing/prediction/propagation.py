@@ -13,9 +13,9 @@ from ..covariance import AnyLatent, Covariance, LayerBlock, Term
 from ..errors import LapwingError, shown
 from ..numerics import accumulation_dtype
 from ..tangent import Block, Record, Tangent, Vectors
-from ..tangent.checks import check_mode
+from ..tangent.checks import checked_memory, checked_network
 from ..tangent.eager import outside_modes, parameters_of
-from ..tangent.plan import Plan
+from ..tangent.plan import Coverage, Plan
 from ..tangent.record import wants_gradient
 from .linearized import Linearized
 from .uncertain import placed, separate
@@ -32,11 +32,8 @@ class Untreated(Tangent):
         Raises:
             LapwingError: no module with weights, or one in training mode.
         """
-        nothing = {"blocks": [], "plan": Plan().to_json(), "coverage": [], "outputs": 0}
-        found = cls.from_json(nothing, model, forward, memory)
-        assert isinstance(found, cls)
-        check_mode(found.model)
-        return found
+        memory = checked_memory(memory)
+        return cls(checked_network(model), forward, (), Plan(), Coverage(()), 0, memory)
 
     @property
     def _weight(self) -> Tensor:

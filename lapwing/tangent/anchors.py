@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import batches
+from ..contents import Entry, Unfit
 from ..numerics import total
 from .attribution import Misplaced
 from .blocks import Vectors
@@ -135,12 +136,22 @@ class Anchors:
         return [batches.flatten(group)[1] for group in self.inputs]
 
     @classmethod
+    def entries(cls, tangent: Tangent, rows: int, nests: list[str]) -> dict[str, Entry]:
+        """Returns what `tensors()` of M rows in a file must be, beside these `nests()`."""
+        counts = [batches.count_tensors(nest) for nest in nests]
+        inputs = {f"inputs/{i}/{j}": Entry() for i, count in enumerate(counts) for j in range(count)}
+        samples = Entry((rows,), (torch.int64,), 0, 2**48)
+        return {**inputs, "samples": samples, "outputs": Entry((rows,), (torch.int64,), 0, tangent.outputs - 1)}
+
+    @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], nests: list[str]) -> Anchors:
         """Rebuilds the anchors from `tensors()` and `nests()`."""
         groups = []
         for i, nest in enumerate(nests):
-            count = sum(key.startswith(f"inputs/{i}/") for key in tensors)
-            groups.append(batches.unflatten((tensors[f"inputs/{i}/{j}"] for j in range(count)), nest))
+            leaves = (tensors[f"inputs/{i}/{j}"] for j in range(batches.count_tensors(nest)))
+            groups.append(batches.unflatten(leaves, nest))
+        if len(tensors["samples"]) and int(tensors["samples"].max()) >= sum(map(batches.size, groups)):
+            raise Unfit("the tensor covariance/basis/anchors/samples counts more samples than there are")
         return cls(tangent, tuple(groups), tensors["samples"], tensors["outputs"])
 
     @cached_property

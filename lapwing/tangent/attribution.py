@@ -45,10 +45,15 @@ class Attribution:
 
         Raises:
             Misplaced: where there is one.
+            LapwingError: where a layer has no such dimension.
         """
         outputs, noted, routed, *_ = recording
         shapes = outputs.shape, *[use.out.shape for use in noted]
-        if len(outputs) < 2 or (shapes in self._known and not routed):
+        if shapes in self._known and not routed:
+            return
+        self._check_dimensions(noted, uses, name)
+        if len(outputs) < 2:
+            self._known.add(shapes)
             return
         layer, conclusive = misplaced(outputs, noted, uses)
         if layer:
@@ -60,6 +65,17 @@ class Attribution:
             )
         if conclusive and not routed:
             self._known.add(shapes)
+
+    def _check_dimensions(self, noted: Sequence[Noted], uses: Uses, name: str) -> None:
+        """Raises where a layer's tensors lack the dimension that held the samples, which single samples show too."""
+        for block, found in uses.items():
+            for i, axis, _ in found:
+                if axis.axis >= noted[i].use.sample_dims:
+                    raise LapwingError(
+                        f"The layer {block} of {name} held the samples on dimension {axis.axis} in the fit, and now "
+                        f"works on a tensor of shape {tuple(noted[i].out.shape)}. Give inputs of as many dimensions as "
+                        "in the fit, or fit again."
+                    )
 
     def tell_alone(self, error: Misplaced) -> None:
         """Warns once that samples are taken one by one."""

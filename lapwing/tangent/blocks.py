@@ -10,6 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..contents import Unfit, check_json, is_count
+
+MATRIX_FAMILIES = ("linear", "conv", "embedding")
+"""The families of layers whose weight has a matrix layout."""
+
+BLOCK = {
+    "name": str, "parameters": [str], "shapes": [[is_count]], "family": str, "bias": bool,
+    "matrix": lambda matrix: matrix is None or type(matrix) is dict,
+}  # fmt: skip
+"""A block in a file."""
+
+MATRIX = {"groups": is_count, "outputs": is_count, "inputs": is_count, "transposed": bool}
+"""Its matrix layout, where it has one."""
+
 Vectors = dict[str, Tensor]
 """A vector over the weights: block name -> (..., P_block)."""
 
@@ -48,11 +62,48 @@ class Block:
     bias: bool = False
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Block:
-        """Rebuilds a block from `dataclasses.asdict`, with its lists as tuples again."""
+    def from_json(cls, data: Any) -> Block:
+        """Rebuilds a block from `dataclasses.asdict`, with its lists as tuples again.
+
+        Raises:
+            Unfit: for JSON of another form, and a layout that the parameters' shapes do not allow.
+        """
+        check_json(data, BLOCK, "blocks")
+        if data["matrix"] is not None:
+            check_json(data["matrix"], MATRIX, "blocks/matrix")
         matrix = None if data["matrix"] is None else Matrix(**data["matrix"])
         shapes = tuple(tuple(shape) for shape in data["shapes"])
-        return cls(data["name"], tuple(data["parameters"]), shapes, data["family"], matrix, data["bias"])
+        block = cls(data["name"], tuple(data["parameters"]), shapes, data["family"], matrix, data["bias"])
+        if not (1 <= len(shapes) == len(block.parameters) <= 2 and block._is_consistent()):
+            raise Unfit(f"the layout of the block of {', '.join(block.parameters)} is none of its shapes")
+        return block
+
+    def _is_consistent(self) -> bool:
+        """Tells whether the matrix layout is one that the family may give to a weight and a bias of these shapes."""
+        matrix = self.matrix
+        if matrix is None:
+            return not self.bias
+        if self.family not in MATRIX_FAMILIES or (
+            self.bias and prod(self.shapes[-1]) != matrix.groups * matrix.outputs
+        ):
+            return False
+        if not self.has_weight:
+            return len(self.shapes) == 1
+        if self.bias != (len(self.shapes) == 2) or len(shape := self.shapes[0]) < 2:
+            return False
+        if self.family == "conv":
+            return matrix == Matrix(matrix.groups, shape[0] // max(1, matrix.groups), prod(shape[1:]))
+        outputs, inputs = shape[::-1] if matrix.transposed else shape
+        return matrix == Matrix(1, outputs, inputs, self.family == "embedding" or matrix.transposed)
+
+    @property
+    def kind(self) -> str:
+        """What the uses of a block with a matrix layout say of themselves: `Use.kind`."""
+        if self.matrix is not None and self.family == "linear" and self.matrix.transposed:
+            return "linear, transposed"
+        if self.matrix is not None and self.matrix.groups > 1:
+            return f"{self.family}, {self.matrix.groups} groups"
+        return self.family
 
     @property
     def size(self) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .. import batches
 from ..attributes import modules_of
 from ..batches import Forward
+from ..contents import Unfit, check_json, is_count
 from ..errors import LapwingError
 from ..numerics import accumulation_dtype
 from .attribution import Attribution, Misplaced
@@ -32,6 +33,12 @@ from .record import run, wants_gradient
 from .selection import LastLayer, Predicate, everything
 
 log = logging.getLogger("lapwing")
+
+TANGENT = {
+    "blocks": lambda blocks: type(blocks) is list and len(blocks) > 0, "plan": dict, "reasons": [str],
+    "outputs": lambda outputs: is_count(outputs) and 0 < outputs < 2**31,
+}  # fmt: skip
+"""A tangent in a file."""
 
 Cotangents = Callable[[Tensor], Tensor] | Tensor | None
 
@@ -100,29 +107,40 @@ class Tangent:
     def to_json(self) -> dict[str, Any]:
         """Returns everything but the network and the budget, as JSON."""
         return {"blocks": [asdict(b) for b in self.blocks], "plan": self.plan.to_json(), "outputs": self.outputs,
-                "coverage": [asdict(line) for line in self.coverage.lines]}  # fmt: skip
+                "reasons": [line.reason for line in self.coverage.lines]}  # fmt: skip
 
     @classmethod
-    def from_json(cls, data: dict[str, Any], model: nn.Module, forward: Forward | None, memory: int | None) -> Tangent:
+    def from_json(cls, data: Any, model: nn.Module, forward: Forward | None, memory: int | None) -> Tangent:
         """Rebuilds the tangent around a network, without running it.
 
         Raises:
+            Unfit: for JSON of another form, or of parts that do not belong together.
             LapwingError: if the network lacks one of the parameters, or has it in another shape.
         """
         memory = checked_memory(memory)
         model = checked_network(model)
         named = parameters_of(model)
+        check_json(data, TANGENT, "tangent")
         blocks = tuple(Block.from_json(block) for block in data["blocks"])
+        names = [name for block in blocks for name in block.parameters]
+        if not len(data["reasons"]) == len(blocks) == len({block.name for block in blocks}) or len(set(names)) < len(
+            names
+        ):
+            raise Unfit("the blocks share names or parameters")
         for block in blocks:
             for name, shape in zip(block.parameters, block.shapes, strict=True):
                 found = tuple(named[name].shape) if name in named else "no such parameter"
-                if found != shape:
+                if found != shape or not named[name].is_floating_point():
                     raise LapwingError(
-                        f"Asked to load a posterior over the parameter {name} {shape} around {type(model).__name__}, "
-                        f"found {found}; the network of the fit is needed: build it with the same options."
+                        f"The posterior is over a parameter {name} {shape}, and {type(model).__name__} has {found}. "
+                        "Build the network with the same options as in the fit."
                     )
-        lines = tuple(Covered(**{**line, "parameters": tuple(line["parameters"])}) for line in data["coverage"])
-        return cls(model, forward, blocks, Plan.from_json(data["plan"]), Coverage(lines), data["outputs"], memory)
+        lines = tuple(
+            Covered(block.name, block.parameters, block.size, block.family, reason)
+            for block, reason in zip(blocks, data["reasons"], strict=True)
+        )
+        plan = Plan.from_json(data["plan"], blocks)
+        return cls(model, forward, blocks, plan, Coverage(lines), data["outputs"], memory)
 
     @property
     def size(self) -> int:
@@ -156,7 +174,10 @@ class Tangent:
         return sum(block.size for block in self.blocks if self.plan.is_explicit(block))
 
     def state(self) -> dict[str, Tensor]:
-        """Returns what the outputs depend on: name -> every parameter, treated or not, and every saved real buffer."""
+        """Returns what the outputs depend on: name -> every parameter, treated or not, and every saved buffer.
+
+        Buffers of integers are left out.
+        """
         plain = type(self.model).named_parameters is nn.Module.named_parameters
         parameters = {} if plain else parameters_of(self.model)
         buffers: dict[str, Tensor] = {}
@@ -170,7 +191,7 @@ class Tangent:
                 for name, buffer in module._buffers.items():
                     if buffer is None or name in module._non_persistent_buffers_set:
                         continue
-                    if buffer.is_floating_point():
+                    if buffer.is_floating_point() or buffer.is_complex():
                         buffers[prefix + name] = buffer
         return {**parameters, **buffers}
 

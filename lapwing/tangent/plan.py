@@ -7,14 +7,13 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from ..contents import Unfit, check_json, is_count
 from ..errors import LapwingError
-from .blocks import Block
+from .blocks import MATRIX_FAMILIES, Block
 from .layers import BatchAxis
 
 Uses = Mapping[str, Sequence[tuple[int, BatchAxis, frozenset[str]]]]
 """Block name -> its uses as (index, where the samples are, roles treated)."""
-
-MATRIX_FAMILIES = ("linear", "conv", "embedding")
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,14 @@ class Coverage:
         return "\n".join(row.rstrip() for row in rows)
 
 
+PLAN = {
+    "order": [[(frozenset(("weight", "bias")), str)]], "axes": [(lambda axis: is_count(axis) and axis < 64, bool)],
+    "single_sample": bool, "sizes": [(is_count, is_count)], "spread": bool, "kinds": [str], "shared": [bool],
+    "last": lambda last: last == -1 or is_count(last),
+}  # fmt: skip
+"""A plan in a file."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """How to read a recording: which parameters are watched, and which uses make up each block.
@@ -53,8 +60,8 @@ class Plan:
     Attributes:
         watched: names of covered parameters.
         order: the names of each watched use by role, in order.
-        kinds: the kind of each of them; none in files written before it was kept.
-        shared: of each tensor of the inputs, whether the samples of the first batch shared it; none in such files.
+        kinds: the kind of each of them.
+        shared: of each tensor of the inputs, whether the samples of the first batch shared it.
         uses: block name -> its uses as (index, where the samples are, roles treated).
         single_sample: the survey saw one sample only, so that batch axes are guesses.
         sizes: a watched use's (out numel, patches numel) a sample.
@@ -73,22 +80,36 @@ class Plan:
     shared: tuple[bool, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the plan as JSON."""
-        uses = {n: [[i, axis.axis, axis.inner, sorted(roles)] for i, axis, roles in u] for n, u in self.uses.items()}
-        return {**{f.name: getattr(self, f.name) for f in fields(self)}, "uses": uses}
+        """Returns the plan as JSON: of the uses only where they hold the samples, since `order` tells the rest."""
+        axes = {i: [axis.axis, axis.inner] for uses in self.uses.values() for i, axis, _ in uses}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("watched", "uses")}
+        return {**plain, "axes": [axes[i] for i in range(len(self.order))]}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Plan:
-        """Rebuilds the plan, with its lists as tuples again."""
-        uses = {
-            name: [(i, BatchAxis(axis, inner), frozenset(roles)) for i, axis, inner, roles in found]
-            for name, found in data["uses"].items()
-        }
-        order = tuple(tuple(tuple(pair) for pair in use) for use in data["order"])
-        sizes = tuple(tuple(pair) for pair in data["sizes"])
-        spread, last = data.get("spread", False), data.get("last", -1)  # files of version 0.1 have none
-        kinds, shared, single = tuple(data.get("kinds", ())), tuple(data.get("shared", ())), data["single_sample"]
-        return cls(tuple(data["watched"]), order, uses, single, sizes, spread, last, kinds, shared)
+    def from_json(cls, data: Any, blocks: Sequence[Block]) -> Plan:
+        """Rebuilds the plan of these blocks, with its lists as tuples again.
+
+        Raises:
+            Unfit: for JSON of another form, and uses that are not those of the blocks.
+        """
+        check_json(data, PLAN, "plan")
+        order = tuple(tuple(map(tuple, use)) for use in data["order"])
+        axes = [BatchAxis(*axis) for axis in data["axes"]]
+        uses: dict[str, list[tuple[int, BatchAxis, frozenset[str]]]] = {}
+        for block in blocks:
+            if block.family == "generic":
+                continue
+            roles = [frozenset(role for role, name in use if name in block.parameters) for use in order]
+            uses[block.name] = (
+                [(i, axes[i], own) for i, own in enumerate(roles) if own] if len(axes) == len(order) else []
+            )
+            _check_uses(block, uses[block.name], order, data["kinds"])
+        watched = tuple(name for block in blocks if block.family != "generic" for name in block.parameters)
+        known = all(set(watched).issuperset(dict(use).values()) and len(dict(use)) == len(use) > 0 for use in order)
+        if not known or not len(order) == len(data["sizes"]) == len(data["kinds"]) > data["last"]:
+            raise Unfit("the plan's uses are not those of the blocks")
+        sizes, kinds, shared = tuple(map(tuple, data["sizes"])), tuple(data["kinds"]), tuple(data["shared"])
+        return cls(watched, order, uses, data["single_sample"], sizes, data["spread"], data["last"], kinds, shared)
 
     @cached_property
     def _names(self) -> list[dict[str, str]]:
@@ -169,3 +190,22 @@ class Plan:
         explicit = [3 * block.size for block in blocks if self.is_explicit(block)]
         matrices = [b.matrix_shape for b in blocks if b.family in MATRIX_FAMILIES[:2] and b.matrix is not None]
         return max([0, *explicit, *(groups * (2 * inputs + 3 * outputs) for groups, outputs, inputs in matrices)])
+
+
+def _check_uses(
+    block: Block,
+    uses: Sequence[tuple[int, BatchAxis, frozenset[str]]],
+    order: Sequence[Sequence[tuple[str, str]]],
+    kinds: Sequence[str],
+) -> None:
+    """Raises where a block has no use, or one of another kind or with other parameters."""
+    roles = {role for role, wanted in (("weight", block.has_weight), ("bias", block.bias)) if wanted}
+    for i, _, own in uses:
+        complete = {name for role, name in order[i] if role in own} == set(block.parameters)
+        fits = block.matrix is None or (own == roles and kinds[i : i + 1] == [block.kind])
+        if not (complete and fits):
+            raise Unfit(f"the plan's use {i} is none of the block of {', '.join(block.parameters)}")
+    first = kinds[uses[0][0]].partition(",")[0] if uses and uses[0][0] < len(kinds) else ""
+    mixed = block.matrix is None and block.family in MATRIX_FAMILIES  # its uses have several layouts
+    if block.family != first or (mixed and len(uses) == 1) or (mixed and len(block.parameters) > 1):
+        raise Unfit(f"the plan has no use of {', '.join(block.parameters)} in a layer of its family")

@@ -22,11 +22,11 @@ from .. import batches
 from ..batches import Forward
 from ..errors import LapwingError
 from ..numerics import accumulation_dtype
-from .blocks import Block, Matrix
+from .blocks import MATRIX_FAMILIES, Block, Matrix
 from .eager import Draws, without_compiled
 from .layers import BatchAxis
 from .layers.generic import call_with
-from .plan import MATRIX_FAMILIES, Coverage, Covered, Plan
+from .plan import Coverage, Covered, Plan
 from .record import Noted, output_gradients, run, run_spread
 from .selection import LastLayer, Predicate, select
 
@@ -113,9 +113,10 @@ def probe(
     kept = [i for i, use in enumerate(chosen) if set(use.names.values()) & set(covered)]
     uses, axes = [chosen[i] for i in kept], [axes[i] for i in kept]
     blocks, roles_of, order = _blocks(uses, covered, parameters)
+    watched = tuple(name for block in blocks for name in block.parameters)
     blocks += [Block(name, (name,), (tuple(parameters[name].shape),), "generic") for name in names if reasons[name]]
     plan = Plan(
-        tuple(covered),
+        watched,
         order,
         {name: [(i, axes[i] or BatchAxis(), roles) for i, roles in found] for name, found in roles_of.items()},
         samples == 1,

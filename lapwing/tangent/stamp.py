@@ -92,8 +92,14 @@ class Stamp:
 
 
 def fingerprint(value: Tensor) -> Tensor:
-    """Returns three float64 sums that tell a tensor from another one, also across devices and files."""
-    value = value.detach().double().flatten()
+    """Returns three float64 sums that tell a tensor from another one, also across devices and files.
+
+    Imaginary parts count as further entries.
+    """
+    value = value.detach()
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    value = value.double().flatten()
     spread = (torch.arange(len(value), dtype=torch.float64, device=value.device) * 0.6180339887498949).frac()
     return torch.stack([value.sum(), value.square().sum(), value @ spread]).cpu()  # the last one tells permutations
 

@@ -259,7 +259,7 @@ def test_json_round_trip(name: str) -> None:
     again = Tangent.from_json(data, case.build(), None, None)
     assert again.blocks == tangent.blocks
     assert again.coverage == tangent.coverage
-    assert Plan.from_json(json.loads(json.dumps(tangent.plan.to_json()))) == tangent.plan
+    assert Plan.from_json(json.loads(json.dumps(tangent.plan.to_json())), tangent.blocks) == tangent.plan
     torch.testing.assert_close(again.record(x).rows(), tangent.record(x).rows())
 
 
@@ -401,10 +401,7 @@ def test_a_weight_used_otherwise_on_a_later_batch_is_refused(case: str) -> None:
     tangent.record(x)
     with pytest.raises(lw.LapwingError, match="as on the first batch.*not of the same layers"):
         tangent.record(-x)
-    data = tangent.plan.to_json()
-    assert Plan.from_json(json.loads(json.dumps(data))) == tangent.plan
-    del data["kinds"]  # a file from before it told them
-    assert Plan.from_json(data).kinds == ()
+    assert Plan.from_json(json.loads(json.dumps(tangent.plan.to_json())), tangent.blocks) == tangent.plan
 
 
 def test_parameters_are_the_networks_own() -> None:
@@ -569,14 +566,6 @@ def test_a_table_of_positions(join: str, family: str, samples: int) -> None:
             shaped[name] = truth[..., start : start + size].unflatten(-1, shape)
             start += size
         torch.testing.assert_close(record[block.name].rows(), block.join(shaped))
-
-
-def test_a_plan_of_the_first_version() -> None:
-    """Files written before tables were spread lack the entry; their tables of positions stay generic."""
-    model = Positions("broadcast").eval()
-    data = Tangent.survey(model, torch.randint(7, (4, 5)), lw.matching("tokens*", "head*")).plan.to_json()
-    assert data.pop("spread") is False
-    assert not Plan.from_json(json.loads(json.dumps(data))).spread
 
 
 @pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])

@@ -82,6 +82,11 @@ class ConvUse(Use):
         super().__init__(inputs, weight, bias)
         self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
 
+    @property
+    def kind(self) -> str:
+        """Says how many groups the channels are cut into."""
+        return "conv" if self.groups == 1 else f"conv, {self.groups} groups"
+
     def matrix(self) -> Matrix:
         """(G, O, I) with I the channels of a group times the kernel's pixels."""
         weight = self.parameters["weight"]
