@@ -33,10 +33,14 @@ log = logging.getLogger("lapwing")
 ADDING = frozenset(("Add", "Sub", "Rsub", "Lerp", "IndexAdd", "ScatterAdd"))
 """Nodes that add branches up: of these, one that others are computed from is a skip connection."""
 
-JOINING = ADDING | frozenset(
-    ("Cat", "Stack", "Where", "MaskedFill", "MaskedScatter", "CopySlices", "IndexPut", "IndexPutImpl", "IndexCopy",
-     "IndexFill", "Scatter", "ScatterReduce", "SliceScatter", "SelectScatter", "DiagonalScatter", "Maximum", "Minimum",
-     "Logaddexp", "Cdist", "EuclideanDist")
+ASSEMBLING = frozenset(
+    ("Stack", "Where", "MaskedScatter", "CopySlices", "IndexPut", "IndexPutImpl", "IndexCopy", "IndexAdd", "Scatter",
+     "ScatterAdd", "ScatterReduce", "SliceScatter", "SelectScatter", "DiagonalScatter")
+)  # fmt: skip
+"""Nodes that may put samples together that went through different layers."""
+
+JOINING = ADDING | ASSEMBLING | frozenset(
+    ("Cat", "MaskedFill", "IndexFill", "Maximum", "Minimum", "Logaddexp", "Cdist", "EuclideanDist")
 )  # fmt: skip
 """Nodes whose branches all go on to the outputs."""
 
@@ -97,7 +101,7 @@ def output_layers(
     for prefix, module in scripted:
         if any(name.startswith(prefix) for name in names):
             raise _refused_scripted(module, f"The part {prefix[:-1]} of {kind}")
-    idle = _siblings(product or found, parameters, graph.reached) if recording.routed else []
+    idle = _siblings(product or found, parameters, graph.reached) if recording.routed and graph.assembled else []
     if product:
         raise LapwingError(
             f"The outputs of {kind} are a product of what several of its weights give, so no layer is the last. Name "
@@ -140,10 +144,10 @@ class _Origins(EagerMode):
         except (RuntimeError, BufferError):  # what takes no leaf of a graph, such as numpy(), passes no gradient on
             args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
             out = function(*args, **kwargs)
-        made = _tensors(args[:1] if out is None else out)
+        made = _tensors(args[0] if out is None and args else out)
         if not made:
             return out
-        given = _tensors((args, kwargs))
+        given = _tensors(*args, *kwargs.values())
         if any(self._varies(tensor) for tensor in given):
             self._data.update((id(tensor), tensor) for tensor in made)
             self._nodes += [tensor.grad_fn for tensor in made]
@@ -161,19 +165,16 @@ class _Origins(EagerMode):
         return unseen
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def _tensors(*values: Any) -> list[Tensor]:
     """Lists the tensors among arguments or results; of those within a transformation, what they wrap."""
-    if isinstance(values, Tensor):
-        leaves = [values]
-    elif isinstance(values, (tuple, list, dict)):
-        leaves = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-    else:
-        return []
     found = []
-    for tensor in leaves:
-        while _functorch.is_functorch_wrapped_tensor(tensor):
-            tensor = _functorch.get_unwrapped(tensor)
-        found.append(tensor)
+    for value in values:
+        leaves = pytree.tree_leaves(value) if isinstance(value, (tuple, list, dict)) else (value,)
+        for tensor in leaves:
+            if isinstance(tensor, Tensor):
+                while _functorch.is_functorch_wrapped_tensor(tensor):
+                    tensor = _functorch.get_unwrapped(tensor)
+                found.append(tensor)
     return found
 
 
@@ -205,6 +206,7 @@ class _Graph:
 
     Attributes:
         reached: the names of all parameters that the outputs depend on.
+        assembled: whether samples may have gone through different last layers, once `last` was called.
     """
 
     def __init__(
@@ -235,7 +237,7 @@ class _Graph:
             if node not in self._varying:
                 self._varying.add(node)
                 left += parents.get(node, ())
-        self.reached = self._names([root])
+        self.reached, self.assembled = self._names([root]), False
 
     def last(self) -> tuple[set[str], set[str]]:
         """Returns the names of the last layer's parameters, and those of a product of several layers, if there is one.
@@ -269,6 +271,7 @@ class _Graph:
                 met.add(way)
                 summed = summed or (len(steps[node].onward) > 1 and _kind(node) in ADDING | SUMMED_FIRST)
                 ways += [(branch, summed) for branch in steps[node].onward]
+        self.assembled = any(_kind(node) in ASSEMBLING for node in steps)
         found = [steps[node].weights for node, summed in met if not (summed and node in behind)]
         product = [made for node, made in products.items() if node not in behind]
         return set().union(*found), set().union(*product)
@@ -347,7 +350,7 @@ def _refused_without_gradient(model: nn.Module, kind: str) -> LapwingError:
     quantized = quantized_layers(model)
     if quantized:
         return LapwingError(
-            f"The outputs of {kind} come out of quantized layers (such as {quantized[-1]}), which have no gradients. "
+            f"The outputs of {kind} come out of quantized layers (such as {quantized[0]}), which have no gradients. "
             "Keep its last layer in floating point when you quantize it, or fit it before it is quantized."
         )
     return LapwingError(

@@ -363,6 +363,12 @@ def test_a_head_tied_to_an_embedding_counts_in_both_uses() -> None:
     torch.testing.assert_close(tangent.record(tokens).rows(), oracle.jacobian(model, tokens, ["table.weight"]))
 
 
+def test_a_spare_head_is_no_reason_to_refuse() -> None:
+    """As adapters keep the former head beside the new one, in networks that look at values."""
+    model = built(lambda: Net(lambda net, x: net.a(x.sort(1).values), a=tower(), former=tower()))
+    assert treated(model) == A_HEAD
+
+
 def test_inputs_that_require_gradients() -> None:
     model = built(lambda: Net(lambda net, x: net.a(x) * x[:, :1] + x[:, 1:], a=tower()))
     leaf = X.clone().requires_grad_()
