@@ -108,6 +108,8 @@ class Posterior:
     def __repr__(self) -> str:
         """One line; the network and its blocks are under `model` and `print(posterior.tangent.coverage)`."""
         named, delta = [repr(self.likelihood)], self.prior_precision
+        treated = list(self.tangent.parameters)
+        shown = ", ".join(treated[:4]) + (f", ... {len(treated)} parameters" if len(treated) > 4 else "")
         if isinstance(delta, float):
             named.append(f"prior_precision={delta:.4g}")
         elif delta is not None:
@@ -116,7 +118,7 @@ class Posterior:
             f"{name}={getattr(self, name):g}" for name in ("data_factor", "temperature") if getattr(self, name) != 1
         ]
         return (
-            f"<Posterior by {self.method} over {self.tangent.size:,} weights of {type(self.model).__name__}, "
+            f"<Posterior by {self.method} over {self.tangent.size:,} weights of {type(self.model).__name__} ({shown}), "
             f"{self.samples:,} samples, {', '.join(named)}>"
         )
 

@@ -68,7 +68,7 @@ class SnapshotCollector:
             )
         self.model, self.rank, self.count = model, rank, 0
         own = self._parameters()
-        self.names = select(params, own, (), type(model).__name__)
+        self.names = select(params, own, type(model).__name__)
         self.mean = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in own.items()}
         self._squares = {name: torch.zeros_like(self.mean[name]) for name in self.names}
         self.deviations: deque[dict[str, Tensor]] = deque(maxlen=rank)

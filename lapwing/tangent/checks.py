@@ -36,8 +36,13 @@ def checked_memory(memory: int | None) -> int:
     return memory
 
 
-def checked_network(model: Any) -> nn.Module:
-    """Returns the uncompiled network, checked to be one with weights and in eval mode."""
+def checked_network(model: Any, last_layer: bool = True) -> nn.Module:
+    """Returns the uncompiled network, checked to be one with weights and in eval mode.
+
+    Args:
+        model: what the user gave.
+        last_layer: whether its last layer alone is treated, before which layers with fixed scales may be quantized.
+    """
     if not isinstance(model, nn.Module):
         raise LapwingError(
             f"Asked to treat a model of type {type(model).__name__}; a torch.nn.Module with trained weights is needed: "
@@ -45,13 +50,7 @@ def checked_network(model: Any) -> nn.Module:
         )
     model = uncompiled(model)
     named = parameters_of(model)
-    for name, module in model.named_modules():
-        if ".quantized" in type(module).__module__:
-            raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found that its layer {name or type(module).__name__} is "
-                f"quantized ({type(module).__module__}), where no gradients exist; float weights are needed: fit the "
-                "network before it is quantized."
-            )
+    _check_quantized(model, last_layer)
     if not named:
         raise LapwingError(
             f"Asked to treat the parameters of {type(model).__name__}, found that it has none; a network with trained "
@@ -72,6 +71,31 @@ def checked_network(model: Any) -> nn.Module:
             )
     check_mode(model)
     return model
+
+
+def quantized_layers(model: nn.Module) -> list[str]:
+    """Returns the names of the layers whose weights are quantized."""
+    named = model.named_modules()
+    return [name or type(module).__name__ for name, module in named if ".quantized" in type(module).__module__]
+
+
+def _check_quantized(model: nn.Module, last_layer: bool) -> None:
+    """Raises for quantized layers, through which no gradients pass."""
+    quantized = quantized_layers(model)
+    if not quantized:
+        return
+    where = f"The layer {quantized[0]} of {type(model).__name__} is quantized"
+    if any(".quantized.dynamic" in type(module).__module__ for module in model.modules()):
+        raise LapwingError(
+            f"{where} dynamically: no gradients pass through it, and its rounding of one sample depends on the rest of "
+            "the batch. Fit the network before it is quantized. Or fit a head that is kept in floating point as a "
+            "network of its own, on features that the layers before it give: lw.fit(head, [(features, targets)])."
+        )
+    if not last_layer:
+        raise LapwingError(
+            f"{where}, and no gradients pass through it. Fit the network before it is quantized, or treat a last layer "
+            "that is kept in floating point: params=lw.last_layer."
+        )
 
 
 def check_mode(model: nn.Module) -> None:

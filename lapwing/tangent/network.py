@@ -89,11 +89,11 @@ class Tangent:
             LapwingError: cases 1, 2, 5, 7, 10, 11, 12, 14 and 15 of bad input.
 
         Cost: six forward passes, two of them on one sample and the others on at most four, and one more each for a
-            first batch of one sample, for treated parameters that are frozen, and for embeddings that all samples
-            share; at most four backward passes, whatever C.
+            first batch of one sample, for the last layer, for treated parameters that are frozen, and for embeddings
+            that all samples share; at most four backward passes, whatever C.
         """
         memory = checked_memory(memory)
-        model = checked_network(model)
+        model = checked_network(model, isinstance(params, LastLayer))
         parameters = parameters_of(model)
         inputs = batches.plain(inputs, next(iter(parameters.values())).device)
         batches.check_inputs(inputs, "the inputs of the first batch")

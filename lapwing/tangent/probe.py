@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import Any
@@ -22,10 +22,11 @@ from .. import batches
 from ..batches import Forward
 from ..errors import LapwingError
 from ..numerics import accumulation_dtype
-from .blocks import MATRIX_FAMILIES, Block, Matrix
+from .blocks import Block, Matrix
 from .eager import Draws, without_compiled
 from .layers import BatchAxis
 from .layers.generic import call_with
+from .output_layers import output_layers
 from .plan import Coverage, Covered, Plan
 from .record import Noted, output_gradients, run, run_spread
 from .selection import LastLayer, Predicate, select
@@ -35,6 +36,7 @@ log = logging.getLogger("lapwing")
 PROBED_SAMPLES = 4
 MINGLED = "its samples cannot be told apart"
 UNSEEN = "no layer family saw it"
+CONDITIONAL = "layers of its shape do not run on every sample"
 IDLE = (
     "no output of the first batch has a gradient for it: it is not used there, within torch.no_grad(), or in what the "
     "network keeps of an earlier call"
@@ -81,9 +83,12 @@ def probe(
         LapwingError: no parameter selected; outputs that change between calls or with the rest of the batch.
     """
     few = _few(model, inputs, forward)
-    outputs, noted, _, differentiated, elsewhere = run_spread(model, few, forward, parameters)
+    outputs, noted, routed, differentiated, elsewhere = recording = run_spread(model, few, forward, parameters)
     batches.check_outputs(outputs, "the first batch")
-    names = select(params, parameters, _last_layer(outputs, noted), type(model).__name__)
+    if isinstance(params, LastLayer):
+        names = output_layers(model, few, forward, parameters, recording, tell)
+    else:
+        names = select(params, parameters, type(model).__name__)
     frozen = {name: parameters[name] for name in names if not parameters[name].requires_grad}
     if frozen:  # not known before, and others, masks and tables, need not take gradients
         elsewhere = elsewhere | run(model, few, forward, frozen, frozen=list(frozen.values())).elsewhere
@@ -106,6 +111,9 @@ def probe(
             reasons[name] = "the network takes gradients itself, which outputs may contain"
         elif name in elsewhere and not reasons[name]:
             reasons[name] = "it also reaches the outputs by functions of no layer family"
+    for name in _conditional(chosen, gradients, parameters) if routed else ():
+        if not reasons.get(name, IDLE):
+            reasons[name] = CONDITIONAL
     if tell:
         _tell_idle(model, [name for name in names if reasons[name] == IDLE])
     _compare_with_autograd(chosen, gradients, axes, samples, truth, reasons, most)
@@ -158,6 +166,18 @@ def _reasons(
     return reasons
 
 
+def _conditional(noted: Sequence[Noted], gradients: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> list[str]:
+    """Returns the names in layers of a shape of which one saw not every sample: another sample may not reach these."""
+    partial: set[str] = set()
+    for use, (first, last, whole) in zip(noted, gradients, strict=True):
+        if whole.any() and not (first.any() and last.any()):
+            partial.update(use.names.values())
+    shapes = {parameters[name].shape for name in partial if parameters[name].ndim > 1}
+    used = {name for use in noted for name in use.names.values()}
+    layers = {name.rpartition(".")[0] for name in used if parameters[name].shape in shapes}
+    return [name for name in used if name.rpartition(".")[0] in layers]
+
+
 def _tell_idle(model: nn.Module, idle: list[str]) -> None:
     """Warns of parameters to treat that the outputs do not depend on, once for each network."""
     if idle and _TOLD_IDLE.get(model) != idle:
@@ -185,18 +205,6 @@ def _without_checkpoints(model: nn.Module) -> Iterator[None]:
             "model.gradient_checkpointing_disable(), model.set_grad_checkpointing(False) or a test of self.training "
             "in forward(), or leave these parameters out, such as by params=lw.last_layer."
         ) from error
-
-
-def _last_layer(outputs: Tensor, noted: list[Noted]) -> tuple[str, ...]:
-    """Returns the names of the parameters of the last linear or convolution layer that the outputs depend on."""
-    reached, left = set(), [outputs.grad_fn]
-    while left:
-        node = left.pop()
-        if node is not None and node not in reached:
-            reached.add(node)
-            left += [before for before, _ in node.next_functions]
-    layers = [use for use in noted if use.use.family in MATRIX_FAMILIES[:2] and use.edge.node in reached]
-    return tuple(layers[-1].names[role] for role in ("weight", "bias") if role in layers[-1].names) if layers else ()
 
 
 def _few(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:

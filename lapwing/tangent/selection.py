@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -32,7 +32,20 @@ class Everything:
 
 @dataclass(frozen=True)
 class LastLayer:
-    """Weight and bias of the last linear or convolution layer that the forward pass runs, frozen too: `lw.last_layer`.
+    """The weights after which no others come on the way to the outputs, frozen ones too: `lw.last_layer`.
+
+    That is the last linear or convolution layer, or any other way to multiply by weights: `x @ W.T + b`, weights under
+    a weight or spectral norm (all that the weight is made of), prototypes. Where the outputs add up or join several
+    layers, such as two towers, it is all of them, and biases that are added later belong to it. A weight that is tied
+    to an embedding counts in both uses.
+
+    Fixed functions may follow (log-softmax, softplus, clamping, pooling, slicing, a scale): the Jacobian goes through
+    them. Norms, activations and one learned number, such as a temperature, may follow too and count as constants.
+
+    Raises:
+        LapwingError: from a fit, where no layer is the last: where outputs are a product of what several layers give
+            (gates, experts weighted by a router, two encoders compared), for a scripted network, and where the last
+            layer depends on the sample and not all such layers ran. The message names the weights to choose from.
 
     Example:
         >>> import torch, lapwing as lw
@@ -82,37 +95,25 @@ def matching(*patterns: str) -> Matching:
     return Matching(patterns)
 
 
-def select(
-    params: Predicate | LastLayer, parameters: Mapping[str, Tensor], last_use: tuple[str, ...], model_name: str
-) -> tuple[str, ...]:
+def select(params: Predicate, parameters: Mapping[str, Tensor], model_name: str) -> tuple[str, ...]:
     """Returns the names of the selected parameters.
 
     Args:
-        params: a selection.
+        params: a selection; `last_layer` takes a run of the network (`output_layers.py`).
         parameters: name -> parameter, tied ones once.
-        last_use: names of the last matrix layer's parameters.
         model_name: for the error.
 
     Raises:
         LapwingError: case 10, none selected.
     """
-    if isinstance(params, LastLayer):
-        names = last_use
-    elif callable(params):
-        names = _chosen(params, parameters)
-    else:
+    if not callable(params):
         raise LapwingError(
             f"Asked to treat params={shown(params)}; accepted are lw.everything, lw.last_layer, "
             "lw.matching('*.weight') and a predicate: write params=lambda name, parameter: name.startswith('head')."
         )
+    names = _chosen(params, parameters)
     if names:
         return names
-    if isinstance(params, LastLayer):
-        raise LapwingError(
-            f"Asked to treat the last layer of {model_name}, found no linear or convolution layer, outside "
-            f"torch.no_grad(), whose weight is one of its {len(parameters)} parameters ({_listed(parameters)}); name "
-            "what to treat: pass params=lw.everything, or params=lw.matching(...)."
-        )
     frozen = sum(not value.requires_grad for value in parameters.values())
     raise LapwingError(
         f"Asked to treat {shown(params)} of {model_name}, found no such parameter among {len(parameters)} ({frozen} "
@@ -133,11 +134,16 @@ def _chosen(params: Predicate, parameters: Mapping[str, Tensor]) -> tuple[str, .
             f"Asked to treat params={shown(params)}, found that it raised TypeError ({error}); a function of a name "
             "and a parameter is needed: write params=lambda name, parameter: name.startswith('head')."
         ) from error
-    for name in chosen:
+    check_real(chosen, parameters)
+    return tuple(name for name in chosen if parameters[name].is_floating_point())
+
+
+def check_real(names: Iterable[str], parameters: Mapping[str, Tensor]) -> None:
+    """Raises for complex parameters among those to treat."""
+    for name in names:
         if parameters[name].is_complex():
             raise LapwingError(
                 f"Asked to treat {name}, found a parameter of {parameters[name].dtype}; real parameters are needed: "
                 "leave complex ones out by params=lambda name, parameter: not parameter.is_complex(), or keep real "
                 "and imaginary part as one real parameter and call torch.view_as_complex(parameter) in forward()."
             )
-    return tuple(name for name in chosen if parameters[name].is_floating_point())

@@ -89,10 +89,10 @@ def test_posteriors_loaders_and_numbers(posterior: lw.Posterior) -> None:
         (lambda: dead_parameters(x, [x]), r"dead_parameters takes a posterior. This is Tensor \(6, 4\)"),
         (
             lambda: dead_parameters(posterior, 3),
-            "dead_parameters needs an iterable of .inputs, targets. batches, not 3.",
+            "dead_parameters needs an iterable of .inputs, targets. batches, not 3",
         ),
-        (lambda: lw.compare({"a": posterior}, 3), "compare needs an iterable of .inputs, targets. batches, not 3."),
-        (lambda: lw.compare({"a": posterior}, x), r"This is Tensor \(6, 4\) float32. Pass \[\(x, y\)\]"),
+        (lambda: lw.compare({"a": posterior}, 3), "compare needs an iterable of .inputs, targets. batches, not 3"),
+        (lambda: lw.compare({"a": posterior}, x), r"not Tensor \(6, 4\) float32. Write \[\(x, y\)\]"),
         (lambda: lw.compare({"a": posterior}, [(x, y)], fit_seconds=x), "fit_seconds as a dict"),
         (lambda: lw.compare({"a": posterior}, [(x, y)], x[:0]), "hold no samples"),
         (lambda: posterior_of_images().predict(torch.rand(5)), r"Sequential as model\(x\).*Dimension out of"),

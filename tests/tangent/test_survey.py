@@ -320,7 +320,7 @@ def test_a_network_without_any_gradient_is_refused() -> None:
             return super().forward(x)
 
     loader = [(torch.randn(6, 4), torch.arange(6) % 3)]
-    with pytest.raises(lw.LapwingError, match="the last layer of Closed.*outside torch.no_grad"):
+    with pytest.raises(lw.LapwingError, match="outputs of Closed have no gradient.*outside torch.no_grad"):
         lw.fit(Closed(4, 3).eval(), loader)
     with pytest.raises(
         lw.LapwingError, match="2 parameters of Closed .weight, bias.*take @torch.no_grad.. off forward"

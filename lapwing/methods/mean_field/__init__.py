@@ -169,7 +169,7 @@ class MeanField(Method):
             )
         own = parameters_of(uncompiled(model))
         found = ivon_variances(optimizer, own, type(model).__name__)
-        names = select(params, {name: own[name] for name in found}, (), type(model).__name__)
+        names = select(params, {name: own[name] for name in found}, type(model).__name__)
         method = f"MeanField.from_optimizer({type(optimizer).__name__}, scale={scale})"
         chosen = {name: found[name] for name in names}
         return _around(model, chosen, loader, method, likelihood, scale, forward, memory, progress)

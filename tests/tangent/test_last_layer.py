@@ -1,0 +1,399 @@
+"""Which weights `lw.last_layer` treats: those after which no others come on the way to the outputs, or a refusal."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lapwing as lw
+from lapwing.tangent import Tangent
+from tests import oracle
+
+X = torch.randn(12, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = torch.arange(12) % 5
+
+
+class Net(nn.Module):
+    """Named parts, put together by a function of itself and the inputs."""
+
+    def __init__(self, together: Callable[[Any, Tensor], Tensor], **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.together = together
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.together(self, x)
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape) / 2)
+
+
+def tower(outputs: int = 5) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+
+def hidden() -> nn.Linear:
+    return nn.Linear(6, 8)
+
+
+def prototypes() -> dict[str, nn.Module | nn.Parameter]:
+    return {"a": hidden(), "p": parameter(5, 8)}
+
+
+def residual(net: Any, x: Tensor) -> Tensor:
+    h = net.first(x)
+    for block in net.blocks:
+        h = h + block(h)
+    return h
+
+
+def chained(net: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(net.first(x))
+    y = net.a(h)
+    return torch.cat([y, net.b(torch.cat([h, y], 1))], 1)
+
+
+def routed(net: Any, x: Tensor) -> Tensor:
+    """Each sample goes through one expert."""
+    chosen, out = net.router(x).argmax(-1), x.new_zeros(len(x), 5)
+    for k, expert in enumerate(net.experts):
+        rows = chosen == k
+        if rows.any():
+            out[rows] = expert(x[rows])
+    return out
+
+
+def weighted(net: Any, x: Tensor) -> Tensor:
+    """Each sample goes through two experts, weighted by their probabilities."""
+    p, chosen = net.router(x).softmax(-1).topk(2, -1)
+    out = x.new_zeros(len(x), 5)
+    for k, expert in enumerate(net.experts):
+        rows, places = (chosen == k).nonzero(as_tuple=True)
+        if len(rows):
+            out = out.index_add(0, rows, p[rows, places, None] * expert(x[rows]))
+    return out
+
+
+def experts(count: int) -> dict[str, nn.Module]:
+    return {"router": nn.Linear(6, count), "experts": nn.ModuleList(tower() for _ in range(count))}
+
+
+class Ensemble(nn.Module):
+    """Members whose weights are stacked and run by vmap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        members = [tower() for _ in range(3)]
+        stacked, _ = torch.func.stack_module_state(members)
+        self.names = list(stacked)
+        self.stacked = nn.ParameterList(nn.Parameter(value.detach()) for value in stacked.values())
+        self.__dict__["member"] = members[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        def one(values: list[Tensor], x: Tensor) -> Tensor:
+            return torch.func.functional_call(self.member, dict(zip(self.names, values, strict=True)), (x,))
+
+        return torch.vmap(one, (0, None))(list(self.stacked), x).mean(0)
+
+
+def normed(wrap: Callable[..., nn.Module], **options: bool) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), wrap(nn.Linear(8, 5, **options)))
+
+
+NORMED = {
+    "weight norm": (nn.utils.parametrizations.weight_norm, [f"parametrizations.weight.original{i}" for i in (0, 1)]),
+    "weight norm, old": (nn.utils.weight_norm, ["weight_g", "weight_v"]),
+    "spectral norm": (nn.utils.parametrizations.spectral_norm, ["parametrizations.weight.original"]),
+    "spectral norm, old": (nn.utils.spectral_norm, ["weight_orig"]),
+}  # fmt: skip
+
+HEAD = ["2.weight", "2.bias"]
+BOTH = ["a.2.weight", "a.2.bias", "b.2.weight", "b.2.bias"]
+A_HEAD = ["a.2.weight", "a.2.bias"]
+
+TREATED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "a plain head": (tower, HEAD),
+    "one output": (lambda: tower(1), HEAD),
+    "a single layer": (lambda: nn.Linear(6, 5), ["weight", "bias"]),
+    "a frozen trunk": (lambda: nn.Sequential(nn.Linear(6, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, 5)), HEAD),
+    "all frozen": (lambda: tower().requires_grad_(False), HEAD),
+    "log-softmax": (lambda: nn.Sequential(*tower(), nn.LogSoftmax(-1)), HEAD),
+    "softplus and clamp": (lambda: nn.Sequential(*tower(), nn.Softplus(), nn.Hardtanh()), HEAD),
+    "a gated linear unit": (lambda: nn.Sequential(*tower(10), nn.GLU()), HEAD),
+    "outputs of unit length": (lambda: Net(lambda net, x: F.normalize(net.a(x)), a=tower()), A_HEAD),
+    "batch norm": (lambda: nn.Sequential(*tower(), nn.BatchNorm1d(5)), HEAD),
+    "layer norm": (lambda: nn.Sequential(*tower(), nn.LayerNorm(5)), HEAD),
+    "a learned temperature": (
+        lambda: Net(lambda net, x: net.a(x) / net.t.exp(), a=tower(), t=parameter(1)), A_HEAD,
+    ),
+    "convolution and pooling": (
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 1), nn.ReLU(), nn.Conv2d(4, 5, 1), nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+        ),
+        ["3.weight", "3.bias"],
+    ),
+    "a transposed convolution": (
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 4, 1), nn.ReLU(), nn.ConvTranspose1d(4, 1, 3), nn.Flatten()
+        ),
+        ["3.weight", "3.bias"],
+    ),
+    "F.linear": (
+        lambda: Net(lambda net, x: F.linear(net.a(x).tanh(), net.h.weight, net.h.bias), a=hidden(), h=nn.Linear(8, 5)),
+        ["h.weight", "h.bias"],
+    ),
+    "x @ W.T + b": (
+        lambda: Net(
+            lambda net, x: torch.sin(torch.addmm(net.c, x, net.v.T)) @ net.w.mT + net.b,
+            v=parameter(8, 6), c=parameter(8), w=parameter(5, 8), b=parameter(5),
+        ),
+        ["w", "b"],
+    ),
+    "a weight by einsum": (
+        lambda: Net(lambda net, x: torch.einsum("bi,oi->bo", net.a(x).tanh(), net.w), a=hidden(), w=parameter(5, 8)),
+        ["w"],
+    ),
+    "a head beside the outputs": (
+        lambda: Net(lambda net, x: (net.main(x), net.aux(x))[0], main=tower(), aux=tower()),
+        ["main.2.weight", "main.2.bias"],
+    ),
+    "the mean of two towers": (lambda: Net(lambda net, x: (net.a(x) + net.b(x)) / 2, a=tower(), b=tower()), BOTH),
+    "two towers joined": (lambda: Net(lambda net, x: torch.cat([net.a(x), net.b(x)], 1), a=tower(3), b=tower(2)), BOTH),
+    "written into a tensor": (lambda: Net(lambda net, x: written(net, x), a=tower(3), b=tower(2)), BOTH),
+    "a mixture of two towers": (
+        lambda: Net(
+            lambda net, x: torch.stack([net.a(x), net.b(x)]).log_softmax(-1).logsumexp(0), a=tower(), b=tower()
+        ),
+        BOTH,
+    ),
+    "a wide path": (
+        lambda: Net(lambda net, x: net.a(x) + net.wide(x), a=tower(), wide=nn.Linear(6, 5, bias=False)),
+        ["a.2.weight", "a.2.bias", "wide.weight"],
+    ),
+    "a residual network without a head": (
+        lambda: Net(residual, first=nn.Linear(6, 5), blocks=nn.ModuleList(
+            nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(3)
+        )),
+        ["blocks.2.2.weight", "blocks.2.2.bias"],
+    ),
+    "outputs that others are computed from": (
+        lambda: Net(chained, first=nn.Linear(6, 4), a=nn.Linear(4, 2), b=nn.Linear(6, 3)),
+        ["a.weight", "a.bias", "b.weight", "b.bias"],
+    ),
+    "a tied autoencoder": (
+        lambda: Net(lambda net, x: F.linear(torch.tanh(net.a(x)), net.a.weight.T, net.b), a=hidden(), b=parameter(6)),
+        ["a.weight", "b"],
+    ),
+    "prototypes of unit length": (
+        lambda: Net(lambda net, x: F.linear(F.normalize(net.a(x)), F.normalize(net.p)), **prototypes()),
+        ["p"],
+    ),
+    "distances to prototypes": (
+        lambda: Net(lambda net, x: -torch.cdist(net.a(x), net.p).square(), **prototypes()),
+        ["a.weight", "a.bias", "p"],
+    ),
+    "layers called one sample at a time": (
+        lambda: Net(lambda net, x: torch.stack([net.a(row) for row in x]), a=tower()), A_HEAD,
+    ),
+    "an ensemble by vmap": (Ensemble, ["stacked.2", "stacked.3"]),
+    "a scripted trunk": (
+        lambda: nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(6, 8), nn.Tanh())), nn.Linear(8, 5)),
+        ["1.weight", "1.bias"],
+    ),
+    "a recurrent layer": (
+        lambda: Net(lambda net, x: net.a(x.view(-1, 2, 3))[0][:, -1], a=nn.LSTM(3, 5, batch_first=True)),
+        ["a.weight_ih_l0", "a.weight_hh_l0", "a.bias_ih_l0", "a.bias_hh_l0"],
+    ),
+    "hard routing, all experts used": (
+        lambda: Net(routed, **experts(2)), [f"experts.{k}.2.{name}" for k in range(2) for name in ("weight", "bias")],
+    ),
+}  # fmt: skip
+for name, (wrap, made_of) in NORMED.items():
+    for bias in (True, False):
+        TREATED[f"{name}, bias={bias}"] = (
+            lambda wrap=wrap, bias=bias: normed(wrap, bias=bias),
+            [f"2.{one}" for one in (*made_of, *["bias"] * bias)],
+        )
+
+PRODUCT = "are a product of what several of its weights give"
+REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    "a gate": (
+        lambda: Net(lambda net, x: net.h(x) * torch.sigmoid(net.g(x)), h=tower(), g=nn.Linear(6, 1)),
+        ("outputs of Net", PRODUCT, "params=lw.matching('h.2.*', 'g.*')"),
+    ),
+    "two encoders compared": (
+        lambda: Net(
+            lambda net, x: net.scale.exp() * F.normalize(net.a(x)) * F.normalize(net.b(x)), a=tower(), b=tower(),
+            scale=parameter(1),
+        ),
+        (PRODUCT, "params=lw.matching('a.2.*', 'b.2.*')"),
+    ),
+    "a branch times a trunk": (
+        lambda: Net(lambda net, x: torch.einsum("bk,bk->b", net.a(x), net.b(x)).expand(5, -1).T, a=tower(), b=tower()),
+        (PRODUCT, "params=lw.matching('a.2.*', 'b.2.*')"),
+    ),
+    "cosines to prototypes": (
+        lambda: Net(lambda net, x: F.cosine_similarity(net.a(x)[:, None], net.p, dim=-1), **prototypes()),
+        (PRODUCT, "params=lw.matching('p', 'a.*')"),
+    ),
+    "a learned scale an output": (
+        lambda: Net(lambda net, x: net.a(x) * net.scale, a=tower(), scale=parameter(5)),
+        (PRODUCT, "params=lw.matching('scale', 'a.2.*')"),
+    ),
+    "weighted experts": (
+        lambda: Net(weighted, **experts(4)),
+        (PRODUCT, "'router.*', 'experts.0.2.*', 'experts.1.2.*', 'experts.2.2.*', 'experts.3.2.*')"),
+    ),
+    "hard routing, experts left over": (
+        lambda: Net(routed, **experts(6)),
+        ("was not used on the first batch", "'experts.0.2.*', 'experts.1.2.*',", "'experts.4.2.*', 'experts.5.2.*')"),
+    ),
+    "a scripted network": (
+        lambda: torch.jit.script(tower().double().eval()),
+        ("The network is scripted", "write lw.fit(model, loader, lw.Diagonal(), params=lw.everything)"),
+    ),
+    "a scripted head": (
+        lambda: nn.Sequential(hidden(), torch.jit.script(nn.Linear(8, 5))), ("The part 1 of Sequential is scripted",)
+    ),
+    "a traced network": (
+        lambda: torch.jit.trace(tower().double().eval(), X),
+        ("The network is traced", "or fit the network before it is traced."),
+    ),
+}  # fmt: skip
+
+
+def written(net: Any, x: Tensor) -> Tensor:
+    out = x.new_zeros(len(x), 5)
+    out[:, :3] = net.a(x)
+    out[:, 3:].copy_(net.b(x))
+    return out
+
+
+def built(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return make().double().eval()
+
+
+def treated(model: nn.Module, x: Any = X) -> list[str]:
+    return list(Tangent.survey(model, x, lw.last_layer).parameters)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", TREATED)
+def test_the_last_layer_is_what_no_weights_follow(name: str) -> None:
+    make, names = TREATED[name]
+    model = built(make)
+    before = {key: (value, value._version, value.requires_grad) for key, value in model.named_parameters()}
+    assert sorted(treated(model)) == sorted(names)
+    after = {key: (value, value._version, value.requires_grad) for key, value in model.named_parameters()}
+    assert before.keys() == after.keys()
+    assert all(
+        now[0] is was[0] and now[1:] == was[1:] for now, was in zip(after.values(), before.values(), strict=True)
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", REFUSED)
+def test_where_no_layer_is_the_last_the_message_names_what_to_treat(name: str) -> None:
+    make, parts = REFUSED[name]
+    model = built(make)
+    with pytest.raises(lw.LapwingError) as error:
+        treated(model)
+    message = str(error.value)
+    assert all(part in message for part in parts)
+    patterns = re.findall(r"'(.*?)'", message.partition("matching")[2])
+    if patterns:  # the line works
+        posterior = lw.fit(model, [(X, Y)], lw.Diagonal(), params=lw.matching(*patterns), prior_precision=1.0)
+        assert (posterior.latent(X).variance > 0).all()
+
+
+VALUED = (
+    *(f"{name}, bias=True" for name in NORMED),
+    "the mean of two towers", "log-softmax", "x @ W.T + b", "layers called one sample at a time", "a tied autoencoder",
+    "hard routing, all experts used", "convolution and pooling",
+)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", VALUED)
+def test_variances_are_the_dense_ones_and_follow_the_input(name: str) -> None:
+    make, names = TREATED[name]
+    model = built(make)
+    y = torch.zeros(12, 6, dtype=torch.float64) if name == "a tied autoencoder" else Y
+    likelihood = lw.Gaussian(1.0) if y.ndim == 2 else lw.Categorical()
+    batches = [(X[:5], y[:5]), (X[5:10], y[5:10]), (X[10:], y[10:])]
+    posterior = lw.fit(model, batches, lw.Full(), params=lw.last_layer, prior_precision=2.0, likelihood=likelihood)
+    jacobian, f = oracle.jacobian(model, X, names), oracle.outputs(model, X)
+    fisher = oracle.gaussian_fisher(f) if y.ndim == 2 else oracle.softmax_fisher(f)
+    sigma = oracle.laplace_covariance(oracle.ggn(jacobian, fisher), 2.0)
+    torch.testing.assert_close(posterior.latent(X).covariance, oracle.output_covariance(jacobian, sigma))
+
+    default = lw.fit(model, batches, likelihood=likelihood, prior_precision=2.0)
+    near, far = default.latent(torch.cat([X[:1], 30 * X[:1]])).variance.mean(1)
+    assert near > 0
+    assert not torch.isclose(near, far, rtol=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    model = built(lambda: normed(nn.utils.parametrizations.weight_norm)).to(dtype)
+    near, far = lw.fit(model, [(X.to(dtype), Y)]).latent(torch.cat([X[:1], 30 * X[:1]]).to(dtype)).variance.mean(1)
+    assert 0 < near != far
+
+
+def test_a_head_tied_to_an_embedding_counts_in_both_uses() -> None:
+    table = nn.Embedding(7, 4)
+    model = Net(
+        lambda net, t: net.hidden(net.table(t).mean(1)).tanh() @ net.table.weight.T, table=table, hidden=nn.Linear(4, 4)
+    )
+    model, tokens = model.double().eval(), torch.arange(12).view(4, 3) % 7
+    tangent = Tangent.survey(model, tokens, lw.last_layer)
+    assert list(tangent.parameters) == ["table.weight"]
+    torch.testing.assert_close(tangent.record(tokens).rows(), oracle.jacobian(model, tokens, ["table.weight"]))
+
+
+def test_a_spare_head_is_no_reason_to_refuse() -> None:
+    """As adapters keep the former head beside the new one, in networks that look at values."""
+    model = built(lambda: Net(lambda net, x: net.a(x.sort(1).values), a=tower(), former=tower()))
+    assert treated(model) == A_HEAD
+
+
+def test_inputs_that_require_gradients() -> None:
+    model = built(lambda: Net(lambda net, x: net.a(x) * x[:, :1] + x[:, 1:], a=tower()))
+    leaf = X.clone().requires_grad_()
+    for x in (leaf, 2 * leaf, model.a[0](X).tanh()[:, :6].clone()):
+        assert treated(model, x) == A_HEAD
+
+
+def test_first_batches_of_one_sample() -> None:
+    assert treated(built(tower), X[:1]) == HEAD
+    assert treated(built(TREATED["the mean of two towers"][0]), X[:1]) == BOTH
+
+
+def test_a_network_that_takes_gradients_itself() -> None:
+    """Outputs that are the gradient of an energy have the energy's last layer, although weights of others follow."""
+
+    def force(net: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(net.energy(x).sum(), x, create_graph=True)[0]
+
+    assert treated(built(lambda: Net(force, energy=tower(1)))) == ["energy.2.weight", "energy.2.bias"]
+
+
+def test_the_log_and_the_posterior_name_what_is_treated(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "lapwing"):
+        posterior = lw.fit(built(tower), [(X, Y)])
+    assert "The last layer of Sequential is treated: 2.weight, 2.bias." in caplog.messages
+    assert "over 45 weights of Sequential (2.weight, 2.bias), 12 samples" in repr(posterior)
