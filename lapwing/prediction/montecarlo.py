@@ -14,7 +14,6 @@ from .. import batches
 from ..covariance import AnyLatent, Covariance, LatentDraws
 from ..errors import LapwingError
 from ..tangent import Tangent, split
-from ..tangent.layers.generic import call_with
 from .uncertain import drawn, separate
 from .way import Way
 
@@ -79,7 +78,7 @@ class MonteCarlo(Way):
             weights = {name: value.to(own[name].dtype) for name, value in weights.items()}
             given = drawn(values, spreads, noise) if spreads else values
             parts = [
-                call_with(tangent.model, tangent.forward, weights, chunk).to(tangent.dtype)
+                tangent.call_with(weights, chunk).to(tangent.dtype)
                 for _, chunk in batches.chunks(given, tangent.chunk_length(1))
             ]
             yield parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -26,6 +26,7 @@ from .blocks import Block
 from .checks import check_inputs, check_recording, checked_memory, checked_network
 from .chunk import Record
 from .eager import LOCK, outside_modes, parameters_of, without_compiled
+from .functional import call_with
 from .plan import Coverage, Covered, Plan
 from .probe import probe
 from .record import run, wants_gradient
@@ -178,6 +179,18 @@ class Tangent:
         """Returns the trained weights as one vector a block (P_block,), in the accumulation dtype."""
         parameters = {name: value.detach().to(self.dtype) for name, value in self.parameters.items()}
         return {block.name: block.join(parameters) for block in self.blocks}
+
+    def call_with(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
+        """Runs the network, which is not written, with other values for some treated parameters.
+
+        Args:
+            values: name -> value.
+            inputs: B samples, all at once.
+
+        Returns:
+            Outputs (B, C), differentiable in both.
+        """
+        return call_with(self.model, self.forward, self.parameters, values, inputs, self.plan.unseen)
 
     def outputs_of(self, inputs: Any) -> Tensor:
         """Returns the network's outputs (B, C), without gradients, as many samples at once as fit the memory budget."""

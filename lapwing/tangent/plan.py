@@ -60,6 +60,7 @@ class Plan:
         sizes: a watched use's (out numel, patches numel) a sample.
         spread: whether embeddings of a single row of tokens are spread over the samples.
         last: the index of the use whose output is the network's, -1 where there is none.
+        unseen: whether the network takes parameters past function modes, as `functional.py` says.
     """
 
     watched: tuple[str, ...] = ()
@@ -71,6 +72,7 @@ class Plan:
     last: int = -1
     kinds: tuple[str, ...] = ()
     shared: tuple[bool, ...] = ()
+    unseen: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON."""
@@ -88,7 +90,8 @@ class Plan:
         sizes = tuple(tuple(pair) for pair in data["sizes"])
         spread, last = data.get("spread", False), data.get("last", -1)  # files of version 0.1 have none
         kinds, shared, single = tuple(data.get("kinds", ())), tuple(data.get("shared", ())), data["single_sample"]
-        return cls(tuple(data["watched"]), order, uses, single, sizes, spread, last, kinds, shared)
+        unseen = data.get("unseen", False)
+        return cls(tuple(data["watched"]), order, uses, single, sizes, spread, last, kinds, shared, unseen)
 
     @cached_property
     def _names(self) -> list[dict[str, str]]:

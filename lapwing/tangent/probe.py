@@ -23,8 +23,8 @@ from ..errors import LapwingError
 from ..numerics import accumulation_dtype
 from .blocks import Block, Matrix
 from .eager import Draws, without_compiled
+from .functional import first_call
 from .layers import BatchAxis
-from .layers.generic import call_with
 from .plan import MATRIX_FAMILIES, Coverage, Covered, Plan
 from .record import Noted, output_gradients, run, run_spread
 from .selection import LastLayer, Predicate, select
@@ -93,7 +93,7 @@ def probe(
     chosen = [use for use in noted if set(use.names.values()) & set(names)]
     with _without_checkpoints(model):
         gradients = [g for g in output_gradients(outputs, chosen, u, differentiable=False) if g is not None]  # all
-        truth = _autograd_rows(model, forward, {n: parameters[n] for n in names}, few, u[:, :, 2])
+        truth, unseen = _autograd_rows(model, forward, {n: parameters[n] for n in names}, few, u[:, :, 2])
     axes = [_batch_axis(use, g, samples) for use, g in zip(chosen, gradients, strict=True)]
 
     reasons = _reasons(names, truth.keys(), chosen, axes)
@@ -120,6 +120,7 @@ def probe(
         next((i for i, use in enumerate(uses) if use.is_output(outputs)), -1),
         tuple(use.use.kind for use in uses),
         batches.shared(inputs),
+        unseen,
     )
     lines = tuple(
         Covered(block.name, block.parameters, block.size, block.family, reasons[block.parameters[0]])
@@ -261,11 +262,14 @@ def _batch_axis(noted: Noted, g: Tensor, samples: int) -> BatchAxis | None:
 
 def _autograd_rows(
     model: nn.Module, forward: Forward | None, parameters: dict[str, Tensor], inputs: Any, u: Tensor
-) -> dict[str, Tensor]:
-    """Returns autograd's `Jᵀu`, name -> the parameter's shape, of the parameters that the outputs depend on."""
+) -> tuple[dict[str, Tensor], bool]:
+    """Returns autograd's `Jᵀu`, name -> the parameter's shape, of the parameters that the outputs depend on.
+
+    And whether the network takes parameters past function modes.
+    """
     leaves = {name: value.detach().clone().requires_grad_() for name, value in parameters.items()}
     with torch.enable_grad():
-        outputs = call_with(model, forward, leaves, inputs)
+        outputs, unseen = first_call(model, forward, parameters, leaves, inputs)
         if not outputs.requires_grad:
             raise LapwingError(
                 f"Asked to treat {len(leaves)} parameters of {type(model).__name__} ({', '.join(list(leaves)[:3])}), "
@@ -273,7 +277,7 @@ def _autograd_rows(
                 "outside torch.no_grad(), are needed: take @torch.no_grad() off forward(), or name others with params=."
             )
         found = torch.autograd.grad(outputs, list(leaves.values()), u, allow_unused=True)
-    return {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
+    return {name: g for name, g in zip(leaves, found, strict=True) if g is not None}, unseen
 
 
 def _compare_with_autograd(
