@@ -91,7 +91,7 @@ def probe(
     u[1:, :, 0] = 0  # cotangent 0 looks at the first sample, 1 at the last, 2 at all
     u[: samples - 1, :, 1] = 0
     chosen = [use for use in noted if set(use.names.values()) & set(names)]
-    with _without_checkpoints(model):
+    with _own_words(model):
         gradients = [g for g in output_gradients(outputs, chosen, u, differentiable=False) if g is not None]  # all
         truth, unseen = _autograd_rows(model, forward, {n: parameters[n] for n in names}, few, u[:, :, 2])
     axes = [_batch_axis(use, g, samples) for use, g in zip(chosen, gradients, strict=True)]
@@ -165,11 +165,19 @@ def _tell_idle(model: nn.Module, idle: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _without_checkpoints(model: nn.Module) -> Iterator[None]:
-    """Says what to do where the network calls parts of itself again on the way back, unseen by a recording."""
+def _own_words(model: nn.Module) -> Iterator[None]:
+    """Says what to do where no gradient can be taken.
+
+    The network may overwrite what gradients need, or call parts of itself again on the way back, unseen by a recording.
+    """
     try:
         yield
     except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            raise LapwingError(
+                f"{type(model).__name__} overwrites a tensor that the gradients of an earlier call need, such as the "
+                "input of a layer. Let forward() make a new tensor: write h = h * 2 in place of h.mul_(2)."
+            ) from error
         if "torch.utils.checkpoint" not in str(error):
             raise
         raise LapwingError(
@@ -195,7 +203,8 @@ def _last_layer(outputs: Tensor, noted: list[Noted]) -> tuple[str, ...]:
 def _few(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
     """Takes the samples to probe; one alone is taken twice where the network runs on two, to show the batch axis."""
     if batches.size(inputs) > 1:
-        return batches.take(inputs, slice(0, PROBED_SAMPLES))
+        few = torch.arange(min(PROBED_SAMPLES, batches.size(inputs)))
+        return batches.take(inputs, few)  # copies, which the network may write
     twice = batches.take(inputs, torch.tensor([0, 0]))
     try:
         with torch.no_grad(), without_compiled():
@@ -207,6 +216,7 @@ def _few(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
 
 def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, outputs: Tensor) -> None:
     """Requires the same outputs again (case 11), and for the first and the last sample alone."""
+    versions = [leaf._version for leaf in batches.tensors(inputs)]
     with torch.no_grad(), without_compiled():
         again = batches.call(model, inputs, forward)
         ends = [
@@ -221,6 +231,12 @@ def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, ou
     shapes = {again.shape, third.shape, outputs.shape}
     difference = max((again - outputs).abs().max(), (third - again).abs().max()) if len(shapes) == 1 else math.inf
     if difference > tolerance or (drew and (third - again).abs().max() > 4 * eps * scale):
+        if versions != [leaf._version for leaf in batches.tensors(inputs)]:
+            raise LapwingError(
+                f"{type(model).__name__} writes its inputs in place, so that a second call on the same batch gives "
+                "other outputs. Pass forward=lambda model, x: model(x.clone()), or write x = x + 1 in place of x += 1 "
+                "in forward()."
+            )
         with torch.no_grad(), Draws() as draws:
             batches.call(model, inputs, forward)
         named = f" and that it calls {', '.join(draws.functions)}" if draws.functions else ""
