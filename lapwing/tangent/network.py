@@ -23,7 +23,7 @@ from ..errors import LapwingError
 from ..numerics import accumulation_dtype
 from .attribution import Attribution, Misplaced
 from .blocks import Block
-from .checks import check_inputs, check_recording, checked_memory, checked_network
+from .checks import check_constant, check_inputs, check_recording, checked_memory, checked_network
 from .chunk import Record
 from .eager import LOCK, outside_modes, parameters_of, without_compiled
 from .functional import call_with
@@ -31,6 +31,7 @@ from .plan import Coverage, Covered, Plan
 from .probe import probe
 from .record import run, wants_gradient
 from .selection import LastLayer, Predicate, everything
+from .stamp import Stamp
 
 log = logging.getLogger("lapwing")
 
@@ -92,7 +93,9 @@ class Tangent:
         inputs = batches.plain(inputs)
         batches.check_inputs(inputs, next(iter(parameters.values())), "the inputs of the first batch")
         batches.check_lists(inputs)
+        before = Stamp.of(state_of(model))
         surveyed = probe(model, parameters, inputs, params, forward, most=memory // 16, tell=tell)
+        check_constant(model, before.changed(state_of(model)))
         tangent = cls(model, forward, surveyed.blocks, surveyed.plan, surveyed.coverage, surveyed.outputs, memory)
         if tell:
             tangent._tell_need()
@@ -157,23 +160,8 @@ class Tangent:
         return sum(block.size for block in self.blocks if self.plan.is_explicit(block))
 
     def state(self) -> dict[str, Tensor]:
-        """Returns what the outputs depend on: name -> every parameter, treated or not, and every saved real buffer."""
-        plain = type(self.model).named_parameters is nn.Module.named_parameters
-        parameters = {} if plain else parameters_of(self.model)
-        buffers: dict[str, Tensor] = {}
-        met = set()  # a tied parameter counts under its first name
-        with LOCK:
-            for prefix, module in modules_of(self.model):
-                for name, value in module._parameters.items() if plain else ():
-                    if value is not None and id(value) not in met:
-                        met.add(id(value))
-                        parameters[prefix + name] = value
-                for name, buffer in module._buffers.items():
-                    if buffer is None or name in module._non_persistent_buffers_set:
-                        continue
-                    if buffer.is_floating_point():
-                        buffers[prefix + name] = buffer
-        return {**parameters, **buffers}
+        """Returns what the outputs depend on, as `state_of` does."""
+        return state_of(self.model)
 
     def mean(self) -> dict[str, Tensor]:
         """Returns the trained weights as one vector a block (P_block,), in the accumulation dtype."""
@@ -323,6 +311,26 @@ class Tangent:
             self.plan.numbers_per_sample(count, cotangents is not None) + 3 * count * self.explicit_size + rows_held
         )
         return numbers * (dtype or self.dtype).itemsize
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns what a network's outputs depend on: name -> every parameter and every saved real buffer."""
+    plain = type(model).named_parameters is nn.Module.named_parameters
+    parameters = {} if plain else parameters_of(model)
+    buffers: dict[str, Tensor] = {}
+    met = set()  # a tied parameter counts under its first name
+    with LOCK:
+        for prefix, module in modules_of(model):
+            for name, value in module._parameters.items() if plain else ():
+                if value is not None and id(value) not in met:
+                    met.add(id(value))
+                    parameters[prefix + name] = value
+            for name, buffer in module._buffers.items():
+                if buffer is None or name in module._non_persistent_buffers_set:
+                    continue
+                if buffer.is_floating_point():
+                    buffers[prefix + name] = buffer
+    return {**parameters, **buffers}
 
 
 def coverage(

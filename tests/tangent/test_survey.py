@@ -737,3 +737,32 @@ def test_a_family_that_is_wrong_is_found_out_by_autograd(fault: str, monkeypatch
     assert {name for name, line in found.items() if line.family == "generic"} == wrong
     assert {found[name].reason for name in wrong} == {"its recorded uses do not add up to autograd's gradient"}
     torch.testing.assert_close(tangent.record(x).rows(), jacobian(model, x, tangent.blocks))
+
+
+class Counting(nn.Module):
+    """Counts its calls, in place or by a new buffer."""
+
+    def __init__(self, persistent: bool = True, assigned: bool = False) -> None:
+        super().__init__()
+        self.linear, self.assigned = nn.Linear(4, 3), assigned
+        self.register_buffer("calls", torch.zeros(()), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.assigned:
+            self.calls = self.calls + 1.0
+        else:
+            self.calls += 1.0
+        return self.linear(x)
+
+
+def test_a_network_that_writes_a_buffer_at_each_call() -> None:
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    for tried in (lambda m: lw.fit(m, [(x, y)]), lambda m: lw.coverage(m, x)):
+        with pytest.raises(
+            lw.LapwingError, match=r"Counting writes calls whenever .* self\.training.*persistent=False"
+        ):
+            tried(Counting().eval())
+    for model in (Counting(persistent=False).eval(), Counting(assigned=True).eval()):
+        posterior = lw.fit(model, [(x, y)], prior_precision=1.0)
+        assert torch.equal(posterior.predict(x).probs, posterior.predict(x).probs)
+    assert float(model.calls) == 0.0  # what a network assigns is put back
