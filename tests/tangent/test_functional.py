@@ -24,6 +24,8 @@ from tests.zoo import ZOO
 
 EVERY = lw.matching("*")
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*deprecated:DeprecationWarning")
+
 
 # --- values and gradients are those of a twin that holds the weights -------------------------------------------------
 class Lists(nn.Module):
@@ -173,7 +175,6 @@ def _agrees(build: Callable[[], nn.Module], x: Any) -> bool:
     return tangent.plan.unseen
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", AWKWARD)
 def test_other_weights_give_what_a_twin_with_them_gives(name: str) -> None:
     def build() -> nn.Module:
@@ -282,3 +283,11 @@ def test_an_exception_in_the_middle_leaves_nothing(name: str) -> None:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert torch.equal(model(x), wanted)
     assert _get_current_function_mode() is None
+
+
+def test_weights_that_a_closure_holds() -> None:
+    model, x = nn.Linear(4, 3).double().eval(), torch.randn(5, 4).double()
+    tangent = Tangent.survey(model, x, EVERY, forward=lambda _, x, held=model.weight: torch.tanh(x @ held.T))
+    values = {name: torch.full_like(value, 0.5) for name, value in model.named_parameters()}
+    with torch.no_grad():
+        torch.testing.assert_close(tangent.call_with(values, x), torch.tanh(0.5 * x.sum(1, keepdim=True)).expand(-1, 3))
