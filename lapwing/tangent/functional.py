@@ -3,8 +3,9 @@
 A function mode hands the values in wherever the network uses its own parameters, which are known by identity. The mode
 is local to the thread: another one that calls the network, copies it or reads its `state_dict()` meanwhile sees the
 trained weights. Some code takes parameters past function modes: scripted modules, `torch.autograd.Function`,
-transformations of torch.func in a forward. The survey finds that (`first_call`). Such a network is called with the
-values set in the module itself, as `torch.func.functional_call` does it, under lapwing's lock.
+transformations of torch.func in a forward. The survey finds that (`first_call`); of use within `torch.no_grad()` it
+cannot be sure. Such a network is called with the values set in the module itself, as `torch.func.functional_call` does
+it, under lapwing's lock.
 """
 
 from __future__ import annotations
