@@ -423,6 +423,30 @@ def test_11_a_network_that_counts() -> None:
     refused(lambda: fit([(X, Y)], Noisy(drift).eval()), "differ", "deterministic")
 
 
+def test_11_a_network_that_writes_its_inputs() -> None:
+    x, model = X.clone(), Noisy(lambda x: x.add_(1.0)).eval()
+    refused(lambda: fit([(x, Y)], model), "Noisy writes its inputs in place", "x.clone()")
+    assert torch.equal(x, X)
+    assert fit([(x, Y)], model, forward=lambda model, x: model(x.clone())).predict(x).probs.shape == (len(X), 3)
+
+
+class Overwriting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        out = self.second(hidden)
+        hidden.mul_(0.0)
+        return out
+
+
+def test_11_a_network_that_overwrites_the_input_of_a_layer() -> None:
+    for params in (lw.everything, lw.last_layer):
+        refused(lambda p=params: fit([(X, Y)], Overwriting().eval(), params=p), "Overwriting overwrites", "h.mul_(2)")
+
+
 class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()

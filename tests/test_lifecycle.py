@@ -441,7 +441,7 @@ def test_unused_parameters_keep_the_prior(method: lw.Method, tmp_path: Path) -> 
 # --- threads ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["mlp", "custom_parameter", "compiled", "lstm", "gpt2", "weight_norm"])
 def test_threads_that_predict_at_the_same_time(name: str) -> None:
-    """Monte Carlo swaps parameters in the module itself; nobody else may see them."""
+    """Each runs the network at other weights; nobody else may see them."""
     model, x, _, loader = data(name, 5)
     posterior = lw.fit(model, loader, lw.KFAC(), params=EVERY)
     ways = [lw.MonteCarlo(draws=3), lw.Linearized()]

@@ -19,7 +19,7 @@ from ..loaders import check_logits, checked_batches, other_size, shows_bar
 from ..posterior import Posterior
 from ..prior import Prior
 from ..tangent import Tangent, join
-from ..tangent.eager import parameters_of, uncompiled
+from ..tangent.eager import LOCK, parameters_of, uncompiled
 from ..tangent.stamp import Stamp
 
 
@@ -30,7 +30,8 @@ def copied(model: nn.Module, method: str) -> nn.Module:
         LapwingError: for a network that cannot be copied.
     """
     try:
-        return copy.deepcopy(uncompiled(model))
+        with LOCK:  # another thread's pass may hold tensors with a graph in it
+            return copy.deepcopy(uncompiled(model))
     except (RuntimeError, TypeError) as error:
         raise LapwingError(
             f"Asked for {method} of {type(model).__name__}, found that it cannot be copied ({error}); the moved mean "

@@ -15,7 +15,6 @@ from ..covariance import AnyLatent, Covariance, LatentDraws
 from ..errors import LapwingError, shown
 from ..numerics import check_memory
 from ..tangent import Tangent, split
-from ..tangent.layers.generic import call_with
 from .uncertain import drawn, separate
 from .way import Way
 
@@ -80,7 +79,7 @@ class MonteCarlo(Way):
             weights = {name: value.to(own[name].dtype) for name, value in weights.items()}
             given = drawn(values, spreads, noise) if spreads else values
             parts = [
-                call_with(tangent.model, tangent.forward, weights, chunk).to(tangent.dtype)
+                tangent.call_with(weights, chunk).to(tangent.dtype)
                 for _, chunk in batches.chunks(given, tangent.chunk_length(1))
             ]
             yield parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -16,7 +16,7 @@ from .. import batches
 from ..errors import LapwingError
 from ..numerics import psd_root
 from ..tangent import Tangent
-from ..tangent.layers.generic import call_with
+from ..tangent.eager import eager_math
 
 Spreads = dict[int, Tensor]
 """Place of a tensor among the leaves of the inputs -> its variances, in its own shape, or covariances (B, n, n)."""
@@ -240,7 +240,8 @@ def _jacobians(tangent: Tangent, values: Any, places: list[int], differentiable:
     with torch.enable_grad():
         at = {place: leaves[place] if differentiable else leaves[place].detach() for place in places}
         at = {place: x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for place, x in at.items()}
-        outputs = call_with(tangent.model, tangent.forward, {}, with_leaves(values, at))
+        with eager_math():
+            outputs = batches.call(tangent.model, with_leaves(values, at), tangent.forward)
         if not outputs.requires_grad:
             return outputs, [outputs.new_zeros(*outputs.shape, x[0].numel()) for x in at.values()]
         rows: list[tuple[Tensor, ...]] = [
@@ -264,7 +265,8 @@ def _length(tangent: Tangent, values: Any, spreads: Spreads) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x), torch.enable_grad():
         at = {place: leaves_of(few)[place].detach().requires_grad_() for place in spreads}
-        outputs = call_with(tangent.model, tangent.forward, {}, with_leaves(few, at)).shape[1]
+        with eager_math():
+            outputs = batches.call(tangent.model, with_leaves(few, at), tangent.forward).shape[1]
     own = {x.untyped_storage().data_ptr() for x in tangent.model.parameters()}
     graph = sum(size for place, size in kept.items() if place not in own)
     numbers = sum(leaves_of(values)[place][0].numel() for place in spreads)

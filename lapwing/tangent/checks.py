@@ -140,6 +140,16 @@ def check_mode(model: nn.Module) -> None:
             )
 
 
+def check_constant(model: nn.Module, written: str | None) -> None:
+    """Raises where calls of the network in eval mode have written one of its parameters or buffers, by that name."""
+    if written is not None:
+        raise LapwingError(
+            f"{type(model).__name__} writes {written} whenever it is called, also in eval mode, but a posterior "
+            "describes fixed weights. Let forward() write it only if self.training, or register it by "
+            "register_buffer(..., persistent=False) if it is a buffer that the outputs do not depend on."
+        )
+
+
 def _dropout_rate(module: nn.Module) -> float:
     """Returns how much a layer in training mode drops."""
     if isinstance(module, nn.modules.dropout._DropoutNd):

@@ -112,9 +112,8 @@ class Record(Mapping[str, BlockJacobian]):
         fewer = 2 * count < self.cotangents and not taken
         if fewer and not self._differentiable and self.dtype == self._tangent.dtype:
             found = forward_products(
-                self._tangent.model, self._tangent.forward, self._tangent.parameters,
-                split(self._tangent.blocks, vectors), self._inputs,
-            )  # fmt: skip  # (B, C, K), or None where the network has no forward mode
+                self._tangent.call_with, self._tangent.parameters, split(self._tangent.blocks, vectors), self._inputs
+            )  # (B, C, K), or None where the network has no forward mode
             if found is not None:
                 return found.to(self.dtype) if self._u is None else self._u.mT.to(self.dtype) @ found.to(self.dtype)
         return total(self[name].jvp(vectors[name].to(self.dtype)) for name in self if name in vectors)
@@ -179,9 +178,7 @@ class Record(Mapping[str, BlockJacobian]):
         """Returns rows (B, R, P) of generic parameters."""
         values = {name: self._tangent.parameters[name] for name in names}
         with torch.set_grad_enabled(self._differentiable):
-            rows = per_sample_rows(
-                self._tangent.model, self._tangent.forward, values, self._inputs, u.mT.to(values[names[0]].dtype)
-            )
+            rows = per_sample_rows(self._tangent.call_with, values, self._inputs, u.mT.to(values[names[0]].dtype))
         return {name: row if self._differentiable else row.detach() for name, row in rows.items()}
 
     def _form(self, block: Block, taken: dict[Any, Any]) -> BlockJacobian:

@@ -1,7 +1,7 @@
 """Runs a network operation by operation: no fused attention, no fast paths, no compiled graphs; leaves no trace.
 
-The mode is local to the thread and to the `with` block. What is not (parameters swapped in the module for the length of
-a call, the stance of `torch.compile`) is used under one lock and put back.
+The mode is local to the thread and to the `with` block. What is not (the stance of `torch.compile`, what a network
+keeps of a pass in itself, parameters set for a call where `functional.py` must) is used under one lock and put back.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def batching_quiet() -> Iterator[None]:
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the network's own parameters by name, not those that another thread has swapped in for a call."""
+    """Returns the network's own parameters by name, not those that another thread has set for a call."""
     with LOCK:
         return dict(model.named_parameters())
 

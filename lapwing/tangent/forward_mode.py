@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import vmap
 
-from ..batches import Forward
 from ..numerics import total
 from .eager import LOCK, batching_quiet
-from .layers.generic import call_with
+from .layers.generic import Network
 
 
 @functools.cache
@@ -36,8 +35,7 @@ def jvp(function: Any, primals: tuple, tangents: tuple) -> Any:
 
 
 def forward_products(
-    model: nn.Module,
-    forward: Forward | None,
+    network: Network,
     parameters: Mapping[str, Tensor],
     vectors: Mapping[str, Tensor],
     inputs: Any,
@@ -45,8 +43,7 @@ def forward_products(
     """Returns `J V` (B, C, K), or None where the network has no forward mode, or one that disagrees with reverse mode.
 
     Args:
-        model: the network.
-        forward: how it is called.
+        network: the network as a function of the treated parameters.
         parameters: name -> value of the treated parameters.
         vectors: name -> directions (K, *shape).
         inputs: B samples.
@@ -61,7 +58,7 @@ def forward_products(
     directions = {name: vectors[name].to(value.dtype) for name, value in values.items()}
 
     def outputs(given: dict[str, Tensor]) -> Tensor:
-        return call_with(model, forward, given, inputs)
+        return network(given, inputs)
 
     def product(direction: dict[str, Tensor]) -> Tensor:
         return jvp(outputs, (values,), (direction,))[1]

@@ -24,13 +24,15 @@ from ..errors import LapwingError
 from ..numerics import accumulation_dtype
 from .attribution import Attribution, Misplaced
 from .blocks import Block
-from .checks import check_inputs, check_recording, checked_memory, checked_network
+from .checks import check_constant, check_inputs, check_recording, checked_memory, checked_network
 from .chunk import Record
 from .eager import LOCK, outside_modes, parameters_of, without_compiled
+from .functional import call_with
 from .plan import Coverage, Covered, Plan
 from .probe import probe
 from .record import run, wants_gradient
 from .selection import LastLayer, Predicate, everything
+from .stamp import Stamp
 
 log = logging.getLogger("lapwing")
 
@@ -98,7 +100,9 @@ class Tangent:
         inputs = batches.plain(inputs, next(iter(parameters.values())).device)
         batches.check_inputs(inputs, "the inputs of the first batch")
         batches.check_lists(inputs)
+        before = Stamp.of(state_of(model))
         surveyed = probe(model, parameters, inputs, params, forward, most=memory // 16, tell=tell)
+        check_constant(model, before.changed(state_of(model)))
         tangent = cls(model, forward, surveyed.blocks, surveyed.plan, surveyed.coverage, surveyed.outputs, memory)
         if tell:
             tangent._tell_need()
@@ -174,31 +178,25 @@ class Tangent:
         return sum(block.size for block in self.blocks if self.plan.is_explicit(block))
 
     def state(self) -> dict[str, Tensor]:
-        """Returns what the outputs depend on: name -> every parameter, treated or not, and every saved buffer.
-
-        Buffers of integers are left out.
-        """
-        plain = type(self.model).named_parameters is nn.Module.named_parameters
-        parameters = {} if plain else parameters_of(self.model)
-        buffers: dict[str, Tensor] = {}
-        met = set()  # a tied parameter counts under its first name
-        with LOCK:
-            for prefix, module in modules_of(self.model):
-                for name, value in module._parameters.items() if plain else ():
-                    if value is not None and id(value) not in met:
-                        met.add(id(value))
-                        parameters[prefix + name] = value
-                for name, buffer in module._buffers.items():
-                    if buffer is None or name in module._non_persistent_buffers_set:
-                        continue
-                    if buffer.is_floating_point() or buffer.is_complex():
-                        buffers[prefix + name] = buffer
-        return {**parameters, **buffers}
+        """Returns what the outputs depend on, as `state_of` does."""
+        return state_of(self.model)
 
     def mean(self) -> dict[str, Tensor]:
         """Returns the trained weights as one vector a block (P_block,), in the accumulation dtype."""
         parameters = {name: value.detach().to(self.dtype) for name, value in self.parameters.items()}
         return {block.name: block.join(parameters) for block in self.blocks}
+
+    def call_with(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
+        """Runs the network, which is not written, with other values for some treated parameters.
+
+        Args:
+            values: name -> value.
+            inputs: B samples, all at once.
+
+        Returns:
+            Outputs (B, C), differentiable in both.
+        """
+        return call_with(self.model, self.forward, self.parameters, values, inputs, self.plan.unseen)
 
     def outputs_of(self, inputs: Any) -> Tensor:
         """Returns the network's outputs (B, C), without gradients, as many samples at once as fit the memory budget."""
@@ -333,6 +331,26 @@ class Tangent:
             self.plan.numbers_per_sample(count, cotangents is not None) + 3 * count * self.explicit_size + rows_held
         )
         return numbers * (dtype or self.dtype).itemsize
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns what a network's outputs depend on: name -> every parameter and every saved buffer of real or complex numbers."""
+    plain = type(model).named_parameters is nn.Module.named_parameters
+    parameters = {} if plain else parameters_of(model)
+    buffers: dict[str, Tensor] = {}
+    met = set()  # a tied parameter counts under its first name
+    with LOCK:
+        for prefix, module in modules_of(model):
+            for name, value in module._parameters.items() if plain else ():
+                if value is not None and id(value) not in met:
+                    met.add(id(value))
+                    parameters[prefix + name] = value
+            for name, buffer in module._buffers.items():
+                if buffer is None or name in module._non_persistent_buffers_set:
+                    continue
+                if buffer.is_floating_point() or buffer.is_complex():
+                    buffers[prefix + name] = buffer
+    return {**parameters, **buffers}
 
 
 def coverage(

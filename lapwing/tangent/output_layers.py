@@ -23,7 +23,7 @@ from ..batches import Forward
 from ..errors import LapwingError
 from .checks import quantized_layers
 from .eager import EagerMode
-from .layers.generic import call_with
+from .functional import first_call
 from .plan import MATRIX_FAMILIES
 from .record import Recording
 from .selection import check_real
@@ -84,10 +84,15 @@ def output_layers(
     scripted = [(prefix, module) for prefix, module in modules_of(model) if isinstance(module, torch.jit.ScriptModule)]
     if any(not prefix for prefix, _ in scripted):
         raise _refused_scripted(model, "The network")
-    leaves = {n: p.detach().requires_grad_() for n, p in parameters.items() if p.is_floating_point() or p.is_complex()}
+    norms = {name for use in recording.noted if use.use.family == "norm" for name in use.names.values()}
+    leaves = {
+        name: value.detach().requires_grad_(name not in norms)
+        for name, value in parameters.items()
+        if value.is_floating_point() or value.is_complex()
+    }
     origins = _Origins([*parameters.values(), *leaves.values()], batches.tensors(inputs))
     with torch.enable_grad(), origins:
-        outputs = call_with(model, forward, leaves, inputs)
+        outputs, _ = first_call(model, forward, parameters, leaves, inputs)
     if outputs.grad_fn is None:
         raise _refused_without_gradient(model, kind)
     owners = {id(tensor): name for named in (parameters, leaves) for name, tensor in named.items()}

@@ -48,7 +48,7 @@ class Coverage:
 PLAN = {
     "order": [[(frozenset(("weight", "bias")), str)]], "axes": [(lambda axis: is_count(axis) and axis < 64, bool)],
     "single_sample": bool, "sizes": [(is_count, is_count)], "spread": bool, "kinds": [str], "shared": [bool],
-    "last": lambda last: last == -1 or is_count(last),
+    "last": lambda last: last == -1 or is_count(last), "unseen": bool,
 }  # fmt: skip
 """A plan in a file."""
 
@@ -67,6 +67,7 @@ class Plan:
         sizes: a watched use's (out numel, patches numel) a sample.
         spread: whether embeddings of a single row of tokens are spread over the samples.
         last: the index of the use whose output is the network's, -1 where there is none.
+        unseen: whether the network takes parameters past function modes, as `functional.py` says.
     """
 
     watched: tuple[str, ...] = ()
@@ -78,6 +79,7 @@ class Plan:
     last: int = -1
     kinds: tuple[str, ...] = ()
     shared: tuple[bool, ...] = ()
+    unseen: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON: of the uses only where they hold the samples, since `order` tells the rest."""
@@ -109,7 +111,10 @@ class Plan:
         if not known or not len(order) == len(data["sizes"]) == len(data["kinds"]) > data["last"]:
             raise Unfit("the plan's uses are not those of the blocks")
         sizes, kinds, shared = tuple(map(tuple, data["sizes"])), tuple(data["kinds"]), tuple(data["shared"])
-        return cls(watched, order, uses, data["single_sample"], sizes, data["spread"], data["last"], kinds, shared)
+        return cls(
+            watched, order, uses, data["single_sample"], sizes, data["spread"], data["last"], kinds, shared,
+            data["unseen"],
+        )  # fmt: skip
 
     @cached_property
     def _names(self) -> list[dict[str, str]]:

@@ -24,8 +24,8 @@ from ..errors import LapwingError
 from ..numerics import accumulation_dtype
 from .blocks import Block, Matrix
 from .eager import Draws, without_compiled
+from .functional import first_call
 from .layers import BatchAxis
-from .layers.generic import call_with
 from .output_layers import output_layers
 from .plan import Coverage, Covered, Plan
 from .record import Noted, output_gradients, run, run_spread
@@ -100,9 +100,9 @@ def probe(
     u[1:, :, 0] = 0  # cotangent 0 looks at the first sample, 1 at the last, 2 at all
     u[: samples - 1, :, 1] = 0
     chosen = [use for use in noted if set(use.names.values()) & set(names)]
-    with _without_checkpoints(model):
+    with _own_words(model):
         gradients = [g for g in output_gradients(outputs, chosen, u, differentiable=False) if g is not None]  # all
-        truth = _autograd_rows(model, forward, {n: parameters[n] for n in names}, few, u[:, :, 2])
+        truth, unseen = _autograd_rows(model, forward, {n: parameters[n] for n in names}, few, u[:, :, 2])
     axes = [_batch_axis(use, g, samples) if use.reached else None for use, g in zip(chosen, gradients, strict=True)]
 
     reasons = _reasons(names, truth.keys(), chosen, axes)
@@ -133,6 +133,7 @@ def probe(
         next((i for i, use in enumerate(uses) if use.is_output(outputs)), -1),
         tuple(use.use.kind for use in uses),
         batches.shared(inputs),
+        unseen,
     )
     lines = tuple(
         Covered(block.name, block.parameters, block.size, block.family, reasons[block.parameters[0]])
@@ -192,11 +193,19 @@ def _tell_idle(model: nn.Module, idle: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _without_checkpoints(model: nn.Module) -> Iterator[None]:
-    """Says what to do where the network calls parts of itself again on the way back, unseen by a recording."""
+def _own_words(model: nn.Module) -> Iterator[None]:
+    """Says what to do where no gradient can be taken.
+
+    The network may overwrite what gradients need, or call parts of itself again on the way back, unseen by a recording.
+    """
     try:
         yield
     except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            raise LapwingError(
+                f"{type(model).__name__} overwrites a tensor that the gradients of an earlier call need, such as the "
+                "input of a layer. Let forward() make a new tensor: write h = h * 2 in place of h.mul_(2)."
+            ) from error
         if "torch.utils.checkpoint" not in str(error):
             raise
         raise LapwingError(
@@ -210,7 +219,8 @@ def _without_checkpoints(model: nn.Module) -> Iterator[None]:
 def _few(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
     """Takes the samples to probe; one alone is taken twice where the network runs on two, to show the batch axis."""
     if batches.size(inputs) > 1:
-        return batches.take(inputs, slice(0, PROBED_SAMPLES))
+        few = torch.arange(min(PROBED_SAMPLES, batches.size(inputs)))
+        return batches.take(inputs, few)  # copies, which the network may write
     twice = batches.take(inputs, torch.tensor([0, 0]))
     try:
         with torch.no_grad(), without_compiled():
@@ -222,6 +232,7 @@ def _few(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
 
 def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, outputs: Tensor) -> None:
     """Requires the same outputs again (case 11), and for the first and the last sample alone."""
+    versions = [leaf._version for leaf in batches.tensors(inputs)]
     with torch.no_grad(), without_compiled():
         again = batches.call(model, inputs, forward)
         ends = [
@@ -236,6 +247,12 @@ def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, ou
     shapes = {again.shape, third.shape, outputs.shape}
     difference = max((again - outputs).abs().max(), (third - again).abs().max()) if len(shapes) == 1 else math.inf
     if difference > tolerance or (drew and (third - again).abs().max() > 4 * eps * scale):
+        if versions != [leaf._version for leaf in batches.tensors(inputs)]:
+            raise LapwingError(
+                f"{type(model).__name__} writes its inputs in place, so that a second call on the same batch gives "
+                "other outputs. Pass forward=lambda model, x: model(x.clone()), or write x = x + 1 in place of x += 1 "
+                "in forward()."
+            )
         with torch.no_grad(), Draws() as draws:
             batches.call(model, inputs, forward)
         named = f" and that it calls {', '.join(draws.functions)}" if draws.functions else ""
@@ -277,11 +294,14 @@ def _batch_axis(noted: Noted, g: Tensor, samples: int) -> BatchAxis | None:
 
 def _autograd_rows(
     model: nn.Module, forward: Forward | None, parameters: dict[str, Tensor], inputs: Any, u: Tensor
-) -> dict[str, Tensor]:
-    """Returns autograd's `Jᵀu`, name -> the parameter's shape, of the parameters that the outputs depend on."""
+) -> tuple[dict[str, Tensor], bool]:
+    """Returns autograd's `Jᵀu`, name -> the parameter's shape, of the parameters that the outputs depend on.
+
+    And whether the network takes parameters past function modes.
+    """
     leaves = {name: value.detach().clone().requires_grad_() for name, value in parameters.items()}
     with torch.enable_grad():
-        outputs = call_with(model, forward, leaves, inputs)
+        outputs, unseen = first_call(model, forward, parameters, leaves, inputs)
         if not outputs.requires_grad:
             raise LapwingError(
                 f"Asked to treat {len(leaves)} parameters of {type(model).__name__} ({', '.join(list(leaves)[:3])}), "
@@ -289,7 +309,7 @@ def _autograd_rows(
                 "outside torch.no_grad(), are needed: take @torch.no_grad() off forward(), or name others with params=."
             )
         found = torch.autograd.grad(outputs, list(leaves.values()), u, allow_unused=True)
-    return {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
+    return {name: g for name, g in zip(leaves, found, strict=True) if g is not None}, unseen
 
 
 def _compare_with_autograd(

@@ -154,20 +154,26 @@ class Recorder(EagerMode):
         ends = self._watched
         if self._stand_ins:
             ends = ends | {id(leaf): ends[key] for key, leaf in self._stand_ins.items()}
-        found: set[str] = set()
-        left, met = [outputs.grad_fn], {leaf.grad_fn for leaf in inputs}
-        while left:
-            node = left.pop()
-            if node is None or node in met:
-                continue
-            met.add(node)
-            after = node.next_functions
-            if not after and id(leaf := getattr(node, "variable", None)) in ends:
-                found.add(ends[id(leaf)])
-            left += [node for node, _ in after]
+        leaves, met = graph_leaves(outputs, inputs)
         for use in self.noted:
             use.reached = use.edge.node in met
-        return found
+        return {ends[id(leaf)] for leaf in leaves if id(leaf) in ends}
+
+
+def graph_leaves(outputs: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], set[Node | None]]:
+    """Returns the tensors at which the graph of the outputs ends, and its nodes, without what the inputs were made of."""
+    found: list[Tensor] = []
+    left, met = [outputs.grad_fn], {leaf.grad_fn for leaf in inputs}
+    while left:
+        node = left.pop()
+        if node is None or node in met:
+            continue
+        met.add(node)
+        after = node.next_functions
+        if not after and (leaf := getattr(node, "variable", None)) is not None:
+            found.append(leaf)
+        left += [node for node, _ in after]
+    return found, met
 
 
 def run(

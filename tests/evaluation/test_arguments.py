@@ -93,10 +93,10 @@ def test_posteriors_loaders_and_numbers(posterior: lw.Posterior) -> None:
         ),
         (lambda: lw.compare({"a": posterior}, 3), "compare needs an iterable of .inputs, targets. batches, not 3"),
         (lambda: lw.compare({"a": posterior}, x), r"not Tensor \(6, 4\) float32. Write \[\(x, y\)\]"),
-        (lambda: lw.compare({"a": posterior}, [(x, y)], fit_seconds=x), "fit_seconds as a dict"),
+        (lambda: lw.compare({"a": posterior}, [(x, y)], fit_seconds=x), "fit_seconds is Tensor"),
         (lambda: lw.compare({"a": posterior}, [(x, y)], x[:0]), "hold no samples"),
         (lambda: posterior_of_images().predict(torch.rand(5)), r"Sequential as model\(x\).*Dimension out of"),
-        (lambda: corrupt(images, ["fog"], 1), "Asked for the corruption list"),
+        (lambda: corrupt(images, ["fog"], 1), "Asked for the corruption .'fog"),
         (lambda: corrupt(images, "fog", torch.ones(3)), r"severity=Tensor \(3,\)"),
         (lambda: rotate(images, 10.0, fill="black"), "fill is 'black'"),
     ]

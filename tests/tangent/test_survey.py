@@ -739,3 +739,32 @@ def test_idle_parameters_are_said_once_for_each_network(caplog: pytest.LogCaptur
     for model, times in ((first, 1), (first, 1), (second, 2), (first, 2)):
         lw.fit(model, [(x, y)], lw.Diagonal()).with_prior(2.0)
         assert sum("has no gradient on the first batch" in record.getMessage() for record in caplog.records) == times
+
+
+class Counting(nn.Module):
+    """Counts its calls, in place or by a new buffer."""
+
+    def __init__(self, persistent: bool = True, assigned: bool = False) -> None:
+        super().__init__()
+        self.linear, self.assigned = nn.Linear(4, 3), assigned
+        self.register_buffer("calls", torch.zeros(()), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.assigned:
+            self.calls = self.calls + 1.0
+        else:
+            self.calls += 1.0
+        return self.linear(x)
+
+
+def test_a_network_that_writes_a_buffer_at_each_call() -> None:
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    for tried in (lambda m: lw.fit(m, [(x, y)]), lambda m: lw.coverage(m, x)):
+        with pytest.raises(
+            lw.LapwingError, match=r"Counting writes calls whenever .* self\.training.*persistent=False"
+        ):
+            tried(Counting().eval())
+    for model in (Counting(persistent=False).eval(), Counting(assigned=True).eval()):
+        posterior = lw.fit(model, [(x, y)], prior_precision=1.0)
+        assert torch.equal(posterior.predict(x).probs, posterior.predict(x).probs)
+    assert float(model.calls) == 0.0  # what a network assigns is put back

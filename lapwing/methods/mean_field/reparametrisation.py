@@ -21,7 +21,6 @@ from ... import batches
 from ...tangent import Tangent
 from ...tangent.eager import EagerMode
 from ...tangent.layers import HANDLERS, BatchAxis, Use
-from ...tangent.layers.generic import call_with
 
 
 def own_draws(tangent: Tangent) -> dict[str, BatchAxis]:
@@ -175,4 +174,4 @@ def drawn_outputs(
 
     weights = {name: m if name in axes else m + stds[name] * normal(m) for name, m in means.items()}
     with torch.enable_grad(), Drawing(weights, stds, axes, batches.size(inputs), generator):
-        return call_with(tangent.model, tangent.forward, weights, inputs)
+        return tangent.call_with(weights, inputs)

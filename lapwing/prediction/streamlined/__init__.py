@@ -179,7 +179,7 @@ class Streamlined(Way):
                 "Asked for lw.Uncertain(x, covariance=...) via lw.Streamlined(), which keeps the variances of hidden "
                 "tensors alone; accepted are variances, or full mode: write via=lw.Streamlined('full')."
             )
-        # under the lock of without_compiled: other threads swap parameters
+        # under the lock of without_compiled: torch.export sets parameters in the module while it reads it
         with torch.set_grad_enabled(wants_gradient((inputs, given))), without_compiled():
             places = tuple(sorted(given))
             needed = self._engine(tangent, covariance, inputs, places).bytes_per_sample

@@ -2,52 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
+from torch import Tensor
+from torch.func import vjp, vmap
 
-from ...attributes import put_back
-from ...batches import Forward, call, describe, take, tensors
+from ...batches import describe, take, tensors
 from ...errors import LapwingError
 from ...precision import network_casts
-from ..eager import batching_quiet, eager_math
+from ..eager import batching_quiet
 
-
-class _Wrapped(nn.Module):
-    """Lets `functional_call` reach a network through the user's own `forward=`."""
-
-    def __init__(self, model: nn.Module, forward: Forward | None) -> None:
-        super().__init__()
-        self.model, self._forward = model, forward
-
-    def forward(self, inputs: Any) -> Tensor:
-        return call(self.model, inputs, self._forward)
-
-
-def call_with(model: nn.Module, forward: Forward | None, parameters: Mapping[str, Tensor], inputs: Any) -> Tensor:
-    """Runs the network with other values for some parameters, and leaves it as it was.
-
-    Returns:
-        Outputs (B, C).
-    """
-    wrapped = _Wrapped.__new__(_Wrapped)  # no registration: the user's module is only looked through
-    nn.Module.__init__(wrapped)
-    wrapped._modules["model"], wrapped._forward, wrapped.training = model, forward, model.training
-    with eager_math(), put_back(model):  # the lock is held while the parameters are swapped in the module itself
-        return functional_call(wrapped, {f"model.{name}": value for name, value in parameters.items()}, (inputs,))
+Network = Callable[[Mapping[str, Tensor], Any], Tensor]
+"""Other values of some parameters by name, and inputs -> outputs (B, C)."""
 
 
 def per_sample_rows(
-    model: nn.Module, forward: Forward | None, parameters: Mapping[str, Tensor], inputs: Any, cotangents: Tensor
+    network: Network, parameters: Mapping[str, Tensor], inputs: Any, cotangents: Tensor
 ) -> dict[str, Tensor]:
     """Returns `J[n, r] = uᵀ ∂f(x_n)/∂θ` of each parameter.
 
     Args:
-        model: the network.
-        forward: how it is called.
+        network: the network as a function of these parameters.
         parameters: name -> value of the parameters to differentiate.
         inputs: B samples.
         cotangents: u (B, R, C).
@@ -61,21 +38,21 @@ def per_sample_rows(
     samples = cotangents.shape[0]
     try:
         with batching_quiet():
-            rows = _vectorised(model, forward, parameters, inputs, cotangents)
+            rows = _vectorised(network, parameters, inputs, cotangents)
         graph = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors(inputs))
         lost = graph and not any(row.requires_grad for row in rows.values())  # scripted networks under vmap
-        if not lost and _agrees_with_autograd(rows, model, forward, parameters, inputs, cotangents):
+        if not lost and _agrees_with_autograd(rows, network, parameters, inputs, cotangents):
             return rows
     except (RuntimeError, ValueError, TypeError, IndexError):  # data-dependent control flow, no batching rule
         pass
     looped = [
-        _looped(model, forward, parameters, take(inputs, slice(n, n + 1)) if samples > 1 else inputs, cotangents[n])
+        _looped(network, parameters, take(inputs, slice(n, n + 1)) if samples > 1 else inputs, cotangents[n])
         for n in range(samples)
     ]
     rows = {name: torch.stack([row[name] for row in looped]) for name in parameters}
     half = min(value.dtype.itemsize for value in parameters.values()) < 4 or network_casts()
     coarse = torch.finfo(torch.bfloat16).eps if half else 1e-4  # it may compute in less precision here and there
-    if samples > 1 and not _agrees_with_autograd(rows, model, forward, parameters, inputs, cotangents, coarse):
+    if samples > 1 and not _agrees_with_autograd(rows, network, parameters, inputs, cotangents, coarse):
         raise LapwingError(
             f"Asked to take {samples} samples of {describe(inputs)} one by one, found other gradients than together; "
             "tensors whose first length is the number of samples are cut along it: give what samples share in another "
@@ -86,8 +63,7 @@ def per_sample_rows(
 
 def _agrees_with_autograd(
     rows: dict[str, Tensor],
-    model: nn.Module,
-    forward: Forward | None,
+    network: Network,
     parameters: dict[str, Tensor],
     inputs: Any,
     cotangents: Tensor,
@@ -98,7 +74,7 @@ def _agrees_with_autograd(
     signs = signs.to(cotangents)
     leaves = {name: value.clone().requires_grad_() for name, value in parameters.items()}
     with torch.enable_grad():
-        out = call_with(model, forward, leaves, inputs)
+        out = network(leaves, inputs)
         u = torch.einsum("br,brc->bc", signs, cotangents.detach())
         truth = _gradients(out, leaves.values(), u)
     eps = eps or torch.finfo(cotangents.dtype).eps
@@ -114,9 +90,7 @@ def _agrees_with_autograd(
     return True
 
 
-def _vectorised(
-    model: nn.Module, forward: Forward | None, parameters: dict[str, Tensor], inputs: Any, cotangents: Tensor
-) -> dict[str, Tensor]:
+def _vectorised(network: Network, parameters: dict[str, Tensor], inputs: Any, cotangents: Tensor) -> dict[str, Tensor]:
     samples = cotangents.shape[0]
     leaves, spec = torch.utils._pytree.tree_flatten(dict(inputs) if isinstance(inputs, Mapping) else inputs)
     batched = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == samples for leaf in leaves]
@@ -125,7 +99,7 @@ def _vectorised(
         rest = iter(slices)
         filled = [next(rest)[None] if is_batched else leaf for leaf, is_batched in zip(leaves, batched, strict=True)]
         sample = torch.utils._pytree.tree_unflatten(filled, spec)
-        pull = vjp(lambda values: call_with(model, forward, values, sample)[0], parameters)[1]
+        pull = vjp(lambda values: network(values, sample)[0], parameters)[1]
         return vmap(lambda u: pull(u)[0])(cotangent)
 
     slices = [leaf for leaf, is_batched in zip(leaves, batched, strict=True) if is_batched]
@@ -133,13 +107,11 @@ def _vectorised(
     return {name: value.flatten(2) for name, value in rows.items()}
 
 
-def _looped(
-    model: nn.Module, forward: Forward | None, parameters: dict[str, Tensor], sample: Any, cotangents: Tensor
-) -> dict[str, Tensor]:
+def _looped(network: Network, parameters: dict[str, Tensor], sample: Any, cotangents: Tensor) -> dict[str, Tensor]:
     leaves = {name: value.clone().requires_grad_() for name, value in parameters.items()}
     keep = any(leaf.requires_grad for leaf in tensors(sample)) and torch.is_grad_enabled()
     with torch.enable_grad():
-        out = call_with(model, forward, leaves, sample)[0]  # (C,)
+        out = network(leaves, sample)[0]  # (C,)
         rows = [_gradients(out, leaves.values(), u, retain_graph=True, create_graph=keep) for u in cotangents]
     return {name: torch.stack([row[i].flatten() for row in rows]) for i, name in enumerate(leaves)}
 
