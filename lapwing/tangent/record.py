@@ -161,7 +161,7 @@ class Recorder(EagerMode):
 
 
 def graph_leaves(outputs: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], set[Node | None]]:
-    """Returns the tensors at which the graph of the outputs ends, and its nodes, without what the inputs were made of."""
+    """Returns the tensors at which the graph of the outputs ends, and its nodes, but for what made the inputs."""
     found: list[Tensor] = []
     left, met = [outputs.grad_fn], {leaf.grad_fn for leaf in inputs}
     while left:
