@@ -12,7 +12,7 @@ export LAPWING_DATA := $(abspath ../shared/data)
 endif
 endif
 
-.PHONY: demo test test-slow lint bench
+.PHONY: demo test test-slow lint bench papers
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -25,6 +25,10 @@ test-slow: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.run
+
+# lists the experiments; `.venv/bin/python -m papers ella table5` runs one
+papers: .venv/installed
+	$(BIN)/python -m papers
 
 lint: .venv/installed-lint
 	$(BIN)/ruff check .
