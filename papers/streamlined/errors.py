@@ -41,7 +41,9 @@ def _add(rows: Rows, name: str, seed: int, inputs: int) -> None:
             ("as in the paper, Σ / 100", PAPER, 100),
             ("positions correlated, Σ / 100", CORRELATED, 100),
         ):
-            rows.add(run, label, lambda v, f: error_rows(narrowed(posterior(), f), middle(inputs), v), via, factor)
+            rows.add(
+                run, label, lambda v, f: approximation_errors(narrowed(posterior(), f), middle(inputs), v), via, factor
+            )
         for label, way, count in (
             ("full", lw.Streamlined("full", attention="scores"), 2), ("sampling", lw.MonteCarlo(200), inputs),
         ):  # fmt: skip
@@ -53,18 +55,6 @@ def _add(rows: Rows, name: str, seed: int, inputs: int) -> None:
 
     for part in ("attention", "MLPs"):
         add_part(part)
-
-
-def error_rows(posterior: lw.Posterior, x: Tensor, via: lw.Streamlined) -> dict[str, Any]:
-    """Returns the tables of `approximation_errors` as numbers: by approximation lifted, and by layer.
-
-    Args:
-        posterior: the posterior.
-        x: inputs.
-        via: where lifting starts.
-    """
-    found = approximation_errors(posterior, x, via)
-    return {"options": dict(found.options.rows), "refused": sorted(found.refused), "layers": dict(found.layers.rows)}
 
 
 def whole_ratio(posterior: lw.Posterior, x: Tensor, way: Way) -> dict[str, float]:

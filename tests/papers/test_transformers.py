@@ -140,13 +140,13 @@ def test_rows_of_a_table(kind, request):
 def test_errors_of_the_last_layer_and_of_attention(images):
     x, treated = images.test[0][0][:4], st.treated(images.model)
     posterior = images.laplace(treated["last layer"], None)
-    found = errors.error_rows(posterior, x, lw.Streamlined())
+    found = errors.approximation_errors(posterior, x, lw.Streamlined())
     assert found["layers"]["classifier"]["ratio"] == pytest.approx(1, abs=1e-5)
     assert images.variational(treated["last layer"], 2).covariance.size == 3 * 8 + 3
     posterior = images.laplace(treated["attention"], None)
     narrow, wide = errors.narrowed(posterior).covariance.diagonal(), posterior.covariance.diagonal()
     assert all(torch.allclose(100 * narrow[name], wide[name], rtol=1e-4) for name in wide)
-    found = errors.error_rows(posterior, x, st.PAPER)
+    found = errors.approximation_errors(posterior, x, st.PAPER)
     assert set(found["layers"]) == {f"vit.layers.{i}.attention.{kind}_proj" for i in (1, 2) for kind in "qkvo"}
     assert found["layers"]["vit.layers.1.attention.q_proj"]["ratio"] == 0  # scores are certain
     assert "positions correlated" in found["options"]
