@@ -12,7 +12,7 @@ export LAPWING_DATA := $(abspath ../shared/data)
 endif
 endif
 
-.PHONY: demo test test-slow lint bench release-check
+.PHONY: demo test test-slow lint bench papers release-check
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -25,6 +25,10 @@ test-slow: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.run
+
+# lists the experiments; `.venv/bin/python -m papers ella table5` runs one
+papers: .venv/installed
+	$(BIN)/python -m papers
 
 # builds the release, and runs it where nothing but the wheel and what it declares is installed
 release-check: | $(BIN)/pip

@@ -75,9 +75,9 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-def write(name: str, results: dict[str, Any], seed: int) -> Path:
-    """Writes results with versions, seed and device to `benchmarks/results/name.json`."""
-    RESULTS.mkdir(exist_ok=True)
+def write(name: str, results: dict[str, Any], seed: int, folder: Path = RESULTS) -> Path:
+    """Writes results with versions, seed and device to `benchmarks/results/name.json`, or to another folder."""
+    folder.mkdir(exist_ok=True)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads"
     header = {
         "lapwing": lapwing.__version__,
@@ -88,7 +88,7 @@ def write(name: str, results: dict[str, Any], seed: int) -> Path:
         "seed": seed,
         "date": time.strftime("%Y-%m-%d"),
     }
-    path = RESULTS / f"{name}.json"
+    path = folder / f"{name}.json"
     path.write_text(compact({**header, "results": results}))
     return path
 

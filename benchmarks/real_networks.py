@@ -17,17 +17,18 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import lapwing as lw
 from benchmarks.measure import write
-from lapwing.evaluation.metrics import accuracy, brier, expected_calibration_error, negative_log_likelihood
-from lapwing.reproduce.data import images
-from lapwing.reproduce.models import cifar_resnet20, mnist_cnn
+from lapwing.evaluation.metrics import negative_log_likelihood
 from lapwing.tuning.held_out import held_out_scores
+from papers.common.data import batched, images, random_rows
+from papers.common.networks import cifar_resnet20, mnist_cnn
+from papers.common.scores import class_scores
 
 SEED = 0
-SHOWN, BATCH, VALIDATION = 2000, 100, 2000
+SHOWN, VALIDATION = 2000, 2000
 NETWORKS = {"mnist": (mnist_cnn, 60_000), "cifar10": (cifar_resnet20, 50_000)}
 METHODS: dict[str, tuple[lw.Method | None, Any]] = {
     "last layer": (lw.KFAC(), lw.last_layer),
@@ -37,35 +38,20 @@ METHODS: dict[str, tuple[lw.Method | None, Any]] = {
 }
 
 
-def loader(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Cuts tensors into batches."""
-    return list(zip(x.split(BATCH), y.split(BATCH), strict=True))
-
-
-def scores(probs: Tensor, labels: Tensor) -> dict[str, float]:
-    """Returns the metrics of predicted probabilities."""
-    return {
-        "accuracy": float(accuracy(probs, labels)),
-        "nll": float(negative_log_likelihood(probs, labels)),
-        "ece": float(expected_calibration_error(probs, labels)),
-        "brier": float(brier(probs, labels)),
-    }
-
-
 def study(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
     """Fits and scores every method on one network."""
     data = images(name)
-    picked = torch.randperm(len(data.x_train), generator=torch.Generator().manual_seed(SEED))[:SHOWN]
-    train = loader(data.x_train[picked], data.y_train[picked])
-    validation = loader(data.x_test[:VALIDATION], data.y_test[:VALIDATION])
-    test, labels = loader(data.x_test[VALIDATION:], data.y_test[VALIDATION:]), data.y_test[VALIDATION:]
+    picked = random_rows(data.x_train, SHOWN, SEED)
+    train = batched(data.x_train[picked], data.y_train[picked])
+    validation = batched(data.x_test[:VALIDATION], data.y_test[:VALIDATION])
+    test, labels = batched(data.x_test[VALIDATION:], data.y_test[VALIDATION:]), data.y_test[VALIDATION:]
     start = time.perf_counter()
     with torch.no_grad():
         logits = torch.cat([model(x) for x, _ in test])
     forward = time.perf_counter() - start
     with torch.no_grad():
         held_out = torch.cat([model(x) for x, _ in validation[:5]]).softmax(-1)
-    found: dict[str, Any] = {"MAP": {**scores(logits.softmax(-1), labels), "predict_seconds": forward}}
+    found: dict[str, Any] = {"MAP": {**class_scores(logits.softmax(-1), labels), "predict_seconds": forward}}
     on_validation = negative_log_likelihood(held_out, data.y_test[: len(held_out)])
     found["MAP"]["nll_on_500_validation_images"] = float(on_validation)
     for label, (method, params) in METHODS.items():
@@ -81,7 +67,7 @@ def study(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
             row[tuned] = {"prior_precision": delta, "nll_on_500_validation_images": -score}
         start = time.perf_counter()
         probs = validated.predict(test).probs
-        row["validation"] |= {**scores(probs, labels), "predict_seconds": time.perf_counter() - start}
+        row["validation"] |= {**class_scores(probs, labels), "predict_seconds": time.perf_counter() - start}
         found[label] = row
         print(label, row, flush=True)
         write(f"real_network_{name}", found, SEED)
@@ -91,9 +77,9 @@ def study(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
 def defaults(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
     """Fits every method with the default tuning and scores it."""
     data = images(name)
-    picked = torch.randperm(len(data.x_train), generator=torch.Generator().manual_seed(SEED))[:SHOWN]
-    train = loader(data.x_train[picked], data.y_train[picked])
-    some = loader(data.x_test[:500], data.y_test[:500])
+    picked = random_rows(data.x_train, SHOWN, SEED)
+    train = batched(data.x_train[picked], data.y_train[picked])
+    some = batched(data.x_test[:500], data.y_test[:500])
     with torch.no_grad():
         logits = torch.cat([model(x) for x, _ in some])
     found: dict[str, Any] = {"MAP": {"nll_on_500_validation_images": float(nn.functional.cross_entropy(
@@ -103,8 +89,8 @@ def defaults(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
         score = held_out_scores([fitted], None, some)[0][0]
         found[label] = {"prior_precision": fitted.prior_precision, "nll_on_500_validation_images": -score}
         if label == "last layer":
-            test = loader(data.x_test[VALIDATION:], data.y_test[VALIDATION:])
-            found[label] |= scores(fitted.predict(test).probs, data.y_test[VALIDATION:])
+            test = batched(data.x_test[VALIDATION:], data.y_test[VALIDATION:])
+            found[label] |= class_scores(fitted.predict(test).probs, data.y_test[VALIDATION:])
         print(name, label, found[label], flush=True)
     return found
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from benchmarks.measure import write
-from lapwing.reproduce.data import arrays
+from papers.common.data import rows_and_targets
 
 SEED = 0
 ROWS = 3000
@@ -55,8 +55,8 @@ TUNINGS: dict[str, lw.Tuning] = {"evidence": lw.Evidence(), "bounded evidence": 
 
 def table(name: str) -> tuple[Tensor, Tensor, int]:
     """Returns x (N, D) and y (N, 1), standardised by the first rows, and how many of these are to train with."""
-    found = arrays(f"uci_{name}")
-    x, y = torch.tensor(found["X"]).float(), torch.tensor(found["y"]).float().reshape(len(found["X"]), -1)[:, :1]
+    x, y = (values.float() for values in rows_and_targets(f"uci_{name}"))
+    y = y[:, None]
     picked = torch.randperm(len(x), generator=torch.Generator().manual_seed(SEED))[:ROWS]
     x, y, count = x[picked], y[picked], int(0.7 * len(picked))
     x = (x - x[:count].mean(0)) / x[:count].std(0).clamp_min(1e-6)

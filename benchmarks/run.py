@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks import cost, real_networks, regression, streamlined_cost
-from lapwing.reproduce.data import available
+from papers.common.data import available
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from benchmarks.cost import mlp
 from benchmarks.measure import write
 from lapwing.prediction.streamlined.graph import execute, read
 from lapwing.prediction.streamlined.plan import plan
-from lapwing.reproduce.models import ResNet20
+from papers.common.networks import ResNet20
 
 SEED = 0
 WAY = lw.Streamlined(positions="independent")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.deployment import Predictor
-from lapwing.reproduce.models import MnistCNN, ResNet20
+from papers.common.networks import MnistCNN, ResNet20
 from tests.zoo import ZOO
 
 SIZES = (1, 3, 7)

@@ -1,4 +1,4 @@
-"""The examples run, compare() counts what it says, and the trained networks give the numbers of their sources."""
+"""The examples run, and compare() counts what it says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.evaluation import compare
-from lapwing.reproduce import data, models
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -138,50 +137,10 @@ def test_demo_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 @pytest.mark.slow
-def test_demo_runs_on_mnist(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_runs_on_mnist(data_folder: Path) -> None:
     """The network is calibrated as it is: what validation tunes leaves it so, the default costs it little."""
-    monkeypatch.setenv("LAPWING_DATA", str(data_folder))
-    losses = {row["candidate"]: float(row["NLL"]) for row in csv.DictReader(demo().mnist().to_csv().splitlines())}
+    rows = csv.DictReader(demo().mnist(data_folder).to_csv().splitlines())
+    losses = {row["candidate"]: float(row["NLL"]) for row in rows}
     assert len(losses) == 6
     for name, loss in losses.items():
         assert loss < losses["MAP"] + (0.02 if name.endswith("no held-out data") else 0.001), name
-
-
-# ---- trained networks
-
-
-def evaluate(model: nn.Module, images: data.Images) -> tuple[float, float]:
-    """Return accuracy and NLL on the whole test set."""
-    with torch.no_grad():
-        logits = torch.cat([model(x) for x in images.x_test.split(500)])
-    right = (logits.argmax(1) == images.y_test).double().mean()
-    return float(right), float(nn.functional.cross_entropy(logits, images.y_test))
-
-
-def test_mnist_network(data_folder: Path) -> None:
-    accuracy, loss = evaluate(models.mnist_cnn(data_folder), data.images("mnist", data_folder))
-    assert accuracy == pytest.approx(0.9901, abs=5e-5)
-    assert loss == pytest.approx(0.0344, abs=5e-5)
-
-
-@pytest.mark.slow
-def test_cifar_network(data_folder: Path) -> None:
-    accuracy, loss = evaluate(models.cifar_resnet20(data_folder), data.images("cifar10", data_folder))
-    assert accuracy == pytest.approx(0.9173, abs=5e-5)
-    assert loss == pytest.approx(0.3727, abs=5e-5)
-
-
-def test_texts_are_decoded(data_folder: Path) -> None:
-    found = data.arrays("text_subj", data_folder)
-    assert len(found["text_train"]) == len(found["y_train"]) == 9000
-    assert isinstance(found["text_train"][0], str)
-
-
-def test_missing_data_say_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(lw.LapwingError, match="no such file"):
-        data.images("mnist", tmp_path)
-    monkeypatch.delenv("LAPWING_DATA", raising=False)
-    with pytest.raises(lw.LapwingError, match="set LAPWING_DATA"):
-        models.mnist_cnn()
-    with pytest.raises(lw.LapwingError, match="'cifar10'"):
-        data.images("imagenet")

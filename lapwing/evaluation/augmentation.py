@@ -2,12 +2,13 @@
 
 A network that has fitted its training images is right and sure on them, so they cannot tell how far to trust it; images
 moved away from them can. ELLA (section 5.2) stops early on strongly augmented training images without saying how they
-are made. Its authors' code takes, for CIFAR, a random crop after padding by 4 pixels, a random flip, and a hole of half
-the side (cutout; DeVries and Taylor 2017), here `StrongAugmentation(strength=1.0, operations=0)`; for ImageNet,
-RandAugment with two operations at magnitude 9 (Cubuk et al. 2020). The default does both at half the strength: at full
-strength small networks lose so many training images (a fifth of CIFAR-10, a quarter of MNIST) that the prior precision
-tuned on them is too small. The right strength is the one at which accuracy falls to what new images are expected to
-give. All of it is torch, and runs where the images are.
+are made. Two recipes are common: a random crop after padding by 4 pixels, a random flip, and a hole of half the side
+(cutout; DeVries and Taylor 2017), here `StrongAugmentation(strength=1.0, operations=0)`; and RandAugment with two
+operations at magnitude 9 (Cubuk et al. 2020). ELLA's authors began with the first for CIFAR; their program now takes
+random crops of half to all of the area, resized, which are not built here. The default does both at half the strength:
+at full strength small networks lose so many training images (a fifth of CIFAR-10, a quarter of MNIST) that the prior
+precision tuned on them is too small. The right strength is the one at which accuracy falls to what new images are
+expected to give. All of it is torch, and runs where the images are.
 """
 
 from __future__ import annotations

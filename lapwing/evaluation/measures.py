@@ -17,7 +17,6 @@ from ..errors import LapwingError, shown
 from ..numerics import symmetric_eigen
 from .arguments import real_tensor
 
-_DENSE, _STEPS = 1000, 100  # rows up to which a spectral norm is exact, and Lanczos steps above
 _SHAPES = {2: "(n, n)", 3: "(B, C, C)", 4: "(B, C, B, C)"}
 
 
@@ -90,8 +89,8 @@ def gaussian_kl(mean1: Tensor, cov1: Tensor, mean2: Tensor, cov2: Tensor, noise_
     """Compute `KL(N(m₁, S₁) ‖ N(m₂, S₂)) = 1/2 [Σ_i (e_i - log(1 + e_i)) + ΔᵀS₂⁻¹Δ]` of each input, in nats.
 
     `S = cov + σ²I`, `Δ = m₁ - m₂`, and e are the eigenvalues of `S₂^(-1/2) (S₁ - S₂) S₂^(-1/2)`: the noise cancels in
-    the difference, so the result keeps its digits for nearly equal arguments. Averaged over test inputs, with the
-    approximation first and the exact posterior second, it is the figure of ELLA's Table 5 (appendix C.4).
+    the difference, so the result keeps its digits for nearly equal arguments. Arguments cannot be exchanged:
+    with the approximation first, one that is too wide weighs most; with the exact posterior first, one too narrow.
 
     Args:
         mean1: (B, C).
@@ -218,59 +217,6 @@ def categorical_kl(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(p > 0, p * (excess - excess.log1p()), q).sum(1)
 
 
-def nystrom_error(found: Tensor, exact: Tensor) -> Tensor:
-    """Compute `ε_Nyström = ‖K_found - K_exact‖₂ / ‖K_exact‖₂`, spectral norms (ELLA, section 5.1).
-
-    The norm is that of the paper's section 4.
-
-    Args:
-        found: the approximate NTK of a set of inputs, (n, n) or (B, C, B, C), symmetric; `J V Vᵀ Jᵀ` of a subspace V.
-        exact: the NTK `J Jᵀ`, of the same shape.
-
-    Returns:
-        The relative error ().
-
-    Raises:
-        LapwingError: other or different shapes, values that are not finite, or a kernel of 0.
-
-    Cost: with n = B C, time O(n³) up to n = 1000; above it 100 Lanczos steps of O(n²), which give many digits where
-    eigenvalues decay, and norms less than 1 % too low on average at worst (Kuczyński and Woźniakowski 1992).
-
-    Example:
-        >>> nystrom_error(torch.diag(torch.tensor([4.0, 0.0])), torch.diag(torch.tensor([4.0, 1.0]))).item()
-        0.25
-    """
-    found, exact = (_joined(value) for value in _alike("nystrom_error", (2, 4), found=found, exact=exact))
-    return _ratio("nystrom_error", _spectral_norm(found - exact), _spectral_norm(exact))
-
-
-def ella_error(found: Tensor, exact: Tensor) -> Tensor:
-    """Compute `ε_ELLA = 1/B Σ_x ‖Σ_found(x) - Σ_exact(x)‖₂ / ‖Σ_exact(x)‖₂`, spectral norms (ELLA, section 5.1).
-
-    Args:
-        found: predictive covariances of each input, (B, C, C); of joint ones (B, C, B, C) the blocks are taken.
-        exact: those of the exact posterior, of the same shape.
-
-    Returns:
-        The mean relative error ().
-
-    Raises:
-        LapwingError: other or different shapes, values that are not finite, or an exact covariance of 0.
-
-    Cost: time O(B C³).
-
-    Example:
-        >>> exact = torch.eye(2).repeat(3, 1, 1)
-        >>> ella_error(0.5 * exact, exact).item()
-        0.5
-    """
-    found, exact = _alike("ella_error", (3, 4), found=found, exact=exact)
-    if found.ndim == 4:
-        found, exact = (value.diagonal(dim1=0, dim2=2).movedim(-1, 0) for value in (found, exact))  # (B, C, C)
-    errors = torch.linalg.matrix_norm(found - exact, ord=2)
-    return _ratio("ella_error", errors, torch.linalg.matrix_norm(exact, ord=2)).mean()
-
-
 def _finite(asked: str, **values: Tensor) -> list[Tensor]:
     """Returns the values without their graph, as float64 where they are; raises for NaN and infinities."""
     found = {name: real_tensor(asked, name, value).double() for name, value in values.items()}
@@ -317,24 +263,6 @@ def _ratio(asked: str, error: Tensor, norm: Tensor) -> Tensor:
             f"{norm.numel()} to be 0; others are needed: pass the exact one second, and leave such inputs out."
         )
     return error / norm
-
-
-def _spectral_norm(matrix: Tensor) -> Tensor:
-    """Returns `max |λ|` of a symmetric matrix (n, n), from below by Lanczos where it is large."""
-    if len(matrix) <= _DENSE:
-        return torch.linalg.matrix_norm(matrix, ord=2)
-    generator = torch.Generator().manual_seed(0)
-    vector = torch.randn(len(matrix), generator=generator, dtype=torch.float64).to(matrix.device)
-    basis = vector.new_zeros(0, len(matrix))
-    for _ in range(_STEPS):
-        size = vector.norm()
-        for _ in range(2):  # once leaves rounding errors that grow
-            vector = vector - basis.T @ (basis @ vector)
-        if vector.norm() <= 1e-12 * size:
-            break  # the matrix maps the span to itself
-        basis = torch.cat([basis, vector[None] / vector.norm()])
-        vector = matrix @ basis[-1]
-    return torch.linalg.matrix_norm(basis @ matrix @ basis.T, ord=2)
 
 
 def _gaussians(

@@ -334,7 +334,7 @@ class Tangent:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns what a network's outputs depend on: name -> every parameter and every saved buffer of real or complex numbers."""
+    """Returns what a network's outputs depend on: name -> every parameter, every saved real or complex buffer."""
     plain = type(model).named_parameters is nn.Module.named_parameters
     parameters = {} if plain else parameters_of(model)
     buffers: dict[str, Tensor] = {}

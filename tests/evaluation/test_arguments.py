@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 
 import lapwing as lw
-from lapwing.evaluation import approximation_errors, corrupt, dead_parameters, measures, metrics, rotate
+from lapwing.evaluation import corrupt, measures, metrics, rotate
 from lapwing.likelihoods import MixturePrediction
 
 P, Y, S = torch.full((6, 3), 1 / 3), torch.arange(6) % 3, torch.rand(6)
@@ -34,8 +34,6 @@ FUNCTIONS: dict[Callable[..., Any], dict[str, Tensor]] = {
     measures.gaussian_kl: {"mean1": MEANS, "cov1": BLOCKS, "mean2": MEANS, "cov2": BLOCKS},
     measures.gaussian_wasserstein: {"mean1": MEANS, "cov1": BLOCKS, "mean2": MEANS, "cov2": BLOCKS},
     measures.categorical_kl: {"p": P, "q": P},
-    measures.nystrom_error: {"found": MATRIX, "exact": MATRIX},
-    measures.ella_error: {"found": BLOCKS, "exact": BLOCKS},
 }
 WRONG = {
     "None": (None, "None"),
@@ -84,13 +82,6 @@ def test_posteriors_loaders_and_numbers(posterior: lw.Posterior) -> None:
     x, y = torch.randn(6, 4), Y
     images = torch.rand(1, 1, 8, 8)
     refused: list[tuple[Callable[[], Any], str]] = [
-        (lambda: approximation_errors(3, x), "approximation_errors takes a posterior. This is 3."),
-        (lambda: approximation_errors(posterior, x, lw.Linearized()), "via is Linearized"),
-        (lambda: dead_parameters(x, [x]), r"dead_parameters takes a posterior. This is Tensor \(6, 4\)"),
-        (
-            lambda: dead_parameters(posterior, 3),
-            "dead_parameters needs an iterable of .inputs, targets. batches, not 3",
-        ),
         (lambda: lw.compare({"a": posterior}, 3), "compare needs an iterable of .inputs, targets. batches, not 3"),
         (lambda: lw.compare({"a": posterior}, x), r"not Tensor \(6, 4\) float32. Write \[\(x, y\)\]"),
         (lambda: lw.compare({"a": posterior}, [(x, y)], fit_seconds=x), "fit_seconds is Tensor"),

@@ -14,7 +14,7 @@ import lapwing as lw
 from lapwing.errors import LapwingError
 from lapwing.evaluation import augmentation
 from lapwing.evaluation.augmentation import AugmentedLoader, StrongAugmentation
-from lapwing.reproduce import data, models
+from papers.common import data, networks
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
@@ -246,7 +246,7 @@ class TestLoader:
 
 def test_a_trained_network_is_less_right_on_augmented_training_images(data_folder: Path) -> None:
     """The stand-in for validation data: accuracy falls below that of test images, and not to chance."""
-    found, model = data.images("mnist", data_folder), models.mnist_cnn(data_folder)
+    found, model = data.images("mnist"), networks.mnist_cnn()
 
     def accuracy(x: Tensor, y: Tensor) -> float:
         with torch.no_grad():

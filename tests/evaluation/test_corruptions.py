@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lapwing.errors import LapwingError
 from lapwing.evaluation.corruptions import COMMON, CORRUPTIONS, DIGITS, checked, corrupt, pixels, warp
-from lapwing.reproduce import data, models
+from papers.common import data, networks
 
 SEVERITIES = (1, 2, 3, 4, 5)
 
@@ -253,9 +253,9 @@ class TestRefusals:
 @pytest.mark.slow
 @pytest.mark.parametrize("network", ["mnist", "cifar10"])
 def test_accuracy_of_a_trained_network_falls_from_severity_one_to_five(data_folder: Path, network: str) -> None:
-    found = data.images(network, data_folder)
+    found = data.images(network)
     centre, scale = (torch.tensor(value)[:, None, None] for value in data.CENTRE_AND_SCALE[network])
-    model = (models.mnist_cnn if network == "mnist" else models.cifar_resnet20)(data_folder)
+    model = (networks.mnist_cnn if network == "mnist" else networks.cifar_resnet20)()
     images, labels = (found.x_test[:200] * scale + centre).clamp(0, 1), found.y_test[:200]
     falls = {}
     with torch.no_grad():

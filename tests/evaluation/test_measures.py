@@ -14,8 +14,6 @@ from torch.distributions import Categorical, MultivariateNormal, kl_divergence
 import lapwing as lw
 from lapwing.errors import LapwingError
 from lapwing.evaluation import measures
-from lapwing.evaluation.dead_weights import dead_parameters
-from lapwing.tangent import Tangent
 from tests import oracle
 from tests.zoo import ZOO
 
@@ -233,116 +231,6 @@ class TestCategoricalKL:
             measures.categorical_kl(p, q)
 
 
-class TestEllaErrors:
-    def test_nystrom_error_is_the_definition(self):
-        J = torch.randn(5, 3, 40, dtype=torch.float64)
-        rows = J.flatten(0, 1)
-        picked = rows[[0, 4, 7, 11]]
-        exact = rows @ rows.T
-        found = rows @ picked.T @ torch.linalg.inv(picked @ picked.T) @ picked @ rows.T
-        expected = np.linalg.norm((found - exact).numpy(), 2) / np.linalg.norm(exact.numpy(), 2)
-        assert measures.nystrom_error(found, exact).item() == pytest.approx(expected, rel=1e-10)
-        joint = [value.reshape(5, 3, 5, 3) for value in (found, exact)]
-        assert measures.nystrom_error(*joint).item() == pytest.approx(expected, rel=1e-10)
-
-    def test_ella_error_is_the_mean_of_the_inputs_own_ratios(self):
-        found, exact = psd(6, 3), psd(6, 3)
-        each = [
-            np.linalg.norm((f - e).numpy(), 2) / np.linalg.norm(e.numpy(), 2) for f, e in zip(found, exact, strict=True)
-        ]
-        assert measures.ella_error(found, exact).item() == pytest.approx(np.mean(each), rel=1e-10)
-        joint = [torch.randn(6, 3, 6, 3, dtype=torch.float64) for _ in range(2)]
-        for whole, blocks in zip(joint, (found, exact), strict=True):
-            for n in range(6):
-                whole[n, :, n, :] = blocks[n]
-        assert measures.ella_error(*joint).item() == pytest.approx(np.mean(each), rel=1e-10)
-
-    @pytest.mark.parametrize("kind", ["decaying", "flat", "low rank", "indefinite"])
-    def test_lanczos_finds_the_norm_of_a_large_matrix(self, kind):
-        size = 1200
-        factor = torch.randn(size, size, dtype=torch.float64)
-        matrix = {
-            "decaying": lambda: factor * torch.arange(1, size + 1) ** -1.0 @ factor.T,
-            "flat": lambda: torch.eye(size, dtype=torch.float64) + 1e-3 * (factor + factor.T) / size**0.5,
-            "low rank": lambda: factor[:, :7] @ factor[:, :7].T,
-            "indefinite": lambda: -torch.diag(torch.linspace(-0.9, 1.0, size, dtype=torch.float64)),
-        }[kind]()
-        exact = torch.linalg.eigvalsh(matrix).abs().max().item()
-        found = measures._spectral_norm(matrix).item()
-        assert found == pytest.approx(exact, rel=1e-9 if kind in ("decaying", "low rank") else 1e-3)
-        assert found <= exact * (1 + 1e-12)
-
-    def test_they_fall_with_the_rank_on_a_network(self):
-        model, loader = ZOO["mlp"].build(), [(ZOO["mlp"].inputs(12, 0), ZOO["mlp"].targets(12, 0))]
-        x = ZOO["mlp"].inputs(5, 1)
-        exact = lw.fit(model, loader, lw.Full(), prior_precision=1.0).latent(x).covariance
-        errors = [
-            measures.ella_error(
-                lw.fit(model, loader, lw.ELLA(rank=k, rows="all"), prior_precision=1.0).latent(x).covariance, exact
-            ).item()
-            for k in (2, 8, 30)
-        ]
-        assert errors[0] > errors[1] > errors[2] > 0
-
-    @pytest.mark.parametrize(
-        ("call", "message"),
-        [
-            (lambda: measures.nystrom_error(torch.ones(3, 2, 2), torch.ones(3, 2, 2)), r"are \(n, n\) and \(B, C, B"),
-            (lambda: measures.ella_error(torch.ones(2, 2), torch.ones(2, 2)), r"are \(B, C, C\) and \(B, C, B"),
-            (lambda: measures.ella_error(torch.ones(2, 1, 1), torch.tensor([[[1.0]], [[0.0]]])), "1 of 2 to be 0"),
-        ],
-    )
-    def test_other_arguments_are_refused(self, call, message):
-        with pytest.raises(LapwingError, match=message):
-            call()
-
-
-class TestDeadParameters:
-    @staticmethod
-    def network() -> tuple[torch.nn.Module, Tensor]:
-        """A ReLU network with units that never fire on its inputs."""
-        model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).double().eval()
-        x = torch.rand(9, 3, dtype=torch.float64)
-        with torch.no_grad():
-            model[0].weight.copy_(torch.randn(8, 3))
-            model[0].weight[[1, 4, 5]] = -model[0].weight[[1, 4, 5]].abs()
-            model[0].bias.fill_(1.0)
-            model[0].bias[[1, 4, 5]] = -0.1
-        return model, x
-
-    def test_counts_the_columns_of_the_jacobian_that_are_zero(self):
-        model, x = self.network()
-        J = oracle.jacobian(model, x)
-        expected = (J.abs().amax((0, 1)) == 0).double().mean().item()
-        assert expected >= 3 * (4 + 2) / 50  # the units' weights, biases and outgoing weights
-        tangent = Tangent.survey(model, x)
-        for threshold in (0.0, 1e-6):
-            assert dead_parameters(tangent, [x[:4], x[4:]], threshold).item() == pytest.approx(expected)
-        posterior = lw.fit(model, [(x, torch.randint(2, (9,)))], lw.Diagonal(), prior_precision=1.0)
-        loader = [(x[:7], torch.zeros(7)), (x[7:], torch.zeros(2))]
-        with torch.inference_mode():
-            assert dead_parameters(posterior, loader).item() == pytest.approx(expected)
-
-    @pytest.mark.parametrize("name", ["cnn_bn_inplace", "mlp_scalar", "frozen_trunk", "gpt2", "lstm"])
-    def test_the_threshold_is_relative_to_the_largest_norm(self, name):
-        model, x = ZOO[name].build(), ZOO[name].inputs(6, 0)
-        tangent = Tangent.survey(model, x)
-        norms = tangent.record(x).rows().flatten(0, 1).norm(dim=0)
-        for threshold in (0.01, 0.3):
-            expected = (norms <= threshold * norms.max()).double().mean().item()
-            assert dead_parameters(tangent, [x], threshold).item() == pytest.approx(expected)
-
-    def test_all_dead_and_other_arguments(self):
-        model = torch.nn.Linear(2, 2, bias=False).eval()
-        tangent = Tangent.survey(model, torch.randn(3, 2))
-        assert dead_parameters(tangent, [torch.zeros(3, 2)]).item() == 1.0
-        for threshold in (-0.1, 1.0, math.nan, "0.1", True):
-            with pytest.raises(LapwingError, match="threshold is"):
-                dead_parameters(tangent, [torch.randn(3, 2)], threshold)
-        with pytest.raises(LapwingError, match="no samples in a loader of type list"):
-            dead_parameters(tangent, [])
-
-
 def test_results_are_float64_without_a_graph():
     cov = psd(2, 3).float().requires_grad_()
     mean, probs = torch.zeros(2, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True).softmax(1)
@@ -350,8 +238,6 @@ def test_results_are_float64_without_a_graph():
         measures.relative_error(cov, cov),
         measures.trace(cov),
         measures.trace(variance=mean),
-        measures.ella_error(cov, cov),
-        measures.nystrom_error(cov[0], cov[0]),
         measures.gaussian_kl(mean, cov, mean, cov, 0.1),
         measures.gaussian_wasserstein(mean, cov, mean, cov, 0.1),
         measures.categorical_kl(probs, probs),

@@ -13,7 +13,7 @@ from lapwing import tangent as tn
 from lapwing.covariance import Blockwise, DiagonalBlock
 from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
-from lapwing.reproduce.models import BasicBlock
+from papers.common.networks import BasicBlock
 from tests.prediction.streamlined_oracle import F64, build, survey
 from tests.zoo import ZOO
 

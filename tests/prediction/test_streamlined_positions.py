@@ -11,7 +11,7 @@ from lapwing import tangent as tn
 from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
 from lapwing.prediction.streamlined.moments import Moments
-from lapwing.reproduce.models import BasicBlock
+from papers.common.networks import BasicBlock
 from tests.prediction.streamlined_oracle import F64, build, draw_outputs
 from tests.prediction.test_streamlined_networks import covariance_of
 from tests.zoo import ZOO

@@ -35,7 +35,6 @@ _LABELS = {
     "attention": ("values", "scores", "tokens", "features"),
     "activations": ("linear", "moments"),
     "positions": ("correlated", "independent"),
-    "kronecker": ("exact", "shifted"),
 }
 
 
@@ -59,10 +58,10 @@ class Streamlined(Way):
     positions has the right variance, `Σ_ii' ā_i ā_i' Cov[W_ji, W_ji']` from its weights, with ā the mean of its inputs.
     That is exact for a layer that is averaged over its positions. What is left of the difference to `Linearized()` are
     the covariances between channels, which make variances of deep convolutional networks too small, more so the more
-    certain the weights are; `lapwing.evaluation.approximation_errors` says how much, layer by layer, and a scale factor
-    tuned on held-out data makes up for the level. "full" mode keeps all covariances: it equals `Linearized()` for a
-    block-diagonal Σ, plus what the weights' products with uncertain inputs add in each layer; in grouped convolutions
-    and at tensors that are multiplied with each other those products are left out.
+    certain the weights are; a scale factor tuned on held-out data makes up for the level.
+    "full" mode keeps all covariances: it equals `Linearized()` for a block-diagonal Σ, plus what the weights' products
+    with uncertain inputs add in each layer; in grouped convolutions and at tensors that are multiplied with each other
+    those products are left out.
 
     Attributes:
         covariance: what is kept of hidden tensors: "diagonal", their variances, or "full", their covariances within a
@@ -85,7 +84,6 @@ class Streamlined(Way):
             its samples between other dimensions, they are independent; so they are after embeddings, softmaxes, maxima
             over a dimension, and sums of products of two uncertain tensors, and for a layer that has them flattened
             into its inputs.
-        kronecker: posteriors of lw.KFAC(): "exact", or "shifted", the paper's equation 10, which is too sure.
 
     Cost: no pass but the forward one, after about a second that a network's first batch takes. "diagonal", in products
     of the size of the layer's own: one before the first treated layer, two after it, three at a layer with a diagonal
@@ -118,7 +116,6 @@ class Streamlined(Way):
     attention: Literal["values", "scores", "tokens", "features"] = "values"
     activations: Literal["linear", "moments"] = "linear"
     positions: Literal["independent", "correlated"] = "correlated"
-    kronecker: Literal["exact", "shifted"] = "exact"
 
     def __post_init__(self) -> None:
         """Checks the labels."""
@@ -218,7 +215,7 @@ class Streamlined(Way):
 
         full = self.covariance == "full"
         correlated = full if self.residual is None else self.residual == "correlated"
-        return Options(full, correlated, self.attention, self.activations, inputs, self.positions, self.kronecker)
+        return Options(full, correlated, self.attention, self.activations, inputs, self.positions)
 
     def _engine(
         self, tangent: Tangent, covariance: Covariance, inputs: Any, uncertain: tuple[int, ...] = ()
@@ -226,7 +223,6 @@ class Streamlined(Way):
         """Returns the program for inputs like these, built once for each graph and posterior."""
         from .graph import read
         from .joint import Walk
-        from .kronecker import seen
         from .program import build
 
         graph = read(tangent, inputs)
@@ -235,8 +231,7 @@ class Streamlined(Way):
         key = id(graph), self, uncertain
         if key not in known:
             program = build(tangent, covariance, graph, options, inputs)
-            whole = seen(covariance, self.kronecker)
-            known[key] = graph, Walk.of(program, whole, inputs) if options.full else program
+            known[key] = graph, Walk.of(program, covariance, inputs) if options.full else program
         return known[key][1]
 
 

@@ -33,7 +33,6 @@ from . import (
 from .branches import Branches
 from .fusion import call, resolve
 from .graph import Graph
-from .kronecker import seen
 from .layout import Layout
 from .moments import Moments, Rule, Site, Treated, Value, mean_of
 from .plan import Item, Plan, plan
@@ -61,7 +60,6 @@ class Options:
     activations: str
     inputs: tuple[int, ...] = ()
     positions: str = "independent"
-    kronecker: str = "exact"
 
 
 @dataclass
@@ -296,7 +294,7 @@ def build(tangent: Tangent, covariance: Covariance, graph: Graph, options: Optio
         LapwingError: a call without a rule; a treated parameter that is used twice, or not at all.
     """
     dtype, network = covariance.record_dtype or tangent.dtype, type(tangent.model).__name__
-    treated = _treated(tangent, seen(covariance, options.kronecker), graph, dtype)
+    treated = _treated(tangent, covariance, graph, dtype)
     inputs = frozenset(name for place in options.inputs if (name := graph.leaves[place]) is not None)
     planned = plan(graph, frozenset(treated), inputs, options.attention)
     _check_uses(network, planned, treated)

@@ -1,0 +1,1 @@
+"""The papers' tables and figures, run again with lapwing: a folder a paper, what they share in `common`."""

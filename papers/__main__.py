@@ -1,0 +1,97 @@
+"""Runs an experiment of a paper, and lists what there is.
+
+    python -m papers                       lists every experiment
+    python -m papers ella                  lists those of one paper
+    python -m papers ella table5           runs one: writes papers/ella/results/table5.json, and draws its pictures
+    python -m papers ella table5 --draw    draws its pictures again from the results
+
+An experiment is a file in a paper's folder with a function `run()`, which returns its results. It may also have
+`draw(results)`, which draws its pictures, and `PUBLISHED`, which holds what the paper printed. Data sets are read from
+the folder that LAPWING_DATA names, trained networks are kept in the one that LAPWING_NETWORKS names.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from papers.common import results
+
+HOME = Path(__file__).parent
+
+
+def papers() -> list[str]:
+    """Returns the names of the papers."""
+    return sorted(path.parent.name for path in HOME.glob("*/README.md"))
+
+
+def experiments(paper: str) -> dict[str, str]:
+    """Returns the experiments of a paper: name -> first line of the docstring."""
+    found = {}
+    for path in sorted((HOME / paper).glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if any(isinstance(part, ast.FunctionDef) and part.name == "run" for part in tree.body):
+            found[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]
+    return found
+
+
+def listing(names: Sequence[str]) -> str:
+    """Returns a line for each experiment of the named papers."""
+    lines = []
+    for paper in names:
+        title = importlib.import_module(f"papers.{paper}").__doc__ or ""
+        lines += ["", title.partition("\n")[0]]
+        lines += [f"  {paper} {name:<14} {line}" for name, line in experiments(paper).items()]
+    return "\n".join(lines[1:])
+
+
+def run(paper: str, name: str) -> Path:
+    """Runs an experiment, writes its results and draws its pictures; returns the path of the results."""
+    os.environ.setdefault("LAPWING_NETWORKS", str(Path(tempfile.gettempdir()) / "lapwing_networks"))
+    torch.set_num_threads(getattr(importlib.import_module(f"papers.{paper}"), "THREADS", torch.get_num_threads()))
+    experiment = importlib.import_module(f"papers.{paper}.{name}")
+    published = {"published": experiment.PUBLISHED} if hasattr(experiment, "PUBLISHED") else {}
+    start = time.perf_counter()
+    path = results.write(
+        str(experiment.__file__), {**published, **experiment.run(), "seconds": time.perf_counter() - start}
+    )
+    draw(experiment)
+    return path
+
+
+def draw(experiment: ModuleType) -> None:
+    """Draws the pictures of an experiment from its results."""
+    if hasattr(experiment, "draw"):
+        experiment.draw(results.read(str(experiment.__file__)))
+
+
+def main(arguments: Sequence[str]) -> str:
+    """Does what the arguments ask for; returns what there is to print."""
+    names = [argument for argument in arguments if not argument.startswith("-")]
+    options = set(arguments) - set(names)
+    if not names and not options:
+        return listing(papers())
+    if options - {"--draw"} or len(names) not in (1, 2) or names[0] not in papers():
+        raise SystemExit(f"Name a paper ({', '.join(papers())}) and one of its experiments.\n\n{listing(papers())}")
+    paper, *name = names
+    if not name:
+        return listing([paper])
+    if name[0] not in experiments(paper):
+        raise SystemExit(f"{paper} has no experiment {name[0]!r}. Name one of these.\n\n{listing([paper])}")
+    if options:
+        draw(importlib.import_module(f"papers.{paper}.{name[0]}"))
+        return f"The pictures are in {HOME / paper / 'figures'}."
+    return f"The results are in {run(paper, name[0])}."
+
+
+if __name__ == "__main__":
+    print(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""What the experiments share: data, networks, training, scores, results and pictures."""

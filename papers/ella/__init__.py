@@ -1,0 +1,1 @@
+"""Deng, Zhou, Zhu: Accelerated Linearized Laplace Approximation for Bayesian Deep Learning, 2022."""

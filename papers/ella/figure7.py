@@ -1,0 +1,93 @@
+"""Figure 7: exact Laplace of the ResNet-20's last layer over the number of images in its curvature."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lapwing as lw
+from lapwing.covariance import Latent
+from lapwing.tangent import Record
+from papers.common import drawing
+from papers.common.cifar import Cifar
+from papers.common.scores import averaged, class_scores
+from papers.ella.stopping import DELTAS, KeepPrefixes
+
+
+def run(seeds: Sequence[int] = (0, 1), shown: int = 14_000, reported: int = 4000) -> dict[str, Any]:
+    """Returns scores of exact Laplace of the last layer (LLA*) after n images, and of the network."""
+    runs = []
+    for seed in seeds:
+        setup = Cifar.load(seed, shown, reported=reported)
+        runs.append(last_layer_over_n(setup, seed))
+        print(seed, runs[-1], flush=True)
+    with torch.no_grad():
+        outputs, labels = (torch.cat(part) for part in zip(*((setup.model(x), y) for x, y in setup.test), strict=True))
+    plain = class_scores(outputs.softmax(-1), labels)
+    return {"images": shown, "reported": reported, "seeds": len(seeds), "MAP": plain, "over n": averaged(runs)}
+
+
+def last_layer_over_n(
+    setup: Cifar, seed: int, fixed: Sequence[float] = (0.5, 5.0, 50.0), prefixes: int = 11
+) -> dict[int, dict[str, dict[str, float]]]:
+    """Scores exact linearised Laplace of the last layer (LLA*) with the curvature of n images, n growing.
+
+    Args:
+        setup: all of its training images are shown; the last n is 50 000, their sum scaled.
+        seed: of the fit.
+        fixed: prior precisions that do not follow n.
+        prefixes: how often n is halved.
+
+    Returns:
+        n -> how the prior precision was found (fixed, by the evidence of the n images, by validation) -> scores on the
+        test images, and that precision.
+    """
+    keep = KeepPrefixes(prefixes)
+    lw.fit(
+        setup.model, setup.train, lw.Full(), params=lw.last_layer, prior_precision=1.0, tune=keep, data_size=50_000,
+        seed=seed,
+    )  # fmt: skip
+    tangent = keep.found[0].tangent
+    val, test = (
+        [(record, y) for x, y in part for _, record in tangent.records(x)] for part in (setup.val[:10], setup.test)
+    )
+    found: dict[int, dict[str, dict[str, float]]] = {}
+    for posterior in keep.found:
+        at = {delta: posterior.with_prior(delta) for delta in (*DELTAS, *fixed)}
+        evidence = {delta: float(at[delta].log_marginal_likelihood()) for delta in DELTAS}
+        losses = {delta: _last_layer_scores(at[delta], val)["nll"] for delta in DELTAS}
+        chosen = {f"prior precision {delta:g}": delta for delta in fixed}
+        chosen["evidence"] = max(evidence, key=evidence.__getitem__)
+        chosen["validation"] = min(losses, key=losses.__getitem__)
+        found[round(posterior.samples * posterior.data_factor)] = {
+            name: {"precision": delta, **_last_layer_scores(at[delta], test)} for name, delta in chosen.items()
+        }
+    return found
+
+
+def _last_layer_scores(posterior: lw.Posterior, records: Sequence[tuple[Record, Tensor]]) -> dict[str, float]:
+    """Scores predictions from records of J, which no prior changes."""
+    covariance, probs = posterior.covariance, []
+    with torch.no_grad():
+        for record, _ in records:
+            latent = Latent(record.outputs, covariance.output_covariance(record))
+            probs.append(lw.Categorical().predict(latent).probs)
+    return class_scores(torch.cat(probs), torch.cat([y for _, y in records]))
+
+
+def draw(results: Mapping[str, Any]) -> None:
+    """Draws scores over n."""
+    figure, ((*axes,),) = drawing.panels(1, 3, (12, 3.4))
+    for measure, axis in zip(("nll", "ece", "accuracy"), axes, strict=True):
+        for kind in next(iter(results["over n"].values())):
+            rows = {int(n): row[kind][measure] for n, row in results["over n"].items()}
+            means, errors = ([row[part] for row in rows.values()] for part in ("mean", "standard_error"))
+            axis.errorbar(list(rows), means, errors, fmt=".-", label=kind)
+        axis.axhline(results["MAP"][measure], color="#555555", linestyle=":", label="MAP")
+        axis.set(xscale="log", xlabel="n, images in the curvature (last layer)", title=measure)
+    axes[0].set_yscale("log")
+    axes[0].legend(frameon=False, fontsize=8)
+    drawing.save(figure, __file__)

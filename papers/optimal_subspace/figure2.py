@@ -1,0 +1,97 @@
+"""Figures 2, 3 and 7 on MNIST and Fashion-MNIST: a small CNN, trained here, with SWAG from more snapshots of SGD."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.evaluation.corruptions import DIGITS, corrupt
+from papers.common.data import batched, images, random_rows
+from papers.common.scores import averaged
+from papers.common.training import seeded, shuffled, train
+from papers.optimal_subspace.comparison import RANKS, WAYS_TUNED, Task, compare_subspaces, draw, swag_from
+
+__all__ = ["draw", "run"]
+
+
+def run(seeds: Sequence[int] = (0, 1)) -> dict[str, Any]:
+    """Returns the measures of every way by s, with λ = 1 and tuned, and those of corrupted MNIST images."""
+    found: dict[str, Any] = {}
+    accuracies, tuned, foreign = {}, {}, []
+    for name in ("mnist", "fashion_mnist"):
+        runs, runs_tuned = [], []
+        for seed in seeds:
+            task, inputs = image_task(name, seed)
+            x, y = inputs["test"]
+            accuracies[f"{name}, seed {seed}"] = float((task.model(x).argmax(-1) == y).double().mean())
+            tuned[f"{name}, seed {seed}"] = delta = task.tuned_precision()
+            runs.append(compare_subspaces(task, inputs, RANKS, 1.0, seed)["test"])
+            runs_tuned.append(compare_subspaces(task, inputs, RANKS, delta, seed, WAYS_TUNED)["test"])
+            if name == "mnist":
+                kinds = {kind: corrupted(x[:30], y[:30], kind, seed) for kind in DIGITS}
+                foreign.append(compare_subspaces(task, kinds, (100, 500, 1000), 1.0, seed))
+            print(name, seed, runs[-1], flush=True)
+        found[name], found[f"{name}, prior tuned"] = averaged(runs), averaged(runs_tuned)
+    return {
+        "tasks": found,
+        "accuracy": accuracies,
+        "tuned prior precision": tuned,
+        "corrupted mnist": averaged(foreign),
+    }
+
+
+class SmallCNN(nn.Sequential):
+    """A convolutional network of the paper's size: three convolutions with batch norm and pooling, 12 526 weights."""
+
+    def __init__(self) -> None:
+        parts: list[nn.Module] = []
+        for inputs, outputs in ((1, 8), (8, 20), (20, 40)):
+            parts += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
+        super().__init__(*parts, nn.Flatten(), nn.Linear(40 * 9, 10))
+
+
+def train_cnn(name: str, seed: int, epochs: int = 3) -> tuple[nn.Module, lw.Posterior]:
+    """Trains the small CNN on MNIST or Fashion-MNIST; returns it with SWAG from 20 more snapshots of SGD.
+
+    Adam with learning rate 0.004 and batches of 256, falling linearly to 0 in the last half of the training.
+    """
+    data = images(name)
+    generator = torch.Generator().manual_seed(seed)
+    with seeded(seed):
+        model = SmallCNN()
+    steps = epochs * (len(data.x_train) // 256)
+    rows = islice(shuffled(len(data.x_train), 256, generator), steps)
+    optimiser = torch.optim.Adam(model.parameters(), 0.004)
+    train(model, (data.x_train, data.y_train), rows, optimiser, factor=lambda i: min(1.0, 2 * (1 - i / steps)),
+          forward=lambda x: model(_scaled(x)))  # fmt: skip
+    picked = torch.randperm(len(data.x_train), generator=generator)[: 256 * 100]
+    loader = [(_scaled(data.x_train[rows]), data.y_train[rows]) for rows in picked.split(256)]
+    swag = swag_from(model, loader, nn.functional.cross_entropy, learning_rate=0.01, snapshots=20)
+    return model, swag
+
+
+def _scaled(x: Tensor) -> Tensor:
+    """Maps pixels of [0, 1] to [-1, 1], as the paper does."""
+    return 2 * x - 1
+
+
+def image_task(
+    name: str, seed: int, shown: int = 400, test: int = 100
+) -> tuple[Task, dict[str, tuple[Tensor, Tensor]]]:
+    """Returns the small CNN trained on MNIST or Fashion-MNIST, and random test images as X."""
+    model, swag = train_cnn(name, seed)
+    data = images(name)
+    picked, chosen = random_rows(data.x_train, shown, seed), random_rows(data.x_test, test, seed)
+    train = batched(_scaled(data.x_train[picked]), data.y_train[picked])
+    task = Task(model, train, len(data.x_train), lw.Categorical(), swag)
+    return task, {"test": (_scaled(data.x_test[chosen]), data.y_test[chosen])}
+
+
+def corrupted(x: Tensor, y: Tensor, kind: str, seed: int) -> tuple[Tensor, Tensor]:
+    """Returns images of [-1, 1] corrupted at the middle strength, and their labels."""
+    return _scaled(corrupt(((x + 1) / 2).clamp(0, 1), kind, 3, seed=seed)), y

@@ -1,0 +1,75 @@
+"""Figures 11 and 12: scores of sampling over the number of draws; the ViT, and the MLP on Fashion-MNIST."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import lapwing as lw
+from lapwing.covariance import LatentDraws
+from papers.common.data import Batches
+from papers.common.results import Rows, once
+from papers.common.scores import probabilities
+from papers.streamlined.setting import WAYS, Setting, labels, relu_mlp, scores, treated
+from papers.streamlined.transformers import task
+
+
+def run(seeds: Sequence[int] = (0, 1)) -> dict[str, Any]:
+    """Returns scores by the number of draws, and those of the other ways."""
+    rows = Rows(__file__, {"tested": 1000})
+    for seed in seeds:
+        vit = once(lambda seed=seed: Setting.load("fashion_mnist", seed, tested=1000))  # type: ignore[misc]
+        mlp = once(lambda seed=seed, vit=vit: mlp_setting(vit(), seed))  # type: ignore[misc]
+        attention = once(lambda vit=vit: treated(vit().model)["attention"])  # type: ignore[misc]
+        _add(rows, "ViT, attention", seed, vit, attention, (2, 5, 10, 20, 50, 100, 200))
+        _add(rows, "MLP, all weights", seed, mlp, lambda: lw.everything, (2, 10, 50, 100, 200, 500, 1000))
+    return rows.all()
+
+
+def _add(
+    rows: Rows, name: str, seed: int, setting: Callable[[], Setting], params: Callable[[], Any], counts: Sequence[int]
+) -> None:
+    laplace = once(lambda: setting().laplace(params(), lw.Validation(setting().val)))
+    variational = once(lambda: setting().variational(params()))
+    for method, posterior in (("LA", laplace), ("MFVI", variational)):
+        run = f"{name}, {method}, seed {seed}"
+        rows.add(run, "sampling", lambda p: over_draws(p(), setting().test, counts, counts[-1]), posterior)
+        for label in ("GLM", "streamlined"):
+            rows.add(run, label, lambda p, w: setting().row(p(), w), posterior, WAYS[label])
+
+
+def mlp_setting(images: Setting, seed: int) -> Setting:
+    """Returns the MLP on the images of another setting."""
+    found = task("fashion_mnist", seed)
+    return replace(images, model=relu_mlp(*found.train, "fashion_mnist", seed))
+
+
+def over_draws(
+    posterior: lw.Posterior, part: Batches, counts: Sequence[int], most: int, repeats: int = 5
+) -> dict[str, dict[str, float]]:
+    """Scores Monte Carlo with n draws, n growing (Figures 11 and 12), each over disjoint groups of the same draws.
+
+    Args:
+        posterior: the posterior.
+        part: inputs and labels.
+        counts: numbers of draws.
+        most: draws in all.
+        repeats: most groups.
+
+    Returns:
+        n -> scores, means over groups, and the standard deviation of the NLPD between groups.
+    """
+    latent = posterior.latent(part, lw.MonteCarlo(most))
+    assert isinstance(latent, LatentDraws)
+    found = {}
+    for count in counts:
+        groups = latent.draws.split(count)[: min(repeats, most // count)]
+        each = [scores(probabilities(posterior, LatentDraws(group)), labels(part)) for group in groups]
+        nlpd = torch.tensor([one["nlpd"] for one in each])
+        found[str(count)] = {key: sum(one[key] for one in each) / len(each) for key in each[0]} | {
+            "nlpd between groups": float(nlpd.std()) if len(each) > 1 else 0.0, "groups": len(each),
+        }  # fmt: skip
+    return found

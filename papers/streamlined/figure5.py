@@ -1,0 +1,317 @@
+"""Figures 5 and 10: sensitivities of predictions to the pixels of digits 0, 6 and 8, and to columns of tables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lapwing as lw
+from lapwing.evaluation.sensitivity import Sensitivities, sensitivity
+from lapwing.evaluation.sensitivity_plots import bars, maps
+from papers.common import drawing
+from papers.common.data import Table, arrays, batched, images, rows_and_targets, split
+from papers.common.networks import mlp
+from papers.common.training import Recipe, kept, seeded, shuffled, train
+
+
+def run(seeds: Sequence[int] = (0, 1)) -> dict[str, Any]:
+    """Returns what the maps and the bars say in numbers; draws them, as they are in no result."""
+    return rounded({**digits(seeds), "tables": tables(seeds)})
+
+
+DIGITS = (0, 6, 8)
+WIDTHS = (784, 128, 64, 32, 3)
+"""Four layers; appendix B.3 does not give their widths."""
+
+CENTRE, SCALE = 0.1307, 0.3081
+"""Of the pixels: appendix B.5 has inputs with a range of 3.246, which is 1 / 0.3081."""
+
+TABLE = Recipe(F.mse_loss, 4000, decay=1e-4, batch=64)
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "equation 11": {"weight": 1.0, "rate": 0.1},
+    "λ follows": {"rate": 0.2},
+}
+
+
+@dataclass(frozen=True)
+class DigitTask:
+    """A ReLU MLP trained on three digits, with its last-layer posteriors.
+
+    Attributes:
+        model: the network.
+        candidates: name -> the network, or a posterior around it.
+        x: test images (n, 784), as many of each digit, in turn.
+        y: their classes.
+        empty: which pixels no training image has ink in (784,).
+        accuracy: on all test images of these digits.
+    """
+
+    model: nn.Module
+    candidates: Mapping[str, nn.Module | lw.Posterior]
+    x: Tensor
+    y: Tensor
+    empty: Tensor
+    accuracy: float
+
+    @classmethod
+    def load(cls, seed: int, each: int = 10) -> DigitTask:
+        """Reads MNIST, trains the network or takes the one that was kept, and fits the posteriors.
+
+        Args:
+            seed: of weights and batches.
+            each: test images of each digit.
+        """
+        data = images("mnist")
+        x, y = _three(data.x_train, data.y_train)
+        model = trained(x, y, seed)
+        whole, labels = _three(data.x_test, data.y_test)
+        with torch.no_grad():
+            accuracy = float((model(whole).argmax(1) == labels).float().mean())
+        rows = torch.stack([(labels == c).nonzero()[:each, 0] for c in range(len(DIGITS))], 1).flatten()
+        loader = batched(x, y, 500)
+        candidates: dict[str, nn.Module | lw.Posterior] = {
+            "MAP": model,
+            "last layer": lw.fit(model, loader, lw.KFAC(), params=lw.last_layer),
+            "last layer, δ = 1": lw.fit(model, loader, lw.KFAC(), params=lw.last_layer, prior_precision=1.0),
+            "all layers": lw.fit(model, loader, lw.KFAC(), prior_precision=18.0),
+        }
+        return cls(model, candidates, whole[rows], labels[rows], x.std(0) < 1e-6, accuracy)
+
+    def find(self, name: str, full: bool, shown: int, **options: Any) -> Sensitivities:
+        """Returns the sensitivities of a candidate at the first test images; in full mode hidden covariances count.
+
+        With certain weights full mode is `Linearized()`, which is faster.
+        """
+        candidate = self.candidates[name]
+        alone = isinstance(candidate, nn.Module)
+        via: lw.Linearized | lw.Streamlined = lw.Streamlined("full" if full else "diagonal")
+        if full and alone:
+            via = lw.Linearized()
+        likelihood = "categorical" if alone else None
+        return sensitivity(candidate, self.x[:shown], self.y[:shown], via=via, likelihood=likelihood, **options)
+
+
+def _three(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the images of the three digits, flat and normalised, and their classes."""
+    digits = torch.tensor(DIGITS)
+    kept = torch.isin(y, digits)
+    return (x[kept].flatten(1) - CENTRE) / SCALE, torch.searchsorted(digits, y[kept])
+
+
+def trained(x: Tensor, y: Tensor, seed: int, epochs: int = 50) -> nn.Sequential:
+    """Trains by appendix B.3: Adam, batches of 64, rate 1e-3, weight decay 1e-5, 50 epochs; or takes what was kept."""
+    with seeded(seed):
+        model = nn.Sequential(*list(mlp(*WIDTHS, activation=nn.ReLU))[1:])
+        optimiser = torch.optim.Adam(model.parameters(), 1e-3, weight_decay=1e-5)
+        rows = islice(shuffled(len(x), 64), epochs * -(-len(x) // 64))
+        return kept(model, f"digits_068_{epochs}_{seed}", lambda: train(model, (x, y), rows, optimiser))
+
+
+def stretched(values: Tensor) -> Tensor:
+    """Returns sensitivities (B, n) stretched to [0, 1] image by image, as maps of nearly equal ones must be."""
+    low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
+    return (values - low) / (high - low).clamp_min(torch.finfo(values.dtype).tiny)
+
+
+def summary(task: DigitTask, found: Sensitivities, draws: int = 200) -> dict[str, float]:
+    """Returns what the maps say of pixels that are always empty, and whether the network bears the noise in fact.
+
+    Returns:
+        `smallest`, `median`: of the sensitivities, 1 the largest of each image; `empty share`: of the sum of stretched
+        sensitivities at always empty pixels, beside their share of the image; `strong`, `strong, empty`: share of the
+        pixels, and of the empty ones, above one half of the stretched range, which the paper's figures show; `strong,
+        far`: share of the pixels more than three from any ink that are; `far pixels`: how many there are; `std`:
+        median noise, in units of normalised pixels; `rise`, `rise, drawn`: of the NLPD of the network alone under the
+        noise, by the last step, and by draws of the pixels.
+    """
+    shown, empty, y = stretched(found.values), task.empty, task.y[: len(found.values)]
+    noisy = lw.propagate(task.model, lw.Uncertain(found.inputs, found.variance), via=lw.MonteCarlo(draws))
+    with torch.no_grad():
+        before = F.cross_entropy(task.model(found.inputs), y)
+        after = -lw.Categorical().predict(noisy).log_prob(y).mean()
+    nlpd = found.history["nlpd"]
+    ink = (found.inputs > CENTRE).float().reshape(-1, 1, 28, 28)
+    far = F.max_pool2d(ink, 7, 1, 3).flatten(1) == 0
+    return {
+        "smallest": float(found.values.amin(1).mean()),
+        "median": float(found.values.median(1).values.mean()),
+        "empty share": float((shown[:, empty].sum(1) / shown.sum(1)).mean()),
+        "empty pixels": float(empty.float().mean()),
+        "strong": float((shown > 0.5).float().mean()),
+        "strong, empty": float((shown[:, empty] > 0.5).float().mean()),
+        "strong, far": float((shown[far] > 0.5).float().mean()),
+        "far pixels": float(far.float().mean()),
+        "std": float(found.std.median()),
+        "steps": float(found.steps.float().mean()),
+        "stopped": float(found.stopped.float().mean()),
+        "rise": float((nlpd[-1] - nlpd[0]).mean()),
+        "rise, drawn": float(after - before),
+    }
+
+
+def agreement(a: Tensor, b: Tensor) -> float:
+    """Returns the mean correlation over images of two networks' log sensitivities (B, n): what is spurious differs."""
+    pairs = [torch.corrcoef(torch.stack([p, q]))[0, 1] for p, q in zip(a.double().log(), b.double().log(), strict=True)]
+    return float(torch.stack(pairs).mean())
+
+
+def digits(
+    seeds: Sequence[int] = (0, 1),
+    each: int = 10,
+    full_shown: int = 6,
+) -> dict[str, Any]:
+    """Learns and draws maps of MAP and last-layer Laplace, for the printed objective and one that follows (Figure 5).
+
+    Args:
+        seeds: of the networks; the first two are compared with each other.
+        each: test images of each digit in diagonal mode.
+        full_shown: test images in full mode.
+
+    Returns:
+        seed -> "candidate, mode, objective" -> summary, with the agreement of its maps with MAP's; agreements between
+        the first two seeds.
+    """
+    runs: dict[str, Any] = {}
+    maps: dict[str, list[Tensor]] = {}
+    for seed in seeds:
+        task = DigitTask.load(seed, each)
+        runs[f"seed {seed}"] = {"accuracy": task.accuracy}
+        drawn: dict[tuple[str, str], Sensitivities] = {}
+        for full in (False, True):
+            for name in task.candidates:
+                if full and name not in ("MAP", "last layer"):
+                    continue
+                for objective, options in OBJECTIVES.items():
+                    start = time.process_time()
+                    row = f"{name}, {'full' if full else 'diagonal'}, {objective}"
+                    found = task.find(name, full, full_shown if full else len(task.x), **options)
+                    maps.setdefault(row, []).append(found.values)
+                    drawn[name, objective] = found  # of full mode, which comes last
+                    seconds = time.process_time() - start
+                    mine = maps["MAP" + row.removeprefix(name)][-1]
+                    runs[f"seed {seed}"][row] = {
+                        **summary(task, found), "agreement with MAP": agreement(mine, found.values), "seconds": seconds
+                    }  # fmt: skip
+                    print(seed, row, rounded(runs[f"seed {seed}"][row]), flush=True)
+        if seed == seeds[0]:
+            draw_maps({key: drawn[key] for key in drawn if key[0] in ("MAP", "last layer")})
+    agree = {row: agreement(*found[:2]) for row, found in maps.items() if len(found) > 1}
+    return {"digits": DIGITS, "widths": WIDTHS, "rise": 0.1, "runs": runs, "agreement of two networks": agree}
+
+
+TABLES = {"concrete": ("uci_concrete", "MPa"), "california_housing": ("california_housing", "100 k$")}
+"""Name -> file, unit of the target."""
+
+
+def table(name: str, seed: int) -> tuple[Table, list[str]]:
+    """Reads a table of eight features, split 80/10/10 at random, and the features' names."""
+    file, unit = TABLES[name]
+    return split(name, *rows_and_targets(file), unit, seed), [str(name) for name in arrays(file)["feature_names"]]
+
+
+def table_sensitivities(name: str, seed: int, most: int = 50) -> tuple[dict[str, Sensitivities], list[str], Any]:
+    """Trains an MLP d-100-1 on a table, and learns how much noise the features of test rows bear.
+
+    Args:
+        name: one of `TABLES`.
+        seed: of split, weights and batches.
+        most: test rows.
+
+    Returns:
+        "MAP", "last layer", "all layers" (KFAC), all in full mode -> sensitivities; the features' names; the square
+        root of what permuting a feature adds to the squared error of the test rows, a number a feature.
+    """
+    data, names = table(name, seed)
+    with seeded(seed):
+        model = nn.Sequential(nn.Linear(len(names), 100), nn.ReLU(), nn.Linear(100, 1))
+    TABLE.train(model, data.train, seed)
+    loader = batched(*data.train, 500)
+    last = lw.fit(model, loader, lw.Full(), params=lw.last_layer, likelihood="gaussian")
+    posterior = lw.fit(model, loader, lw.KFAC(), likelihood="gaussian")
+    noise = posterior.noise_variance
+    assert noise is not None
+    x, y = data.test[0][:most], data.test[1]
+    found = {
+        "MAP": sensitivity(model, x, likelihood=lw.Gaussian(noise), via=lw.Linearized()),
+        "last layer": sensitivity(last, x, via=lw.Streamlined("full")),
+        "all layers": sensitivity(posterior, x, via=lw.Streamlined("full")),
+    }
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        plain = F.mse_loss(model(data.test[0]), y)
+        grown = []
+        for column in range(len(names)):
+            moved = data.test[0].clone()
+            moved[:, column] = moved[torch.randperm(len(moved), generator=generator), column]
+            grown.append(float((F.mse_loss(model(moved), y) - plain).clamp_min(0).sqrt()))
+    return found, names, grown
+
+
+def tables(seeds: Sequence[int] = (0, 1), names: Iterable[str] = TABLES) -> dict[str, Any]:
+    """Learns and draws the mean sensitivity of each feature, beside what permuting it costs (Figure 10).
+
+    Returns:
+        table, seed -> features, mean sensitivities by candidate, what permuting costs, and their rank correlations.
+    """
+    runs: dict[str, Any] = {}
+    drawn: dict[str, tuple[dict[str, Sensitivities], list[str]]] = {}
+    for name in names:
+        for seed in seeds:
+            found, features, grown = table_sensitivities(name, seed)
+            drawn.setdefault(name, (found, features))
+            means = {candidate: one.values.mean(0) for candidate, one in found.items()}
+            ranks = torch.tensor(grown).argsort().argsort().double()
+            runs[f"{name}, seed {seed}"] = {
+                "features": features,
+                **{candidate: [round(value, 4) for value in mean.tolist()] for candidate, mean in means.items()},
+                "steps": {candidate: float(one.steps.float().mean()) for candidate, one in found.items()},
+                "permuted": [round(value, 4) for value in grown],
+                "rank correlation with permuted": {
+                    candidate: float(torch.corrcoef(torch.stack([mean.argsort().argsort().double(), ranks]))[0, 1])
+                    for candidate, mean in means.items()
+                },
+            }
+            print(name, seed, runs[f"{name}, seed {seed}"], flush=True)
+    draw_tables(drawn)
+    return runs
+
+
+def rounded(value: Any) -> Any:
+    """Returns nested numbers with four digits."""
+    if isinstance(value, Mapping):
+        return {key: rounded(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(part) for part in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def draw_maps(found: Mapping[tuple[str, str], Sensitivities]) -> None:
+    """Draws maps, a row a (candidate, objective): those of equation 11 stretched, from one half on, as in the paper."""
+    rows = sorted(found, key=lambda key: list(OBJECTIVES).index(key[1]))
+    shown = len(found[rows[0]].values)
+    figure, axes = drawing.panels(len(rows), shown, (1.2 * shown + 1.6, 1.25 * len(rows)), layout=None)
+    for line, (name, objective) in zip(axes, rows, strict=True):
+        one, printed = found[name, objective], objective == "equation 11"
+        maps(stretched(one.values) if printed else one.values, one.inputs, line, (28, 28), 0.5 if printed else 0.1)
+        text = f"{name}\n{objective}\n({'stretched, 0.5 to 1' if printed else '0.1 to 1'})"
+        line[0].text(-0.1, 0.5, text, transform=line[0].transAxes, ha="right", va="center", fontsize=8)
+    figure.subplots_adjust(left=0.2, right=0.995, top=0.99, bottom=0.01, wspace=0.04, hspace=0.04)
+    drawing.save(figure, __file__)
+
+
+def draw_tables(found: Mapping[str, tuple[dict[str, Sensitivities], list[str]]]) -> None:
+    """Draws bars, a row a table, a column a candidate."""
+    figure, axes = drawing.panels(len(found), 3, (12, 2.7 * len(found)))
+    for line, (name, (learned, features)) in zip(axes, found.items(), strict=True):
+        for axis, (candidate, one) in zip(line, learned.items(), strict=True):
+            bars(one.values, axis, features)
+            axis.set_title(f"{name}, {candidate}", fontsize=9)
+    drawing.save(figure, __file__, "figure5_tables")

@@ -1,0 +1,81 @@
+"""Figure 8: the MNIST network on rotated test images, with the factors of upright ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+import lapwing as lw
+from lapwing.evaluation import metrics
+from lapwing.evaluation.rotations import rotate
+from lapwing.prediction import Way
+from lapwing.prediction.scaled import scaled
+from papers.common import drawing
+from papers.common.results import Rows, once
+from papers.common.scores import probabilities
+from papers.streamlined.table2 import MLPTask
+
+ANGLES = tuple(range(0, 181, 10))
+
+
+def run(seeds: Sequence[int] = (0, 1)) -> dict[str, Any]:
+    """Returns accuracy and NLPD by angle, for every posterior and way."""
+    rows = Rows(__file__, {"angles": ANGLES, "images": 500})
+    for seed in seeds:
+        _add(rows, seed)
+    return rows.all()
+
+
+def _add(rows: Rows, seed: int) -> None:
+    run, task = f"seed {seed}", once(lambda: MLPTask.load("mnist", seed))
+    laplace = once(lambda: task().laplace(lw.KFAC(), lw.Evidence()))
+    rows.add(run, "network", lambda: rotations(task(), None, lw.Linearized()))
+    for name in ("streamlined", "GLM", "sampling"):
+        rows.add(run, f"LA {name}", lambda name: rotations(task(), laplace(), task().ways(name)[name]), name)
+        rows.add(run, f"MFVI {name}", lambda name: rotations(task(), task().variational, task().ways(name)[name]), name)
+
+
+def rotations(task: MLPTask, posterior: lw.Posterior | None, way: Way, shown: int = 500) -> dict[str, list[float]]:
+    """Returns accuracy and NLPD of rotated test images by angle, with the factor of the validation images.
+
+    Args:
+        task: network and images.
+        posterior: None for the network alone.
+        way: through it.
+        shown: the first so many test images.
+    """
+    x, y = task.tested[0][:shown], task.tested[1][:shown]
+    factor = 1.0 if posterior is None else lw.scale_factor(posterior, task.data.val, way).factor
+    turned = torch.cat([rotate(x, angle) for angle in ANGLES])  # draws of the weights are shared
+    if posterior is None:
+        with torch.no_grad():
+            probs = task.model(turned).softmax(-1)
+    else:
+        probs = probabilities(posterior, scaled(task.latent(posterior, turned, way), factor))
+    parts = probs.split(len(x))
+    return {
+        "accuracy": [float(f"{metrics.accuracy(part, y):.4g}") for part in parts],
+        "nlpd": [float(f"{metrics.negative_log_likelihood(part, y):.4g}") for part in parts],
+    }
+
+
+STYLES = {"streamlined": "-", "GLM": "--", "sampling": ":"}
+COLOURS = {"network": "#555555", "LA": "#1f77b4", "MFVI": "#d62728"}
+
+
+def draw(results: Mapping[str, Any]) -> None:
+    """Draws NLPD and accuracy over the angle, means of the seeds."""
+    runs = list(results["runs"].values())
+    figure, ((*axes,),) = drawing.panels(1, 2, (9, 3.2))
+    for axis, measure in zip(axes, ("nlpd", "accuracy"), strict=True):
+        for name in runs[0]:
+            posterior, _, way = name.partition(" ")
+            curves = [run[name][measure] for run in runs if name in run]
+            mean = [sum(values) / len(values) for values in zip(*curves, strict=True)]
+            axis.plot(results["angles"], mean, STYLES.get(way, "-"), color=COLOURS[posterior], label=name)
+        axis.set_xlabel("rotation in degrees")
+        axis.set_ylabel({"nlpd": "NLPD"}.get(measure, measure))
+    axes[0].legend(fontsize=7, frameon=False)
+    drawing.save(figure, __file__)

@@ -1,0 +1,60 @@
+"""Tables 4, 10 and 12, Figure 4: the ViT on Fashion-MNIST, foreign images from MNIST."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lapwing as lw
+from papers.common.results import Rows, once
+from papers.streamlined.setting import WAYS, Setting, treated
+
+EXPONENTS = {"fashion_mnist": (0, 4), "mrpc": (-1, 4), "sst2": (-1, 4)}
+"""Range of log10 δ in which each way's own is sought, by quarters of a decade, of sampling by halves."""
+
+
+def run(seeds: Sequence[int] = (0, 1), tested: int = 1000) -> dict[str, Any]:
+    """Returns scores of every way through Laplace and mean-field posteriors of three parts of the network."""
+    rows = Rows(__file__, {"tested": tested, "foreign": tested // 2, "draws": 50})
+    for seed in seeds:
+        add(rows, "fashion_mnist", seed, ("attention", "MLPs", "last layer"), 50, 10, tested=tested, tuned=500)
+    return rows.all()
+
+
+def add(rows: Rows, name: str, seed: int, parts: Sequence[str], draws: int, quick: int, **sizes: int) -> None:
+    """Adds the rows of one network.
+
+    Args:
+        rows: where.
+        name: of the task.
+        seed: of the network.
+        parts: what is treated, keys of `treated`.
+        draws: of sampling.
+        quick: of sampling where prior precisions are compared.
+        sizes: of the setting.
+    """
+    setting = once(lambda: Setting.load(name, seed, **sizes))
+    ways = {**WAYS, "sampling": lw.MonteCarlo(draws)}
+    rows.add(f"{name}, MAP, seed {seed}", "MAP", lambda: setting().network_row())
+    low, high = EXPONENTS[name]
+    exponents = [low + i / 4 for i in range(4 * (high - low) + 1)]
+
+    def add_part(part: str) -> None:
+        run, curves = f"{name}, {part}, seed {seed}", part == "attention" and seed == 0
+        params = once(lambda: treated(setting().model)[part])
+        validated = once(lambda: setting().laplace(params(), lw.Validation(setting().val), seed))
+        evidence = once(lambda: setting().laplace(params(), lw.BoundedEvidence(), seed))
+        variational = once(lambda: setting().variational(params(), seed=seed))
+        for label, way in ways.items():
+            fast = lw.MonteCarlo(quick) if label == "sampling" else None
+            for method, posterior in (("LA", validated), ("MFVI", variational)):
+                rows.add(run, f"{method} {label}", lambda p, w: setting().row(p(), w, curves), posterior, way)
+            rows.add(
+                run, f"LA {label}, own δ",
+                lambda w, f: setting().own_row(validated(), w, exponents[:: 2 if f else 1], f), way, fast,
+            )  # fmt: skip
+            if label != "sampling":
+                rows.add(run, f"LA {label}, δ by evidence", lambda w: setting().row(evidence(), w), way)
+
+    for part in parts:
+        add_part(part)

@@ -1,0 +1,181 @@
+"""Figures 1 and 3: standard deviations and KL divergence to full LLA on a one-dimensional toy, at its δ and σ²."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lapwing as lw
+from lapwing.evaluation.measures import gaussian_kl
+from papers.common import drawing
+from papers.common.data import Part, random_rows, rows_and_targets
+from papers.common.results import Rows, once
+from papers.valla.training import TOY, trained
+
+
+def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
+    """Returns each method's divergence from full LLA, and the standard deviations of both."""
+    rows = Rows(__file__, {"grid": GRID[:, 0].tolist(), "gaps": GAPS})
+    for seed in seeds:
+        _add(rows, seed)
+    return rows.all()
+
+
+def _add(rows: Rows, seed: int) -> None:
+    task = once(lambda: Toy(seed))
+    rows.add(f"seed {seed}", "LLA", lambda: task().own_row())
+    for name, chosen in methods().items():
+        rows.add(f"seed {seed}", name, lambda *chosen: task().row(*chosen, seed), *chosen)
+
+
+GRID = torch.linspace(-9, 9, 181).double()[:, None]
+STEPS = 500
+"""Full batches that inducing points are moved for; the paper has 30 000."""
+
+GAPS = ((-4.5, -1.8), (1.7, 4.6))
+"""Where there are no data between data."""
+
+
+def toy(held_out: float = 0.0, seed: int = 0) -> tuple[Part, Part]:
+    """Reads the one-dimensional toy of Izmailov et al. 2020: 400 points in three clusters.
+
+    Args:
+        held_out: share of the points kept for validation.
+        seed: which.
+
+    Returns:
+        Training and validation points, x and y (n, 1) float64.
+    """
+    x, y = rows_and_targets("izmailov_toy1d")
+    y, order = y[:, None], random_rows(x, len(x), seed)
+    cut = round(held_out * len(x))
+    return (x[order[cut:]], y[order[cut:]]), (x[order[:cut]], y[order[:cut]])
+
+
+def regions(x: Tensor) -> dict[str, Tensor]:
+    """Returns which of the grid's points (n, 1) lie in the gaps, among the data, and outside."""
+    gap = torch.zeros(len(x), dtype=torch.bool)
+    for low, high in GAPS:
+        gap |= ((x > low) & (x < high))[:, 0]
+    outside = (x.abs() > 7.2)[:, 0]
+    return {"gaps": gap, "data": ~gap & ~outside, "outside": outside}
+
+
+class Toy:
+    """A trained 50-50 network, and full LLA of it at the δ and σ² of its evidence.
+
+    Attributes:
+        model: the network.
+        train: its data.
+        val: held-out points, or none.
+        exact: full LLA.
+        std: its standard deviations (181, 1) of f on `GRID`.
+    """
+
+    def __init__(self, seed: int, held_out: float = 0.0) -> None:
+        self.train, self.val = toy(held_out, seed)
+        self.model = trained((1, 50, 50, 1), self.train, TOY, seed, f"toy{held_out:g}")
+        self.exact = lw.fit(self.model, [self.train], lw.Full(), likelihood="gaussian", tune=lw.Evidence())
+        self.latent = self.exact.latent(GRID)
+        self.std = self.latent.std
+
+    def fit(self, method: lw.Method, params: Any = lw.everything, seed: int = 0) -> lw.Posterior:
+        """Fits another method at full LLA's δ and σ²."""
+        noise = self.exact.noise_variance
+        return lw.fit(
+            self.model, [self.train], method, params=params, prior_precision=self.exact.prior_precision,
+            likelihood=lw.Gaussian(noise), seed=seed,
+        )  # fmt: skip
+
+    def score(self, posterior: lw.Posterior) -> dict[str, float]:
+        """Returns KL divergence to full LLA (predictive, averaged over `GRID`) and ratios of standard deviations of f.
+
+        Ratios are geometric means: over the grid, in the gaps, among the data, outside.
+        """
+        latent, noise = posterior.latent(GRID), self.exact.noise_variance
+        assert noise is not None
+        ratio = (latent.std / self.std).clamp_min(1e-12).log()[:, 0]
+        kl = gaussian_kl(latent.mean, latent.covariance, self.latent.mean, self.latent.covariance, noise)
+        found = {"kl": float(kl.mean()), "ratio": float(ratio.mean().exp())}
+        return found | {f"ratio, {name}": float(ratio[at].mean().exp()) for name, at in regions(GRID).items()}
+
+    def row(self, method: lw.Method, params: Any = lw.everything, seed: int = 0) -> dict[str, Any]:
+        """Returns a method's scores at full LLA's δ and σ², and its standard deviations of f on `GRID`."""
+        start = time.process_time()
+        posterior = self.fit(method, params, seed)
+        seconds = time.process_time() - start
+        return {**self.score(posterior), "seconds": seconds, "curve of std": curve(posterior)}
+
+    def own_row(self) -> dict[str, Any]:
+        """Returns full LLA's δ and σ², and what a picture needs of network and data."""
+        return {
+            "prior_precision": self.exact.prior_precision, "noise_variance": self.exact.noise_variance,
+            "curve of std": curve(self.exact), "curve of mean": self.latent.mean[:, 0].tolist(),
+            "curve of x": self.train[0][:, 0].tolist(), "curve of y": self.train[1][:, 0].tolist(),
+            "curve of validation x": self.val[0][:, 0].tolist(), "curve of validation y": self.val[1][:, 0].tolist(),
+        }  # fmt: skip
+
+
+def curve(posterior: lw.Posterior) -> list[float]:
+    """Returns the standard deviations of f on `GRID`."""
+    return [round(value, 5) for value in posterior.latent(GRID).std[:, 0].tolist()]
+
+
+def methods(counts: Sequence[int] = (5, 10, 20, 50)) -> dict[str, tuple[lw.Method, Any]]:
+    """Returns what Figures 1 and 3 compare: KFAC, diagonal, last layer, ELLA of M rows and directions, VaLLA."""
+    found: dict[str, tuple[lw.Method, Any]] = {
+        "KFAC": (lw.KFAC(), lw.everything),
+        "diagonal": (lw.Diagonal(), lw.everything),
+        "last layer": (lw.Full(), lw.last_layer),
+    }
+    for count in counts:
+        found[f"VaLLA, M = {count}, k-means"] = (lw.VaLLA(count, lw.ClosedForm()), lw.everything)
+        found[f"VaLLA, M = {count}"] = (lw.VaLLA(count, lw.VariationalBound(STEPS, 0.02)), lw.everything)
+        found[f"ELLA, M = {count}"] = (lw.ELLA(rank=count, rows=count), lw.everything)
+        found[f"ELLA with residual, M = {count}"] = (lw.ELLA(rank=count, rows=count, residual="prior"), lw.everything)
+    return found
+
+
+def draw(results: Mapping[str, Any]) -> None:
+    """Draws two standard deviations of f, full LLA's dotted, and the KL divergence over M."""
+    run = results["runs"]["seed 0"]
+    shown = ["diagonal", "KFAC", "last layer"]
+    shown += [f"{name}, M = {count}" for name in ("VaLLA", "ELLA") for count in (5, 10, 20, 50)]
+    figure, axes = drawing.panels(3, 4, (14, 8))
+    order = [axes[0][0], axes[0][1], axes[0][2], *axes[1], *axes[2]]
+    for axis, name in zip(order, shown, strict=True):
+        if name not in run:
+            continue
+        bands(axis, results["grid"], run["LLA"], run[name]["curve of std"])
+        axis.set(ylim=(-4, 4), title=name)
+    over = axes[0][3]
+    for name, style in (("VaLLA", "-"), ("VaLLA, k-means", "--"), ("ELLA", "-"), ("ELLA with residual", "--")):
+        stem, _, kind = name.partition(", ")
+        points = []
+        for count in (5, 10, 20, 50):
+            row = results["table"][""].get(f"{stem}, M = {count}" + (f", {kind}" if kind else ""))
+            if row:
+                points.append((count, max(row["kl"]["mean"], 1e-8)))
+        if points:
+            over.plot(*zip(*points, strict=True), f".{style}", label=name, color="#9467bd" if "ELLA" in name else "k")
+    over.set(yscale="log", xlabel="M", title="KL divergence to full LLA")
+    over.legend(frameon=False, fontsize=8)
+    drawing.save(figure, __file__)
+
+
+def bands(axis: Any, grid: Sequence[float], own: Mapping[str, Any], std: Sequence[float]) -> None:
+    """Draws the network, its data, two standard deviations of f about it, and full LLA's own, dotted."""
+    mean = own["curve of mean"]
+    axis.fill_between(grid, *_edges(mean, std), color="#1f77b4", alpha=0.3, linewidth=0)
+    for edge in _edges(mean, own["curve of std"]):
+        axis.plot(grid, edge, ":", color="#ff7f0e", linewidth=1)
+    axis.plot(own["curve of x"], own["curve of y"], ".", color="#222222", markersize=2)
+    axis.plot(grid, mean, color="#1f77b4")
+
+
+def _edges(mean: Sequence[float], std: Sequence[float]) -> list[list[float]]:
+    return [[m + 2 * sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1)]

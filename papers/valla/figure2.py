@@ -1,0 +1,69 @@
+"""Figure 2: what early stopping of δ does in the gaps of the toy; a fifth of the points held out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lapwing as lw
+from lapwing.tuning import Tuning
+from papers.common import drawing
+from papers.common.results import Rows
+from papers.valla.figure1 import GAPS, GRID, STEPS, Toy, bands, curve
+
+
+def run(seeds: Sequence[int] = (0, 1, 2)) -> dict[str, Any]:
+    """Returns standard deviations of the fits that stop, and of those that do not."""
+    rows = Rows(__file__, {"grid": GRID[:, 0].tolist(), "gaps": GAPS})
+    for seed in seeds:
+        rows.add(f"seed {seed}", "fits", lambda seed: stopped_rows(Toy(seed, 0.2), seed=seed), seed)
+    return rows.all()
+
+
+def stopped_rows(task: Toy, count: int = 20, steps: int = 1500, seed: int = 0) -> dict[str, Any]:
+    """Fits Z, A, δ and σ² by the α-divergence, with and without stopping by held-out points (Figure 2).
+
+    Args:
+        task: with held-out points.
+        count: M.
+        steps: full batches at most; the paper has 20 000.
+        seed: of the fit.
+
+    Returns:
+        fit -> scores against full LLA of the same training points, δ, σ², NLL of the held-out points, steps taken; the
+        variational bound, with δ and σ² of its maximum or of validation, beside the α-divergence.
+    """
+    val = [task.val]
+    fits: dict[str, tuple[lw.Method, Tuning | None]] = {
+        "stopped": (lw.VaLLA(count, lw.AlphaDivergence(steps=steps, validation=val, every=100, patience=1)), None),
+        "not stopped": (lw.VaLLA(count, lw.AlphaDivergence(steps=steps)), None),
+        "bound, its own prior": (lw.VaLLA(count, lw.VariationalBound(STEPS, 0.02)), lw.Evidence()),
+        "bound, validated prior": (lw.VaLLA(count, lw.VariationalBound(STEPS, 0.02)), lw.Validation(val)),
+    }
+    found: dict[str, Any] = {"LLA": {"validation nll": _loss(task.exact, task), **task.own_row()}}
+    for name, (method, tune) in fits.items():
+        posterior = lw.fit(task.model, [task.train], method, likelihood="gaussian", tune=tune, seed=seed)
+        found[name] = {
+            **task.score(posterior), "prior_precision": posterior.prior_precision, "curve of std": curve(posterior),
+            "noise_variance": posterior.noise_variance, "validation nll": _loss(posterior, task),
+            "steps": len(posterior.history.get("objective", ())),
+        }  # fmt: skip
+    return found
+
+
+def _loss(posterior: lw.Posterior, task: Toy) -> float:
+    x, y = task.val
+    return -float(posterior.predict(x).log_prob(y).mean())
+
+
+def draw(results: Mapping[str, Any]) -> None:
+    """Draws two standard deviations of f, full LLA's dotted."""
+    fits = results["runs"]["seed 0"]["fits"]
+    own = fits["LLA"]
+    names = [name for name in fits if name != "LLA"]
+    figure, ((*axes,),) = drawing.panels(1, len(names), (3.5 * len(names), 3), sharey=True)
+    for axis, name in zip(axes, names, strict=True):
+        bands(axis, results["grid"], own, fits[name]["curve of std"])
+        axis.plot(own["curve of validation x"], own["curve of validation y"], ".", color="#ff7f0e", markersize=3)
+        axis.set(ylim=(-3, 3), title=f"{name}\nδ = {fits[name]['prior_precision']:.3g}")
+    drawing.save(figure, __file__)

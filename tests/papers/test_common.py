@@ -1,0 +1,108 @@
+"""What the experiments share: training, data, checkpoints that give the numbers of their sources."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lapwing as lw
+from papers.common import data, networks, results
+from papers.common.scores import averaged
+from papers.common.training import drawn, seeded, shuffled, train
+
+
+class TestTraining:
+    def test_every_row_is_seen_once_an_epoch(self):
+        seen = list(islice(shuffled(10, 4), 6))
+        assert [len(rows) for rows in seen] == [4, 4, 2] * 2
+        for epoch in (seen[:3], seen[3:]):
+            assert sorted(torch.cat(epoch).tolist()) == list(range(10))
+
+    def test_steps_are_those_of_the_optimiser(self):
+        """Against SGD written out: rates that fall, clipped gradients, a forward of its own."""
+        x, y = torch.randn(20, 3), torch.randn(20, 1)
+        model = nn.Linear(3, 1, bias=False)
+        weight = model.weight.detach().clone().requires_grad_()
+        optimiser = torch.optim.SGD(model.parameters(), 0.2)
+        train(
+            model, (x, y), drawn(20, 5, 4, 1), optimiser, F.mse_loss, lambda i: 1 / (i + 1), lambda x: model(2 * x), 0.5
+        )
+        for i, rows in enumerate(drawn(20, 5, 4, 1)):
+            (gradient,) = torch.autograd.grad((2 * x[rows] @ weight.T - y[rows]).square().mean(), weight)
+            step = gradient * min(1.0, 0.5 / float(gradient.norm()))
+            weight = (weight - 0.2 / (i + 1) * step).detach().requires_grad_()
+        torch.testing.assert_close(model.weight, weight, rtol=1e-4, atol=1e-6)
+        assert not model.training
+
+    def test_seeds_hold_for_a_block(self):
+        before = torch.random.get_rng_state()
+        with seeded(3):
+            first = torch.rand(2)
+        assert torch.equal(torch.random.get_rng_state(), before)
+        with seeded(3):
+            assert torch.equal(torch.rand(2), first)
+
+
+def test_averages_are_over_what_all_runs_have():
+    found = averaged([{"a": {"x": 1.0}, "b": 2}, {"a": {"x": 3.0, "y": 5.0}, "b": 2}])
+    assert found == {"a": {"x": {"mean": 2.0, "standard_error": 1.0}}, "b": {"mean": 2.0, "standard_error": 0.0}}
+
+
+class TestRows:
+    def test_rows_are_written_kept_and_averaged(self, tmp_path):
+        experiment = str(tmp_path / "table9.py")
+        rows = results.Rows(experiment, {"draws": 5})
+        for seed, value in ((0, 1.0), (1, 3.0)):
+            rows.add(f"mnist, seed {seed}", "KFAC", lambda v: {"nll": v, "curve of x": [v]}, value)
+        again = results.Rows(experiment, {"draws": 5})
+        again.add("mnist, seed 1", "KFAC", lambda: pytest.fail("the row is there"))
+        assert results.read(experiment) == again.all() == rows.all()
+        assert again.all()["table"] == {"mnist": {"KFAC": {"nll": {"mean": 2.0, "standard_error": 1.0}}}}
+        assert again.all()["draws"] == 5
+
+
+# ---- data and checkpoints
+
+
+def test_missing_data_say_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAPWING_DATA", str(tmp_path))
+    with pytest.raises(lw.LapwingError, match=r"no file mnist\.npz\. Set LAPWING_DATA"):
+        data.images("mnist")
+    assert not data.available("mnist.npz")
+    monkeypatch.delenv("LAPWING_DATA")
+    with pytest.raises(lw.LapwingError, match="LAPWING_DATA is not set"):
+        networks.mnist_cnn()
+    with pytest.raises(lw.LapwingError, match="'cifar10'"):
+        data.images("imagenet")
+
+
+def test_texts_are_decoded(data_folder: Path) -> None:
+    found = data.arrays("text_subj")
+    assert len(found["text_train"]) == len(found["y_train"]) == 9000
+    assert isinstance(found["text_train"][0], str)
+
+
+def evaluate(model: nn.Module, images: data.Images) -> tuple[float, float]:
+    """Return accuracy and NLL on the whole test set."""
+    with torch.no_grad():
+        logits = torch.cat([model(x) for x in images.x_test.split(500)])
+    right = (logits.argmax(1) == images.y_test).double().mean()
+    return float(right), float(F.cross_entropy(logits, images.y_test))
+
+
+def test_mnist_network(data_folder: Path) -> None:
+    accuracy, loss = evaluate(networks.mnist_cnn(), data.images("mnist"))
+    assert accuracy == pytest.approx(0.9901, abs=5e-5)
+    assert loss == pytest.approx(0.0344, abs=5e-5)
+
+
+@pytest.mark.slow
+def test_cifar_network(data_folder: Path) -> None:
+    accuracy, loss = evaluate(networks.cifar_resnet20(), data.images("cifar10"))
+    assert accuracy == pytest.approx(0.9173, abs=5e-5)
+    assert loss == pytest.approx(0.3727, abs=5e-5)

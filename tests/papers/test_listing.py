@@ -1,0 +1,70 @@
+"""`python -m papers`: every experiment is listed, has its results, and draws its pictures from them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+from papers import __main__ as command
+from papers.common import drawing, results
+
+EXPERIMENTS = [(paper, name) for paper in command.papers() for name in command.experiments(paper)]
+
+
+def test_every_paper_and_experiment_has_a_line():
+    assert command.papers() == ["ella", "optimal_subspace", "streamlined", "valla"]
+    text = command.main([])
+    lines = [line.split() for line in text.splitlines()]
+    for paper, name in EXPERIMENTS:
+        assert any(line[:2] == [paper, name] and len(line) > 4 for line in lines), (paper, name)
+    assert "ella table5" in command.main(["ella"])
+    assert "valla" not in command.main(["ella"])
+
+
+@pytest.mark.parametrize("arguments", [["elle"], ["ella", "table9"], ["--draw"], ["ella", "table5", "--fast"]])
+def test_other_names_are_answered_by_the_list(arguments):
+    with pytest.raises(SystemExit, match="table5"):
+        command.main(arguments)
+
+
+def test_every_experiment_can_be_run_and_has_results():
+    for paper, name in EXPERIMENTS:
+        experiment = importlib.import_module(f"papers.{paper}.{name}")
+        parameters = inspect.signature(experiment.run).parameters.values()
+        assert all(parameter.default is not parameter.empty for parameter in parameters), (paper, name)
+        assert results.path_of(experiment.__file__).is_file(), (paper, name)
+    files = {(path.parts[-3], path.stem) for path in command.HOME.glob("*/results/*.json")}
+    assert files == set(EXPERIMENTS)
+
+
+def test_a_run_writes_results_and_draws(tmp_path, monkeypatch, capsys):
+    experiment = importlib.import_module("papers.ella.table5")
+    seen = []
+    monkeypatch.setattr(experiment, "__file__", str(tmp_path / "table5.py"))
+    monkeypatch.setattr(experiment, "run", lambda: {"KFAC": 0.3})
+    monkeypatch.setattr(experiment, "draw", seen.append, raising=False)
+    assert str(tmp_path) in command.main(["ella", "table5"])
+    assert results.read(experiment.__file__) == {"published": experiment.PUBLISHED, "KFAC": 0.3} | {
+        "seconds": seen[0]["seconds"]
+    }
+
+
+@pytest.mark.slow
+def test_pictures_are_drawn_from_the_results(monkeypatch):
+    """Only what the results hold is drawn, so every committed picture but two can be drawn again."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    drawn = []
+
+    def save(figure, experiment, name=""):
+        drawn.append(f"{Path(experiment).parent.name}/{name or Path(experiment).stem}")
+        pyplot.close(figure)
+
+    monkeypatch.setattr(drawing, "save", save)
+    for paper, name in EXPERIMENTS:
+        command.draw(importlib.import_module(f"papers.{paper}.{name}"))
+    pictures = {f"{path.parts[-3]}/{path.stem}" for path in command.HOME.glob("*/figures/*.png")}
+    assert pictures - set(drawn) == {"streamlined/figure5", "streamlined/figure5_tables"}
+    assert set(drawn) <= pictures

@@ -1,0 +1,66 @@
+"""What the sensitivity experiments are made of; the experiments themselves take minutes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lapwing.evaluation import Sensitivities, sensitivity
+from papers.streamlined import figure5 as experiments
+
+
+def some(*shape: int) -> Sensitivities:
+    values = torch.rand(shape)
+    return Sensitivities(values, values + 0.1, torch.rand(shape), torch.ones(shape[0]).bool(), torch.ones(shape[0]), {})
+
+
+def test_stretched_maps_begin_at_0_and_end_at_1():
+    values = 0.99 + 0.01 * torch.rand(4, 10)
+    found = experiments.stretched(values)
+    assert found.amin(1).tolist() == [0.0] * 4
+    assert found.amax(1).tolist() == [1.0] * 4
+    assert torch.equal(found.argsort(1), values.argsort(1))
+    assert bool(torch.isfinite(experiments.stretched(torch.ones(2, 3))).all())
+
+
+def test_agreement_is_a_correlation_of_logarithms():
+    a = torch.rand(3, 200) + 0.1
+    assert experiments.agreement(a, 2 * a**3) == pytest.approx(1.0)
+    assert experiments.agreement(a, 1 / a) == pytest.approx(-1.0)
+    assert abs(experiments.agreement(a, torch.rand(3, 200) + 0.1)) < 0.3
+
+
+def test_summary_of_a_linear_network():
+    model = nn.Linear(784, 3).eval()
+    with torch.no_grad():
+        model.weight[:, :100] = 0
+    x, y = torch.randn(6, 784), torch.arange(6) % 3
+    empty = torch.arange(784) < 100
+    task = experiments.DigitTask(model, {"MAP": model}, x, y, empty, 1.0)
+    found = sensitivity(model, x, model(x).argmax(1), steps=300)
+    numbers = experiments.summary(task, found, draws=20)
+    assert numbers["empty share"] < 1e-3
+    assert numbers["empty pixels"] == pytest.approx(100 / 784)
+    assert numbers["strong, empty"] == 0 < numbers["strong"]
+    assert numbers["smallest"] < 0.05 < numbers["median"]
+    with torch.no_grad():
+        before = F.cross_entropy(model(x), y)
+    assert numbers["rise, drawn"] > -float(before)
+    assert torch.equal(task.find("MAP", True, 2, steps=5).values, sensitivity(model, x[:2], y[:2], steps=5).values)
+
+
+def test_tables_have_names(data_folder):
+    for name in experiments.TABLES:
+        data, features = experiments.table(name, 0)
+        assert data.train[0].shape[1] == len(features) == 8, name
+
+
+def test_pictures(tmp_path, monkeypatch):
+    monkeypatch.setattr(experiments, "__file__", str(tmp_path / "figure5.py"))
+    keys = [(name, objective) for name in ("MAP", "last layer") for objective in experiments.OBJECTIVES]
+    experiments.draw_maps({key: some(3, 784) for key in keys})
+    learned = {name: some(5, 2) for name in ("MAP", "last layer", "all layers")}
+    experiments.draw_tables({"a table": (learned, ["a", "b"])})
+    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["figure5.png", "figure5_tables.png"]

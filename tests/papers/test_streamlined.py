@@ -1,0 +1,230 @@
+"""Data, optimiser and scores of the streamlined experiments."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lapwing as lw
+from papers.common import data
+from papers.common.networks import mlp
+from papers.common.training import Recipe
+from papers.streamlined import scale, table1, table2
+from papers.streamlined.figure8 import ANGLES, rotations
+from papers.streamlined.ivon import IVON
+
+
+class TestSplits:
+    def made(self, fold, count=53):
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(count, 3, generator=generator).double()
+        x[:, 1] = torch.where(torch.arange(count) % 3 > 0, torch.nan, x[:, 1])  # two thirds missing
+        x[4, 2] = torch.nan
+        return table1.fold_of("drawn", x, torch.arange(float(count)).double(), fold)
+
+    def rows(self, found, part):
+        """Which rows a part holds, from their targets."""
+        y = torch.cat([p[1] for p in (found.train, found.val, found.test)])[:, 0]
+        order = y.argsort().argsort()
+        start = {"train": 0, "val": len(found.train[0]), "test": len(found.train[0]) + len(found.val[0])}[part]
+        return set(order[start : start + len(getattr(found, part)[0])].tolist())
+
+    def test_every_row_is_tested_once_and_never_trained_on(self):
+        tested = []
+        for fold in range(5):
+            found = self.made(fold)
+            parts = [self.rows(found, part) for part in ("train", "val", "test")]
+            assert [len(part) for part in parts] == [34, 8, 11] if fold < 3 else [35, 8, 10]
+            assert len(set.union(*parts)) == 53
+            tested += list(parts[2])
+        assert sorted(tested) == list(range(53))
+
+    def test_missing_values_become_the_training_mean_and_empty_columns_go(self):
+        found = self.made(0)
+        x = torch.cat([part[0] for part in (found.train, found.val, found.test)])
+        assert x.shape == (53, 2)
+        assert bool(x.isfinite().all())
+        assert int((x[:, 1].abs() < 1e-6).sum()) == 1
+        assert torch.allclose(found.train[0].mean(0), torch.zeros(2), atol=1e-5)
+
+    @pytest.mark.parametrize(("name", "fold", "words"), [("SERVO", 5, "no fold 5"), ("servo", 0, "no table 'servo'")])
+    def test_others_are_refused(self, name, fold, words):
+        with pytest.raises(lw.LapwingError, match=words):
+            table1.table(name, fold)
+
+    @pytest.mark.parametrize("name", table1.NETWORKS)
+    def test_tables_have_the_rows_of_the_paper(self, data_folder, name):
+        rows = {"SERVO": 167, "LD": 345, "AM": 392, "REV": 414, "FF": 517, "ITT": 1020, "CCS": 1030, "ASN": 1503}
+        rows |= {"CAC": 1994, "PT": 5875, "CCPP": 9568}  # of AM six without horsepower are left out
+        found = table1.table(name, 3)
+        parts = (found.train, found.val, found.test)
+        assert sum(len(x) for x, _ in parts) == rows[name]
+        assert all(bool(x.isfinite().all()) and bool(y.isfinite().all()) for x, y in parts)
+
+
+def test_the_papers_numbers_are_whole():
+    for metric in ("nlpd", "rmse"):
+        assert list(table1.PUBLISHED[metric]) == list(table1.NETWORKS)
+        rows = table1.PUBLISHED[metric].values()
+        assert all(len(row) == len(table1.COLUMNS) for row in rows)
+    assert all(row[3] == row[4] for row in table1.PUBLISHED["rmse"].values())  # one mean
+
+
+def small_task():
+    """A task of 60 drawn rows, its network trained for 200 steps."""
+    x = torch.randn(100, 3, generator=torch.Generator().manual_seed(0)).double()
+    found = table1.fold_of("SERVO", x, x.sum(1) + 0.3 * torch.randn(100).double(), 0)
+    model = Recipe(F.mse_loss, 200, 1e-2, batch=32, falling=1.0).train(mlp(3, 8, 1, activation=nn.ReLU), found.train, 0)
+    loader, val = [found.train], [found.val]
+    return table1.RegressionTask(found, model, loader, val)
+
+
+def test_the_fixed_point_is_the_top_of_the_evidence():
+    task = small_task()
+    delta, noise = table1.evidence(task.model, *task.data.train)
+    fitted = lw.fit(task.model, task.loader, lw.Full(), likelihood="gaussian", tune=lw.Evidence())
+    assert delta == pytest.approx(fitted.prior_precision, rel=1e-2)
+    assert noise == pytest.approx(fitted.noise_variance, rel=1e-2)
+
+
+def test_rows_of_a_table():
+    task = small_task()
+    found = task.laplace(draws=20)
+    posterior = lw.fit(task.model, task.loader, lw.Full(), likelihood="gaussian", tune=lw.Evidence())
+    x, y = task.data.test
+    for name, way in (("GLM", lw.Linearized()), ("streamlined", lw.Streamlined(covariance="full"))):
+        factor = found[name]["factor"]
+        for kind, chosen in (("plain", way), ("scaled", lw.Scaled(way, factor))):
+            nlpd = -float(posterior.predict(x, via=chosen).log_prob(y).mean())
+            assert found[name][kind]["nlpd"] == pytest.approx(nlpd, rel=1e-2)
+        assert found[name]["plain"]["rmse"] == pytest.approx(
+            float((task.model(x).detach() - y).square().mean().sqrt()), rel=1e-4
+        )
+    assert found["streamlined"]["scaled"]["nlpd difference"] == 0
+    plain, ours = found["GLM"]["plain"], found["streamlined"]["scaled"]
+    assert plain["nlpd difference"] == pytest.approx(plain["nlpd"] - ours["nlpd"], abs=1e-4)
+    assert set(found) == {"streamlined", "streamlined, diagonal", "GLM", "sampling", "no spread", "noise", "δ"}
+    values = table1.p_values({"SERVO, seed 0": {"LA": found}, "SERVO, seed 1": {"LA": found}})["SERVO"]
+    assert values["LA streamlined, scaled"] == 1.0
+    assert 0 <= values["LA sampling, plain"] < 1
+
+
+def test_where_the_variance_is():
+    """The layers' own blocks under the linearised network: a sum over layers of dense products."""
+    task = small_task()
+    found = scale.where_the_variance_is(task)
+    posterior = task.posterior()
+    x, _ = task.data.test
+    full = posterior.latent(x).variance.mean() / posterior.noise_variance
+    assert found["variance, GLM"] == pytest.approx(float(full), rel=1e-4)
+    dense, jacobian = posterior.covariance.to_dense(), posterior.tangent.record(x).rows()[:, 0]
+    first = 3 * 8 + 8
+    mask = torch.block_diag(torch.ones(first, first), torch.ones(9, 9))
+    blocks = torch.einsum("bp,pq,bq->b", jacobian, dense * mask, jacobian).mean() / posterior.noise_variance
+    assert found["variance, blocks"] == pytest.approx(float(blocks), rel=1e-3)
+    assert found["variance, streamlined"] > found["variance, blocks"]
+    assert found["GLM, evidence"]["factor"] == pytest.approx(1.0, abs=1e-2)
+    assert found["streamlined, evidence"]["factor"] < 1
+
+
+def test_paired_t_tests_over_folds_are_those_of_all_rows():
+    scipy = pytest.importorskip("scipy.stats")
+    torch.manual_seed(0)
+    a = [torch.randn(n).double() for n in (30, 40, 35)]
+    b = [x + 0.1 + 0.5 * torch.randn(len(x)).double() for x in a]
+    rows = [
+        {
+            "n": float(len(x)),
+            "nlpd difference": float((x - y).mean()),
+            "nlpd difference²": float((x - y).square().mean()),
+        }
+        for x, y in zip(a, b, strict=True)
+    ]
+    expected = scipy.ttest_rel(torch.cat(a), torch.cat(b)).pvalue
+    assert table1.paired_p_value(rows) == pytest.approx(float(expected), rel=1e-9)
+
+
+def differentiated(optimiser, loss):
+    optimiser.zero_grad()
+    loss.backward()
+    return loss
+
+
+class TestIVON:
+    def test_one_step_is_the_algorithm(self):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1).double()
+        x, y = torch.randn(8, 2).double(), torch.randn(8, 1).double()
+        start = torch.cat([p.detach().flatten() for p in model.parameters()])
+        optimiser = IVON(model.parameters(), ess=50.0, rate=0.2, decay=0.01, hessian=0.5, betas=(0.9, 0.99), seed=3)
+        loss = optimiser.step(lambda: differentiated(optimiser, F.mse_loss(model(x), y)))
+        noise = torch.randn(3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        variance = 1 / (50 * (0.5 + 0.01))
+        theta = (start + variance**0.5 * noise).requires_grad_()
+        expected = F.mse_loss(x @ theta[:2, None] + theta[2], y)
+        (gradient,) = torch.autograd.grad(expected, theta)
+        seen = gradient * (theta.detach() - start) / variance
+        hess = 0.99 * 0.5 + 0.01 * seen + 0.5 * 0.01**2 * (0.5 - seen) ** 2 / 0.51
+        mean = start - 0.2 * (0.1 * gradient / 0.1 + 0.01 * start) / (hess + 0.01)
+        assert float(loss) == pytest.approx(float(expected.detach()))
+        torch.testing.assert_close(optimiser.param_groups[0]["hess"], hess)
+        torch.testing.assert_close(torch.cat([p.detach().flatten() for p in model.parameters()]), mean)
+
+    @pytest.mark.slow
+    def test_it_finds_the_posterior_of_a_linear_model(self):
+        """Orthogonal inputs: h becomes the curvature of the mean loss, the mean the ridge solution."""
+        x = math.sqrt(6) * torch.tensor([[1.0, 0.0], [0.0, 0.5], [0.0, 0.0]]).double()
+        y = torch.tensor([[1.0], [-2.0], [0.3]]).double()
+        model = nn.Linear(2, 1, bias=False).double()
+        optimiser = IVON(model.parameters(), ess=300.0, rate=0.02, decay=0.01, hessian=1.0, betas=(0.9, 0.999))
+        for _ in range(4000):
+            optimiser.step(lambda: differentiated(optimiser, 0.5 * F.mse_loss(model(x), y)))
+        curvature = x.square().mean(0)  # of half the mean square
+        torch.testing.assert_close(optimiser.param_groups[0]["hess"], curvature, rtol=0.15, atol=0)
+        ridge = (x * y).mean(0) / (curvature + 0.01)
+        torch.testing.assert_close(model.weight.detach()[0], ridge, rtol=0.1, atol=0)
+        found = lw.MeanField.from_optimizer(model.eval(), optimiser, [(x, y)]).covariance.diagonal()
+        expected = 1 / (300 * (optimiser.param_groups[0]["hess"] + 0.01))
+        torch.testing.assert_close(torch.cat(list(found.values())), expected)
+
+
+def test_scores_of_class_probabilities():
+    probs = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4], [0.05, 0.05, 0.9]])
+    labels = torch.tensor([0, 1, 0, 2])
+    outside = torch.full((6, 3), 1 / 3)
+    found = table2.class_row(probs, labels, outside)
+    nlpd = -torch.tensor([0.7, 0.8, 0.3, 0.9]).log()
+    assert found["nlpd"] == pytest.approx(float(nlpd.mean()), rel=1e-4)
+    assert found["over images"] == pytest.approx(float(nlpd.std()) / 2, rel=1e-4)
+    assert found["accuracy"] == 0.75
+    assert found["auroc"] == 1.0
+    assert found["entropy outside"] == pytest.approx(math.log(3), rel=1e-4)
+    assert found["curve of entropies outside"][-1] == 1.0
+    assert sum(found["curve of entropies inside"]) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_an_mlp_task_scores_its_posteriors():
+    """The whole chain on drawn images: training, Laplace, IVON, ways with factors, rotations."""
+    torch.manual_seed(0)
+    x = torch.rand(400, 1, 28, 28)
+    y = (x[:, 0, :14].mean((1, 2)) > x[:, 0, 14:].mean((1, 2))).long()
+    cut = list(zip(x.split(100), y.split(100), strict=True))
+    task = table2.MLPTask(data.Pictures(cut[:2], cut[2:3], cut[3:], 1 - x[:50]), 0, epochs=4, draws=3)
+    own = task.network()  # trains first
+    posterior = task.laplace(lw.KFAC(), None)
+    assert posterior.data_factor == 1.0
+    found = task.scores(posterior, task.ways("streamlined, diagonal", "GLM", "sampling"))
+    way = lw.Scaled(lw.Linearized(), found["GLM"]["factor"])
+    nlpd = -float(posterior.predict(task.tested[0], via=way).log_prob(task.tested[1]).mean())
+    assert found["GLM"]["scaled"]["nlpd"] == pytest.approx(nlpd, rel=1e-2)
+    assert set(own) == set(found["GLM"]["plain"])
+    variational = task.variational
+    assert variational.model is not task.model
+    curve = rotations(task, variational, lw.Streamlined(), 20)
+    assert len(curve["nlpd"]) == len(ANGLES)
+    upright = variational.predict(task.tested[0][:20], via=lw.scale_factor(variational, task.data.val))
+    assert curve["nlpd"][0] == pytest.approx(-float(upright.log_prob(task.tested[1][:20]).mean()), rel=1e-2)

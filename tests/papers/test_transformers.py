@@ -1,0 +1,225 @@
+"""The transformer experiments of the streamlined paper: data, training, and tiny networks through the whole code."""
+
+from __future__ import annotations
+
+import math
+from itertools import islice, pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lapwing as lw
+from lapwing.covariance import LatentDraws
+
+pytest.importorskip("transformers")
+
+from papers.common.scores import probabilities
+from papers.streamlined import errors, figure11, figure14, mean_field
+from papers.streamlined import setting as st
+from papers.streamlined import transformers as small
+
+
+def pictures(count=120, classes=3, seed=0):
+    """Images whose brightest quarter is the class."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.rand(count, 1, 8, 8, generator=generator), torch.randint(classes, (count,), generator=generator)
+    for i, label in enumerate(y.tolist()):
+        x[i, 0, 4 * (label // 2) : 4 * (label // 2) + 4, 4 * (label % 2) : 4 * (label % 2) + 4] += 1
+    return x, y
+
+
+@pytest.fixture(scope="module")
+def images():
+    x, y = pictures()
+    parts = [(x[a:b], y[a:b]) for a, b in pairwise((0, 60, 80, 120))]
+    foreign = torch.rand(30, 1, 8, 8)
+    task = small.Task("quarters", *parts, foreign, lambda: small.vit(8, 4, 8, 3, 3), small.Recipe(60, 1e-2, 20))
+    return st.Setting.of(task, small.trained(task, 0), 0, 60, 40, 20)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(2, 9, (60, 7), generator=generator)
+    lengths = torch.randint(2, 8, (60,), generator=generator)
+    x[torch.arange(7) >= lengths[:, None]] = small.PADDING
+    y = (x[:, 0] > 5).long()
+    parts = [(x[a:b], y[a:b]) for a, b in pairwise((0, 30, 45, 60))]
+    task = small.Task("words", *parts, x[:20].flip(0), lambda: small.gpt2(9, 7, 8, 3), small.Recipe(3, 1e-2, 10))
+    return st.Setting.of(task, small.trained(task, 0), 0, 30, 15, 15)
+
+
+class TestTexts:
+    def test_vocabulary_and_padding(self):
+        pytest.importorskip("tokenizers")
+        tokeniser = small.vocabulary(["the cat sat", "the hat sat"] * 5, 40)
+        found = small.tokens(tokeniser, ["The cat", "sat the hat sat the", "", "zzz"], 4)
+        assert found.shape == (4, 4)
+        known = {word: tokeniser.token_to_id(word) for word in ("the", "cat", "sat", "hat")}
+        assert None not in known.values()
+        assert found[0].tolist() == [known["the"], known["cat"], 0, 0]  # lower case, padded behind
+        assert found[1].tolist() == [known[word] for word in ("the", "hat", "sat", "the")]  # the last ones are kept
+        assert found[2].tolist() == [small.UNKNOWN, 0, 0, 0]  # never padding alone
+        assert small.UNKNOWN in found[3].tolist()
+
+    def test_batches_by_length_keep_texts_with_labels(self):
+        x = torch.tensor([[5, 6, 7], [5, 0, 0], [6, 7, 0], [8, 0, 0]])
+        found = st.batches_of((x, torch.tensor([0, 1, 2, 3])), size=2)
+        assert [part.tolist() for part, _ in found] == [[[5], [8]], [[6, 7, 0], [5, 6, 7]]]
+        assert st.labels(found).tolist() == [1, 3, 2, 0]
+
+    def test_padding_changes_nothing(self, texts):
+        x = texts.test[-1][0][:4]
+        with torch.no_grad():
+            outputs = texts.model(x).logits, texts.model(F.pad(x, (0, 7 - x.shape[1]))).logits
+        torch.testing.assert_close(*outputs)
+
+
+class TestTraining:
+    def test_it_learns(self, images):
+        assert images.network_row()["accuracy"] > 0.6  # of three classes
+
+    def test_kept_networks_are_the_same_and_seeds_differ(self, tmp_path, monkeypatch):
+        x, y = pictures(40)
+        task = small.Task(
+            "kept", (x, y), (x, y), (x, y), x, lambda: small.vit(8, 4, 8, 2, 3), small.Recipe(1, batch=10)
+        )
+        before = torch.random.get_rng_state()
+        anew, other = small.trained(task, 3), small.trained(task, 4)
+        monkeypatch.setenv("LAPWING_NETWORKS", str(tmp_path))
+        made = small.trained(task, 3)
+        assert torch.equal(torch.random.get_rng_state(), before)
+        assert len(list(tmp_path.iterdir())) == 1
+        read = small.trained(task, 3)
+        assert not read.training
+        for found, equal in ((read, True), (anew, True), (other, False)):
+            pairs = zip(made.parameters(), found.parameters(), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs) == equal
+
+    def test_every_input_is_seen_once_an_epoch(self):
+        rows = torch.cat(list(islice(small._epochs(12, 5), 5))).tolist()
+        assert sorted(rows[:12]) == sorted(rows[12:24]) == list(range(12))
+        assert rows[:12] != rows[12:24]
+
+
+def test_what_is_treated(images, texts):
+    for setting, attention, mlp in ((images, "vit.layers.{}.attention", "vit.layers.{}.mlp"),
+                                    (texts, "transformer.h.{}.attn", "transformer.h.{}.mlp")):  # fmt: skip
+        names = [name for name, _ in setting.model.named_parameters()]
+        for part, pattern in (("attention", attention), ("MLPs", mlp)):
+            chosen = {name for name in names if st.treated(setting.model)[part](name, torch.zeros(()))}
+            assert chosen == {n for n in names if n.startswith((pattern.format(1) + ".", pattern.format(2) + "."))}
+            assert len(chosen) >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["images", "texts"])
+def test_rows_of_a_table(kind, request):
+    setting = request.getfixturevalue(kind)
+    part = "attention" if kind == "images" else "MLPs"
+    params = st.treated(setting.model)[part]
+    laplace, variational = setting.laplace(params, lw.Validation(setting.val)), setting.variational(params, 10)
+    for posterior in (laplace, variational):
+        for way in (lw.MonteCarlo(3), lw.Linearized(), lw.Streamlined()):
+            found = setting.row(posterior, way)
+            assert {"plain", "scaled", "factor", "seconds"} <= set(found)
+            for scores in (found["plain"], found["scaled"]):
+                assert all(math.isfinite(value) for value in scores.values())
+                assert 0 <= scores["auroc"] <= 1
+    own = setting.own_row(laplace, lw.Linearized(), [0.0, 1.0, 2.0])
+    losses = [st.loss(laplace.with_prior(10.0**e), lw.Linearized(), setting.val) for e in range(3)]
+    assert own["prior_precision"] == 10.0 ** losses.index(min(losses))
+    assert own["nlpd"] == pytest.approx(
+        st.loss(laplace.with_prior(own["prior_precision"]), lw.Linearized(), setting.test)
+    )
+
+
+@pytest.mark.slow
+def test_errors_of_the_last_layer_and_of_attention(images):
+    x, treated = images.test[0][0][:4], st.treated(images.model)
+    posterior = images.laplace(treated["last layer"], None)
+    found = errors.approximation_errors(posterior, x, lw.Streamlined())
+    assert found["layers"]["classifier"]["ratio"] == pytest.approx(1, abs=1e-5)
+    assert images.variational(treated["last layer"], 2).covariance.size == 3 * 8 + 3
+    posterior = images.laplace(treated["attention"], None)
+    narrow, wide = errors.narrowed(posterior).covariance.diagonal(), posterior.covariance.diagonal()
+    assert all(torch.allclose(100 * narrow[name], wide[name], rtol=1e-4) for name in wide)
+    found = errors.approximation_errors(posterior, x, st.PAPER)
+    assert set(found["layers"]) == {f"vit.layers.{i}.attention.{kind}_proj" for i in (1, 2) for kind in "qkvo"}
+    assert found["layers"]["vit.layers.1.attention.q_proj"]["ratio"] == 0  # scores are certain
+    assert "positions correlated" in found["options"]
+    full = errors.whole_ratio(errors.narrowed(posterior, 1e4), x, lw.Streamlined("full", attention="scores"))
+    assert full["ratio"] == pytest.approx(1, abs=1e-2)
+    assert errors.whole_ratio(posterior, x, lw.Linearized()) == {"ratio": 1, "error": 0}
+
+
+class TestScores:
+    def test_against_the_definitions(self):
+        probs = torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.25, 0.75], [0.9, 0.1]])
+        found = st.scores(probs, torch.tensor([0, 0, 0, 0]))
+        lost = torch.tensor([0.75, 0.5, 0.25, 0.9]).log().neg()
+        assert found["accuracy"] == 0.75
+        assert found["accuracy error"] == pytest.approx(0.25)  # std of (1, 1, 0, 1) is 1/2
+        assert found["nlpd"] == pytest.approx(float(lost.mean()))
+        assert found["nlpd error"] == pytest.approx(float(lost.std()) / 2)
+
+    def test_histogram_is_a_density(self):
+        found = st.histogram(torch.tensor([0.0, 0.01, 0.5, 1.0, 1.1]) * math.log(3), 3)  # rounding may exceed the top
+        assert sum(found) / st.BINS * math.log(3) == pytest.approx(1, abs=1e-3)
+        assert found[0] == pytest.approx(8 / math.log(3), abs=1e-3)
+        assert found[-1] == pytest.approx(8 / math.log(3), abs=1e-3)
+
+    def test_draws_in_disjoint_groups(self, images):
+        posterior = images.laplace(st.treated(images.model)["last layer"], None)
+        found = figure11.over_draws(posterior, images.test, (2, 4), 8, repeats=3)
+        assert found["2"]["groups"] == 3
+        assert found["4"]["groups"] == 2
+        draws = posterior.latent(images.test, lw.MonteCarlo(8)).draws
+        halves = [st.scores(probabilities(posterior, LatentDraws(part)), st.labels(images.test))["nlpd"]
+                  for part in (draws[:4], draws[4:])]  # fmt: skip
+        assert found["4"]["nlpd"] == pytest.approx(sum(halves) / 2)
+        assert found["4"]["nlpd between groups"] == pytest.approx(float(torch.tensor(halves).std()), rel=1e-4)
+
+
+class TestNonlinearity:
+    z = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)).double()
+
+    def test_zero_for_linear_maps(self):
+        assert max(figure14.nonlinearity(nn.Linear(4, 3, bias=False).double(), self.z, (1e-3, 1.0)).values()) < 1e-12
+
+    def test_quadratic_maps(self):
+        found = figure14.nonlinearity(lambda z: z[:, :1].square(), self.z, (0.1,))
+        squares = self.z[:, 0].square()  # (1 ± ε)² - (1 ± ε) is ε + ε² and -ε + ε²
+        assert found["0.1"] == pytest.approx(0.1 * float(squares.mean() / (squares.max() - squares.min())))
+
+
+def test_shifted_images():
+    x = torch.arange(2 * 3 * 6 * 6.0).reshape(2, 3, 6, 6) + 1
+    found = mean_field.shifted(x, 0)
+    assert found.shape == x.shape
+    assert torch.equal(mean_field.shifted(x, 0), found)
+    assert not torch.equal(mean_field.shifted(x, 1), found)
+    assert set(found.unique().tolist()) <= {0.0, *x.unique().tolist()}
+    assert torch.equal(mean_field.shifted(torch.ones(3, 1, 5, 5), 0, most=0), torch.ones(3, 1, 5, 5))
+
+
+def test_refused():
+    with pytest.raises(lw.LapwingError, match="boolq"):
+        small.task("boolq", 0)
+
+
+class TestWithData:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", small.TASKS)
+    def test_tasks(self, data_folder, name):
+        found, other = (small.task(name, seed) for seed in (0, 1))
+        for x, y in (found.train, found.val, found.test):
+            assert len(x) == len(y)
+            assert x.is_floating_point() == (name == "fashion_mnist")
+        assert found.foreign.shape[1:] == found.test[0].shape[1:]
+        assert torch.equal(found.train[1], other.train[1]) == (name == "sst2")  # its parts are given
+        model = found.build().eval()
+        with torch.no_grad():
+            assert model(small.trim(found.test[0][:3])).logits.shape == (3, 10 if name == "fashion_mnist" else 2)

@@ -1,0 +1,162 @@
+"""Loaders and networks of the VaLLA experiments."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import lapwing as lw
+from lapwing.evaluation.metrics import cqm
+from papers.common import data
+from papers.common.cifar import Cifar
+from papers.common.networks import mlp
+from papers.common.training import Recipe
+from papers.valla import cost, figure1, figure4
+from papers.valla.table1 import CifarTask
+from papers.valla.training import root_mean_square, trained
+
+
+class TestStandardised:
+    def made(self, count: int = 200) -> data.Table:
+        x = torch.randn(count, 3).double() * torch.tensor([1e-4, 50.0, 1.0]) + torch.tensor([7.0, -3.0, 0.0])
+        x[:, 2] = 1.0  # constant
+        return data.standardised("drawn", x, 5 + 3 * x[:, 1], round(0.8 * count), round(0.9 * count), "m")
+
+    def test_by_the_training_rows_alone(self):
+        found = self.made()
+        x, y = found.train
+        assert torch.allclose(x.mean(0), torch.zeros(3), atol=1e-4)
+        assert torch.allclose(x.std(0), torch.tensor([1.0, 1.0, 0.0]), atol=1e-4)
+        assert float(y.std()) == pytest.approx(1, abs=1e-5)
+        assert found.scale == pytest.approx(150, rel=0.2)
+        assert float(found.val[0].mean(0).abs().max()) > 1e-3  # not standardised by their own mean
+
+    def test_splits_are_disjoint_and_whole(self):
+        found = self.made()
+        assert [len(part[0]) for part in (found.train, found.val, found.test)] == [160, 20, 20]
+        values = torch.cat([part[0][:, 1] for part in (found.train, found.val, found.test)])
+        assert len(values.unique()) == 200
+
+    def test_a_constant_column_is_zero_where_it_changes_later(self):
+        x = torch.zeros(10, 1).double()
+        x[9] = 4.0
+        found = data.standardised("drawn", x, torch.arange(10.0).double(), 8, 9, "m")
+        assert float(found.test[0]) == 0.0
+
+
+class TestTraining:
+    def test_kept_networks_are_the_same(self, tmp_path, monkeypatch):
+        x = torch.linspace(-1, 1, 50)[:, None]
+        recipe = Recipe(F.mse_loss, 30, batch=10)
+        anew, other = (trained((1, 8, 1), (x, x.sin()), recipe, seed, "sine") for seed in (3, 4))
+        monkeypatch.setenv("LAPWING_NETWORKS", str(tmp_path))
+        made = trained((1, 8, 1), (x, x.sin()), recipe, 3, "sine")
+        assert len(list(tmp_path.iterdir())) == 1
+        read = trained((1, 8, 1), (x, x.sin()), recipe, 3, "sine")
+        assert not read.training
+        assert all(torch.equal(a, b) for a, b in zip(made.parameters(), read.parameters(), strict=True))
+        assert torch.equal(anew(x), made(x))
+        assert not torch.equal(other(x), made(x))
+
+    def test_it_learns(self):
+        x = torch.linspace(-2, 2, 64)[:, None].double()
+        model = trained((1, 20, 1), (x, x.sin()), Recipe(root_mean_square, 300, 1e-2, batch=0), 0, "")
+        assert float(root_mean_square(model(x), x.sin()).detach()) < 0.1
+
+    def test_random_state_is_untouched(self):
+        x = torch.randn(20, 2)
+        before = torch.random.get_rng_state()
+        trained((2, 4, 1), (x, x[:, :1]), Recipe(F.mse_loss, 2), 0, "")
+        assert torch.equal(torch.random.get_rng_state(), before)
+
+
+class TestScores:
+    def test_against_the_definitions(self):
+        mean, y = torch.zeros(400, 1), torch.randn(400, 1)
+        latent = torch.full((400, 1), 0.75)
+        found = figure4.regression_scores(mean, latent, 0.25, y, 10.0)
+        assert found["nll"] == pytest.approx(-float(torch.distributions.Normal(0, 1).log_prob(y).mean()), rel=1e-5)
+        assert found["nll, unit"] == pytest.approx(found["nll"] + math.log(10))
+        assert found["latent share"] == pytest.approx(0.75)
+        assert found["cqm"] == pytest.approx(float(cqm(mean, torch.ones(400, 1), y)))
+        curve = torch.tensor(found["curve"]).double()
+        assert curve[0] == 0
+        assert curve[-1] == 1
+        assert float((curve - figure4.LEVELS).abs().max()) < 0.1
+
+    def test_regions_of_the_toy(self):
+        found = figure1.regions(figure1.GRID)
+        assert int(sum(part.long() for part in found.values()).min()) == 1  # every point in just one
+        assert int(sum(part.long() for part in found.values()).max()) == 1
+
+
+@pytest.mark.parametrize("name", ["ResNet-20", "ViT", "MLP of 74 000 weights"])
+def test_networks_of_the_cost(name):
+    model, loader = cost.network(name, samples=2, batch=2)
+    with torch.no_grad():
+        assert model(loader[0][0]).shape == (2, 10)
+
+
+def test_refused():
+    with pytest.raises(lw.LapwingError, match="kin40k"):
+        figure4.table("year", 0)
+
+
+class TestWithData:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", figure4.TABLES)
+    def test_tables(self, data_folder, name):
+        found = figure4.table(name, 0)
+        parts = (found.train, found.val, found.test)
+        total = sum(len(x) for x, _ in parts)
+        for (x, y), share in zip(parts, (0.8, 0.1, 0.1), strict=True):
+            assert len(x) == pytest.approx(share * total, abs=1)
+            assert x.dtype == y.dtype == torch.float32
+            assert y.shape == (len(x), 1)
+            assert bool(x.isfinite().all() & y.isfinite().all())
+
+    def test_time_order_and_random_order(self, data_folder):
+        for name, ordered in (("us_flights_2015jan", True), ("elevators", False)):
+            first, second = (figure4.table(name, seed).test[1] for seed in (0, 1))
+            assert torch.equal(first, second) == ordered
+
+    def test_toy(self, data_folder):
+        whole, nothing = figure1.toy()
+        assert (len(whole[0]), len(nothing[0])) == (400, 0)
+        train, val = figure1.toy(0.2, 1)
+        assert (len(train[0]), len(val[0])) == (320, 80)
+        assert torch.equal(torch.cat([train[0], val[0]]).sort(0).values, whole[0].sort(0).values)
+        for low, high in figure1.GAPS:
+            assert not ((whole[0] > low) & (whole[0] < high)).any()
+
+    @pytest.mark.slow
+    def test_pictures(self, data_folder):
+        found = data.pictures("mnist", 0, tested=100)
+        assert sum(len(x) for x, _ in found.train) == 55_000
+        assert sum(len(x) for x, _ in found.val) == 2000
+        assert found.foreign.shape == (100, 1, 28, 28)
+        assert mlp(784, 5, 10)(found.test[0][0]).shape == (100, 10)
+
+
+def test_rows_of_the_resnet_table_at_a_small_network():
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 10)).eval()
+    x, y = torch.randn(300, 3, 2, 2), torch.arange(300) % 10
+    parts = [(x[i : i + 50], y[i : i + 50]) for i in range(0, 300, 50)]
+    setup = Cifar(model, parts[:2], parts[2:4], parts[4:])
+    corrupted = {severity: (torch.randn(38, 3, 2, 2), torch.arange(38) % 10) for severity in (1, 3)}
+    task = CifarTask(setup, x[200:], y[200:], corrupted)
+    alone = task.network_scores()
+    rows = [task.row(lw.Diagonal(), lw.everything, lw.Validation(parts[2:4]), 0), task.sampled_row(0, (1e4, 1e12), 4)]
+    for row in rows:
+        assert set(row) >= {"probit", "Monte Carlo", "prior_precision", "seconds", "predict_seconds"}
+        assert row["images"] == 100
+        for severity in ("1", "3"):
+            found = row["corrupted"][severity]
+            assert len(found["nll by kind"]) == 19
+            assert found["nll"] == pytest.approx(sum(found["nll by kind"]) / 19, rel=1e-5)
+    assert rows[1]["prior_precision"] in (1e4, 1e12)
+    certain = task.sampled_row(0, (1e12,), 4)
+    assert certain["probit"]["nll"] == pytest.approx(alone["softmax"]["nll"], abs=1e-4)
