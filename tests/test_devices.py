@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing import batches
-from lapwing.evaluation import dead_parameters, sensitivity
-from lapwing.tangent import Tangent
+from lapwing.evaluation import sensitivity
 
 GETTERS = {getattr(Tensor, name).__get__ for name in ("dtype", "is_meta", "is_nested", "layout", "ndim", "shape")}
 HARMLESS = {Tensor.dim, Tensor.is_floating_point, Tensor.is_inference, Tensor.numel, Tensor.size, len, Tensor.__len__}
@@ -135,7 +134,6 @@ def test_evaluations_elsewhere() -> None:
     factors = [lw.scale_factor(posterior, data, lw.Linearized()).factor for data in (HERE, THERE)]
     assert factors[0] == pytest.approx(factors[1])
     assert str(lw.coverage(network(), away(X))) == str(lw.coverage(network(), X))
-    assert dead_parameters(Tangent.survey(network(), X), THERE) == dead_parameters(posterior, HERE)
     found = sensitivity(posterior, away(X), targets=away(Y), via=lw.Linearized(), steps=2)
     torch.testing.assert_close(found.values, sensitivity(posterior, X, targets=Y, via=lw.Linearized(), steps=2).values)
 

@@ -121,9 +121,9 @@ def test_where_the_variance_is():
     x, _ = task.data.test
     full = posterior.latent(x).variance.mean() / posterior.noise_variance
     assert found["variance, GLM"] == pytest.approx(float(full), rel=1e-4)
-    dense, jacobian = posterior.covariance.to_dense(), posterior.tangent.record(x).rows()[:, 0]
+    dense, jacobian = posterior.covariance.to_dense(), posterior.tangent.record(x).rows()[:, 0].double()
     first = 3 * 8 + 8
-    mask = torch.block_diag(torch.ones(first, first), torch.ones(9, 9))
+    mask = torch.block_diag(torch.ones(first, first), torch.ones(9, 9)).double()
     blocks = torch.einsum("bp,pq,bq->b", jacobian, dense * mask, jacobian).mean() / posterior.noise_variance
     assert found["variance, blocks"] == pytest.approx(float(blocks), rel=1e-3)
     assert found["variance, streamlined"] > found["variance, blocks"]
