@@ -119,7 +119,7 @@ def test_matched_relu_equals_draws():
 
 @pytest.mark.parametrize("size", [1e-12, 1e-4, 1.0, 30.0, -30.0])
 def test_matched_relu_keeps_its_precision(size):
-    from lapwing.prediction.streamlined.elementwise import relu_moments
+    from lapwing.prediction.streamlined.functions import relu_moments
     from lapwing.prediction.streamlined.moments import Moments
 
     m = torch.tensor([size, -size, 1.0], dtype=F64)

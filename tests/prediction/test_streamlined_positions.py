@@ -12,6 +12,7 @@ from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
 from lapwing.prediction.streamlined.moments import Moments
 from lapwing.reproduce.models import BasicBlock
+from lapwing.tangent.eager import without_compiled
 from tests.prediction.streamlined_oracle import F64, build, draw_outputs
 from tests.prediction.test_streamlined_networks import covariance_of
 from tests.zoo import ZOO
@@ -165,13 +166,13 @@ def test_correlations_are_between_zero_and_one(name):
     case = ZOO[name]
     x = case.inputs(3, 0)
     tangent = tn.Tangent.survey(case.build(), x, tn.matching("*"))
-    engine = Streamlined()._engine(tangent, covariance_of(tangent), x)
-    values = engine.start(x, {})
-    for item in engine.plan.items:
-        found = values[item.node.name] = engine.step(item, values, 3)
-        if isinstance(found, Moments) and found.correlation is not None:
-            rho = found.correlation.expand_as(found.variance)
-            assert ((rho >= 0) & (rho <= 1)).all()
+    with without_compiled():
+        program = Streamlined().program(tangent, covariance_of(tangent), x)
+    values = program.start(x, {})
+    for step in program.schedule.steps:
+        value = values[step.node.name] = program.step(step, values, 3)
+        if isinstance(value, Moments) and value.correlation is not None:
+            assert ((value.correlation >= 0) & (value.correlation <= 1)).all()
 
 
 # ---- where positions are
@@ -179,8 +180,8 @@ def test_correlations_are_between_zero_and_one(name):
 
 def layouts_of(model, x):
     tangent = tn.Tangent.survey(model.double().eval(), x, tn.matching("*"))
-    engine = Streamlined()._engine(tangent, covariance_of(tangent), x)
-    return next(iter(engine.sites.values())).layouts
+    with without_compiled():
+        return Streamlined().program(tangent, covariance_of(tangent), x).layouts
 
 
 def test_layouts_of_a_transformer():

@@ -1,243 +1,28 @@
-"""Streamlined prediction: the Gaussian over the weights, pushed through the network layer by layer in one pass."""
+"""Streamlined prediction: the Gaussian over the weights, pushed through the network layer by layer in one pass.
+
+`streamlined.py` is the way; begin reading there. `graph.py` reads the network, `schedule.py` says which calls carry
+moments, `program.py` runs them (`full.py` in full mode), and `operations.py` is the table that both ask: `rules/` fills
+it, one entry for each operation. The room imports `covariance`, `tangent`, `batches` and `errors`, and from its own
+floor `way.py` and `uncertain.py`; only `deployment` reads its insides.
+"""
 
 from __future__ import annotations
 
-import math
-import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from ... import batches
-from ...covariance import Covariance, Latent
-from ...covariance.output import Dense
-from ...errors import LapwingError
-from ...tangent import Tangent
-from ...tangent.checks import check_mode
-from ...tangent.eager import outside_modes, without_compiled
-from ...tangent.record import wants_gradient
-from ..uncertain import leaves_of, separate
-from ..way import Way
+from .streamlined import Streamlined
 
 if TYPE_CHECKING:
-    from .graph import Graph
-    from .joint import Walk
-    from .program import Options, Program
-
-_PROGRAMS: weakref.WeakKeyDictionary[Covariance, dict[Any, tuple[Graph, Program | Walk]]] = weakref.WeakKeyDictionary()
-
-_LABELS = {
-    "covariance": ("diagonal", "full"),
-    "residual": ("independent", "correlated", None),
-    "attention": ("values", "scores", "tokens", "features"),
-    "activations": ("linear", "moments"),
-    "positions": ("correlated", "independent"),
-    "kronecker": ("exact", "shifted"),
-}
+    from .operations import Kind, Operation, broadcast, independent, register
 
 
-@dataclass(frozen=True)
-class Streamlined(Way):
-    """Pushes the moments of `N(θ̂, Σ)` through the network, call by call, without Jacobians or weight draws.
+def __getattr__(name: str) -> Any:
+    """Returns what belongs to the table of operations, filled when it is first used: `import lapwing` stays light."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import operations, rules  # noqa: F401
 
-        E[h] = W m + b        Cov[h] = W Cov[a] Wᵀ + Σ_ii' E[a aᵀ]_ii' Cov[W_ji, W_j'i']        at layers with weights
-        E[g(h)] = g(m)        Cov[g(h)] = J_g Cov[h] J_gᵀ                                       at everything else
-
-    The network's own forward is read as a graph by `torch.export`: any module, `forward=`, Hugging Face models. Its
-    means are the network's outputs. Layers are taken as independent of each other, whatever the posterior says; within
-    a layer its covariance counts in full. What several calls make of one tensor (an activation or a norm written by
-    hand) is linearised as one function, norms with their statistics. With the last layer alone treated the result is
-    that of `Linearized()`. Uncertain inputs (`lw.Uncertain`) are carried too; in "diagonal" mode what hidden units
-    share of their noise is lost, in deep networks most of it.
-
-    In "diagonal" mode the entries of a sample's tensors are independent of each other: channels, copies of an entry,
-    the two sides of a sum. Positions of one channel (pixels, tokens), which share a layer's weights, are not, with one
-    correlation ρ a channel: `Cov[h_t, h_t'] = ρ √(v_t v_t')`, set at each layer so that the mean of its outputs over
-    positions has the right variance, `Σ_ii' ā_i ā_i' Cov[W_ji, W_ji']` from its weights, with ā the mean of its inputs.
-    That is exact for a layer that is averaged over its positions. What is left of the difference to `Linearized()` are
-    the covariances between channels, which make variances of deep convolutional networks too small, more so the more
-    certain the weights are; `lapwing.evaluation.approximation_errors` says how much, layer by layer, and a scale factor
-    tuned on held-out data makes up for the level. "full" mode keeps all covariances: it equals `Linearized()` for a
-    block-diagonal Σ, plus what the weights' products with uncertain inputs add in each layer; in grouped convolutions
-    and at tensors that are multiplied with each other those products are left out.
-
-    Attributes:
-        covariance: what is kept of hidden tensors: "diagonal", their variances, or "full", their covariances within a
-            sample. Outputs have covariances (B, C, C) in either case where a linear layer gives them; else "diagonal"
-            has their variances alone.
-        residual: the two sides of a sum that share an input: "independent", as in the paper, or "correlated", which
-            adds `2 Cov[x, h]`. None: correlated in full mode, independent in diagonal mode, where correlations cost as
-            many forward-mode passes of a branch as its input has numbers a sample.
-        attention: "values", as in the paper: values are uncertain, scores are not. "tokens": as "values", with the
-            covariances between tokens of what the values' weights add, `Σ_ii' a_si a_s'i' Cov[W_ei, W_ei']`, exact
-            where "values" has ρ; as many times a linear layer as there are heads. "features": as "values", with the
-            covariances between a head's features that share inputs, up to the layer after the attention (equation 74);
-            likewise. "scores": queries and keys are uncertain too, to first order. The middle two are for
-            `scaled_dot_product_attention` and layers with tokens in one dimension; other calls, attention written by
-            hand among them, are as with "values" (a network with these alone is logged).
-        activations: "linear", or the exact moments of element-wise functions of Gaussians, "moments": closed for ReLU,
-            by quadrature with twenty evaluations for others; means then differ from the network's outputs.
-        positions: positions of a channel: "correlated", or "independent", as in the paper. Independent ones make too
-            little of the weights wherever many are averaged. In full mode it does not matter. Where a network merges
-            its samples between other dimensions, they are independent; so they are after embeddings, softmaxes, maxima
-            over a dimension, and sums of products of two uncertain tensors, and for a layer that has them flattened
-            into its inputs.
-        kronecker: posteriors of lw.KFAC(): "exact", or "shifted", the paper's equation 10, which is too sure.
-
-    Cost: no pass but the forward one, after about a second that a network's first batch takes. "diagonal", in products
-    of the size of the layer's own: one before the first treated layer, two after it, three at a layer with a diagonal
-    posterior; with a Kronecker-factored one two and a rotation of its inputs, O(I² + I O) a position; attention one
-    more; correlated positions a few element-wise passes of inputs and outputs, and one position more; memory a few
-    times a forward pass. "full": as many forward-mode passes of each call as its tensors have numbers n a sample, and
-    memory O(B n²) for all pairs of live tensors: for small networks. Batches are cut into chunks that fit the memory
-    budget.
-
-    Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, equations 2 to 7, 49, 71 and 83 to 88, with
-    layer norms linearised instead of taken as linear, correlated positions (equations 78 to 88 keep covariances of
-    pixels), and Kronecker-factored posteriors in their exact eigenbasis. "moments" is its comparison in table 3,
-    "features" that of tables 14 to 16.
-
-    Example:
-        >>> import lapwing as lw
-        >>> _ = torch.manual_seed(0)
-        >>> nn = torch.nn
-        >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)).eval()
-        >>> x = torch.randn(8, 1, 8, 8)
-        >>> loader = [(x, torch.tensor([0, 1, 2, 0, 1, 2, 0, 1]))]
-        >>> posterior = lw.fit(model, loader, lw.Diagonal(), prior_precision=10.0)
-        >>> latent = posterior.latent(x, via=lw.Streamlined())
-        >>> latent.variance.shape, bool((latent.mean == model(x)).all())
-        (torch.Size([8, 3]), True)
-    """
-
-    covariance: Literal["diagonal", "full"] = "diagonal"
-    residual: Literal["independent", "correlated"] | None = None
-    attention: Literal["values", "scores", "tokens", "features"] = "values"
-    activations: Literal["linear", "moments"] = "linear"
-    positions: Literal["independent", "correlated"] = "correlated"
-    kronecker: Literal["exact", "shifted"] = "exact"
-
-    def __post_init__(self) -> None:
-        """Checks the labels."""
-        for name, accepted in _LABELS.items():
-            found = getattr(self, name)
-            if found not in accepted:
-                raise LapwingError(
-                    f"Asked for Streamlined({name}={found!r}); accepted are {' and '.join(map(repr, accepted))}: write "
-                    f"via=lw.Streamlined({name}={accepted[0]!r})."
-                )
-        if self.covariance == "full" and self.activations == "moments":
-            raise LapwingError(
-                "Asked for Streamlined(covariance='full', activations='moments'), found no covariances between matched "
-                "activations; accepted is activations='linear' there: write via=lw.Streamlined(activations='moments')."
-            )
-
-    def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool = False) -> Latent:
-        """Returns the latent Gaussian at one batch, differentiable in inputs that require gradients.
-
-        Raises:
-            LapwingError: joint=True; a call without a rule, named with what is accepted; full covariances of one sample
-                that do not fit the memory budget; NaN or infinite inputs or outputs.
-        """
-        if joint:
-            raise LapwingError(
-                "Asked for joint=True via lw.Streamlined(), which carries each input's moments alone, without "
-                "covariances across inputs; accepted is joint=False: write via=lw.Linearized() for joint=True."
-            )
-        values, spreads = separate(inputs)
-        return self.propagate(tangent, covariance, values, spreads)
-
-    @outside_modes
-    def propagate(
-        self, tangent: Tangent, covariance: Covariance, inputs: Any, input_variances: Mapping[int, Tensor] | None = None
-    ) -> Latent:
-        """Returns the latent Gaussian where some inputs are uncertain too, `x ~ N(x, Σ_x)`.
-
-        Args:
-            tangent: the network.
-            covariance: Σ.
-            inputs: B samples.
-            input_variances: place of a floating-point tensor among the leaves of the inputs -> its variances, in its
-                own shape; in full mode also its covariances (B, n, n).
-
-        Raises:
-            LapwingError: as for `latent`.
-        """
-        check_mode(tangent.model)
-        batches.check_inputs(inputs, torch.empty(0, device=tangent.device), "the inputs")
-        if not batches.size(inputs):
-            raise LapwingError(
-                f"Asked for streamlined prediction at {batches.describe(inputs)}, found no samples; one at least is "
-                "needed: give a single sample as x[None]."
-            )
-        inputs, given = batches.plain(inputs), dict(input_variances or {})
-        if self.covariance != "full" and any(v.shape != leaves_of(inputs)[place].shape for place, v in given.items()):
-            raise LapwingError(
-                "Asked for lw.Uncertain(x, covariance=...) via lw.Streamlined(), which keeps the variances of hidden "
-                "tensors alone; accepted are variances, or full mode: write via=lw.Streamlined('full')."
-            )
-        # under the lock of without_compiled: other threads swap parameters
-        with torch.set_grad_enabled(wants_gradient((inputs, given))), without_compiled():
-            places = tuple(sorted(given))
-            needed = self._engine(tangent, covariance, inputs, places).bytes_per_sample
-            self._check_need(needed, tangent, inputs)
-            length = max(1, tangent.memory // needed)
-            parts = []
-            for rows, chunk in batches.chunks(inputs, length):
-                engine = self._engine(tangent, covariance, chunk, places)
-                parts.append(engine.run(chunk, {place: variance[rows] for place, variance in given.items()}))
-        mean = torch.cat([part.mean for part in parts])
-        batches.check_outputs(mean, "these inputs")
-        matrix = torch.cat([part.covariance for part in parts])  # (B, C, C)
-        if not math.isfinite(matrix.sum().item()) and not matrix.isfinite().all():
-            raise LapwingError(
-                f"Asked for streamlined variances of {type(tangent.model).__name__} at {batches.describe(inputs)}, "
-                "found NaN or infinite ones: this posterior is so wide that they overflow between the layers; one with "
-                "a larger prior precision is needed, or another way: write posterior.with_prior(100.0), or "
-                "via=lw.Linearized()."
-            )
-        return Latent(mean.to(tangent.dtype), (Dense(matrix.to(tangent.dtype)),))
-
-    def _check_need(self, needed: int, tangent: Tangent, inputs: Any) -> None:
-        """Raises where full covariances of one sample do not fit the memory budget."""
-        if self.covariance == "full" and needed > tangent.memory:
-            raise LapwingError(
-                f"Asked for lw.Streamlined('full') of {type(tangent.model).__name__} at {batches.describe(inputs)}, "
-                f"found that the covariances within its largest tensor take about {needed / 2**20:,.0f} MiB a sample, "
-                f"more than the budget of {tangent.memory / 2**20:,.0f} MiB; full mode is for small networks: write "
-                f"via=lw.Streamlined(), or pass memory={2 ** (needed - 1).bit_length()} to lw.fit if the machine has "
-                "it."
-            )
-
-    def options(self, inputs: tuple[int, ...] = ()) -> Options:
-        """Returns what a program is built for, at inputs of which those at some places are uncertain."""
-        from .program import Options  # imported when used, as below: `import lapwing` stays light
-
-        full = self.covariance == "full"
-        correlated = full if self.residual is None else self.residual == "correlated"
-        return Options(full, correlated, self.attention, self.activations, inputs, self.positions, self.kronecker)
-
-    def _engine(
-        self, tangent: Tangent, covariance: Covariance, inputs: Any, uncertain: tuple[int, ...] = ()
-    ) -> Program | Walk:
-        """Returns the program for inputs like these, built once for each graph and posterior."""
-        from .graph import read
-        from .joint import Walk
-        from .kronecker import seen
-        from .program import build
-
-        graph = read(tangent, inputs)
-        options = self.options(uncertain)
-        known = _PROGRAMS.setdefault(covariance, {})
-        key = id(graph), self, uncertain
-        if key not in known:
-            program = build(tangent, covariance, graph, options, inputs)
-            whole = seen(covariance, self.kronecker)
-            known[key] = graph, Walk.of(program, whole, inputs) if options.full else program
-        return known[key][1]
+    return getattr(operations, name)
 
 
-__all__ = ["Streamlined"]
+__all__ = ["Kind", "Operation", "Streamlined", "broadcast", "independent", "register"]
