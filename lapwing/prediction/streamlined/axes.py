@@ -110,8 +110,8 @@ def _batch_length(graph: Graph) -> int | str:
 
 def _checked(graph: Graph, inputs: Any, axes: SampleAxes, shared: list[str], network: str) -> SampleAxes:
     """Reads how the samples run where they share a dimension: another second sample must leave the first as it is."""
-    last = batches.size(inputs) - 1
-    pairs = [batches.take(inputs, torch.tensor(pair, device=graph.device)) for pair in ((0, last), (0, 0))]
+    places = ((0, batches.size(inputs) - 1), (0, 0))
+    pairs = [batches.take(inputs, torch.tensor(pair, device=graph.device)) for pair in places]
     with torch.no_grad():
         first, second = _run_changed(graph, pairs[0], axes.dims, shared), graph.run(pairs[1])
     fastest = set[str]()

@@ -25,7 +25,7 @@ from .operations import Kind, is_a, named
 from .program import Program, means_of
 from .schedule import Schedule, Step
 from .sites import Treated, refusal
-from .weights import contribution, own_layer
+from .weights import contribution, treated_layer
 
 Covariances = Mapping[tuple[str, str], Tensor]
 """Two names -> the covariances (B, n_a, n_b) of their values; of a pair one order is kept."""
@@ -112,8 +112,10 @@ class FullProgram:
     def __init__(self, program: Program, covariance: Covariance, inputs: Any) -> None:
         self._program, self._axes = program, read_axes(program.graph, inputs, program.network)
         self._calls = calls_of(program.schedule, self._axes.dims)
-        self._last = {n: place for place, call in enumerate(self._calls) for n in (*call.needs, *call.step.sources)}
-        self._last[program.schedule.output] = len(self._calls)
+        self._last_reads = {
+            n: place for place, call in enumerate(self._calls) for n in (*call.needs, *call.step.sources)
+        }
+        self._last_reads[program.schedule.output] = len(self._calls)
         self._covariance = weakref.ref(covariance)  # programs are kept for as long as their posterior lives
         self._matrices: dict[str, Tensor] = {}
 
@@ -160,10 +162,10 @@ class FullProgram:
             values[name] = program.step(call.step, values, samples)
         if call.carries:
             tracks = program.way.tracks_branches
-            targets = [z for z in values if tracks and z != name and self._last.get(z, -1) > place]
+            targets = [z for z in values if tracks and z != name and self._last_reads.get(z, -1) > place]
             covariances = self._covariances(call, values, known, targets, samples)
             known.update({(name, other): c for other, c in covariances.items()})
-        gone = [n for n in values if self._last.get(n, -1) <= place and n not in program.graph.tensors]
+        gone = [n for n in values if self._last_reads.get(n, -1) <= place and n not in program.graph.tensors]
         for other in gone:
             del values[other]
         for pair in [pair for pair in known if not set(pair).isdisjoint(gone)]:
@@ -176,7 +178,7 @@ class FullProgram:
         program, name, axes = self._program, call.step.node.name, self._axes
         dtype, node = program.dtype, call.step.node
         read = {n: program.cast(n, values[n]) for n in call.needs}
-        layer = own_layer(program.sites.get(name))
+        layer = treated_layer(program.sites.get(name))
         owned = layer.owned if layer is not None else frozenset[str]()
         leaves = [n for n in call.leaves if n not in program.treated]
 
@@ -206,15 +208,15 @@ class FullProgram:
             part = from_leaves(parts)
             if part is not None:
                 result[target] = part
-        own = [from_leaves({x: result[x].mT for x in leaves if x in result})]
+        terms = [from_leaves({x: result[x].mT for x in leaves if x in result})]
         for treated, names in call.blocks(program.treated, owned):
             jacobian = carried(_directions(call, treated, names, read, dtype))  # (B, n, P)
-            own.append(jacobian @ self._matrix(treated).to(dtype) @ jacobian.mT)
+            terms.append(jacobian @ self._matrix(treated).to(dtype) @ jacobian.mT)
         if layer is not None:
             spread = _between(known, layer.source, layer.source)
             mean = read[layer.source]
-            own.append(contribution(layer, mean, axes, samples, spread, self._matrix))
-        kept, total = {z: c for z, c in result.items() if z in targets}, total_of(own)
+            terms.append(contribution(layer, mean, axes, samples, spread, self._matrix))
+        kept, total = {z: c for z, c in result.items() if z in targets}, total_of(terms)
         return kept if total is None else {**kept, name: total}
 
     def _matrix(self, treated: Treated) -> Tensor:

@@ -97,7 +97,7 @@ class Moments:
         return root(self.variance if self.correlation is None else self.correlation * self.variance)
 
     @property
-    def own(self) -> Tensor:
+    def individual(self) -> Tensor:
         """`(1 - ρ) v`, the variances of what each position has on its own."""
         return self.variance if self.correlation is None else (1 - self.correlation) * self.variance
 
@@ -112,10 +112,10 @@ class Moments:
             return layout.mean(self.common, samples, channel)
         return layout.mean(root(self.variance), samples, channel) * root(self._flat(layout, samples, channel))
 
-    def mean_own(self, layout: Layout, samples: int, channel: int = -1) -> Tensor:
+    def mean_individual(self, layout: Layout, samples: int, channel: int = -1) -> Tensor:
         """Returns the means of `(1 - ρ) v` over positions, (B, n)."""
         if not self._is_flat(layout):
-            return layout.mean(self.own, samples, channel)
+            return layout.mean(self.individual, samples, channel)
         return layout.mean(self.variance, samples, channel) * (1 - self._flat(layout, samples, channel))
 
     def _is_flat(self, layout: Layout) -> bool:
@@ -156,14 +156,14 @@ def ratio(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def layer_correlation(
-    variance: Tensor, pooled: Tensor, own: Tensor | None, layout: Layout, samples: int, channel: int
+    variance: Tensor, pooled: Tensor, individual: Tensor | None, layout: Layout, samples: int, channel: int
 ) -> Tensor:
-    """Returns ρ (B, n) with `ρ (mean_t √v_t)² + (1 - ρ) mean_t v_t / T = pooled + own/T`, in [0, 1].
+    """Returns ρ (B, n) with `ρ (mean_t √v_t)² + (1 - ρ) mean_t v_t / T = pooled + individual/T`, in [0, 1].
 
     Args:
         variance: v, of a layer's outputs.
         pooled: the variances that the means over its T positions have from what these share (B, n).
-        own: means over positions of the variances that each has on its own (B, n), None for none.
+        individual: means over positions of the variances that each has on its own (B, n), None for none.
         layout: the dimensions of the outputs.
         samples: B.
         channel: its dimension of the channels.
@@ -171,7 +171,7 @@ def layer_correlation(
     count = variance.numel() // pooled.numel()  # T
     alone = layout.mean(variance, samples, channel) / count
     amplitude = layout.mean(root(variance), samples, channel).square()
-    excess = pooled - alone if own is None else pooled + own / count - alone
+    excess = pooled - alone if individual is None else pooled + individual / count - alone
     return ratio(excess.clamp_min(0), amplitude - alone)
 
 

@@ -60,12 +60,12 @@ class Program:
         self.bytes_per_sample = self._numbers_per_sample() * self.dtype.itemsize
         tracked = self.axes is not None and self.way.tracks_branches
         self._branches: dict[str, Branches] = find_branches(self.schedule, self.axes) if tracked else {}  # type: ignore[arg-type]
-        last: dict[str, int] = {}
+        last_reads: dict[str, int] = {}
         for place, step in enumerate(steps):
             branches = self._branches.get(step.node.name)
-            last.update(dict.fromkeys((*step.sources, *(branches.reads if branches else ())), place))
+            last_reads.update(dict.fromkeys((*step.sources, *(branches.reads if branches else ())), place))
         self._frees: list[list[str]] = [[] for _ in steps]
-        for name, place in last.items():
+        for name, place in last_reads.items():
             if name != self.schedule.output and name not in self.graph.tensors:
                 self._frees[place].append(name)
         self._casts: dict[str, tuple[Any, Tensor]] = {}
@@ -229,5 +229,5 @@ def _numbers(step: Step) -> int:
 
 def _batch_length(node: fx.Node) -> int:
     """Returns the length of the batch that the network was read with."""
-    *_, last = (n.meta.get("val") for n in node.graph.nodes if n.op == "placeholder")
-    return length_of(last.shape[0]) if isinstance(last, Tensor) and last.ndim else 2
+    *_, value = (n.meta.get("val") for n in node.graph.nodes if n.op == "placeholder")
+    return length_of(value.shape[0]) if isinstance(value, Tensor) and value.ndim else 2

@@ -13,12 +13,12 @@ from ...tangent.layers.conv import unfold
 from .axes import SampleAxes
 from .operations import Kind, is_a
 from .rules.conv import conv_weights, geometry
-from .rules.linear import own_weights
+from .rules.linear import linear_weights
 from .sites import Site, Treated
 
 
 @dataclass(frozen=True)
-class OwnLayer:
+class TreatedLayer:
     """A linear layer or convolution with treated weights that no other layer shares.
 
     Attributes:
@@ -34,7 +34,7 @@ class OwnLayer:
     owned: frozenset[str]
 
 
-def own_layer(site: Site | None) -> OwnLayer | None:
+def treated_layer(site: Site | None) -> TreatedLayer | None:
     """Returns the layer that a call is, None where its weights are not one layer's alone."""
     if site is None:
         return None
@@ -43,18 +43,18 @@ def own_layer(site: Site | None) -> OwnLayer | None:
         if treated is not None and treated.block.matrix_shape[0] > 1:
             return None  # groups go by the derivative
     else:
-        treated = own_weights(site) if is_a(site.node, Kind.LINEAR) else None
+        treated = linear_weights(site) if is_a(site.node, Kind.LINEAR) else None
     if treated is None or not treated.block.has_weight:
         return None
     arguments = site.named(site.node.args, site.node.kwargs)
     source = arguments.get("input", arguments.get("mat1", arguments.get("self")))
     assert isinstance(source, fx.Node)
     owned = frozenset(arguments[role].name for role, known in site.roles.items() if known[0] is treated)
-    return OwnLayer(site, treated, source.name, owned)
+    return TreatedLayer(site, treated, source.name, owned)
 
 
 def contribution(
-    layer: OwnLayer,
+    layer: TreatedLayer,
     x: Tensor,
     axes: SampleAxes,
     samples: int,
@@ -96,7 +96,7 @@ def contribution(
     return out.flatten(3).flatten(1, 2)
 
 
-def _patches(layer: OwnLayer, x: Tensor, covariance: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _patches(layer: TreatedLayer, x: Tensor, covariance: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Returns the patches (B, T, I) of an input (B, channels, *space), and their covariances (B, T, I, T, I)."""
     arguments = layer.site.named(layer.site.node.args, layer.site.node.kwargs)
     kernel = tuple(arguments["weight"].meta["val"].shape[2:])

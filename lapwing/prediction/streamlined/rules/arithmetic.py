@@ -93,7 +93,7 @@ def contracted(site: Site, x: Value, y: Value, bilinear: Bilinear) -> Moments:
             return bilinear(x, y) if place == 0 else bilinear(y, x)
 
         common = apply(value.common, other).square()
-        variance = common + apply(value.own, other.square())
+        variance = common + apply(value.individual, other.square())
         return Moments(result.mean, variance, sum_correlation(variance, [(common, 1.0)]))
     return result
 
@@ -191,8 +191,8 @@ def summed(site: Site, arguments: dict[str, Any]) -> Moments:
     layout = site.layout_of("self")
     positions = [] if layout is None else [d % x.mean.ndim for d in dims if d % x.mean.ndim in layout.positions]
     common = x.common.sum(positions, keepdim=True).square() if positions else x.common.square()
-    common, own = common.sum(dims, keepdim=keep), x.own.sum(dims, keepdim=keep)
-    variance = common + own
+    common, individual = common.sum(dims, keepdim=keep), x.individual.sum(dims, keepdim=keep)
+    variance = common + individual
     return Moments(mean / scale, variance / scale**2, sum_correlation(variance, [(common, 1.0)]))
 
 

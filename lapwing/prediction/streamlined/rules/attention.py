@@ -49,7 +49,7 @@ def attended(site: Site, arguments: dict[str, Any]) -> Moments:
             return result
     parts, common = [], None
     if isinstance(value, Moments):
-        parts.append(square @ value.own)
+        parts.append(square @ value.individual)
         if value.correlation is not None:
             common = (weights @ value.common).square()
             parts.append(common)
@@ -157,14 +157,14 @@ def _mixed(site: Site, value: Moments, weights: Tensor, square: Tensor) -> Momen
         """Returns of what W_V adds (B, O at the end) that which each head reads, (B, H, S, d)."""
         return _picked(variance[:, None].expand(-1, heads, -1, -1), rows)
 
-    own = of_heads(source.added(a))  # (B, H, S, d)
+    from_layer = of_heads(source.added(a))  # (B, H, S, d)
     blend = weights @ a[:, None]  # (B, H, T, I)
     exact = _picked(source.added(blend), rows)
-    rest = (value.variance - own).clamp_min(0)
+    rest = (value.variance - from_layer).clamp_min(0)
     if value.correlation is None:
         return Moments(weights @ value.mean, square @ rest + exact)
-    rho = ratio(of_heads(source.added(a.mean(1, keepdim=True))), root(own).mean(-2, keepdim=True).square())
-    common = torch.minimum((value.correlation * value.variance - rho * own).clamp_min(0), rest)
+    rho = ratio(of_heads(source.added(a.mean(1, keepdim=True))), root(from_layer).mean(-2, keepdim=True).square())
+    common = torch.minimum((value.correlation * value.variance - rho * from_layer).clamp_min(0), rest)
     inherited = (weights @ root(common)).square()
     total = square @ (rest - common) + inherited + exact
     pooled = _picked(source.added(blend.mean(-2, keepdim=True)), rows)

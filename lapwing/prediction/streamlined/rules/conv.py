@@ -52,11 +52,11 @@ def convolution(site: Site, arguments: dict[str, Any], positions: bool = True) -
     if layout is None:
         return Moments(h, total)
     pooled: list[Tensor] = []
-    own = None
+    individual = None
     if isinstance(x, Moments):
         groups, cover = arguments["groups"], _cover(site, arguments, mean)
         counted = site.constant("counted", lambda: _counted(cover, second), second)  # (O, C)
-        own = _by_groups(x.mean_own(layout, site.samples, 1), counted, groups)
+        individual = _by_groups(x.mean_individual(layout, site.samples, 1), counted, groups)
         if x.correlation is not None:
             inherited = site.constant("inherited", lambda: _inherited(cover, w, spread), w, spread)  # (O, C)
             pooled.append(_by_groups(x.mean_common(layout, site.samples, 1).square(), inherited, groups))
@@ -67,7 +67,7 @@ def convolution(site: Site, arguments: dict[str, Any], positions: bool = True) -
         pooled.append(bias.variance.expand(h.shape[0], -1))
     if not pooled:
         return Moments(h, total)
-    rho = layer_correlation(total, total_of(pooled), own, layout, site.samples, 1)  # (B, O)
+    rho = layer_correlation(total, total_of(pooled), individual, layout, site.samples, 1)  # (B, O)
     return Moments(h, total, layout.spread(rho, total, 1))
 
 

@@ -54,7 +54,7 @@ class Layer:
             roles = ("self", "other" if "other" in arguments else "mat2", None)
         source, weight, bias = roles
         b = None if bias is None else arguments[bias]
-        return cls(site, source, arguments[source], arguments[weight], b, weight != "weight", own_weights(site))
+        return cls(site, source, arguments[source], arguments[weight], b, weight != "weight", linear_weights(site))
 
     @property
     def matrix(self) -> Tensor:
@@ -140,8 +140,8 @@ def linear(site: Site, arguments: dict[str, Any]) -> Moments:
         pooled.append(x.mean_common(layout, site.samples).square() @ layer.second())
     if not pooled:
         return Moments(h, total, None, start)
-    own = x.mean_own(layout, site.samples) @ layer.second() if isinstance(x, Moments) else None
-    rho = layer_correlation(total, total_of(pooled), own, layout, site.samples, -1)  # (B, O)
+    individual = x.mean_individual(layout, site.samples) @ layer.second() if isinstance(x, Moments) else None
+    rho = layer_correlation(total, total_of(pooled), individual, layout, site.samples, -1)  # (B, O)
     return Moments(h, total, layout.spread(rho, total), start)
 
 
@@ -179,7 +179,7 @@ def has_one_position(layer: Layer, samples: int) -> bool:
     return x.ndim > 1 and w.ndim == 2 and x.numel() == samples * x.shape[-1]
 
 
-def own_weights(site: Site) -> Treated | None:
+def linear_weights(site: Site) -> Treated | None:
     """Returns the treated weights of a linear layer, None where they are not laid out as this call reads them."""
     treated = site.treated("weight", "mat2", "other")
     if treated is None or treated.block.family != "linear" or treated.block.matrix is None:

@@ -112,12 +112,12 @@ def affine(
             total = torch.addcmul(mean.new_zeros(()) if total is None else total, mean.square(), shape(gamma_v))
         return total if crossed is None or total is None else total + 2 * mean * shape(crossed)
 
-    own, carried = added(mean, lambda value: value), None
+    from_weights, carried = added(mean, lambda value: value), None
     if variance is not None:
         slope = mean.new_ones(()) if gamma is None else gamma.square()
         slope = total_of([slope, gamma_v])
         carried = variance * (slope if factor is None else slope * factor)
-    total = total_of([own, carried])
+    total = total_of([from_weights, carried])
     total = total if total.shape == out.shape else total.expand_as(out)
     layout = site.layout
     if layout is None:
@@ -125,13 +125,13 @@ def affine(
     parts: list[tuple[Tensor, Tensor | float | None]] = []
     channel = 1 if trailing else -1
     width = next((value.numel() for value in (gamma, beta) if value is not None), 0)
-    if own is not None and width == out.shape[channel]:
-        own = own.expand_as(out)
+    if from_weights is not None and width == out.shape[channel]:
+        from_weights = from_weights.expand_as(out)
         average = layout.mean(mean, site.samples, channel)
         pooled: Any = added(average, lambda value: value.reshape(-1))
-        whole, count = layout.mean(own, site.samples, channel), out.numel() // average.numel()
+        whole, count = layout.mean(from_weights, site.samples, channel), out.numel() // average.numel()
         rho = ratio((pooled - whole / count).clamp_min(0), whole - whole / count)
-        parts.append((own, layout.spread(rho, out, channel)))
+        parts.append((from_weights, layout.spread(rho, out, channel)))
     if carried is not None:
         parts.append((carried, x.correlation))
     return Moments(out, total, sum_correlation(total, parts, layout.positions))

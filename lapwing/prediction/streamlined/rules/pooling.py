@@ -25,7 +25,7 @@ def averaged(site: Site, arguments: dict[str, Any]) -> Moments:
     if x.correlation is None:
         return Moments(apply(x.mean), apply(x.variance) / divisors)
     common = apply(x.common).square()
-    variance = common + apply(x.own) / divisors
+    variance = common + apply(x.individual) / divisors
     return Moments(apply(x.mean), variance, sum_correlation(variance, [(common, 1.0)]))
 
 
