@@ -15,24 +15,7 @@ from lapwing.covariance import Blockwise, DiagonalBlock
 from lapwing.errors import LapwingError
 from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
-from tests.prediction.streamlined_oracle import F64, build
-
-
-class Shifted(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function, self.shift = function, nn.Parameter(torch.zeros(1))
-
-    def forward(self, *inputs):
-        return self.function(*inputs).flatten(1) + self.shift
-
-
-def propagate(function, inputs, variances, **options):
-    model = Shifted(function).double().eval()
-    tangent = tn.Tangent.survey(model, inputs, tn.matching("shift"))
-    covariance = build(tangent, "diagonal")
-    found = Streamlined(**options).propagate(tangent, covariance, inputs, variances)
-    return found.mean, found.variance - covariance.diagonal()["shift"], model
+from tests.prediction.streamlined_oracle import F64, propagate
 
 
 def diagonal_posterior(tangent, precision: float):

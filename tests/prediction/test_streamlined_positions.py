@@ -13,20 +13,11 @@ from lapwing.prediction.streamlined import Streamlined
 from lapwing.prediction.streamlined.moments import Moments
 from lapwing.reproduce.models import BasicBlock
 from lapwing.tangent.eager import without_compiled
-from tests.prediction.streamlined_oracle import F64, build, draw_outputs
+from tests.prediction.streamlined_oracle import F64, Function, build, draw_outputs
 from tests.prediction.test_streamlined_networks import covariance_of
 from tests.zoo import ZOO
 
 SURE = {"scale": 1e7, "precision": 1e8}  # products of weights with uncertain inputs do not count
-
-
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def mean_of_tokens():
