@@ -72,11 +72,11 @@ def test_options_are_checked():
     x = torch.randn(3, 4, dtype=F64)
     tangent = survey(mlp(), x)
     covariance = build(tangent, "kronecker")
-    with pytest.raises(LapwingError, match="Streamlined\\(covariance='dense'\\)"):
+    with pytest.raises(LapwingError, match="There is no covariance='dense'"):
         Streamlined("dense")
-    with pytest.raises(LapwingError, match="Streamlined\\(attention='keys'\\)"):
+    with pytest.raises(LapwingError, match="There is no attention='keys'"):
         Streamlined(attention="keys")
-    with pytest.raises(LapwingError, match="Streamlined\\(residual='both'\\)"):
+    with pytest.raises(LapwingError, match="There is no residual='both'"):
         Streamlined(residual="both")
     with pytest.raises(LapwingError, match="no covariances between matched activations"):
         Streamlined("full", activations="moments")

@@ -22,7 +22,7 @@ from .schedule import Schedule, schedule
 from .sites import Site, Treated, refusal
 
 if TYPE_CHECKING:
-    from .streamlined import Streamlined
+    from . import Streamlined
 
 log = logging.getLogger("lapwing")
 

@@ -22,7 +22,7 @@ from .schedule import Schedule, Step
 from .sites import Site, Treated, resolve, run
 
 if TYPE_CHECKING:
-    from .streamlined import Streamlined
+    from . import Streamlined
 
 
 @dataclass
