@@ -27,7 +27,7 @@ import lapwing as lw
 from benchmarks.cost import mlp
 from benchmarks.measure import write
 from lapwing.prediction.streamlined.graph import execute, read
-from lapwing.prediction.streamlined.plan import plan
+from lapwing.prediction.streamlined.schedule import schedule
 from papers.common.networks import ResNet20
 
 SEED = 0
@@ -67,7 +67,7 @@ def products(posterior: lw.Posterior, x: Tensor) -> float:
     tangent = posterior.tangent
     graph = read(tangent, x)
     treated = {name for name, parameter in graph.parameters.items() if parameter in tangent.parameters}
-    planned = plan(graph, frozenset(treated), frozenset(), "values")
+    planned = schedule(graph, frozenset(treated), frozenset(), "values")
     uncertain = planned.uncertain
     values: dict[str, Any] = graph.bind(x)
     plain = needed = 0

@@ -511,7 +511,9 @@ def test_ways_that_cannot_be_deployed() -> None:
     for via in (lw.Streamlined("full"), lw.MonteCarlo(5), lw.Streamlined(residual="correlated"), "streamlined"):
         with pytest.raises(lw.LapwingError, match=r"Asked to deploy via=.*accepted are lw\.Streamlined\(\)"):
             lw.deploy(posterior, inputs(2), via=via)  # type: ignore[arg-type]
-    with pytest.raises(lw.LapwingError, match=r"via lw\.Linearized\(\), found treated weights.*last layer alone"):
+    with pytest.raises(
+        lw.LapwingError, match=r"lw\.Linearized\(\) deploys .* last layer alone, and .* via=lw\.Streamlined\(\)"
+    ):
         lw.deploy(posterior, inputs(2), via=lw.Linearized())
 
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..covariance import LayerBlock
-from ..prediction.streamlined.fusion import resolve
-from ..prediction.streamlined.linear import layer_of, own_weights
-from ..prediction.streamlined.moments import Moments, Value, mean_of, variance_of
-from ..prediction.streamlined.plan import Item
+from ..prediction.streamlined.moments import Moments, Value, mean_of, total_of, variance_of
+from ..prediction.streamlined.operations import Kind, is_a
 from ..prediction.streamlined.program import Program
-from ..prediction.streamlined.tail import is_layer
+from ..prediction.streamlined.rules.linear import Layer, bias_alone, has_one_position
+from ..prediction.streamlined.schedule import Step
+from ..prediction.streamlined.sites import resolve
 from .forms import forms, marginals, of_independent
 
 _NUMBERS = 2**24
@@ -67,58 +67,49 @@ def _flat(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def read_head(program: Program, item: Item, values: Mapping[str, Any], samples: int, centred: bool) -> Head | None:
+def read_head(program: Program, step: Step, values: Mapping[str, Any], samples: int, centred: bool) -> Head | None:
     """Reads the last layer of a program, None where it has several positions a sample or weights of no layer.
 
     Args:
         program: the network's moments.
-        item: the layer.
+        step: the layer.
         values: those before it, at an example.
         samples: B of the example.
         centred: whether centred outputs are asked for too.
 
     Cost: for weights with a common basis I products (O, O); else see `forms`.
     """
-    if not is_layer(item.node) or item.node.name not in program.sites:
+    if not is_a(step.node, Kind.LINEAR) or step.node.name not in program.sites:
         return None
-    site = program.sites[item.node.name]
-    read = {name: program.worked(name, values[name]) for name in item.sources}
-    given = site.named(*resolve(item.node, read, program.dtype))
-    x, weight, bias, transposed = layer_of(site, given)
-    mean, variance, w, b = mean_of(x), variance_of(x), mean_of(weight), mean_of(bias)
-    treated = own_weights(site)
-    if w.ndim != 2 or mean.ndim < 2 or mean.numel() != samples * mean.shape[-1]:
+    site = program.sites[step.node.name]
+    read = {name: program.cast(name, values[name]) for name in step.sources}
+    layer = Layer.of(site, site.named(*resolve(step.node, read, program.dtype)))
+    if not has_one_position(layer, samples):
         return None
-    if isinstance(weight, Moments) and treated is None:
-        return None
-    own = treated is not None and treated.block.has_weight
-    shared = own and isinstance(bias, Moments) and treated is not None and treated.block.bias
-    w = (w.mT if transposed else w).contiguous()  # (O, I)
+    treated, shared = layer.treated, layer.bias_is_shared
+    w = layer.matrix.contiguous()  # (O, I)
     basis = offset = scale = shift = through = None
-    if own and treated is not None:
+    if treated is not None:
         basis, scale = _rotation(treated.covariance, w, shared, centred)
         if shared and basis is None:
             shift, scale = scale[:, -1].contiguous(), scale[:, :-1].contiguous()
         elif shared and basis is not None:
             offset, basis = basis[:, -1].contiguous(), basis[:, :-1].contiguous()
-    if isinstance(bias, Moments) and not shared:
-        alone = site.treated("bias", "self")
-        if alone is not None and not alone.block.has_weight:
+    if isinstance(layer.bias, Moments) and not shared:
+        alone = bias_alone(site)
+        if alone is not None:
             added = marginals(alone.covariance.push(w.new_ones(1, 1), None, True), centred)
         else:
-            added = of_independent(bias.variance[None], centred)
-        shift = added[0] if shift is None else shift + added[0]
-    if variance is not None:
+            added = of_independent(layer.bias.variance[None], centred)
+        shift = total_of([shift, added[0]])
+    if variance_of(layer.x) is not None:
         units = (w - w.mean(0)).square()
         through = torch.cat([w.square(), units]) if centred else w.square()  # (R, I)
-        if own and treated is not None:
+        if treated is not None:
             eye = torch.eye(w.shape[1] + shared, dtype=w.dtype, device=w.device)[: w.shape[1]]
             through = through + _spread(treated.covariance, eye, w.shape[0], centred).T
-    return Head(_source(item, x, read), w, b, basis, offset, scale, shift, through)
-
-
-def _source(item: Item, x: Value, read: Mapping[str, Any]) -> str:
-    return next(name for name in item.sources if read[name] is x)
+    source = next(name for name in step.sources if read[name] is layer.x)
+    return Head(source, w, mean_of(layer.bias), basis, offset, scale, shift, through)
 
 
 def _spread(covariance: LayerBlock, rows: Tensor, outputs: int, centred: bool) -> Tensor:

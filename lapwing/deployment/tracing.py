@@ -17,12 +17,13 @@ from ..covariance import Covariance
 from ..covariance.output import Dense, Rotated
 from ..errors import LapwingError
 from ..prediction import Streamlined
-from ..prediction.streamlined.fusion import call
-from ..prediction.streamlined.graph import Graph, operation, quiet, read, where
-from ..prediction.streamlined.moments import Moments, mean_of
-from ..prediction.streamlined.plan import Item
-from ..prediction.streamlined.program import RULES, Program, build
-from ..prediction.streamlined.tail import VIEWS, Joint
+from ..prediction.streamlined.build import build
+from ..prediction.streamlined.graph import Graph, name_of, quiet, read, where
+from ..prediction.streamlined.moments import Moments
+from ..prediction.streamlined.operations import Kind, is_a, operation_of
+from ..prediction.streamlined.program import Program
+from ..prediction.streamlined.schedule import Step
+from ..prediction.streamlined.sites import run as run_call
 from ..tangent import Tangent
 from ..tangent.eager import without_compiled
 from .forms import Deployed
@@ -99,36 +100,36 @@ def _lengths_apart(inputs: Any) -> Any:
 
 def _program(tangent: Tangent, covariance: Any, graph: Graph, via: Streamlined, inputs: Any) -> Program:
     network = type(tangent.model).__name__
-    program = build(tangent, covariance, graph, via.options(), inputs)
+    program = build(tangent, covariance, graph, via, inputs, ())
     copies = {name: value.detach().clone() for name, value in graph.tensors.items()}
     program.graph = dataclasses.replace(graph, tensors=copies)
-    for item in program.plan.items:
-        site = program.sites.get(item.node.name)
-        if site is not None and item.node.target not in RULES:
+    for step in program.schedule.steps:
+        node, fused = step.node, step.fused
+        if step.uncertain and fused is None and operation_of(node).rule is None:
             raise LapwingError(
-                f"Asked to deploy {network}, found {operation(item.node)} in {where(item.node)}, which has no moment "
-                "rule and goes by forward mode; linear, convolution, pooling, norm, attention, embedding, element-wise "
-                "and shape operations are accepted: leave its weights out with params=lw.matching(...), or predict "
-                "with posterior.predict(x, via=lw.Streamlined())."
+                f"A deployed network goes by moment rules alone, and {name_of(node)} in {where(node)} of {network} has "
+                "no moment rule. Give it one (lapwing.prediction.streamlined.register), or leave the weights before it "
+                "out with params=lw.matching(...). Or predict with posterior.predict(x, via=lw.Streamlined())."
             )
-        if item.fused is not None and via.activations == "linear" and not item.fused.closed:
-            names = ", ".join(sorted({str(node.target) for node in item.fused.body}))
+        if fused is not None and via.activations == "linear" and not fused.closed:
+            names = sorted({name_of(node) for node in fused.body if operation_of(node).slope is None})
             raise LapwingError(
-                f"Asked to deploy {network}, found an element-wise function ({names}) without "
-                "slopes in closed form; accepted are those of prediction/streamlined/slopes.py: predict with "
-                "posterior.predict(x, via=lw.Streamlined()) instead."
+                f"A deployed network needs slopes in closed form, and a function of {network} has none: "
+                f"{', '.join(names) or 'statistics over several dimensions'}. Give it one "
+                "(lapwing.prediction.streamlined.register). Or predict with "
+                "posterior.predict(x, via=lw.Streamlined())."
             )
     return program
 
 
 def _check_last(program: Program, run: Run, tangent: Tangent) -> None:
     """Refuses uncertain values before the last layer, and a last layer whose covariances are not complete."""
-    early = [item for item in program.plan.items if item.uncertain and item.node.name not in program.ends]
+    early = [step for step in program.schedule.steps if step.uncertain and step.node.name not in program.ends]
     if early or not run.complete:
         names = ", ".join(block.name for block in tangent.blocks[:3]) + (", ..." if len(tangent.blocks) > 3 else "")
         raise LapwingError(
-            f"Asked to deploy {type(tangent.model).__name__} via lw.Linearized(), found treated weights in {names}; "
-            "the last layer alone is accepted there: write via=lw.Streamlined(), or fit with params=lw.last_layer."
+            f"lw.Linearized() deploys uncertain weights of the last layer alone, and {type(tangent.model).__name__} "
+            f"has others, in {names}. Write via=lw.Streamlined(), or fit with params=lw.last_layer."
         )
 
 
@@ -145,9 +146,8 @@ def _compare(run: Run, module: fx.GraphModule, inputs: Any, tangent: Tangent) ->
 
 def _one_size(tangent: Tangent) -> LapwingError:
     return LapwingError(
-        f"Asked to deploy {type(tangent.model).__name__}, found that its exported calls are right for one "
-        "batch size only; a forward that takes any batch is accepted: predict with "
-        "posterior.predict(x, via=lw.Streamlined()) instead."
+        f"The exported calls of {type(tangent.model).__name__} are right for one batch size only. Write a forward that "
+        "takes any batch. Or predict with posterior.predict(x, via=lw.Streamlined())."
     )
 
 
@@ -171,9 +171,9 @@ class Run(nn.Module):
         self,
         program: Program,
         values: Mapping[str, Any],
-        steps: tuple[Item, ...],
+        steps: tuple[Step, ...],
         head: Head | None,
-        end: tuple[Item, ...],
+        end: tuple[Step, ...],
         observe: Observe,
         dtype: torch.dtype,
     ) -> None:
@@ -190,17 +190,17 @@ class Run(nn.Module):
         values = {**program.graph.bind(inputs), **fixed}
         end = _end(program)
         head, steps = None, []
-        for item in program.plan.items:
-            name = item.node.name
-            if end and item is end[0]:
-                head = read_head(program, item, values, samples, centred)
-            values[name] = program.step(item, values, samples)
-            if all(source in fixed for source in item.sources) and item.sources:
+        for step in program.schedule.steps:
+            name = step.node.name
+            if end and step is end[0]:
+                head = read_head(program, step, values, samples, centred)
+            values[name] = program.step(step, values, samples)
+            if all(source in fixed for source in step.sources) and step.sources:
                 fixed[name] = values[name]
-            elif head is None or item not in end:
-                steps.append(item)
+            elif head is None or step not in end:
+                steps.append(step)
         run = cls(program, fixed, tuple(steps), head, end if head is not None else (), observe, dtype)
-        run.complete = head is not None or isinstance(values[program.plan.output], Joint)
+        run.complete = head is not None or values[program.schedule.output].covariance is not None
         return run
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -211,42 +211,34 @@ class Run(nn.Module):
             **{name: leaf for name, leaf in zip(program.graph.leaves, leaves, strict=True) if name is not None},
         }
         samples = leaves[0].shape[0]
-        for item in self.steps:
-            values[item.node.name] = program.step(item, values, samples)
+        for step in self.steps:
+            values[step.node.name] = program.step(step, values, samples)
         if self.head is None:
-            mean, plain, centred = _whole(values[program.plan.output])
+            mean, plain, centred = _whole(values[program.schedule.output])
         else:
-            source = self.head.source
-            mean, spread = self.head(_worked(program, source, values[source]))
-            for item in self.end[1:]:
-                name = item.uncertain[0]
-                mean = call(item.node, {**values, name: mean}, program.dtype)
-            plain, _, centred = spread, None, spread
+            mean, spread = self.head(program.cast(self.head.source, values[self.head.source]))
+            for step in self.end[1:]:
+                mean = run_call(step.node, {**values, step.uncertain[0]: mean}, program.dtype)
+            plain, centred = spread, spread
             if spread.shape[-1] == 2 * mean.shape[-1]:
                 plain, centred = spread.chunk(2, -1)
             if plain.ndim == 1:
                 plain, centred = (part.expand(mean.shape[0], -1) for part in (plain, centred))
-        found = (mean, plain.clamp_min(0), centred.clamp_min(0))
-        return self.observe(*(part.to(self.dtype) for part in found))
+        moments = (mean, plain.clamp_min(0), centred.clamp_min(0))
+        return self.observe(*(part.to(self.dtype) for part in moments))
 
 
-def _worked(program: Program, name: str, value: Any) -> Any:
-    return value if isinstance(value, Moments) else program.worked(name, mean_of(value))
-
-
-def _end(program: Program) -> tuple[Item, ...]:
+def _end(program: Program) -> tuple[Step, ...]:
     """Returns the last layer and what follows where that is views alone, else nothing."""
-    end = tuple(item for item in program.plan.items if item.node.name in program.ends)
-    plain = all(item.fused is None and item.node.target in VIEWS for item in end[1:])
+    end = tuple(step for step in program.schedule.steps if step.node.name in program.ends)
+    plain = all(step.fused is None and is_a(step.node, Kind.ORDERED) for step in end[1:])
     return end if end and plain else ()
 
 
-def _whole(found: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _whole(output: Moments) -> tuple[Tensor, Tensor, Tensor]:
     """Returns means, variances and centred variances of an output that is no layer's."""
-    if isinstance(found, Joint):
-        term = Dense(found.covariance)
-        return found.mean, term.variance(), term.centred_variance()
-    return found.mean, found.variance, Rotated(None, found.variance).centred_variance()
+    term = Rotated(None, output.variance) if output.covariance is None else Dense(output.covariance)
+    return output.mean, term.variance(), term.centred_variance()
 
 
 def _exported(run: Run, inputs: Any, graph: Graph) -> ExportedProgram:

@@ -16,10 +16,42 @@ from lapwing.covariance import (
     LowRank,
     LowRankWithResidual,
 )
+from lapwing.prediction.streamlined import Streamlined
 
 F64 = torch.float64
 KINDS = ("kronecker", "diagonal", "dense block", "dense", "low rank", "low rank with residual")
 DRAWS = 20_000
+
+
+class Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(*inputs)
+
+
+class Shifted(Function):
+    """A function of inputs, flattened, with a parameter that can be treated where the function has none."""
+
+    def __init__(self, function):
+        super().__init__(function)
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def forward(self, *inputs):
+        return self.function(*inputs).flatten(1) + self.shift
+
+
+def propagate(function, inputs, variances, **options):
+    """Means and variances (B, n) of a function without treated weights at uncertain inputs, and it as a module."""
+    model = Shifted(function).double().eval()
+    tangent = tn.Tangent.survey(model, inputs, tn.matching("shift"))
+    covariance = build(tangent, "diagonal")
+    latent = Streamlined(**options).propagate(tangent, covariance, inputs, variances)
+    return latent.mean, latent.variance - covariance.diagonal()["shift"], model
 
 
 def psd(size: int) -> Tensor:

@@ -15,24 +15,7 @@ from lapwing.covariance import Blockwise, DiagonalBlock
 from lapwing.errors import LapwingError
 from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
-from tests.prediction.streamlined_oracle import F64, build
-
-
-class Shifted(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function, self.shift = function, nn.Parameter(torch.zeros(1))
-
-    def forward(self, *inputs):
-        return self.function(*inputs).flatten(1) + self.shift
-
-
-def propagate(function, inputs, variances, **options):
-    model = Shifted(function).double().eval()
-    tangent = tn.Tangent.survey(model, inputs, tn.matching("shift"))
-    covariance = build(tangent, "diagonal")
-    found = Streamlined(**options).propagate(tangent, covariance, inputs, variances)
-    return found.mean, found.variance - covariance.diagonal()["shift"], model
+from tests.prediction.streamlined_oracle import F64, propagate
 
 
 def diagonal_posterior(tangent, precision: float):
@@ -119,7 +102,7 @@ def test_matched_relu_equals_draws():
 
 @pytest.mark.parametrize("size", [1e-12, 1e-4, 1.0, 30.0, -30.0])
 def test_matched_relu_keeps_its_precision(size):
-    from lapwing.prediction.streamlined.elementwise import relu_moments
+    from lapwing.prediction.streamlined.functions import relu_moments
     from lapwing.prediction.streamlined.moments import Moments
 
     m = torch.tensor([size, -size, 1.0], dtype=F64)

@@ -11,21 +11,13 @@ from lapwing import tangent as tn
 from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
 from lapwing.prediction.streamlined.moments import Moments
+from lapwing.tangent.eager import without_compiled
 from papers.common.networks import BasicBlock
-from tests.prediction.streamlined_oracle import F64, build, draw_outputs
+from tests.prediction.streamlined_oracle import F64, Function, build, draw_outputs
 from tests.prediction.test_streamlined_networks import covariance_of
 from tests.zoo import ZOO
 
 SURE = {"scale": 1e7, "precision": 1e8}  # products of weights with uncertain inputs do not count
-
-
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def mean_of_tokens():
@@ -165,13 +157,13 @@ def test_correlations_are_between_zero_and_one(name):
     case = ZOO[name]
     x = case.inputs(3, 0)
     tangent = tn.Tangent.survey(case.build(), x, tn.matching("*"))
-    engine = Streamlined()._engine(tangent, covariance_of(tangent), x)
-    values = engine.start(x, {})
-    for item in engine.plan.items:
-        found = values[item.node.name] = engine.step(item, values, 3)
-        if isinstance(found, Moments) and found.correlation is not None:
-            rho = found.correlation.expand_as(found.variance)
-            assert ((rho >= 0) & (rho <= 1)).all()
+    with without_compiled():
+        program = Streamlined().program(tangent, covariance_of(tangent), x)
+    values = program.start(x, {})
+    for step in program.schedule.steps:
+        value = values[step.node.name] = program.step(step, values, 3)
+        if isinstance(value, Moments) and value.correlation is not None:
+            assert ((value.correlation >= 0) & (value.correlation <= 1)).all()
 
 
 # ---- where positions are
@@ -179,8 +171,8 @@ def test_correlations_are_between_zero_and_one(name):
 
 def layouts_of(model, x):
     tangent = tn.Tangent.survey(model.double().eval(), x, tn.matching("*"))
-    engine = Streamlined()._engine(tangent, covariance_of(tangent), x)
-    return next(iter(engine.sites.values())).layouts
+    with without_compiled():
+        return Streamlined().program(tangent, covariance_of(tangent), x).layouts
 
 
 def test_layouts_of_a_transformer():

@@ -10,30 +10,14 @@ from torch.nn import functional as F
 
 from lapwing import tangent as tn
 from lapwing.prediction.streamlined import Streamlined
-from tests.prediction.streamlined_oracle import F64, KINDS, build
+from tests.prediction.streamlined_oracle import F64, KINDS, Function, build, propagate
 
 
-class Shifted(nn.Module):
-    """An operation, flattened, with a parameter that can be treated where the operation has none."""
-
-    def __init__(self, operation) -> None:
-        super().__init__()
-        self.operation = operation
-        self.shift = nn.Parameter(torch.zeros(1))
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.operation(*inputs).flatten(1) + self.shift
-
-
-def through(operation, x: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor, Shifted]:
-    """Means and variances (B, n) of an operation without treated weights at an uncertain input."""
-    model = Shifted(operation).double().eval()
-    for parameter in model.parameters():
+def through(operation: nn.Module, x: Tensor, v: Tensor, **options):
+    """Means and variances of an operation whose weights, if any, are positive, and it as a module."""
+    for parameter in operation.parameters():
         nn.init.uniform_(parameter, 0.2, 1.0)
-    tangent = tn.Tangent.survey(model, x, tn.matching("shift"))
-    covariance = build(tangent, "diagonal")
-    found = Streamlined(**options).propagate(tangent, covariance, x, {0: v})
-    return found.mean, found.variance - covariance.diagonal()["shift"], model
+    return propagate(operation, x, {0: v}, **options)
 
 
 def jacobians(model, x: Tensor) -> Tensor:
@@ -91,15 +75,6 @@ class ChannelNorm(nn.Module):
         u = x.mean(1, keepdim=True)
         s = (x - u).pow(2).mean(1, keepdim=True)
         return (x - u) / torch.sqrt(s + 1e-6)
-
-
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 RAMP = torch.ones(4, 3, dtype=F64).cumsum(0)
@@ -181,11 +156,7 @@ def test_operation_without_treated_weights_equals_its_squared_jacobian(name):
 # ---- products of uncertain values
 
 
-class Product(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
+class Product(Function):
     def forward(self, x):
         return self.function(*x.chunk(2, 1))
 
@@ -230,7 +201,6 @@ def test_quotient_is_linearised():
 def test_sum_of_branches_is_independent():
     x, v = torch.randn(3, 4, dtype=F64), torch.rand(3, 4, dtype=F64)
     linear = nn.Linear(4, 4)
-    mean, variance, model = through(Function(lambda x: x), x, v)
     branch = Residual(linear)
     mean, variance, model = through(branch, x, v)
     expected = v + v @ linear.weight.detach().square().T

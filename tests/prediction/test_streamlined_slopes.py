@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from lapwing.prediction.streamlined import slopes
-from lapwing.prediction.streamlined.fusion import Fused
+from lapwing.prediction.streamlined.functions import Fused
 from lapwing.prediction.streamlined.graph import read
-from lapwing.prediction.streamlined.plan import plan
+from lapwing.prediction.streamlined.operations import OPERATIONS, Kind
+from lapwing.prediction.streamlined.schedule import schedule
 from lapwing.tangent import Tangent
 
 aten = torch.ops.aten
@@ -45,6 +46,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu by hand": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
     "root mean square": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3),
     "layer norm": lambda x: (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 1e-3).sqrt() * CONSTANT,
+    "population variance": lambda x: x / (x.var(-1, correction=0, keepdim=True) + 1).sqrt(),
+    "population deviation": lambda x: x / x.std(-1, correction=0, keepdim=True),
     "by deviation": lambda x: (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True),
     "nested": lambda x: (x - x.mean(-1, keepdim=True)) * ((x - x.mean(-1, keepdim=True)) ** 2).sum(-1, keepdim=True),
     "log softmax": lambda x: x - torch.logsumexp(x, -1, keepdim=True) + torch.tanh(x).mean(-1, keepdim=True),
@@ -60,18 +63,16 @@ class Applied(nn.Module):
         return self.last(self.function(self.first(x)))
 
 
+@cache
 def fused_of(function: Callable[[Tensor], Tensor]) -> tuple[Fused, dict[str, Any]]:
-    """The function as the plan holds it, and the values that take part."""
+    """Returns the function as the schedule groups it, and the values that take part."""
     model, x = Applied(function).double().eval(), torch.randn(5, 4, dtype=torch.float64)
     tangent = Tangent.survey(model, x, lw.everything)
     graph = read(tangent, x)
-    planned = plan(graph, frozenset(graph.parameters), frozenset(), "values")
-    found = [item.fused for item in planned.items if item.fused is not None]
+    steps = schedule(graph, frozenset(graph.parameters), frozenset(), "values").steps
+    found = [step.fused for step in steps if step.fused is not None]
     assert len(found) == 1, "the function is not one group"
-    values = graph.bind(x)
-    for node in graph.nodes:
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: values[n.name])
-        values[node.name] = node.target(*args, **kwargs)  # type: ignore[operator]
+    values = graph.run(x)
     assert found[0] is not None
     return found[0], {name: values[name] for name in (found[0].source, *found[0].others)}
 
@@ -81,7 +82,7 @@ def test_variances_are_those_of_forward_mode(name: str) -> None:
     torch.manual_seed(3)
     fused, values = fused_of(FUNCTIONS[name])
     assert fused.closed
-    x = values.pop(fused.source)
+    x = values[fused.source]
     variance = torch.rand(5, 6, dtype=torch.float64) + 0.1
     mean, found = fused.moments(x, variance, values)
     jacobian = torch.func.jacrev(lambda x: fused(x, values))(x)  # (B, D, B, D)
@@ -100,12 +101,14 @@ def test_every_call_of_the_table_is_tested() -> None:
         aten.special_expit.default, aten.arctan.default, aten.expand_as.default, aten.type_as.default,
         aten._native_batch_norm_legit_no_training.default, aten.pow.Scalar,
     }  # fmt: skip
-    assert set(slopes.PARTIALS) - seen <= twins
+    slopes = {target for target, entry in OPERATIONS.items() if entry.slope is not None}
+    moves = {target for target, entry in OPERATIONS.items() if entry.kind & (Kind.IDENTITY | Kind.MOVE)}
+    assert slopes - moves - seen <= twins
 
 
 def test_other_calls_go_by_forward_mode() -> None:
     fused, values = fused_of(lambda x: torch.digamma(x + 5))
     assert not fused.closed
-    x, variance = values.pop(fused.source), torch.rand(5, 6, dtype=torch.float64)
+    x, variance = values[fused.source], torch.rand(5, 6, dtype=torch.float64)
     slope = torch.special.polygamma(1, x + 5)
     torch.testing.assert_close(fused.moments(x, variance, values)[1], slope.square() * variance)

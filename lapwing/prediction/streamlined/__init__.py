@@ -1,9 +1,15 @@
-"""Streamlined prediction: the Gaussian over the weights, pushed through the network layer by layer in one pass."""
+"""Streamlined prediction: the Gaussian over the weights, pushed through the network layer by layer in one pass.
+
+The way itself is here: its options, its checks, and the chunks of a batch; begin reading there. `graph.py` reads the
+network, `schedule.py` says which calls carry moments, `program.py` runs them (`full.py` in full mode), and
+`operations.py` is the table that both ask: `rules/` fills it, one entry for each operation. The room imports
+`covariance`, `tangent`, `batches` and `errors`, and from the floor above `way.py` and `uncertain.py`; only `deployment`
+reads its insides.
+"""
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,11 +29,9 @@ from ..uncertain import leaves_of, separate
 from ..way import Way
 
 if TYPE_CHECKING:
-    from .graph import Graph
-    from .joint import Walk
-    from .program import Options, Program
-
-_PROGRAMS: weakref.WeakKeyDictionary[Covariance, dict[Any, tuple[Graph, Program | Walk]]] = weakref.WeakKeyDictionary()
+    from .full import FullProgram
+    from .operations import Kind, Operation, broadcast, independent, register
+    from .program import Program
 
 _LABELS = {
     "covariance": ("diagonal", "full"),
@@ -58,10 +62,10 @@ class Streamlined(Way):
     positions has the right variance, `Σ_ii' ā_i ā_i' Cov[W_ji, W_ji']` from its weights, with ā the mean of its inputs.
     That is exact for a layer that is averaged over its positions. What is left of the difference to `Linearized()` are
     the covariances between channels, which make variances of deep convolutional networks too small, more so the more
-    certain the weights are; a scale factor tuned on held-out data makes up for the level.
-    "full" mode keeps all covariances: it equals `Linearized()` for a block-diagonal Σ, plus what the weights' products
-    with uncertain inputs add in each layer; in grouped convolutions and at tensors that are multiplied with each other
-    those products are left out.
+    certain the weights are; a scale factor tuned on held-out data makes up for the level. "full" mode keeps all
+    covariances: it equals `Linearized()` for a block-diagonal Σ, plus what the weights' products with uncertain
+    inputs add in each layer; in grouped convolutions and at tensors that are multiplied with each other those
+    products are left out.
 
     Attributes:
         covariance: what is kept of hidden tensors: "diagonal", their variances, or "full", their covariances within a
@@ -120,29 +124,33 @@ class Streamlined(Way):
     def __post_init__(self) -> None:
         """Checks the labels."""
         for name, accepted in _LABELS.items():
-            found = getattr(self, name)
-            if not is_one_of(found, accepted):
+            if not is_one_of(getattr(self, name), accepted):
                 raise LapwingError(
-                    f"Asked for Streamlined({name}={shown(found)}); accepted are "
+                    f"There is no {name}={shown(getattr(self, name))}. The labels are "
                     f"{' and '.join(map(repr, accepted))}: write via=lw.Streamlined({name}={accepted[0]!r})."
                 )
         if self.covariance == "full" and self.activations == "moments":
             raise LapwingError(
-                "Asked for Streamlined(covariance='full', activations='moments'), found no covariances between matched "
-                "activations; accepted is activations='linear' there: write via=lw.Streamlined(activations='moments')."
+                "Full mode has no covariances between matched activations. Write lw.Streamlined('full') or "
+                "lw.Streamlined(activations='moments')."
             )
+
+    @property
+    def tracks_branches(self) -> bool:
+        """Whether the two sides of a sum are correlated."""
+        return self.covariance == "full" if self.residual is None else self.residual == "correlated"
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool = False) -> Latent:
         """Returns the latent Gaussian at one batch, differentiable in inputs that require gradients.
 
         Raises:
-            LapwingError: joint=True; a call without a rule, named with what is accepted; full covariances of one sample
+            LapwingError: joint=True; a call that is not covered, named with what to do; full covariances of one sample
                 that do not fit the memory budget; NaN or infinite inputs or outputs.
         """
         if joint:
             raise LapwingError(
-                "Asked for joint=True via lw.Streamlined(), which carries each input's moments alone, without "
-                "covariances across inputs; accepted is joint=False: write via=lw.Linearized() for joint=True."
+                "lw.Streamlined() has no covariances across inputs, so there is no joint=True via lw.Streamlined(). "
+                "Pass via=lw.Linearized(), or joint=False."
             )
         values, spreads = separate(inputs)
         return self.propagate(tangent, covariance, values, spreads)
@@ -158,81 +166,93 @@ class Streamlined(Way):
             covariance: Σ.
             inputs: B samples.
             input_variances: place of a floating-point tensor among the leaves of the inputs -> its variances, in its
-                own shape; in full mode also its covariances (B, n, n).
+                shape; in full mode also its covariances (B, n, n).
 
         Raises:
             LapwingError: as for `latent`.
         """
+        variances = dict(input_variances or {})
+        self._check_inputs(tangent, inputs, variances)
+        inputs = batches.plain(inputs)
+        # under the lock of without_compiled: other threads swap parameters
+        with torch.set_grad_enabled(wants_gradient((inputs, variances))), without_compiled():
+            places = tuple(sorted(variances))
+            means, covariances = [], []
+            for rows, chunk in batches.chunks(inputs, self._chunk_length(tangent, covariance, inputs, places)):
+                program = self.program(tangent, covariance, chunk, places)
+                mean, matrix = program.run(chunk, {place: v[rows] for place, v in variances.items()})
+                means.append(mean)
+                covariances.append(matrix)
+        mean, matrix = torch.cat(means), torch.cat(covariances)  # (B, C), (B, C, C)
+        batches.check_outputs(mean, "these inputs")
+        if not math.isfinite(matrix.sum().item()) and not matrix.isfinite().all():
+            raise LapwingError(
+                f"The streamlined variances of {type(tangent.model).__name__} at {batches.describe(inputs)} are NaN or "
+                "infinite: this posterior is so wide that they overflow between the layers. Take one with a larger "
+                "prior precision, such as posterior.with_prior(100.0). Or predict with via=lw.Linearized()."
+            )
+        return Latent(mean.to(tangent.dtype), (Dense(matrix.to(tangent.dtype)),))
+
+    def _check_inputs(self, tangent: Tangent, inputs: Any, variances: Mapping[int, Tensor]) -> None:
         check_mode(tangent.model)
         batches.check_inputs(inputs, "the inputs")
         if not batches.size(inputs):
             raise LapwingError(
-                f"Asked for streamlined prediction at {batches.describe(inputs)}, found no samples; one at least is "
-                "needed: give a single sample as x[None]."
+                f"The inputs {batches.describe(inputs)} hold no samples. Pass one at least; a single sample as x[None]."
             )
-        inputs, given = batches.plain(inputs), dict(input_variances or {})
-        if self.covariance != "full" and any(v.shape != leaves_of(inputs)[place].shape for place, v in given.items()):
+        leaves = leaves_of(inputs) if variances else []
+        if self.covariance != "full" and any(v.shape != leaves[place].shape for place, v in variances.items()):
             raise LapwingError(
-                "Asked for lw.Uncertain(x, covariance=...) via lw.Streamlined(), which keeps the variances of hidden "
-                "tensors alone; accepted are variances, or full mode: write via=lw.Streamlined('full')."
+                "lw.Streamlined() keeps the variances of hidden tensors alone, and has no room for lw.Uncertain(x, "
+                "covariance=...). Pass variances, or via=lw.Streamlined('full')."
             )
-        # under the lock of without_compiled: torch.export sets parameters in the module while it reads it
-        with torch.set_grad_enabled(wants_gradient((inputs, given))), without_compiled():
-            places = tuple(sorted(given))
-            needed = self._engine(tangent, covariance, inputs, places).bytes_per_sample
-            self._check_need(needed, tangent, inputs)
-            length = max(1, tangent.memory // needed)
-            parts = []
-            for rows, chunk in batches.chunks(inputs, length):
-                engine = self._engine(tangent, covariance, chunk, places)
-                parts.append(engine.run(chunk, {place: variance[rows] for place, variance in given.items()}))
-        mean = torch.cat([part.mean for part in parts])
-        batches.check_outputs(mean, "these inputs")
-        matrix = torch.cat([part.covariance for part in parts])  # (B, C, C)
-        if not math.isfinite(matrix.sum().item()) and not matrix.isfinite().all():
-            raise LapwingError(
-                f"Asked for streamlined variances of {type(tangent.model).__name__} at {batches.describe(inputs)}, "
-                "found NaN or infinite ones: this posterior is so wide that they overflow between the layers; one with "
-                "a larger prior precision is needed, or another way: write posterior.with_prior(100.0), or "
-                "via=lw.Linearized()."
-            )
-        return Latent(mean.to(tangent.dtype), (Dense(matrix.to(tangent.dtype)),))
 
-    def _check_need(self, needed: int, tangent: Tangent, inputs: Any) -> None:
-        """Raises where full covariances of one sample do not fit the memory budget."""
+    def _chunk_length(self, tangent: Tangent, covariance: Covariance, inputs: Any, places: tuple[int, ...]) -> int:
+        """Returns how many samples fit the memory budget, one at least; full covariances of one must fit."""
+        needed = self.program(tangent, covariance, inputs, places).bytes_per_sample
         if self.covariance == "full" and needed > tangent.memory:
             raise LapwingError(
-                f"Asked for lw.Streamlined('full') of {type(tangent.model).__name__} at {batches.describe(inputs)}, "
-                f"found that the covariances within its largest tensor take about {needed / 2**20:,.0f} MiB a sample, "
-                f"more than the budget of {tangent.memory / 2**20:,.0f} MiB; full mode is for small networks: write "
-                f"via=lw.Streamlined(), or pass memory={2 ** (needed - 1).bit_length()} to lw.fit if the machine has "
-                "it."
+                f"The full covariances of {type(tangent.model).__name__} at {batches.describe(inputs)} take about "
+                f"{needed / 2**20:,.0f} MiB a sample, more than the budget of {tangent.memory / 2**20:,.0f} MiB. Full "
+                "mode is for small networks: write via=lw.Streamlined(), or pass "
+                f"memory={2 ** (needed - 1).bit_length()} to lw.fit if the machine has it."
             )
+        return max(1, tangent.memory // needed)
 
-    def options(self, inputs: tuple[int, ...] = ()) -> Options:
-        """Returns what a program is built for, at inputs of which those at some places are uncertain."""
-        from .program import Options  # imported when used, as below: `import lapwing` stays light
+    def program(
+        self, tangent: Tangent, covariance: Covariance, inputs: Any, places: tuple[int, ...] = ()
+    ) -> Program | FullProgram:
+        """Returns the program for inputs like these, built once for each graph and posterior.
 
-        full = self.covariance == "full"
-        correlated = full if self.residual is None else self.residual == "correlated"
-        return Options(full, correlated, self.attention, self.activations, inputs, self.positions)
+        Call it under the lock of `without_compiled`.
 
-    def _engine(
-        self, tangent: Tangent, covariance: Covariance, inputs: Any, uncertain: tuple[int, ...] = ()
-    ) -> Program | Walk:
-        """Returns the program for inputs like these, built once for each graph and posterior."""
-        from .graph import read
-        from .joint import Walk
-        from .program import build
+        Args:
+            tangent: the network.
+            covariance: Σ.
+            inputs: B samples.
+            places: those of uncertain inputs among the leaves.
+        """
+        from .graph import read  # imported when used: `import lapwing` stays light
 
         graph = read(tangent, inputs)
-        options = self.options(uncertain)
-        known = _PROGRAMS.setdefault(covariance, {})
-        key = id(graph), self, uncertain
-        if key not in known:
-            program = build(tangent, covariance, graph, options, inputs)
-            known[key] = graph, Walk.of(program, covariance, inputs) if options.full else program
-        return known[key][1]
+        programs = graph.programs.setdefault(covariance, {})
+        if (self, places) not in programs:
+            from .build import build
+            from .full import FullProgram
+
+            program = build(tangent, covariance, graph, self, inputs, places)
+            full = self.covariance == "full"
+            programs[self, places] = FullProgram(program, covariance, inputs) if full else program
+        return programs[self, places]
 
 
-__all__ = ["Streamlined"]
+def __getattr__(name: str) -> Any:
+    """Returns what belongs to the table of operations, filled when it is first used: `import lapwing` stays light."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import operations, rules  # noqa: F401
+
+    return getattr(operations, name)
+
+
+__all__ = ["Kind", "Operation", "Streamlined", "broadcast", "independent", "register"]

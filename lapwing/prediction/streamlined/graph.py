@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,13 +19,14 @@ from torch.utils import _pytree as pytree
 
 from ... import batches
 from ...batches import Forward
+from ...covariance import Covariance
 from ...errors import LapwingError
 from ...tangent import Tangent
-from .heads import pick_first
+from ..uncertain import leaves_of
 
 aten = torch.ops.aten
 
-INTACT = frozenset({aten.detach_.default, aten.copy_.default})
+HARMLESS_WRITES = frozenset({aten.detach_.default, aten.copy_.default})
 """In-place calls that need no rewriting: on fresh constants only, or undone by the rewriting of others."""
 
 COMPILER_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -38,12 +39,14 @@ class Graph:
     Attributes:
         nodes: calls in order, dead ones left out.
         output: name of the outputs' value.
-        tensors: name of a placeholder -> the model's own parameter or buffer, or a constant.
+        tensors: name of a placeholder -> the model's parameter or buffer, or a constant.
         parameters: name of a placeholder -> name of the parameter.
         leaves: names of the placeholders of the inputs, in the order of their leaves; None where a leaf is no tensor.
         shapes: shape of each leaf; a text where any length does, the same text where lengths agree.
-        most: text -> the largest length that does.
-        nest: structure of the inputs, their dtypes, and what is no tensor.
+        max_lengths: text -> the largest length that does.
+        structure: how the inputs nest, their dtypes, and what is no tensor.
+        programs: covariance -> its programs at this graph, which `Streamlined` keeps here.
+        notices: what the log has said of this network.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -52,22 +55,26 @@ class Graph:
     parameters: dict[str, str]
     leaves: tuple[str | None, ...]
     shapes: tuple[tuple[int | str, ...], ...]
-    most: dict[str, float]
-    nest: str
+    max_lengths: dict[str, float]
+    structure: str
+    programs: weakref.WeakKeyDictionary[Covariance, dict[Any, Any]] = field(
+        default_factory=weakref.WeakKeyDictionary, init=False, repr=False, compare=False
+    )
+    notices: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def accepts(self, inputs: Any) -> bool:
         """Whether the graph was read for inputs like these."""
-        if _nest(inputs) != self.nest:
+        if _structure(inputs) != self.structure:
             return False
         lengths: dict[str, int] = {}
-        for leaf, shape in zip(_leaves(inputs), self.shapes, strict=True):
-            found = tuple(leaf.shape) if isinstance(leaf, Tensor) else ()
-            if len(found) != len(shape):
+        for leaf, shape in zip(leaves_of(inputs), self.shapes, strict=True):
+            actual = tuple(leaf.shape) if isinstance(leaf, Tensor) else ()
+            if len(actual) != len(shape):
                 return False
-            for place, (length, wanted) in enumerate(zip(found, shape, strict=True)):
+            for place, (length, wanted) in enumerate(zip(actual, shape, strict=True)):
                 if isinstance(wanted, str):
                     low = 1 if place == 0 else 2
-                    if lengths.setdefault(wanted, length) != length or not low <= length <= self.most[wanted]:
+                    if lengths.setdefault(wanted, length) != length or not low <= length <= self.max_lengths[wanted]:
                         return False
                 elif length != wanted:
                     return False
@@ -75,21 +82,30 @@ class Graph:
 
     def bind(self, inputs: Any) -> dict[str, Any]:
         """Returns the values of all placeholders."""
-        given = zip(self.leaves, _leaves(inputs), strict=True)
-        return {**self.tensors, **{name: leaf for name, leaf in given if name is not None}}
+        named = zip(self.leaves, leaves_of(inputs), strict=True)
+        return {**self.tensors, **{name: leaf for name, leaf in named if name is not None}}
+
+    def run(self, inputs: Any) -> dict[str, Any]:
+        """Runs the calls as they are; returns every value."""
+        values = self.bind(inputs)
+        for node in self.nodes:
+            values[node.name] = execute(node, lambda n: values[n.name])
+        return values
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network is."""
+        return next(iter(self.tensors.values())).device
 
 
-def _leaves(inputs: Any) -> list[Any]:
-    return pytree.tree_leaves(dict(inputs) if isinstance(inputs, dict) else _plain(inputs))
-
-
-def _plain(inputs: Any) -> Any:
-    return dict(inputs) if hasattr(inputs, "keys") else inputs
-
-
-def _nest(inputs: Any) -> str:
-    leaves, spec = pytree.tree_flatten(_plain(inputs))
+def _structure(inputs: Any) -> str:
+    leaves, spec = pytree.tree_flatten(_as_dict(inputs))
     return repr((str(spec), [leaf.dtype if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
+
+
+def _as_dict(inputs: Any) -> Any:
+    """Returns other mappings, as Hugging Face's batches are, as dicts."""
+    return dict(inputs) if hasattr(inputs, "keys") else inputs
 
 
 class _Outputs(nn.Module):
@@ -104,12 +120,13 @@ class _Outputs(nn.Module):
 
 
 _GRAPHS: dict[int, list[tuple[Any, Graph]]] = {}
+"""Id of a tangent -> what its network was when it was read, and the graph. The one cache of streamlined prediction."""
 
 
 def read(tangent: Tangent, inputs: Any) -> Graph:
     """Returns the network's graph at inputs like these, read anew for new structures only.
 
-    The batch and the lengths of integer inputs may vary where the network's own code allows it; other shapes may not.
+    The batch and the lengths of integer inputs may vary where the network's code allows it; other shapes may not.
     Call it under the lock of `without_compiled`.
 
     Args:
@@ -125,8 +142,8 @@ def read(tangent: Tangent, inputs: Any) -> Graph:
     if id(tangent) not in _GRAPHS:
         _GRAPHS[id(tangent)] = []
         weakref.finalize(tangent, _GRAPHS.pop, id(tangent), None)
-    for found, graph in _GRAPHS[id(tangent)]:
-        if found == stamp and graph.accepts(inputs):
+    for known, graph in _GRAPHS[id(tangent)]:
+        if known == stamp and graph.accepts(inputs):
             return graph
     graph = _read(tangent, inputs)
     _GRAPHS[id(tangent)].append((stamp, graph))
@@ -142,31 +159,33 @@ def _stamp(model: nn.Module) -> Any:
 
 
 def _read(tangent: Tangent, inputs: Any) -> Graph:
-    inputs = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, _plain(inputs))
+    inputs = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, _as_dict(inputs))
     example = inputs
     if batches.size(inputs) == 1:  # a length of one would be taken as fixed
         example = batches.take(inputs, torch.zeros(2, dtype=torch.long, device=tangent.device))
     wrapped = _Outputs(tangent.model, tangent.forward)
     wrapped.training = tangent.model.training  # train() would reach into the network
-    failed: Exception | None = None
+    failure: Exception | None = None
     for dynamic in (True, False):
-        given = example if dynamic else inputs
+        batch = example if dynamic else inputs
         try:
             with quiet(), torch.no_grad():
-                program = _exported(wrapped, given, dynamic)
-                graph = _graph(tangent, program, given)
-            if graph.accepts(inputs) and _agrees(tangent, graph, given):
+                program = _exported(wrapped, batch, dynamic)
+                graph = _graph(tangent, program, batch)
+            if graph.accepts(inputs) and _agrees(tangent, graph, batch):
                 return graph
         except Exception as error:  # whatever the network's code raises when it meets shapes without numbers
             if isinstance(error, LapwingError) and dynamic is False:
                 raise
-            failed = error
-    found = f"{type(failed).__name__} ({str(failed).strip().partition(chr(10))[0]})" if failed else "other outputs"
+            failure = error
+    problem = "Its outputs are others than the network's."
+    if failure is not None:
+        problem = f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}"
     raise LapwingError(
-        f"Asked for streamlined prediction through {type(tangent.model).__name__}, found that torch.export cannot read "
-        f"its forward: {found}; a forward without control flow that depends on data is accepted: write "
-        "via=lw.Linearized() instead."
-    ) from failed
+        f"torch.export cannot read the forward of {type(tangent.model).__name__}, as streamlined prediction needs. "
+        "Write a forward without control flow that depends on data. Or predict with via=lw.Linearized(). "
+        f"({problem})"
+    ) from failure
 
 
 def _exported(wrapped: nn.Module, inputs: Any, dynamic: bool) -> ExportedProgram:
@@ -187,7 +206,7 @@ def _exported(wrapped: nn.Module, inputs: Any, dynamic: bool) -> ExportedProgram
 
 def _writes(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable and node.target not in INTACT
+    return schema is not None and schema.is_mutable and node.target not in HARMLESS_WRITES
 
 
 @contextmanager
@@ -210,7 +229,7 @@ def quiet() -> Iterator[None]:
 
 
 def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:
-    named = dict(tangent.model.named_parameters(remove_duplicate=False))
+    parameters_by_name = dict(tangent.model.named_parameters(remove_duplicate=False))
     buffers = dict(tangent.model.named_buffers(remove_duplicate=False))
     tensors: dict[str, Tensor] = {}
     parameters: dict[str, str] = {}
@@ -220,12 +239,12 @@ def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:
         if spec.kind == InputKind.USER_INPUT:
             leaves.append(name)
         elif spec.kind == InputKind.PARAMETER:
-            tensors[name], parameters[name] = named[target], target
+            tensors[name], parameters[name] = parameters_by_name[target], target
         elif spec.kind == InputKind.BUFFER:
             tensors[name] = buffers[target]
         else:
             tensors[name] = program.constants[spec.target or ""]
-    pick_first(program.graph)
+    _pick_first(program.graph)
     nodes = list(program.graph.nodes)
     kinds = [spec.kind for spec in program.graph_signature.output_specs]  # inputs written in place are outputs too
     output: Any = nodes[-1].args[0][kinds.index(OutputKind.USER_OUTPUT)]
@@ -234,32 +253,34 @@ def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:
         if node in needed and node.op != "placeholder":
             if node.op != "call_function":
                 raise LapwingError(
-                    f"Asked for streamlined prediction through {type(tangent.model).__name__}, found {node.target} in "
-                    "its graph; plain calls are accepted: write via=lw.Linearized() instead."
+                    f"The graph of {type(tangent.model).__name__} holds {node.target}, which is no plain call, as "
+                    "streamlined prediction needs. Predict with via=lw.Linearized()."
                 )
             kept.append(node)
             needed.update(node.all_input_nodes)
     placeholders = {node.name: node for node in nodes if node.op == "placeholder"}
+    max_lengths: dict[str, float] = {}
+
+    def length_of(length: Any) -> int | str:
+        if not isinstance(length, torch.SymInt):
+            return length
+        symbol = length.node.expr
+        if symbol.is_number:  # the network's code fixed it
+            return int(symbol)
+        bounds = program.range_constraints.get(symbol)
+        largest = float("inf") if bounds is None or bounds.upper > 2**40 else float(int(bounds.upper))
+        max_lengths[str(symbol)] = largest
+        return str(symbol)
+
     shapes: list[tuple[int | str, ...]] = []
-    most: dict[str, float] = {}
-    for name, leaf in zip(leaves, _leaves(inputs), strict=True):
+    for name, leaf in zip(leaves, leaves_of(inputs), strict=True):
         value = placeholders[name].meta.get("val") if name else None
-        shape: list[int | str] = []
-        for length in value.shape if isinstance(leaf, Tensor) and isinstance(value, Tensor) else ():
-            if isinstance(length, torch.SymInt):
-                symbol = length.node.expr
-                if symbol.is_number:  # the network's code fixed it
-                    shape.append(int(symbol))
-                    continue
-                found = program.range_constraints.get(symbol)
-                most[str(symbol)] = float("inf") if found is None or found.upper > 2**40 else float(int(found.upper))
-                shape.append(str(symbol))
-            else:
-                shape.append(length)
-        shapes.append(tuple(shape))
+        known = isinstance(leaf, Tensor) and isinstance(value, Tensor)
+        shapes.append(tuple(map(length_of, value.shape)) if known else ())  # type: ignore[union-attr]
     return Graph(
-        tuple(reversed(kept)), output.name, tensors, parameters, tuple(leaves), tuple(shapes), most, _nest(inputs)
-    )
+        tuple(reversed(kept)), output.name, tensors, parameters, tuple(leaves), tuple(shapes), max_lengths,
+        _structure(inputs),
+    )  # fmt: skip
 
 
 def execute(node: fx.Node, lookup: Any) -> Any:
@@ -272,18 +293,61 @@ def _agrees(tangent: Tangent, graph: Graph, inputs: Any) -> bool:
     """Whether the graph gives the network's outputs."""
     with torch.no_grad():
         copy = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, inputs)  # it may write to them
-        wanted = batches.call(tangent.model, copy, tangent.forward)
-        found = run_all(graph, inputs)[graph.output]
-    tolerance = torch.finfo(wanted.dtype).eps ** 0.5 * wanted.abs().max().clamp_min(1.0)
-    return found.shape == wanted.shape and bool((found - wanted).abs().max() <= tolerance)
+        expected = batches.call(tangent.model, copy, tangent.forward)
+        outputs = graph.run(inputs)[graph.output]
+    tolerance = torch.finfo(expected.dtype).eps ** 0.5 * expected.abs().max().clamp_min(1.0)
+    return outputs.shape == expected.shape and bool((outputs - expected).abs().max() <= tolerance)
 
 
-def run_all(graph: Graph, inputs: Any) -> dict[str, Any]:
-    """Runs the calls as they are; returns every value."""
-    values = graph.bind(inputs)
-    for node in graph.nodes:
-        values[node.name] = execute(node, lambda n: values[n.name])
-    return values
+# ---- heads that act on every position and are then read at one
+
+
+def _pick_first(graph: fx.Graph) -> None:
+    """Moves picks of positions, and means over them, before the linear layer that they read, in place.
+
+    `linear(x)[:, t] = linear(x[:, t])`, and the mean over positions of a linear layer is the layer of the mean. In this
+    order the head's weights act once per sample, so that their covariances count in full.
+    """
+    changed = True
+    while changed:
+        changed = any([_moves(graph, node) for node in list(graph.nodes) if node.target is aten.linear.default])
+
+
+def _moves(graph: fx.Graph, layer: fx.Node) -> bool:
+    readers = [user for user in layer.users if user.target is not aten.sym_size.int]
+    value = layer.meta.get("val")
+    if len(readers) != 1 or len(layer.users) != 1 or not isinstance(value, Tensor):
+        return False
+    (reader,), x = readers, layer.args[0]
+    if not isinstance(x, fx.Node) or not _keeps_features(reader, layer, value.ndim):
+        return False
+    with graph.inserting_before(reader):
+        picked = graph.call_function(reader.target, (x, *reader.args[1:]), dict(reader.kwargs))  # type: ignore[arg-type]
+        picked.meta = {**reader.meta, "val": execute(picked, lambda node: node.meta["val"])}
+        applied = graph.call_function(layer.target, (picked, *layer.args[1:]), dict(layer.kwargs))  # type: ignore[arg-type]
+        applied.meta = {**layer.meta, "val": reader.meta["val"]}
+    reader.replace_all_uses_with(applied)
+    graph.erase_node(reader)
+    graph.erase_node(layer)
+    return True
+
+
+def _keeps_features(reader: fx.Node, layer: fx.Node, ndim: int) -> bool:
+    """Whether a call picks, or averages, along other dimensions than the last."""
+    if not reader.args or reader.args[0] is not layer:
+        return False
+    arguments: Any = reader.args
+    if reader.target in (aten.select.int, aten.slice.Tensor):
+        return (arguments[1] if len(arguments) > 1 else 0) % ndim != ndim - 1
+    if reader.target is aten.index.Tensor:
+        return len(arguments[1]) < ndim and all(isinstance(index, fx.Node) for index in arguments[1])
+    if reader.target is aten.mean.dim:
+        dims: Any = arguments[1] if len(arguments) > 1 else reader.kwargs.get("dim")
+        return bool(dims) and all(dim % ndim != ndim - 1 for dim in dims) and "dtype" not in reader.kwargs
+    return False
+
+
+# ---- names of calls
 
 
 def users_of(nodes: Sequence[fx.Node]) -> dict[str, list[fx.Node]]:
@@ -300,19 +364,17 @@ def where(node: fx.Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack:
         return "the network itself"
-    path, kind = stack[-1][0], stack[-1][1]
-    path = str(path).removeprefix("L['self'].").removeprefix("model").removeprefix(".")
-    kind = (kind if isinstance(kind, str) else kind.__name__).rpartition(".")[2].rpartition("@")[0] or str(
-        kind if isinstance(kind, str) else kind.__name__
-    ).rpartition(".")[2]
+    path, kind = str(stack[-1][0]), stack[-1][1]
+    path = path.removeprefix("L['self'].").removeprefix("model").removeprefix(".")
+    kind = (kind if isinstance(kind, str) else kind.__name__).rpartition(".")[2].partition("@")[0]
     return f"{path!r} ({kind})" if path else f"the network itself ({kind})"
 
 
-def operation(node: fx.Node) -> str:
+def name_of(node: fx.Node) -> str:
     """Names a call's function, for messages: `aten.softmax`."""
     if node.target is operator.getitem:
         return "indexing"
     return ".".join(str(node.target).split(".")[:2])
 
 
-__all__ = ["Graph", "execute", "operation", "quiet", "read", "run_all", "users_of", "where"]
+__all__ = ["Graph", "execute", "name_of", "quiet", "read", "users_of", "where"]

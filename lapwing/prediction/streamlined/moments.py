@@ -1,19 +1,71 @@
-"""What streamlined prediction carries from call to call: means, variances, and the covariances of treated weights."""
+"""What streamlined prediction carries from call to call: means, variances, and how far positions move together.
+
+Positions (pixels, tokens) of one channel share a layer's weights. Entries of one channel at positions t and t' have the
+covariance `√(ρ_t v_t) √(ρ_t' v_t')`, with ρ in [0, 1] carried beside the variances v. A layer sets ρ so that the mean
+over its positions has the right variance,
+
+    ρ (mean_t √v_t)² + (1 - ρ) mean_t v_t / T
+        = Σ_ii' ā_i ā_i' Cov[W_ji, W_ji'] + Σ_c (Σ_k W_jck)² (mean_t √(ρ_ct v_ct))² + Σ_ck W_jck² mean_t e_ct / T,
+
+with `e = (1 - ρ) v` and ā the mean of its inputs over positions: what the weights add is exact, and costs as much as
+one more position. A function of one tensor keeps ρ, and a sum takes the mean of its sides'. Averages and attention
+carry `√(ρ v)` as it is, and the rest as independent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from ...covariance import Covariance, LayerBlock
-from ...errors import LapwingError
-from ...tangent import Block
-from .graph import operation, where
-from .layout import Layout, constant, root
+_SMALLEST_VARIANCE = 1e-30
+"""Smaller variances count as none. (Processors take very long for the square roots of denormal numbers.)"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the dimensions of a value are.
+
+    Attributes:
+        batch: the dimension of the samples.
+        merged: what shares it with them: "" nothing, else positions, with the samples "slowest" or "fastest".
+        positions: the dimensions along which entries share weights, in order.
+        channels: the number of each entry's channel in the layer that it comes from; of length 1 along the other
+            dimensions.
+    """
+
+    batch: int
+    merged: str
+    positions: tuple[int, ...]
+    channels: Tensor = field(repr=False, compare=False)
+
+    @property
+    def shared(self) -> bool:
+        """Whether the value has positions at all."""
+        return bool(self.merged or self.positions)
+
+    def mean(self, x: Tensor, samples: int, channel: int = -1) -> Tensor:
+        """Returns the means over all dimensions but samples and channels, (B, n)."""
+        channel %= x.ndim
+        if self.merged:
+            slowest = self.merged == "slowest"
+            x = x.unflatten(self.batch, (samples, -1) if slowest else (-1, samples)).mean(self.batch + slowest)
+        others = [dim for dim in range(x.ndim) if dim not in (self.batch, channel)]
+        x = x.mean(others) if others else x
+        return x if self.batch < channel else x.mT
+
+    def spread(self, x: Tensor, like: Tensor, channel: int = -1) -> Tensor:
+        """Returns (B, n) in a shape that fits a value's, the same at all positions."""
+        channel %= like.ndim
+        if self.merged:
+            times = like.shape[self.batch] // x.shape[0]
+            slowest = self.merged == "slowest"  # no repeat_interleave: ONNX would fix its count
+            x = x[:, None].expand(-1, times, -1).flatten(0, 1) if slowest else x.repeat(times, 1)
+        shape = [1] * like.ndim
+        shape[self.batch], shape[channel] = x.shape
+        return (x if self.batch < channel else x.mT).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -23,50 +75,60 @@ class Moments:
     Attributes:
         mean: of any shape.
         variance: v, of the mean's shape.
-        correlation: ρ, of a shape that expands to the mean's: entries of one channel at positions t and t' have the
-            covariance `√(ρ_t v_t) √(ρ_t' v_t')`. None: independent.
-        origin: for values of an attention, where they come from (`values.Origin`), if that is asked for.
+        correlation: ρ, of a shape that expands to the mean's. None: positions are independent.
+        origin: for values of an attention, where they come from (`rules.attention.Origin`), if an option asks for it.
+        covariance: (B, n, n) within a sample of n numbers, at the end of a network; None elsewhere.
     """
 
     mean: Tensor
     variance: Tensor
     correlation: Tensor | None = None
     origin: Any = field(default=None, repr=False, compare=False)
+    covariance: Tensor | None = None
+
+    @classmethod
+    def joint(cls, mean: Tensor, covariance: Tensor) -> Moments:
+        """Returns the moments of a tensor with covariances (B, n, n) within each sample."""
+        return cls(mean, covariance.diagonal(dim1=1, dim2=2).reshape(mean.shape), covariance=covariance)
 
     @property
     def common(self) -> Tensor:
-        """Returns `√(ρ v)`, the standard deviations of what the positions of a channel have in common."""
+        """`√(ρ v)`, the standard deviations of what the positions of a channel have in common."""
         return root(self.variance if self.correlation is None else self.correlation * self.variance)
 
-    def amplitude(self, layout: Layout, samples: int, channel: int = -1) -> Tensor:
+    @property
+    def individual(self) -> Tensor:
+        """`(1 - ρ) v`, the variances of what each position has on its own."""
+        return self.variance if self.correlation is None else (1 - self.correlation) * self.variance
+
+    @property
+    def full_correlation(self) -> Tensor | None:
+        """ρ in the shape of the variances."""
+        return None if self.correlation is None else self.correlation.expand_as(self.variance)
+
+    def mean_common(self, layout: Layout, samples: int, channel: int = -1) -> Tensor:
         """Returns the means of `√(ρ v)` over positions, (B, n)."""
-        if not self._flat(layout):
+        if not self._is_flat(layout):
             return layout.mean(self.common, samples, channel)
-        return layout.mean(root(self.variance), samples, channel) * root(self._at(layout, samples, channel))
+        return layout.mean(root(self.variance), samples, channel) * root(self._flat(layout, samples, channel))
 
-    def mean_own(self, layout: Layout, samples: int, channel: int = -1) -> Tensor:
+    def mean_individual(self, layout: Layout, samples: int, channel: int = -1) -> Tensor:
         """Returns the means of `(1 - ρ) v` over positions, (B, n)."""
-        rho = self.correlation
-        if rho is None or not self._flat(layout):
-            return layout.mean(self.own, samples, channel)
-        return layout.mean(self.variance, samples, channel) * (1 - self._at(layout, samples, channel))
+        if not self._is_flat(layout):
+            return layout.mean(self.individual, samples, channel)
+        return layout.mean(self.variance, samples, channel) * (1 - self._flat(layout, samples, channel))
 
-    def _flat(self, layout: Layout) -> bool:
-        """Whether ρ is the same at all positions."""
+    def _is_flat(self, layout: Layout) -> bool:
+        """Whether ρ is the same at all positions, so that it comes out of the means."""
         rho, ndim = self.correlation, self.variance.ndim
-        return rho is not None and not layout.merged and rho.ndim == ndim and constant(rho, ndim, layout.positions)
+        return rho is not None and not layout.merged and rho.ndim == ndim and is_constant(rho, ndim, layout.positions)
 
-    def _at(self, layout: Layout, samples: int, channel: int) -> Tensor:
+    def _flat(self, layout: Layout, samples: int, channel: int) -> Tensor:
         """Returns such a ρ as (B, n)."""
         assert self.correlation is not None
         kept = (layout.batch, channel % self.variance.ndim)
         shape = [n if dim in kept else 1 for dim, n in enumerate(self.variance.shape)]
         return layout.mean(self.correlation.expand(shape), samples, channel)
-
-    @property
-    def own(self) -> Tensor:
-        """Returns `(1 - ρ) v`, the variances of what each position has on its own."""
-        return self.variance if self.correlation is None else (1 - self.correlation) * self.variance
 
 
 Value = Any
@@ -83,136 +145,62 @@ def variance_of(value: Value) -> Tensor | None:
     return value.variance if isinstance(value, Moments) else None
 
 
-@dataclass(frozen=True)
-class Treated:
-    """The treated weights of one block.
-
-    Attributes:
-        block: which parameters they are, and their layout.
-        covariance: their covariance.
-        marginals: parameter name -> its variances, in its own shape.
-    """
-
-    block: Block
-    covariance: LayerBlock
-    marginals: Mapping[str, Tensor]
-
-    @classmethod
-    def of(cls, block: Block, covariance: Covariance, diagonal: Mapping[str, Tensor], dtype: torch.dtype) -> Treated:
-        """Reads a block's covariance."""
-        parts = block.split(diagonal[block.name].to(dtype))
-        return cls(block, covariance.layer_block(block.name), parts)
+def root(x: Tensor) -> Tensor:
+    """Returns √x, with a finite derivative at 0."""
+    return x.clamp_min(_SMALLEST_VARIANCE).sqrt()
 
 
-@dataclass
-class Site:
-    """One call of the network at which moments are carried, and what is known of it before any input is seen.
+def ratio(part: Tensor, whole: Tensor) -> Tensor:
+    """Returns `ρ = part/whole`, at most 1, and 0 where there is nothing."""
+    return (part / whole.clamp_min(_SMALLEST_VARIANCE)).clamp_max(1)
 
-    Attributes:
-        node: the call.
-        roles: argument name -> the treated parameter that stands there, as (block, parameter name).
-        attention: as in `Streamlined`.
-        network: name of the network's class, for messages.
-        layouts: name of a value -> its dimensions, if they are asked for.
-        correlated: whether positions are.
+
+def layer_correlation(
+    variance: Tensor, pooled: Tensor, individual: Tensor | None, layout: Layout, samples: int, channel: int
+) -> Tensor:
+    """Returns ρ (B, n) with `ρ (mean_t √v_t)² + (1 - ρ) mean_t v_t / T = pooled + individual/T`, in [0, 1].
+
+    Args:
+        variance: v, of a layer's outputs.
+        pooled: the variances that the means over its T positions have from what these share (B, n).
+        individual: means over positions of the variances that each has on its own (B, n), None for none.
+        layout: the dimensions of the outputs.
         samples: B.
+        channel: its dimension of the channels.
     """
-
-    node: fx.Node
-    roles: Mapping[str, tuple[Treated, str]]
-    attention: str
-    network: str
-    layouts: Mapping[str, Layout] = field(default_factory=dict, repr=False)
-    correlated: bool = True
-    samples: int = 0
-    _constants: dict[str, tuple[Any, Any]] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(
-        cls,
-        node: fx.Node,
-        treated: Mapping[str, tuple[Treated, str]],
-        attention: str,
-        network: str,
-        layouts: Mapping[str, Layout] | None = None,
-        correlated: bool = True,
-    ) -> Site:
-        """Reads which arguments of a call are treated parameters."""
-        names = [argument.name for argument in node.target._schema.arguments] if has_schema(node) else []  # type: ignore[union-attr]
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        roles = {name: treated[a.name] for name, a in given.items() if isinstance(a, fx.Node) and a.name in treated}
-        return cls(node, roles, attention, network, layouts or {}, correlated)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the network is."""
-        return next(
-            (v.device for v in (n.meta.get("val") for n in self.node.all_input_nodes) if isinstance(v, Tensor)),
-            torch.device("cpu"),
-        )
-
-    def at(self, samples: int) -> Site:
-        """Returns the same for a batch of B samples."""
-        return replace(self, samples=samples)
-
-    @property
-    def layout(self) -> Layout | None:
-        """The dimensions of the call's value, None where it has no positions that are known."""
-        found = self.layouts.get(self.node.name)
-        return found if found is not None and found.shared and self.correlated else None
-
-    def source(self, argument: str) -> Layout | None:
-        """Returns the dimensions of an argument, None where they are not known."""
-        node = self.named(self.node.args, self.node.kwargs).get(argument)
-        return self.layouts.get(node.name) if isinstance(node, fx.Node) else None
-
-    def positions(self, argument: str) -> tuple[int, ...]:
-        """Returns the dimensions of an argument that are positions."""
-        found = self.source(argument)
-        return () if found is None else found.positions
-
-    def named(self, args: tuple, kwargs: dict) -> dict[str, Any]:
-        """Returns a call's arguments by name, defaults filled in; those of a Python function by their place."""
-        if not has_schema(self.node):
-            return {str(place): value for place, value in enumerate(args)}
-        schema = self.node.target._schema.arguments  # type: ignore[union-attr]
-        given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-        return {**given, **{a.name: value for a, value in zip(schema, args, strict=False)}, **kwargs}
-
-    def treated(self, *names: str) -> Treated | None:
-        """Returns the block of matrix weights that stands at one of these arguments, if it is one layer's own."""
-        found = [self.roles[name][0] for name in names if name in self.roles]
-        if not found or found[0].block.matrix is None or any(other is not found[0] for other in found):
-            return None
-        return found[0]
-
-    def constant(self, key: str, make: Callable[[], Any], *sources: Tensor | None) -> Any:
-        """Returns what `make` gives for these weights, made anew when they change or for another dtype."""
-        stamp = tuple((source.data_ptr(), source._version) for source in sources if source is not None)
-        found = self._constants.get(key)
-        if found is None or found[0] != stamp:
-            with torch.no_grad():
-                found = (stamp, make())
-            self._constants[key] = found
-        return found[1]
-
-    def refusal(self, found: str, accepted: str) -> LapwingError:
-        """Returns the error for a call that is not covered."""
-        return refusal(self.network, self.node, found, accepted)
+    count = variance.numel() // pooled.numel()  # T
+    alone = layout.mean(variance, samples, channel) / count
+    amplitude = layout.mean(root(variance), samples, channel).square()
+    excess = pooled - alone if individual is None else pooled + individual / count - alone
+    return ratio(excess.clamp_min(0), amplitude - alone)
 
 
-def has_schema(node: fx.Node) -> bool:
-    """Whether a call is one of ATen's."""
-    return hasattr(node.target, "_schema")
+def sum_correlation(
+    total: Tensor, parts: Iterable[tuple[Tensor, Tensor | float | None]], positions: tuple[int, ...] = ()
+) -> Tensor | None:
+    """Returns `ρ = Σ ρ_i v_i / Σ v_i` of a sum of independent parts (v_i, ρ_i), None where no part has one.
+
+    Where no ρ_i depends on the position, v_i and their sum are averaged over positions first.
+    """
+    some = [(variance, rho) for variance, rho in parts if rho is not None]
+    if not some:
+        return None
+    if positions and all(not isinstance(r, Tensor) or is_constant(r, total.ndim, positions) for _, r in some):
+        some = [(v.expand_as(total).mean(positions, keepdim=True), r) for v, r in some]
+        total = total.mean(positions, keepdim=True)
+    return ratio(total_of([variance * rho for variance, rho in some]), total)
 
 
-def refusal(network: str, node: fx.Node, found: str, accepted: str) -> LapwingError:
-    """Returns the error for a call that is not covered: what was found where, what is accepted, what to write."""
-    return LapwingError(
-        f"Asked for streamlined prediction through {network}, found {operation(node)} in {where(node)} {found}; "
-        f"accepted {accepted}: write via=lw.Linearized() instead."
-    )
+def is_constant(x: Tensor, ndim: int, positions: tuple[int, ...]) -> bool:
+    """Whether x, which expands to a value of so many dimensions, is the same at all of its positions."""
+    missing = ndim - x.ndim
+    return all(dim < missing or x.shape[dim - missing] == 1 for dim in positions)
 
 
-Rule = Callable[[Site, dict[str, Any]], Value]
-"""`(site, arguments by name)` -> moments, for a call with an uncertain argument."""
+def total_of(parts: Iterable[Tensor | None]) -> Any:
+    """Returns the sum of those tensors that are not None, None where there is none."""
+    total = None
+    for part in parts:
+        if part is not None:
+            total = part if total is None else total + part
+    return total

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .fusion import aten
-from .layout import quotient, share
-from .moments import Moments, Rule, Site, Treated, Value, mean_of, variance_of
+from ..moments import Moments, Value, mean_of, ratio, sum_correlation, total_of, variance_of
+from ..operations import Arguments, Kind, Operation, Slope, aten, broadcast, register
+from ..sites import Site, Treated
 
 
 def normalised(x: Tensor, variance: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
@@ -40,48 +40,42 @@ def normalised(x: Tensor, variance: Tensor, eps: float, centred: bool) -> tuple[
     return x, (1 - 2 / d - 2 / d * square) * scaled + (total + 2 * x * cross + square * second)
 
 
-def layer_norm(site: Site, given: dict[str, Any]) -> Moments:
+def layer_norm(site: Site, arguments: dict[str, Any]) -> Moments:
     """`F.layer_norm` and `F.rms_norm` over the last dimensions."""
-    x, centred = given["input"], site.node.target is aten.layer_norm.default
-    count = len(given["normalized_shape"])
-    eps = given["eps"]
-    eps = torch.finfo(mean_of(x).dtype).eps if eps is None else eps
-
-    def apply(x: Tensor) -> Tensor:
-        return site.node.target(**{**given, "input": x, "weight": None, "bias": None} if centred else
-                                {**given, "input": x, "weight": None})  # type: ignore[operator]  # fmt: skip
-
+    x, centred = arguments["input"], site.node.target is aten.layer_norm.default
     if isinstance(x, Moments):
+        count, eps = len(arguments["normalized_shape"]), arguments["eps"]
+        eps = torch.finfo(x.mean.dtype).eps if eps is None else eps
         mean, variance = normalised(x.mean.flatten(-count), x.variance.flatten(-count), eps, centred)
         inner: Value = Moments(mean.reshape(x.mean.shape), variance.reshape(x.mean.shape), x.correlation)
     else:
-        inner = apply(x)
-    return affine(site, inner, given["weight"], given.get("bias"), 0)
+        inner = site.apply(arguments, weight=None, **({"bias": None} if centred else {}))
+    return affine(site, inner, arguments["weight"], arguments.get("bias"), 0)
 
 
-def group_norm(site: Site, given: dict[str, Any]) -> Moments:
+def group_norm(site: Site, arguments: dict[str, Any]) -> Moments:
     """`F.group_norm`."""
-    x, groups = given["input"], given["num_groups"]
+    x, groups = arguments["input"], arguments["num_groups"]
     shape = mean_of(x).shape
     if isinstance(x, Moments):
         mean, variance = (value.reshape(shape[0], groups, -1) for value in (x.mean, x.variance))
-        mean, variance = normalised(mean, variance, given["eps"], True)
+        mean, variance = normalised(mean, variance, arguments["eps"], True)
         inner: Value = Moments(mean.reshape(shape), variance.reshape(shape), x.correlation)
     else:
-        inner = F.group_norm(x, groups, eps=given["eps"])
-    return affine(site, inner, given["weight"], given["bias"], len(shape) - 2)
+        inner = F.group_norm(x, groups, eps=arguments["eps"])
+    return affine(site, inner, arguments["weight"], arguments["bias"], len(shape) - 2)
 
 
-def batch_norm(site: Site, given: dict[str, Any]) -> Moments | tuple[Moments]:
+def batch_norm(site: Site, arguments: dict[str, Any]) -> Moments | tuple[Moments]:
     """`F.batch_norm` in eval mode, with treated weights; with certain ones it is an element-wise function."""
-    x = given["input"]
+    x = arguments["input"]
     trailing = mean_of(x).ndim - 2
-    scale = (given["running_var"] + given["eps"]).rsqrt()
-    scale, shift = (v.reshape(-1, *(1,) * trailing) for v in (scale, -given["running_mean"] * scale))
+    scale = (arguments["running_var"] + arguments["eps"]).rsqrt()
+    scale, shift = (v.reshape(-1, *(1,) * trailing) for v in (scale, -arguments["running_mean"] * scale))
     mean = torch.addcmul(shift, mean_of(x), scale)
     inner = Moments(mean, x.variance, x.correlation) if isinstance(x, Moments) else mean
-    found = affine(site, inner, given["weight"], given["bias"], trailing, scale.square())
-    return found if site.node.target is aten.batch_norm.default else (found,)
+    result = affine(site, inner, arguments["weight"], arguments["bias"], trailing, scale.square())
+    return result if site.node.target is aten.batch_norm.default else (result,)
 
 
 def affine(
@@ -118,14 +112,12 @@ def affine(
             total = torch.addcmul(mean.new_zeros(()) if total is None else total, mean.square(), shape(gamma_v))
         return total if crossed is None or total is None else total + 2 * mean * shape(crossed)
 
-    own = added(mean, lambda value: value)
-    total: Any = own
+    from_weights, carried = added(mean, lambda value: value), None
     if variance is not None:
         slope = mean.new_ones(()) if gamma is None else gamma.square()
-        slope = slope if gamma_v is None else slope + gamma_v
-        slope = slope if factor is None else slope * factor
-        carried = variance * slope
-        total = carried if own is None else own + carried
+        slope = total_of([slope, gamma_v])
+        carried = variance * (slope if factor is None else slope * factor)
+    total = total_of([from_weights, carried])
     total = total if total.shape == out.shape else total.expand_as(out)
     layout = site.layout
     if layout is None:
@@ -133,16 +125,16 @@ def affine(
     parts: list[tuple[Tensor, Tensor | float | None]] = []
     channel = 1 if trailing else -1
     width = next((value.numel() for value in (gamma, beta) if value is not None), 0)
-    if own is not None and width == out.shape[channel]:
-        own = own.expand_as(out)
+    if from_weights is not None and width == out.shape[channel]:
+        from_weights = from_weights.expand_as(out)
         average = layout.mean(mean, site.samples, channel)
         pooled: Any = added(average, lambda value: value.reshape(-1))
-        whole, count = layout.mean(own, site.samples, channel), out.numel() // average.numel()
-        rho = quotient((pooled - whole / count).clamp_min(0), whole - whole / count)
-        parts.append((own, layout.spread(rho, out, channel)))
-    if isinstance(x, Moments):
+        whole, count = layout.mean(from_weights, site.samples, channel), out.numel() // average.numel()
+        rho = ratio((pooled - whole / count).clamp_min(0), whole - whole / count)
+        parts.append((from_weights, layout.spread(rho, out, channel)))
+    if carried is not None:
         parts.append((carried, x.correlation))
-    return Moments(out, total, share(total, parts, layout.positions))
+    return Moments(out, total, sum_correlation(total, parts, layout.positions))
 
 
 def _covariance(site: Site, gamma_v: Tensor | None, beta_v: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -151,14 +143,14 @@ def _covariance(site: Site, gamma_v: Tensor | None, beta_v: Tensor | None, dtype
     if gamma_v is None or beta_v is None or weight is None or bias is None or weight[0] is not bias[0]:
         return None
     size = gamma_v.numel()
-    found = site.constant("crossed", lambda: _crossed(weight[0], size, dtype))
-    return None if found is None else found.reshape(gamma_v.shape)
+    crossed = site.constant("crossed", lambda: _crossed(weight[0], size, dtype))
+    return None if crossed is None else crossed.reshape(gamma_v.shape)
 
 
 def _crossed(treated: Treated, size: int, dtype: torch.dtype) -> Tensor | None:
     """Returns `Cov[γ_i, β_i]` from variances of sums, `Var[γ_i + β_i] = Var γ_i + Var β_i + 2 Cov[γ_i, β_i]`."""
-    found = treated.covariance.rotation()
-    if found is not None and found[0] is None:
+    rotation = treated.covariance.rotation()
+    if rotation is not None and rotation[0] is None:
         return None  # diagonal
     eye = torch.eye(size, dtype=dtype, device=treated.marginals[treated.block.parameters[0]].device)
     names = treated.block.parameters
@@ -166,32 +158,35 @@ def _crossed(treated: Treated, size: int, dtype: torch.dtype) -> Tensor | None:
     return (variances - treated.marginals[names[0]].flatten() - treated.marginals[names[1]].flatten()) / 2
 
 
-def softmax(site: Site, given: dict[str, Any]) -> Moments:
+def softmax(site: Site, arguments: dict[str, Any]) -> Moments:
     """Returns the moments of a softmax, linearised: `v_y = y² [(1 - 2y) v + Σ y² v]`."""
-    x, dim = given["self"], given["dim"]
+    x, dim = arguments["self"], arguments["dim"]
     y = x.mean.softmax(dim)
     square = y.square()
     shared = (square * x.variance).sum(dim, keepdim=True)
     return Moments(y, square * ((1 - 2 * y) * x.variance + shared))
 
 
-def log_softmax(site: Site, given: dict[str, Any]) -> Moments:
+def log_softmax(site: Site, arguments: dict[str, Any]) -> Moments:
     """Returns the moments of a log softmax, linearised: `v_y = (1 - 2y) v + Σ y² v`."""
-    x, dim = given["self"], given["dim"]
+    x, dim = arguments["self"], arguments["dim"]
     y = x.mean.log_softmax(dim)
     p = y.exp()
     return Moments(y, (1 - 2 * p) * x.variance + (p.square() * x.variance).sum(dim, keepdim=True))
 
 
-RULES: dict[Any, Rule] = {
-    aten.layer_norm.default: layer_norm,
-    aten.rms_norm.default: layer_norm,
-    aten.group_norm.default: group_norm,
-    aten.batch_norm.default: batch_norm,
-    aten._native_batch_norm_legit_no_training.default: batch_norm,
-    aten.softmax.int: softmax,
-    aten._softmax.default: softmax,
-    aten._safe_softmax.default: softmax,
-    aten.log_softmax.int: log_softmax,
-    aten._log_softmax.default: log_softmax,
-}
+def _batch_norm_slope(a: Arguments, y: Any, name: str) -> Slope:
+    """Returns `γ / √(v + ε)` for each channel."""
+    slope = (a["running_var"] + a["eps"]).rsqrt()
+    slope = slope if a["weight"] is None else slope * a["weight"]
+    return slope.reshape(-1, *(1,) * (a["input"].ndim - 2))
+
+
+register(Operation(Kind.NORM, layer_norm, broadcast), "layer_norm.default", "rms_norm.default")
+register(Operation(Kind.NORM, group_norm, broadcast), "group_norm.default")
+register(  # in eval mode, which is checked; the second gives a tuple
+    Operation(Kind.NORM | Kind.ELEMENTWISE, batch_norm, broadcast, _batch_norm_slope),
+    "batch_norm.default", "_native_batch_norm_legit_no_training.default",
+)  # fmt: skip
+register(Operation(Kind.SOFTMAX, softmax, broadcast), "softmax.int", "_softmax.default", "_safe_softmax.default")
+register(Operation(Kind.OTHER, log_softmax, broadcast), "log_softmax.int", "_log_softmax.default")

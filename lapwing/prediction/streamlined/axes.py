@@ -1,0 +1,216 @@
+"""What the dimensions of each value are: which one the samples are in, which are positions, which channels.
+
+A network may transpose a batch, or merge it with heads or positions. Positions are the dimensions along which entries
+belong to the same channel of the layer that they come from; the labels of the table's operations tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ... import batches
+from ...errors import LapwingError
+from .graph import Graph, execute
+from .moments import Layout
+from .operations import broadcast, operation_of, same_along
+from .schedule import Schedule
+
+
+@dataclass(frozen=True)
+class SampleAxes:
+    """The dimension of the samples in each value that has them, which may be merged with others.
+
+    Attributes:
+        dims: name of a value -> dimension.
+        fastest: names of the values where the samples run fastest in that dimension; elsewhere slowest.
+    """
+
+    dims: Mapping[str, int]
+    fastest: frozenset[str] = frozenset()
+
+    def _cut(self, name: str, length: int, samples: int) -> tuple[tuple[int, int], int]:
+        """Returns the sizes of the dimension's two parts, and which of them holds the samples."""
+        others = length // samples
+        return ((others, samples), 1) if name in self.fastest else ((samples, others), 0)
+
+    def flat(self, name: str, x: Tensor, samples: int) -> Tensor:
+        """Returns a value as (B, n)."""
+        return self.columns(name, x[None], samples)[..., 0]
+
+    def columns(self, name: str, x: Tensor, samples: int) -> Tensor:
+        """Returns K tensors of a value's shape, (K, *shape), as (B, n, K)."""
+        dim = self.dims[name] + 1
+        sizes, place = self._cut(name, x.shape[dim], samples)
+        return x.unflatten(dim, sizes).movedim(dim + place, 0).flatten(2).mT  # (B, K, n) transposed
+
+    def tensors(self, name: str, columns: Tensor, shape: torch.Size) -> Tensor:
+        """Returns (B, n, K) as (K, *shape), the inverse of `columns`."""
+        dim, (samples, _, count) = self.dims[name], columns.shape
+        sizes, place = self._cut(name, shape[dim], samples)
+        rest = (*shape[:dim], sizes[1 - place], *shape[dim + 1 :])
+        x = columns.permute(2, 0, 1).reshape(count, samples, *rest)
+        return x.movedim(1, dim + 1 + place).flatten(dim + 1, dim + 2)
+
+    def units(self, name: str, like: Tensor, samples: int, size: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yields the unit directions of one sample's n numbers, some at a time, as (places, (K, *shape))."""
+        count = like.numel() // samples
+        for first in range(0, count, size):
+            places = slice(first, min(first + size, count))
+            picked = torch.arange(places.start, places.stop, device=like.device)
+            units = torch.nn.functional.one_hot(picked, count).to(like.dtype).T  # (n, K)
+            yield places, self.tensors(name, units.expand(samples, -1, -1), like.shape)
+
+
+def read_axes(graph: Graph, inputs: Any, network: str) -> SampleAxes:
+    """Returns the samples' dimension of every value, known by the length that stands for the batch, and checked.
+
+    Args:
+        graph: the network's calls.
+        inputs: B samples.
+        network: name of the network's class.
+
+    Raises:
+        LapwingError: a batch of a fixed size; samples in the midst of a dimension that they share.
+
+    Cost: two passes of two samples where a dimension is shared.
+    """
+    symbol = _batch_length(graph)
+    if not isinstance(symbol, str):
+        raise LapwingError(
+            f"The forward of {network} takes batches of one size only, but covariances, and calls without a moment "
+            "rule, need to tell the samples apart. Write a forward for batches of any size. Or predict with "
+            "via=lw.Linearized()."
+        )
+    dims: dict[str, int] = {}
+    shared: list[str] = []
+    placeholders = [node for node in graph.nodes[0].graph.nodes if node.op == "placeholder"]
+    for node in (*placeholders, *graph.nodes):
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or not value.ndim or node.name in graph.tensors:
+            continue
+        for dim, length in enumerate(value.shape):
+            if isinstance(length, torch.SymInt) and symbol in map(str, length.node.expr.free_symbols):
+                dims[node.name] = dim
+                if str(length.node.expr) != symbol:
+                    shared.append(node.name)
+                break
+    return _checked(graph, inputs, SampleAxes(dims), shared, network) if shared else SampleAxes(dims)
+
+
+def _batch_length(graph: Graph) -> int | str:
+    """Returns the length of the batch, a text where any does."""
+    return next(shape[0] for shape in graph.shapes if shape)
+
+
+def _checked(graph: Graph, inputs: Any, axes: SampleAxes, shared: list[str], network: str) -> SampleAxes:
+    """Reads how the samples run where they share a dimension: another second sample must leave the first as it is."""
+    places = ((0, batches.size(inputs) - 1), (0, 0))
+    pairs = [batches.take(inputs, torch.tensor(pair, device=graph.device)) for pair in places]
+    with torch.no_grad():
+        first, second = _run_changed(graph, pairs[0], axes.dims, shared), graph.run(pairs[1])
+    fastest = set[str]()
+    for name in shared:
+        for order in (SampleAxes(axes.dims), SampleAxes(axes.dims, frozenset([name]))):
+            if _alike(*(order.flat(name, values[name], 2)[0] for values in (first, second))):
+                fastest.update(order.fastest)
+                break
+        else:
+            raise LapwingError(
+                f"{network} merges its samples between other dimensions, in the value {name}, so that streamlined "
+                "prediction cannot tell them apart. Merge the batch first or last. Or predict with "
+                "via=lw.Linearized()."
+            )
+    return SampleAxes(axes.dims, frozenset(fastest))
+
+
+def _alike(x: Tensor, y: Tensor) -> bool:
+    return torch.allclose(x.double(), y.double(), rtol=1e-3, atol=1e-6, equal_nan=True)
+
+
+def _axes_of_fixed_batch(graph: Graph, inputs: Any) -> SampleAxes:
+    """Returns the values whose first dimension is the samples', where the batch has a fixed size.
+
+    They are those that are the same along that dimension when all samples are, with the first as it was.
+
+    Cost: two passes.
+    """
+    count = batches.size(inputs)
+    first = batches.take(inputs, torch.zeros(count, dtype=torch.long, device=graph.device))
+    with torch.no_grad():
+        values, equal = graph.run(inputs), graph.run(first)
+    candidates = {n: x for n, x in values.items() if isinstance(x, Tensor) and n not in graph.tensors}
+    return SampleAxes(
+        {n: 0 for n, x in candidates.items() if x.shape[:1] == (count,) and _alike(equal[n], x[:1].expand_as(x))}
+    )
+
+
+def _run_changed(graph: Graph, pair: Any, dims: Mapping[str, int], shared: list[str]) -> dict[str, Any]:
+    """Runs the calls on two samples, the second made another one in case they are equal: integers where looked up."""
+
+    def change(leaf: Any) -> Any:
+        return _other(leaf, 0) if isinstance(leaf, Tensor) and leaf.ndim and leaf.is_floating_point() else leaf
+
+    values = graph.bind(pytree.tree_map(change, pair))
+    for node in graph.nodes:
+        value = execute(node, lambda n: values[n.name])
+        sources = [values[source.name] for source in node.all_input_nodes if source.name in dims]
+        looked_up = bool(sources) and not any(source.is_floating_point() for source in sources)
+        if looked_up and node.name in dims and node.name not in shared and value.is_floating_point():
+            value = _other(value, dims[node.name])
+        values[node.name] = value
+    return values
+
+
+def _other(x: Tensor, dim: int) -> Tensor:
+    """Returns two samples, the second changed, also where it is constant and would be normalised."""
+    first, second = x.narrow(dim, 0, 1), x.narrow(dim, 1, 1)
+    ramp = torch.linspace(0.25, 1.0, second.shape[-1], dtype=x.dtype, device=x.device)
+    return torch.cat([first, second.flip(-1) * 0.5 + ramp], dim)
+
+
+def read_layouts(schedule: Schedule, graph: Graph, inputs: Any, network: str) -> dict[str, Layout]:
+    """Returns the dimensions of every uncertain value, by the labels that each operation gives its entries.
+
+    Args:
+        schedule: the steps.
+        graph: the network's calls.
+        inputs: B samples.
+        network: name of the network's class.
+
+    Returns:
+        Name of a value -> its dimensions; nothing for a network that merges its samples between other dimensions.
+    """
+    symbol = _batch_length(graph)
+    try:
+        axes = read_axes(graph, inputs, network) if isinstance(symbol, str) else _axes_of_fixed_batch(graph, inputs)
+    except LapwingError:
+        return {}
+    labels: dict[str, Any] = {}
+    layouts: dict[str, Layout] = {}
+    for step in schedule.steps:
+        name, value = step.node.name, step.node.meta.get("val")
+        if not step.uncertain:
+            continue
+        label_of = (None if step.fused else operation_of(step.node).label) or broadcast
+        label = label_of(step.node, {source: labels[source] for source in step.uncertain if source in labels})
+        if label is None:
+            continue
+        labels[name] = label
+        if not isinstance(label, Tensor) or not isinstance(value, Tensor) or name not in axes.dims:
+            continue
+        batch = axes.dims[name]
+        length: Any = value.shape[batch]
+        alone = isinstance(length, int) or str(length) == symbol
+        merged = "" if alone or not same_along(label, batch) else "fastest" if name in axes.fastest else "slowest"
+        positions = [d for d in range(label.ndim) if d != batch and label.shape[d] > 1 and same_along(label, d)]
+        channels = label
+        for dim in (batch, *positions):
+            channels = channels.narrow(dim, 0, 1)
+        layouts[name] = Layout(batch, merged, tuple(positions), channels.long())
+    return layouts

@@ -1,0 +1,263 @@
+"""Full mode: covariances within each sample, and between all values that are still needed, so that branches agree.
+
+Every call is linearised at the means; a layer with treated weights adds what they contribute. With cross-covariances
+the covariance of the outputs is that of the linearised network, plus what the weights' products with uncertain inputs
+add in each layer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import batches
+from ...covariance import Covariance
+from ...errors import LapwingError
+from .axes import read_axes
+from .forward_mode import chunk_size, evaluate, push
+from .moments import mean_of, total_of, variance_of
+from .operations import Kind, is_a, named
+from .program import Program, means_of
+from .schedule import Schedule, Step
+from .sites import Treated, refusal
+from .weights import contribution, treated_layer
+
+Covariances = Mapping[tuple[str, str], Tensor]
+"""Two names -> the covariances (B, n_a, n_b) of their values; of a pair one order is kept."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One step and the steps inside it, whose values have no covariances: tuples, and functions of weights.
+
+    Attributes:
+        step: the step.
+        inside: the steps inside, in order.
+        leaves: names of the uncertain tensors that it is a function of.
+        certain: names of the other values it reads.
+        carries: whether its value has covariances.
+    """
+
+    step: Step
+    inside: tuple[Step, ...]
+    leaves: tuple[str, ...]
+    certain: tuple[str, ...]
+    carries: bool
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the values that the function reads."""
+        return (*self.leaves, *self.certain)
+
+    def __call__(self, values: dict[str, Any], dtype: torch.dtype) -> Any:
+        """Returns the step's value."""
+        for step in self.inside:
+            values[step.node.name] = evaluate(step, values, dtype)
+        return evaluate(self.step, values, dtype)
+
+    def blocks(
+        self, treated: Mapping[str, tuple[Treated, str]], owned: frozenset[str]
+    ) -> list[tuple[Treated, dict[str, str]]]:
+        """Returns the treated blocks among the leaves that no layer owns, with placeholder -> parameter name."""
+        blocks: dict[str, tuple[Treated, dict[str, str]]] = {}
+        for leaf in self.leaves:
+            if leaf in treated and leaf not in owned:
+                block, parameter = treated[leaf]
+                blocks.setdefault(block.block.name, (block, {}))[1][leaf] = parameter
+        return list(blocks.values())
+
+
+def calls_of(schedule: Schedule, samples: Collection[str]) -> tuple[Call, ...]:
+    """Puts steps whose values have no samples (names outside `samples`), or are tuples, inside those that read them."""
+    inner: dict[str, Step] = {}
+    calls = []
+    for step in schedule.steps:
+        inside, leaves, certain = dict[str, Step](), dict[str, None](), dict[str, None]()
+
+        def visit(step: Step, inside: dict = inside, leaves: dict = leaves, certain: dict = certain) -> None:
+            for name in step.sources:
+                if name not in step.uncertain:
+                    certain[name] = None
+                elif name in inner:
+                    visit(inner[name], inside, leaves, certain)
+                    inside[name] = inner[name]
+                else:
+                    leaves[name] = None
+
+        visit(step)
+        name, carries = step.node.name, bool(step.uncertain)
+        if carries and name not in samples:
+            inner[name], carries = step, False
+        calls.append(Call(step, tuple(inside.values()), tuple(leaves), tuple(certain), carries))
+    return tuple(calls)
+
+
+class FullProgram:
+    """One pass through a network with means, and covariances (B, n_a, n_b) by pairs of names.
+
+    Args:
+        program: the schedule and its treated weights.
+        covariance: Σ.
+        inputs: what the network is called with.
+
+    Raises:
+        LapwingError: a network whose samples cannot be told apart.
+    """
+
+    def __init__(self, program: Program, covariance: Covariance, inputs: Any) -> None:
+        self._program, self._axes = program, read_axes(program.graph, inputs, program.network)
+        self._calls = calls_of(program.schedule, self._axes.dims)
+        self._last_reads = {
+            n: place for place, call in enumerate(self._calls) for n in (*call.needs, *call.step.sources)
+        }
+        self._last_reads[program.schedule.output] = len(self._calls)
+        self._covariance = weakref.ref(covariance)  # programs are kept for as long as their posterior lives
+        self._matrices: dict[str, Tensor] = {}
+
+    @property
+    def bytes_per_sample(self) -> int:
+        """What the largest step holds for one sample, estimated: a few covariances of its tensors."""
+        return 4 * self._program.largest**2 * self._program.dtype.itemsize
+
+    def run(self, inputs: Any, variances: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
+        """Carries means and covariances to the output.
+
+        Args:
+            inputs: B samples.
+            variances: place of an uncertain input among the leaves -> its variances, in its shape, or its covariances
+                (B, n, n).
+
+        Returns:
+            Means (B, C) and covariances (B, C, C).
+        """
+        program, samples = self._program, batches.size(inputs)
+        start = program.start(inputs, variances)
+        values = {name: mean_of(value) for name, value in start.items()}
+        known: dict[tuple[str, str], Tensor] = {}
+        for name in (program.graph.leaves[place] or "" for place in variances):
+            spread = variance_of(start[name])
+            assert spread is not None
+            if spread.shape == values[name].shape:
+                spread = torch.diag_embed(self._axes.flat(name, spread, samples))
+            known[name, name] = spread
+        for place, call in enumerate(self._calls):
+            self._run_call(place, call, values, known, samples)
+        output = program.schedule.output
+        return values[output], known[output, output]
+
+    def _run_call(
+        self, place: int, call: Call, values: dict[str, Any], known: dict[tuple[str, str], Tensor], samples: int
+    ) -> None:
+        """Adds a call's mean and covariances, and drops what no later call needs."""
+        program, name = self._program, call.step.node.name
+        if call.step.in_moment_dtype:
+            read = {name: means_of(program.cast(name, values[name])) for name in call.step.sources}
+            values[name] = evaluate(call.step, read, program.dtype)
+        else:
+            values[name] = program.step(call.step, values, samples)
+        if call.carries:
+            tracks = program.way.tracks_branches
+            targets = [z for z in values if tracks and z != name and self._last_reads.get(z, -1) > place]
+            covariances = self._covariances(call, values, known, targets, samples)
+            known.update({(name, other): c for other, c in covariances.items()})
+        gone = [n for n in values if self._last_reads.get(n, -1) <= place and n not in program.graph.tensors]
+        for other in gone:
+            del values[other]
+        for pair in [pair for pair in known if not set(pair).isdisjoint(gone)]:
+            del known[pair]
+
+    def _covariances(
+        self, call: Call, values: Mapping[str, Any], known: Covariances, targets: list[str], samples: int
+    ) -> dict[str, Tensor]:
+        """Returns `Cov[y, z]` for the targets z and y itself: `Σ_i J_i Cov[x_i, z]`, `Σ_i J_i Cov[x_i, y]`."""
+        program, name, axes = self._program, call.step.node.name, self._axes
+        dtype, node = program.dtype, call.step.node
+        read = {n: program.cast(n, values[n]) for n in call.needs}
+        layer = treated_layer(program.sites.get(name))
+        owned = layer.owned if layer is not None else frozenset[str]()
+        leaves = [n for n in call.leaves if n not in program.treated]
+
+        def refuse(problem: str) -> LapwingError:
+            return refusal(program.network, node, problem)
+
+        def carried(tangents: Mapping[str, Tensor]) -> Tensor:
+            """Returns the tangents of y (B, n, K) for those (K, *shape) of some leaves."""
+
+            def function(*primals: Tensor) -> Tensor:
+                return call({**read, **dict(zip(tangents, primals, strict=True))}, dtype)
+
+            primals, directions = [read[n] for n in tangents], [t.to(dtype) for t in tangents.values()]
+            out = push(function, primals, directions, refuse, chunk_size(values[name]))
+            return axes.columns(name, out, samples)
+
+        def from_leaves(covariances: Mapping[str, Tensor]) -> Tensor | None:
+            if not covariances:
+                return None
+            return carried({x: axes.tensors(x, c, values[x].shape) for x, c in covariances.items()})
+
+        result: dict[str, Tensor] = {}
+        for target in dict.fromkeys([*leaves, *targets]):
+            parts = {x: c for x in leaves if (c := _between(known, x, target)) is not None}
+            if not program.way.tracks_branches:
+                parts = {x: c for x, c in parts.items() if x == target}
+            part = from_leaves(parts)
+            if part is not None:
+                result[target] = part
+        terms = [from_leaves({x: result[x].mT for x in leaves if x in result})]
+        for treated, names in call.blocks(program.treated, owned):
+            jacobian = carried(_directions(call, treated, names, read, dtype))  # (B, n, P)
+            terms.append(jacobian @ self._matrix(treated).to(dtype) @ jacobian.mT)
+        if layer is not None:
+            spread = _between(known, layer.source, layer.source)
+            mean = read[layer.source]
+            terms.append(contribution(layer, mean, axes, samples, spread, self._matrix))
+        kept, total = {z: c for z, c in result.items() if z in targets}, total_of(terms)
+        return kept if total is None else {**kept, name: total}
+
+    def _matrix(self, treated: Treated) -> Tensor:
+        """Returns the covariance of one block (P, P), made once."""
+        name, size = treated.block.name, treated.block.size
+        if name not in self._matrices:
+            covariance = self._covariance()
+            assert covariance is not None
+            with torch.no_grad():
+                like = torch.empty(0, dtype=covariance.dtype, device=covariance.device)
+                vectors = {block.name: like.new_zeros(size, block.size) for block in covariance.blocks}
+                vectors[name] = torch.eye(size, dtype=like.dtype, device=like.device)
+                self._matrices[name] = covariance.mv(vectors)[name]
+        return self._matrices[name]
+
+
+def _directions(
+    call: Call, treated: Treated, names: Mapping[str, str], read: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Returns the unit directions of a block's weights as tangents of its parameters, by placeholder.
+
+    The padding token's row of an embedding stays as it is, as it takes no gradient in torch.
+    """
+    device = read[next(iter(names))].device
+    parts = treated.block.split(torch.eye(treated.block.size, dtype=dtype, device=device))
+    directions = {placeholder: parts[parameter] for placeholder, parameter in names.items()}
+    if not is_a(call.step.node, Kind.EMBEDDING):
+        return directions
+    padding = named(call.step.node, call.step.node.args, call.step.node.kwargs)["padding_idx"]
+    if isinstance(padding, int) and padding >= 0:
+        for name in directions:
+            directions[name] = directions[name].clone()
+            directions[name][:, padding] = 0
+    return directions
+
+
+def _between(known: Covariances, a: str, b: str) -> Tensor | None:
+    """Returns Cov[a, b], None where it is 0."""
+    if (a, b) in known:
+        return known[a, b]
+    return known[b, a].mT if (b, a) in known else None
+
+
+__all__ = ["FullProgram"]

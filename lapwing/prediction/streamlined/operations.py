@@ -1,0 +1,218 @@
+"""The table of operations: what each call of a network's graph is, and how it carries moments.
+
+An entry of `OPERATIONS` says four things about an ATen call (or a `torch.library` operator of one's own):
+
+- `kind`: what it is, which decides how calls are grouped and where covariances end;
+- `rule`: how it carries moments, for calls that are not a part of an element-wise function;
+- `label`: which channel each entry of its result belongs to, so that positions that share weights are known;
+- `slope`: its derivative in closed form, for element-wise calls and statistics.
+
+Each file of `rules/` registers its operations at its end. An element-wise call that torch tags as such needs no entry:
+it goes by forward mode. What is in no entry and has no tag goes by forward mode where it is small.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Flag, auto
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from ...errors import LapwingError
+from .moments import Value
+
+if TYPE_CHECKING:
+    from .sites import Site
+
+aten = torch.ops.aten
+
+
+class Kind(Flag):
+    """What a call is; some are several things at once."""
+
+    OTHER = 0
+    ELEMENTWISE = auto()
+    """Each entry of the result depends on the same entry of the arguments alone."""
+    IDENTITY = auto()
+    """Leaves a floating-point tensor's values as they are: casts, and dropout in eval mode, which is checked."""
+    FLAT = auto()
+    """The result has no slope: new tensors of the same shape, rounded values."""
+    STATISTIC = auto()
+    """A reduction, which with its dimensions kept may be a part of a norm written by hand."""
+    MOVE = auto()
+    """Moves, repeats, joins or leaves out entries."""
+    VIEW = auto()
+    """A move that may stand between the products of an attention written by hand."""
+    ORDERED = auto()
+    """A move that keeps the order of a sample's entries, so that their covariances stay as they are."""
+    PRODUCT = auto()
+    """A product of two tensors, which may be one of an attention written by hand."""
+    LINEAR = auto()
+    """A product with a matrix: a linear layer where that is a weight."""
+    CONVOLUTION = auto()
+    EMBEDDING = auto()
+    ATTENTION = auto()
+    SOFTMAX = auto()
+    NORM = auto()
+    POOLING = auto()
+
+
+Rule = Callable[["Site", dict[str, Any]], Value]
+"""`(site, arguments by name)` -> moments, for a call with an uncertain argument."""
+
+Label = Callable[[fx.Node, Mapping[str, Any]], Any]
+"""`(call, labels of its uncertain arguments by name)` -> the channel that each entry of its value belongs to, a tensor
+of the value's shape; None where that is not known, and positions are independent."""
+
+Slope = Any
+"""A tensor that broadcasts to a call's value, or a number."""
+
+Arguments = Mapping[str, Any]
+"""The arguments of a call by name, defaults filled in."""
+
+Partial = Callable[[Arguments, Any, str], Slope]
+"""`(arguments by name, the call's value y, name of an argument)` -> ∂y/∂argument, entry by entry; of a statistic, its
+derivative in each entry of its argument."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One entry of the table.
+
+    Attributes:
+        kind: what the call is.
+        rule: how it carries moments; None for calls that are always a part of a function, or go by forward mode.
+        label: the channels of its result; needed with a rule (`independent` where none are known).
+        slope: its derivative in closed form, None where forward mode gives it.
+    """
+
+    kind: Kind = Kind.OTHER
+    rule: Rule | None = None
+    label: Label | None = None
+    slope: Partial | None = None
+
+    def __post_init__(self) -> None:
+        """Checks that a rule has a label."""
+        if self.rule is not None and self.label is None:
+            raise LapwingError(
+                "A moment rule needs a label, which says to which channel each entry belongs. Pass label=broadcast for "
+                "entries that stay where they are, or label=independent where positions have nothing in common."
+            )
+
+
+OPERATIONS: dict[Any, Operation] = {}
+"""Call -> its entry."""
+
+_OTHER, _TAGGED = Operation(), Operation(Kind.ELEMENTWISE)
+
+
+def register(operation: Operation, *targets: Any) -> None:
+    """Enters calls into the table.
+
+    Args:
+        operation: what they are.
+        *targets: the calls, such as `torch.ops.mylib.swish.default`; a text such as "relu.default" is an ATen call,
+            left out where this version of torch has none of that name.
+    """
+    for target in targets:
+        if isinstance(target, str):
+            name, _, overload = target.partition(".")
+            target = getattr(getattr(aten, name, None), overload, None)
+        if target is not None:
+            OPERATIONS[target] = operation
+
+
+def operation_of(node: fx.Node) -> Operation:
+    """Returns the entry of a call, or what torch's tags say of it."""
+    entry = OPERATIONS.get(node.target)
+    if entry is not None:
+        return entry
+    return _TAGGED if torch.Tag.pointwise in getattr(node.target, "tags", ()) else _OTHER
+
+
+def is_a(node: fx.Node, *kinds: Kind) -> bool:
+    """Whether a call is of one of these kinds."""
+    kind = operation_of(node).kind
+    return any(some in kind for some in kinds)
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether each entry of a call's result depends on the same entry of its arguments alone."""
+    if node.target is operator.getitem:  # the first of a batch norm's values
+        source = node.args[0]
+        return isinstance(source, fx.Node) and bool(node.args[1] == 0) and is_a(source, Kind.NORM | Kind.ELEMENTWISE)
+    return is_a(node, Kind.ELEMENTWISE)
+
+
+def is_statistic(node: fx.Node) -> bool:
+    """Whether a call is a statistic with its dimensions kept."""
+    if not is_a(node, Kind.STATISTIC):
+        return False
+    arguments = named(node, node.args, node.kwargs)
+    return bool(arguments.get("keepdim", False)) and arguments.get("dim") not in (None, [])
+
+
+def has_forward_mode(node: fx.Node) -> bool:
+    """Whether forward mode passes through a call: operators from outside torch lose tangents, without an error."""
+    if not has_schema(node) or node.target.namespace in ("aten", "prims"):  # type: ignore[union-attr]
+        return True
+    name = node.target._schema.name  # type: ignore[union-attr]
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+
+
+def has_schema(node: fx.Node) -> bool:
+    """Whether a call is an operator of torch, and no function of Python."""
+    return hasattr(node.target, "_schema")
+
+
+def named(node: fx.Node, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a call's arguments by name, defaults filled in; those of a Python function by their place."""
+    if not has_schema(node):
+        return {str(place): value for place, value in enumerate(args)}
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    return {**defaults, **{a.name: value for a, value in zip(schema, args, strict=False)}, **kwargs}
+
+
+# ---- labels
+
+
+def broadcast(node: fx.Node, labels: Mapping[str, Any]) -> Any:
+    """Returns the label of an argument that fits the value's shape: entries stay where they are."""
+    shape = shape_of(node)
+    for label in labels.values():
+        if not isinstance(label, Tensor) or label.ndim != len(shape):
+            continue
+        if all(a in (1, b) for a, b in zip(label.shape, shape, strict=True)):
+            return label.expand(shape)
+    return None
+
+
+def independent(node: fx.Node, labels: Mapping[str, Any]) -> None:
+    """Returns no label: entries at several positions have nothing in common."""
+
+
+def numbered(node: fx.Node, dim: int) -> Tensor:
+    """Returns the label of a layer's outputs, whose channels are numbered along one dimension."""
+    shape = shape_of(node)
+    return torch.arange(shape[dim], dtype=torch.double).reshape(-1, *(1,) * (-1 - dim % -len(shape))).expand(shape)
+
+
+def same_along(label: Tensor, dim: int) -> bool:
+    """Whether entries along a dimension belong to the same channels."""
+    return label.stride(dim) == 0 or bool((label == label.narrow(dim, 0, 1)).all())
+
+
+def shape_of(node: fx.Node) -> list[int]:
+    """Returns the shape that a call's value had when the network was read, [] for what is no tensor."""
+    value = node.meta.get("val")
+    return [length_of(n) for n in value.shape] if isinstance(value, Tensor) else []
+
+
+def length_of(value: Any) -> int:
+    """Returns a length, or the one it had when the network was read."""
+    return value if isinstance(value, int) else int(value.node.hint or 1)

@@ -1,0 +1,244 @@
+"""Moments of sums, products, quotients and means over dimensions, whose uncertain sides are taken as independent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..moments import Moments, Value, is_constant, mean_of, sum_correlation, total_of, variance_of
+from ..operations import Kind, Operation, aten, broadcast, named, register, same_along, shape_of
+from ..sites import Site
+from . import elementwise
+
+Bilinear = Callable[[Tensor, Tensor], Tensor]
+
+
+def added(site: Site, arguments: dict[str, Any]) -> Moments:
+    """Returns the moments of `x + α y` for independent x and y: residual branches, shifts."""
+    x, y, alpha = arguments["self"], arguments["other"], arguments.get("alpha", 1)
+    mean = site.apply(arguments, self=mean_of(x), other=mean_of(y))
+    v, w = variance_of(x), variance_of(y)
+    if w is not None and alpha != 1:
+        w = w * alpha**2
+    total = total_of([v, w])
+    total = total if total.shape == mean.shape else total.expand_as(mean)
+    parts = [(v, _correlation_in(site, x)), (w, _correlation_in(site, y))]
+    positions = () if site.layout is None else site.layout.positions
+    return Moments(mean, total, sum_correlation(total, [(v, r) for v, r in parts if v is not None], positions))
+
+
+def _correlation_in(site: Site, x: Value) -> Tensor | float | None:
+    """Returns ρ of an argument in a sum or product; 1 for one that is the same at all positions of the result."""
+    layout = site.layout
+    if not isinstance(x, Moments) or layout is None:
+        return None
+    if is_constant(x.variance, len(site.node.meta["val"].shape), layout.positions):
+        return 1.0
+    return x.correlation
+
+
+def multiplied(site: Site, arguments: dict[str, Any]) -> Moments:
+    """Returns the moments of `x y` for independent x and y: gates, scales.
+
+    E = m_x m_y        Var = m_y² v_x + m_x² v_y + v_x v_y
+    """
+    x, y = arguments["self"], arguments["other"]
+    return _times(x, y, _correlation_in(site, x), _correlation_in(site, y))
+
+
+def _times(x: Value, y: Value, *rho: Tensor | float | None) -> Moments:
+    """Returns the moments of `x y` for independent x and y with these correlations of their positions."""
+    result = product(x, y, torch.mul)
+    if all(part is None for part in rho):
+        return result
+    if not (isinstance(x, Moments) and isinstance(y, Moments)):
+        kept = rho[0] if isinstance(x, Moments) else rho[1]
+        return result if kept is None else Moments(result.mean, result.variance, result.variance.new_ones(()) * kept)
+    first, second = y.mean.square() * x.variance, x.mean.square() * y.variance
+    both = None if None in rho else rho[0] * rho[1]  # type: ignore[operator]
+    parts = [(first, rho[0]), (second, rho[1]), (x.variance * y.variance, both)]
+    return Moments(result.mean, result.variance, sum_correlation(result.variance, parts))
+
+
+def product(x: Value, y: Value, bilinear: Bilinear) -> Moments:
+    """Returns the moments of a bilinear map whose coefficients are 0 and 1, of independent entries."""
+    mean = bilinear(mean_of(x), mean_of(y))
+    v, w = variance_of(x), variance_of(y)
+    if w is None:
+        assert v is not None
+        return Moments(mean, bilinear(v, mean_of(y).square()))
+    if v is None:
+        return Moments(mean, bilinear(mean_of(x).square(), w))
+    return Moments(mean, bilinear(v, y.mean.square() + w) + bilinear(x.mean.square(), w))
+
+
+def contracted(site: Site, x: Value, y: Value, bilinear: Bilinear) -> Moments:
+    """Returns `product` for maps that sum: attention written by hand, whose tokens move together, among them.
+
+    Where one side is certain, and the other is summed over positions alone, `√(ρ v)` goes through as it is.
+    """
+    result = product(x, y, bilinear)
+    for place, (value, other) in enumerate(((x, y), (y, x))):
+        if not isinstance(value, Moments) or isinstance(other, Moments) or value.correlation is None:
+            continue
+        layout, dims = site.layouts.get(operands(site.node)[place].name), _summed_dims(site.node)
+        if layout is None or dims is None or not set(dims[place]) <= set(layout.positions):
+            continue
+
+        def apply(x: Tensor, y: Tensor, place: int = place) -> Tensor:
+            return bilinear(x, y) if place == 0 else bilinear(y, x)
+
+        common = apply(value.common, other).square()
+        variance = common + apply(value.individual, other.square())
+        return Moments(result.mean, variance, sum_correlation(variance, [(common, 1.0)]))
+    return result
+
+
+def contracted_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
+    """Runs a product on the labels of one side, where it sums over positions alone: attention written by hand."""
+    if node.target is aten.einsum.default and len(node.args[1]) != 2:  # type: ignore[arg-type]
+        return None
+    sides, dims = operands(node), _summed_dims(node)
+    if dims is None or sum(side.name in labels for side in sides) != 1:
+        return None
+    parts = []
+    for side, summed in zip(sides, dims, strict=True):
+        part = labels.get(side.name)
+        if part is None:
+            part = torch.ones(shape_of(side), dtype=torch.double)
+        elif not all(same_along(part, dim) for dim in summed):
+            return None
+        for dim in summed:
+            part = part.narrow(dim, 0, 1)
+        parts.append(part)
+    if node.target is aten.einsum.default:
+        return torch.einsum(node.args[0], *parts)
+    return parts[0] @ parts[1]
+
+
+def operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Returns the two sides of a product."""
+    sides: Any = node.args[1] if node.target is aten.einsum.default else node.args[-2:]
+    return sides[0], sides[1]
+
+
+def _summed_dims(node: fx.Node) -> tuple[list[int], list[int]] | None:
+    """Returns the dimensions of both sides that a product sums over, None where it is written with dots."""
+    sides = [len(side.meta["val"].shape) for side in operands(node)]
+    if node.target is not aten.einsum.default:
+        return [sides[0] - 1], [max(0, sides[1] - 2)]
+    inputs, arrow, output = str(node.args[0]).replace(" ", "").partition("->")
+    if "." in inputs or not arrow:
+        return None
+    x, y = ([dim for dim, letter in enumerate(side) if letter not in output] for side in inputs.split(","))
+    return x, y
+
+
+def _matmul(site: Site, arguments: dict[str, Any]) -> Moments:
+    """`bmm(x, y)`."""
+    return contracted(site, arguments["self"], arguments["mat2"], torch.matmul)
+
+
+def _baddbmm(site: Site, arguments: dict[str, Any]) -> Moments:
+    """`β c + α x y` with a certain c."""
+    if isinstance(arguments["self"], Moments):
+        raise site.refusal("its summand is uncertain", "Add the summand after the product.")
+    result = contracted(site, arguments["batch1"], arguments["batch2"], torch.matmul)
+    alpha, beta = arguments["alpha"], arguments["beta"]
+    summand = arguments["self"] * beta if beta else 0
+    return Moments(summand + alpha * result.mean, alpha**2 * result.variance, result.correlation)
+
+
+def _einsum(site: Site, arguments: dict[str, Any]) -> Moments:
+    """`einsum(equation, x, y)`."""
+    operands, equation = arguments["tensors"], arguments["equation"]
+    if len(operands) == 1:
+        letters = equation.partition("->")[0]
+        if "..." in equation or len(set(letters)) != len(letters):
+            raise site.refusal(f"{equation!r} has dots, or a letter twice", "Write distinct letters.")
+        return Moments(torch.einsum(equation, operands[0].mean), torch.einsum(equation, operands[0].variance))
+    if len(operands) != 2:
+        raise site.refusal(f"it has {len(operands)} tensors", "Write products of two tensors.")
+    return contracted(site, operands[0], operands[1], lambda x, y: torch.einsum(equation, x, y))
+
+
+def divided(site: Site, arguments: dict[str, Any]) -> Moments:
+    """Returns the moments of `x / y`, linearised in y, for independent x and y."""
+    x, y = arguments["self"], arguments["other"]
+    ratio, inverse = mean_of(x) / mean_of(y), mean_of(y).reciprocal().square()
+    v, w = variance_of(x), variance_of(y)
+    parts = [] if v is None else [v * inverse]
+    if w is not None:
+        parts.append(ratio.square() * inverse * w)
+    total = total_of(parts).expand_as(ratio)
+    sides = [_correlation_in(site, side) for side in (x, y) if isinstance(side, Moments)]
+    return Moments(ratio, total, sum_correlation(total, zip(parts, sides, strict=True)))
+
+
+def summed(site: Site, arguments: dict[str, Any]) -> Moments:
+    """Returns the moments of a sum or mean over dimensions."""
+    x: Moments = arguments["self"]
+    dims, keep = arguments.get("dim"), arguments.get("keepdim", False)
+    dims = list(range(x.mean.ndim)) if dims in (None, []) else [dims] if isinstance(dims, int) else list(dims)
+    mean = x.mean.sum(dims, keepdim=keep)
+    scale = prod(x.mean.shape[d] for d in dims) if site.node.target is aten.mean.dim else 1
+    if x.correlation is None:
+        return Moments(mean / scale, x.variance.sum(dims, keepdim=keep) / scale**2)
+    layout = site.layout_of("self")
+    positions = [] if layout is None else [d % x.mean.ndim for d in dims if d % x.mean.ndim in layout.positions]
+    common = x.common.sum(positions, keepdim=True).square() if positions else x.common.square()
+    common, individual = common.sum(dims, keepdim=keep), x.individual.sum(dims, keepdim=keep)
+    variance = common + individual
+    return Moments(mean / scale, variance / scale**2, sum_correlation(variance, [(common, 1.0)]))
+
+
+def _summed_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
+    arguments = named(node, node.args, node.kwargs)
+    label = next(iter(labels.values()), None)
+    return None if label is None else label.amax(arguments.get("dim") or [], keepdim=arguments["keepdim"])
+
+
+def gated(site: Site, arguments: dict[str, Any]) -> Moments:
+    """Returns the moments of a gated linear unit, `x σ(y)` of two halves, with σ linearised."""
+    source, dim = arguments["self"], arguments["dim"]
+    (x, y), (v, w) = (part.chunk(2, dim) for part in (source.mean, source.variance))
+    rho = (None, None) if source.correlation is None else source.full_correlation.chunk(2, dim)
+    gate = y.sigmoid()
+    return _times(Moments(x, v), Moments(gate, (gate * (1 - gate)).square() * w), *rho)
+
+
+def _gated_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
+    dim = named(node, node.args, node.kwargs)["dim"]
+    label = next(iter(labels.values()), None)
+    return None if label is None else label.narrow(dim, 0, label.shape[dim] // 2)
+
+
+def chosen(site: Site, arguments: dict[str, Any]) -> Moments:
+    """Returns the moments of `where(c, x, y)`."""
+    x, y, condition = arguments["self"], arguments["other"], arguments["condition"]
+    mean = torch.where(condition, mean_of(x), mean_of(y))
+    v, w = (value.variance if isinstance(value, Moments) else mean.new_zeros(()) for value in (x, y))
+    variance = torch.where(condition, v, w)
+    rho = [_correlation_in(site, value) for value in (x, y)]
+    if rho == [None, None]:
+        return Moments(mean, variance)
+    first, second = (variance.new_zeros(()) + (0 if r is None else r) for r in rho)
+    return Moments(mean, variance, torch.where(condition, first, second))
+
+
+_PAIR = Kind.ELEMENTWISE
+register(Operation(_PAIR, added, broadcast, elementwise.added), "add.Tensor")
+register(Operation(_PAIR, added, broadcast, elementwise.subtracted), "sub.Tensor", "subtract.Tensor")
+register(Operation(_PAIR, multiplied, broadcast, elementwise.multiplied), "mul.Tensor", "multiply.Tensor")
+register(Operation(_PAIR, divided, broadcast, elementwise.divided), "div.Tensor", "divide.Tensor")
+register(Operation(_PAIR, chosen, broadcast, elementwise.chosen), "where.self")
+register(Operation(Kind.STATISTIC, summed, _summed_label, elementwise.mean), "mean.dim")
+register(Operation(Kind.STATISTIC, summed, _summed_label, lambda a, y, name: 1.0), "sum.dim_IntList")
+register(Operation(Kind.OTHER, gated, _gated_label), "glu.default")
+register(Operation(Kind.PRODUCT, _matmul, contracted_label), "bmm.default")
+register(Operation(Kind.PRODUCT, _baddbmm, contracted_label), "baddbmm.default")
+register(Operation(Kind.PRODUCT, _einsum, contracted_label), "einsum.default")

@@ -1,0 +1,240 @@
+"""Moments through attention: scores from means, values uncertain; or the scores' uncertainty linearised as well.
+
+Two options add covariances of the values: between tokens, which share W_V, and between a head's features, which share
+inputs. For them a linear layer leaves with its outputs where they come from, views keep that, and the attention, or the
+layer after it, reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..moments import Moments, Value, mean_of, ratio, root, sum_correlation, total_of
+from ..operations import Kind, Operation, register, same_along, shape_of
+from ..sites import Site
+
+
+def attended(site: Site, arguments: dict[str, Any]) -> Moments:
+    """Passes moments through `softmax(Q Kᵀ c + mask) V` (Streamlined Prediction, equations 7 and 71).
+
+        P = softmax(E[Q] E[K]ᵀ c + mask)        E = P E[V]        Var = P² Var[V]
+
+    With `attention="scores"` queries and keys, taken as independent, are uncertain too, to first order, `S = Q Kᵀ c`:
+
+        Var += Σ_sd (∂out_te/∂K_sd)² Var[K_sd] + Σ_d (∂out_te/∂Q_td)² Var[Q_td],    ∂out_te/∂S_ts = P_ts (V_se - E_te)
+
+    Attention written by hand is taken call by call there, with its scores independent.
+
+    Cost: beside one attention of the means, a product of P² (B, H, T, T) with the variances; with scores three more,
+    and as many as a head has features.
+    """
+    query, key, value, mask = (arguments[name] for name in ("query", "key", "value", "attn_mask"))
+    q = mean_of(query)
+    if arguments["enable_gqa"] and q.shape[-3] != mean_of(key).shape[-3]:
+        times = q.shape[-3] // mean_of(key).shape[-3]
+        key, value = _repeated(key, times), _repeated(value, times)
+    k, v = mean_of(key), mean_of(value)
+    scale = q.shape[-1] ** -0.5 if arguments["scale"] is None else arguments["scale"]
+    weights = _masked(q @ k.mT * scale, mask, arguments["is_causal"]).softmax(-1)
+    weights = weights if mask is None else weights.nan_to_num(0.0)
+    mean, square = weights @ v, weights.square()
+    if site.attention == "tokens" and isinstance(value, Moments):
+        result = _mixed(site, value, weights, square)
+        if result is not None:
+            return result
+    parts, common = [], None
+    if isinstance(value, Moments):
+        parts.append(square @ value.individual)
+        if value.correlation is not None:
+            common = (weights @ value.common).square()
+            parts.append(common)
+    if site.attention == "scores":
+        parts.extend(part * scale**2 for part in _from_scores(query, key, v, mean, weights))
+    total = total_of(parts)
+    result = Moments(mean, total, None if common is None else sum_correlation(total, [(common, 1.0)]))
+    return _marked(site, result, value, weights)
+
+
+def _from_scores(query: Value, key: Value, v: Tensor, mean: Tensor, weights: Tensor) -> Iterator[Tensor]:
+    """Yields what uncertain keys and queries add to the variances of the output, for scores without a factor."""
+    q, k = mean_of(query), mean_of(key)
+    if isinstance(key, Moments):
+        shared = weights.square() * (q.square() @ key.variance.mT)  # P² Var[S], (B, H, T, T)
+        # Σ_s P² Var[S] (V - E)², multiplied out
+        yield shared @ v.square() - 2 * mean * (shared @ v) + mean.square() * shared.sum(-1, keepdim=True)
+    if isinstance(query, Moments):
+        total = torch.zeros_like(mean)
+        for spread, column in zip(query.variance.split(1, -1), k.split(1, -1), strict=True):  # one feature d
+            slope = weights @ (v * column) - mean * (weights @ column)  # Σ_s P (V - E) K_sd
+            total = total + slope.square() * spread
+        yield total
+
+
+def _repeated(value: Any, times: int) -> Any:
+    """Returns keys or values with each head repeated, where queries have more."""
+    if isinstance(value, Moments):
+        rho = None if value.correlation is None else _repeated(value.full_correlation, times)
+        return Moments(_repeated(value.mean, times), _repeated(value.variance, times), rho, value.origin)
+    return value.repeat_interleave(times, -3)
+
+
+def _masked(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    if causal:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~visible, -torch.inf)
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+
+
+def _attended_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
+    """Returns the labels of the values, the same at all tokens; heads are repeated where queries have more."""
+    values, shape = node.args[2], shape_of(node)
+    label = labels.get(values.name) if isinstance(values, fx.Node) else None
+    if label is None or label.ndim != len(shape) or not same_along(label, -2):
+        return None
+    label = label.narrow(-2, 0, 1)
+    if label.ndim > 3 and label.shape[-3] not in (1, shape[-3]):
+        label = label.repeat_interleave(shape[-3] // label.shape[-3], -3)
+    return label.expand(shape)
+
+
+# ---- covariances of values
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the values of an attention come from.
+
+    Attributes:
+        x: the inputs (B, S, I) of the layer that gave them.
+        weight: its W (O, I).
+        added: rows (..., I) -> what its uncertain weights and biases add to the variances (..., O), if there are any.
+        rows: rows of W that the heads read (H, d), once known.
+        probabilities: P (B, H, T, S), after the attention.
+    """
+
+    x: Value
+    weight: Tensor
+    added: Callable[[Tensor], Tensor] | None
+    rows: Tensor | None = None
+    probabilities: Tensor | None = None
+
+
+def origin(site: Site, x: Value, weight: Tensor, added: Callable[[Tensor], Tensor] | None) -> Origin | None:
+    """Returns where a linear layer's outputs come from, if an attention may ask; None for inputs that are no tokens."""
+    if site.attention not in ("tokens", "features"):
+        return None
+    layout = site.layouts.get(site.node.name)
+    if layout is None or layout.merged or mean_of(x).ndim != 3:
+        return None
+    if layout.batch != 0:
+        turned = (x.mean.transpose(0, 1), x.variance.transpose(0, 1)) if isinstance(x, Moments) else ()
+        x = Moments(*turned) if turned else x.transpose(0, 1)
+    return Origin(x, weight, added)
+
+
+def _mixed(site: Site, value: Moments, weights: Tensor, square: Tensor) -> Moments | None:
+    """Returns the moments of `P V` with W_V's covariances between tokens: mixed inputs `P a` go through its rule.
+
+        Var[out_te] = Σ_s P_ts² (Var[v_se] - s_se) + Σ_ii' (P a)_ti (P a)_ti' Cov[W_ei, W_ei']
+
+    with `s_se` what W_V adds at token s. None where the values come from no layer with uncertain weights.
+
+    Cost: P a for each head, which is O(T² I), and W_V's variances at it: a linear layer a head.
+    """
+    source, rows = value.origin, _rows(site, weights.shape[1])
+    if not isinstance(source, Origin) or source.added is None or rows is None or rows.numel() == 0:
+        return None
+    a, heads = mean_of(source.x), len(rows)
+
+    def of_heads(variance: Tensor) -> Tensor:
+        """Returns of what W_V adds (B, O at the end) that which each head reads, (B, H, S, d)."""
+        return _picked(variance[:, None].expand(-1, heads, -1, -1), rows)
+
+    from_layer = of_heads(source.added(a))  # (B, H, S, d)
+    blend = weights @ a[:, None]  # (B, H, T, I)
+    exact = _picked(source.added(blend), rows)
+    rest = (value.variance - from_layer).clamp_min(0)
+    if value.correlation is None:
+        return Moments(weights @ value.mean, square @ rest + exact)
+    rho = ratio(of_heads(source.added(a.mean(1, keepdim=True))), root(from_layer).mean(-2, keepdim=True).square())
+    common = torch.minimum((value.correlation * value.variance - rho * from_layer).clamp_min(0), rest)
+    inherited = (weights @ root(common)).square()
+    total = square @ (rest - common) + inherited + exact
+    pooled = _picked(source.added(blend.mean(-2, keepdim=True)), rows)
+    along = ratio(pooled, root(exact).mean(-2, keepdim=True).square())
+    return Moments(weights @ value.mean, total, ratio(inherited + along * exact, total))
+
+
+def _marked(site: Site, result: Moments, value: Value, weights: Tensor) -> Moments:
+    """Notes P and the heads' rows of W_V with an attention's outputs, for the layer that comes after."""
+    source = value.origin if isinstance(value, Moments) else None
+    if site.attention != "features" or not isinstance(source, Origin):
+        return result
+    rows = _rows(site, weights.shape[1])
+    return result if rows is None else replace(result, origin=replace(source, rows=rows, probabilities=weights))
+
+
+def between_features(site: Site, argument: str, x: Value, weight: Tensor) -> Tensor | None:
+    """Returns what covariances of a head's values add after an attention's output layer U (equation 74), (B, T, O).
+
+        Σ_h Σ_s (P^h_ts)² Σ_i [(U_h W_h)_mi² - Σ_d U_md² W_di²] Var[a_si]
+
+    Args:
+        site: the output layer.
+        argument: name of its input among its arguments.
+        x: its input.
+        weight: U (O, H d).
+
+    Cost: a linear layer a head for a, and P² of its outputs.
+    """
+    source, layout = x.origin if isinstance(x, Moments) else None, site.layout_of(argument)
+    if not isinstance(source, Origin) or source.probabilities is None or not isinstance(source.x, Moments):
+        return None
+    rows = source.rows
+    if rows is None or layout is None or layout.channels.numel() != layout.channels.shape[-1]:
+        return None
+    order = layout.channels.flatten().to(site.device)  # of each entry of x, as the layer that made it numbers them
+    crossed = site.constant("crossed", lambda: _crossed(weight, source.weight, rows, order), weight, source.weight)
+    if crossed is None:
+        return None
+    spread = source.x.variance[:, None] @ crossed.mT  # (B, H, S, O)
+    return (source.probabilities.square() @ spread).sum(1)
+
+
+def _crossed(weight: Tensor, values: Tensor, rows: Tensor, order: Tensor) -> Tensor | None:
+    """Returns `(U_h W_h)² - U_h² W_h²` (H, O, I), with the columns of U in an order of W's rows, None for other rows.
+
+    Heads that share rows are in one order in both.
+    """
+    if not torch.equal(order.sort()[0], rows.flatten().sort()[0]):
+        return None
+    columns = torch.empty_like(order)
+    columns[rows.flatten().argsort(stable=True)] = order.argsort(stable=True)
+    u = weight[:, columns.reshape(rows.shape)].movedim(1, 0)  # (H, O, d)
+    w = values[rows]  # (H, d, I)
+    return (u @ w).square() - u.square() @ w.square()
+
+
+def _rows(site: Site, heads: int) -> Tensor | None:
+    """Returns the channels of values (B, H, S, d) as (H, d), repeated where queries have more heads."""
+    layout = site.layout_of("value")
+    if layout is None or layout.batch != 0 or layout.channels.ndim != 4 or layout.channels.shape[2] != 1:
+        return None
+    rows = layout.channels[0, :, 0, :].to(site.device)
+    return rows.repeat_interleave(heads // len(rows), 0)
+
+
+def _picked(x: Tensor, rows: Tensor) -> Tensor:
+    """Returns of the outputs (B, H, T, O) those that each head reads, (B, H, T, d)."""
+    index = rows[None, :, None, :].expand(x.shape[0], -1, x.shape[2], -1)
+    return x.gather(-1, index)
+
+
+register(Operation(Kind.ATTENTION, attended, _attended_label), "scaled_dot_product_attention.default")

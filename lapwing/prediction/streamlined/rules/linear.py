@@ -1,0 +1,239 @@
+"""Moments through linear layers, with weights and inputs uncertain and independent, and through embeddings.
+
+`a` are a layer's inputs with means m and variances v, W and b its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from ....covariance import LayerBlock
+from ..moments import Moments, Value, layer_correlation, mean_of, total_of, variance_of
+from ..operations import Kind, Operation, aten, numbered, register
+from ..sites import Site, Treated
+from .arithmetic import contracted, contracted_label
+from .attention import between_features, origin
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A call `a Wᵀ + b` with what is uncertain in it.
+
+    Attributes:
+        site: the call.
+        source: name of the argument that a is.
+        x: a.
+        weight: W as it is stored.
+        bias: b, None for none.
+        transposed: whether W is stored as (I, O), as Hugging Face's Conv1D does.
+        treated: the treated weights, None where they are certain, or not laid out as this call reads them.
+    """
+
+    site: Site
+    source: str
+    x: Value
+    weight: Value
+    bias: Value | None
+    transposed: bool
+    treated: Treated | None
+
+    @classmethod
+    def of(cls, site: Site, arguments: Mapping[str, Any]) -> Layer:
+        """Reads the arguments of a product with a matrix."""
+        if site.node.target is aten.linear.default:
+            roles: tuple[str, str, str | None] = ("input", "weight", "bias")
+        elif site.node.target is aten.addmm.default:
+            roles = ("mat1", "mat2", "self")
+        else:
+            roles = ("self", "other" if "other" in arguments else "mat2", None)
+        source, weight, bias = roles
+        b = None if bias is None else arguments[bias]
+        return cls(site, source, arguments[source], arguments[weight], b, weight != "weight", linear_weights(site))
+
+    @property
+    def matrix(self) -> Tensor:
+        """The mean of W (O, I)."""
+        w = mean_of(self.weight)
+        return w.mT if self.transposed else w
+
+    @property
+    def bias_is_shared(self) -> bool:
+        """Whether the bias is uncertain, in one block with the weights."""
+        return self.treated is not None and isinstance(self.bias, Moments) and self.treated.block.bias
+
+    @property
+    def is_uncertain(self) -> bool:
+        """Whether weights or bias are."""
+        return self.treated is not None or isinstance(self.weight, Moments) or isinstance(self.bias, Moments)
+
+    def rows(self, mean: Tensor) -> Tensor:
+        """Returns inputs as the block of weights reads them, with a one appended for the bias."""
+        return F.pad(mean, (0, 1), value=1.0) if self.bias_is_shared else mean
+
+    def added(self, mean: Tensor) -> list[Tensor]:
+        """Returns what uncertain weights and biases add to the variances (..., O), for certain inputs (..., I)."""
+        parts = []
+        if self.treated is not None:
+            parts.append(self._from_weights(self.treated.covariance, self.rows(mean)))
+        elif isinstance(self.weight, Moments):
+            parts.append(mean.square() @ self._inputs_first(self.weight.variance))
+        if isinstance(self.bias, Moments) and not self.bias_is_shared:
+            parts.append(self.bias.variance.expand(*mean.shape[:-1], -1))
+        return parts
+
+    def second(self) -> Tensor:
+        """Returns `W² + Var[W]` (I, O), by which variances of inputs are multiplied."""
+        w, spread = mean_of(self.weight), variance_of(self.weight)
+        square = self.site.constant("second", lambda: total_of([w.square(), spread]), w, spread)
+        return self._inputs_first(square)
+
+    def _inputs_first(self, matrix: Tensor) -> Tensor:
+        return matrix if self.transposed else matrix.mT
+
+    def _from_weights(self, covariance: LayerBlock, rows: Tensor) -> Tensor:
+        """Returns `Σ_ii' a_i a_i' Cov[W_ji, W_ji']` for certain rows a = [m, 1], (..., O)."""
+        flat = rows.reshape(-1, rows.shape[-1])  # (N, I)
+        rotated = self.site.constant("rotated", lambda: _rotation(covariance, rows.dtype))
+        if rotated is None:
+            variance = covariance.push(flat, None, False)
+        else:
+            basis, spread = rotated
+            variance = (flat if basis is None else flat @ basis).square() @ spread.mT
+        return variance.reshape(*rows.shape[:-1], -1)
+
+
+def linear(site: Site, arguments: dict[str, Any]) -> Moments:
+    """Passes moments through `F.linear(a, W, b)`, `a W + b`, `a W` (Streamlined Prediction, equations 2 to 4).
+
+        E[h] = W m + b        Var[h]_j = Σ_i W_ji² v_i + Σ_ii' (m mᵀ + diag v)_ii' Cov[W_ji, W_ji']
+
+    A product with a matrix that is no layer's is that of two independent tensors.
+
+    Cost: one product for the mean, one for v with W² + Var[W], and the weights' part for m.
+    """
+    if arguments.get("beta", 1) != 1 or arguments.get("alpha", 1) != 1:
+        raise site.refusal("it has factors beside its product", "Write addmm(b, a, W) without alpha and beta.")
+    layer = Layer.of(site, arguments)
+    if layer.source == "self" and site.treated("other", "mat2") is None:
+        return contracted(site, layer.x, layer.weight, torch.matmul)
+    x, mean, variance = layer.x, mean_of(layer.x), variance_of(layer.x)
+    w, b = mean_of(layer.weight), mean_of(layer.bias)
+    h = _product(mean, w, b) if layer.transposed else F.linear(mean, w, b)
+    parts: list[Tensor | None] = [] if variance is None else [variance @ layer.second()]
+    if layer.is_uncertain:
+        parts.append(total_of(layer.added(mean)))
+    if site.attention == "features":
+        parts.append(between_features(site, layer.source, x, layer.matrix))
+    total = total_of(parts)
+    start = origin(site, x, layer.matrix, (lambda rows: total_of(layer.added(rows))) if layer.is_uncertain else None)
+    layout = site.layout
+    if layout is None:
+        return Moments(h, total, None, start)
+    pooled = [part.expand(site.samples, -1) for part in layer.added(layout.mean(mean, site.samples))]
+    if isinstance(x, Moments) and x.correlation is not None:
+        pooled.append(x.mean_common(layout, site.samples).square() @ layer.second())
+    if not pooled:
+        return Moments(h, total, None, start)
+    individual = x.mean_individual(layout, site.samples) @ layer.second() if isinstance(x, Moments) else None
+    rho = layer_correlation(total, total_of(pooled), individual, layout, site.samples, -1)  # (B, O)
+    return Moments(h, total, layout.spread(rho, total), start)
+
+
+def linear_with_covariances(site: Site, arguments: dict[str, Any], samples: int) -> Moments | None:
+    """Returns the outputs of a linear layer with their covariances, None where it has several positions per sample.
+
+    Cov[h] = W diag(v) Wᵀ + Σ_ii' (m mᵀ + diag v)_ii' Cov[W_ji, W_j'i']
+    """
+    layer = Layer.of(site, arguments)
+    if not has_one_position(layer, samples):
+        return None
+    mean, variance, w = mean_of(layer.x), variance_of(layer.x), layer.matrix
+    shape, mean = (*mean.shape[:-1], -1), mean.reshape(samples, -1)
+    parts = []
+    if variance is not None:
+        variance = variance.reshape(samples, -1)
+        parts.append((w * variance[:, None, :]) @ w.mT)  # (B, O, O)
+    if layer.treated is not None:
+        spread = F.pad(variance, (0, 1)) if variance is not None and layer.bias_is_shared else variance
+        parts.append(layer.treated.covariance.push(layer.rows(mean), spread, True))
+    if isinstance(layer.bias, Moments) and not layer.bias_is_shared:
+        alone = bias_alone(site)
+        if alone is not None:
+            parts.append(alone.covariance.push(mean.new_ones(1, 1), None, True).expand(samples, -1, -1))
+        else:
+            parts.append(torch.diag_embed(layer.bias.variance).expand(samples, -1, -1))
+    return Moments.joint(F.linear(mean, w, mean_of(layer.bias)).reshape(shape), total_of(parts))
+
+
+def has_one_position(layer: Layer, samples: int) -> bool:
+    """Whether a layer is applied once per sample, with weights that are certain or a block's."""
+    x, w = mean_of(layer.x), mean_of(layer.weight)
+    if isinstance(layer.weight, Moments) and layer.treated is None:
+        return False
+    return x.ndim > 1 and w.ndim == 2 and x.numel() == samples * x.shape[-1]
+
+
+def linear_weights(site: Site) -> Treated | None:
+    """Returns the treated weights of a linear layer, None where they are not laid out as this call reads them."""
+    treated = site.treated("weight", "mat2", "other")
+    if treated is None or treated.block.family != "linear" or treated.block.matrix is None:
+        return None
+    stored = site.node.target is not aten.linear.default  # as (I, O)
+    return treated if treated.block.matrix.transposed == stored else None
+
+
+def bias_alone(site: Site) -> Treated | None:
+    """Returns the block of a treated bias without weights."""
+    alone = site.treated("bias", "self")
+    return alone if alone is not None and not alone.block.has_weight else None
+
+
+def _product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    return x @ w if b is None else torch.addmm(b, x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[-1])
+
+
+def _rotation(covariance: LayerBlock, dtype: torch.dtype) -> tuple[Tensor | None, Tensor] | None:
+    """Returns a basis and variances in it with `Var[W a]_j = Σ_q (aᵀ V)_q² s_jq`, where there is one for all j."""
+    rotation = covariance.rotation()
+    if rotation is None:
+        return None
+    basis, spread = rotation
+    return (None if basis is None else basis[0].to(dtype)), spread[0].to(dtype)
+
+
+def linear_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
+    """Numbers the outputs of a layer; of another product, as `contracted_label`."""
+    if node.target in (aten.linear.default, aten.addmm.default) or _is_weight(node.args[1]):
+        return numbered(node, -1)
+    return contracted_label(node, labels)
+
+
+def _is_weight(node: Any) -> bool:
+    """Whether a value is a parameter, up to transposition."""
+    while isinstance(node, fx.Node) and node.op != "placeholder":
+        if node.target not in (aten.t.default, aten.transpose.int, aten.numpy_T.default, aten.permute.default):
+            return False
+        node = node.args[0]
+    return isinstance(node, fx.Node) and node.name.startswith("p_")
+
+
+def embedded(site: Site, arguments: dict[str, Any]) -> Moments:
+    """Returns the rows' means and variances; the padding token has none, as it takes no gradient in torch."""
+    table, tokens, padding = arguments["weight"], arguments["indices"], arguments["padding_idx"]
+    if not isinstance(table, Moments) or isinstance(tokens, Moments):
+        raise site.refusal("its tokens are uncertain", "Pass certain tokens.")
+    mean, variance = (torch.embedding(part, tokens) for part in (table.mean, table.variance))
+    if padding is not None and padding >= 0:
+        variance = variance * (tokens != padding)[..., None]
+    return Moments(mean, variance)
+
+
+register(Operation(Kind.LINEAR, linear, linear_label), "linear.default", "addmm.default", "mm.default")
+register(Operation(Kind.LINEAR | Kind.PRODUCT, linear, linear_label), "matmul.default")
+register(Operation(Kind.EMBEDDING, embedded, lambda node, labels: numbered(node, -1)), "embedding.default")

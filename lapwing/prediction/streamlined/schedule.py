@@ -1,0 +1,228 @@
+"""The schedule: which calls of a network carry moments, grouped into functions of one uncertain tensor.
+
+One walk over the graph asks the table of operations what each call is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from .functions import Fused
+from .graph import Graph, users_of
+from .operations import Kind, is_a, is_elementwise, is_statistic
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        node: the call whose value it gives.
+        fused: the function of one uncertain tensor that it is, if it is one.
+        uncertain: names of its uncertain arguments; none for a step that is executed on means.
+        in_moment_dtype: whether it depends on uncertain values, so that it runs in the dtype of the moments.
+    """
+
+    node: fx.Node
+    fused: Fused | None
+    uncertain: tuple[str, ...]
+    in_moment_dtype: bool
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of everything it reads."""
+        if self.fused is not None:
+            return (self.fused.source, *self.fused.others)
+        return tuple(node.name for node in self.node.all_input_nodes)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All steps of a network in order.
+
+    Attributes:
+        steps: the steps.
+        output: name of the output's value.
+        uncertain: names of all uncertain values.
+        users: name of a value -> the calls that read it.
+    """
+
+    steps: tuple[Step, ...]
+    output: str
+    uncertain: frozenset[str]
+    users: Mapping[str, list[fx.Node]]
+
+
+def schedule(graph: Graph, treated: frozenset[str], inputs: frozenset[str], attention: str) -> Schedule:
+    """Decides what carries moments.
+
+    Args:
+        graph: the network's calls.
+        treated: names of treated parameters.
+        inputs: names of uncertain inputs.
+        attention: "scores" where they are uncertain; else they are certain.
+    """
+    users, calls, output = users_of(graph.nodes), graph.nodes, graph.output
+    uncertain = set(treated) | set(inputs)
+    pinned = _hand_written_scores(calls, users) if attention != "scores" else frozenset[str]()
+    for node in calls:
+        if node.name not in pinned and _has_slope(node) and any(s.name in uncertain for s in node.all_input_nodes):
+            uncertain.add(node.name)
+    reached = _reached(calls, set(uncertain))
+    wanted = {output} & uncertain
+    for node in reversed(calls):
+        if node.name in wanted:
+            wanted.update(s.name for s in _carriers(node, attention) if s.name in uncertain)
+    uncertain = wanted
+    moving = _reached(calls, set(filter(None, graph.leaves)))
+    root, members = _functions(calls, users, frozenset(uncertain), moving, output)
+    steps = []
+    for node in calls:
+        if node.name not in uncertain:
+            steps.append(Step(node, None, (), node.name in reached))
+        elif root[node.name] == node.name:
+            sources = tuple(s.name for s in _carriers(node, attention) if s.name in uncertain)
+            steps.append(Step(node, None, sources, True))
+        elif _escapes(node, users, root, output, uncertain):
+            fused = _fused(node, root[node.name], members)
+            steps.append(Step(node, fused, (fused.source,), True))
+    return Schedule(tuple(_needed(steps, output)), output, frozenset(uncertain), users)
+
+
+def _carriers(node: fx.Node, attention: str) -> list[fx.Node]:
+    """Returns the arguments whose uncertainty a call carries on: all, but of an attention's only the values."""
+    if attention != "scores" and is_a(node, Kind.ATTENTION):
+        return [node.args[2]]  # type: ignore[list-item]
+    return node.all_input_nodes
+
+
+def _reached(calls: Sequence[fx.Node], names: set[str]) -> set[str]:
+    """Returns the calls that depend on these values."""
+    for node in calls:
+        if any(source.name in names for source in node.all_input_nodes):
+            names.add(node.name)
+    return names
+
+
+def _has_slope(node: fx.Node) -> bool:
+    """Whether a call gives floating-point values of its arguments; others are executed on means."""
+    if is_a(node, Kind.FLAT):
+        return False
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(v, Tensor) and v.is_floating_point() for v in values)
+
+
+def _hand_written_scores(calls: Sequence[fx.Node], users: Mapping[str, list[fx.Node]]) -> frozenset[str]:
+    """Returns the softmaxes of products that weight a further product: attention written by hand."""
+
+    def from_product(start: object) -> bool:
+        """Whether a value is a product of two tensors, up to element-wise calls and views."""
+        waiting = [start]
+        while waiting:
+            node = waiting.pop()
+            if not isinstance(node, fx.Node) or node.op != "call_function":
+                continue
+            if is_a(node, Kind.PRODUCT):
+                return True
+            if is_elementwise(node) or is_a(node, Kind.VIEW):
+                waiting.extend(node.all_input_nodes)
+        return False
+
+    def into_product(node: fx.Node) -> bool:
+        readers = users.get(node.name, ())
+        return bool(readers) and all(
+            is_a(reader, Kind.PRODUCT) or (is_a(reader, Kind.IDENTITY, Kind.VIEW) and into_product(reader))
+            for reader in readers
+        )
+
+    softmaxes = (node for node in calls if is_a(node, Kind.SOFTMAX))
+    return frozenset(node.name for node in softmaxes if from_product(node.args[0]) and into_product(node))
+
+
+def _functions(
+    calls: Sequence[fx.Node],
+    users: Mapping[str, list[fx.Node]],
+    uncertain: frozenset[str],
+    moving: set[str],
+    output: str,
+) -> tuple[dict[str, str], dict[str, list[fx.Node]]]:
+    """Returns, for every uncertain value, the one uncertain tensor that it is a function of, or itself; and the groups.
+
+    A statistic takes part unless it, or what is made of statistics alone, is needed outside.
+    """
+    alone: set[str] = set()
+    while True:
+        root = {name: name for name in uncertain}
+        members: dict[str, list[fx.Node]] = {}
+        for node in calls:
+            sources = [s.name for s in node.all_input_nodes if s.name in uncertain]
+            roots = {root[name] for name in sources}
+            if node.name not in uncertain or len(roots) != 1 or not moving.issuperset(sources):  # weights: no samples
+                continue
+            if node.target is operator.getitem and root[sources[0]] == sources[0]:
+                continue
+            if is_elementwise(node) or (is_statistic(node) and node.name not in alone):
+                (source,) = roots
+                root[node.name] = source
+                members.setdefault(source, []).append(node)
+        outside = {name for source, some in members.items() for name in _outside(source, some, users, root, output)}
+        if not outside:
+            return root, members
+        alone |= outside
+
+
+def _outside(
+    source: str, members: Sequence[fx.Node], users: Mapping[str, list[fx.Node]], root: Mapping[str, str], output: str
+) -> set[str]:
+    """Returns the statistics of a tensor that reach other calls than functions of the tensor itself."""
+    whole, made_of = {source}, dict[str, set[str]]()
+    outside = set[str]()
+    for node in members:
+        sources, statistic = [s.name for s in node.all_input_nodes], is_statistic(node)
+        if not statistic and not whole.isdisjoint(sources):
+            whole.add(node.name)
+            continue
+        made_of[node.name] = {node.name} if statistic else set()
+        made_of[node.name].update(*(made_of.get(name, ()) for name in sources))
+        if node.name == output or any(root.get(user.name) != source for user in users.get(node.name, ())):
+            outside |= made_of[node.name]
+    return outside
+
+
+def _escapes(
+    node: fx.Node, users: Mapping[str, list[fx.Node]], root: Mapping[str, str], output: str, uncertain: set[str]
+) -> bool:
+    """Whether a value is needed outside the function that it is a part of."""
+    mine = root[node.name]
+    return node.name == output or any(
+        user.name not in uncertain or root[user.name] != mine for user in users.get(node.name, ())
+    )
+
+
+def _fused(node: fx.Node, source: str, members: Mapping[str, list[fx.Node]]) -> Fused:
+    inside = {member.name: member for member in members[source]}
+    needed, waiting = set[str](), [node]
+    while waiting:
+        member = waiting.pop()
+        if member.name not in needed:
+            needed.add(member.name)
+            waiting.extend(inside[s.name] for s in member.all_input_nodes if s.name in inside)
+    return Fused(source, tuple(member for member in members[source] if member.name in needed))
+
+
+def _needed(steps: list[Step], output: str) -> list[Step]:
+    """Leaves out what no later step reads."""
+    needed, kept = {output}, []
+    for step in reversed(steps):
+        if step.node.name in needed:
+            kept.append(step)
+            needed.update(step.sources)
+    return kept[::-1]
+
+
+__all__ = ["Schedule", "Step", "schedule"]

@@ -1,0 +1,183 @@
+"""A call at which moments are carried: its arguments, its treated weights, its dimensions, its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...covariance import Covariance, LayerBlock
+from ...errors import LapwingError
+from ...tangent import Block
+from .graph import name_of, where
+from .moments import Layout
+from .operations import Kind, aten, is_a, named
+
+
+@dataclass(frozen=True)
+class Treated:
+    """The treated weights of one block.
+
+    Attributes:
+        block: which parameters they are, and their layout.
+        covariance: their covariance.
+        marginals: parameter name -> its variances, in its shape.
+    """
+
+    block: Block
+    covariance: LayerBlock
+    marginals: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, block: Block, covariance: Covariance, diagonal: Mapping[str, Tensor], dtype: torch.dtype) -> Treated:
+        """Reads a block's covariance."""
+        parts = block.split(diagonal[block.name].to(dtype))
+        return cls(block, covariance.layer_block(block.name), parts)
+
+
+@dataclass
+class Site:
+    """One call, and what is known of it before any input is seen.
+
+    Attributes:
+        node: the call.
+        roles: argument name -> the treated parameter that stands there, as (block, parameter name).
+        attention: as in `Streamlined`.
+        network: name of the network's class, for messages.
+        layouts: name of a value -> its dimensions, if they are asked for.
+        correlated: whether positions are.
+        samples: B.
+    """
+
+    node: fx.Node
+    roles: Mapping[str, tuple[Treated, str]]
+    attention: str
+    network: str
+    layouts: Mapping[str, Layout] = field(default_factory=dict, repr=False)
+    correlated: bool = True
+    samples: int = 0
+    _constants: dict[str, tuple[Any, Any]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        node: fx.Node,
+        treated: Mapping[str, tuple[Treated, str]],
+        attention: str,
+        network: str,
+        layouts: Mapping[str, Layout],
+        correlated: bool,
+    ) -> Site:
+        """Reads which arguments of a call are treated parameters."""
+        arguments = named(node, node.args, node.kwargs).items()
+        roles = {name: treated[a.name] for name, a in arguments if isinstance(a, fx.Node) and a.name in treated}
+        return cls(node, roles, attention, network, layouts, correlated)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network is."""
+        values = (source.meta.get("val") for source in self.node.all_input_nodes)
+        return next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
+
+    def at(self, samples: int) -> Site:
+        """Returns the same for a batch of B samples."""
+        return replace(self, samples=samples)
+
+    @property
+    def layout(self) -> Layout | None:
+        """The dimensions of the call's value, None where it has no positions that are known."""
+        layout = self.layouts.get(self.node.name)
+        return layout if layout is not None and layout.shared and self.correlated else None
+
+    def layout_of(self, argument: str) -> Layout | None:
+        """Returns the dimensions of an argument, None where they are not known."""
+        node = self.named(self.node.args, self.node.kwargs).get(argument)
+        return self.layouts.get(node.name) if isinstance(node, fx.Node) else None
+
+    def named(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a call's arguments by name, defaults filled in."""
+        return named(self.node, args, kwargs)
+
+    def apply(self, arguments: Mapping[str, Any], /, **changed: Any) -> Any:
+        """Runs the call with some arguments changed."""
+        return self.node.target(**{**arguments, **changed})  # type: ignore[operator]
+
+    def treated(self, *names: str) -> Treated | None:
+        """Returns the block of matrix weights that stands at one of these arguments, if it is one layer's."""
+        blocks = [self.roles[name][0] for name in names if name in self.roles]
+        if not blocks or blocks[0].block.matrix is None or any(other is not blocks[0] for other in blocks):
+            return None
+        return blocks[0]
+
+    def constant(self, key: str, make: Callable[[], Any], *sources: Tensor | None) -> Any:
+        """Returns what `make` gives for these weights, made anew when they change or for another dtype."""
+        stamp = tuple((source.data_ptr(), source._version) for source in sources if source is not None)
+        known = self._constants.get(key)
+        if known is None or known[0] != stamp:
+            with torch.no_grad():
+                known = (stamp, make())
+            self._constants[key] = known
+        return known[1]
+
+    def refusal(self, problem: str, advice: str = "") -> LapwingError:
+        """Returns the error for a call that is not covered."""
+        return refusal(self.network, self.node, problem, advice)
+
+
+def refusal(network: str, node: fx.Node, problem: str, advice: str = "") -> LapwingError:
+    """Returns the error for a call that is not covered: which one, what is wrong, what to do.
+
+    Args:
+        network: name of the network's class.
+        node: the call.
+        problem: what is wrong, with "it" for the call.
+        advice: what to do, a sentence, beside predicting by Jacobians.
+    """
+    advice = f"{advice} Or" if advice else "Predict"
+    return LapwingError(
+        f"Streamlined prediction of {network} stops at {name_of(node)} in {where(node)}: {problem}. {advice} "
+        "with via=lw.Linearized()."
+    )
+
+
+# ---- running a call in the dtype of the moments
+
+
+def run(node: fx.Node, values: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """Runs one call in the dtype of the moments; identities, which include casts, give their argument."""
+    if is_a(node, Kind.IDENTITY) and not _gives_integers(node):
+        (source,) = (arg for arg in node.args[:1] if isinstance(arg, fx.Node))
+        return values[source.name]
+    args, kwargs = resolve(node, values, dtype)
+    if node.target in RESHAPED:
+        return args[0].reshape(args[1])
+    if node.target is aten._weight_norm.default:  # it has no forward-mode derivative
+        direction, size, dim = (*args, 0)[:3]
+        return direction * (size / torch.norm_except_dim(direction, 2, dim))
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def resolve(node: fx.Node, values: Mapping[str, Any], dtype: torch.dtype) -> tuple[tuple, dict]:
+    """Returns a call's arguments, floating-point dtypes among them replaced by that of the moments."""
+
+    def value_of(leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node):
+            return values[leaf.name]
+        if isinstance(leaf, torch.dtype) and leaf.is_floating_point:
+            return dtype
+        return leaf
+
+    return fx.node.map_aggregate((node.args, node.kwargs), value_of)
+
+
+def _gives_integers(node: fx.Node) -> bool:
+    """Whether a cast gives integers or truth values."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and not value.is_floating_point()
+
+
+RESHAPED = (aten.view.default, aten._unsafe_view.default)
+"""Views that are reshaped instead: moments and labels may be laid out otherwise than in the network."""

@@ -1,0 +1,124 @@
+"""The table of operations: complete, and open to operations from outside the package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.errors import LapwingError
+from lapwing.prediction.streamlined import Kind, Operation, broadcast, independent, register
+from lapwing.prediction.streamlined.moments import Moments
+from lapwing.prediction.streamlined.operations import OPERATIONS, operation_of
+from lapwing.tangent import Tangent
+from tests.prediction.streamlined_oracle import F64, build
+
+
+@torch.library.custom_op("lapwing_test::squareplus", mutates_args=())
+def squareplus(x: Tensor, b: float) -> Tensor:
+    """`(x + √(x² + b)) / 2`, an activation that torch does not have."""
+    return (x + (x.square() + b).sqrt()) / 2
+
+
+@squareplus.register_fake
+def _(x: Tensor, b: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0], output)
+    ctx.b = inputs[1]
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    x, y = ctx.saved_tensors
+    return gradient * y / (x.square() + ctx.b).sqrt(), None
+
+
+squareplus.register_autograd(_backward, setup_context=_setup)
+TARGET = torch.ops.lapwing_test.squareplus.default
+
+
+class Network(nn.Module):
+    """Tokens through a layer and the activation, averaged, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(squareplus(self.first(x), 2.0).mean(1))
+
+
+class Plain(Network):
+    """The same with the activation written out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(((h + (h.square() + 2.0).sqrt()) / 2).mean(1))
+
+
+@pytest.fixture
+def table() -> Iterator[None]:
+    """Leaves the table as it was."""
+    yield
+    OPERATIONS.pop(TARGET, None)
+
+
+def variances(kind: type[nn.Module], way: lw.Streamlined = lw.Streamlined()) -> Tensor:  # noqa: B008
+    torch.manual_seed(0)
+    model, x = kind().double().eval(), torch.randn(3, 5, 4, dtype=F64)
+    tangent = Tangent.survey(model, x, lw.matching("*.bias"))
+    return way.latent(tangent, build(tangent, "diagonal"), x).variance
+
+
+@pytest.mark.usefixtures("table")
+def test_an_activation_from_outside_is_one_entry() -> None:
+    """With a slope alone it is grouped, linearised and given its channels like torch's own."""
+    with pytest.raises(LapwingError, match=r"stops at lapwing_test.squareplus .* from outside torch"):
+        variances(Network)
+    register(Operation(Kind.ELEMENTWISE, slope=lambda a, y, name: y / (a["self"].square() + a["b"]).sqrt()), TARGET)
+    with pytest.raises(KeyError):  # arguments have the names of the operator's schema
+        variances(Network)
+    register(Operation(Kind.ELEMENTWISE, slope=lambda a, y, name: y / (a["x"].square() + a["b"]).sqrt()), TARGET)
+    torch.testing.assert_close(variances(Network), variances(Plain), rtol=1e-10, atol=0.0)
+    with pytest.raises(LapwingError, match="forward mode does not pass"):
+        variances(Network, lw.Streamlined("full"))
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize(("label", "exact"), [(broadcast, True), (independent, False)])
+def test_a_rule_from_outside_says_what_its_positions_share(label: object, exact: bool) -> None:
+    def rule(site: object, arguments: dict) -> Moments:
+        x, root = arguments["x"], (arguments["x"].mean.square() + arguments["b"]).sqrt()
+        y = (x.mean + root) / 2
+        rho = x.correlation if label is broadcast else None
+        return Moments(y, (y / root).square() * x.variance, rho)
+
+    register(Operation(Kind.OTHER, rule, label), TARGET)  # type: ignore[arg-type]
+    difference = (variances(Network) / variances(Plain) - 1).abs().max()
+    assert (difference < 1e-10) == exact
+
+
+def test_a_rule_without_a_label_is_refused() -> None:
+    with pytest.raises(LapwingError, match="A moment rule needs a label"):
+        Operation(Kind.OTHER, lambda site, arguments: arguments["self"])
+
+
+def test_every_entry_is_whole() -> None:
+    """A rule has a label; what is element-wise or a statistic has a rule, a slope, or goes by forward mode."""
+    assert len(OPERATIONS) > 150
+    for target, entry in OPERATIONS.items():
+        assert entry.rule is None or callable(entry.label), target
+        assert entry.rule is not None or entry.slope is not None or entry.kind, target
+
+
+def test_what_is_not_in_the_table_goes_by_torchs_tags() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    assert operation_of(graph.call_function(torch.ops.aten.digamma.default, (x,))).kind == Kind.ELEMENTWISE
+    assert operation_of(graph.call_function(torch.ops.aten.cumsum.default, (x, 0))).kind == Kind.OTHER
