@@ -109,7 +109,8 @@ def fit(
     tangent = Tangent.survey(model, inputs, params, forward, memory)
     if likelihood.activation is not None:
         weight = next(iter(tangent.parameters.values()))
-        check_logits(likelihood, tangent.outputs_of(batches.take(inputs, slice(0, 16))), weight.dtype)
+        some = batches.plain(batches.take(inputs, slice(0, 16)), tangent.device)
+        check_logits(likelihood, tangent.outputs_of(some), weight.dtype)
     runner = Runner(loader, progress, 0 if tune is None else tune.prefixes, data_size)
     drawn = runner.shown()
     if data_size is None:

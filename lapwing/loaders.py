@@ -175,6 +175,7 @@ def _check_no_labels(targets: Tensor, loader: Iterable[Any]) -> None:
     for values in _targets(targets, loader):
         if not isinstance(values, Tensor) or values.is_meta:
             return
+        values = values.cpu()
         binary = binary and bool(((values == 0) | (values == 1)).all())
         rows = rows and _sums_to_one(values, values.dtype)
         if not (binary or rows):

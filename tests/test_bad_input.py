@@ -1012,7 +1012,7 @@ def test_15_numbers_and_arrays_out_of_range() -> None:
 
 @pytest.mark.parametrize("method", [lw.Full(), lw.ELLA(rank=2, rows=4), lw.VaLLA(inducing_points=2)])
 def test_7_targets_on_meta(method: lw.Method) -> None:
-    with pytest.raises(lw.LapwingError, match="on meta"):
+    with pytest.raises(lw.LapwingError, match="on the meta device, where it holds no numbers"):
         lw.fit(nn.Linear(4, 3).eval(), [(torch.randn(6, 4), torch.arange(6, device="meta"))], method)
 
 

@@ -81,10 +81,11 @@ def test_generic_rows_and_forward_mode_of_one_sample_are_the_oracles(kind: str) 
     model, x = normed(kind), torch.randn(1, 2, 3, 4).double()
     J = oracle.jacobian(model, x)
     parameters = {name: value.detach() for name, value in model.named_parameters()}
-    rows = per_sample_rows(model, None, parameters, x, torch.eye(3).double()[None])
+    network = Tangent.survey(model, x, EVERY).call_with
+    rows = per_sample_rows(network, parameters, x, torch.eye(3).double()[None])
     close(torch.cat([rows[name] for name in parameters], -1), J)
     directions = {name: torch.randn(2, *value.shape).double() for name, value in parameters.items()}
     flat = torch.cat([value.flatten(1) for value in directions.values()], 1)
-    products = forward_products(model, None, parameters, directions, x)
+    products = forward_products(network, parameters, directions, x)
     assert products is not None
     close(products, J @ flat.T)
