@@ -512,7 +512,7 @@ def test_ways_that_cannot_be_deployed() -> None:
         with pytest.raises(lw.LapwingError, match=r"Asked to deploy via=.*accepted are lw\.Streamlined\(\)"):
             lw.deploy(posterior, inputs(2), via=via)  # type: ignore[arg-type]
     with pytest.raises(
-        lw.LapwingError, match=r"lw\.Linearized\(\) deploys .* last layer alone, and .* via=lw\.Streamlined\(\)"
+        lw.LapwingError, match=r"lw\.Linearized\(\) deploys .* one linear layer at the end.*via=lw\.Streamlined\(\)"
     ):
         lw.deploy(posterior, inputs(2), via=lw.Linearized())
 

@@ -128,8 +128,8 @@ def _check_last(program: Program, run: Run, tangent: Tangent) -> None:
     if early or not run.complete:
         names = ", ".join(block.name for block in tangent.blocks[:3]) + (", ..." if len(tangent.blocks) > 3 else "")
         raise LapwingError(
-            f"lw.Linearized() deploys uncertain weights of the last layer alone, and {type(tangent.model).__name__} "
-            f"has others, in {names}. Write via=lw.Streamlined(), or fit with params=lw.last_layer."
+            f"lw.Linearized() deploys the uncertain weights of one linear layer at the end, and those of "
+            f"{type(tangent.model).__name__} are not that, in {names}. Write via=lw.Streamlined()."
         )
 
 
