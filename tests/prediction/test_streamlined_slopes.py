@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
+from lapwing.prediction.streamlined import rules  # noqa: F401  (fills the table)
 from lapwing.prediction.streamlined.functions import Fused
 from lapwing.prediction.streamlined.graph import read
 from lapwing.prediction.streamlined.operations import OPERATIONS, Kind
