@@ -33,8 +33,7 @@ from .methods import (
     VaLLA,
     VariationalBound,
 )
-from .persistence import load
-from .posterior import Posterior
+from .posterior import Posterior, load
 from .prediction import Linearized, MonteCarlo, Scaled, Streamlined, Uncertain, propagate
 from .tangent import coverage, everything, last_layer, matching
 from .tuning import BoundedEvidence, EarlyStopping, Evidence, Validation, scale_factor

@@ -23,7 +23,7 @@ FLOATS = torch.float32, torch.float64
 
 
 class Unfit(ValueError):
-    """Tells which part of a file is not what it must be; `persistence.py` makes a `LapwingError` of it."""
+    """Tells which part of a file is not what it must be; `posterior/loading.py` makes a `LapwingError` of it."""
 
 
 @dataclass(frozen=True)

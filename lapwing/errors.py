@@ -1,7 +1,8 @@
-"""The one exception that lapwing raises for input it cannot use."""
+"""The one exception that lapwing raises for input it cannot use, and what its messages are made with."""
 
 from __future__ import annotations
 
+import importlib
 import reprlib
 from typing import Any
 
@@ -63,3 +64,33 @@ def shown(value: Any) -> str:
         return _cut(_SHORT.repr(value), 160)
     except Exception:  # of a class that cannot write itself, or of a number too large for it
         return f"a {type(value).__name__}"
+
+
+PACKAGES = {
+    "PIL": ("Pillow", "eval"),
+    "matplotlib": ("matplotlib", "eval"),
+    "sklearn": ("scikit-learn", "eval"),
+    "torchmetrics": ("torchmetrics", "eval"),
+    "onnx": ("onnx", "export"),
+    "onnxscript": ("onnxscript", "export"),
+}
+"""Name to import -> the package's name, and the extra of lapwing that brings it."""
+
+
+def extra(module: str) -> Any:
+    """Returns a module of a package that comes with an extra.
+
+    Args:
+        module: its full name, of one of `PACKAGES`.
+
+    Raises:
+        LapwingError: where the package is not installed, with the line that installs it.
+    """
+    top = module.partition(".")[0]
+    package, name = PACKAGES[top]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != top:
+            raise  # the package is there, and one that it needs is not
+        raise LapwingError(f"This needs {package}, which is not installed. Run pip install lapwing[{name}].") from error

@@ -1,4 +1,8 @@
-"""PSD structures over the weights, and the latent Gaussian they give at the network's outputs."""
+"""PSD structures over the weights, and the latent Gaussian that they give at the network's outputs.
+
+It imports `tangent`, `linalg`, `contents` and `errors`. Begin with `base.py` (what every structure can do) and
+`output.py` (the latent Gaussian and the terms that it is a sum of), then `dense.py`, the plainest structure.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..contents import FLOATS, Entry, check_json, is_count, is_positive, largest
-from ..numerics import row_products, total
+from ..linalg import row_products, total
 from ..tangent import Anchors, Record, Tangent, Vectors
 
 

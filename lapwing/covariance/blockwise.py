@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..contents import Entry, check_json, is_positive
+from ..jacobian.jacobian import Weighting
 from ..tangent import Block, Record, Tangent, Vectors
-from ..tangent.jacobian import Weighting
 from .base import LayerBlock, PrecisionCovariance, precision_entry
 from .output import Dense, Marginals, Term, distinct
 from .structures import STRUCTURES, KroneckerBlock, Structure

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..contents import Entry, check_json, is_positive, largest
-from ..numerics import RESOLVED, cholesky, eigen_in_place
-from ..products import linear, matmul
+from ..linalg import RESOLVED, cholesky, eigen_in_place, linear, matmul
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PrecisionCovariance, precision_entry
 from .output import Term, across, distinct, smaller

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..contents import FLOATS, Entry, check_json, is_count, largest
-from ..numerics import total
+from ..linalg import total
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import Covariance, LayerBlock, precision_entry
 from .output import Term, Thin, across, distinct

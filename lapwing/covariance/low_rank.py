@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..contents import Entry, Unfit, check_json, is_count, is_positive, largest
-from ..numerics import RESOLVED, cholesky
+from ..linalg import RESOLVED, cholesky
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PrecisionCovariance, PriorCovariance, precision_entry
 from .basis import Basis, ExplicitBasis, ImplicitBasis

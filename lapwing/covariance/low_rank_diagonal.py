@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..contents import FLOATS, Entry, check_json, is_count, largest
-from ..numerics import total
+from ..jacobian.jacobian import Weighting
+from ..linalg import total
 from ..tangent import Block, Record, Tangent, Vectors
-from ..tangent.jacobian import Weighting
 from .base import Covariance, LayerBlock, precision_entry
 from .output import Dense, Term, Thin, across, distinct
 from .structures import DiagonalBlock, FactorLayer

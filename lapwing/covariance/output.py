@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError, shown
-from ..numerics import SLICE_NUMBERS, check_memory, is_finite, nonnegative, psd_root, total
-from ..precision import full_precision
-from ..products import linear
+from ..linalg import SLICE_NUMBERS, check_memory, is_finite, linear, nonnegative, psd_root, total
+from ..network.autocast import full_precision
 
 
 @dataclass(frozen=True)

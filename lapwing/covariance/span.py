@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError
-from ..numerics import cholesky, symmetric_eigen
+from ..linalg import cholesky, symmetric_eigen
 from ..tangent import Record, Vectors
 from .basis import Basis
 

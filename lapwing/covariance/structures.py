@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..contents import Entry, Unfit
-from ..products import matmul
+from ..jacobian.jacobian import SLICE_BYTES, MatrixJacobian, Weighting
+from ..jacobian.outer import Outer
+from ..linalg import matmul
 from ..tangent import Block, BlockJacobian
-from ..tangent.jacobian import SLICE_BYTES, MatrixJacobian, Weighting
-from ..tangent.outer import Outer
 from .base import LayerBlock
 from .output import Dense, Marginals, Rotated, Term, Thin, across, distinct, smaller
 from .spectrum import condensed

@@ -1,7 +1,7 @@
 """Deployed networks: predictions with error bars as plain modules, for `torch.compile`, `torch.export` and ONNX.
 
-Nothing in lapwing imports this package but `lapwing/__init__.py`; it reads posteriors and the programs of
-`prediction/streamlined`.
+It reads posteriors and the programs of `prediction/streamlined`; nothing but the package's `__init__` imports it. Begin
+with `deploy` below, then `predictor.py`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .. import batches
 from ..errors import LapwingError, is_one_of, shown
 from ..likelihoods import Bernoulli, Categorical, Link
+from ..network import batches
+from ..network.eager import outside_modes
 from ..posterior import Posterior
 from ..prediction import Linearized, Scaled, Streamlined, Way
-from ..tangent.eager import outside_modes
 from .observed import observing
 from .predictor import Predictor
 from .tracing import trace

@@ -12,10 +12,11 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from .. import batches
 from ..covariance import Covariance
 from ..covariance.output import Dense, Rotated
 from ..errors import LapwingError
+from ..network import batches
+from ..network.eager import without_compiled
 from ..prediction import Streamlined
 from ..prediction.streamlined.build import build
 from ..prediction.streamlined.graph import Graph, name_of, quiet, read, where
@@ -25,7 +26,6 @@ from ..prediction.streamlined.program import Program
 from ..prediction.streamlined.schedule import Step
 from ..prediction.streamlined.sites import run as run_call
 from ..tangent import Tangent
-from ..tangent.eager import without_compiled
 from .forms import Deployed
 from .head import Head, read_head
 

@@ -1,4 +1,8 @@
-"""Measuring how good predictions and their error bars are; needs ``pip install lapwing[eval]`` for some of it."""
+"""Measures of how good predictions and their error bars are; some need `pip install lapwing[eval]`.
+
+It may import every room, and nothing but the package's `__init__` imports it. Begin with `comparison.py`, which puts
+methods side by side, and `metrics.py`.
+"""
 
 from __future__ import annotations
 

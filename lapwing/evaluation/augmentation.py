@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from .. import batches
 from ..errors import LapwingError, shown
+from ..network import batches
 from .corruptions import check_form, in_range, pixels, seeded, warp
 
 Normalisation = tuple[Sequence[float] | Tensor, Sequence[float] | Tensor]

@@ -13,7 +13,6 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from .. import batches
 from ..covariance import Latent
 from ..covariance.output import Rotated
 from ..errors import LapwingError, is_one_of, shown
@@ -26,6 +25,7 @@ from ..likelihoods import (
     Prediction,
     RegressionPrediction,
 )
+from ..network import batches
 from ..posterior import Posterior
 from ..prediction import Linearized, Way
 from . import metrics

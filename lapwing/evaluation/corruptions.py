@@ -26,8 +26,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from ..errors import LapwingError, shown
-from ..extras import extra
+from ..errors import LapwingError, extra, shown
 
 _Apply = Callable[[Tensor, float, Generator], Tensor]
 

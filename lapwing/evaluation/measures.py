@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError, shown
-from ..numerics import symmetric_eigen
+from ..linalg import symmetric_eigen
 from .arguments import real_tensor
 
 _SHAPES = {2: "(n, n)", 3: "(B, C, C)", 4: "(B, C, B, C)"}

@@ -11,9 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from lapwing.errors import LapwingError, shown
+from lapwing.errors import LapwingError, extra, shown
 from lapwing.evaluation.arguments import real_tensor
-from lapwing.extras import extra
 from lapwing.likelihoods.targets import check_binary_targets
 
 _SQRT_HALF = math.sqrt(0.5)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import batches
 from ..errors import LapwingError, shown
+from ..network import batches
 from .arguments import real_tensor
 from .comparison import Candidate, compare
 from .corruptions import pixels, warp

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import batches
-from ..batches import Forward
 from ..covariance import AnyLatent
 from ..errors import LapwingError, shown
 from ..likelihoods import (
@@ -24,13 +22,15 @@ from ..likelihoods import (
     RegressionPrediction,
     resolve,
 )
-from ..loaders import inferred_likelihood
+from ..likelihoods.inferred import inferred_likelihood
+from ..network import batches
+from ..network.batches import Forward
+from ..network.eager import outside_modes
 from ..posterior import Posterior
+from ..posterior.prior import is_positive
 from ..prediction import Linearized, Uncertain, Way
 from ..prediction.propagation import NoCovariance, Untreated, certain_latent
 from ..prediction.uncertain import leaves_of, placed, with_leaves
-from ..prior import is_positive
-from ..tangent.eager import outside_modes
 
 _SLOWED = 0.75
 """θ: where `weight` is None, the loss grows at 1 - θ of the speed that it would have without a pull back."""

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from .. import batches
-from ..errors import LapwingError, shown
-from ..extras import extra
+from ..errors import LapwingError, extra, shown
+from ..network import batches
 
 
 def maps(

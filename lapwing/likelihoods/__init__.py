@@ -1,4 +1,8 @@
-"""Likelihoods: what the network's outputs mean, their Fisher information, links, and the distribution of y."""
+"""Likelihoods: what the network's outputs mean, their Fisher information, links, and the distribution of y.
+
+It imports `covariance` (the latent Gaussian that a link takes), `network` and `errors`. Begin with `base.py`, then
+`gaussian.py`, the plainest likelihood.
+"""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch import distributions as dist
 from torch.nn import functional as F
 
-from lapwing import batches
 from lapwing.errors import LapwingError
 from lapwing.likelihoods import quadrature
 from lapwing.likelihoods.links import LatentLike, Link, at_least_float32, seeded, weight_draws
 from lapwing.likelihoods.predictions import Prediction, check_count
 from lapwing.likelihoods.targets import aligned_targets, check_binary_targets, check_target_shape
+from lapwing.network import batches
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lapwing import numerics
+from lapwing import linalg
 from lapwing.errors import LapwingError, shown
 from lapwing.likelihoods import quadrature
 from lapwing.likelihoods.links import at_least_float32, seeded
@@ -78,7 +78,7 @@ def gaussian_log_power_mean(
     covariance = 0.5 * (covariance + covariance.mT)
     values = torch.linalg.eigvalsh(covariance / noise)  # negative ones are rounding; log1p keeps the digits of tiny α
     eye = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
-    factor = numerics.cholesky(noise * eye + alpha * covariance)
+    factor = linalg.cholesky(noise * eye + alpha * covariance)
     white = torch.linalg.solve_triangular(factor, residual[..., None], upper=False)[..., 0]  # (B, C)
     volume = torch.log1p((alpha * values).clamp_min(-0.5)).sum(-1) / alpha
     return constant - 0.5 * volume - 0.5 * white.square().sum(-1)
@@ -124,7 +124,7 @@ def sampled_log_power_mean(
         Values (B,), differentiable in m and K. Time O(B C³ + S B C²), memory O(S B C).
     """
     mean = at_least_float32(mean)
-    root = numerics.cholesky(covariance.double()).to(mean.dtype)
+    root = linalg.cholesky(covariance.double()).to(mean.dtype)
     generator = seeded(generator, mean.device)
     noise = torch.randn(draws, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
     outputs = mean + torch.einsum("bcd,sbd->sbc", root, noise)

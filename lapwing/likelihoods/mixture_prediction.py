@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from lapwing import batches
 from lapwing.errors import LapwingError, shown
 from lapwing.likelihoods.links import seeded
 from lapwing.likelihoods.predictions import Prediction, check_count, check_level
+from lapwing.network import batches
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from lapwing import batches, numerics
+from lapwing import linalg
 from lapwing.errors import LapwingError, shown
 from lapwing.likelihoods.links import LatentLike, Link, at_least_float32, draw_chunks, seeded, weight_draws
 from lapwing.likelihoods.mixtures import mixture_log_density, mixture_quantile
 from lapwing.likelihoods.targets import aligned_targets, check_labels, check_real_targets
+from lapwing.network import batches
 
 
 class Prediction(ABC):
@@ -239,7 +240,7 @@ class RegressionPrediction(Prediction):
             return mixture_log_density(draws, self.noise_variance, targets)
         if mean.shape[-1] == 1:
             return dist.Normal(mean, self.std, validate_args=False).log_prob(targets).squeeze(-1)
-        factor = numerics.cholesky(self._noisy(self._blocks().double()))  # (B, C, C)
+        factor = linalg.cholesky(self._noisy(self._blocks().double()))  # (B, C, C)
         normal = dist.MultivariateNormal(mean.double(), scale_tril=factor, validate_args=False)
         return normal.log_prob(targets.double()).to(mean.dtype)
 
@@ -278,10 +279,10 @@ class RegressionPrediction(Prediction):
         if self.latent.joint:
             size = mean.numel()
             covariance = at_least_float32(self.latent.covariance).reshape(size, size)  # (B, C, B, C) -> (B·C, B·C)
-            return dist.MultivariateNormal(mean.flatten(), scale_tril=numerics.cholesky(self._noisy(covariance)))
+            return dist.MultivariateNormal(mean.flatten(), scale_tril=linalg.cholesky(self._noisy(covariance)))
         if mean.shape[-1] == 1:
             return dist.Independent(dist.Normal(mean, self.std), 1)
-        return dist.MultivariateNormal(mean, scale_tril=numerics.cholesky(self._noisy(self._blocks())))
+        return dist.MultivariateNormal(mean, scale_tril=linalg.cholesky(self._noisy(self._blocks())))
 
     def __repr__(self) -> str:
         """Show sizes and noise rather than tensors."""
@@ -322,4 +323,4 @@ def check_count(asked: str, name: str, count: int, numbers: int = 0) -> None:
             f"{asked}() needs a whole number of draws, at least 1, found {name}={shown(count)}; write "
             f"{asked}({name}=512)."
         )
-    numerics.check_memory(f"{asked}({count})", count, numbers)
+    linalg.check_memory(f"{asked}({count})", count, numbers)

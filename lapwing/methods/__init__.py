@@ -1,4 +1,8 @@
-"""The methods: each chooses a structure of Σ and finds it in passes over the data."""
+"""The methods: each chooses a structure of Σ and fits it in passes over the data.
+
+It imports `posterior` and what is below it, never `tuning` or `fitting`. Begin with `passes.py` (the contract), then
+`diagonal.py`, the plainest method.
+"""
 
 from __future__ import annotations
 

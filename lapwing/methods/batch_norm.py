@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from .. import batches
-from ..batches import Forward
 from ..errors import LapwingError
-from ..loaders import checked_batches
-from ..tangent.eager import without_compiled
+from ..network import batches
+from ..network.batches import Forward
+from ..network.eager import without_compiled
+from ..network.loaders import checked_batches
 
 
 class _OnInputs(nn.Module):

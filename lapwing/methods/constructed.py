@@ -10,17 +10,18 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .. import batches
 from ..covariance import Covariance
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
-from ..loaders import check_logits, checked_batches, other_size, shows_bar
+from ..likelihoods.inferred import check_logits
+from ..network import batches
+from ..network.eager import LOCK, parameters_of, uncompiled
+from ..network.loaders import checked_batches, other_size, shows_bar
+from ..network.stamp import Stamp
 from ..posterior import Posterior
-from ..prior import Prior
+from ..posterior.prior import Prior
 from ..tangent import Tangent, join
-from ..tangent.eager import LOCK, parameters_of, uncompiled
-from ..tangent.stamp import Stamp
 
 
 def copied(model: nn.Module, method: str) -> nn.Module:

@@ -9,7 +9,7 @@ import torch
 
 from ..covariance import DenseCovariance, ExplicitBasis, LowRankWithResidual
 from ..covariance.dense import cut
-from ..numerics import add_squares, mirrored
+from ..linalg import add_squares, mirrored
 from .passes import Batch, CurvaturePass, Method, Passes, Problem, State, check_choice, last
 from .subspace import orthonormal_span
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, Structure
-from ..numerics import eigen_in_place, symmetric_eigen
+from ..jacobian.jacobian import MatrixJacobian
+from ..linalg import eigen_in_place, symmetric_eigen
 from ..tangent import Block
-from ..tangent.jacobian import MatrixJacobian
 from .passes import Batch, CurvaturePass, Method, Passes, Problem, State, check_choice, last
 
 FACTORED = ("linear", "conv", "embedding")

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .. import batches
 from ..covariance import Covariance, ExplicitBasis, PriorCovariance
 from ..covariance.dense import cut
 from ..errors import LapwingError, is_one_of, shown
+from ..network import batches
 from ..tangent import Anchors, Vectors
 from .kfac import KFAC
 from .passes import Found, Method, Pass, Passes, Problem, State, check_choice, check_count

@@ -1,4 +1,4 @@
-"""The contract between a method and `fitting.py`: what a pass over the data is, and what a method may know.
+"""The contract between a method and `fitting/fit.py`: what a pass over the data is, and what a method may know.
 
 A method is a frozen dataclass whose `passes` is a generator: it yields passes, receives the finished state of each, and
 returns a covariance. Two kinds of pass:
@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import batches
 from ..covariance import Covariance
 from ..errors import LapwingError, is_one_of, shown
 from ..likelihoods import Likelihood
-from ..prior import Prior
+from ..network import batches
+from ..posterior.prior import Prior
 from ..tangent import Record, Tangent
 
 State = dict[str, Tensor]
@@ -62,7 +62,7 @@ class Batch:
         inputs: B samples.
         targets: their targets.
         start: the number of samples before this batch.
-        outputs: outputs met on the way, as (samples, f) for the bookkeeping of `fitting.py`.
+        outputs: outputs met on the way, as (samples, f) for the bookkeeping of `fitting/fit.py`.
     """
 
     tangent: Tangent

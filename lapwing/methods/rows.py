@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .. import batches
 from ..errors import LapwingError, shown
+from ..network import batches
 from ..tangent import Anchors
 from .passes import Batch, Pass, Problem, State, SumPass, class_labels
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from .. import batches
 from ..errors import LapwingError, shown
-from ..numerics import accumulation_dtype
+from ..linalg import accumulation_dtype
+from ..network import batches
+from ..network.eager import parameters_of, uncompiled
+from ..network.selection import select
 from ..tangent import LastLayer, Predicate
-from ..tangent.eager import parameters_of, uncompiled
-from ..tangent.selection import select
 
 
 def welford(mean: Tensor, squares: Tensor | None, value: Tensor, count: int) -> Tensor:

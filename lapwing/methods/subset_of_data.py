@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .. import batches
 from ..covariance import Covariance
 from ..errors import LapwingError
+from ..network import batches
 from .ella import ELLA
 from .full import Full
 from .passes import (

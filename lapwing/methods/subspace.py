@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..covariance import Basis, ExplicitBasis, ImplicitBasis, LowRank, LowRankWithResidual
 from ..covariance.dense import cut, expand
-from ..numerics import RANK_CUT, eigen_in_place, orthonormal_rows
+from ..linalg import RANK_CUT, eigen_in_place, orthonormal_rows
 from ..tangent import Anchors
 from .passes import Batch, CurvaturePass, Passes, Problem, State, last
 

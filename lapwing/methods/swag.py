@@ -9,16 +9,17 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .. import batches
-from ..batches import Forward
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, resolve
-from ..loaders import check_progress, check_seed, first_batch, inferred_likelihood, shows_bar
+from ..likelihoods.inferred import inferred_likelihood
+from ..network import batches
+from ..network.batches import Forward
+from ..network.eager import outside_modes
+from ..network.loaders import check_progress, check_seed, first_batch, shows_bar
 from ..posterior import Posterior
-from ..prior import is_positive
+from ..posterior.prior import is_positive
 from ..tangent import LastLayer, Predicate, Tangent, everything
-from ..tangent.eager import outside_modes
 from .batch_norm import refresh
 from .constructed import constructed, copied, put
 from .passes import check_choice

@@ -1,4 +1,8 @@
-"""Ways through the network: from a Gaussian over the weights to a distribution of the outputs."""
+"""Ways through the network: from a Gaussian over the weights to a distribution of the outputs.
+
+It imports `covariance`, `likelihoods` and what is below them. Begin with `way.py` (the contract), then `linearized.py`,
+the default way.
+"""
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from .. import batches
 from ..covariance import AnyLatent, Covariance, JointLatent, Latent
 from ..covariance.output import Dense, gathered
+from ..network import batches
+from ..network.tracing import wants_gradient
 from ..tangent import Tangent
-from ..tangent.record import wants_gradient
 from .uncertain import carried, separate
 from .way import Way
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import batches
 from ..covariance import AnyLatent, Covariance, LatentDraws
 from ..errors import LapwingError, shown
-from ..numerics import check_memory
+from ..linalg import check_memory
+from ..network import batches
 from ..tangent import Tangent, split
 from .uncertain import drawn, separate
 from .way import Way

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import batches
-from ..batches import Forward
 from ..covariance import AnyLatent, Covariance, LayerBlock, Term
 from ..errors import LapwingError, shown
-from ..numerics import accumulation_dtype
+from ..linalg import accumulation_dtype
+from ..network import batches
+from ..network.batches import Forward
+from ..network.eager import outside_modes, parameters_of
+from ..network.gate import checked_memory, checked_network
+from ..network.plan import Coverage, Plan
+from ..network.tracing import wants_gradient
 from ..tangent import Block, Record, Tangent, Vectors
-from ..tangent.checks import checked_memory, checked_network
-from ..tangent.eager import outside_modes, parameters_of
-from ..tangent.plan import Coverage, Plan
-from ..tangent.record import wants_gradient
 from .linearized import Linearized
 from .uncertain import placed, separate
 from .way import Way

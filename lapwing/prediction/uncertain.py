@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .. import batches
 from ..errors import LapwingError
-from ..numerics import psd_root
+from ..linalg import psd_root
+from ..network import batches
+from ..network.eager import eager_math
 from ..tangent import Tangent
-from ..tangent.eager import eager_math
 
 Spreads = dict[int, Tensor]
 """Place of a tensor among the leaves of the inputs -> its variances, in its own shape, or covariances (B, n, n)."""

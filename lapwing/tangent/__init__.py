@@ -1,15 +1,19 @@
-"""The tangent engine: a network seen through its Jacobian, contracted without forming it."""
+"""The tangent engine: a network seen through its Jacobian, contracted without forming it.
+
+The small API over `network` (which runs and watches it) and `jacobian` (the algebra), and the one place where the two
+meet. Begin with `tangent.py` (survey a network, record a batch), then `record.py` (what a batch can be contracted with).
+"""
 
 from __future__ import annotations
 
+from ..jacobian.blocks import Block, Matrix, Vectors, join, split
+from ..jacobian.jacobian import BlockJacobian, Rows
+from ..jacobian.outer import Outer, SharedOuter
+from ..network.plan import Coverage
+from ..network.selection import LastLayer, Predicate, everything, last_layer, matching
 from .anchors import Anchors
-from .blocks import Block, Matrix, Vectors, join, split
-from .chunk import Record
-from .jacobian import BlockJacobian, Rows
-from .network import Tangent, coverage
-from .outer import Outer, SharedOuter
-from .plan import Coverage
-from .selection import LastLayer, Predicate, everything, last_layer, matching
+from .record import Record
+from .tangent import Tangent, coverage
 
 __all__ = [
     "Anchors", "Block", "BlockJacobian", "Coverage", "LastLayer", "Matrix", "Outer", "Predicate", "Record", "Rows",

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import batches
 from ..contents import Entry, Unfit
-from ..numerics import total
-from .attribution import Misplaced
-from .blocks import Vectors
-from .chunk import Record
-from .network import Tangent
+from ..jacobian.blocks import Vectors
+from ..linalg import total
+from ..network import batches
+from ..network.sample_axis import Misplaced
+from .record import Record
+from .tangent import Tangent
 
 Weights = Mapping[str, float]
 

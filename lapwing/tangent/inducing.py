@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .. import batches
-from ..numerics import total
+from ..linalg import total
+from ..network import batches
 from .anchors import Anchors, Weights
-from .chunk import Record
-from .network import Cotangents, Tangent
+from .record import Record
+from .tangent import Cotangents, Tangent
 
 GRAPH = 5
 """How many times what a plain record holds a differentiable one may hold, with its graph and that of a contraction."""

@@ -1,283 +1,214 @@
-"""One forward pass that notes, for every use of every watched parameter, the layer's input and its place in the graph.
+"""One chunk of samples seen through the network's Jacobian: outputs, and the block Jacobians all else is made of.
 
-Calls are seen as torch functions (`F.linear(x, W, b)`, `conv2d`, ...), not as modules: functional reuse of a weight,
-attention projections and modules without a hook are seen like any other. Parameters are recognised by identity. The
-graph starts at the first watched output, so a frozen or unselected trunk costs a plain forward pass. A table read once
-for the whole batch, such as positions, is spread over the samples, so that its gradients arrive sample by sample.
+Gradients are taken when the first block is asked for, so a product `J V` that forward mode gives more cheaply never
+pays for the C backward passes. Where those of all blocks do not fit the memory budget together, consecutive blocks make
+groups that do, and the gradients of a group replace the former one's; so go through the blocks in order. A block that
+does not fit alone comes in slices of its cotangents. What a block builds of its positions comes in strips of them.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch import Tensor
 
-from ..batches import Forward, call, size, tensors
-from ..errors import LapwingError
-from .chain import chain_gradients
-from .eager import EagerMode, transformed, without_compiled
-from .layers import HANDLERS, Use
-from .routing import routes
+from ..jacobian.blocks import Block, Matrix, Vectors, split
+from ..jacobian.jacobian import SLICE_BYTES, BlockJacobian, Rows, SumOfUses
+from ..jacobian.layers.embedding import OneHot
+from ..jacobian.outer import Outer, SharedOuter
+from ..jacobian.sliced import Sliced, grouped
+from ..jacobian.strips import Strips
+from ..linalg import total
+from ..network.forward_mode import forward_products
+from ..network.generic import per_sample_rows
+from ..network.plan import Uses
+from ..network.tracing import Noted, output_gradients
 
-BATCHED_BACKWARD = 2**24
-"""Cotangents go back in one batched pass while their gradients have at most this many entries, else one by one."""
-
-DIFFERENTIATES = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
-"""What takes gradients within a forward pass: where outputs contain them, weights count through them too."""
-
-
-@dataclass
-class Noted:
-    """One watched use: what the layer saw, its parameters' names by role, and where it lies in the graph.
-
-    Attributes:
-        versions: how often input, output and weight had been written.
-        weight: the weight as the call got it, constant.
-        source: the node that made the input, where it has a graph.
-        reached: whether the outputs depend on it; not where it was detached, for instance.
-    """
-
-    use: Use
-    names: dict[str, str]
-    edge: GradientEdge
-    out: Tensor
-    versions: tuple[int, int, int]
-    weight: Tensor | None = None
-    source: Node | None = None
-    spread: bool = False
-    reached: bool = True
-
-    @property
-    def stale(self) -> bool:
-        """Whether the layer's input was modified in place after the call."""
-        return self.use.inputs._version != self.versions[0]
-
-    def is_output(self, outputs: Tensor) -> bool:
-        """Whether the layer's output is the network's, so that its gradients are the cotangents themselves."""
-        return self.out is outputs and self.out._version == self.versions[1] and self.use.family == "linear"
+if TYPE_CHECKING:
+    from .tangent import Tangent
 
 
-class Recording(NamedTuple):
-    """What one forward pass left.
+class Group(NamedTuple):
+    """Consecutive blocks whose gradients are taken together, for `step` cotangents at once."""
+
+    blocks: tuple[Block, ...]
+    step: int
+
+
+class Record(Mapping[str, BlockJacobian]):
+    """One chunk of samples, seen through the network's Jacobian: block name -> `BlockJacobian`, built when asked for.
 
     Attributes:
-        outputs: f (B, C), with their graph.
-        noted: the uses in order.
-        routed: whether values may have decided what lies where.
-        differentiated: whether the network took gradients itself, which its outputs may contain.
-        elsewhere: watched parameters that reach the outputs by other ways than the uses, or may.
+        outputs: f (B, C).
+        samples: B.
+        cotangents: R.
+        dtype: what the contractions are done in.
     """
 
-    outputs: Tensor
-    noted: list[Noted]
-    routed: bool
-    differentiated: bool
-    elsewhere: set[str]
+    def __init__(
+        self,
+        tangent: Tangent,
+        inputs: Any,
+        outputs: Tensor,
+        noted: list[Noted],
+        uses: Uses,
+        cotangents: Tensor | None,
+        dtype: torch.dtype,
+        differentiable: bool,
+    ) -> None:
+        self._tangent, self._inputs, self._noted, self._uses, self._u = tangent, inputs, noted, uses, cotangents
+        self._graph: Tensor | None = outputs
+        self._differentiable = differentiable
+        self._limit = tangent.memory // dtype.itemsize  # numbers that fit the budget
+        self._slice_bytes = min(SLICE_BYTES, tangent.memory // 8)
+        self._group: Group | None = None
+        self._taken: dict[bool, dict[Any, Tensor | None]] = {}  # of that group: generic rows, and gradients by use
+        self.outputs = (outputs if differentiable else outputs.detach()).to(tangent.dtype)
+        self.samples, self.dtype = outputs.shape[0], dtype
+        self.cotangents = outputs.shape[1] if cotangents is None else cotangents.shape[-1]
+        if not differentiable:
+            for use in noted:
+                use.use.inputs = use.use.inputs.detach()
 
+    def __iter__(self) -> Iterator[str]:
+        """Iterates over block names."""
+        return (block.name for block in self._tangent.blocks)
 
-class Recorder(EagerMode):
-    """Notes the uses of parameters while the network runs.
+    def __len__(self) -> int:
+        """Number of blocks."""
+        return len(self._tangent.blocks)
 
-    Args:
-        watched: name -> parameter.
-        spread: over how many samples embeddings of a single row of tokens are spread.
-        frozen: those of the watched parameters that leave no trace in a graph and are to leave one.
-    """
+    def __getitem__(self, name: str) -> BlockJacobian:
+        """Builds the Jacobian of one block; patches are unfolded here and freed with the result."""
+        block = self._tangent.named_blocks[name]
+        groups = self._groups
+        group = groups[0] if len(groups) == 1 else next(g for g in groups if any(b is block for b in g.blocks))
+        if self._group is not group:
+            self._group, self._taken = group, {}
+        if group.step < self.cotangents:
+            shape = self.samples, self.cotangents, block.size
+            part = lambda cut: self._form(block, self._take(group, block, cut))  # noqa: E731
+            return Sliced(part, shape, group.step, self._limit // 2).within(self._slice_bytes)
+        generic = block.family == "generic"
+        if generic not in self._taken:
+            self._taken[generic] = self._take(group, block)
+        return self._form(block, self._taken[generic])
 
-    def __init__(self, watched: Mapping[str, Tensor], spread: int = 1, frozen: Sequence[Tensor] = ()) -> None:
-        super().__init__()
-        self._watched = {id(parameter): name for name, parameter in watched.items()}
-        self._stand_ins = {id(p): p.detach().requires_grad_() for p in frozen}
-        self._spread = spread
-        self.noted: list[Noted] = []
-        self.routed = self.differentiated = False
+    def rows(self) -> Tensor:
+        """Returns the whole Jacobian (B, R, P), blocks in order."""
+        return torch.cat([self[name].rows() for name in self], -1)
 
-    def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Runs a function; where it uses watched parameters, notes it and starts the graph at its output if need be."""
-        handler = HANDLERS.get(function)
-        if handler is not None and (not torch.is_grad_enabled() or transformed()):  # as the network asks for
-            handler = None
-        use = None if handler is None else handler(args, kwargs, self._is_watched)
-        used = {} if use is None else use.parameters
-        names = {role: self._watched[id(p)] for role, p in used.items() if id(p) in self._watched}
-        if use is None or not names:
-            self.routed = self.routed or routes(function, args)
-            self.differentiated = self.differentiated or function in DIFFERENTIATES
-            return self._with_stand_ins(function, args, kwargs) if self._stand_ins else function(*args, **kwargs)
-        constant = {id(p): p.detach() for p in use.parameters.values()}
-        args = tuple([constant.get(id(arg), arg) for arg in args])
-        kwargs = {key: constant.get(id(arg), arg) for key, arg in kwargs.items()} if kwargs else kwargs
-        out = function(*args, **kwargs)
-        spread = use.family == "embedding" and self._spread > 1 and use.inputs.ndim > 1 and use.inputs.shape[0] == 1
-        if spread:
-            use.inputs, out = (x.expand(self._spread, *x.shape[1:]) for x in (use.inputs, out))
-        if not out.requires_grad:
-            out = out.detach().requires_grad_().clone()  # the clone may be modified in place, a leaf may not
-        weight = constant.get(id(use.parameters.get("weight")))
-        versions = use.inputs._version, out._version, 0 if weight is None else weight._version
-        source = use.inputs.grad_fn
-        self.noted.append(Noted(use, names, get_gradient_edge(out), out, versions, weight, source, spread))
-        return out
+    def jvp(self, vectors: Vectors) -> Tensor:
+        """Returns `J V` (B, R, K) for V given as rows (K, P_block) a block.
 
-    def _is_watched(self, value: Any) -> bool:
-        return id(value) in self._watched
-
-    def _with_stand_ins(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Runs a function on leaves of the graph in the place of frozen parameters, which would leave no trace."""
-        swapped = [self._swapped(value) for value in args]
-        named = {key: self._swapped(value) for key, value in kwargs.items()}
-        if all(map(operator.is_, swapped, args)) and all(named[key] is kwargs[key] for key in kwargs):
-            return function(*args, **kwargs)
-        try:
-            out = function(*swapped, **named)
-        except (RuntimeError, BufferError):  # what takes no leaf, such as numpy() and writes, passes no gradient on
-            return function(*args, **kwargs)
-        if not isinstance(out, (Tensor, list, tuple)):  # such as requires_grad
-            return function(*args, **kwargs)
-        return next((value for value in args if out is self._stand_ins.get(id(value))), out)
-
-    def _swapped(self, value: Any) -> Any:
-        if type(value) in (list, tuple) and any(id(one) in self._stand_ins for one in value):
-            return type(value)([self._swapped(one) for one in value])
-        return self._stand_ins.get(id(value), value)
-
-    def elsewhere(self, outputs: Tensor, inputs: Sequence[Tensor]) -> set[str]:
-        """Returns the watched parameters at which the graph of the outputs ends: uses have constants in their place.
-
-        What the inputs were made of does not count. On the way uses are noted that the outputs do not reach.
+        By forward mode (about 2 K forward passes) where that is less than the R backward passes, else block by block.
         """
-        ends = self._watched
-        if self._stand_ins:
-            ends = ends | {id(leaf): ends[key] for key, leaf in self._stand_ins.items()}
-        leaves, met = graph_leaves(outputs, inputs)
-        for use in self.noted:
-            use.reached = use.edge.node in met
-        return {ends[id(leaf)] for leaf in leaves if id(leaf) in ends}
+        count = next(iter(vectors.values())).shape[0]
+        taken = False in self._taken and len(self._groups) == 1
+        fewer = 2 * count < self.cotangents and not taken
+        if fewer and not self._differentiable and self.dtype == self._tangent.dtype:
+            found = forward_products(
+                self._tangent.call_with, self._tangent.parameters, split(self._tangent.blocks, vectors), self._inputs
+            )  # (B, C, K), or None where the network has no forward mode
+            if found is not None:
+                return found.to(self.dtype) if self._u is None else self._u.mT.to(self.dtype) @ found.to(self.dtype)
+        return total(self[name].jvp(vectors[name].to(self.dtype)) for name in self if name in vectors)
+
+    @cached_property
+    def _groups(self) -> list[Group]:
+        """One group of all blocks where that fits, or where a graph keeps everything anyway."""
+        blocks, count = self._tangent.blocks, self.cotangents
+        most = 5 * sum([use.out.numel() for use in self._noted]) + 3 * self.samples * self._tangent.explicit_size
+        if self._differentiable or count * most <= self._limit:
+            return [Group(blocks, count)]
+        loads, found = [self._load(block) for block in blocks], []
+        for part in grouped(loads, self._limit):
+            step, needed = count, sum(loads[part.start])
+            if len(part) == 1 and needed > self._limit:
+                step = max(1, self._limit // 2 * count // needed)
+            found.append(Group(blocks[part.start : part.stop], step))
+        return found
+
+    def _load(self, block: Block) -> tuple[int, int]:
+        """Returns how many numbers a block's gradients hold, and how many a contraction needs beside them."""
+        rows = self.samples * self.cotangents * block.size
+        if block.family == "generic":
+            return rows, 2 * rows
+        assert self._graph is not None  # nothing is taken yet
+        uses = [self._noted[i] for i, _, _ in self._uses[block.name]]
+        held = self.cotangents * sum(use.out.numel() for use in uses if not use.is_output(self._graph))
+        return held, 4 * held + 2 * rows * self._tangent.plan.is_explicit(block)
+
+    def _take(self, group: Group, block: Block, cut: slice | None = None) -> dict[Any, Tensor | None]:
+        """Takes the rows of a group's generic parameters by name, or the gradients of its other uses by index.
+
+        Args:
+            group: blocks that go together.
+            block: one of them, generic or not.
+            cut: of the cotangents; all of them when None.
+        """
+        if block.family == "generic":
+            names = [name for b in group.blocks if b.family == "generic" for name in b.parameters]
+            return self._generic_rows(names, self._explicit_cotangents(cut))
+        u = self._u if cut is None else self._explicit_cotangents(cut)
+        wanted = sorted({i for b in group.blocks if b.family != "generic" for i, _, _ in self._uses[b.name]})
+        whole = cut is None and len(self._groups) == 1
+        passing = 0 if whole else sum(use.out.numel() for use in self._noted)  # also through layers not asked for
+        batched = 4 * passing * (self.cotangents if u is None else u.shape[-1]) <= self._limit
+        assert self._graph is not None  # taken again only where not all are taken at once
+        noted = [self._noted[i] for i in wanted]
+        gradients = output_gradients(self._graph, noted, u, self._differentiable, batched)
+        if whole and not self._differentiable:
+            self._graph = None
+        return dict(zip(wanted, gradients, strict=True))
+
+    def _explicit_cotangents(self, cut: slice | None) -> Tensor:
+        """Returns u (B, C, r), written out where the cotangents are the outputs themselves."""
+        u = self._u
+        if u is None:
+            u = torch.eye(self.outputs.shape[1], dtype=self.outputs.dtype, device=self.outputs.device)
+            u = u.expand(self.samples, -1, -1)
+        return u if cut is None else u[:, :, cut]
+
+    def _generic_rows(self, names: list[str], u: Tensor) -> dict[Any, Tensor | None]:
+        """Returns rows (B, R, P) of generic parameters."""
+        values = {name: self._tangent.parameters[name] for name in names}
+        with torch.set_grad_enabled(self._differentiable):
+            rows = per_sample_rows(self._tangent.call_with, values, self._inputs, u.mT.to(values[names[0]].dtype))
+        return {name: row if self._differentiable else row.detach() for name, row in rows.items()}
+
+    def _form(self, block: Block, taken: dict[Any, Any]) -> BlockJacobian:
+        """Builds a block's Jacobian from what was taken."""
+        if block.family == "generic":
+            return Rows(torch.cat([taken[name] for name in block.parameters], -1).to(self.dtype))
+        forms: list[BlockJacobian] = []
+        most = sys.maxsize if self._differentiable else self._limit // 2
+        for i, axis, roles in self._uses[block.name]:
+            use = self._noted[i].use
+            form = use.jacobian(taken[i], axis, self.samples, roles, self.dtype, most)
+            forms.append(form if block.matrix is not None else _native(form, use.matrix()))
+        joined = forms[0] if len(forms) == 1 else SumOfUses(forms) if block.matrix is None else _concatenate(forms)
+        return joined.within(self._slice_bytes)
 
 
-def graph_leaves(outputs: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], set[Node | None]]:
-    """Returns the tensors at which the graph of the outputs ends, and its nodes, but for what made the inputs."""
-    found: list[Tensor] = []
-    left, met = [outputs.grad_fn], {leaf.grad_fn for leaf in inputs}
-    while left:
-        node = left.pop()
-        if node is None or node in met:
-            continue
-        met.add(node)
-        after = node.next_functions
-        if not after and (leaf := getattr(node, "variable", None)) is not None:
-            found.append(leaf)
-        left += [node for node, _ in after]
-    return found, met
+def _native(form: BlockJacobian, matrix: Matrix | None) -> BlockJacobian:
+    """Gives rows in the parameter's own row-major order, for weights whose uses disagree about their layout."""
+    if matrix is None or not matrix.transposed:
+        return form
+    rows = form.rows().unflatten(-1, (matrix.outputs, matrix.inputs)).mT
+    return Rows(rows.flatten(2))
 
 
-def run(
-    model: nn.Module,
-    inputs: Any,
-    forward: Forward | None,
-    watched: Mapping[str, Tensor],
-    spread: int = 1,
-    frozen: Sequence[Tensor] = (),
-) -> Recording:
-    """Runs the network once, recording.
-
-    Args:
-        model: the uncompiled network.
-        inputs: a batch.
-        forward: how the network is called.
-        watched: name -> parameter.
-        spread: over how many samples embeddings of a single row of tokens are spread.
-        frozen: those of the watched parameters that do not require gradients.
-    """
-    recorder = Recorder(watched, spread, frozen)
-    with torch.enable_grad(), without_compiled():
-        outputs = call(model, inputs, forward, recorder)
-    elsewhere = recorder.elsewhere(outputs, tensors(inputs))
-    return Recording(outputs, recorder.noted, recorder.routed, recorder.differentiated, elsewhere)
-
-
-def run_spread(model: nn.Module, inputs: Any, forward: Forward | None, watched: Mapping[str, Tensor]) -> Recording:
-    """Records the network with tables spread over the samples, unless that changes its outputs."""
-    try:
-        outputs, noted, *_ = recording = run(model, inputs, forward, watched, size(inputs))
-    except (LapwingError, RuntimeError, TypeError, ValueError, IndexError):  # it may not take the table's new shape
-        return run(model, inputs, forward, watched)
-    if any(use.spread for use in noted):
-        with torch.no_grad(), without_compiled():
-            plain = call(model, inputs, forward)
-        tolerance = torch.finfo(plain.dtype).eps ** 0.5 * plain.abs().max().clamp_min(1.0)
-        if plain.shape != outputs.shape or not (plain - outputs).abs().max() <= tolerance:
-            return run(model, inputs, forward, watched)
-    return recording
-
-
-def wants_gradient(inputs: Any) -> bool:
-    """Whether the caller asks for results differentiable in the inputs."""
-    return torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors(inputs))
-
-
-def output_gradients(
-    outputs: Tensor, noted: Sequence[Noted], cotangents: Tensor | None, differentiable: bool, batched: bool = True
-) -> list[Tensor | None]:
-    """Computes the gradients of R cotangents at the outputs of the noted uses.
-
-    Args:
-        outputs: f (B, C) with its graph.
-        noted: the uses.
-        cotangents: u (B, C, R), or None for the C outputs themselves.
-        differentiable: keep the graph of the gradients.
-        batched: whether the cotangents may go back in one pass.
-
-    Returns:
-        g (R, *out.shape) a use; None where the use's output is f itself and the cotangents are its entries.
-
-    Cost: R backward passes of activations only, none for a use that is the output.
-    """
-    u = None if cotangents is None else cotangents.permute(2, 0, 1).to(outputs.dtype)  # (R, B, C)
-    chained = None if differentiable else chain_gradients(outputs, noted, u)
-    if chained is not None:
-        return chained
-    is_output = [use.is_output(outputs) for use in noted]
-    behind = [use for use, last in zip(noted, is_output, strict=True) if not last]
-    grads: list[Tensor] = []
-    if behind:
-        sent = u
-        if sent is None:
-            eye = torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
-            sent = eye.unsqueeze(1).expand(-1, *outputs.shape)
-        grads = _backward(outputs, behind, sent, differentiable, batched)
-    rest = iter(grads)
-    return [u if last else next(rest) for last in is_output]
-
-
-def _backward(outputs: Tensor, noted: Sequence[Noted], u: Tensor, differentiable: bool, batched: bool) -> list[Tensor]:
-    count = u.shape[0]
-    if not outputs.requires_grad:
-        return [use.out.new_zeros(count, *use.out.shape) for use in noted]
-    edges = [use.edge for use in noted]
-    options = {"retain_graph": True, "create_graph": differentiable, "allow_unused": True}
-    grads = None
-    if batched and count > 1 and count * sum(use.out.numel() for use in noted) <= BATCHED_BACKWARD:
-        grads = _batched_backward(outputs, edges, u, options)
-    if grads is None:
-        steps = list(zip(*[torch.autograd.grad(outputs, edges, row, **options) for row in u], strict=True))
-        grads = []
-        while steps:  # freed as they are joined
-            step = steps.pop(0)
-            grads.append(None if step[0] is None else torch.stack(step))
-    return [use.out.new_zeros(count, *use.out.shape) if g is None else g for g, use in zip(grads, noted, strict=True)]
-
-
-def _batched_backward(
-    outputs: Tensor, edges: list[GradientEdge], u: Tensor, options: dict
-) -> Sequence[Tensor | None] | None:
-    """Takes all cotangents back at once; None where an operation has no batching rule at all."""
-    try:
-        return torch.autograd.grad(outputs, edges, u.contiguous(), is_grads_batched=True, **options)
-    except RuntimeError:
-        return None
+def _concatenate(forms: list[Any]) -> BlockJacobian:
+    """Joins several uses of one matrix weight: their positions are added, for `J = Σ_uses Σ_t g a`."""
+    if isinstance(forms[0], OneHot):
+        tokens, gradients = zip(*[form.unmerged for form in forms], strict=True)
+        return OneHot(torch.cat(tokens, 1), torch.cat(gradients, 2), forms[0].vocabulary)
+    if all(isinstance(form, (Outer, SharedOuter)) for form in forms):
+        shared = [form.shared() if isinstance(form, Outer) else form for form in forms]
+        return SharedOuter(Strips.joined([form.strips for form in shared]))
+    return SumOfUses(forms)

@@ -1,4 +1,7 @@
-"""Tuning: prior precision, noise variance and scale factor by the evidence or on held-out data."""
+"""Tuning: prior precision, noise variance and scale factor by the evidence or on held-out data.
+
+It imports `posterior` and what is below it. Begin with `base.py` (the contract), then `evidence.py`.
+"""
 
 from __future__ import annotations
 

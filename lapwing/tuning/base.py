@@ -1,4 +1,4 @@
-"""The contract between a tuning and `fitting.py`: what a tuning is given, and what it returns."""
+"""The contract between a tuning and `fitting/fit.py`: what a tuning is given, and what it returns."""
 
 from __future__ import annotations
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import batches
 from ..covariance import PriorCovariance
 from ..errors import LapwingError, shown
 from ..likelihoods import Gaussian
-from ..loaders import other_size
+from ..network import batches
+from ..network.loaders import other_size
 from ..posterior import Posterior
 from .base import Training, Tuning
 from .evidence import Evidence

@@ -12,11 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import batches
 from ..covariance import Latent, MarginalLatent, PriorCovariance, Subspace
 from ..errors import LapwingError, shown
 from ..likelihoods import Prediction
 from ..likelihoods.links import LatentLike
+from ..network import batches
 from ..posterior import Posterior
 from ..tangent import Record
 

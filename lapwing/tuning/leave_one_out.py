@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import batches
 from ..errors import LapwingError
 from ..likelihoods.targets import aligned_targets
+from ..network import batches
+from ..network.eager import parameters_of
 from ..posterior import Posterior
 from ..tangent import Tangent
 from ..tangent.anchors import Anchors
-from ..tangent.eager import parameters_of
 from .evidence import maximise
 
 ROWS = 1000

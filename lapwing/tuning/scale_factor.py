@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .. import batches
 from ..covariance import AnyLatent, Latent, LatentDraws, MarginalLatent, PrecisionCovariance
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..covariance.output import Dense
 from ..errors import LapwingError, is_one_of, shown
 from ..likelihoods import LaplaceBridge, Link
+from ..network import batches
 from ..posterior import Posterior
 from ..prediction import Scaled, Streamlined, Way
 from ..prediction.scaled import scaled

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lapwing import batches
 from lapwing.covariance import (
     COVARIANCES,
     Blockwise,
@@ -26,6 +25,7 @@ from lapwing.covariance import (
 from lapwing.covariance.dense import concatenate, cut
 from lapwing.covariance.output import Dense, Latent, Rotated, Thin
 from lapwing.covariance.output import concatenate as join_terms
+from lapwing.network import batches
 from tests.conformance import Setup, close, psd, sampled_from, setup
 from tests.zoo import Case
 from tests.zoo_modules import SpatialMean

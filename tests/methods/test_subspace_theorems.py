@@ -15,8 +15,8 @@ from torch.func import functional_call
 import lapwing as lw
 from lapwing.covariance import ExplicitBasis, ImplicitBasis
 from lapwing.evaluation.augmentation import AugmentedLoader, StrongAugmentation
-from lapwing.tangent import chunk
-from lapwing.tangent.forward_mode import jvp
+from lapwing.network.forward_mode import jvp
+from lapwing.tangent import record
 from tests import oracle
 from tests.conformance import close, picked_rows, setup, subspace
 
@@ -175,8 +175,8 @@ def test_implicit_is_explicit_for_fewer_directions():
 def test_a_thousand_outputs_go_by_forward_mode(monkeypatch):
     """2K < C: `J V` by K directional derivatives, in the fit and in predictions, equal to loops over directions."""
     calls = []
-    forward = chunk.forward_products
-    monkeypatch.setattr(chunk, "forward_products", lambda *a: calls.append(1) or forward(*a))
+    forward = record.forward_products
+    monkeypatch.setattr(record, "forward_products", lambda *a: calls.append(1) or forward(*a))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1000)).double().eval()

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing import numerics
+from lapwing import linalg
 from lapwing.covariance import ExplicitBasis, ImplicitBasis, LowRank, Subspace
 from lapwing.covariance.dense import concatenate, cut
-from lapwing.evidence import log_joint_gradient
 from lapwing.methods import subspace
 from lapwing.methods.rows import choose, choose_rows
+from lapwing.posterior.evidence import log_joint_gradient
 from lapwing.tangent import Tangent
 from tests.conformance import close, psd, setup
 
@@ -306,18 +306,18 @@ class TestAgainstReview:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_directions_by_slices_are_those_of_the_svd(shape, dtype, monkeypatch):
     """Singular values over nine decades, of which a Gram matrix in float64 would lose the last."""
-    monkeypatch.setattr(numerics, "SLICE_NUMBERS", 400)
+    monkeypatch.setattr(linalg, "SLICE_NUMBERS", 400)
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(side, min(shape), generator=generator, dtype=torch.float64) for side in shape)
     decades = 10 ** -torch.linspace(0, 9, min(shape), dtype=torch.float64)
     rows = ((torch.linalg.qr(left)[0] * decades) @ torch.linalg.qr(right)[0].T).to(dtype)
     for rank in (None, 1, 20):
-        whole, found = (numerics.orthonormal_rows(rows, rank, whole=way) for way in (True, False))
+        whole, found = (linalg.orthonormal_rows(rows, rank, whole=way) for way in (True, False))
         assert found.shape == whole.shape
         noise = 1e-5 if dtype == torch.float32 else 1e-6
         torch.testing.assert_close((found.double() @ whole.T).abs(), torch.eye(len(whole)).double(), rtol=0, atol=noise)
         torch.testing.assert_close(found @ found.T, torch.eye(len(whole)).to(found.dtype), rtol=0, atol=noise)
-    assert numerics.orthonormal_rows(torch.zeros(shape), whole=False).shape == (0, shape[1])
+    assert linalg.orthonormal_rows(torch.zeros(shape), whole=False).shape == (0, shape[1])
 
 
 def one_dimension(width: int, samples: int) -> tuple[torch.nn.Module, list[tuple[Tensor, Tensor]]]:
@@ -357,7 +357,7 @@ def test_rows_that_do_not_fit_lose_no_direction(method, width, samples):
 
 def test_gradients_that_are_not_finite_get_a_sentence():
     with pytest.raises(lw.LapwingError, match="has 2 NaN or infinite entries"):
-        numerics.orthonormal_rows(torch.tensor([[1.0, float("nan")], [float("inf"), 2.0]]))
+        linalg.orthonormal_rows(torch.tensor([[1.0, float("nan")], [float("inf"), 2.0]]))
 
 
 class Scaled(torch.nn.Module):

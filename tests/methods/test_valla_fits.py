@@ -13,7 +13,7 @@ import lapwing as lw
 from lapwing.methods.passes import Batch, FisherRoot, Problem, Seen
 from lapwing.methods.valla import alpha_divergence, moving_points, variational_bound
 from lapwing.methods.valla.moving_points import divergence, inner_factor, remaining
-from lapwing.prior import Prior
+from lapwing.posterior.prior import Prior
 from lapwing.tangent import Anchors
 from lapwing.tangent.inducing import Kernel
 from tests import oracle

@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from lapwing import tangent as tn
+from lapwing.network.eager import without_compiled
 from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
 from lapwing.prediction.streamlined.moments import Moments
-from lapwing.tangent.eager import without_compiled
 from papers.common.networks import BasicBlock
 from tests.prediction.streamlined_oracle import F64, Function, build, draw_outputs
 from tests.prediction.test_streamlined_networks import covariance_of

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing import batches
 from lapwing.likelihoods import Categorical
 from lapwing.methods import FisherRoot
+from lapwing.network import batches
 from lapwing.tangent import Anchors
 from lapwing.tangent.inducing import kernel
 from tests import oracle

@@ -13,8 +13,8 @@ from torch.distributions import MultivariateNormal
 from torch.nn.functional import cross_entropy
 
 import lapwing as lw
-from lapwing import batches
 from lapwing.errors import LapwingError
+from lapwing.network import batches
 from lapwing.tuning import Training
 from lapwing.tuning.bounded_evidence import BoundedEvidence, crossing
 from lapwing.tuning.leave_one_out import leave_one_out

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import batches
-from ...batches import Forward
 from ...errors import LapwingError, shown
 from ...likelihoods import Likelihood, resolve
-from ...loaders import check_progress, first_batch, inferred_likelihood
+from ...likelihoods.inferred import inferred_likelihood
+from ...network import batches
+from ...network.batches import Forward
+from ...network.eager import outside_modes, parameters_of, uncompiled
+from ...network.loaders import check_progress, first_batch
+from ...network.selection import select
 from ...posterior import Posterior
-from ...prior import is_positive
+from ...posterior.prior import is_positive
 from ...tangent import LastLayer, Predicate, Tangent, everything
-from ...tangent.eager import outside_modes, parameters_of, uncompiled
-from ...tangent.selection import select
 from ..constructed import constructed, copied, diagonal, put
 from ..passes import Batch, Found, Method, Passes, Problem, Seen, State, SumPass, check_count
 from .fine_tuning import FineTuning

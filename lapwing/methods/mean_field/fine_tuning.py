@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import batches
 from ...errors import LapwingError
 from ...likelihoods import Likelihood
+from ...network import batches
 from ...tangent import split
 from ..passes import Batch, IteratePass, Problem, State
 from .reparametrisation import drawn_outputs, own_draws

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import batches
+from ...jacobian.layers import HANDLERS, BatchAxis, Use
+from ...network import batches
+from ...network.eager import EagerMode
 from ...tangent import Tangent
-from ...tangent.eager import EagerMode
-from ...tangent.layers import HANDLERS, BatchAxis, Use
 
 
 def own_draws(tangent: Tangent) -> dict[str, BatchAxis]:

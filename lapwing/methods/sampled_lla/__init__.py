@@ -13,7 +13,7 @@ from torch import Tensor
 from ...covariance import Blockwise, PriorCovariance
 from ...covariance.draws import Draws
 from ...errors import LapwingError, is_one_of, shown
-from ...numerics import total
+from ...linalg import total
 from ...tangent import Vectors
 from ..diagonal import Diagonal
 from ..passes import Found, Method, Pass, Passes, Problem, State, check_choice, check_count

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...errors import LapwingError, shown
-from ...numerics import symmetric_eigen
-from ...prior import is_positive
+from ...linalg import symmetric_eigen
+from ...posterior.prior import is_positive
 from ...tangent import Vectors
 from ..passes import Method, Pass, State, check_count
 from .linear_system import LinearSystem, gram, inner, recombine

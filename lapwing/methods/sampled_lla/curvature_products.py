@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ... import batches
 from ...errors import LapwingError
-from ...numerics import total
+from ...jacobian.layers.embedding import OneHot
+from ...linalg import total
+from ...network import batches
 from ...tangent import BlockJacobian, Outer, Record, SharedOuter, Vectors
-from ...tangent.layers.embedding import OneHot
 from ..passes import Batch, Problem, State, SumPass
 
 NOISE, ROOT, PRIOR = range(3)

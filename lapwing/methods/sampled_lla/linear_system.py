@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...covariance import PriorCovariance
-from ...numerics import row_products, total
+from ...linalg import row_products, total
 from ...tangent import Vectors
 from ..passes import Pass, Problem, State
 from .curvature_products import CurvatureProducts, DataNoise, PositionedRoot, prior_noise

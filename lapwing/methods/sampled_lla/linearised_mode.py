@@ -11,8 +11,8 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from ... import batches
 from ...likelihoods import Likelihood
+from ...network import batches
 from ...tangent import Vectors
 from ..passes import Batch, Pass, Problem, State, SumPass
 from .curvature_products import pulled

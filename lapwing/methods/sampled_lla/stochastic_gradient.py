@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ... import batches
 from ...errors import LapwingError, is_one_of, shown
-from ...prior import is_positive
+from ...network import batches
+from ...posterior.prior import is_positive
 from ...tangent import Vectors
 from ..passes import Batch, IteratePass, Method, State, check_count
 from .conjugate_gradients import Solved, Solving, check_preconditioner, check_tolerance, residual_of

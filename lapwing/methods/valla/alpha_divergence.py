@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import batches
 from ...covariance import Latent, LowRankWithResidual
 from ...covariance.output import Dense
 from ...errors import LapwingError, shown
 from ...likelihoods import Probit
+from ...network import batches
 from ...tangent import Anchors
 from ...tangent.inducing import Kernel, kernel
 from ..passes import Batch, Found, Passes, Problem, State, check_count

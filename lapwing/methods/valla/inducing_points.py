@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ... import batches
 from ...errors import LapwingError
+from ...network import batches
 from ...tangent import Anchors
 from ..passes import Batch, Pass, Problem, State, SumPass, class_labels
 from ..rows import choose

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import batches
 from ...errors import LapwingError
-from ...numerics import cholesky
+from ...linalg import cholesky
+from ...network import batches
 from ...tangent import Anchors
 from ...tangent.inducing import Kernel
 from ..passes import Batch, IteratePass, Pass, Problem, State, SumPass

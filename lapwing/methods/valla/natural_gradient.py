@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import batches
 from ...covariance import Basis, LowRankWithResidual
 from ...errors import LapwingError, shown
+from ...network import batches
 from ...tangent import Anchors, Record
 from ..passes import Batch, IteratePass, Passes, Problem, State, check_count
 from ..subspace import on_basis, span_of_anchors

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...covariance import Covariance
 from ...errors import LapwingError, shown
-from ...numerics import cholesky
+from ...linalg import cholesky
 from ...tangent import Anchors
 from ...tangent.inducing import kernel
 from ..passes import Batch, Found, Passes, Problem, State, check_count

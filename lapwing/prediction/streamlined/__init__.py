@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ... import batches
 from ...covariance import Covariance, Latent
 from ...covariance.output import Dense
 from ...errors import LapwingError, is_one_of, shown
+from ...network import batches
+from ...network.eager import outside_modes, without_compiled
+from ...network.gate import check_mode
+from ...network.tracing import wants_gradient
 from ...tangent import Tangent
-from ...tangent.checks import check_mode
-from ...tangent.eager import outside_modes, without_compiled
-from ...tangent.record import wants_gradient
 from ..uncertain import leaves_of, separate
 from ..way import Way
 

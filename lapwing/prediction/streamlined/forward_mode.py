@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from ...errors import LapwingError
-from ...tangent.eager import batching_quiet
-from ...tangent.forward_mode import jvp
+from ...network.eager import batching_quiet
+from ...network.forward_mode import jvp
 from .axes import SampleAxes
 from .moments import Moments, Value, mean_of
 from .operations import Kind, aten, is_a, named

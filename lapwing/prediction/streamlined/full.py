@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import batches
 from ...covariance import Covariance
 from ...errors import LapwingError
+from ...network import batches
 from .axes import read_axes
 from .forward_mode import chunk_size, evaluate, push
 from .moments import mean_of, total_of, variance_of

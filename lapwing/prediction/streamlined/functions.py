@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.func import vjp
 
-from ...tangent.forward_mode import jvp
+from ...network.forward_mode import jvp
 from .moments import Layout, Moments, Value, is_constant
 from .operations import Slope, aten, has_schema, is_statistic, named, operation_of
 from .sites import resolve, run

@@ -17,10 +17,10 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from ... import batches
-from ...batches import Forward
 from ...covariance import Covariance
 from ...errors import LapwingError
+from ...network import batches
+from ...network.batches import Forward
 from ...tangent import Tangent
 from ..uncertain import leaves_of
 

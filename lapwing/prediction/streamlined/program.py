@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from ... import batches
+from ...network import batches
 from .axes import SampleAxes
 from .forward_mode import Branches, find_branches, linearised
 from .functions import carry, carry_covariance

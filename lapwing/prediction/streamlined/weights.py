@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from ...tangent.layers.conv import unfold
+from ...jacobian.layers.conv import unfold
 from .axes import SampleAxes
 from .operations import Kind, is_a
 from .rules.conv import conv_weights, geometry

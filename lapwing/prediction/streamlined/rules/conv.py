@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....tangent.layers.conv import unfold
+from ....jacobian.layers.conv import unfold
 from ..moments import Moments, layer_correlation, mean_of, total_of, variance_of
 from ..operations import Kind, Operation, numbered, register
 from ..sites import Site, Treated

@@ -1,0 +1,200 @@
+"""The Jacobian of one block of weights for one chunk of samples, and its contractions made of rows.
+
+Layout: B samples, R cotangents a sample (the C outputs themselves, or the columns of a Fisher root), P weights of a
+block. `J[n, r]` is the gradient of cotangent r of sample n. A layer family need only give `row_slices`; every
+contraction below follows from it, and overrides (`outer.py`, `layers/embedding.py`) are speed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..linalg import linear, total
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+SLICE_BYTES = 16 * 2**20
+"""Aim for the size of one slice of rows: large enough for fast products, small beside the usual memory budget."""
+
+
+class Weighting:
+    """`diag(w)` of one block: w, and the layouts of it that products have taken, kept for the next ones.
+
+    Attributes:
+        flat: w (P,); for `matrix` alone, in any shape of as many entries as the inputs and outputs at hand.
+    """
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self._layouts: dict[tuple[int, int, bool], tuple[Tensor, Tensor | None]] = {}
+
+    def matrix(self, outputs: int, inputs: int, bias: bool) -> tuple[Tensor, Tensor | None]:
+        """Returns w as a matrix (O, I), its last column, where that is the bias's, apart from the others (O,)."""
+        layout = outputs, inputs, bias
+        if layout not in self._layouts:
+            whole = self.flat.reshape(outputs, inputs)
+            self._layouts[layout] = (whole[:, :-1].contiguous(), whole[:, -1].contiguous()) if bias else (whole, None)
+        return self._layouts[layout]
+
+
+class BlockJacobian(ABC):
+    """`J` (B, R, P) of one block, never formed unless asked for.
+
+    Attributes:
+        batch: B.
+        cotangents: R.
+        size: P.
+        slice_bytes: aim for the size of one slice.
+    """
+
+    batch: int
+    cotangents: int
+    size: int
+    slice_bytes: int = SLICE_BYTES
+
+    def within(self, slice_bytes: int) -> Self:
+        """Returns the same Jacobian, its slices of this size."""
+        self.slice_bytes = slice_bytes
+        return self
+
+    def step(self, bytes_per_item: int, items: int) -> int:
+        """Returns how many of `items` fit in one slice, at least one."""
+        return max(1, min(items, self.slice_bytes // max(1, bytes_per_item)))
+
+    @abstractmethod
+    def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yields `(weights, J[:, :, weights])` for consecutive slices of the weights, each (B, R, p)."""
+
+    def rows(self) -> Tensor:
+        """Returns J (B, R, P) itself. Memory O(B R P)."""
+        parts = [rows for _, rows in self.row_slices()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def weighted_gram(self, weights: Tensor) -> Tensor:
+        """Returns `J diag(weights) Jᵀ` (B, R, R) for weights (P,)."""
+        return self.weighted_grams([weights])[0]
+
+    def weighted_grams(self, candidates: Iterable[Tensor]) -> list[Tensor]:
+        """Returns `J diag(weights) Jᵀ` (B, R, R) for several weights (P,), the rows formed once."""
+        several = list(candidates)
+        grams: list = [0] * len(several)
+        for part, rows in self.row_slices():
+            for i, weights in enumerate(several):
+                scaled = rows * weights[part].sqrt()
+                grams[i] = grams[i] + scaled @ scaled.mT  # (B, R, R)
+        return grams
+
+    def weighted_norms(self, candidates: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns the diagonals (n, B, R) of `J diag(w) Jᵀ` and `H J diag(w) Jᵀ H`, `H = I - 11ᵀ/R`, for n weights.
+
+        One product of the squared rows with all weights: a candidate costs next to nothing.
+        """
+        weights = torch.stack(list(candidates), -1)  # (P, n)
+        slices = ((weights[part], rows, rows - rows.mean(1, keepdim=True)) for part, rows in self.row_slices())
+        norms = total(torch.stack([rows.square() @ w, centred.square() @ w]) for w, rows, centred in slices)
+        return tuple(norms.movedim(-1, 1))  # (2, n, B, R)
+
+    def squared_sum(self) -> Tensor:
+        """Returns `Σ_n,r J²` (P,), the diagonal of the GGN of these samples."""
+        return torch.cat([rows.square().sum((0, 1)) for _, rows in self.row_slices()])
+
+    def squared_norm(self) -> Tensor:
+        """Returns `Σ_n,r,p J²` (), the trace of the GGN of these samples."""
+        return self.squared_sum().sum()
+
+    def sum_rows(self) -> Tensor:
+        """Returns `Σ_n J[n]` (R, P), that is `Jᵀu` where the cotangents carry the weights u."""
+        return torch.cat([rows.sum(0) for _, rows in self.row_slices()], -1)
+
+    def jvp(self, vectors: Tensor) -> Tensor:
+        """Returns `J V` (B, R, K) for V given as rows (K, P)."""
+        return total(linear(rows, vectors[:, part]) for part, rows in self.row_slices())
+
+    def gram(self, other: BlockJacobian) -> Tensor:
+        """Returns the block of the NTK `J J'ᵀ` (B, R, B', R')."""
+        gram = total(linear(mine.flatten(0, 1), theirs.flatten(0, 1)) for _, mine, theirs in aligned(self, other))
+        return gram.reshape(self.batch, self.cotangents, other.batch, other.cotangents)
+
+    def joint_weighted_gram(self, weights: Tensor, other: BlockJacobian) -> Tensor:
+        """Returns `J diag(weights) J'ᵀ` (B, R, B', R')."""
+        parts: list[Tensor] = []
+        for part, mine, theirs in aligned(self, other):
+            root = weights[part].sqrt()
+            left = (mine * root).flatten(0, 1)
+            parts = [total([*parts, linear(left, left if theirs is mine else (theirs * root).flatten(0, 1))])]
+        return parts[0].reshape(self.batch, self.cotangents, other.batch, other.cotangents)
+
+
+def aligned(mine: BlockJacobian, theirs: BlockJacobian) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yields rows (B, R, p) and (B', R', p) of two Jacobians for the same weights, cut where either ends a slice."""
+    if theirs is mine:
+        yield from ((part, rows, rows) for part, rows in mine.row_slices())
+        return
+    others = theirs.row_slices()
+    there, other = slice(0, 0), torch.empty(0)
+    for here, rows in mine.row_slices():
+        start = here.start
+        while start < here.stop:
+            if there.stop == start:
+                there, other = next(others)
+            stop = min(here.stop, there.stop)
+            own, their = slice(start - here.start, stop - here.start), slice(start - there.start, stop - there.start)
+            yield slice(start, stop), rows[..., own], other[..., their]
+            start = stop
+
+
+class MatrixJacobian(BlockJacobian):
+    """The Jacobian of a matrix weight in G groups of (O, I), which Kronecker factors rotate."""
+
+    @abstractmethod
+    def rotate(self, inputs: Tensor | None, outputs: Tensor) -> BlockJacobian:
+        """Returns J in another basis, for U_in (G, I, I), or None for the identity, and U_out (G, O, O)."""
+
+    @abstractmethod
+    def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
+        """Returns `A = Σ a aᵀ` (G, I, I), or its diagonal, `Γ = Σ g gᵀ` (G, O, O) and their count of positions."""
+
+    def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
+        """Adds A and Γ to sums in place, at least their lower triangles; returns their count of positions."""
+        mine, theirs, count = self.kronecker_factors(reduce)
+        inputs += mine
+        outputs += theirs
+        return count
+
+
+class Rows(BlockJacobian):
+    """Explicit rows (B, R, P): norms, scales, shifts and everything generic."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+        self.batch, self.cotangents, self.size = rows.shape
+
+    def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yields all rows at once: they are there already."""
+        yield slice(0, self.size), self._rows
+
+
+class SumOfUses(BlockJacobian):
+    """The Jacobian of weights used several times, `J = Σ_uses J_use`: rows are summed before anything quadratic."""
+
+    def __init__(self, uses: list[BlockJacobian]) -> None:
+        self._uses = uses
+        self.batch, self.cotangents, self.size = uses[0].batch, uses[0].cotangents, uses[0].size
+
+    def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yields the sum of the uses' rows."""
+        yield slice(0, self.size), total(use.rows() for use in self._uses)
+
+    def jvp(self, vectors: Tensor) -> Tensor:
+        """Sums the uses' products: linear in J."""
+        return total(use.jvp(vectors) for use in self._uses)
+
+    def sum_rows(self) -> Tensor:
+        """Sums the uses' products: linear in J."""
+        return total(use.sum_rows() for use in self._uses)

@@ -1,0 +1,141 @@
+"""Convolutions (1d, 2d, 3d; stride, padding, dilation, groups) as linear layers on unfolded patches."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..blocks import Matrix
+from ..outer import Outer, SharedOuter
+from ..strips import Box, Strip, at
+from .use import BatchAxis, Handler, Use, Watched, outer_jacobian
+
+
+def unfold(
+    x: Tensor,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: list[tuple[int, int]],
+    dilation: tuple[int, ...],
+) -> Tensor:
+    """Cuts x (N, channels, *space) into patches (N, L, channels, prod(kernel)), in the order of a weight's columns.
+
+    Args:
+        x: input of any number of spatial dimensions.
+        kernel: kernel size a dimension.
+        stride: step a dimension.
+        padding: zeros before and after, a dimension.
+        dilation: spacing a dimension.
+
+    Returns:
+        Patches; L runs over output positions row by row.
+    """
+    if any(before or after for before, after in padding):
+        x = F.pad(x, [p for pair in reversed(padding) for p in pair])
+    space = len(kernel)
+    for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True)):
+        x = x.unfold(2 + dim, d * (k - 1) + 1, s)  # the window comes last
+        x = x[..., ::d] if d > 1 else x
+    order = (0, *range(2, 2 + space), 1, *range(2 + space, 2 + 2 * space))
+    x = x.permute(order)  # (N, *out, channels, *kernel)
+    return x.reshape(x.shape[0], prod(x.shape[1 : 1 + space]), x.shape[1 + space], -1)
+
+
+def window(
+    x: Tensor,
+    box: Box,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: list[tuple[int, int]],
+    dilation: tuple[int, ...],
+) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Returns the part of x (N, channels, *space) that a box of output positions sees, and the padding it needs."""
+    rest = []
+    for dim, (part, k, s, (before, _), d) in enumerate(zip(box, kernel, stride, padding, dilation, strict=True)):
+        size = x.shape[2 + dim]
+        start, stop = part.start * s - before, (part.stop - 1) * s - before + d * (k - 1) + 1
+        low, high = min(max(start, 0), size), min(max(stop, 0), size)
+        x = x.narrow(2 + dim, low, high - low)
+        rest.append((max(0, min(stop, 0) - start), max(0, stop - max(start, size))))
+    return x, rest
+
+
+class ConvUse(Use):
+    """`out = W * a + b`: positions T are the pixels of the output."""
+
+    family = "conv"
+    sample_dims = 1
+
+    def __init__(
+        self,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        stride: tuple[int, ...],
+        padding: list[tuple[int, int]],
+        dilation: tuple[int, ...],
+        groups: int,
+    ) -> None:
+        super().__init__(inputs, weight, bias)
+        self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
+
+    @property
+    def kind(self) -> str:
+        """Says how many groups the channels are cut into."""
+        return "conv" if self.groups == 1 else f"conv, {self.groups} groups"
+
+    def matrix(self) -> Matrix:
+        """(G, O, I) with I the channels of a group times the kernel's pixels."""
+        weight = self.parameters["weight"]
+        return Matrix(self.groups, weight.shape[0] // self.groups, prod(weight.shape[1:]))
+
+    def jacobian(
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, most: int
+    ) -> Outer | SharedOuter:
+        """Unfolds the input now and not before, at some positions: patches of everything at once would not fit."""
+        assert g is not None  # a feature map is no output
+        layout, space = self.matrix(), self.inputs.ndim - 2
+        kernel = tuple(self.parameters["weight"].shape[2:])
+        x = axis.front(self.inputs, samples)  # (B, [k,] channels, *space)
+        x = x if x.ndim > space + 2 else x.unsqueeze(1)
+        g = axis.front(g.unflatten(2, (self.groups, layout.outputs)), samples, 1)  # (R, B, [k,] G, O, *space)
+        gradients = g if g.ndim > space + 4 else g.unsqueeze(2)
+
+        def part(box: Box) -> Strip:
+            images = x[:, box[0]].flatten(0, 1)
+            images, padding = window(images, box[1:], kernel, self.stride, self.padding, self.dilation)
+            patches = unfold(images, kernel, self.stride, padding, self.dilation)  # (B k, L, channels, kernel)
+            a = patches.reshape(samples, -1, self.groups, layout.inputs)
+            there = at(gradients[:, :, box[0]], box[1:], 5).flatten(5)  # (R, B, k, G, O, L)
+            there = there.movedim(-1, 3).reshape(len(there), samples, -1, self.groups, layout.outputs)
+            return a, there.transpose(0, 1)
+
+        grid = (x.shape[1], *gradients.shape[5:])
+        return outer_jacobian(part, grid, (samples, len(g)), layout, roles, dtype, most)
+
+
+def _numbers(value: int | tuple[int, ...], space: int) -> tuple[int, ...]:
+    return (value,) * space if isinstance(value, int) else tuple(value) * (space if len(value) == 1 else 1)
+
+
+def _conv(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    inputs, weight = given["input"], given["weight"]
+    space = weight.ndim - 2
+    if inputs.ndim != weight.ndim:  # an unbatched call
+        return None
+    stride, dilation = (_numbers(given.get(name, 1), space) for name in ("stride", "dilation"))
+    padding = given.get("padding", 0)
+    if padding == "same":
+        total = [d * (k - 1) for k, d in zip(weight.shape[2:], dilation, strict=True)]
+        pairs = [(t // 2, t - t // 2) for t in total]
+    else:
+        pairs = [(p, p) for p in _numbers(0 if padding == "valid" else padding, space)]
+    return ConvUse(inputs, weight, given.get("bias"), stride, pairs, dilation, given.get("groups", 1))
+
+
+HANDLERS: dict[object, Handler] = {function: _conv for function in (torch.conv1d, torch.conv2d, torch.conv3d)}

@@ -1,0 +1,165 @@
+"""Embeddings: rows of a table picked by token, so that the inputs a are one-hot and A is a vector of counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...linalg import total
+from ..blocks import Matrix
+from ..jacobian import BlockJacobian, MatrixJacobian
+from .use import BatchAxis, Handler, Use, Watched
+
+
+class OneHot(MatrixJacobian):
+    """`J[n, r] = Σ_t g[n, r, t] e_token(n, t)ᵀ` for tokens (B, T) and g (B, R, T, O).
+
+    Laid out as (O = width, I = vocabulary). Repeated tokens of a sample are merged, so that positions never share a
+    weight; no more of them are left than the vocabulary holds.
+    """
+
+    groups = 1
+
+    def __init__(self, tokens: Tensor, g: Tensor, vocabulary: int) -> None:
+        self.vocabulary, self.width = vocabulary, g.shape[-1]
+        self.batch, self.cotangents, self.size = tokens.shape[0], g.shape[1], vocabulary * g.shape[-1]
+        self.unmerged = tokens, g
+        self.tokens, self.g = _merged(tokens, g, vocabulary)
+
+    def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yields rows for one output channel after another."""
+        for channel in range(self.width):
+            rows = self.g.new_zeros(self.batch, self.cotangents, self.vocabulary)
+            index = self.tokens[:, None, :].expand(-1, self.cotangents, -1)
+            yield (
+                slice(channel * self.vocabulary, (channel + 1) * self.vocabulary),
+                rows.scatter_add(2, index, self.g[..., channel]),
+            )
+
+    def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> OneHot:
+        """Returns J with g in another basis (1, O, O); the one-hot inputs are in A's eigenbasis already."""
+        if inputs is not None:
+            raise ValueError("one-hot inputs are not rotated")
+        if outputs is None:
+            return self
+        return OneHot(self.tokens, self.g @ outputs[0], self.vocabulary).within(self.slice_bytes)
+
+    def _factor(self, weights: Tensor) -> Tensor:
+        """Returns `g √w` at the tokens met, (B, R, T O)."""
+        picked = weights.reshape(self.width, self.vocabulary)[:, self.tokens].permute(1, 2, 0)  # (B, T, O)
+        return (self.g * picked.sqrt()[:, None]).flatten(2)
+
+    def weighted_grams(self, candidates: Iterable[Tensor]) -> list[Tensor]:
+        """Returns the thin factors' Gram matrices (B, R, R)."""
+        factors = (self._factor(weights) for weights in candidates)
+        return [factor @ factor.mT for factor in factors]
+
+    def weighted_norms(self, candidates: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns the thin factors' squared norms, plain and without their mean over cotangents, each (n, B, R)."""
+        plain, centred = [], []
+        for weights in candidates:
+            factor = self._factor(weights)
+            plain.append(factor.square().sum(-1))
+            centred.append((factor - factor.mean(1, keepdim=True)).square().sum(-1))
+        return torch.stack(plain), torch.stack(centred)
+
+    def squared_sum(self) -> Tensor:
+        """Returns `Σ J²` (P,) by adding up where tokens agree."""
+        table = self.g.new_zeros(self.vocabulary, self.width)
+        return table.index_add(0, self.tokens.flatten(), self.g.square().sum(1).flatten(0, 1)).T.flatten()
+
+    def squared_norm(self) -> Tensor:
+        """Returns `Σ J²` ()."""
+        return self.g.square().sum()
+
+    def sum_rows(self) -> Tensor:
+        """Returns `Σ_n J[n]` (R, P)."""
+        table = self.g.new_zeros(self.cotangents, self.vocabulary, self.width)
+        added = table.index_add(1, self.tokens.flatten(), self.g.transpose(0, 1).flatten(1, 2))
+        return added.mT.flatten(1)
+
+    def jvp(self, vectors: Tensor) -> Tensor:
+        """Returns `J V` (B, R, K) from the entries of V at the tokens met, for slices of V."""
+        step = self.step(self.tokens.numel() * self.width * self.g.element_size(), len(vectors))
+        tables = vectors.reshape(-1, self.width, self.vocabulary).split(step)
+        products = [torch.einsum("nrtd,kdnt->nrk", self.g, table[:, :, self.tokens]) for table in tables]
+        return torch.cat(products, -1)
+
+    def gram(self, other: BlockJacobian) -> Tensor:
+        """Returns `[token = token'](g·g')` summed over positions, (B, R, B', R'), for slices of my positions."""
+        if not isinstance(other, OneHot):
+            return super().gram(other)
+        length = self.tokens.shape[1]
+        step = self.step(self.batch * other.tokens.numel() * self.g.element_size(), length)
+        parts = zip(self.tokens.split(step, 1), self.g.split(step, 2), strict=True)
+        return total(
+            torch.einsum("nrtd,ntms,mqsd->nrmq", g, (tokens[:, :, None, None] == other.tokens).to(g.dtype), other.g)
+            for tokens, g in parts
+        )
+
+    def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
+        """Returns A as its diagonal, the counts (1, V), Γ (1, O, O) and #(n, t).
+
+        Always in the expand form, for which A is exactly diagonal; `reduce` changes nothing here.
+        """
+        tokens, g = self.unmerged
+        counts = torch.bincount(tokens.flatten(), minlength=self.vocabulary).to(g.dtype)
+        g = g.transpose(0, 1).flatten(0, 2)  # (R B T, O): cotangents come first in memory
+        return counts[None], (g.T @ g)[None], tokens.numel()
+
+
+def _merged(tokens: Tensor, g: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Adds up g (B, R, T, O) where a sample's tokens (B, T) agree; leaves at most V positions, g zero at spare ones."""
+    samples, kept = tokens.shape[0], min(tokens.shape[1], vocabulary)
+    ordered, order = tokens.sort(1)
+    new = torch.ones_like(tokens, dtype=torch.bool)
+    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    place = torch.empty_like(order).scatter_(1, order, new.cumsum(1) - 1)  # of each position among the kept ones
+    first = kept * torch.arange(samples, device=tokens.device)[:, None]
+    table = g.new_zeros(g.shape[1], samples * kept, g.shape[-1])
+    merged = table.index_add(1, (first + place).flatten(), g.transpose(0, 1).flatten(1, 2))  # (R, B V, O)
+    distinct = order.new_zeros(samples, kept).scatter_(1, place, tokens)
+    return distinct, merged.unflatten(1, (samples, kept)).transpose(0, 1)
+
+
+class EmbeddingUse(Use):
+    """`out = W[tokens]`."""
+
+    family = "embedding"
+
+    def __init__(self, tokens: Tensor, weight: Tensor, padding: int | None) -> None:
+        super().__init__(tokens, weight)
+        self.padding = padding
+        self.sample_dims = tokens.ndim
+
+    def matrix(self) -> Matrix:
+        """(O = width, I = vocabulary), stored transposed."""
+        vocabulary, width = self.parameters["weight"].shape
+        return Matrix(1, width, vocabulary, transposed=True)
+
+    def jacobian(
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, most: int
+    ) -> OneHot:
+        """The padding token has no gradient, as in torch."""
+        assert g is not None  # an embedding of tokens is no output
+        width = self.matrix().outputs
+        tokens = axis.front(self.inputs, samples).reshape(samples, -1).long()  # (B, T)
+        g = axis.front(g, samples, 1).reshape(g.shape[0], samples, -1, width).transpose(0, 1).to(dtype)
+        if self.padding is not None:
+            g = g * (tokens != self.padding)[:, None, :, None]
+        return OneHot(tokens, g, self.matrix().inputs)
+
+
+def _embedding(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if given.get("max_norm") is not None:
+        return None
+    padding, weight = given.get("padding_idx"), given["weight"]
+    return EmbeddingUse(given["input"], weight, None if padding is None else padding % weight.shape[0])
+
+
+HANDLERS: dict[object, Handler] = {F.embedding: _embedding}

@@ -1,0 +1,86 @@
+"""Linear layers: `F.linear` (so `nn.Linear`, attention, functional reuse), Hugging Face's `Conv1D`, `x @ W`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..blocks import Matrix
+from ..outer import Outer, SharedOuter
+from ..strips import Box, Strip, at
+from .use import BatchAxis, Handler, Use, Watched, outer_jacobian, with_bias_column
+
+
+class LinearUse(Use):
+    """`out = a Wᵀ + b` over the last dimension, at any number of positions."""
+
+    family = "linear"
+
+    def __init__(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> None:
+        super().__init__(inputs, weight, bias)
+        self.transposed = transposed
+        self.sample_dims = inputs.ndim - 1
+
+    @property
+    def kind(self) -> str:
+        """Says whether the weight is stored transposed."""
+        return "linear, transposed" if self.transposed else "linear"
+
+    def matrix(self) -> Matrix:
+        """One group, (O, I), or stored transposed."""
+        outputs, inputs = self.parameters["weight"].shape[:: -1 if self.transposed else 1]
+        return Matrix(1, outputs, inputs, self.transposed)
+
+    def jacobian(
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, most: int
+    ) -> Outer | SharedOuter:
+        """Positions are all dimensions between the samples and the features."""
+        a = axis.front(self.inputs, samples)  # (B, *grid, I)
+        g = None if g is None else axis.front(g, samples, 1)  # (R, B, *grid, O)
+        if a.ndim == 2:  # one position
+            a, g = a.to(dtype), None if g is None else g.to(dtype).transpose(0, 1)
+            outputs = self.parameters["weight"].shape[self.transposed]
+            if "weight" in roles:
+                return Outer(a, g, outputs, bias="bias" in roles)
+            return Outer(with_bias_column(a, roles), g, outputs)
+        assert g is not None  # outputs (B, C) have one position a sample
+        gradients, layout = g, self.matrix()
+
+        def part(box: Box) -> Strip:
+            some, there = at(a, box, 1), at(gradients, box, 2)
+            some = some.reshape(samples, -1, 1, some.shape[-1])  # (B, t, 1, I)
+            return some, there.reshape(len(there), samples, -1, 1, layout.outputs).transpose(0, 1)  # (B, R, t, 1, O)
+
+        return outer_jacobian(part, a.shape[1:-1], (samples, len(g)), layout, roles, dtype, most)
+
+
+def _linear(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
+    if kwargs or len(args) != 3:
+        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        args = given["input"], given["weight"], given.get("bias")
+    inputs, weight, bias = args
+    return LinearUse(inputs, weight, bias, False) if inputs.ndim > 1 else None
+
+
+def _addmm(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
+    if kwargs or len(args) != 3 or args[0].ndim != 1 or args[0].shape[0] != args[2].shape[-1]:
+        return None
+    return LinearUse(args[1], args[2], args[0], True)
+
+
+def _matmul(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
+    if kwargs or len(args) != 2 or not isinstance(args[1], Tensor) or args[1].ndim != 2 or args[0].ndim < 2:
+        return None
+    return LinearUse(args[0], args[1], None, True)
+
+
+HANDLERS: dict[object, Handler] = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    torch.matmul: _matmul,
+    torch.mm: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.mm: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+}

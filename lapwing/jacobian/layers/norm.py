@@ -1,0 +1,207 @@
+"""Norms, scales and shifts: weights that multiply or add to features one by one, `out = γ ⊙ x̂ + β`.
+
+Their rows are explicit and small: `Σ_t g ⊙ x̂` for γ and `Σ_t g` for β.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...linalg import total
+from ..jacobian import Rows
+from ..plain_functions import batch_norm
+from ..strips import at, boxes
+from .use import BatchAxis, Handler, Use, Watched
+
+Normalise = Callable[[Tensor], Tensor]
+
+
+class NormUse(Use):
+    """`out = γ ⊙ x̂ + β` where x̂ is the normalised input, its features the last `features` dimensions (or dimension 1).
+
+    The normalised input is computed only when the Jacobian of γ is asked for, some positions at a time.
+
+    Args:
+        inputs: x.
+        weight: γ, if any.
+        bias: β, if any.
+        normalise: gives x̂ for any (..., P) of all features at some positions.
+        features: how many dimensions they have; None says one, dimension 1.
+    """
+
+    family = "norm"
+
+    def __init__(
+        self, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, normalise: Normalise, features: int | None
+    ) -> None:
+        super().__init__(inputs, weight, bias)
+        self._normalise = normalise
+        self._features = features
+        self.sample_dims = 1 if features is None else inputs.ndim - features
+
+    def jacobian(
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, most: int
+    ) -> Rows:
+        """Sums over every dimension that is neither sample nor feature."""
+        assert g is not None  # only linear layers are read as outputs
+        parts = []
+        if "weight" in roles:
+            parts.append(self._scaled(g, axis, samples, dtype, most))
+        if "bias" in roles:
+            parts.append(self._summed(g, axis, samples, dtype))
+        return Rows(torch.cat(parts, -1))
+
+    def _scaled(self, g: Tensor, axis: BatchAxis, samples: int, dtype: torch.dtype, most: int) -> Tensor:
+        """Returns `Σ_t g ⊙ x̂` (B, R, P), a box of positions at a time."""
+        g = self._laid_out(g, axis, samples, 1)  # (R, B, *grid, P)
+        x = self._laid_out(self._seen(dtype), axis, samples, 0)
+        numbers = samples * (len(g) + 3) * x.shape[-1]
+        rows = total(
+            _over_positions(at(g, box, 2) * self._normalise(at(x, box, 1).to(dtype)), dtype)
+            for box in boxes(x.shape[1:-1], most // max(1, numbers))
+        )
+        return rows.transpose(0, 1)
+
+    def _seen(self, dtype: torch.dtype) -> Tensor:
+        """Returns what is normalised position by position: the input."""
+        return self.inputs
+
+    def _summed(self, g: Tensor, axis: BatchAxis, samples: int, dtype: torch.dtype) -> Tensor:
+        """Returns `Σ_t g` (B, R, P)."""
+        return _over_positions(self._laid_out(g, axis, samples, 1), dtype).transpose(0, 1)
+
+    def _laid_out(self, values: Tensor, axis: BatchAxis, samples: int, lead: int) -> Tensor:
+        """Returns a view (lead..., B, *grid, features)."""
+        values = axis.front(values, samples, lead)
+        if self._features is None:  # the channels come first among the last dimensions
+            return values.movedim(1 - self.inputs.ndim, -1)
+        return values.flatten(-self._features)
+
+
+def _over_positions(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums (R, B, *grid, features) over the grid."""
+    grid = tuple(range(2, values.ndim - 1))
+    return values.sum(grid, dtype=dtype) if grid else values.to(dtype)
+
+
+class GroupNormUse(NormUse):
+    """A norm whose statistics run over positions: x̂ is computed whole, as large as the input.
+
+    Args:
+        inputs: x.
+        weight: γ, if any.
+        bias: β, if any.
+        normalise: gives x̂ for x.
+    """
+
+    def __init__(self, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, normalise: Normalise) -> None:
+        super().__init__(inputs, weight, bias, lambda x: x, None)
+        self._normalise_whole = normalise
+
+    def _seen(self, dtype: torch.dtype) -> Tensor:
+        """Returns x̂."""
+        return self._normalise_whole(self.inputs.to(dtype))
+
+
+class ScaleUse(NormUse):
+    """`out = x ⊙ w`, with w spanning the last dimensions of x."""
+
+    family = "scale"
+
+
+class ShiftUse(NormUse):
+    """`out = x + w`, with w spanning the last dimensions of x."""
+
+    family = "shift"
+
+    def jacobian(
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, most: int
+    ) -> Rows:
+        """The gradient at the output is the gradient of the weight."""
+        assert g is not None
+        return Rows(self._summed(g, axis, samples, dtype))
+
+
+def _read(names: tuple[str, ...], args: tuple, kwargs: dict) -> dict:
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _shape(given: dict) -> list[int]:
+    return list(given["shape"] if "shape" in given else given["normalized_shape"])
+
+
+def _layer_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
+    given = _read(("input", "shape", "weight", "bias", "eps"), args, kwargs)
+    features, eps = len(_shape(given)), given.get("eps", 1e-5)
+
+    def normalise(x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], eps=eps)
+
+    return NormUse(given["input"], given.get("weight"), given.get("bias"), normalise, features)
+
+
+def _rms_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
+    given = _read(("input", "shape", "weight", "eps"), args, kwargs)
+    features, eps = len(_shape(given)), given.get("eps")
+
+    def normalise(x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], eps=eps)
+
+    return NormUse(given["input"], given.get("weight"), None, normalise, features)
+
+
+def _group_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
+    given = _read(("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
+    groups, eps = given["num_groups"], given.get("eps", 1e-5)
+    return GroupNormUse(
+        given["input"], given.get("weight"), given.get("bias"), lambda x: F.group_norm(x, groups, eps=eps)
+    )
+
+
+def _batch_norm(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given = _read(names, args, kwargs)
+    mean, variance = given.get("running_mean"), given.get("running_var")
+    if given.get("training", False) or mean is None or variance is None:
+        return None
+    eps = given.get("eps", 1e-5)
+
+    def normalise(x: Tensor) -> Tensor:
+        return (x - mean.to(x.dtype)) * (variance.to(x.dtype) + eps).rsqrt()
+
+    return NormUse(given["input"], given.get("weight"), given.get("bias"), normalise, None)
+
+
+def _elementwise(kind: type[NormUse]) -> Handler:
+    def handler(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
+        if kwargs or len(args) != 2 or not all(isinstance(arg, Tensor) for arg in args):
+            return None
+        for x, weight in (args, args[::-1]):
+            if not watched(weight) or watched(x):
+                continue
+            shape = tuple(weight.shape)
+            while len(shape) > 1 and shape[0] == 1:
+                shape = shape[1:]
+            if weight.ndim <= x.ndim > len(shape) > 0 and tuple(x.shape[x.ndim - len(shape) :]) == shape:
+                return kind(x, weight, None, lambda x: x, len(shape))
+        return None
+
+    return handler
+
+
+HANDLERS: dict[object, Handler] = {
+    F.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    F.group_norm: _group_norm,
+    batch_norm: _batch_norm,
+    torch.mul: _elementwise(ScaleUse),
+    torch.Tensor.mul: _elementwise(ScaleUse),
+    torch.Tensor.__mul__: _elementwise(ScaleUse),
+    torch.add: _elementwise(ShiftUse),
+    torch.Tensor.add: _elementwise(ShiftUse),
+    torch.Tensor.__add__: _elementwise(ShiftUse),
+}

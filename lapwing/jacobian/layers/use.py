@@ -1,0 +1,127 @@
+"""One use of a layer's parameters in a forward pass: the protocol every layer family follows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..blocks import Matrix
+from ..jacobian import BlockJacobian
+from ..outer import Outer, SharedOuter
+from ..strips import Box, Strip, Strips
+
+
+@dataclass(frozen=True)
+class BatchAxis:
+    """Where a layer's tensors hold the samples: dimension `axis`, of size B k; samples run fastest if `inner`."""
+
+    axis: int = 0
+    inner: bool = False
+
+    def front(self, tensor: Tensor, samples: int, lead: int = 0) -> Tensor:
+        """Moves the samples to dimension `lead`: (lead..., B, rest...), the k positions kept among the rest."""
+        axis = self.axis + lead
+        if tensor.shape[axis] == samples:
+            return tensor if axis == lead else tensor.movedim(axis, lead)
+        positions = tensor.shape[axis] // samples
+        shape = (positions, samples) if self.inner else (samples, positions)
+        return tensor.unflatten(axis, shape).movedim(axis + self.inner, lead)
+
+    def fits(self, shape: torch.Size | tuple[int, ...], samples: int) -> bool:
+        """Whether a tensor of this shape can hold the samples on this axis."""
+        return self.axis < len(shape) and shape[self.axis] >= samples and shape[self.axis] % samples == 0
+
+
+class Use(ABC):
+    """What one call of a layer saw.
+
+    Attributes:
+        family: the layer family's name.
+        parameters: role ("weight", "bias") -> the parameter tensor itself, as the call got it.
+        inputs: the layer's input.
+        sample_dims: how many leading dimensions of the output may hold the samples.
+    """
+
+    family: str
+    sample_dims: int
+
+    def __init__(self, inputs: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> None:
+        self.inputs = inputs
+        self.parameters = {k: v for k, v in (("weight", weight), ("bias", bias)) if isinstance(v, Tensor)}
+
+    @property
+    def kind(self) -> str:
+        """The family, and the layout of the weight where it has several: what later batches must agree in."""
+        return self.family
+
+    def matrix(self) -> Matrix | None:
+        """Returns the matrix layout of the weight, or None for a layer whose rows are explicit."""
+        return None
+
+    @abstractmethod
+    def jacobian(
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, most: int
+    ) -> BlockJacobian:
+        """Returns the block Jacobian of this use.
+
+        Args:
+            g: (R, *out.shape), gradients of the cotangents at the layer's output; None says it is the network's output.
+            axis: where the samples are.
+            samples: B.
+            roles: which of weight and bias are treated.
+            dtype: the dtype to contract in.
+            most: how many numbers may be built for a strip of positions beside the activations.
+        """
+
+
+Watched = Callable[[object], bool]
+"""Tells whether a tensor is one of the parameters that are recorded."""
+
+Handler = Callable[[tuple, dict, Watched], Use | None]
+"""Reads a function call's arguments as a use, or returns None where the family does not cover it."""
+
+
+def with_bias_column(a: Tensor, roles: frozenset[str]) -> Tensor:
+    """Returns inputs (..., I) with the homogeneous coordinate: [a, 1], a, or 1 as weight, bias or both are treated."""
+    if "bias" not in roles:
+        return a
+    ones = a.new_ones(*a.shape[:-1], 1)
+    return torch.cat([a, ones], -1) if "weight" in roles else ones
+
+
+def outer_jacobian(
+    part: Callable[[Box], Strip],
+    grid: Sequence[int],
+    sizes: tuple[int, int],
+    matrix: Matrix,
+    roles: frozenset[str],
+    dtype: torch.dtype,
+    most: int,
+) -> Outer | SharedOuter:
+    """Builds the Jacobian of a matrix weight used at a grid of positions.
+
+    Args:
+        part: gives inputs (B, t, G, I), without a bias column, and g (B, R, t, G, O) at a box of positions.
+        grid: the positions of a sample.
+        sizes: (B, R).
+        matrix: the weight's layout.
+        roles: which of weight and bias are treated.
+        dtype: the dtype to contract in.
+        most: how many numbers a strip may need.
+    """
+
+    def strip(box: Box) -> Strip:
+        a, g = part(box)
+        return with_bias_column(a.to(dtype), roles), g.to(dtype)
+
+    columns = ("weight" in roles) * matrix.inputs + ("bias" in roles)
+    strips = Strips.cut(strip, grid, (*sizes, matrix.groups, matrix.outputs, columns), dtype, most)
+    if prod(grid) == matrix.groups == 1:
+        ((a, g),) = strips
+        return Outer(a[:, 0, 0], g[:, :, 0, 0], matrix.outputs)
+    return SharedOuter(strips)

@@ -1,0 +1,329 @@
+"""Jacobians of matrix weights as sums of outer products, `J[n, r] = Σ_t g[n, r, t] a[n, t]ᵀ`, contracted fast.
+
+`Outer` is a layer used at one position (T = 1), where J never needs to be formed; `SharedOuter` is a layer used at T
+positions (convolution, tokens, several calls) or in G groups, formed one slice of its output channels at a time, from
+one strip of positions after another.
+Weights (P,) and vectors (K, P) are laid out as (G, O, I), the bias as the last input column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from itertools import product
+from math import isqrt
+
+import torch
+from torch import Tensor
+
+from ..linalg import add_squares, linear, matmul, mirrored, total
+from .jacobian import BlockJacobian, MatrixJacobian, Weighting
+from .strips import Strip, Strips
+
+REDUCTION = 40
+"""What multiplying and summing one number costs in a position Gram, in multiply-adds of a matrix product."""
+
+
+class Outer(MatrixJacobian):
+    """One position a sample: inputs a (B, I) and output gradients g (B, R, O).
+
+    `g=None` says that the layer's output *is* the network's output, so that g is the identity and R = O. `bias` says
+    that one more input, 1, follows those given; it is written out where a product needs it.
+    """
+
+    groups = 1
+
+    def __init__(self, a: Tensor, g: Tensor | None, outputs: int, bias: bool = False) -> None:
+        self._a, self._g, self._bias = a, g, bias
+        self.batch, self.outputs, self.inputs = a.shape[0], outputs, a.shape[1] + bias
+        self.size = outputs * self.inputs
+        self.cotangents = outputs if g is None else g.shape[1]
+
+    @cached_property
+    def a(self) -> Tensor:
+        """Inputs (B, I)."""
+        return torch.cat([self._a, self._a.new_ones(self.batch, 1)], 1) if self._bias else self._a
+
+    @property
+    def is_output(self) -> bool:
+        """Whether the layer's output is the network's output."""
+        return self._g is None
+
+    @property
+    def g(self) -> Tensor:
+        """Output gradients (B, R, O), the identity written out where the layer is the output."""
+        if self._g is None:
+            return torch.eye(self.outputs, dtype=self._a.dtype, device=self._a.device).expand(self.batch, -1, -1)
+        return self._g
+
+    @property
+    def _samples_first(self) -> bool:
+        """Whether g lies in memory as (B, R, O): a chain's does, autograd's as (R, B, O)."""
+        return self.g.is_contiguous()
+
+    @property
+    def _rows_of_g(self) -> Tensor:
+        """Gradients as one matrix in the order of memory, (B R, O) or (R B, O)."""
+        return (self.g if self._samples_first else self.g.transpose(0, 1)).flatten(0, 1)
+
+    def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yields outer products for slices of the output channels."""
+        step = self.step(self.batch * self.cotangents * self.inputs * self.a.element_size(), self.outputs)
+        g = self.g
+        for start in range(0, self.outputs, step):
+            rows = g[:, :, start : start + step, None] * self.a[:, None, None, :]  # (B, R, o, I)
+            yield slice(start * self.inputs, (start + rows.shape[2]) * self.inputs), rows.flatten(2)
+
+    def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> Outer:
+        """Returns J in another basis: a U_in and g U_out, for U_in (1, I, I) and U_out (1, O, O)."""
+        a, g = self.a if inputs is None else self._turned(inputs[0]), self._g
+        if outputs is not None:
+            turned = matmul(self._rows_of_g, outputs[0])
+            shape = (self.batch, self.cotangents) if self._samples_first else (self.cotangents, self.batch)
+            g = turned.view(*shape, self.outputs)
+            g = g if self._samples_first else g.transpose(0, 1)
+        return Outer(a, g, self.outputs).within(self.slice_bytes)
+
+    def _turned(self, basis: Tensor) -> Tensor:
+        """Returns `a U` (B, K) for U (I, K), without writing the bias's column out."""
+        if not self._bias:
+            return matmul(self._a, basis)
+        return linear(self._a, basis[:-1].mT, basis[-1])
+
+    def rotate_inputs(self, basis: Tensor) -> Outer:
+        """Returns J for inputs [|a - U Uᵀ a|, Uᵀ a], U (I, k) orthonormal, where what is left weighs the same."""
+        inside = self._turned(basis)
+        beside = torch.linalg.vector_norm(self.a - matmul(inside, basis.mT), dim=1, keepdim=True)
+        return Outer(torch.cat([beside, inside], 1), self._g, self.outputs).within(self.slice_bytes)
+
+    def shared(self) -> SharedOuter:
+        """Returns the same Jacobian, written for several positions."""
+        return SharedOuter(Strips.whole(self.a[:, None, None], self.g[:, :, None, None])).within(self.slice_bytes)
+
+    def input_scale(self, weighting: Weighting) -> Tensor:
+        """Returns `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O), all that a diagonal weighting needs of the inputs."""
+        return linear(self._a.square(), *weighting.matrix(self.outputs, self.inputs, self._bias))
+
+    def weighted_grams(self, candidates: Iterable[Tensor]) -> list[Tensor]:
+        """Returns `g diag(s) gᵀ` (B, R, R)."""
+        scales = (self.input_scale(Weighting(weights)) for weights in candidates)
+        return [(self.g * scale.unsqueeze(1)) @ self.g.mT for scale in scales]
+
+    def scaled_norms(self, scales: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns `Σ_j g² s_j` and the same of `H g`, each (n, B, R), for n scales (B, O). Time O(n B R O)."""
+        stacked = torch.stack(list(scales), -1)  # (B, O, n)
+        parts = (part.square() @ stacked for part in (self.g, self.g - self.g.mean(1, keepdim=True)))
+        plain, centred = (part.movedim(-1, 0) for part in parts)
+        return plain, centred
+
+    def squared_sum(self) -> Tensor:
+        """Returns `(Σ_r g²)ᵀ a²` (P,). Time O(B O I)."""
+        return matmul(self.g.square().sum(1).T, self.a.square()).flatten()
+
+    def squared_norm(self) -> Tensor:
+        """Returns `Σ_n |a|² Σ_r |g|²` ()."""
+        return (self.a.square().sum(-1) * self.g.square().sum((1, 2))).sum()
+
+    def sum_rows(self) -> Tensor:
+        """Returns `gᵀ a` summed over samples (R, P)."""
+        return torch.einsum("nro,ni->roi", self.g, self.a).flatten(1)
+
+    def jvp(self, vectors: Tensor) -> Tensor:
+        """Returns `gᵀ (V_k a)` (B, R, K), for slices of V. Time O(B K O (I + R))."""
+        step = self.step(self.batch * self.outputs * self.a.element_size(), len(vectors))
+        products = []
+        for part in vectors.split(step):
+            pushed = linear(self.a, part.reshape(-1, self.inputs))  # (B, K O)
+            pushed = pushed.reshape(self.batch, -1, self.outputs)  # (B, K, O)
+            products.append(pushed.mT if self.is_output else self.g @ pushed.mT)
+        return products[0] if len(products) == 1 else torch.cat(products, -1)
+
+    def gram(self, other: BlockJacobian) -> Tensor:
+        """Returns `(a·a')(g·g')` (B, R, B', R')."""
+        if isinstance(other, SharedOuter):
+            return self.shared().gram(other)
+        if not isinstance(other, Outer):
+            return super().gram(other)
+        inputs = linear(self.a, other.a)  # (B, B')
+        gradients = linear(self.g.flatten(0, 1), other.g.flatten(0, 1))
+        shape = (self.batch, self.cotangents, other.batch, other.cotangents)
+        return gradients.reshape(shape) * inputs[:, None, :, None]
+
+    def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
+        """Returns `A = Σ a aᵀ` (1, I, I), `Γ = Σ g gᵀ` (1, O, O) and their count of positions."""
+        g = self._rows_of_g
+        return (self.a.T @ self.a)[None], (g.T @ g)[None], self.batch
+
+    def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
+        """Adds A and Γ without a copy between product and sum."""
+        own = inputs[:, :-1, :-1] if self._bias else inputs
+        add_squares(own, self._a[None])
+        if self._bias:  # the last row of A = Σ [a, 1] [a, 1]ᵀ; its last column, above the diagonal, is not read
+            last = inputs[0, -1]
+            last[:-1].addmv_(self._a.T, self._a.new_ones(self.batch))
+            last[-1].add_(self.batch)
+        add_squares(outputs, self._rows_of_g[None])
+        return self.batch
+
+
+class SharedOuter(MatrixJacobian):
+    """T positions a sample in G groups: inputs a (B, T, G, I) and output gradients g (B, R, T, G, O), by strips."""
+
+    def __init__(self, strips: Strips) -> None:
+        self.strips = strips
+        self.batch, self.cotangents, self.positions, self.groups, self.outputs, self.inputs = strips.shape
+        self.size = self.groups * self.outputs * self.inputs
+
+    def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yields `Σ_t g a` for slices of the output channels, one product of (R o, t) by (t, I) a sample and strip."""
+        step = self.step(self.batch * self.cotangents * self.inputs * self.strips.dtype.itemsize, self.outputs)
+        for group, start in product(range(self.groups), range(0, self.outputs, step)):
+            channels = slice(start, min(start + step, self.outputs))
+            rows = total(
+                g[:, :, :, group, channels].transpose(2, 3).flatten(1, 2) @ a[:, :, group] for a, g in self.strips
+            )  # (B, R o, I)
+            first, count = group * self.outputs + start, channels.stop - start
+            part = slice(first * self.inputs, (first + count) * self.inputs)
+            yield part, rows.reshape(self.batch, self.cotangents, -1)
+
+    def rotate(self, inputs: Tensor | None, outputs: Tensor) -> RotatedOuter:
+        """Returns J in another basis, for U_in (G, I, I) and U_out (G, O, O)."""
+        return RotatedOuter(self.strips, inputs, outputs).within(self.slice_bytes)
+
+    def jvp(self, vectors: Tensor) -> Tensor:
+        """Returns `J V` (B, R, K) by rows or by `gᵀ(V_k a)`, whichever takes fewer products."""
+        count = vectors.shape[0]
+        by_rows = self.cotangents * self.inputs * (self.positions + count)
+        by_push = count * self.positions * (self.inputs + self.cotangents)
+        if by_rows <= by_push:
+            return super().jvp(vectors)
+        vectors = vectors.reshape(count, self.groups, self.outputs, self.inputs)
+        return total(self._pushed(a, g, vectors) for a, g in self.strips)
+
+    def _pushed(self, a: Tensor, g: Tensor, vectors: Tensor) -> Tensor:
+        """Returns `gᵀ(V_k a)` (B, R, K) of a strip, for slices of V (K, G, O, I)."""
+        step = self.step(a[..., 0].numel() * self.outputs * a.element_size(), len(vectors))
+        g, parts = g.flatten(2), []
+        for some in vectors.split(step):
+            pushed = torch.einsum("ntgi,kgoi->nktgo", a, some)
+            parts.append(g @ pushed.flatten(2).mT)  # (B, R, k)
+        return torch.cat(parts, -1)
+
+    def sum_rows(self) -> Tensor:
+        """Returns `Σ_n,t g a` (R, P)."""
+        return total(torch.einsum("nrtgo,ntgi->rgoi", g, a) for a, g in self.strips).flatten(1)
+
+    def squared_norm(self) -> Tensor:
+        """Returns `Σ J²` by rows, or by the positions' Gram matrices `Σ_tt' (a_t·a_t')(g_t·g_t')` where T is small."""
+        by_rows = self.cotangents * self.outputs * self.inputs
+        by_positions = self.positions * (self.inputs + self.cotangents * self.outputs)
+        if by_rows <= by_positions:
+            return total(rows.square().sum() for _, rows in self.row_slices())
+        return total(_table_sum(mine, theirs) for mine in self.strips for theirs in self.strips)
+
+    def gram(self, other: BlockJacobian) -> Tensor:
+        """Returns `J J'ᵀ` (B, R, B', R') by rows, or by `Σ_tt' (a_t·a'_t')(g_t·g'_t')` where that is cheaper."""
+        other = other.shared() if isinstance(other, Outer) else other
+        if not isinstance(other, SharedOuter) or self._rows_are_cheaper(other):
+            return super().gram(other)
+        cells = max(1, self.slice_bytes // (self.strips.dtype.itemsize * other.cotangents))
+        mine = min(self.positions, max(isqrt(cells), cells // other.positions))  # whole, where a table fits
+        return total(
+            self._position_gram((a[:, :, group], g[:, :, :, group]), (b[:, :, group], h[:, :, :, group]))
+            for a, g in self.strips.finer(mine)
+            for b, h in other.strips.finer(max(1, cells // mine))
+            for group in range(self.groups)
+        )
+
+    def _rows_are_cheaper(self, other: SharedOuter) -> bool:
+        """Compares the products of both ways, a group."""
+        mine, theirs = self.batch * self.cotangents, other.batch * other.cotangents
+        formed = mine * self.positions + (0 if other is self else theirs * other.positions)
+        by_rows = (formed + mine * theirs) * self.outputs * self.inputs
+        pairs = self.positions * other.positions
+        return by_rows <= pairs * (self.batch * other.batch * self.inputs + mine * theirs * (self.outputs + REDUCTION))
+
+    def _position_gram(self, mine: Strip, theirs: Strip) -> Tensor:
+        """Returns one group's part of two strips, for slices of both sides' samples and of the cotangents.
+
+        Args:
+            mine: a (B, t, I) and g (B, R, t, O).
+            theirs: a (B', t', I) and g (B', R', t', O).
+        """
+        (a, g), (b, h) = mine, theirs
+        here, there, columns = a.shape[1], b.shape[1], h.shape[1]
+        one = here * columns * there * a.element_size()  # a row beside a sample of theirs
+        beside = self.step(one, len(b))
+        rows = self.step(one * beside, self.batch * self.cotangents)
+        samples, some = max(1, rows // self.cotangents), min(rows, self.cotangents)
+        gram = a.new_empty(self.batch, self.cotangents, len(b), columns)
+        for m in range(0, len(b), beside):
+            far, near = h[m : m + beside].flatten(0, 2), b[m : m + beside].flatten(0, 1)
+            for n in range(0, self.batch, samples):
+                inputs = a[n : n + samples].flatten(0, 1) @ near.T
+                inputs = inputs.reshape(-1, 1, here, len(b[m : m + beside]), 1, there)
+                for r in range(0, self.cotangents, some):
+                    left = g[n : n + samples, r : r + some]
+                    products = (left.flatten(0, 2) @ far.T).reshape(
+                        *left.shape[:3], -1, columns, there
+                    )  # (b, r, t, b', R', t')
+                    gram[n : n + samples, r : r + some, m : m + beside] = (products * inputs).sum((2, 5))
+        return gram
+
+    def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
+        """Returns `A` (G, I, I), `Γ` (G, O, O) and the count: #(n, t) with expand, N with reduce."""
+        a, g = next(iter(self.strips))
+        inputs = a.new_zeros(self.groups, self.inputs, self.inputs)
+        outputs = g.new_zeros(self.groups, self.outputs, self.outputs)
+        count = self.add_kronecker_factors(reduce, inputs, outputs)
+        return mirrored(inputs), mirrored(outputs), count
+
+    def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
+        """Adds A and Γ strip by strip.
+
+        Reduce takes the mean of a and the sum of g over positions; expand treats every position as a sample.
+        """
+        for a, g in [self._reduced()] if reduce else self.strips:
+            a = a.permute(2, 0, 1, 3).flatten(1, 2)  # (G, B t, I)
+            g = g.permute(3, 0, 1, 2, 4).flatten(1, 3)  # (G, B R t, O)
+            add_squares(inputs, a)
+            add_squares(outputs, g)
+        return self.batch * (1 if reduce else self.positions)
+
+    def _reduced(self) -> Strip:
+        """Returns the mean of a (B, 1, G, I) and the sum of g (B, R, 1, G, O) over positions."""
+        sums = [(a.sum(1, keepdim=True), g.sum(2, keepdim=True)) for a, g in self.strips]
+        return total(a for a, _ in sums) / self.positions, total(g for _, g in sums)
+
+
+def _table_sum(mine: Strip, theirs: Strip) -> Tensor:
+    """Returns `Σ_n,g,t,t' (a_t·a_t')(g_t·g_t')` () of two strips of the same samples."""
+    inputs = torch.einsum("ntgi,nsgi->ngts", mine[0], theirs[0])
+    return (inputs * torch.einsum("nrtgo,nrsgo->ngts", mine[1], theirs[1])).sum()
+
+
+class RotatedOuter(BlockJacobian):
+    """`J[n, r] = U_outᵀ (Σ_t g aᵀ) U_in` for U_in (G, I, I), or None for the identity, and U_out (G, O, O).
+
+    Each side is rotated where that is cheaper: a where T < R O and g where T < I, else the rows.
+    """
+
+    def __init__(self, strips: Strips, inputs: Tensor | None, outputs: Tensor) -> None:
+        self.batch, self.cotangents, positions, self.groups, self.outputs, self.inputs = strips.shape
+        self.size = self.groups * self.outputs * self.inputs
+        turn_a, turn_g = positions < self.cotangents * self.outputs, positions < self.inputs
+        self._strips = strips.rotated(inputs if turn_a else None, outputs if turn_g else None)
+        self._inputs, self._outputs = None if turn_a else inputs, None if turn_g else outputs
+
+    def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yields rows for slices of the output channels; for all of a group's where the rows' outputs are rotated."""
+        row_bytes = self.batch * self.cotangents * self.size * self._strips.dtype.itemsize
+        slice_bytes = self.slice_bytes if self._outputs is None else row_bytes
+        for part, rows in SharedOuter(self._strips).within(slice_bytes).row_slices():
+            group = part.start // (self.outputs * self.inputs)
+            rows = rows.unflatten(-1, (-1, self.inputs))  # (B, R, o, I)
+            if self._outputs is not None:
+                rows = self._outputs[group].T @ rows
+            if self._inputs is not None:
+                rows = matmul(rows, self._inputs[group])
+            yield part, rows.flatten(2)

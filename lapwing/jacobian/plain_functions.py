@@ -1,0 +1,92 @@
+"""Functions whose derivatives torch lacks or gets wrong, made of plain operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+
+def transformed() -> bool:
+    """Whether a transformation of torch.func or forward-mode differentiation is under way."""
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+def _math_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Computes attention by plain products: fused kernels have no forward mode, second derivative or batching rule.
+
+    The operation beneath adds its mask to the scores whatever its dtype, so what a boolean one leaves out becomes -inf.
+    """
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
+    return torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
+def batch_norm(
+    input: Tensor,  # noqa: A002 - the names are those of `F.batch_norm`
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Computes batch norm in eval mode as the affine map that it is, where derivatives are wanted.
+
+    torch's batched backward pass of one sample reads permuted gradients in the wrong order on a CPU.
+    """
+    wanted = transformed() or _wants_graph(input, weight, bias)
+    if training or running_mean is None or running_var is None or not wanted:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    scale = (running_var.to(dtype) + eps).rsqrt()
+    scale = scale if weight is None else scale * weight.to(dtype)
+    mean = running_mean.to(dtype)
+    shift = -mean * scale if bias is None else bias.to(dtype) - mean * scale
+    channels = (-1, *[1] * (input.ndim - 2))
+    return (input * scale.view(channels) + shift.view(channels)).to(input.dtype)
+
+
+def _instance_norm(
+    input: Tensor,  # noqa: A002 - the names are those of `F.instance_norm`
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Computes instance norm as a group norm or an affine map: torch makes a batch norm of one sample of it."""
+    if not use_input_stats:
+        return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    if running_mean is None and running_var is None:
+        return torch.group_norm(input, input.shape[1], weight, bias, eps)
+    return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
+def _wants_graph(*values: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in values)
+
+
+INSTEAD: dict[Callable, Callable] = {
+    F.scaled_dot_product_attention: _math_attention,
+    F.batch_norm: batch_norm,
+    F.instance_norm: _instance_norm,
+}
+"""Functions whose derivatives torch lacks or gets wrong -> the same by plain operations."""

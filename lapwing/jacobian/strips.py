@@ -1,0 +1,129 @@
+"""The T positions of a sample (pixels, tokens), a strip at a time, so that one large sample fits the memory budget.
+
+Whatever a layer builds beside the activations (patches, rotated factors, products of positions) is built for one strip
+of positions. All contractions are sums over positions, so the strips add up, or their pairs do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..linalg import matmul
+
+Box = tuple[slice, ...]
+"""Consecutive positions along each dimension of a grid, such as rows and columns of pixels."""
+
+Strip = tuple[Tensor, Tensor]
+"""Inputs a (B, t, G, I) and output gradients g (B, R, t, G, O) at t positions."""
+
+
+def boxes(grid: Sequence[int], most: int) -> list[Box]:
+    """Cuts a grid of positions into boxes of at most so many, at least one; the first dimensions are cut first."""
+    if not grid:
+        return [()]
+    first, inner = grid[0], max(1, prod(grid[1:]))
+    step = max(1, min(first, most // inner))
+    starts = range(0, max(1, first), step)
+    rest = boxes(grid[1:], most)
+    return [(slice(start, min(start + step, first)), *box) for start in starts for box in rest]
+
+
+def at(values: Tensor, box: Box, lead: int) -> Tensor:
+    """Returns the view of values (lead..., *grid, rest...) at a box of the grid."""
+    return values[(slice(None),) * lead + box]
+
+
+class Strips:
+    """a and g of all positions: one strip, which is held, or several, made anew in each sweep and freed after use.
+
+    Args:
+        makers: gives each strip.
+        shape: (B, R, T, G, O, I), with T over all strips.
+        dtype: of both.
+    """
+
+    def __init__(
+        self, makers: Sequence[Callable[[], Strip]], shape: tuple[int, int, int, int, int, int], dtype: torch.dtype
+    ) -> None:
+        self._makers, self.shape, self.dtype = makers, shape, dtype
+        if len(makers) == 1:
+            held = makers[0]()
+            self._makers = [lambda: held]
+
+    @classmethod
+    def whole(cls, a: Tensor, g: Tensor) -> Strips:
+        """All positions in one strip."""
+        return cls([lambda: (a, g)], (*g.shape[:4], g.shape[-1], a.shape[-1]), a.dtype)
+
+    @classmethod
+    def cut(
+        cls,
+        part: Callable[[Box], Strip],
+        grid: Sequence[int],
+        shape: tuple[int, int, int, int, int],
+        dtype: torch.dtype,
+        most: int,
+    ) -> Strips:
+        """Strips of so many numbers: a and its rotation, g and its rotation in another layout.
+
+        Args:
+            part: gives a and g at a box of positions.
+            grid: the positions.
+            shape: (B, R, G, O, I).
+            dtype: of both.
+            most: numbers that a strip may need; one position at least makes a strip.
+        """
+        batch, cotangents, groups, outputs, inputs = shape
+        numbers = batch * groups * (2 * inputs + 3 * cotangents * outputs)
+        makers = [partial(part, box) for box in boxes(grid, most // max(1, numbers))]
+        return cls(makers, (batch, cotangents, prod(grid), groups, outputs, inputs), dtype)
+
+    @classmethod
+    def joined(cls, several: Sequence[Strips]) -> Strips:
+        """The positions of several uses of a layer, copied into one strip where each of them is one."""
+        if all(len(strips) == 1 for strips in several):
+            pairs = [strip for strips in several for strip in strips]
+            return cls.whole(torch.cat([a for a, _ in pairs], 1), torch.cat([g for _, g in pairs], 2))
+        batch, cotangents, _, *rest = several[0].shape
+        positions = sum(strips.shape[2] for strips in several)
+        makers = [make for strips in several for make in strips._makers]
+        return cls(makers, (batch, cotangents, positions, rest[0], rest[1], rest[2]), several[0].dtype)
+
+    def __len__(self) -> int:
+        """Number of strips."""
+        return len(self._makers)
+
+    def __iter__(self) -> Iterator[Strip]:
+        """Yields a and g of each strip."""
+        return (make() for make in self._makers)
+
+    def finer(self, length: int) -> Iterator[Strip]:
+        """Yields views of at most so many positions."""
+        for a, g in self:
+            for start in range(0, a.shape[1], length):
+                yield a[:, start : start + length], g[:, :, start : start + length]
+
+    def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> Strips:
+        """Returns a U_in and g U_out for U_in (G, I, I) and U_out (G, O, O); None is the identity."""
+
+        def turn(make: Callable[[], Strip]) -> Strip:
+            a, g = make()
+            return _by_group(a, inputs), _by_group(g, outputs)
+
+        return Strips([partial(turn, make) for make in self._makers], self.shape, self.dtype)
+
+
+def _by_group(values: Tensor, basis: Tensor | None) -> Tensor:
+    """Multiplies (..., T, G, I) by (G, I, I) group by group, along whichever of T and I is contiguous."""
+    if basis is None:
+        return values
+    if basis.shape[0] > 1:
+        return torch.einsum("...gi,gij->...gj", values, basis)
+    if values.stride(-1) == 1 or values.stride(-3) != 1:
+        return matmul(values, basis[0])
+    return (basis[0].T @ values.squeeze(-2).mT).mT.unsqueeze(-2)  # patches and feature maps: T is contiguous

@@ -1,0 +1,124 @@
+"""The likelihood that targets mean, and outputs that are no logits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import LapwingError
+from ..network import batches
+from .base import Likelihood
+from .bernoulli import Bernoulli
+from .categorical import Categorical
+from .gaussian import Gaussian
+
+log = logging.getLogger("lapwing")
+
+LOOKED_AT = 10_000
+"""Targets are looked at for so many samples where the first ones may be labels written as floats."""
+
+
+def inferred_likelihood(targets: Any, loader: Iterable[Any] = ()) -> Likelihood:
+    """Returns the Gaussian for floating-point targets, the Categorical for integers, the Bernoulli for bool.
+
+    Floating-point targets that are labels all the same are refused. Where those of the first batch may be labels, the
+    next batches decide, up to 10 000 samples: one real target of 0.0 in a batch of its own says nothing.
+
+    Args:
+        targets: those of the first batch.
+        loader: all batches.
+
+    Raises:
+        LapwingError: for targets that are no tensor; for floats that are all 0 or 1, one-hot, or class probabilities.
+    """
+    if not isinstance(targets, Tensor):
+        raise LapwingError(
+            f"Asked to infer the likelihood from targets, found {batches.describe(targets)}; a tensor is needed: floats"
+            " for likelihood='gaussian', integers for likelihood='categorical', bool for likelihood='bernoulli'."
+        )
+    if targets.dtype == torch.bool:
+        return Bernoulli()
+    if not targets.is_floating_point():
+        return Categorical()
+    _check_no_labels(targets, loader)
+    return Gaussian()
+
+
+def _check_no_labels(targets: Tensor, loader: Iterable[Any]) -> None:
+    """Raises where all floating-point targets that are looked at are labels; ends at the first batch that is real."""
+    binary = rows = True
+    smallest, largest, count = 1.0, 0.0, 0
+    for values in _targets(targets, loader):
+        if not isinstance(values, Tensor) or values.is_meta:
+            return
+        values = values.cpu()
+        binary = binary and bool(((values == 0) | (values == 1)).all())
+        rows = rows and _sums_to_one(values, values.dtype)
+        if not (binary or rows):
+            return
+        if values.numel():
+            smallest, largest = min(smallest, float(values.min())), max(largest, float(values.max()))
+            count += len(values) if values.ndim else 1
+        if count >= LOOKED_AT:
+            break
+    dtype = str(targets.dtype).removeprefix("torch.")
+    if rows:
+        kind = "one-hot rows" if binary else "rows that sum to one, like class probabilities,"
+        raise LapwingError(
+            f"The targets are {kind} of shape {tuple(targets.shape)} in {dtype}. Give class numbers, y.argmax(1), for "
+            "a classification, or pass likelihood='gaussian' for a regression."
+        )
+    if smallest < largest:  # zeros alone, or ones, tell nothing
+        raise LapwingError(
+            f"The targets are all 0 or 1 in {dtype}. Pass likelihood='bernoulli' for binary labels or "
+            "likelihood='gaussian' for a regression. Class labels must be integers: y.long()."
+        )
+
+
+def _targets(first: Tensor, loader: Iterable[Any]) -> Iterator[Any]:
+    """Yields those of the first batch, before the loader is asked for anything, then those of all."""
+    yield first
+    for batch in loader:
+        yield batches.split(batch)[1]
+
+
+def check_logits(likelihood: Likelihood, outputs: Tensor, weights: torch.dtype) -> None:
+    """Refuses outputs that a softmax has made already where the likelihood takes one; warns of those of a sigmoid.
+
+    Log-softmax outputs are fine: they have the same probabilities and the same Fisher information as logits.
+
+    Args:
+        likelihood: the likelihood.
+        outputs: those of the first samples (B, C); some ten are enough.
+        weights: the dtype of the network's weights, which says how much its outputs are rounded.
+
+    Raises:
+        LapwingError: for rows of class probabilities.
+    """
+    if likelihood.activation == "softmax" and _sums_to_one(outputs, weights):
+        raise LapwingError(
+            f"The outputs of the network, of shape (batch, {outputs.shape[1]}), are probabilities that sum to one. The "
+            f"{likelihood.name} likelihood takes the softmax itself and needs logits. Pass forward=lambda model, "
+            "inputs: model[:-1](inputs) to leave out a softmax at the end of an nn.Sequential, or forward=lambda model,"
+            " inputs: model(inputs).log()."
+        )
+    few = outputs.numel() < 16  # which may lie there by chance
+    if likelihood.activation and not few and bool(((outputs > 0) & (outputs <= 1)).all()):
+        log.warning(
+            "The outputs of the network all lie between 0 and 1. The %s likelihood takes the %s itself and needs "
+            "logits. If the network ends in a sigmoid, pass forward=lambda model, inputs: model(inputs).logit().",
+            likelihood.name, likelihood.activation,
+        )  # fmt: skip
+
+
+def _sums_to_one(values: Tensor, dtype: torch.dtype) -> bool:
+    """Whether values are rows (B, C) of at least two class probabilities, up to the rounding of a dtype."""
+    if values.ndim != 2 or values.shape[1] < 2:
+        return False
+    rounding = 1e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-4
+    values = values.detach().double()
+    return bool((values >= 0).all()) and bool(((values.sum(1) - 1).abs() <= rounding).all())

@@ -1,0 +1,308 @@
+"""The only Cholesky, eigendecomposition, QR and large products of the library, with their repairs said aloud."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import platform
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import cache, reduce
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .errors import LapwingError
+
+log = logging.getLogger("lapwing")
+
+TRIANGLE_COLUMNS = 256  # of a symmetric product that are taken at once
+
+SLICE_NUMBERS = 2**19  # of a tensor, taken at once where its copy in another form would be as large
+
+MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**40
+"""Bytes of the machine's memory, 1 TiB where the system does not say."""
+
+RESOLVED = 1e14  # curvature over prior precision, above which float64 sums and float32 Jacobians lose what is least
+
+RANK_CUT = 1e-11  # relative singular value below which a direction of explicit float64 rows is rounding noise
+
+LARGE_PRODUCT = 2**22
+"""Multiply-adds from which on a product goes to oneDNN: its first one of a shape takes half a millisecond more."""
+
+
+def check_memory(what: str, count: int, numbers: int) -> None:
+    """Raises where so many float32 tensors of so many numbers exceed the machine's memory."""
+    needed = 4 * int(count) * numbers
+    if needed > MEMORY:
+        gigabytes, most = min(needed, 2**99) / 2**30, MEMORY / 2**30
+        raise LapwingError(
+            f"{what} takes {gigabytes:.3g} GiB, and this machine has {most:.3g} GiB. Ask for fewer draws at a time."
+        )
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all values are finite: one fast sum, and a look at each where that overflows or is not finite."""
+    return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
+
+
+def total(terms: Iterable[Tensor]) -> Tensor:
+    """Returns the sum of one or more tensors, added in order."""
+    return reduce(torch.add, terms)
+
+
+def nonnegative(values: Tensor) -> Tensor:
+    """Returns values with rounding below 0 cut off; the derivative at 0 is 1, where that of `clamp_min` may be 0."""
+    return torch.where(values < 0, 0.0, values) if values.requires_grad else values.clamp_min(0.0)
+
+
+def add_squares(sums: Tensor, values: Tensor) -> None:
+    """Adds `xᵀ x` to sums (G, n, n) in place, for x (G, m, n): its lower triangle, all that `mirrored` reads.
+
+    Cost: half the products of the whole matrix, by blocks of columns; memory of x once more.
+    """
+    size = sums.shape[-1]
+    if size <= TRIANGLE_COLUMNS:
+        sums.baddbmm_(values.mT, values)
+        return
+    for matrix, x in zip(sums, values.mT.contiguous(), strict=True):  # its rows are cut as products take them fastest
+        for start in range(0, size, TRIANGLE_COLUMNS):
+            part = slice(start, min(start + TRIANGLE_COLUMNS, size))
+            matrix[start:, part] += linear(x[start:], x[part])
+
+
+def mirrored(lower: Tensor) -> Tensor:
+    """Returns the symmetric matrices whose lower triangles are those of (..., n, n)."""
+    return lower.tril() + lower.tril(-1).mT
+
+
+def row_products(first: Tensor, second: Tensor) -> Tensor:
+    """Returns `x yᵀ` (M, N) in float64 for x (M, P) and y (N, P), a slice of columns at a time.
+
+    Cost: time O(M N P), memory of 2¹⁹ numbers of each, or of one column, beside the result.
+    """
+    products = first.new_zeros(len(first), len(second), dtype=torch.float64)
+    length = max(1, SLICE_NUMBERS // max(1, len(first), len(second)))
+    for x, y in zip(first.split(length, -1), second.split(length, -1), strict=True):
+        products.addmm_(x.double(), y.double().T)
+    return products
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype sums are kept in: float32, or float64 where the model is float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Decomposes a PSD matrix `M = U diag(λ) Uᵀ` in float64, rounding noise below zero clamped to 0.
+
+    Args:
+        matrix: (..., n, n), symmetric positive semi-definite up to rounding.
+
+    Returns:
+        λ (..., n) ascending and U (..., n, n), float64.
+
+    Raises:
+        LapwingError: if the matrix holds NaN or infinite entries.
+
+    Cost: time O(n³), memory O(n²).
+    """
+    _check_finite(matrix)
+    matrix = matrix.double()
+    values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+    return values.clamp_min(0.0), vectors
+
+
+def eigen_in_place(lower: Tensor) -> tuple[Tensor, Tensor]:
+    """Decomposes PSD matrices as `symmetric_eigen`, in their own memory.
+
+    Args:
+        lower: (..., n, n) float64, contiguous, of which the lower triangle is read; overwritten by U.
+
+    Returns:
+        λ (..., n) ascending and U (..., n, n).
+
+    Raises:
+        LapwingError: if it holds NaN or infinite entries.
+
+    Cost: time O(n³), memory the workspace of LAPACK, 16 n² bytes.
+    """
+    _check_finite(lower)
+    values, matrix = lower.new_empty(lower.shape[:-1]), lower.mT  # columns lie in memory as LAPACK takes them
+    torch.linalg.eigh(matrix, "U", out=(values, matrix))
+    return values.clamp_min_(0.0), matrix
+
+
+def _check_finite(matrix: Tensor) -> None:
+    if not matrix.numel() or torch.stack(matrix.aminmax()).isfinite().all():  # NaN is the least and the largest
+        return
+    bad = int((~torch.isfinite(matrix)).sum())
+    raise LapwingError(
+        f"A matrix of shape {tuple(matrix.shape)} that is made of gradients has {bad} NaN or infinite entries. Scale "
+        "the inputs and the targets to about 1, check the weights for overflow, or use model.float() or model.double()."
+    )
+
+
+def cholesky(matrix: Tensor) -> Tensor:
+    """Factorises a positive definite matrix `M = L Lᵀ`, adding jitter only where that fails, and saying so.
+
+    Args:
+        matrix: (..., n, n).
+
+    Returns:
+        L (..., n, n), lower triangular.
+
+    Raises:
+        LapwingError: if M holds NaN or infinite entries, or is not positive definite even with a relative jitter of
+            1e-4.
+    """
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    if not info.any():
+        return factor
+    _check_finite(matrix)
+    scale = matrix.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    jitter, failed = 10 * torch.finfo(matrix.dtype).eps, torch.zeros_like(info, dtype=torch.bool)[..., None, None]
+    while jitter < 1e-4:
+        failed = failed | (info > 0)[..., None, None]  # what a smaller jitter repaired keeps needing one
+        factor, info = torch.linalg.cholesky_ex(matrix + failed * jitter * scale[..., None, None] * eye)
+        if not info.any():
+            log.info("Cholesky needed a jitter of %.1e times the mean diagonal", jitter)
+            return factor
+        jitter *= 10
+    raise LapwingError(
+        f"Asked for the Cholesky factor of a matrix of shape {tuple(matrix.shape)}, found it not positive definite "
+        "even with a relative jitter of 1e-4; a positive prior precision makes it so: pass prior_precision=1.0."
+    )
+
+
+def psd_root(matrix: Tensor) -> Tensor:
+    """Returns a root `R` with `R Rᵀ = M` of a possibly singular PSD matrix (..., n, n), by eigendecomposition."""
+    values, vectors = symmetric_eigen(matrix)
+    return (vectors * values.sqrt()[..., None, :]).to(matrix.dtype)
+
+
+def orthonormal_rows(rows: Tensor, rank: int | None = None, whole: bool = True) -> Tensor:
+    """Returns the top right singular vectors of explicit rows, `rows = L diag(s) V`, as V (K, P) with `V Vᵀ = I`.
+
+    Directions with `s < 1e-11 s_max` are cut.
+
+    Args:
+        rows: (M, P), taken to float64.
+        rank: keep at most this many directions; all of them when None.
+        whole: by the SVD of all rows, memory 24 to 32 bytes a number; else by that of a triangle with their inner
+            products, from QR decompositions of slices, which a Gram matrix would only give down to 1e-8 s_max.
+
+    Returns:
+        V, by falling singular value; float64, but in the dtype of the rows where M <= P and they are not taken whole.
+
+    Raises:
+        LapwingError: if the rows hold NaN or infinite entries.
+
+    Cost: time O(M P min(M, P)), memory O(M P), or O(K P + min(M, P)²).
+    """
+    _check_finite(rows)
+    if whole:
+        _, values, basis = torch.linalg.svd(rows.double(), full_matrices=False)
+        return basis[: _kept(values, rank)]
+    if len(rows) > rows.shape[1]:
+        _, values, basis = torch.linalg.svd(_triangle(rows))
+        return basis[: _kept(values, rank)]
+    coefficients = _leading_combinations(rows, rank)
+    found = rows.new_empty(len(coefficients), rows.shape[1])
+    length = max(1, SLICE_NUMBERS // max(1, len(rows)))
+    for part, out in zip(rows.split(length, -1), found.split(length, -1), strict=True):
+        out.copy_(coefficients @ part.double())
+    return _orthonormalised(found)
+
+
+def _leading_combinations(rows: Tensor, rank: int | None) -> Tensor:
+    """Returns `diag(1/s) Lᵀ` (K, M), which makes the leading directions of rows `L diag(s) V`."""
+    left, values = torch.linalg.svd(_triangle(rows.T).T)[:2]
+    kept = _kept(values, rank)
+    return (left[:, :kept] / values[:kept]).T
+
+
+def _kept(values: Tensor, rank: int | None) -> int:
+    """Returns how many singular values count, at most so many."""
+    least = torch.finfo(torch.float64).tiny
+    keep = int((values > RANK_CUT * values[0].clamp_min(least)).sum()) if values.numel() else 0
+    return keep if rank is None else min(rank, keep)
+
+
+def _triangle(columns: Tensor) -> Tensor:
+    """Returns R (n, n) with `RᵀR = XᵀX` for X (m, n), m >= n, by QR of slices of rows with what those before left."""
+    count = columns.shape[1]
+    triangle = columns.new_zeros(0, count, dtype=torch.float64)
+    for part in columns.split(max(1, count, SLICE_NUMBERS // (2 * max(1, count)))):
+        triangle = torch.linalg.qr(torch.cat([triangle, part.double()]), mode="r")[1]
+    return triangle
+
+
+def _orthonormalised(rows: Tensor) -> Tensor:
+    """Makes rows (K, P) that nearly are orthonormal exactly so, in place: `L⁻¹ X` with `X Xᵀ = L Lᵀ`; returns them."""
+    root = cholesky(row_products(rows, rows))
+    for part in rows.split(max(1, SLICE_NUMBERS // max(1, len(rows))), -1):
+        part.copy_(torch.linalg.solve_triangular(root, part.double(), upper=False))
+    return rows
+
+
+# Products with a large float32 matrix. On a CPU torch multiplies float32 matrices by Intel's MKL, which leaves half of
+# the AVX-512 of other makers' processors unused. oneDNN, which torch carries for convolutions and half precision, does
+# not. Its product is reached by an operator that torch's compiler uses and that promises nothing, so it is tried once,
+# and without it all is as it was.
+
+
+def matmul(x: Tensor, matrix: Tensor) -> Tensor:
+    """Returns `x M` (..., O) for x (..., I) and M (I, O)."""
+    return linear(x, matrix.mT)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns `x Wᵀ + b` (..., O) for x (..., I), W (O, I) and b (O,).
+
+    Cost: where either W or its transpose is contiguous, half of `F.linear`'s on some processors.
+    """
+    if x.numel() * weight.shape[0] >= LARGE_PRODUCT and _suits(x, weight):
+        product = _onednn()
+        if product is not None:
+            return product(x, weight, bias if bias is None else bias.contiguous())  # it reads no strides of a bias
+    return F.linear(x, weight, bias)
+
+
+def _suits(x: Tensor, weight: Tensor) -> bool:
+    """Says whether oneDNN takes these: it has no derivatives, and takes a thousand times as long for parts of rows.
+
+    What is compiled or exported keeps to public operators.
+    """
+    if x.dtype != torch.float32 or weight.dtype != torch.float32 or x.device.type != "cpu":
+        return False
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+        return False
+    return weight.is_contiguous() or weight.mT.is_contiguous()
+
+
+@cache
+def _onednn() -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
+    """Returns oneDNN's `F.linear`, or None where MKL is as fast or torch no longer has it."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or "GenuineIntel" in _maker():
+        return None
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+    try:
+        right = torch.equal(product(torch.ones(2, 3), torch.ones(4, 3), torch.ones(4)), torch.full((2, 4), 4.0))
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    return product if right else None
+
+
+def _maker() -> str:
+    """Returns text that names the processor's maker."""
+    with suppress(OSError):
+        return Path("/proc/cpuinfo").read_text(errors="replace")
+    return platform.processor()

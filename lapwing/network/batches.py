@@ -1,0 +1,422 @@
+"""What a batch is: pairs, dictionaries and Hugging Face batches in, an output matrix (B, C) out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..errors import LapwingError, shown
+from ..linalg import is_finite
+from .autocast import network_precision
+from .module_state import put_back
+
+Forward = Callable[[nn.Module, Any], Any]
+LABEL_KEYS = ("labels", "label", "targets", "target", "y")
+
+
+def describe(value: Any) -> str:
+    """Names a value by its structure and shapes, for error messages: `tuple(Tensor (8, 3) float32, ...)`."""
+    if isinstance(value, Tensor):
+        return f"Tensor {'nested' if value.is_nested else tuple(value.shape)} {_short(value.dtype)}"
+    if isinstance(value, Mapping):
+        named = [f"{key}={describe(item)}" for key, item in list(value.items())[:8]]
+        return f"dict({', '.join(named)}{', ...' if len(value) > 8 else ''})"
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__}(" + ", ".join(describe(item) for item in list(value)[:4]) + ")"
+    return type(value).__name__
+
+
+def split(batch: Any, device: torch.device | None = None) -> tuple[Any, Any]:
+    """Separates what a loader yields into inputs and targets, and moves both to a device where one is given.
+
+    Accepted: `(inputs, targets)`; `(input_1, ..., input_k, targets)`; a mapping with one of the keys labels, label,
+    targets, target, y (Hugging Face batches included).
+
+    Raises:
+        LapwingError: case 14, a structure that is not one of these.
+    """
+    if isinstance(batch, Mapping):
+        found = [key for key in LABEL_KEYS if key in batch]
+        if found and len(batch) > 1:
+            named = {key: value for key, value in batch.items() if key != found[0]}
+            return plain(named, device), plain(batch[found[0]], device)
+    elif isinstance(batch, (tuple, list)) and len(batch) >= 2:
+        inputs, targets = batch[:-1], batch[-1]
+        if isinstance(targets, Tensor):
+            return plain(inputs[0] if len(inputs) == 1 else tuple(inputs), device), plain(targets, device)
+    raise LapwingError(
+        f"Asked to read inputs and targets from a batch, found {describe(batch)}; accepted are (inputs, targets) and "
+        "(input_1, ..., targets) with targets a tensor, one row a sample, and a dict with one of the keys "
+        f"{', '.join(LABEL_KEYS)}. Let the loader yield (inputs, targets) pairs (torch.as_tensor makes tensors of "
+        "arrays), where inputs may be any tuple, list or dict of tensors if you pass forward=lambda model, inputs: "
+        "model(...)."
+    )
+
+
+def inputs_of(batch: Any) -> Any:
+    """Returns a batch's inputs for prediction: labels, where there are any, are dropped from pairs and dictionaries.
+
+    Raises:
+        LapwingError: case 14, a structure that is not understood.
+    """
+    if isinstance(batch, Tensor):
+        return batch
+    if isinstance(batch, Mapping):
+        return {key: value for key, value in batch.items() if key not in LABEL_KEYS}
+    if isinstance(batch, (tuple, list)) and len(batch) == 1:
+        return batch[0]
+    if isinstance(batch, (tuple, list)) and len(batch) > 1 and isinstance(batch[-1], Tensor):
+        return split(batch)[0]
+    raise LapwingError(
+        f"Asked to read inputs from a batch of the loader, found {describe(batch)}; accepted are a tensor "
+        "(torch.as_tensor(x) makes one), (inputs, targets) and a dict of tensors. Let the loader yield one of them, "
+        "or predict each batch with "
+        "posterior.predict(x), where x may be any tuple or dict of tensors if you pass forward=lambda model, inputs: "
+        "model(...) to lw.fit."
+    )
+
+
+def is_loader(x: Any) -> bool:
+    """Tells a loader (a list or another iterable of batches) from one batch of inputs (a tensor, tuple or mapping)."""
+    return not isinstance(x, (Tensor, Mapping, tuple)) and hasattr(x, "__iter__")
+
+
+def check_loader(loader: Any, purpose: str) -> None:
+    """Raises for what is no loader."""
+    if isinstance(loader, (Tensor, Mapping, str, bytes)) or not hasattr(loader, "__iter__"):
+        raise LapwingError(
+            f"{purpose} needs an iterable of (inputs, targets) batches, not {shown(loader)}. Write [(x, y)] for one "
+            "batch."
+        )
+
+
+def _tree(inputs: Any) -> Any:
+    return dict(inputs) if isinstance(inputs, Mapping) else inputs
+
+
+def tensors(inputs: Any) -> list[Tensor]:
+    """Lists the tensors in an input structure."""
+    if isinstance(inputs, Tensor):
+        return [inputs]
+    return [leaf for leaf in pytree.tree_leaves(_tree(inputs)) if isinstance(leaf, Tensor)]
+
+
+def plain(inputs: Any, device: torch.device | None = None) -> Any:
+    """Returns inputs as ordinary tensors on a device: the same object where they are that already.
+
+    Copies stand in place of tensors made in `torch.inference_mode()`, which no graph can hold, and of tensors on
+    another device. Every batch, of a loader or of the user's, enters by this function.
+
+    Raises:
+        LapwingError: for tensors on the meta device.
+    """
+    if not any(leaf.is_inference() or device not in (None, leaf.device) for leaf in tensors(inputs)):
+        return inputs
+    return pytree.tree_map(lambda x: _ordinary(x, device) if isinstance(x, Tensor) else x, _tree(inputs))
+
+
+def _ordinary(x: Tensor, device: torch.device | None) -> Tensor:
+    if device is not None and x.device != device:
+        if x.is_meta:
+            raise LapwingError(
+                f"A tensor of shape {tuple(x.shape)} is on the meta device, where it holds no numbers. Give a tensor "
+                f"on {device}."
+            )
+        x = x.to(device, non_blocking=device.type == "cuda")  # to the CPU that would not wait for the numbers
+    return x.clone() if x.is_inference() else x
+
+
+def size(inputs: Any) -> int:
+    """Returns B, the number of samples: the first dimension of the first tensor with one."""
+    for leaf in tensors(inputs):
+        if leaf.is_nested or leaf.layout != torch.strided:
+            kind = "nested tensor" if leaf.is_nested else f"{leaf.layout} tensor".removeprefix("torch.")
+            raise LapwingError(
+                f"Asked for the samples of a batch, found a {kind}, which cannot be cut by samples; dense tensors are "
+                f"needed: write {'x.to_padded_tensor(0.0)' if leaf.is_nested else 'x.to_dense()'}, or hold what all "
+                "samples share, such as a graph, within the model."
+            )
+        if leaf.ndim:
+            return leaf.shape[0]
+    raise LapwingError(
+        f"Asked for the number of samples of the inputs, found {describe(inputs)}; a tensor whose first dimension is "
+        "the batch is needed, alone or within tuples, lists and dicts: give such inputs (torch.as_tensor(x) makes "
+        "one), with forward=lambda model, inputs: model(...) to turn them into what the network takes."
+    )
+
+
+def take(inputs: Any, rows: slice | Tensor) -> Any:
+    """Returns the samples `rows` of every tensor whose first dimension is the batch, and of lists of as many texts.
+
+    The rest is passed on as it is.
+    """
+    count = size(inputs)
+
+    def texts(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == count and all(isinstance(text, str) for text in value)
+
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, list):
+            return leaf[rows] if isinstance(rows, slice) else [leaf[i] for i in rows.tolist()]
+        return leaf[rows] if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == count else leaf
+
+    return pytree.tree_map(cut, _tree(inputs), is_leaf=texts)
+
+
+def check_lists(inputs: Any) -> None:
+    """Raises for a list as long as a first batch, of neither texts nor tensors: its entries may be one a sample."""
+    count = size(inputs)
+
+    def look(value: Any) -> bool:
+        neither = isinstance(value, list) and bool(value) and not any(isinstance(one, (str, Tensor)) for one in value)
+        if neither and len(value) == count > 1:
+            raise LapwingError(
+                f"Asked to run a network on {describe(inputs)}, found a list of {count} entries beside {count} "
+                "samples, which may be one a sample or shared by all; write torch.tensor(numbers) for the former, "
+                "tuple(entries) for the latter."
+            )
+        return False
+
+    pytree.tree_leaves(_tree(inputs), is_leaf=look)
+
+
+def shared(inputs: Any) -> tuple[bool, ...]:
+    """Says of each tensor whether all samples share it: its first dimension is not the batch."""
+    count = size(inputs)
+    return tuple(not leaf.ndim or leaf.shape[0] != count for leaf in tensors(inputs))
+
+
+def chunks(inputs: Any, length: int) -> Iterator[tuple[slice, Any]]:
+    """Yields consecutive slices of at most `length` samples, with their inputs; whole batches are passed unsliced."""
+    count = size(inputs)
+    for start in range(0, count, length):
+        rows = slice(start, min(start + length, count))
+        yield rows, (inputs if rows == slice(0, count) else take(inputs, rows))
+
+
+def flatten(inputs: Any) -> tuple[list[Tensor], str]:
+    """Separates inputs into their tensors and a text: how they nest, and what is no tensor, as JSON.
+
+    Every part of it is a list that begins with its kind: `["tensor"]`, `["value", 3]`, `["tuple", part, ...]`,
+    `["list", part, ...]` and `["dict", [key, part], ...]`.
+
+    Raises:
+        LapwingError: for anything but tensors, numbers, texts, booleans and None, in tuples, lists and dicts.
+    """
+    leaves: list[Tensor] = []
+
+    def part(value: Any) -> list[Any]:
+        if isinstance(value, Tensor):
+            leaves.append(value)
+            return ["tensor"]
+        if value is None or isinstance(value, (str, int, float)):
+            return ["value", value]
+        if type(value) in (tuple, torch.Size):
+            return ["tuple", *map(part, value)]
+        if type(value) is list:
+            return ["list", *map(part, value)]
+        if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
+            return ["dict", *([key, part(inner)] for key, inner in value.items())]
+        raise LapwingError(
+            f"A {type(value).__name__} within {describe(inputs)} cannot be kept beside the posterior. Pass tensors, "
+            "numbers and texts, in tuples, lists and dicts, and make what the network takes of them in "
+            "forward=lambda model, inputs: model(...)."
+        )
+
+    return leaves, json.dumps(part(inputs))
+
+
+def count_tensors(nest: str) -> int:
+    """Returns how many tensors `flatten` separated from a text: quotation marks within values are escaped there."""
+    return nest.count('["tensor"]')
+
+
+def unflatten(leaves: Iterable[Tensor], nest: str) -> Any:
+    """Puts together what `flatten` separated. The text may come from a file, so it names nothing but these kinds.
+
+    Raises:
+        ValueError: for a text of another form, or another number of tensors.
+    """
+    rest = list(leaves)[::-1]
+
+    def whole(part: Any) -> Any:
+        match part:
+            case ["tensor"] if rest:
+                return rest.pop()
+            case ["value", None | str() | int() | float() as value]:
+                return value
+            case ["tuple", *parts]:
+                return tuple([whole(one) for one in parts])
+            case ["list", *parts]:
+                return [whole(one) for one in parts]
+            case ["dict", *pairs] if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+                if all(isinstance(key, (str, int)) for key, _ in pairs):
+                    return {key: whole(one) for key, one in pairs}
+        raise ValueError("inputs nest in no known way, or not enough tensors are left for them")
+
+    inputs = whole(json.loads(nest))
+    if rest:
+        raise ValueError(f"inputs leave {len(rest)} tensors over")
+    return inputs
+
+
+def call(
+    model: nn.Module, inputs: Any, forward: Forward | None = None, mode: AbstractContextManager | None = None
+) -> Tensor:
+    """Runs the network and returns its outputs as a matrix (B, C).
+
+    Args:
+        model: the network.
+        inputs: a tensor `model(x)`, a tuple `model(*x)` or a mapping `model(**x)`.
+        forward: replaces that call: `forward(model, inputs)`.
+        mode: entered for the network alone, since a function mode would also see the checks of its outputs.
+
+    Returns:
+        Outputs (B, C); (B,) becomes (B, 1); `.logits` of a Hugging Face output is taken.
+
+    Raises:
+        LapwingError: case 14, inputs the model cannot be called with; cases 5 and 6, inputs of a shape or dtype that it
+            does not take, and outputs that are no (B, C) matrix.
+    """
+    try:
+        with network_precision(), put_back(model):
+            with mode or nullcontext():
+                out = _called(model, inputs, forward)
+            if not isinstance(out, Tensor):  # which may be the network's own attribute
+                out = getattr(out, "logits", out["logits"] if isinstance(out, Mapping) and "logits" in out else None)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if _blames_inputs(error):
+            raise _refused(model, inputs, forward, error) from error
+        raise
+    if isinstance(out, Tensor) and out.ndim == 1:
+        out = out[:, None]
+    if isinstance(out, Tensor) and out.ndim in (3, 4) and out.is_floating_point():
+        raise _with_positions(model, out)
+    if not isinstance(out, Tensor) or out.ndim != 2 or not out.is_floating_point():
+        found = "no tensor and no .logits" if not isinstance(out, Tensor) else describe(out)
+        if isinstance(out, Tensor) and out.ndim == 0:
+            found += " (squeeze() also takes the batch away where it is one sample: write squeeze(-1))"
+        raise LapwingError(
+            f"Asked for outputs of {type(model).__name__} of shape (batch, outputs), found {found}; a floating-point "
+            "matrix is needed. Pass forward=lambda model, inputs: model(inputs)... to return one."
+        )
+    if out.shape[0] != size(inputs):
+        raise LapwingError(
+            f"Asked for outputs of {type(model).__name__} at {size(inputs)} samples, {describe(inputs)}, found outputs "
+            f"of shape {tuple(out.shape)}; one row a sample is needed, inputs and outputs with the batch first: give a "
+            "single sample as x[None], or pass forward=lambda model, inputs: model(inputs)... to return such a matrix, "
+            "of outputs with positions at one position a sample."
+        )
+    return out
+
+
+def _with_positions(model: nn.Module, out: Tensor) -> LapwingError:
+    """Says how outputs at many positions of a sample are treated: at one position for each sample."""
+    image = out.ndim == 4
+    places, names = ("[torch.arange(len(inputs[1])), :, inputs[1], inputs[2]]", "rows, columns") if image else (
+        "[torch.arange(len(inputs[1])), inputs[1]]", "positions"
+    )  # fmt: skip
+    meant = "(batch, outputs, rows, columns)" if image else "(batch, positions, outputs)"
+    return LapwingError(
+        f"The outputs of {type(model).__name__} have the shape {tuple(out.shape)} and must have the shape (batch, "
+        f"outputs). If that is {meant}, treat each position as a sample: pass forward=lambda model, inputs: "
+        f"model(inputs[0]){places} and batches ((x, {names}), y) with one position and one target for each sample: see "
+        "'Outputs with positions' in docs/gotchas.md. To treat their mean, average over the positions in forward=."
+    )
+
+
+def _called(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
+    if forward is not None and not callable(forward):
+        raise LapwingError(
+            f"Asked for forward={shown(forward)}; a function of the model and a batch's inputs is needed: write "
+            "forward=lambda model, inputs: model(inputs)."
+        )
+    if forward is not None:
+        return forward(model, inputs)
+    if isinstance(inputs, Tensor):
+        return model(inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, (tuple, list)):
+        return model(*inputs)
+    raise LapwingError(
+        f"Asked to run {type(model).__name__} on inputs of type {type(inputs).__name__}; accepted are a tensor, a "
+        "tuple or a dict of tensors. Pass forward=lambda model, inputs: model(...) to say how it is called."
+    )
+
+
+def _blames_inputs(error: Exception) -> bool:
+    """Whether an exception out of the network is about how it was called, or about shapes, dtypes and indices."""
+    if isinstance(error, (LapwingError, torch.OutOfMemoryError, NotImplementedError)):
+        return False
+    words = (
+        ("argument",)
+        if isinstance(error, TypeError)
+        else ("shape", "size", "dtype", "scalar type", "dimension", "Dimension", "index")
+    )
+    return any(word in str(error) for word in words)
+
+
+def _refused(model: nn.Module, inputs: Any, forward: Forward | None, error: Exception) -> LapwingError:
+    """Says what the network did not take: how it was called, or what it was given."""
+    call_of = {True: "model(x)", False: "model(*inputs)"}[isinstance(inputs, Tensor)]
+    how = (
+        "forward(model, inputs)"
+        if forward is not None
+        else "model(**inputs)"
+        if isinstance(inputs, Mapping)
+        else call_of
+    )
+    weight = next((value.dtype for value in model.parameters() if value.is_floating_point()), torch.float32)
+    found = tensors(inputs)
+    other = any(leaf.dtype != weight for leaf in found if leaf.is_floating_point() or len(found) == 1)
+    if isinstance(error, TypeError):
+        line = (
+            "inputs that this call takes, without targets, are needed: pass forward=lambda model, inputs: model(...)."
+        )
+    elif other and ("dtype" in str(error) or "scalar type" in str(error)):
+        line = f"inputs in the dtype of its weights, {_short(weight)}, are needed: write x.to({weight})."
+    else:
+        line = (
+            "inputs of the shape and range that it was trained with, the batch first, are needed: check what the "
+            "loader yields, and give a single sample as x[None]."
+        )
+    first = str(error).strip().partition("\n")[0].rstrip(".")
+    return LapwingError(
+        f"Asked to run {type(model).__name__} as {how} on {describe(inputs)}, found that it raised "
+        f"{type(error).__name__} ({first}); {line}"
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_inputs(inputs: Any, where: str) -> None:
+    """Raises for NaN or infinite inputs (case 1)."""
+    for leaf in tensors(inputs):
+        if leaf.is_floating_point() and not is_finite(leaf):
+            bad = (~torch.isfinite(leaf)).flatten(1).any(1) if leaf.ndim > 1 else ~torch.isfinite(leaf)
+            first = int(bad.nonzero()[0]) if bad.ndim else 0
+            raise LapwingError(
+                f"Asked to use {where} of shape {tuple(leaf.shape)}, found NaN or infinite values in {int(bad.sum())} "
+                f"samples (first: sample {first}); finite numbers are needed: drop or impute them, for instance "
+                "x = x.nan_to_num()."
+            )
+
+
+def check_outputs(outputs: Tensor, where: str) -> None:
+    """Raises for NaN or infinite outputs (case 2)."""
+    if not is_finite(outputs):
+        bad = (~torch.isfinite(outputs)).any(-1)
+        raise LapwingError(
+            f"Asked for the outputs at {where}, found NaN or infinite values for {int(bad.sum())} of {len(bad)} "
+            f"samples (first: sample {int(bad.nonzero()[0])}); the trained network must give finite outputs: check its "
+            "weights and the scale of the inputs, or run it in float32 with model.float()."
+        )

@@ -1,0 +1,165 @@
+"""Runs a network operation by operation: no fused attention, no fast paths, no compiled graphs; leaves no trace.
+
+The mode is local to the thread and to the `with` block. What is not (the stance of `torch.compile`, what a network
+keeps of a pass in itself, parameters set for a call where `functional.py` must) is used under one lock and put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import types
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import LapwingError
+from ..jacobian.plain_functions import INSTEAD, transformed
+from .autocast import Arguments, Result, full_precision
+
+LOCK = threading.RLock()
+"""Held while any network runs or its parameters are looked up: several threads may use one posterior."""
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Returns the module inside a `torch.compile` wrapper, or the module itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _transparent(function: Callable) -> Callable:
+    """Returns a copy of a Python-level torch function that runs its body although a function mode is active."""
+    assert isinstance(function, types.FunctionType)
+    scope = {**function.__globals__, "has_torch_function": lambda _: False}
+    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+_attention_body = _transparent(F.multi_head_attention_forward)
+
+TABLES = {F.embedding: (("scale_grad_by_freq", 5), ("sparse", 6)),
+          F.embedding_bag: (("scale_grad_by_freq", 5), ("sparse", 7))}  # fmt: skip
+"""Functions with arguments that make gradients sparse, or other than the derivative -> their names and places."""
+
+
+def _without(flags: tuple[tuple[str, int], ...], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Returns the arguments of a call with flags off, each given by its name and place."""
+    for name, place in flags:
+        if len(args) > place:
+            args = (*args[:place], False, *args[place + 1 :])
+        elif name in kwargs:
+            kwargs = {**kwargs, name: False}
+    return args, kwargs
+
+
+REPLACED = frozenset((F.multi_head_attention_forward, Tensor.register_hook, *INSTEAD, *TABLES))
+"""What `EagerMode` calls otherwise than the network does."""
+
+
+@contextlib.contextmanager
+def batching_quiet() -> Iterator[None]:
+    """Silences torch's warning that it loops where there is no batching rule; filters are global, so locked."""
+    with LOCK, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        yield
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the network's own parameters by name, not those that another thread has set for a call."""
+    with LOCK:
+        return dict(model.named_parameters())
+
+
+def outside_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Runs a function that needs a graph outside the caller's autocast and `torch.inference_mode()`.
+
+    In the latter's place it is as under `torch.no_grad()`; the network itself keeps the caller's autocast.
+
+    Raises:
+        LapwingError: from the wrapped function, within a transformation of torch.func or forward-mode differentiation.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if transformed():
+            raise LapwingError(
+                "Asked to call lapwing within a transformation of torch.func or forward-mode differentiation, found "
+                "that its own would mix with them; torch.autograd.grad is needed: write x.requires_grad_() and "
+                "torch.autograd.grad(posterior.latent(x).variance.sum(), x)."
+            )
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return full_precision(wrapped)
+
+
+class EagerMode(TorchFunctionMode):
+    """Sees every torch function a network calls; opens `multi_head_attention_forward`, takes the math attention kernel.
+
+    Gradients are derivatives: those of embeddings dense, as all arithmetic after them is, and not scaled; hooks that
+    the network sets by `Tensor.register_hook` are not for our passes to call. An active function mode also keeps
+    `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` off their fast paths.
+    """
+
+    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Calls what is in `REPLACED` in its own way, and hands all functions but the attention's to `intercept`."""
+        kwargs = kwargs or {}
+        if function not in REPLACED:
+            return self.intercept(function, args, kwargs)
+        if function is F.multi_head_attention_forward:
+            with self:
+                return _attention_body(*args, **kwargs)
+        if function in TABLES:
+            args, kwargs = _without(TABLES[function], args, kwargs)
+        if function is Tensor.register_hook:
+            return RemovableHandle(OrderedDict())
+        return self.intercept(INSTEAD.get(function, function), args, kwargs)
+
+    def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs the function; `Recorder` notes it first."""
+        return function(*args, **kwargs)
+
+
+class Draws(EagerMode):
+    """Notes the names of the functions called that draw from the CPU's global generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: list[str] = []
+
+    def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs the function; notes its name where the generator moves."""
+        name, before = getattr(function, "__name__", "").strip("_"), torch.get_rng_state()
+        out = function(*args, **kwargs)
+        if name not in self.functions and not torch.equal(before, torch.get_rng_state()):
+            self.functions.append(name)
+        return out
+
+
+@contextlib.contextmanager
+def without_compiled() -> Iterator[None]:
+    """Runs the block under the lock and with compiled modules run eagerly; light in a process that never compiled."""
+    with LOCK:
+        if "torch._dynamo" not in sys.modules:
+            yield
+        else:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+
+
+@contextlib.contextmanager
+def eager_math() -> Iterator[None]:
+    """Runs the block with `EagerMode` and without compiled submodules."""
+    with without_compiled(), EagerMode():
+        yield

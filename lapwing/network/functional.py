@@ -1,0 +1,154 @@
+"""The network as a function of its weights: called with other values for some of them, and never written.
+
+A function mode hands the values in wherever the network uses its own parameters, which are known by identity. The mode
+is local to the thread: another one that calls the network, copies it or reads its `state_dict()` meanwhile sees the
+trained weights. Some code takes parameters past function modes: scripted modules, `torch.autograd.Function`,
+transformations of torch.func in a forward. The survey finds that (`first_call`); of use within `torch.no_grad()` it
+cannot be sure. Such a network is called with the values set in the module itself, as `torch.func.functional_call` does
+it, under lapwing's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .batches import Forward, call, tensors
+from .eager import EagerMode, eager_math, without_compiled
+from .module_state import put_back
+from .tracing import graph_leaves
+
+SEQUENCES = frozenset((list, tuple))
+
+
+class StandIns(EagerMode):
+    """Hands other tensors to every function that the network calls with some of its parameters.
+
+    Args:
+        own: name -> the network's parameter.
+        values: name -> what stands in for it.
+    """
+
+    def __init__(self, own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._values = {id(own[name]): value for name, value in values.items()}
+
+    def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs the function with the stand-ins, also those in lists and tuples."""
+        get = self._values.get
+        swapped = [get(id(arg), arg) if arg.__class__ not in SEQUENCES else self._within(arg) for arg in args]
+        if kwargs:
+            kwargs = dict(zip(kwargs, self._within(tuple(kwargs.values())), strict=True))
+        return function(*swapped, **kwargs)
+
+    def _within(self, arguments: Any) -> Any:
+        get = self._values.get
+        swapped = [get(id(arg), arg) if arg.__class__ not in SEQUENCES else self._within(arg) for arg in arguments]
+        return arguments if all(map(is_, swapped, arguments)) else type(arguments)(swapped)
+
+
+class _Watched(StandIns):
+    """Notes whether a parameter is used where gradients are off, as the forward of an `autograd.Function` is run."""
+
+    unsure = False
+
+    def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        out = super().intercept(function, args, kwargs)
+        if not torch.is_grad_enabled() and (isinstance(out, Tensor) or function is Tensor.data_ptr):
+            given = (*args, *kwargs.values())
+            self.unsure = self.unsure or self._within(given) is not given
+        return out
+
+
+class _Reads(TorchDispatchMode):
+    """Notes whether any operation is called with some tensors, by whatever code."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would import it, for seconds
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._tensors = set(map(id, tensors))
+        self.found = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.found = self.found or any(id(given) in self._tensors for given in pytree.tree_leaves((args, kwargs)))
+        return function(*args, **(kwargs or {}))
+
+
+def call_with(
+    model: nn.Module,
+    forward: Forward | None,
+    own: Mapping[str, Tensor],
+    values: Mapping[str, Tensor],
+    inputs: Any,
+    unseen: bool = False,
+) -> Tensor:
+    """Runs the network with other values for some parameters.
+
+    Args:
+        model: the network.
+        forward: how it is called.
+        own: name -> its own parameters, these and maybe others.
+        values: name -> other values of some.
+        inputs: B samples.
+        unseen: whether the network takes parameters past function modes, so that the values must be set in the module
+            for the length of the call.
+
+    Returns:
+        Outputs (B, C).
+    """
+    if not unseen:
+        with without_compiled():
+            return call(model, inputs, forward, StandIns(own, values))
+    wrapped = _Wrapped.__new__(_Wrapped)  # no registration: the user's module is only looked through
+    nn.Module.__init__(wrapped)
+    wrapped._modules["model"], wrapped._forward, wrapped.training = model, forward, model.training
+    with eager_math(), put_back(model):
+        return functional_call(wrapped, {f"model.{name}": value for name, value in values.items()}, (inputs,))
+
+
+class _Wrapped(nn.Module):
+    """Lets `functional_call` reach a network through the user's own `forward=`."""
+
+    model: nn.Module
+    _forward: Forward | None
+
+    def forward(self, inputs: Any) -> Tensor:
+        return call(self.model, inputs, self._forward)
+
+
+def first_call(
+    model: nn.Module, forward: Forward | None, own: Mapping[str, Tensor], values: Mapping[str, Tensor], inputs: Any
+) -> tuple[Tensor, bool]:
+    """Runs the network with other values for some parameters, and tells how it must be run from now on.
+
+    Args:
+        model: the network.
+        forward: how it is called.
+        own: name -> parameters.
+        values: name -> copies of them that require gradients.
+        inputs: B samples.
+
+    Returns:
+        Outputs (B, C) with their graph, and `unseen` of `call_with`: whether an operation sees the parameters
+        themselves, the graph ends at them, or some are used where gradients are off, as within functions that have a
+        backward pass of their own.
+    """
+    mode, reads = _Watched(own, values), _Reads(own.values())
+    with without_compiled(), reads:
+        outputs = call(model, inputs, forward, mode)
+    ends = {id(leaf) for leaf in graph_leaves(outputs, tensors(inputs))[0]}
+    if not (reads.found or mode.unsure or ends & {id(parameter) for parameter in own.values()}):
+        return outputs, False
+    return call_with(model, forward, own, values, inputs, unseen=True), True

@@ -1,0 +1,124 @@
+"""Any parameter of any module: per-sample gradients of it alone, by vmap where the network allows it, else by loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vjp, vmap
+
+from ..errors import LapwingError
+from .autocast import network_casts
+from .batches import describe, take, tensors
+from .eager import batching_quiet
+
+Network = Callable[[Mapping[str, Tensor], Any], Tensor]
+"""Other values of some parameters by name, and inputs -> outputs (B, C)."""
+
+
+def per_sample_rows(
+    network: Network, parameters: Mapping[str, Tensor], inputs: Any, cotangents: Tensor
+) -> dict[str, Tensor]:
+    """Returns `J[n, r] = uᵀ ∂f(x_n)/∂θ` of each parameter.
+
+    Args:
+        network: the network as a function of these parameters.
+        parameters: name -> value of the parameters to differentiate.
+        inputs: B samples.
+        cotangents: u (B, R, C).
+
+    Returns:
+        name -> rows (B, R, P).
+
+    Cost: R backward passes a sample and one more to check them, memory O(B R P) beside the vectorised forward pass.
+    """
+    parameters = {name: value.detach() for name, value in parameters.items()}
+    samples = cotangents.shape[0]
+    try:
+        with batching_quiet():
+            rows = _vectorised(network, parameters, inputs, cotangents)
+        graph = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors(inputs))
+        lost = graph and not any(row.requires_grad for row in rows.values())  # scripted networks under vmap
+        if not lost and _agrees_with_autograd(rows, network, parameters, inputs, cotangents):
+            return rows
+    except (RuntimeError, ValueError, TypeError, IndexError):  # data-dependent control flow, no batching rule
+        pass
+    looped = [
+        _looped(network, parameters, take(inputs, slice(n, n + 1)) if samples > 1 else inputs, cotangents[n])
+        for n in range(samples)
+    ]
+    rows = {name: torch.stack([row[name] for row in looped]) for name in parameters}
+    half = min(value.dtype.itemsize for value in parameters.values()) < 4 or network_casts()
+    coarse = torch.finfo(torch.bfloat16).eps if half else 1e-4  # it may compute in less precision here and there
+    if samples > 1 and not _agrees_with_autograd(rows, network, parameters, inputs, cotangents, coarse):
+        raise LapwingError(
+            f"Asked to take {samples} samples of {describe(inputs)} one by one, found other gradients than together; "
+            "tensors whose first length is the number of samples are cut along it: give what samples share in another "
+            "shape, such as x[None], or within the model, or pass batches of another size."
+        )
+    return rows
+
+
+def _agrees_with_autograd(
+    rows: dict[str, Tensor],
+    network: Network,
+    parameters: dict[str, Tensor],
+    inputs: Any,
+    cotangents: Tensor,
+    eps: float | None = None,
+) -> bool:
+    """Compares a random sum of rows with a plain backward pass: some batching rules of torch are wrong (PReLU's)."""
+    signs = torch.randn(cotangents.shape[:2], generator=torch.Generator().manual_seed(0))  # (B, R)
+    signs = signs.to(cotangents)
+    leaves = {name: value.clone().requires_grad_() for name, value in parameters.items()}
+    with torch.enable_grad():
+        out = network(leaves, inputs)
+        u = torch.einsum("br,brc->bc", signs, cotangents.detach())
+        truth = _gradients(out, leaves.values(), u)
+    eps = eps or torch.finfo(cotangents.dtype).eps
+    largest = max(float(wanted.detach().norm()) for wanted in truth)  # beside it others may be nothing but rounding
+    for found, wanted in zip(rows.values(), truth, strict=True):
+        if found.shape != (*signs.shape, wanted.numel()):
+            return False
+        found, wanted = found.detach(), wanted.flatten()
+        allowed = 3 * eps**0.5 * wanted.norm() + 100 * eps * (signs.abs() @ found.abs().amax((0, 2))).sum()
+        allowed += 100 * eps * largest
+        if not (torch.einsum("br,brp->p", signs, found) - wanted).norm() <= allowed:
+            return False
+    return True
+
+
+def _vectorised(network: Network, parameters: dict[str, Tensor], inputs: Any, cotangents: Tensor) -> dict[str, Tensor]:
+    samples = cotangents.shape[0]
+    leaves, spec = torch.utils._pytree.tree_flatten(dict(inputs) if isinstance(inputs, Mapping) else inputs)
+    batched = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == samples for leaf in leaves]
+
+    def one(cotangent: Tensor, *slices: Tensor) -> dict[str, Tensor]:
+        rest = iter(slices)
+        filled = [next(rest)[None] if is_batched else leaf for leaf, is_batched in zip(leaves, batched, strict=True)]
+        sample = torch.utils._pytree.tree_unflatten(filled, spec)
+        pull = vjp(lambda values: network(values, sample)[0], parameters)[1]
+        return vmap(lambda u: pull(u)[0])(cotangent)
+
+    slices = [leaf for leaf, is_batched in zip(leaves, batched, strict=True) if is_batched]
+    rows = vmap(one, randomness="error")(cotangents, *slices)
+    return {name: value.flatten(2) for name, value in rows.items()}
+
+
+def _looped(network: Network, parameters: dict[str, Tensor], sample: Any, cotangents: Tensor) -> dict[str, Tensor]:
+    leaves = {name: value.clone().requires_grad_() for name, value in parameters.items()}
+    keep = any(leaf.requires_grad for leaf in tensors(sample)) and torch.is_grad_enabled()
+    with torch.enable_grad():
+        out = network(leaves, sample)[0]  # (C,)
+        rows = [_gradients(out, leaves.values(), u, retain_graph=True, create_graph=keep) for u in cotangents]
+    return {name: torch.stack([row[i].flatten() for row in rows]) for i, name in enumerate(leaves)}
+
+
+def _gradients(out: Tensor, leaves: Iterable[Tensor], u: Tensor, **options: bool) -> tuple[Tensor, ...]:
+    """Returns `uᵀ ∂out/∂leaf`, zeros where the outputs do not depend on it."""
+    given = tuple(leaves)
+    if not out.requires_grad:
+        return tuple(map(torch.zeros_like, given))
+    return torch.autograd.grad(out, given, u, allow_unused=True, materialize_grads=True, **options)

@@ -1,0 +1,148 @@
+"""What comes out of a loader: its size, the first batch, all batches, checked."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler, default_collate
+
+from ..errors import LapwingError, shown
+from . import batches
+
+log = logging.getLogger("lapwing")
+
+
+def first_batch(loader: Any) -> Any:
+    """Returns the first batch, and makes sure that the loader begins again.
+
+    Raises:
+        LapwingError: cases 8 and 9: no loader, one that can be gone through once only, or one without samples.
+    """
+    if hasattr(loader, "train_dataloader"):
+        raise LapwingError(
+            f"The loader is a {type(loader).__name__}, which makes loaders. Pass data_module.train_dataloader()."
+        )
+    if not hasattr(loader, "__iter__") or isinstance(loader, (Tensor, Mapping)):
+        raise LapwingError(
+            f"Asked to fit on a loader, found {batches.describe(loader)}; an iterable of (inputs, targets) batches is "
+            "needed: write [(x, y)] for one batch, or torch.utils.data.DataLoader(dataset, batch_size=100)."
+        )
+    if isinstance(loader, tuple) and len(loader) == 2 and all(isinstance(item, Tensor) for item in loader):
+        raise LapwingError(
+            f"Asked to fit on a loader, found one batch, {batches.describe(loader)}; an iterable of batches is needed: "
+            "write [(x, y)]."
+        )
+    iterator = iter(loader)
+    if not isinstance(loader, DataLoader) and iter(loader) is iterator:  # one with lasting workers keeps and resets it
+        raise LapwingError(
+            f"Asked to fit on a loader of type {type(loader).__name__}, found that it can be gone through once only; "
+            "every pass needs the same data: pass a DataLoader or a list of batches, not a generator."
+        )
+    for batch in iterator:
+        if batches.size(batches.split(batch)[0]) == 0:
+            raise LapwingError(
+                "Asked to fit on a loader, found a first batch without samples; at least one is needed: check the "
+                "dataset's length and filters."
+            )
+        return batch
+    raise LapwingError(
+        f"Asked to fit on a loader of type {type(loader).__name__}, found no batch in it; at least one is needed: "
+        "check the dataset's length, and drop_last=True with a batch size above it."
+    )
+
+
+def known_size(loader: Any) -> int | None:
+    """Returns how many samples a loader is sure to show, without going through it; None where it does not say.
+
+    Lists and tuples of batches say, and a `DataLoader` that keeps to its sampler and joins samples as torch does.
+    """
+    if type(loader) in (list, tuple):
+        return sum(batches.size(batches.split(batch)[0]) for batch in loader)
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return None
+    return sampler_size(loader) if loader.collate_fn is default_collate else None
+
+
+def sampler_size(loader: DataLoader) -> int | None:
+    """Returns how many samples a loader draws; None where its sampler does not say."""
+    taken = loader.batch_sampler
+    if type(taken) is not BatchSampler:
+        return None
+    try:
+        count = len(taken.sampler)  # type: ignore[arg-type]  # `loader.sampler` is unused where this one was given
+    except (TypeError, NotImplementedError):  # over an iterable data set, or a sampler that has no end
+        return None
+    return count - count % taken.batch_size if taken.drop_last else count
+
+
+def other_size(shown: int, to: str, before: int | None) -> LapwingError:
+    """Returns the error of a loader that shows another number of samples than before, or none after a first batch."""
+    first = "a batch" if before is None else f"{before}"
+    return LapwingError(
+        f"The loader showed {first} at first and shows {shown} samples {to}. Every pass needs the same data. Pass a "
+        "DataLoader or a list of batches, not a generator."
+    )
+
+
+def tell_unseen(loader: Any, shown: int | None) -> None:
+    """Warns where a data loader shows fewer samples than its data set has, or each of them once a worker.
+
+    Of several processes each shows its share, which is no mistake.
+    """
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if shown is None or distributed or not isinstance(loader, DataLoader):
+        return
+    try:
+        total = len(loader.dataset)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return
+    if shown < total:
+        chosen = isinstance(getattr(loader.batch_sampler, "sampler", None), SubsetRandomSampler)
+        log.log(
+            logging.INFO if chosen else logging.WARNING,  # such a sampler says which samples are meant
+            "The loader shows %d of the %d samples of its data set, and the posterior is that of %d. Pass data_size=%d "
+            "if the network was trained on all of them.", shown, total, shown, total,
+        )  # fmt: skip
+    elif isinstance(loader.dataset, IterableDataset) and shown == total * loader.num_workers > total:
+        log.warning(
+            "The loader shows %d samples, each of the %d of its data set once a worker. Let the data set share them "
+            "out by torch.utils.data.get_worker_info(), or use num_workers=1.", shown, total,
+        )  # fmt: skip
+
+
+def check_progress(progress: Any) -> None:
+    """Raises for a `progress` that is neither True, False nor None (case 15)."""
+    if progress is not None and not isinstance(progress, bool):
+        raise LapwingError(
+            f"Asked for progress={shown(progress)}; accepted are True for a bar, False for none, and None for one on a "
+            "terminal: write progress=False."
+        )
+
+
+def check_seed(seed: Any) -> None:
+    """Raises for a seed that is no whole number from 0 to 2**63 - 1 (case 15)."""
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**63:
+        raise LapwingError(f"Asked for seed={shown(seed)}; a whole number from 0 to 2**63 - 1 is needed: write seed=0.")
+
+
+def shows_bar(progress: bool | None) -> bool:
+    """Returns whether to show a bar: where asked for or on a terminal, and never where there is no place to write."""
+    if sys.stderr is None or getattr(sys.stderr, "closed", False):  # in services, and under pythonw
+        return False
+    return sys.stderr.isatty() if progress is None else progress
+
+
+def checked_batches(network: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Tensor]]:
+    """Yields the inputs and targets of batches that are not empty, on the network's device."""
+    device = next(network.parameters()).device
+    for number, raw in enumerate(loader, 1):
+        inputs, targets = batches.split(raw, device)
+        batches.check_inputs(inputs, f"the inputs of batch number {number}")
+        if batches.size(inputs):
+            yield inputs, targets

@@ -1,0 +1,216 @@
+"""What the probe leaves behind: the plan by which every recording is read, and the report of what covers each block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from ..contents import Unfit, check_json, is_count
+from ..errors import LapwingError
+from ..jacobian.blocks import MATRIX_FAMILIES, Block
+from ..jacobian.layers import BatchAxis
+
+Uses = Mapping[str, Sequence[tuple[int, BatchAxis, frozenset[str]]]]
+"""Block name -> its uses as (index, where the samples are, roles treated)."""
+
+
+@dataclass(frozen=True)
+class Covered:
+    """One line of the coverage report."""
+
+    block: str
+    parameters: tuple[str, ...]
+    weights: int
+    family: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Which layer family treats each block of parameters; `generic` is slower, never wrong."""
+
+    lines: tuple[Covered, ...]
+
+    @property
+    def generic(self) -> tuple[Covered, ...]:
+        """The blocks that no family covers."""
+        return tuple(line for line in self.lines if line.family == "generic")
+
+    def __str__(self) -> str:
+        """A table: block, number of weights, family, and the reason where it is generic."""
+        width = max(len(line.block) for line in self.lines)
+        rows = [f"{line.block:<{width}}  {line.weights:>10,}  {line.family:<9}  {line.reason}" for line in self.lines]
+        return "\n".join(row.rstrip() for row in rows)
+
+
+PLAN = {
+    "order": [[(frozenset(("weight", "bias")), str)]], "axes": [(lambda axis: is_count(axis) and axis < 64, bool)],
+    "single_sample": bool, "sizes": [(is_count, is_count)], "spread": bool, "kinds": [str], "shared": [bool],
+    "last": lambda last: last == -1 or is_count(last), "unseen": bool,
+}  # fmt: skip
+"""A plan in a file."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to read a recording: which parameters are watched, and which uses make up each block.
+
+    Attributes:
+        watched: names of covered parameters.
+        order: the names of each watched use by role, in order.
+        kinds: the kind of each of them.
+        shared: of each tensor of the inputs, whether the samples of the first batch shared it.
+        uses: block name -> its uses as (index, where the samples are, roles treated).
+        single_sample: the survey saw one sample only, so that batch axes are guesses.
+        sizes: a watched use's (out numel, patches numel) a sample.
+        spread: whether embeddings of a single row of tokens are spread over the samples.
+        last: the index of the use whose output is the network's, -1 where there is none.
+        unseen: whether the network takes parameters past function modes, as `functional.py` says.
+    """
+
+    watched: tuple[str, ...] = ()
+    order: tuple[tuple[tuple[str, str], ...], ...] = ()
+    uses: dict[str, list[tuple[int, BatchAxis, frozenset[str]]]] = field(default_factory=dict)
+    single_sample: bool = False
+    sizes: tuple[tuple[int, int], ...] = ()
+    spread: bool = False
+    last: int = -1
+    kinds: tuple[str, ...] = ()
+    shared: tuple[bool, ...] = ()
+    unseen: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the plan as JSON: of the uses only where they hold the samples, since `order` tells the rest."""
+        axes = {i: [axis.axis, axis.inner] for uses in self.uses.values() for i, axis, _ in uses}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("watched", "uses")}
+        return {**plain, "axes": [axes[i] for i in range(len(self.order))]}
+
+    @classmethod
+    def from_json(cls, data: Any, blocks: Sequence[Block]) -> Plan:
+        """Rebuilds the plan of these blocks, with its lists as tuples again.
+
+        Raises:
+            Unfit: for JSON of another form, and uses that are not those of the blocks.
+        """
+        check_json(data, PLAN, "plan")
+        order = tuple(tuple(map(tuple, use)) for use in data["order"])
+        axes = [BatchAxis(*axis) for axis in data["axes"]]
+        uses: dict[str, list[tuple[int, BatchAxis, frozenset[str]]]] = {}
+        for block in blocks:
+            if block.family == "generic":
+                continue
+            roles = [frozenset(role for role, name in use if name in block.parameters) for use in order]
+            uses[block.name] = (
+                [(i, axes[i], own) for i, own in enumerate(roles) if own] if len(axes) == len(order) else []
+            )
+            _check_uses(block, uses[block.name], order, data["kinds"])
+        watched = tuple(name for block in blocks if block.family != "generic" for name in block.parameters)
+        known = all(set(watched).issuperset(dict(use).values()) and len(dict(use)) == len(use) > 0 for use in order)
+        if not known or not len(order) == len(data["sizes"]) == len(data["kinds"]) > data["last"]:
+            raise Unfit("the plan's uses are not those of the blocks")
+        sizes, kinds, shared = tuple(map(tuple, data["sizes"])), tuple(data["kinds"]), tuple(data["shared"])
+        return cls(
+            watched, order, uses, data["single_sample"], sizes, data["spread"], data["last"], kinds, shared,
+            data["unseen"],
+        )  # fmt: skip
+
+    @cached_property
+    def _names(self) -> list[dict[str, str]]:
+        return [dict(use) for use in self.order]
+
+    @cached_property
+    def _axes(self) -> dict[tuple[tuple[str, str], ...], set[BatchAxis]]:
+        """The names of a use by role -> where its layers hold the samples."""
+        found: dict[tuple[tuple[str, str], ...], set[BatchAxis]] = {}
+        for uses in self.uses.values():
+            for i, axis, _ in uses:
+                found.setdefault(self.order[i], set()).add(axis)
+        return found
+
+    def uses_in(self, names: list[dict[str, str]], kinds: tuple[str, ...], samples: int, model: str) -> Uses:
+        """Returns the uses of a recording block by block: the survey's, or others where layers ran in another order.
+
+        Raises:
+            LapwingError: where that is not clear, or a layer did not run; for batches where the survey saw one sample.
+        """
+        if self.single_sample and samples > 1:
+            raise LapwingError(
+                f"Asked to run {model} on {samples} samples, found that the first batch had one sample, which cannot "
+                "show where the layers hold the batch; begin with a batch of two or more: put a larger batch first."
+            )
+        if names == self._names and kinds == (self.kinds or kinds):
+            return self.uses
+        order = [tuple(sorted(use.items())) for use in names]
+        clear = all(len(self._axes.get(use, ())) == 1 for use in order)
+        known = set(zip(self.order, self.kinds, strict=False))
+        clear = clear and (not known or known.issuperset(zip(order, kinds, strict=True)))
+        if not clear or set(order) != set(self.order):
+            raise LapwingError(
+                f"Asked to run {model} as on the first batch, where it used its covered parameters {len(self.order)} "
+                f"times, found {len(names)} uses, not of the same layers; all of them must run on every batch: leave "
+                "conditional layers out with params=lambda name, parameter: ..."
+            )
+        axes = {use: next(iter(axis)) for use, axis in self._axes.items()}
+        treated = {name: {self.order[i]: roles for i, _, roles in uses} for name, uses in self.uses.items()}
+        return {
+            name: [(i, axes[use], roles[use]) for i, use in enumerate(order) if use in roles]
+            for name, roles in treated.items()
+        }
+
+    def is_explicit(self, block: Block) -> bool:
+        """Whether rows are all there is of a block: it is generic, or its uses disagree about the layout."""
+        return block.family == "generic" or (block.matrix is None and len(self.uses[block.name]) > 1)
+
+    def numbers_per_sample(self, cotangents: int, written: bool = True) -> int:
+        """Estimates the numbers held a sample: all g twice, and the patches and rotated gradients of one layer.
+
+        Args:
+            cotangents: R.
+            written: whether they are numbers; else they are the outputs themselves, and a layer whose output they are
+                has no g.
+        """
+        held = largest = 0
+        for i, (out, patches) in enumerate(self.sizes):
+            gradients = 0 if i == self.last and not written else cotangents * out
+            held, largest = held + gradients, max(largest, 2 * patches + 3 * gradients)
+        matrix = 0 if written else 2 * cotangents**2  # of the outputs, which some structures give, and its root
+        return 2 * held + largest + matrix + 1
+
+    def work(self, blocks: Sequence[Block]) -> int:
+        """Estimates the multiply-adds that one row of a sample takes: positions times weights, of matrices."""
+        found = 0
+        for block in blocks:
+            if block.matrix is not None and block.family in MATRIX_FAMILIES[:2]:
+                outputs = block.matrix.groups * block.matrix.outputs
+                found += sum(self.sizes[i][0] // outputs * block.size for i, _, _ in self.uses[block.name])
+        return found
+
+    def least(self, blocks: Sequence[Block]) -> int:
+        """Estimates the numbers built of a sample for one output where layers take one position at a time.
+
+        What is as large as one layer's activations (tokens merged, inputs of a group norm normalised) is not counted.
+        """
+        explicit = [3 * block.size for block in blocks if self.is_explicit(block)]
+        matrices = [b.matrix_shape for b in blocks if b.family in MATRIX_FAMILIES[:2] and b.matrix is not None]
+        return max([0, *explicit, *(groups * (2 * inputs + 3 * outputs) for groups, outputs, inputs in matrices)])
+
+
+def _check_uses(
+    block: Block,
+    uses: Sequence[tuple[int, BatchAxis, frozenset[str]]],
+    order: Sequence[Sequence[tuple[str, str]]],
+    kinds: Sequence[str],
+) -> None:
+    """Raises where a block has no use, or one of another kind or with other parameters."""
+    roles = {role for role, wanted in (("weight", block.has_weight), ("bias", block.bias)) if wanted}
+    for i, _, own in uses:
+        complete = {name for role, name in order[i] if role in own} == set(block.parameters)
+        fits = block.matrix is None or (own == roles and kinds[i : i + 1] == [block.kind])
+        if not (complete and fits):
+            raise Unfit(f"the plan's use {i} is none of the block of {', '.join(block.parameters)}")
+    first = kinds[uses[0][0]].partition(",")[0] if uses and uses[0][0] < len(kinds) else ""
+    mixed = block.matrix is None and block.family in MATRIX_FAMILIES  # its uses have several layouts
+    if block.family != first or (mixed and len(uses) == 1) or (mixed and len(block.parameters) > 1):
+        raise Unfit(f"the plan has no use of {', '.join(block.parameters)} in a layer of its family")

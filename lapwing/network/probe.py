@@ -1,0 +1,395 @@
+"""The probe: which layer family covers each parameter, where its tensors hold the samples, and whether that is true.
+
+On a few samples it compares `Jᵀu` of every parameter, contracted from the recorded uses, with autograd's, and requires
+that the gradients of one sample's outputs are zero at all other samples. What fails goes generic, with the reason kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from os.path import commonprefix
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import LapwingError
+from ..jacobian.blocks import Block, Matrix
+from ..jacobian.layers import BatchAxis
+from ..linalg import accumulation_dtype
+from . import batches
+from .batches import Forward
+from .eager import Draws, without_compiled
+from .functional import first_call
+from .output_layers import output_layers
+from .plan import Coverage, Covered, Plan
+from .selection import LastLayer, Predicate, select
+from .tracing import Noted, output_gradients, run, run_spread
+
+log = logging.getLogger("lapwing")
+
+PROBED_SAMPLES = 4
+MINGLED = "its samples cannot be told apart"
+UNSEEN = "no layer family saw it"
+CONDITIONAL = "layers of its shape do not run on every sample"
+IDLE = (
+    "no output of the first batch has a gradient for it: it is not used there, within torch.no_grad(), or in what the "
+    "network keeps of an earlier call"
+)
+
+_TOLD_IDLE: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
+"""Network -> its parameters that were said to have no gradient."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What the probe found."""
+
+    blocks: tuple[Block, ...]
+    plan: Plan
+    coverage: Coverage
+    outputs: int
+
+
+def probe(
+    model: nn.Module,
+    parameters: dict[str, Tensor],
+    inputs: Any,
+    params: Predicate | LastLayer,
+    forward: Forward | None,
+    most: int,
+    tell: bool = True,
+) -> Survey:
+    """Surveys a network on a few samples.
+
+    Args:
+        model: the uncompiled network, checked to be in eval mode.
+        parameters: name -> parameter, tied ones once.
+        inputs: a first batch; at most four samples of it are used.
+        params: the selection.
+        forward: how the network is called.
+        most: how many numbers may be built for a strip of positions beside the activations.
+        tell: warn of idle parameters.
+
+    Returns:
+        Blocks, the plan to read recordings with, and the coverage report.
+
+    Raises:
+        LapwingError: no parameter selected; outputs that change between calls or with the rest of the batch.
+    """
+    few = _few(model, inputs, forward)
+    outputs, noted, routed, differentiated, elsewhere = recording = run_spread(model, few, forward, parameters)
+    batches.check_outputs(outputs, "the first batch")
+    if isinstance(params, LastLayer):
+        names = output_layers(model, few, forward, parameters, recording, tell)
+    else:
+        names = select(params, parameters, type(model).__name__)
+    frozen = {name: parameters[name] for name in names if not parameters[name].requires_grad}
+    if frozen:  # not known before, and others, masks and tables, need not take gradients
+        elsewhere = elsewhere | run(model, few, forward, frozen, frozen=list(frozen.values())).elsewhere
+    samples = outputs.shape[0]
+    _check_repeatable(model, few, forward, outputs.detach())
+
+    generator = torch.Generator(outputs.device).manual_seed(0)
+    u = torch.randn(samples, outputs.shape[1], 3, generator=generator, dtype=outputs.dtype, device=outputs.device)
+    u[1:, :, 0] = 0  # cotangent 0 looks at the first sample, 1 at the last, 2 at all
+    u[: samples - 1, :, 1] = 0
+    chosen = [use for use in noted if set(use.names.values()) & set(names)]
+    with _own_words(model):
+        gradients = [g for g in output_gradients(outputs, chosen, u, differentiable=False) if g is not None]  # all
+        truth, unseen = _autograd_rows(model, forward, {n: parameters[n] for n in names}, few, u[:, :, 2])
+    axes = [_batch_axis(use, g, samples) if use.reached else None for use, g in zip(chosen, gradients, strict=True)]
+
+    reasons = _reasons(names, truth.keys(), chosen, axes)
+    for name in names:
+        if differentiated and not reasons[name]:
+            reasons[name] = "the network takes gradients itself, which outputs may contain"
+        elif name in elsewhere and not reasons[name]:
+            reasons[name] = "it also reaches the outputs by functions of no layer family"
+    for name in _conditional(chosen, gradients, parameters) if routed else ():
+        if not reasons.get(name, IDLE):
+            reasons[name] = CONDITIONAL
+    if tell:
+        _tell_idle(model, [name for name in names if reasons[name] == IDLE])
+    _compare_with_autograd(chosen, gradients, axes, samples, truth, reasons, most)
+    covered = [name for name in names if not reasons[name]]
+    kept = [i for i, use in enumerate(chosen) if set(use.names.values()) & set(covered)]
+    uses, axes = [chosen[i] for i in kept], [axes[i] for i in kept]
+    blocks, roles_of, order = _blocks(uses, covered, parameters)
+    watched = tuple(name for block in blocks for name in block.parameters)
+    blocks += [Block(name, (name,), (tuple(parameters[name].shape),), "generic") for name in names if reasons[name]]
+    plan = Plan(
+        watched,
+        order,
+        {name: [(i, axes[i] or BatchAxis(), roles) for i, roles in found] for name, found in roles_of.items()},
+        samples == 1,
+        tuple(_numbers(use, samples) for use in uses),
+        any(use.spread for use in uses),
+        next((i for i, use in enumerate(uses) if use.is_output(outputs)), -1),
+        tuple(use.use.kind for use in uses),
+        batches.shared(inputs),
+        unseen,
+    )
+    lines = tuple(
+        Covered(block.name, block.parameters, block.size, block.family, reasons[block.parameters[0]])
+        for block in blocks
+    )
+    return Survey(tuple(blocks), plan, Coverage(lines), outputs.shape[1])
+
+
+def _reasons(
+    names: Iterable[str], used: Set[str], noted: Iterable[Noted], axes: Iterable[BatchAxis | None]
+) -> dict[str, str]:
+    """Returns why no layer family treats a parameter, by name; "" where one may, until autograd says otherwise.
+
+    Args:
+        names: of the parameters to treat.
+        used: of those among them that the outputs depend on.
+        noted: the uses of them.
+        axes: where each use holds the samples; None where that cannot be told.
+    """
+    reasons = {name: UNSEEN if name in used else IDLE for name in names}
+    for use, axis in zip(noted, axes, strict=True):
+        if not use.reached:
+            continue
+        for name in used & set(use.names.values()):
+            if use.stale:
+                reasons[name] = "its layer's input is modified in place"
+            elif axis is None:
+                reasons[name] = MINGLED
+            elif reasons[name] == UNSEEN:  # what one use rules out, another does not allow
+                reasons[name] = ""
+    return reasons
+
+
+def _conditional(noted: Sequence[Noted], gradients: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> list[str]:
+    """Returns the names in layers of a shape of which one saw not every sample: another sample may not reach these."""
+    partial: set[str] = set()
+    for use, (first, last, whole) in zip(noted, gradients, strict=True):
+        if whole.any() and not (first.any() and last.any()):
+            partial.update(use.names.values())
+    shapes = {parameters[name].shape for name in partial if parameters[name].ndim > 1}
+    used = {name for use in noted for name in use.names.values()}
+    layers = {name.rpartition(".")[0] for name in used if parameters[name].shape in shapes}
+    return [name for name in used if name.rpartition(".")[0] in layers]
+
+
+def _tell_idle(model: nn.Module, idle: list[str]) -> None:
+    """Warns of parameters to treat that the outputs do not depend on, once for each network."""
+    if idle and _TOLD_IDLE.get(model) != idle:
+        _TOLD_IDLE[model] = idle
+        log.warning(
+            "%s has no gradient on the first batch for %d of the parameters to treat (%s): not used there, within "
+            "torch.no_grad(), or in what the network keeps of an earlier call (which model.train().eval() may empty); "
+            "they make every step slower: leave them out by %s.",
+            type(model).__name__, len(idle), ", ".join(idle[:3]) + (", ..." if len(idle) > 3 else ""),
+            f"params=lambda name, parameter: name not in {idle}" if len(idle) < 4 else "params=lw.last_layer",
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _own_words(model: nn.Module) -> Iterator[None]:
+    """Says what to do where no gradient can be taken.
+
+    The network may overwrite what gradients need, or call parts of itself again on the way back, unseen by a recording.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            raise LapwingError(
+                f"{type(model).__name__} overwrites a tensor that the gradients of an earlier call need, such as the "
+                "input of a layer. Let forward() make a new tensor: write h = h * 2 in place of h.mul_(2)."
+            ) from error
+        if "torch.utils.checkpoint" not in str(error):
+            raise
+        raise LapwingError(
+            f"Asked to differentiate {type(model).__name__}, found that it calls torch.utils.checkpoint.checkpoint "
+            "around parameters to treat; a network that runs once is needed: turn checkpointing off, such as by "
+            "model.gradient_checkpointing_disable(), model.set_grad_checkpointing(False) or a test of self.training "
+            "in forward(), or leave these parameters out, such as by params=lw.last_layer."
+        ) from error
+
+
+def _few(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
+    """Takes the samples to probe; one alone is taken twice where the network runs on two, to show the batch axis."""
+    if batches.size(inputs) > 1:
+        few = torch.arange(min(PROBED_SAMPLES, batches.size(inputs)))
+        return batches.take(inputs, few)  # copies, which the network may write
+    twice = batches.take(inputs, torch.tensor([0, 0]))
+    try:
+        with torch.no_grad(), without_compiled():
+            batches.call(model, twice, forward)
+    except (RuntimeError, TypeError, ValueError, IndexError):  # for instance a text model without padding
+        return inputs
+    return twice
+
+
+def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, outputs: Tensor) -> None:
+    """Requires the same outputs again (case 11), and for the first and the last sample alone."""
+    versions = [leaf._version for leaf in batches.tensors(inputs)]
+    with torch.no_grad(), without_compiled():
+        again = batches.call(model, inputs, forward)
+        ends = [
+            (batches.call(model, batches.take(inputs, slice(i, i + 1)), forward), outputs[i])
+            for i in sorted({0, outputs.shape[0] - 1})
+        ]
+        before = _generator_state(outputs.device)
+        third = batches.call(model, inputs, forward)
+        drew = not torch.equal(before, _generator_state(outputs.device))
+    eps, scale = torch.finfo(outputs.dtype).eps, outputs.abs().max().clamp_min(1.0)
+    tolerance = 3 * eps**0.5 * scale  # fused kernels differ; identical calls do not, unless random numbers are drawn
+    shapes = {again.shape, third.shape, outputs.shape}
+    difference = max((again - outputs).abs().max(), (third - again).abs().max()) if len(shapes) == 1 else math.inf
+    if difference > tolerance or (drew and (third - again).abs().max() > 4 * eps * scale):
+        if versions != [leaf._version for leaf in batches.tensors(inputs)]:
+            raise LapwingError(
+                f"{type(model).__name__} writes its inputs in place, so that a second call on the same batch gives "
+                "other outputs. Pass forward=lambda model, x: model(x.clone()), or write x = x + 1 in place of x += 1 "
+                "in forward()."
+            )
+        with torch.no_grad(), Draws() as draws:
+            batches.call(model, inputs, forward)
+        named = f" and that it calls {', '.join(draws.functions)}" if draws.functions else ""
+        raise LapwingError(
+            f"Asked to run {type(model).__name__} again on the same batch, found outputs that differ by "
+            f"{float(difference):.2g}{named}; a deterministic network is needed: call model.eval(), and turn off "
+            "sampling, noise and augmentation inside forward()."
+        )
+    for alone, together in ends:  # the first and the last sample: a recurrence along the batch spares the first
+        if alone.shape[1:] != together.shape or (alone[0] - together).abs().max() > tolerance:
+            differs = (
+                f" (by {float((alone[0] - together).abs().max()):.2g})" if alone.shape[1:] == together.shape else ""
+            )
+            raise LapwingError(
+                f"Asked to run {type(model).__name__} on one sample, found that its output changes with the rest of "
+                f"the batch{differs}; samples must be independent and lie along the first dimension of inputs and "
+                "outputs: call model.eval(), use running statistics in batch norm, batch_first=True in recurrent "
+                "layers, or wrap the model so that the batch comes first."
+            )
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _batch_axis(noted: Noted, g: Tensor, samples: int) -> BatchAxis | None:
+    """Finds the axis on which the gradients of the first (last) sample's outputs are zero at all other samples."""
+    shape = noted.out.shape
+    for axis in range(noted.use.sample_dims):
+        for inner in (False, True):
+            candidate = BatchAxis(axis, inner)
+            if not candidate.fits(shape, samples) or (inner and shape[axis] == samples):
+                continue
+            first, last = candidate.front(g, samples, 1)[:2].flatten(2)  # (B, rest)
+            if not first[1:].any() and not last[: samples - 1].any():
+                return candidate
+    return None
+
+
+def _autograd_rows(
+    model: nn.Module, forward: Forward | None, parameters: dict[str, Tensor], inputs: Any, u: Tensor
+) -> tuple[dict[str, Tensor], bool]:
+    """Returns autograd's `Jᵀu`, name -> the parameter's shape, of the parameters that the outputs depend on.
+
+    And whether the network takes parameters past function modes.
+    """
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in parameters.items()}
+    with torch.enable_grad():
+        outputs, unseen = first_call(model, forward, parameters, leaves, inputs)
+        if not outputs.requires_grad:
+            raise LapwingError(
+                f"Asked to treat {len(leaves)} parameters of {type(model).__name__} ({', '.join(list(leaves)[:3])}), "
+                "found that its outputs have no gradient for any of them; parameters that the outputs depend on, "
+                "outside torch.no_grad(), are needed: take @torch.no_grad() off forward(), or name others with params=."
+            )
+        found = torch.autograd.grad(outputs, list(leaves.values()), u, allow_unused=True)
+    return {name: g for name, g in zip(leaves, found, strict=True) if g is not None}, unseen
+
+
+def _compare_with_autograd(
+    noted: list[Noted],
+    gradients: list[Tensor],
+    axes: list[BatchAxis | None],
+    samples: int,
+    truth: dict[str, Tensor],
+    reasons: dict[str, str],
+    most: int,
+) -> None:
+    """Marks parameters whose recorded uses do not add up to autograd's gradient."""
+    for name in truth:
+        total = torch.zeros_like(truth[name], dtype=accumulation_dtype(truth[name].dtype))
+        for use, g, axis in zip(noted, gradients, axes, strict=True):
+            for role, found in use.names.items():
+                if found == name and axis is not None:
+                    jacobian = use.use.jacobian(g[2:], axis, samples, frozenset((role,)), total.dtype, most)
+                    single = _single(name, use, role, tuple(total.shape))
+                    total = total + single.split(jacobian.sum_rows()[0])[name]
+        eps = torch.finfo(truth[name].dtype).eps
+        allowed = 3 * eps**0.5 * truth[name].to(total.dtype).norm() + 100 * eps * total.numel() ** 0.5
+        if not reasons[name] and (total - truth[name]).norm() > allowed:
+            reasons[name] = "its recorded uses do not add up to autograd's gradient"
+
+
+def _single(name: str, use: Noted, role: str, shape: tuple[int, ...]) -> Block:
+    matrix = use.use.matrix()
+    return Block(name, (name,), (shape,), use.use.family, matrix, role == "bias" and matrix is not None)
+
+
+def _blocks(
+    noted: list[Noted], covered: list[str], parameters: dict[str, Tensor]
+) -> tuple[list[Block], dict[str, list[tuple[int, frozenset[str]]]], tuple[tuple[tuple[str, str], ...], ...]]:
+    """Groups covered parameters: weight and bias that always go together are one block, others stand alone."""
+    order = tuple(tuple(sorted((r, n) for r, n in use.names.items() if n in covered)) for use in noted)
+    by_name: dict[str, list[int]] = {}
+    for i, roles in enumerate(order):
+        for _, name in roles:
+            by_name.setdefault(name, []).append(i)
+    blocks: list[Block] = []
+    uses: dict[str, list[tuple[int, frozenset[str]]]] = {}
+    done: set[str] = set()
+    for i, roles in enumerate(order):
+        for role, name in sorted(roles, reverse=True):  # weight before bias
+            if name in done:
+                continue
+            partner = dict(roles).get("bias") if role == "weight" else None
+            layouts = {(noted[j].use.matrix(), noted[j].use.family == "embedding") for j in by_name[name]}
+            members: tuple[str, ...] = (name,)
+            if partner is not None and partner not in done and by_name[partner] == by_name[name] and len(layouts) == 1:
+                members = (name, partner)
+            done.update(members)
+            block = _single(name, noted[i], role, tuple(parameters[name].shape))
+            if len(layouts) > 1:  # their uses are added up in the parameter's own order
+                block = replace(block, matrix=None, bias=False)
+            shapes = tuple(tuple(parameters[m].shape) for m in members)
+            joined = len(members) == 2 and block.matrix is not None
+            block = replace(
+                block, name=_block_name(members), parameters=members, shapes=shapes, bias=joined or block.bias
+            )
+            blocks.append(block)
+            uses[block.name] = [(j, frozenset(r for r, n in order[j] if n in members)) for j in by_name[name]]
+    return blocks, uses, order
+
+
+def _block_name(members: tuple[str, ...]) -> str:
+    if len(members) == 1:
+        return members[0].removesuffix(".weight")
+    return commonprefix(members).rstrip("._") or members[0]  # noqa: RUF071 (characters are what is wanted)
+
+
+def _numbers(noted: Noted, samples: int) -> tuple[int, int]:
+    """Returns (outputs, unfolded inputs) a sample, in numbers."""
+    out = noted.out.numel() // samples
+    matrix: Matrix | None = noted.use.matrix()
+    if matrix is None or noted.use.family == "embedding":
+        return out, out
+    positions = out // (matrix.groups * matrix.outputs)
+    return out, positions * matrix.groups * (matrix.inputs + 1)
+
+
+__all__ = ["Coverage", "Covered", "Plan", "Survey", "probe"]

@@ -1,0 +1,120 @@
+"""Whether the layers of a recording hold the samples where the survey found them, asked of every new shape.
+
+A network may sort its samples, leave out padded positions, or send some of them through a branch. What is in a layer
+then depends on the batch, and the survey saw but a few samples of one. Cotangents that are multiplied sample by sample
+by powers of two tell: gradients at a layer must follow. The powers are the digits of the sample's number, so that no
+two samples have the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import LapwingError
+from .plan import Uses
+from .tracing import Noted, Recording, output_gradients
+
+log = logging.getLogger("lapwing")
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Misplaced(LapwingError):
+    """Raised where a layer holds the samples elsewhere than on the first batch."""
+
+
+class Attribution:
+    """Of one network: the shapes of recordings whose layers hold the samples where the survey found them."""
+
+    def __init__(self) -> None:
+        self._known: set[tuple[torch.Size, ...]] = set()
+        self._told = False
+
+    def check(self, recording: Recording, uses: Uses, name: str) -> None:
+        """Looks for a layer that holds the samples elsewhere; again where a value decides what lies where.
+
+        Args:
+            recording: of a batch.
+            uses: where each block's uses are said to hold the samples.
+            name: the network's.
+
+        Raises:
+            Misplaced: where there is one.
+            LapwingError: where a layer has no such dimension.
+        """
+        outputs, noted, routed, *_ = recording
+        shapes = outputs.shape, *[use.out.shape for use in noted]
+        if shapes in self._known and not routed:
+            return
+        self._check_dimensions(noted, uses, name)
+        if len(outputs) < 2:
+            self._known.add(shapes)
+            return
+        layer, conclusive = misplaced(outputs, noted, uses)
+        if layer:
+            raise Misplaced(
+                f"Asked for gradients of {name} at {len(outputs)} samples at once, found that {layer} does not hold "
+                "them as on the first batch: forward() sorts, packs or leaves out parts of them; what needs "
+                "several samples together (joint covariances, inducing points) takes layers that always hold them "
+                "alike: leave this one out with params=lambda name, parameter: ..., or ask for single samples."
+            )
+        if conclusive and not routed:
+            self._known.add(shapes)
+
+    def _check_dimensions(self, noted: Sequence[Noted], uses: Uses, name: str) -> None:
+        """Raises where a layer's tensors lack the dimension that held the samples, which single samples show too."""
+        for block, found in uses.items():
+            for i, axis, _ in found:
+                if axis.axis >= noted[i].use.sample_dims:
+                    raise LapwingError(
+                        f"The layer {block} of {name} held the samples on dimension {axis.axis} in the fit, and now "
+                        f"works on a tensor of shape {tuple(noted[i].out.shape)}. Give inputs of as many dimensions as "
+                        "in the fit, or fit again."
+                    )
+
+    def tell_alone(self, error: Misplaced) -> None:
+        """Warns once that samples are taken one by one."""
+        if not self._told:
+            self._told = True
+            log.warning("%s; they are taken one by one, which is slow.", str(error).partition(";")[0])
+
+
+def misplaced(outputs: Tensor, noted: Sequence[Noted], uses: Uses) -> tuple[str, bool]:
+    """Looks for a layer that holds the samples elsewhere than the survey found.
+
+    Args:
+        outputs: f (B, C) with its graph.
+        noted: the uses of the recording.
+        uses: where each block's uses are said to hold the samples.
+
+    Returns:
+        The name of a parameter of such a layer, "" where there is none; and whether that holds for all batches of these
+        shapes in which no value decides what lies where: not if a layer had no gradient to tell by.
+
+    Cost: two backward passes of activations for each digit of B in base 8.
+    """
+    samples, generator = outputs.shape[0], torch.Generator().manual_seed(0)
+    digits = torch.arange(samples)[:, None] // 8 ** torch.arange(max(1, math.ceil(math.log(samples, 8) - 1e-9))) % 8
+    u, conclusive = torch.randn(outputs.shape[1], generator=generator).to(outputs), True
+    for powers in (2.0 ** (digits.T - 3)).to(outputs):  # (B,); products with them are exact
+        pair = torch.stack([torch.ones_like(powers), powers], 1)
+        gradients = None  # the former ones are freed first
+        gradients = output_gradients(outputs, noted, u[None, :, None] * pair[:, None], False, batched=False)
+        for i, axis in {i: axis for found in uses.values() for i, axis, _ in found}.items():
+            g, name = gradients[i], next(iter(noted[i].names.values()))
+            assert g is not None  # cotangents were given
+            if not axis.fits(g.shape[1:], samples):
+                return name, False
+            plain, scaled = axis.front(g, samples, 1).flatten(2)  # (B, rest)
+            wanted = plain * powers[:, None].to(plain)
+            off, size = (scaled - wanted).norm(dim=1), torch.maximum(wanted.norm(dim=1), scaled.norm(dim=1))
+            tolerance = 0.3 if g.dtype in HALF else torch.finfo(g.dtype).eps ** 0.5  # subnormal halves are inexact
+            if (off > tolerance * size).any():
+                return name, False
+            conclusive = conclusive and bool(size.any())
+    return "", conclusive

@@ -1,0 +1,284 @@
+"""One forward pass that notes, for every use of every watched parameter, the layer's input and its place in the graph.
+
+Calls are seen as torch functions (`F.linear(x, W, b)`, `conv2d`, ...), not as modules: functional reuse of a weight,
+attention projections and modules without a hook are seen like any other. Parameters are recognised by identity. The
+graph starts at the first watched output, so a frozen or unselected trunk costs a plain forward pass. A table read once
+for the whole batch, such as positions, is spread over the samples, so that its gradients arrive sample by sample.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from ..errors import LapwingError
+from ..jacobian.layers import HANDLERS, Use
+from ..jacobian.plain_functions import transformed
+from .batches import Forward, call, size, tensors
+from .chain import chain_gradients
+from .eager import EagerMode, without_compiled
+from .routing import routes
+
+BATCHED_BACKWARD = 2**24
+"""Cotangents go back in one batched pass while their gradients have at most this many entries, else one by one."""
+
+DIFFERENTIATES = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
+"""What takes gradients within a forward pass: where outputs contain them, weights count through them too."""
+
+
+@dataclass
+class Noted:
+    """One watched use: what the layer saw, its parameters' names by role, and where it lies in the graph.
+
+    Attributes:
+        versions: how often input, output and weight had been written.
+        weight: the weight as the call got it, constant.
+        source: the node that made the input, where it has a graph.
+        reached: whether the outputs depend on it; not where it was detached, for instance.
+    """
+
+    use: Use
+    names: dict[str, str]
+    edge: GradientEdge
+    out: Tensor
+    versions: tuple[int, int, int]
+    weight: Tensor | None = None
+    source: Node | None = None
+    spread: bool = False
+    reached: bool = True
+
+    @property
+    def stale(self) -> bool:
+        """Whether the layer's input was modified in place after the call."""
+        return self.use.inputs._version != self.versions[0]
+
+    def is_output(self, outputs: Tensor) -> bool:
+        """Whether the layer's output is the network's, so that its gradients are the cotangents themselves."""
+        return self.out is outputs and self.out._version == self.versions[1] and self.use.family == "linear"
+
+
+class Recording(NamedTuple):
+    """What one forward pass left.
+
+    Attributes:
+        outputs: f (B, C), with their graph.
+        noted: the uses in order.
+        routed: whether values may have decided what lies where.
+        differentiated: whether the network took gradients itself, which its outputs may contain.
+        elsewhere: watched parameters that reach the outputs by other ways than the uses, or may.
+    """
+
+    outputs: Tensor
+    noted: list[Noted]
+    routed: bool
+    differentiated: bool
+    elsewhere: set[str]
+
+
+class Recorder(EagerMode):
+    """Notes the uses of parameters while the network runs.
+
+    Args:
+        watched: name -> parameter.
+        spread: over how many samples embeddings of a single row of tokens are spread.
+        frozen: those of the watched parameters that leave no trace in a graph and are to leave one.
+    """
+
+    def __init__(self, watched: Mapping[str, Tensor], spread: int = 1, frozen: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self._watched = {id(parameter): name for name, parameter in watched.items()}
+        self._stand_ins = {id(p): p.detach().requires_grad_() for p in frozen}
+        self._spread = spread
+        self.noted: list[Noted] = []
+        self.routed = self.differentiated = False
+
+    def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs a function; where it uses watched parameters, notes it and starts the graph at its output if need be."""
+        handler = HANDLERS.get(function)
+        if handler is not None and (not torch.is_grad_enabled() or transformed()):  # as the network asks for
+            handler = None
+        use = None if handler is None else handler(args, kwargs, self._is_watched)
+        used = {} if use is None else use.parameters
+        names = {role: self._watched[id(p)] for role, p in used.items() if id(p) in self._watched}
+        if use is None or not names:
+            self.routed = self.routed or routes(function, args)
+            self.differentiated = self.differentiated or function in DIFFERENTIATES
+            return self._with_stand_ins(function, args, kwargs) if self._stand_ins else function(*args, **kwargs)
+        constant = {id(p): p.detach() for p in use.parameters.values()}
+        args = tuple([constant.get(id(arg), arg) for arg in args])
+        kwargs = {key: constant.get(id(arg), arg) for key, arg in kwargs.items()} if kwargs else kwargs
+        out = function(*args, **kwargs)
+        spread = use.family == "embedding" and self._spread > 1 and use.inputs.ndim > 1 and use.inputs.shape[0] == 1
+        if spread:
+            use.inputs, out = (x.expand(self._spread, *x.shape[1:]) for x in (use.inputs, out))
+        if not out.requires_grad:
+            out = out.detach().requires_grad_().clone()  # the clone may be modified in place, a leaf may not
+        weight = constant.get(id(use.parameters.get("weight")))
+        versions = use.inputs._version, out._version, 0 if weight is None else weight._version
+        source = use.inputs.grad_fn
+        self.noted.append(Noted(use, names, get_gradient_edge(out), out, versions, weight, source, spread))
+        return out
+
+    def _is_watched(self, value: Any) -> bool:
+        return id(value) in self._watched
+
+    def _with_stand_ins(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs a function on leaves of the graph in the place of frozen parameters, which would leave no trace."""
+        swapped = [self._swapped(value) for value in args]
+        named = {key: self._swapped(value) for key, value in kwargs.items()}
+        if all(map(operator.is_, swapped, args)) and all(named[key] is kwargs[key] for key in kwargs):
+            return function(*args, **kwargs)
+        try:
+            out = function(*swapped, **named)
+        except (RuntimeError, BufferError):  # what takes no leaf, such as numpy() and writes, passes no gradient on
+            return function(*args, **kwargs)
+        if not isinstance(out, (Tensor, list, tuple)):  # such as requires_grad
+            return function(*args, **kwargs)
+        return next((value for value in args if out is self._stand_ins.get(id(value))), out)
+
+    def _swapped(self, value: Any) -> Any:
+        if type(value) in (list, tuple) and any(id(one) in self._stand_ins for one in value):
+            return type(value)([self._swapped(one) for one in value])
+        return self._stand_ins.get(id(value), value)
+
+    def elsewhere(self, outputs: Tensor, inputs: Sequence[Tensor]) -> set[str]:
+        """Returns the watched parameters at which the graph of the outputs ends: uses have constants in their place.
+
+        What the inputs were made of does not count. On the way uses are noted that the outputs do not reach.
+        """
+        ends = self._watched
+        if self._stand_ins:
+            ends = ends | {id(leaf): ends[key] for key, leaf in self._stand_ins.items()}
+        leaves, met = graph_leaves(outputs, inputs)
+        for use in self.noted:
+            use.reached = use.edge.node in met
+        return {ends[id(leaf)] for leaf in leaves if id(leaf) in ends}
+
+
+def graph_leaves(outputs: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], set[Node | None]]:
+    """Returns the tensors at which the graph of the outputs ends, and its nodes, but for what made the inputs."""
+    found: list[Tensor] = []
+    left, met = [outputs.grad_fn], {leaf.grad_fn for leaf in inputs}
+    while left:
+        node = left.pop()
+        if node is None or node in met:
+            continue
+        met.add(node)
+        after = node.next_functions
+        if not after and (leaf := getattr(node, "variable", None)) is not None:
+            found.append(leaf)
+        left += [node for node, _ in after]
+    return found, met
+
+
+def run(
+    model: nn.Module,
+    inputs: Any,
+    forward: Forward | None,
+    watched: Mapping[str, Tensor],
+    spread: int = 1,
+    frozen: Sequence[Tensor] = (),
+) -> Recording:
+    """Runs the network once, recording.
+
+    Args:
+        model: the uncompiled network.
+        inputs: a batch.
+        forward: how the network is called.
+        watched: name -> parameter.
+        spread: over how many samples embeddings of a single row of tokens are spread.
+        frozen: those of the watched parameters that do not require gradients.
+    """
+    recorder = Recorder(watched, spread, frozen)
+    with torch.enable_grad(), without_compiled():
+        outputs = call(model, inputs, forward, recorder)
+    elsewhere = recorder.elsewhere(outputs, tensors(inputs))
+    return Recording(outputs, recorder.noted, recorder.routed, recorder.differentiated, elsewhere)
+
+
+def run_spread(model: nn.Module, inputs: Any, forward: Forward | None, watched: Mapping[str, Tensor]) -> Recording:
+    """Records the network with tables spread over the samples, unless that changes its outputs."""
+    try:
+        outputs, noted, *_ = recording = run(model, inputs, forward, watched, size(inputs))
+    except (LapwingError, RuntimeError, TypeError, ValueError, IndexError):  # it may not take the table's new shape
+        return run(model, inputs, forward, watched)
+    if any(use.spread for use in noted):
+        with torch.no_grad(), without_compiled():
+            plain = call(model, inputs, forward)
+        tolerance = torch.finfo(plain.dtype).eps ** 0.5 * plain.abs().max().clamp_min(1.0)
+        if plain.shape != outputs.shape or not (plain - outputs).abs().max() <= tolerance:
+            return run(model, inputs, forward, watched)
+    return recording
+
+
+def wants_gradient(inputs: Any) -> bool:
+    """Whether the caller asks for results differentiable in the inputs."""
+    return torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors(inputs))
+
+
+def output_gradients(
+    outputs: Tensor, noted: Sequence[Noted], cotangents: Tensor | None, differentiable: bool, batched: bool = True
+) -> list[Tensor | None]:
+    """Computes the gradients of R cotangents at the outputs of the noted uses.
+
+    Args:
+        outputs: f (B, C) with its graph.
+        noted: the uses.
+        cotangents: u (B, C, R), or None for the C outputs themselves.
+        differentiable: keep the graph of the gradients.
+        batched: whether the cotangents may go back in one pass.
+
+    Returns:
+        g (R, *out.shape) a use; None where the use's output is f itself and the cotangents are its entries.
+
+    Cost: R backward passes of activations only, none for a use that is the output.
+    """
+    u = None if cotangents is None else cotangents.permute(2, 0, 1).to(outputs.dtype)  # (R, B, C)
+    chained = None if differentiable else chain_gradients(outputs, noted, u)
+    if chained is not None:
+        return chained
+    is_output = [use.is_output(outputs) for use in noted]
+    behind = [use for use, last in zip(noted, is_output, strict=True) if not last]
+    grads: list[Tensor] = []
+    if behind:
+        sent = u
+        if sent is None:
+            eye = torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
+            sent = eye.unsqueeze(1).expand(-1, *outputs.shape)
+        grads = _backward(outputs, behind, sent, differentiable, batched)
+    rest = iter(grads)
+    return [u if last else next(rest) for last in is_output]
+
+
+def _backward(outputs: Tensor, noted: Sequence[Noted], u: Tensor, differentiable: bool, batched: bool) -> list[Tensor]:
+    count = u.shape[0]
+    if not outputs.requires_grad:
+        return [use.out.new_zeros(count, *use.out.shape) for use in noted]
+    edges = [use.edge for use in noted]
+    options = {"retain_graph": True, "create_graph": differentiable, "allow_unused": True}
+    grads = None
+    if batched and count > 1 and count * sum(use.out.numel() for use in noted) <= BATCHED_BACKWARD:
+        grads = _batched_backward(outputs, edges, u, options)
+    if grads is None:
+        steps = list(zip(*[torch.autograd.grad(outputs, edges, row, **options) for row in u], strict=True))
+        grads = []
+        while steps:  # freed as they are joined
+            step = steps.pop(0)
+            grads.append(None if step[0] is None else torch.stack(step))
+    return [use.out.new_zeros(count, *use.out.shape) if g is None else g for g, use in zip(grads, noted, strict=True)]
+
+
+def _batched_backward(
+    outputs: Tensor, edges: list[GradientEdge], u: Tensor, options: dict
+) -> Sequence[Tensor | None] | None:
+    """Takes all cotangents back at once; None where an operation has no batching rule at all."""
+    try:
+        return torch.autograd.grad(outputs, edges, u.contiguous(), is_grads_batched=True, **options)
+    except RuntimeError:
+        return None

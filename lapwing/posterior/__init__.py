@@ -1,0 +1,12 @@
+"""The posterior and what belongs to it: prior, evidence, diagnosis, the file that it is saved to.
+
+It imports `prediction`, `likelihoods`, `covariance` and what is below them, never `methods`, `tuning` or `fitting`.
+Begin with `posterior.py`; `saving.py` and `loading.py` hold the file format over the container of `storage.py`.
+"""
+
+from __future__ import annotations
+
+from .loading import load
+from .posterior import Posterior
+
+__all__ = ["Posterior", "load"]

@@ -1,0 +1,172 @@
+"""A saved posterior, read again around the same trained network."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..contents import Unfit, check_json
+from ..covariance import COVARIANCES
+from ..errors import LapwingError, shown
+from ..likelihoods import BY_NAME, Likelihood, resolve
+from ..network.batches import Forward
+from ..network.eager import outside_modes
+from ..network.stamp import Stamp, fingerprint
+from ..tangent import Tangent
+from . import storage
+from .posterior import Posterior
+from .prior import Prior
+from .saving import HEADER, check_contents
+
+DTYPES = frozenset(str(value) for value in vars(torch).values() if isinstance(value, torch.dtype))
+
+
+@outside_modes
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    likelihood: Likelihood | None = None,
+    forward: Forward | None = None,
+    memory: int | None = None,
+) -> Posterior:
+    """Reads a posterior written by `Posterior.save`, around the same trained network.
+
+    Args:
+        path: the file.
+        model: the network with the weights of the fit, in eval mode.
+        likelihood: needed for one that is not built in.
+        forward: as in `lw.fit`, if it was given there.
+        memory: budget in bytes; 1 GiB when None.
+
+    Returns:
+        The posterior.
+
+    Raises:
+        LapwingError: for a damaged, foreign or newer file, one whose contents make no posterior, or a model with other
+            weights.
+
+    Cost: reading the file twice, and three sums over the network's weights; the network is not run, except for
+        subspaces whose directions do not fit the memory budget.
+
+    Example:
+        >>> import pathlib, tempfile, torch, lapwing as lw
+        >>> x, y = torch.randn(32, 4), torch.arange(32) % 3
+        >>> model = torch.nn.Linear(4, 3).eval()
+        >>> posterior = lw.fit(model, [(x, y)])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder) / "posterior.safetensors"
+        ...     posterior.save(path)
+        ...     again = lw.load(path, model)
+        >>> torch.equal(again.predict(x).probs, posterior.predict(x).probs)
+        True
+    """
+    if isinstance(path, nn.Module) or not isinstance(path, (str, os.PathLike)):
+        raise LapwingError(
+            f"Asked to load from a {type(path).__name__}; the path of a file and then the network are needed: write "
+            "lw.load('posterior.st', model)."
+        )
+    tensors, header = storage.read(path)
+    likelihood = None if likelihood is None else resolve(likelihood)
+    try:
+        return _rebuilt(path, tensors, header, model, likelihood, forward, memory)
+    except (LapwingError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # anybody may have written the file
+        what = str(error) if isinstance(error, Unfit) else f"its parts do not go together ({type(error).__name__})"
+        raise LapwingError(
+            f"The file {path} does not make a posterior of this version: {what}. Save it again with "
+            "posterior.save(path), or upgrade with pip install -U lapwing."
+        ) from error
+
+
+def _rebuilt(
+    path: str | os.PathLike[str],
+    tensors: dict[str, Tensor],
+    header: dict[str, Any],
+    model: nn.Module,
+    likelihood: Likelihood | None,
+    forward: Forward | None,
+    memory: int | None,
+) -> Posterior:
+    def part(prefix: str) -> dict[str, Tensor]:
+        return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+    check_json(header, HEADER, "the header")
+    if header["forward"] != (forward is not None):
+        raise LapwingError(
+            f"Asked to load {path} {'without' if forward is None else 'with'} forward=, found that the fit was made "
+            f"{'with' if forward is None else 'without'} it; the network must be called as in the fit: write "
+            f"lw.load(path, model{', forward=forward' if forward is None else ''})."
+        )
+    tangent = Tangent.from_json(header["tangent"], model, forward, memory)
+    _check_same(path, tangent, part("weights/"), header["dtypes"])
+    check_contents(tangent, tensors, header)
+    device = tangent.device
+    covariance = COVARIANCES[header["covariance"]["class"]].from_tensors(
+        tangent, {k: v.to(device) for k, v in part("covariance/").items()}, header["covariance"]["extra"]
+    )
+    saved = header["likelihood"]
+    if likelihood is None and saved["name"] not in BY_NAME:
+        raise LapwingError(
+            f"Asked to load {path}, found that the fit had a likelihood of your own, {saved['name']!r}; an instance of "
+            "it is needed: write lw.load(path, model, likelihood=...)."
+        )
+    likelihood = likelihood or resolve(saved["name"])
+    if likelihood.name != saved["name"]:
+        raise LapwingError(
+            f"Asked to load {path} with likelihood={shown(likelihood)}, found that the fit had a {saved['name']} "
+            "one; the likelihood of the fit is needed: leave it out, or give an instance of that class."
+        )
+    given, noise_given = header["given"]
+    means = part("prior_mean/")
+    mean = {block.name: means[block.name].to(device) for block in tangent.blocks}
+    none = torch.zeros(len(tangent.blocks), dtype=torch.float64, device=device)
+    prior = Prior(none if covariance.precision is None else covariance.precision, mean, given)
+    statistics = {name: value.to(device) for name, value in part("statistics/").items()}
+    likelihood = likelihood.with_noise_variance(saved["noise_variance"])
+    residual = likelihood.residual_variance(statistics)
+    fits = math.isfinite(float(likelihood.log_likelihood(statistics))) and (
+        residual is None or 0 <= residual < math.inf
+    )
+    if likelihood.needs_noise or not fits:
+        raise Unfit("its statistics or noise variance are not those of a fit")
+    return Posterior(
+        tangent, covariance, likelihood, prior, statistics,
+        header["samples"], header["data_factor"], header["temperature"], header["method"], noise_given,
+        Stamp.of(tangent.state()), part("history/"),
+    )  # fmt: skip
+
+
+def _check_same(
+    path: str | os.PathLike[str], tangent: Tangent, prints: dict[str, Tensor], dtypes: dict[str, str]
+) -> None:
+    """Raises where the network's state, treated or not, is not that of the fit."""
+    state, network = tangent.state(), type(tangent.model).__name__
+    check_json(dtypes, dict.fromkeys(prints, DTYPES), "the header/dtypes")
+    for name in (*prints, *state):
+        if name not in prints or name not in state:
+            raise LapwingError(
+                f"Asked to load {path} around {network}, found {name!r} only in the "
+                f"{'network' if name in state else 'file'}; the network of the fit is needed: build it with the same "
+                "options."
+            )
+        value, wanted = state[name], dtypes[name]
+        what = f"{name} {tuple(value.shape)}"
+        if str(value.dtype) != wanted:
+            raise LapwingError(
+                f"Asked to load {path} around {network}, found its {what} in {value.dtype}, where the fit had "
+                f"{wanted}; the dtype of the fit is needed: write model.to({wanted}), or fit again."
+            )
+        now = fingerprint(value)
+        if (now.shape, now.dtype) != (prints[name].shape, prints[name].dtype):
+            raise Unfit("the fingerprints of the network's weights are of another kind")
+        if not torch.allclose(now, prints[name], rtol=1e-6, atol=1e-12, equal_nan=True):
+            raise LapwingError(
+                f"Asked to load {path} around {network}, found other values in its {what}; the weights of the fit are "
+                "needed: load their checkpoint into the model first."
+            )

@@ -1,0 +1,217 @@
+"""Files: tensors and one JSON header in a safetensors file that carries a checksum of itself.
+
+A file is written under a temporary name and renamed, so that it is whole or not there. The checksum is the SHA-256 of
+all bytes of the file, its own 64 digits taken as zeros; nothing is read before it agrees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from ..errors import LapwingError
+
+FORMAT = 2
+KEY = "lapwing"
+"""The metadata that holds the JSON header."""
+
+BLANK = b"0" * 64
+"""What stands in the place of the checksum while it is computed."""
+
+CHECKSUM = re.compile(rb'(?<="lapwing":"{\\"sha256\\": \\")[0-9a-f]{64}(?=\\")')
+"""The checksum in a file's head, where the header comes first; quotation marks within its texts are escaped twice."""
+
+HEAD_BYTES = 100_000_000
+"""A safetensors file's head is no longer than this."""
+
+PIECE = 2**20
+"""So many bytes are read at once."""
+
+PREFIX = ".lapwing-"
+"""What names of temporary files begin with."""
+
+ABANDONED = 3600.0
+"""A temporary file that nothing was written to for so many seconds is what a killed process left."""
+
+
+def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    """Writes tensors and a JSON header; the file appears whole or not at all.
+
+    A link is followed, an existing file keeps its mode, and a new one gets the mode that the umask allows. Temporary
+    files that killed processes left in the folder more than an hour ago are removed.
+
+    Args:
+        path: where to.
+        tensors: by name; moved to the CPU.
+        header: JSON.
+
+    Raises:
+        LapwingError: if the file cannot be written there; an old one is kept.
+    """
+    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    text = json.dumps({"sha256": BLANK.decode(), "format": FORMAT, **header}, allow_nan=False)
+    data = memoryview(save(plain, {KEY: text}))
+    place = CHECKSUM.search(data)
+    assert place is not None
+    parts = data[: place.start()], hashlib.sha256(data).hexdigest().encode(), data[place.end() :]
+    try:
+        target, mode = _place(path)
+        _remove_abandoned(target.parent)
+        with _replacing(target, mode) as file:
+            for part in parts:
+                file.write(part)
+    except LapwingError:
+        raise
+    except (OSError, ValueError, TypeError) as error:  # NUL in a name is a ValueError
+        raise LapwingError(
+            f"The file {_shown(path)} cannot be written: {_reason(error)}. Pass the name of a file in a folder that "
+            "you may write to, such as 'posterior.safetensors'."
+        ) from error
+
+
+def _place(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
+    """Returns the file that a path leads to, and its mode, None where it does not exist yet."""
+    target = Path(os.path.realpath(Path(path)))
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        if not target.parent.is_dir():
+            raise LapwingError(
+                f"There is no folder {target.parent}. Create it with "
+                f"pathlib.Path({str(target.parent)!r}).mkdir(parents=True)."
+            ) from None
+        return target, None
+    if stat.S_ISDIR(mode):
+        raise LapwingError(
+            f"{target} is a folder. Pass the name of a file, such as {str(target / 'posterior.safetensors')!r}."
+        )
+    if not stat.S_ISREG(mode):
+        raise LapwingError(f"{target} is no ordinary file. Pass the name of a file, such as 'posterior.safetensors'.")
+    return target, stat.S_IMODE(mode)
+
+
+@contextlib.contextmanager
+def _replacing(target: Path, mode: int | None) -> Iterator[BinaryIO]:
+    """Opens a temporary file beside a file, which it replaces when all is written."""
+    temporary = target.parent / f"{PREFIX}{secrets.token_hex(8)}.tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    handle = os.open(temporary, flags, 0o666 if mode is None else mode & 0o777)
+    try:
+        with open(handle, "wb") as file:
+            yield file
+            if mode is not None:
+                os.chmod(temporary, mode)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    with contextlib.suppress(OSError):  # not every system opens folders
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Removes temporary files that killed processes left."""
+    with contextlib.suppress(OSError), os.scandir(folder) as found:
+        for entry in found:
+            if entry.name.startswith(PREFIX) and entry.name.endswith(".tmp") and entry.is_file(follow_symlinks=False):
+                with contextlib.suppress(OSError):
+                    if time.time() - entry.stat().st_mtime > ABANDONED:
+                        os.unlink(entry.path)
+
+
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Reads tensors and header, once the checksum agrees.
+
+    Raises:
+        LapwingError: for a file that is missing, damaged, foreign, or of another version's format.
+
+    Cost: the file is read twice, a mebibyte at a time for the checksum: about 1 s a gigabyte.
+    """
+    try:
+        path = Path(path)
+        if not path.is_file():
+            raise LapwingError(f"There is no file {_shown(path)}. Write it with posterior.save({str(path)!r}).")
+        with open(path, "rb") as file:
+            _check_sum(path, file)
+        with safe_open(str(path), "pt") as opened:
+            text = opened.metadata()[KEY]
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
+        header = json.loads(text, parse_constant=_no_number)
+        version = header["format"]
+        del header["sha256"]
+        if type(version) is not int or version < FORMAT:
+            raise ValueError("its format is unknown")
+    except LapwingError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
+        raise LapwingError(
+            f"The file {_shown(path)} cannot be read: {_reason(error)}. Pass a file that posterior.save(path) wrote."
+        ) from error
+    if version > FORMAT:
+        raise LapwingError(
+            f"The file {_shown(path)} has format {version}, newer than the {FORMAT} that this version reads. Install a "
+            "newer one with pip install -U lapwing."
+        )
+    return tensors, header
+
+
+def _check_sum(path: Path, file: BinaryIO) -> None:
+    """Raises for a file whose checksum is missing or does not agree with its bytes."""
+    start = file.read(8)
+    head = file.read(min(int.from_bytes(start, "little"), HEAD_BYTES))
+    found = CHECKSUM.findall(head)
+    if len(found) != 1:
+        origin = "has another origin than posterior.save(path), or is damaged. Pass the path of a saved posterior to "
+        origin += "lw.load(path, model)."
+        if b'"lapwing":' in head and not found:
+            origin = (
+                "was written by lapwing 0.1 before it had a checksum, or is damaged. Save the posterior again with "
+            )
+            origin += "posterior.save(path)."
+        raise LapwingError(f"The file {_shown(path)} {origin}")
+    digest = hashlib.sha256(start)
+    digest.update(CHECKSUM.sub(BLANK, head))
+    piece = bytearray(PIECE)
+    while count := file.readinto(piece):  # type: ignore[attr-defined]
+        digest.update(memoryview(piece)[:count])
+    if digest.hexdigest().encode() != found[0]:
+        raise LapwingError(
+            f"The file {_shown(path)} is damaged or truncated: its checksum does not agree with its contents. Save the "
+            "posterior again with posterior.save(path)."
+        )
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"its header holds {text}")
+
+
+def _shown(path: object) -> str:
+    """Returns a path as a message shows it: in one line, and not all of a very long one."""
+    text = str(path) if isinstance(path, (str, os.PathLike)) else repr(path)
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _reason(error: Exception) -> str:
+    """Returns what went wrong, in a few words."""
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return text.partition("\n")[0].rstrip(".")[:200]

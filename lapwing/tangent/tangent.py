@@ -1,0 +1,387 @@
+"""The tangent: a network surveyed once, then seen through its Jacobian chunk by chunk.
+
+`Tangent.survey` runs the network on the first batch, finds which parameters the layer families cover, checks them
+against autograd (the probe), and lays them out as blocks. `Tangent.records` then gives `Record`s: outputs and the block
+Jacobians of a chunk of samples, from which everything else in the library is contracted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..contents import Unfit, check_json, is_count
+from ..errors import LapwingError
+from ..jacobian.blocks import Block
+from ..linalg import accumulation_dtype
+from ..network import batches
+from ..network.batches import Forward
+from ..network.eager import LOCK, outside_modes, parameters_of, without_compiled
+from ..network.functional import call_with
+from ..network.gate import check_constant, check_inputs, check_recording, checked_memory, checked_network
+from ..network.module_state import modules_of
+from ..network.plan import Coverage, Covered, Plan
+from ..network.probe import probe
+from ..network.sample_axis import Attribution, Misplaced
+from ..network.selection import LastLayer, Predicate, everything
+from ..network.stamp import Stamp
+from ..network.tracing import run, wants_gradient
+from .record import Record
+
+log = logging.getLogger("lapwing")
+
+TANGENT = {
+    "blocks": lambda blocks: type(blocks) is list and len(blocks) > 0, "plan": dict, "reasons": [str],
+    "outputs": lambda outputs: is_count(outputs) and 0 < outputs < 2**31,
+}  # fmt: skip
+"""A tangent in a file."""
+
+Cotangents = Callable[[Tensor], Tensor] | Tensor | None
+
+
+@dataclass(frozen=True)
+class Tangent:
+    """A network and its treated parameters, ready to be contracted.
+
+    Attributes:
+        model: the uncompiled network, never written.
+        forward: how it is called, or None.
+        blocks: the treated parameters, in order of use.
+        coverage: which family covers each block, and why not where it is generic.
+        outputs: C.
+        memory: budget in bytes for one chunk.
+    """
+
+    model: nn.Module
+    forward: Forward | None
+    blocks: tuple[Block, ...]
+    plan: Plan = field(repr=False)
+    coverage: Coverage
+    outputs: int
+    memory: int
+
+    @classmethod
+    @outside_modes
+    def survey(
+        cls,
+        model: nn.Module,
+        inputs: Any,
+        params: Predicate | LastLayer = everything,
+        forward: Forward | None = None,
+        memory: int | None = None,
+        tell: bool = True,
+    ) -> Tangent:
+        """Runs the network on a few samples, finds and checks what covers each parameter.
+
+        Args:
+            model: a trained network in eval mode.
+            inputs: a first batch.
+            params: which parameters to treat.
+            forward: `forward(model, inputs)` where plain calling does not do.
+            memory: budget in bytes for one chunk; 1 GiB when None.
+            tell: warn of idle parameters and of needs above the budget.
+
+        Raises:
+            LapwingError: cases 1, 2, 5, 7, 10, 11, 12, 14 and 15 of bad input.
+
+        Cost: six forward passes, two of them on one sample and the others on at most four, and one more each for a
+            first batch of one sample, for the last layer, for treated parameters that are frozen, and for embeddings
+            that all samples share; at most four backward passes, whatever C.
+        """
+        memory = checked_memory(memory)
+        model = checked_network(model, isinstance(params, LastLayer))
+        parameters = parameters_of(model)
+        inputs = batches.plain(inputs, next(iter(parameters.values())).device)
+        batches.check_inputs(inputs, "the inputs of the first batch")
+        batches.check_lists(inputs)
+        before = Stamp.of(state_of(model))
+        surveyed = probe(model, parameters, inputs, params, forward, most=memory // 16, tell=tell)
+        check_constant(model, before.changed(state_of(model)))
+        tangent = cls(model, forward, surveyed.blocks, surveyed.plan, surveyed.coverage, surveyed.outputs, memory)
+        if tell:
+            tangent._tell_need()
+        return tangent
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns everything but the network and the budget, as JSON."""
+        return {"blocks": [asdict(b) for b in self.blocks], "plan": self.plan.to_json(), "outputs": self.outputs,
+                "reasons": [line.reason for line in self.coverage.lines]}  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: Any, model: nn.Module, forward: Forward | None, memory: int | None) -> Tangent:
+        """Rebuilds the tangent around a network, without running it.
+
+        Raises:
+            Unfit: for JSON of another form, or of parts that do not belong together.
+            LapwingError: if the network lacks one of the parameters, or has it in another shape.
+        """
+        memory = checked_memory(memory)
+        model = checked_network(model)
+        named = parameters_of(model)
+        check_json(data, TANGENT, "tangent")
+        blocks = tuple(Block.from_json(block) for block in data["blocks"])
+        names = [name for block in blocks for name in block.parameters]
+        if not len(data["reasons"]) == len(blocks) == len({block.name for block in blocks}) or len(set(names)) < len(
+            names
+        ):
+            raise Unfit("the blocks share names or parameters")
+        for block in blocks:
+            for name, shape in zip(block.parameters, block.shapes, strict=True):
+                found = tuple(named[name].shape) if name in named else "no such parameter"
+                if found != shape or not named[name].is_floating_point():
+                    raise LapwingError(
+                        f"The posterior is over a parameter {name} {shape}, and {type(model).__name__} has {found}. "
+                        "Build the network with the same options as in the fit."
+                    )
+        lines = tuple(
+            Covered(block.name, block.parameters, block.size, block.family, reason)
+            for block, reason in zip(blocks, data["reasons"], strict=True)
+        )
+        plan = Plan.from_json(data["plan"], blocks)
+        return cls(model, forward, blocks, plan, Coverage(lines), data["outputs"], memory)
+
+    @property
+    def size(self) -> int:
+        """P, the number of treated weights."""
+        return sum(block.size for block in self.blocks)
+
+    @cached_property
+    def parameters(self) -> dict[str, Tensor]:
+        """Name -> the model's own treated parameters (not copies)."""
+        named = parameters_of(self.model)
+        return {name: named[name] for block in self.blocks for name in block.parameters}
+
+    @cached_property
+    def named_blocks(self) -> dict[str, Block]:
+        """Name -> block."""
+        return {block.name: block for block in self.blocks}
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype that sums are kept in."""
+        return accumulation_dtype(next(iter(self.parameters.values())).dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(iter(self.parameters.values())).device
+
+    @cached_property
+    def explicit_size(self) -> int:
+        """The number of weights whose rows are always formed."""
+        return sum(block.size for block in self.blocks if self.plan.is_explicit(block))
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns what the outputs depend on, as `state_of` does."""
+        return state_of(self.model)
+
+    def mean(self) -> dict[str, Tensor]:
+        """Returns the trained weights as one vector a block (P_block,), in the accumulation dtype."""
+        parameters = {name: value.detach().to(self.dtype) for name, value in self.parameters.items()}
+        return {block.name: block.join(parameters) for block in self.blocks}
+
+    def call_with(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
+        """Runs the network, which is not written, with other values for some treated parameters.
+
+        Args:
+            values: name -> value.
+            inputs: B samples, all at once.
+
+        Returns:
+            Outputs (B, C), differentiable in both.
+        """
+        return call_with(self.model, self.forward, self.parameters, values, inputs, self.plan.unseen)
+
+    def outputs_of(self, inputs: Any) -> Tensor:
+        """Returns the network's outputs (B, C), without gradients, as many samples at once as fit the memory budget."""
+        parts = []
+        with torch.no_grad(), without_compiled():
+            for _, chunk in batches.chunks(inputs, self.chunk_length(1)):
+                outputs = batches.call(self.model, chunk, self.forward)
+                parts.append(outputs.detach().to(self.dtype))  # a scripted network may give them a graph all the same
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def record(
+        self,
+        inputs: Any,
+        cotangents: Cotangents = None,
+        dtype: torch.dtype | None = None,
+        checked: bool = False,
+    ) -> Record:
+        """Sees one chunk of samples through the Jacobian.
+
+        Args:
+            inputs: B samples.
+            cotangents: u (B, C, R), or a function of the outputs that gives it; the C outputs themselves when None.
+            dtype: contract in this dtype; the accumulation dtype when None.
+            checked: they are part of a batch that `check` has seen.
+
+        Returns:
+            A record; differentiable in the inputs where they require gradients.
+
+        Raises:
+            LapwingError: NaN or infinite inputs or outputs; a network that calls its layers in another order than on
+                the first batch.
+
+        Cost: one forward and R backward passes of activations; memory O(R) times the activations.
+        """
+        if not checked:
+            self.check(inputs)
+        return self._record(inputs, cotangents, dtype or self.dtype)
+
+    def check(self, inputs: Any) -> None:
+        """Raises for inputs that the network cannot be seen at, such as those that are not finite."""
+        check_inputs(self.model, inputs, self.plan.shared)
+
+    def _record(self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype) -> Record:
+        """Does what `record` says, for inputs that are checked."""
+        differentiable = wants_gradient(inputs)
+        named = self.parameters
+        watched = {name: named[name] for name in self.plan.watched}
+        spread = batches.size(inputs) if self.plan.spread else 1
+        frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
+        recording = run(self.model, inputs, self.forward, watched, spread, frozen)
+        check_recording(self.model, inputs, recording, self.outputs)
+        outputs, noted, samples, name = (
+            recording.outputs,
+            recording.noted,
+            len(recording.outputs),
+            type(self.model).__name__,
+        )
+        kinds = tuple([use.use.kind for use in noted])
+        uses = self.plan.uses_in([use.names for use in noted], kinds, samples, name)
+        if not all(use.reached for use in noted):  # no gradient there, of whatever shape
+            uses = {key: [use for use in found if noted[use[0]].reached] or found for key, found in uses.items()}
+        self._attribution.check(recording, uses, name)
+        if callable(cotangents):
+            cotangents = cotangents(outputs if differentiable else outputs.detach())
+        return Record(self, inputs, outputs, noted, uses, cotangents, dtype, differentiable)
+
+    def tell_alone(self, error: Misplaced) -> None:
+        """Warns once that samples are taken one by one."""
+        self._attribution.tell_alone(error)
+
+    @cached_property
+    def _attribution(self) -> Attribution:
+        return Attribution()
+
+    def records(
+        self, inputs: Any, cotangents: Cotangents = None, dtype: torch.dtype | None = None, rows_held: int = 0
+    ) -> Iterator[tuple[slice, Record]]:
+        """Yields records of consecutive chunks of samples that fit the memory budget.
+
+        Args:
+            inputs: B samples.
+            cotangents: as in `record`; a function, or None (a tensor cannot be cut along).
+            dtype: as in `record`.
+            rows_held: further numbers that the caller holds a sample, in units of `dtype`.
+        """
+        self.check(inputs)
+        for part, chunk in batches.chunks(inputs, self.chunk_length(cotangents, dtype, rows_held)):
+            try:
+                record = self._record(chunk, cotangents, dtype or self.dtype)
+            except Misplaced as error:
+                self.tell_alone(error)
+            else:
+                yield part, record
+                continue
+            for n in range(part.stop - part.start):
+                alone = self._record(batches.take(chunk, slice(n, n + 1)), cotangents, dtype or self.dtype)
+                yield slice(part.start + n, part.start + n + 1), alone
+
+    def chunk_length(
+        self, cotangents: Cotangents | int = None, dtype: torch.dtype | None = None, rows_held: int = 0
+    ) -> int:
+        """Returns how many samples fit the memory budget at once, at least one; `cotangents` may be their count."""
+        return max(1, self.memory // self.bytes_per_sample(cotangents, dtype, rows_held))
+
+    def _tell_need(self) -> None:
+        """Warns where one output at one position of a sample exceeds the budget; mentions where the whole sample does.
+
+        The network's own activations, and their gradients for one output, are not counted: no choice here changes them.
+        """
+        name, budget = type(self.model).__name__, self.memory / 2**20
+        least, whole = self.plan.least(self.blocks) * self.dtype.itemsize, self.bytes_per_sample()
+        if least > self.memory:
+            log.warning(
+                "One sample of %s needs about %.0f MiB even for one output and one position at a time, more than the "
+                "budget of %.0f MiB, and will exceed it; pass memory=%d, or fewer parameters, such as "
+                "params=lw.last_layer.",
+                name, least / 2**20, budget, 2 ** (least - 1).bit_length(),
+            )  # fmt: skip
+        elif whole > self.memory:
+            log.info(
+                "One sample of %s needs about %.0f MiB in one piece (C = %d), more than the budget of %.0f MiB: its "
+                "layers, outputs and positions are taken a few at a time; memory=%d would take them at once.",
+                name, whole / 2**20, self.outputs, budget, 2 ** (whole - 1).bit_length(),
+            )  # fmt: skip
+
+    def bytes_per_sample(
+        self, cotangents: Cotangents | int = None, dtype: torch.dtype | None = None, rows_held: int = 0
+    ) -> int:
+        """Estimates the bytes held for one sample of a record and its largest contraction; arguments as above."""
+        count = cotangents if isinstance(cotangents, int) else getattr(cotangents, "columns", self.outputs)
+        numbers = (
+            self.plan.numbers_per_sample(count, cotangents is not None) + 3 * count * self.explicit_size + rows_held
+        )
+        return numbers * (dtype or self.dtype).itemsize
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns what a network's outputs depend on: name -> every parameter, every saved real or complex buffer."""
+    plain = type(model).named_parameters is nn.Module.named_parameters
+    parameters = {} if plain else parameters_of(model)
+    buffers: dict[str, Tensor] = {}
+    met = set()  # a tied parameter counts under its first name
+    with LOCK:
+        for prefix, module in modules_of(model):
+            for name, value in module._parameters.items() if plain else ():
+                if value is not None and id(value) not in met:
+                    met.add(id(value))
+                    parameters[prefix + name] = value
+            for name, buffer in module._buffers.items():
+                if buffer is None or name in module._non_persistent_buffers_set:
+                    continue
+                if buffer.is_floating_point() or buffer.is_complex():
+                    buffers[prefix + name] = buffer
+    return {**parameters, **buffers}
+
+
+def coverage(
+    model: nn.Module, batch: Any, params: Predicate | LastLayer = everything, forward: Forward | None = None
+) -> Coverage:
+    """Says which layer family treats each parameter, and why the generic one treats the rest.
+
+    Args:
+        model: a network in eval mode.
+        batch: a batch of inputs, or of (inputs, targets) as a loader yields them in a dict.
+        params: which parameters.
+        forward: as in `lw.fit`.
+
+    Returns:
+        A report that prints as a table.
+
+    Raises:
+        LapwingError: for bad input.
+
+    Cost: that of a survey: six to ten forward passes and at most four backward passes, on at most four samples.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 3)).eval()
+        >>> report = lw.coverage(model, torch.randn(8, 4))
+        >>> [(line.block, line.weights, line.family) for line in report.lines]
+        [('0', 25, 'linear'), ('1', 10, 'norm'), ('2', 18, 'linear')]
+        >>> report.generic  # `print(report)` shows all of it as a table
+        ()
+    """
+    inputs = batches.inputs_of(batch) if isinstance(batch, Mapping) else batch
+    if batches.size(inputs) == 0:
+        raise LapwingError(f"The batch {batches.describe(inputs)} has no samples. Pass one with at least one sample.")
+    return Tangent.survey(model, inputs, params, forward).coverage

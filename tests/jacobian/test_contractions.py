@@ -1,0 +1,240 @@
+"""Every contraction of every network of the zoo against the dense Jacobian of `torch.func.jacrev`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lapwing as lw
+from lapwing import tangent as tn
+from lapwing.jacobian.jacobian import SumOfUses, Weighting
+from lapwing.jacobian.layers.embedding import OneHot
+from lapwing.jacobian.outer import Outer
+from lapwing.jacobian.strips import Strips
+from lapwing.linalg import add_squares, mirrored
+from lapwing.network import batches
+from tests import oracle
+from tests.zoo import ZOO
+
+EVERY = tn.matching("*")
+
+
+def survey(case, samples: int = 5, params=EVERY):
+    model = case.build()
+    x = case.inputs(samples, 1)
+    return model, x, tn.Tangent.survey(model, x, params)
+
+
+def dense(model, x, tangent) -> torch.Tensor:
+    """The oracle's Jacobian (B, C, P), columns in the order of the tangent's blocks."""
+    names = [name for block in tangent.blocks for name in block.parameters]
+    jacobian = oracle.jacobian(model, x, names)
+    sizes = [tangent.parameters[name].numel() for name in names]
+    parts = dict(zip(names, jacobian.split(sizes, -1), strict=True))
+    shaped = {n: p.unflatten(-1, tangent.parameters[n].shape) for n, p in parts.items()}
+    return torch.cat([block.join(shaped) for block in tangent.blocks], -1)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_rows_equal_jacrev(name):
+    model, x, tangent = survey(ZOO[name])
+    record = tangent.record(x)
+    expected = dense(model, x, tangent)
+    torch.testing.assert_close(record.rows(), expected, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(record.outputs, oracle.outputs(model, x).reshape(record.outputs.shape))
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
+
+
+def check_contractions(jacobian, rows: torch.Tensor, theirs, their_rows: torch.Tensor) -> None:
+    """Every contraction of a block against products with its rows J (B, R, P), and with those of another record."""
+    size = rows.shape[-1]
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(2, size, dtype=torch.float64, generator=generator) + 0.1
+    vectors = torch.randn(4, size, dtype=torch.float64, generator=generator)
+    weighted = [(rows * w) @ rows.mT for w in weights]
+    flat, centred = rows.flatten(0, 1), rows - rows.mean(1, keepdim=True)
+    close(jacobian.rows(), rows)
+    close(jacobian.weighted_gram(weights[0]), weighted[0])
+    close(torch.stack(jacobian.weighted_grams(list(weights))), torch.stack(weighted))
+    if isinstance(jacobian, Outer):
+        scale = jacobian.input_scale(Weighting(weights[0]))
+        close((jacobian.g * scale.unsqueeze(1)) @ jacobian.g.mT, weighted[0])
+        norms = jacobian.scaled_norms(jacobian.input_scale(Weighting(w)) for w in weights)
+        close(torch.stack(norms), torch.stack(jacobian.weighted_norms(weights)))
+    plain, without_mean = jacobian.weighted_norms(list(weights))
+    close(plain, torch.stack([(rows.square() * w).sum(-1) for w in weights]))
+    close(without_mean, torch.stack([(centred.square() * w).sum(-1) for w in weights]))
+    close(jacobian.squared_sum(), rows.square().sum((0, 1)))
+    close(jacobian.squared_norm(), rows.square().sum())
+    close(jacobian.sum_rows(), rows.sum(0))
+    close(jacobian.jvp(vectors), rows @ vectors.T)
+    close(jacobian.joint_weighted_gram(weights[0], jacobian).flatten(2).flatten(0, 1), (flat * weights[0]) @ flat.T)
+    close(
+        jacobian.joint_weighted_gram(weights[0], theirs).flatten(2).flatten(0, 1),
+        (flat * weights[0]) @ their_rows.flatten(0, 1).T,
+    )
+    close(jacobian.gram(theirs).flatten(2).flatten(0, 1), flat @ their_rows.flatten(0, 1).T)
+    close(theirs.gram(jacobian).flatten(2).flatten(0, 1), their_rows.flatten(0, 1) @ flat.T)
+    close(jacobian.gram(jacobian).flatten(2).flatten(0, 1), flat @ flat.T)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_contractions_equal_dense_products(name):
+    case = ZOO[name]
+    model, x, tangent = survey(case)
+    other = case.inputs(3, 7)
+    dense_other = dense(model, other, tangent).split([block.size for block in tangent.blocks], -1)
+    u = torch.randn(5, case.outputs, 2, dtype=torch.float64)
+    for cotangents in (None, u):
+        record, second = tangent.record(x, cotangents), tangent.record(other)
+        for block, their_rows in zip(tangent.blocks, dense_other, strict=True):
+            jacobian = record[block.name]
+            check_contractions(jacobian, jacobian.rows(), second[block.name], their_rows)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "attention", "vit", "tied"])
+def test_chunks_and_order_do_not_matter(name):
+    case = ZOO[name]
+    _, x, tangent = survey(case, 7)
+    whole = tangent.record(x).rows()
+    small = torch.cat([tangent.record(c).rows() for _, c in batches.chunks(x, 3)])
+    torch.testing.assert_close(small, whole, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_products_with_vectors_by_either_mode(name, monkeypatch):
+    """K = 1 direction and C > 2 outputs take forward mode; both modes equal the dense product, cotangents applied."""
+    case = ZOO[name]
+    model, x, tangent = survey(case)
+    vectors = {b.name: torch.randn(1, b.size, dtype=torch.float64) for b in tangent.blocks}
+    flat = torch.cat(list(vectors.values()), -1)
+    jacobian, calls = dense(model, x, tangent), []
+    plain = tn.chunk.forward_products
+
+    def noted(*args):
+        found = plain(*args)
+        calls.append(found is not None)
+        return found
+
+    monkeypatch.setattr(tn.chunk, "forward_products", noted)
+    u = torch.randn(5, case.outputs, 4, dtype=torch.float64)
+    for cotangents, rows in ((None, jacobian), (u, u.mT @ jacobian)):
+        found = tangent.record(x, cotangents).jvp(vectors)
+        torch.testing.assert_close(found, rows @ flat.T, rtol=1e-8, atol=1e-9)
+    assert len(calls) == 1 + (case.outputs > 2)
+    if name in ("mlp", "cnn_bn_inplace", "attention", "vit", "mha", "residual_block"):
+        assert all(calls)
+
+
+class SoftAndHardTokens(torch.nn.Module):
+    """One table read by token and multiplied with soft tokens: two uses of one layout, of two families."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
+        self.head = torch.nn.Linear(4, 3).double()
+
+    def forward(self, tokens: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:
+        hard = torch.nn.functional.embedding(tokens, self.table).mean(1)
+        return self.head(torch.tanh(hard + soft @ self.table))
+
+
+def test_a_table_used_by_two_families():
+    model = SoftAndHardTokens().eval()
+    inputs = (torch.randint(6, (5, 3)), torch.randn(5, 6, dtype=torch.float64))
+    tangent = tn.Tangent.survey(model, inputs, EVERY)
+    assert not tangent.coverage.generic
+    torch.testing.assert_close(tangent.record(inputs).rows(), dense(model, inputs, tangent), rtol=1e-9, atol=1e-10)
+    posterior = lw.fit(model, [(*inputs, torch.randint(3, (5,)))], lw.KFAC(), params=EVERY, tune=None)
+    assert posterior.latent(inputs).variance.min() > 0
+
+
+def shared(batch: int, cotangents: int, positions: int, groups: int, outputs: int, inputs: int) -> tn.SharedOuter:
+    a = torch.randn(batch, positions, groups, inputs, dtype=torch.float64)
+    g = torch.randn(batch, cotangents, positions, groups, outputs, dtype=torch.float64)
+    return tn.SharedOuter(Strips.whole(a, g))
+
+
+def summed(form) -> torch.Tensor:
+    """J (B, R, P) by the defining sum over positions."""
+    ((a, g),) = form.strips
+    return torch.einsum("nrtgo,ntgi->nrgoi", g, a).flatten(2)
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize("slice_bytes", [2**24, 3000, 1])
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        ((3, 2, 4, 1, 5, 6), (4, 3, 7, 1, 5, 6)),
+        ((3, 2, 4, 3, 2, 5), (2, 1, 6, 3, 2, 5)),
+        ((1, 1, 1, 2, 3, 2), (5, 4, 3, 2, 3, 2)),
+        ((2, 5, 9, 1, 1, 1), (3, 2, 1, 1, 1, 1)),
+    ],
+)
+def test_ntk_blocks_by_rows_and_by_positions(mine, theirs, slice_bytes, by_rows, monkeypatch):
+    """Both ways, whatever the cost formula says: sequences of other lengths, groups, and slices down to one number."""
+    monkeypatch.setattr(tn.SharedOuter, "_rows_are_cheaper", lambda *_: by_rows)
+    first, second = shared(*mine).within(slice_bytes), shared(*theirs).within(slice_bytes)
+    wanted = torch.einsum("nrp,mqp->nrmq", summed(first), summed(second))
+    close(first.gram(second), wanted)
+    close(second.gram(first), wanted.permute(2, 3, 0, 1))
+    close(first.gram(first), torch.einsum("nrp,mqp->nrmq", summed(first), summed(first)))
+
+
+@pytest.mark.parametrize("slice_bytes", [2**24, 500, 1])
+def test_ntk_blocks_of_mixed_kinds(slice_bytes):
+    """Pairs of all forms that blocks of one shape can take, cut into slices of their own."""
+    outputs, inputs = 3, 4
+    size = outputs * inputs
+    outer = tn.Outer(torch.randn(2, inputs).double(), torch.randn(2, 3, outputs).double(), outputs)
+    last = tn.Outer(torch.randn(4, inputs).double(), None, outputs)
+    hot = OneHot(torch.randint(inputs, (3, 5)), torch.randn(3, 2, 5, outputs).double(), inputs)
+    forms = [outer, last, hot, shared(5, 2, 3, 1, outputs, inputs), tn.Rows(torch.randn(2, 2, size).double())]
+    forms.append(SumOfUses([shared(3, 2, 2, 1, outputs, inputs), tn.Rows(torch.randn(3, 2, size).double())]))
+    for first in forms:
+        for second in forms:
+            mine, theirs = first.within(slice_bytes), second.within(slice_bytes)
+            close(mine.gram(theirs), torch.einsum("nrp,mqp->nrmq", mine.rows(), theirs.rows()))
+
+
+def test_the_cheaper_way_to_an_ntk_block_is_taken():
+    """A wide convolution with few positions goes by positions, a narrow one with many goes by rows."""
+    few, many = shared(8, 1, 4, 1, 64, 289), shared(8, 1, 64, 1, 4, 9)
+    assert not few._rows_are_cheaper(few)
+    assert many._rows_are_cheaper(many)
+    many_outputs = shared(8, 60, 4, 1, 8, 9)
+    assert many_outputs._rows_are_cheaper(many_outputs)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("size", [1, 128, 129, 300])
+def test_symmetric_products_by_their_lower_triangles(size, groups):
+    """What has been added twice, mirrored, is the whole product."""
+    first, second = torch.randn(2, groups, 7, size, dtype=torch.float64)
+    sums = torch.zeros(groups, size, size, dtype=torch.float64)
+    add_squares(sums, first)
+    add_squares(sums, second)
+    close(mirrored(sums), first.mT @ first + second.mT @ second)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("first", ["samples", "cotangents"])
+@pytest.mark.parametrize("size", [5, 128, 300])
+def test_a_layer_adds_the_factors_it_returns(size, first, bias):
+    """By triangles and whole, gradients in either order of memory, the bias's row apart."""
+    g = torch.randn(4, 2, 140).double()
+    g = g if first == "samples" else g.transpose(0, 1).contiguous().transpose(0, 1)
+    form = tn.Outer(torch.randn(4, size).double(), g, 140, bias)
+    sums = torch.zeros(1, size + bias, size + bias).double(), torch.zeros(1, 140, 140).double()
+    assert form.add_kronecker_factors(False, *sums) == 4
+    a = form.a.double()
+    close(mirrored(sums[0]), (a.T @ a)[None])
+    close(mirrored(sums[1]), torch.einsum("nro,nrp->op", g, g)[None])
+    for found, wanted in zip(form.kronecker_factors(False), (mirrored(sums[0]), mirrored(sums[1])), strict=False):
+        close(found, wanted)
+    basis, turn = torch.randn(1, size + bias, size + bias).double(), torch.randn(1, 140, 140).double()
+    close(form.rotate(basis, turn).rows(), torch.einsum("nro,op,ni,ij->nrpj", g, turn[0], a, basis[0]).flatten(2))

@@ -1,0 +1,250 @@
+"""Any number of outputs within the memory budget: groups of blocks and slices of cotangents change no number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.tangent.test_contractions import SoftAndHardTokens, check_contractions, close, dense, survey
+from torch import Tensor, nn
+
+import lapwing as lw
+from benchmarks.measure import LiveBytes
+from lapwing import tangent as tn
+from lapwing.jacobian.jacobian import MatrixJacobian
+from lapwing.jacobian.sliced import Sliced, grouped
+from tests.zoo import ZOO
+
+EVERY = lw.matching("*")
+NETWORKS = (
+    "mlp", "mlp_scalar", "cnn_bn_inplace", "grouped_strided_conv", "conv1d", "attention", "mha_seq_first", "gpt2",
+    "tied", "embedding_bag_of_tokens", "shared_module", "functional_reuse", "custom_parameter", "lstm", "all_frozen",
+)  # fmt: skip
+
+
+def heaviest(record: tn.Record) -> int:
+    """The most numbers that one block holds and needs."""
+    return max(sum(record._load(block)) for block in record._tangent.blocks)
+
+
+def with_budget(tangent: tn.Tangent, inputs: Any, cotangents: Any, part: float) -> tn.Tangent:
+    """The tangent with so many bytes as a part of what the heaviest block of a record needs."""
+    return replace(tangent, memory=int(8 * part * heaviest(tangent.record(inputs, cotangents))))
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [(name, part) for name in NETWORKS for part in (1.0, 0.4)]
+    + [(name, 0.02) for name in ("mlp", "cnn_bn_inplace", "tied", "shared_module")],
+)
+def test_contractions_with_a_tiny_budget(name: str, part: float) -> None:
+    """All cotangents of the heaviest block fit, a few of them do, or one: rows are then held a few at a time, too."""
+    case = ZOO[name]
+    model, x, tangent = survey(case, samples=3)
+    other = case.inputs(2, 7)
+    columns = [block.size for block in tangent.blocks]
+    u = torch.randn(3, case.outputs, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plain, theirs = dense(model, x, tangent), dense(model, other, tangent).split(columns, -1)
+    for cotangents, rows in ((None, plain), (u, u.mT @ plain), (u[..., :1], u[..., :1].mT @ plain)):
+        small = with_budget(tangent, x, cotangents, part)
+        record, second, whole = small.record(x, cotangents), small.record(other), tangent.record(x, cotangents)
+        assert part == 1.0 or len(record._groups) > 1
+        kinds = set()
+        for block, wanted, their_rows in zip(tangent.blocks, rows.split(columns, -1), theirs, strict=True):
+            jacobian = record[block.name]
+            kinds.add(type(jacobian))
+            check_contractions(jacobian, wanted, second[block.name], their_rows)
+            if isinstance(jacobian, MatrixJacobian) and block.matrix is not None:
+                _check_kronecker(jacobian, whole[block.name])
+        assert (Sliced in kinds) == (part < 1 and record.cotangents > 1)
+        close(record.rows(), rows)
+        vectors = {b.name: torch.randn(5, b.size, dtype=torch.float64) for b in tangent.blocks}
+        close(record.jvp(vectors), rows @ torch.cat(list(vectors.values()), -1).T)
+
+
+def _check_kronecker(jacobian: MatrixJacobian, whole: Any) -> None:
+    """Factors and rotations are those of the whole block."""
+    for reduce in (False, True):
+        found, wanted = jacobian.kronecker_factors(reduce), whole.kronecker_factors(reduce)
+        close(found[0], wanted[0])
+        close(found[1], wanted[1])
+        assert found[2] == wanted[2]
+    inputs, outputs = (torch.linalg.eigh(matrix)[1] if matrix.ndim == 3 else None for matrix in wanted[:2])
+    found, wanted = jacobian.rotate(inputs, outputs), whole.rotate(inputs, outputs)
+    weights = torch.rand(whole.size, dtype=torch.float64)
+    close(found.weighted_gram(weights), wanted.weighted_gram(weights))
+    close(found.squared_sum(), wanted.squared_sum())
+    close(found.joint_weighted_gram(weights, found), wanted.joint_weighted_gram(weights, wanted))
+
+
+def test_a_table_of_two_families_with_a_tiny_budget() -> None:
+    model = SoftAndHardTokens().eval()
+    inputs = (torch.randint(6, (3, 3)), torch.randn(3, 6, dtype=torch.float64))
+    tangent = tn.Tangent.survey(model, inputs, EVERY)
+    record = with_budget(tangent, inputs, None, 0.4).record(inputs)
+    rows = dense(model, inputs, tangent).split([block.size for block in tangent.blocks], -1)
+    found = {name: record[name] for name in record}
+    assert any(isinstance(jacobian, Sliced) for jacobian in found.values())
+    for jacobian, wanted in zip(found.values(), rows, strict=True):
+        check_contractions(jacobian, wanted, jacobian, wanted)
+
+
+def test_blocks_may_be_asked_for_in_any_order() -> None:
+    case = ZOO["cnn_bn_inplace"]
+    model, x, tangent = survey(case)
+    small = with_budget(tangent, x, None, 1.0)
+    names = [block.name for block in tangent.blocks]
+    wanted = dict(zip(names, dense(model, x, tangent).split([b.size for b in tangent.blocks], -1), strict=True))
+    record = small.record(x)
+    kept = {name: record[name] for name in reversed(names)}
+    for name in (*names, *reversed(names)):
+        close(record[name].rows(), wanted[name])
+        close(kept[name].rows(), wanted[name])
+
+
+def test_derivatives_in_the_inputs_ignore_the_budget() -> None:
+    case = ZOO["mlp"]
+    _, x, tangent = survey(case)
+    found = []
+    for chosen in (tangent, replace(tangent, memory=8)):
+        leaf = x.clone().requires_grad_()
+        record = chosen.record(leaf)
+        sum(record[name].squared_norm() for name in record).backward()
+        found.append(leaf.grad)
+    close(*found)
+    assert found[0].abs().max() > 0
+
+
+def test_groups_are_consecutive_and_as_long_as_fits() -> None:
+    loads = [(3, 12), (3, 12), (100, 400), (1, 4), (1, 4), (1, 4)]
+    assert grouped(loads, 18) == [range(0, 2), range(2, 3), range(3, 6)]
+    assert grouped(loads, 17) == [range(0, 1), range(1, 2), range(2, 3), range(3, 6)]
+    assert grouped(loads, 5) == [range(i, i + 1) for i in range(6)]
+    assert grouped(loads, 10**6) == [range(0, 6)]
+
+
+def test_what_fits_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One set of backward passes where everything fits; each group once in a sweep where it does not."""
+    _, x, tangent = survey(ZOO["cnn_bn_inplace"])
+    calls: list[int] = []
+    plain = tn.chunk.output_gradients
+    monkeypatch.setattr(tn.chunk, "output_gradients", lambda *args: calls.append(len(args[1])) or plain(*args))
+    record = tangent.record(x)
+    for name in (*record, *record):
+        record[name].squared_sum()
+    assert calls == [3]
+    record, calls[:] = with_budget(tangent, x, None, 1.0).record(x), []
+    for name in record:
+        record[name].squared_sum()
+    assert len(calls) == len(record._groups) > 1
+
+
+METHODS = [
+    lw.KFAC(), lw.EKFAC(), lw.KFAC(weight_sharing="reduce", uncovered="dense"), lw.Diagonal(),
+    lw.ELLA(rank=6, rows=12), lw.ELLA(rank=6, rows=12, residual="prior"), lw.Full(form="primal"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "attention", "tied", "embedding_bag_of_tokens"])
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_fits_and_predictions_with_a_tiny_budget(name: str, method: lw.Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records have room for a few hundred numbers; what methods may hold for themselves is not limited."""
+    case = ZOO[name]
+    model, x, y = case.build(), case.inputs(9, 1), case.targets(9, 1)
+    fit = lambda: lw.fit(model, [(x[:5], y[:5]), (x[5:], y[5:])], method, params=EVERY, prior_precision=2.0)  # noqa: E731
+    whole, test = fit(), case.inputs(4, 2)
+    wanted, joint = whole.latent(test), whole.latent(test, joint=True)
+    sliced: list[int] = []
+    init, row_slices = tn.Record.__init__, Sliced.row_slices
+
+    def tiny(self: tn.Record, *args: Any) -> None:
+        init(self, *args)
+        self._limit, self._slice_bytes = 100 if name == "mlp" else 500, 500
+
+    def noted(self: Sliced) -> Any:
+        sliced.append(self.size)
+        return row_slices(self)
+
+    monkeypatch.setattr(tn.Record, "__init__", tiny)
+    monkeypatch.setattr(Sliced, "row_slices", noted)
+    small = fit()
+    close(small.covariance.to_dense(), whole.covariance.to_dense())
+    close(small.latent(test).covariance, wanted.covariance)
+    close(small.latent(test).variance, wanted.variance)
+    close(small.latent(test, joint=True).covariance, joint.covariance)
+    close(torch.tensor(small.log_marginal_likelihood()), torch.tensor(whole.log_marginal_likelihood()))
+    if not isinstance(method, (lw.ELLA, lw.Full)):
+        assert sliced
+
+
+class Tokens(nn.Module):
+    """Many positions and many outputs, with a layer of every family."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(100, 32), nn.LayerNorm(32)
+        self.conv, self.mix = nn.Conv1d(32, 32, 3, padding=1), nn.Linear(32, 48)
+        self.head = nn.Linear(48, outputs)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.norm(self.embed(tokens))
+        h = h + torch.relu(self.conv(h.mT).mT)
+        return self.head(torch.tanh(self.mix(h)).mean(1))
+
+
+@pytest.mark.parametrize("power", [24, pytest.param(25, marks=pytest.mark.slow)])
+def test_the_peak_of_many_outputs_at_many_positions(power: int) -> None:
+    """400 outputs at 1024 positions: one sample's gradients are 225 MiB, 14 times the smallest budget."""
+    torch.manual_seed(0)
+    model, x = Tokens(400).eval(), torch.randint(100, (2, 1024))
+    tangent = tn.Tangent.survey(model, x, EVERY, memory=2**power)
+    assert tangent.bytes_per_sample() > 20 * tangent.memory
+    found: dict[str, Tensor] = {}
+    with torch.no_grad(), LiveBytes() as live:
+        for _, record in tangent.records(x[:1]):
+            for name in record:
+                jacobian = record[name]
+                found[name] = jacobian.weighted_gram(torch.ones(jacobian.size))
+                if name == "conv":
+                    found["squares"] = jacobian.squared_sum()
+                    inputs, outputs, _ = jacobian.kronecker_factors(False)
+                    rotated = jacobian.rotate(torch.linalg.eigh(inputs)[1], torch.linalg.eigh(outputs)[1])
+                    found["rotated"] = rotated.weighted_gram(torch.ones(jacobian.size))
+    held = sum(value.numel() * value.element_size() for value in found.values())
+    assert live.peak - held < 2 * tangent.memory, f"{(live.peak - held) / tangent.memory:.2f} times the budget"
+    whole = replace(tangent, memory=2**34).record(x[:1])["conv"]
+    wanted = whole.weighted_gram(torch.ones(whole.size))
+    scale = float(wanted.abs().max())
+    torch.testing.assert_close(found["conv"], wanted, rtol=1e-3, atol=1e-5 * scale)
+    torch.testing.assert_close(found["rotated"], wanted, rtol=1e-3, atol=1e-5 * scale)
+    squares = whole.squared_sum()
+    torch.testing.assert_close(found["squares"], squares, rtol=1e-3, atol=1e-5 * float(squares.max()))
+
+
+class Wide(nn.Module):
+    """A wide layer at a few positions: its rows are many more than its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.head = nn.Linear(256, 256), nn.Linear(256, 400)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mix(x)).mean(1))
+
+
+@pytest.mark.parametrize("positions", [4, 64])
+def test_the_peak_of_many_outputs_of_a_wide_layer(positions: int) -> None:
+    """Its rows, 100 MiB, are held a few at a time; with 4 positions the gradients fit, and slices of rows must, too."""
+    torch.manual_seed(0)
+    model, x = Wide().eval(), torch.randn(1, positions, 256)
+    tangent = tn.Tangent.survey(model, x, EVERY, memory=2**24)
+    with torch.no_grad(), LiveBytes() as live:
+        jacobian = tangent.record(x)["mix"]
+        gram, squares = jacobian.weighted_gram(torch.ones(jacobian.size)), jacobian.squared_sum()
+    assert isinstance(jacobian, Sliced) == (positions == 64)
+    held = gram.numel() * gram.element_size() + squares.numel() * squares.element_size()
+    assert live.peak - held < 2 * tangent.memory, f"{(live.peak - held) / tangent.memory:.2f} times the budget"
+    wanted = replace(tangent, memory=2**34).record(x)["mix"].weighted_gram(torch.ones(jacobian.size))
+    torch.testing.assert_close(gram, wanted, rtol=1e-3, atol=1e-5 * float(wanted.abs().max()))

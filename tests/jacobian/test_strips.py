@@ -1,0 +1,331 @@
+"""One large sample within the memory budget: strips of positions change no number, and hold what they should."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.tangent.test_contractions import check_contractions, close, dense, shared, summed, survey
+from tests.tangent.test_sliced import METHODS, _check_kronecker
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import lapwing as lw
+from benchmarks.measure import LiveBytes
+from lapwing import tangent as tn
+from lapwing.jacobian import strips
+from lapwing.jacobian.jacobian import MatrixJacobian
+from lapwing.jacobian.layers import norm
+from lapwing.jacobian.layers.conv import unfold, window
+from lapwing.jacobian.strips import Strips, at, boxes
+from lapwing.network.tracing import output_gradients
+from tests.zoo import ZOO
+
+EVERY, SLOW = lw.matching("*"), pytest.mark.slow
+NETWORKS = (
+    "cnn_bn_inplace", "grouped_strided_conv", "conv1d", "attention", "mha_seq_first", "gpt2", "vit", "tied",
+    "residual_block", "embedding_bag_of_tokens", "shared_module", "functional_reuse",
+)  # fmt: skip
+
+
+def with_boxes_of(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Every layer takes at most so many positions at a time, whatever the budget."""
+    for module in (strips, norm):
+        monkeypatch.setattr(module, "boxes", lambda grid, _: boxes(grid, most))
+
+
+@pytest.mark.parametrize("grid", [(), (1,), (7,), (3, 4), (2, 3, 5), (0,), (3, 0)])
+@pytest.mark.parametrize("most", [0, 1, 2, 4, 5, 12, 100])
+def test_boxes_cover_the_grid_once(grid: tuple[int, ...], most: int) -> None:
+    places = torch.arange(torch.Size(grid).numel()).reshape(grid)
+    parts = [at(places, box, 0).flatten() for box in boxes(grid, most)]
+    assert sorted(torch.cat(parts).tolist()) == places.flatten().tolist()
+    assert max(len(part) for part in parts) <= max(1, most)
+
+
+@pytest.mark.parametrize(("kernel", "stride", "padding", "dilation"), [
+    ((3, 3), (1, 1), (1, 1), (1, 1)), ((3, 2), (2, 3), (1, 0), (1, 1)), ((1, 1), (1, 1), (2, 1), (1, 1)),
+    ((3, 3), (1, 2), (4, 2), (2, 3)), ((2,), (3,), (0,), (1,)), ((2, 1, 2), (1, 1, 2), (1, 0, 1), (1, 1, 1)),
+])  # fmt: skip
+@pytest.mark.parametrize("most", [1, 3, 8])
+def test_windows_give_the_patches_of_their_positions(
+    kernel: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...], most: int
+) -> None:
+    """Windows that lie in the padding alone are among them."""
+    x = torch.randn(2, 3, *(8, 7, 6)[: len(kernel)])
+    pairs = [(p, p) for p in padding]
+    sizes = zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)
+    grid = [(size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes]
+    whole = unfold(x, kernel, stride, pairs, dilation).unflatten(1, grid)
+    for box in boxes(grid, most):
+        seen, rest = window(x, box, kernel, stride, pairs, dilation)
+        assert torch.equal(unfold(seen, kernel, stride, rest, dilation), at(whole, box, 1).flatten(1, len(grid)))
+
+
+@pytest.mark.parametrize("most", [1, 3])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_contractions_by_strips(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One position at a time, or three: every contraction equals the product with autograd's rows."""
+    case = ZOO[name]
+    model, x, tangent = survey(case, samples=3)
+    other = case.inputs(2, 7)
+    columns = [block.size for block in tangent.blocks]
+    u = torch.randn(3, case.outputs, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plain, theirs = dense(model, x, tangent), dense(model, other, tangent).split(columns, -1)
+    for cotangents, rows in ((None, plain), (u, u.mT @ plain)):
+        whole = tangent.record(x, cotangents)
+        wholes = {block.name: whole[block.name] for block in tangent.blocks}
+        with monkeypatch.context() as patch:
+            with_boxes_of(patch, most)
+            record, second = tangent.record(x, cotangents), tangent.record(other)
+            cut = 0
+            for block, wanted, their_rows in zip(tangent.blocks, rows.split(columns, -1), theirs, strict=True):
+                jacobian = record[block.name]
+                check_contractions(jacobian, wanted, second[block.name], their_rows)
+                if isinstance(jacobian, MatrixJacobian) and block.matrix is not None:
+                    _check_kronecker(jacobian, wholes[block.name])
+                cut += isinstance(jacobian, tn.SharedOuter) and len(jacobian.strips) > 1
+    assert cut or name in NETWORKS[-3:]
+
+
+@pytest.mark.parametrize("slice_bytes", [2**24, 3000, 1])
+@pytest.mark.parametrize("cuts", [(1, 1), (2, 5), (4, 1)])
+def test_ntk_blocks_by_pairs_of_strips(
+    cuts: tuple[int, int], slice_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Position Grams of two sides cut differently, and cut again where a table of positions exceeds a slice."""
+    monkeypatch.setattr(tn.SharedOuter, "_rows_are_cheaper", lambda *_: False)
+    first, second = shared(3, 2, 6, 2, 3, 4), shared(2, 3, 9, 2, 3, 4)
+    forms = [
+        tn.SharedOuter(_cut(form.strips, most)).within(slice_bytes)
+        for form, most in zip((first, second), cuts, strict=True)
+    ]
+    wanted = torch.einsum("nrp,mqp->nrmq", summed(first), summed(second))
+    close(forms[0].gram(forms[1]), wanted)
+    close(forms[1].gram(forms[0]), wanted.permute(2, 3, 0, 1))
+    close(forms[0].gram(forms[0]), torch.einsum("nrp,mqp->nrmq", summed(first), summed(first)))
+
+
+def _cut(strips: Strips, most: int) -> Strips:
+    makers = [lambda strip=strip: strip for strip in strips.finer(most)]
+    return Strips(makers, strips.shape, strips.dtype)
+
+
+def test_several_strips_are_made_anew_and_one_is_held() -> None:
+    made: list[int] = []
+
+    def part(box: strips.Box) -> strips.Strip:
+        made.append(box[0].stop - box[0].start)
+        count = made[-1]
+        return torch.ones(1, count, 1, 2), torch.ones(1, 1, count, 1, 3)
+
+    shape = (1, 1, 1, 3, 2)
+    one = tn.SharedOuter(Strips.cut(part, (6,), shape, torch.float32, 6 * 13))
+    one.squared_sum(), one.sum_rows()
+    assert made == [6]
+    made.clear()
+    several = tn.SharedOuter(Strips.cut(part, (6,), shape, torch.float32, 4 * 13))
+    assert not made
+    several.squared_sum(), several.sum_rows()
+    assert made == [4, 2, 4, 2]
+    assert one.positions == several.positions == 6
+
+
+def image_network() -> nn.Module:
+    """Convolutions with stride, dilation and groups, and three norms."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 4, 3, dilation=2, groups=2),
+        nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 3, 3, stride=3, padding=2), nn.LayerNorm(6), nn.Tanh(),
+        nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 3),
+    )  # fmt: skip
+
+
+class Text(nn.Module):
+    """A long sequence through layers of every family."""
+
+    def __init__(self, outputs: int, width: int) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(7, width, padding_idx=0), nn.LayerNorm(width)
+        self.conv, self.mix = nn.Conv1d(width, width, 3, padding=1), nn.Linear(width, 2 * width)
+        self.head = nn.Linear(2 * width, outputs)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.norm(self.embed(tokens))
+        h = h + torch.relu(self.conv(h.mT).mT)
+        return self.head(torch.tanh(self.mix(h)).mean(1))
+
+
+LARGE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "image": (image_network, lambda: torch.randn(3, 2, 20, 20, dtype=torch.float64)),
+    "text": (lambda: Text(3, 4), lambda: torch.randint(7, (3, 90))),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_posteriors_with_a_budget_below_one_sample(
+    name: str, method: lw.Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fits and predictions of one sample at a time, with room for 600 numbers, against the oracle and all at once."""
+    torch.manual_seed(0)
+    make, inputs = LARGE[name]
+    model, x = make().double().eval(), inputs()
+    data = [(x[:1], torch.tensor([1])), (x[1:2], torch.tensor([0]))]
+    fit = lambda: lw.fit(model, data, method, params=EVERY, prior_precision=2.0)  # noqa: E731
+    whole, test = fit(), x[2:]
+    strips: list[int] = []
+    init, cut = tn.Record.__init__, Strips.cut
+
+    def tiny(self: tn.Record, *args: Any) -> None:
+        init(self, *args)
+        self._limit, self._slice_bytes = 600, 600
+
+    def noted(*args: Any) -> Strips:
+        strips.append(len(found := cut(*args)))
+        return found
+
+    monkeypatch.setattr(tn.Record, "__init__", tiny)
+    monkeypatch.setattr(Strips, "cut", noted)
+    small = fit()
+    assert max(strips) > 5
+    strips.clear()
+    latent = small.latent(test)
+    close(small.covariance.to_dense(), whole.covariance.to_dense())
+    close(latent.covariance, whole.latent(test).covariance)
+    close(latent.variance, whole.latent(test).variance)
+    close(small.latent(test, joint=True).covariance, whole.latent(test, joint=True).covariance)
+    rows = dense(model, test, small.tangent)
+    close(latent.covariance, rows @ small.covariance.to_dense() @ rows.mT)
+    assert max(strips) > 5 or isinstance(method, (lw.ELLA, lw.Full))
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_one_output_and_derivatives_in_the_inputs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C = 1 by strips; a record that is differentiable in its inputs takes all positions at once."""
+    torch.manual_seed(0)
+    make, inputs = LARGE[name]
+    model, x = make().double().eval(), inputs()[:1]
+    tangent = tn.Tangent.survey(model, x, EVERY)
+    u = torch.randn(1, 3, 1, dtype=torch.float64)
+    record = replace(tangent, memory=3000).record(x, u)
+    close(record.rows(), u.mT @ dense(model, x, tangent))
+    if name == "image":
+        found = []
+        for chosen in (tangent, replace(tangent, memory=3000)):
+            leaf = x.clone().requires_grad_()
+            record = chosen.record(leaf)
+            sum(record[block].squared_norm() for block in record).backward()
+            found.append(leaf.grad)
+        close(*found)
+
+
+def test_repeated_tokens_are_merged_to_as_many_as_there_are() -> None:
+    case = Text(2, 4).double().eval()
+    tokens = torch.randint(7, (3, 50), dtype=torch.int32)
+    tangent = tn.Tangent.survey(case, tokens, lw.matching("embed*"))
+    jacobian = tangent.record(tokens)["embed"]
+    assert jacobian.g.shape == (3, 2, 7, 4)
+    close(jacobian.rows(), dense(case, tokens, tangent))
+
+
+class Built(LiveBytes):
+    """Counts what is made within the block, and not the storage of what it is given and views."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._known:
+                storage = leaf.untyped_storage()
+                key = storage._cdata
+                self._known[key] = weakref.ref(storage, lambda _, key=key: self._known.pop(key, None))
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+def picture() -> nn.Module:
+    """A small network for large images."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=4), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 10),
+    )  # fmt: skip
+
+
+HUGE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "image": (picture, lambda: torch.randn(1, 3, 256, 256)),
+    "larger image": (picture, lambda: torch.randn(1, 3, 512, 512)),
+    "text": (lambda: Text(10, 64), lambda: torch.randint(7, (1, 30_000))),
+}
+
+
+def contractions(jacobian: tn.BlockJacobian) -> dict[str, Callable[[], Any]]:
+    """Every contraction of a block."""
+    weights = torch.ones(jacobian.size)
+    found: dict[str, Callable[[], Any]] = {
+        "weighted_gram": lambda: jacobian.weighted_gram(weights),
+        "weighted_norms": lambda: jacobian.weighted_norms([weights]),
+        "joint": lambda: jacobian.joint_weighted_gram(weights, jacobian),
+        "squared_sum": jacobian.squared_sum,
+        "squared_norm": jacobian.squared_norm,
+        "sum_rows": jacobian.sum_rows,
+        "jvp": lambda: jacobian.jvp(torch.ones(1, jacobian.size)),
+        "many jvp": lambda: jacobian.jvp(torch.ones(200, jacobian.size)),
+        "gram": lambda: jacobian.gram(jacobian),
+    }
+    if isinstance(jacobian, MatrixJacobian):
+        factors = jacobian.kronecker_factors(False)
+        inputs, outputs = (torch.linalg.eigh(m)[1] if m.ndim == 3 else None for m in factors[:2])
+        found["factors"] = lambda: jacobian.kronecker_factors(False)
+        found["reduced factors"] = lambda: jacobian.kronecker_factors(True)
+        found["rotated"] = lambda: jacobian.rotate(inputs, outputs).weighted_gram(weights)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "power"),
+    [("image", 24), ("text", 24), pytest.param("text", 26, marks=SLOW)]
+    + [pytest.param("larger image", power, marks=SLOW) for power in (24, 26)],
+)
+def test_the_peak_of_one_large_sample(name: str, power: int, caplog: pytest.LogCaptureFixture) -> None:
+    """What each contraction builds for one output is below twice the budget, activations and their gradients aside."""
+    torch.manual_seed(0)
+    make, inputs = HUGE[name]
+    model, x = make().eval(), inputs()
+    with caplog.at_level("WARNING", "lapwing"):
+        tangent = tn.Tangent.survey(model, x, EVERY, memory=2**power)
+    assert not caplog.records
+    assert tangent.bytes_per_sample(1) > 2 * tangent.memory
+    record, cut = tangent.record(x, torch.randn(1, 10, 1)), 0
+    for block in record:
+        jacobian = record[block]
+        cut += isinstance(jacobian, tn.SharedOuter) and len(jacobian.strips) > 1
+        for key, contraction in contractions(jacobian).items():
+            with torch.no_grad(), Built() as built:
+                contraction()
+            assert built.peak < 2 * tangent.memory, f"{block} {key}: {built.peak / tangent.memory:.2f} times the budget"
+    assert cut >= 2
+
+
+@pytest.mark.parametrize("name", ["image", "text", pytest.param("larger image", marks=SLOW)])
+@pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC()], ids=str)
+def test_the_peak_of_a_posterior_of_one_large_sample(
+    name: str, method: lw.Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside what the network itself takes for a forward pass and one output's backward pass; the survey aside."""
+    torch.manual_seed(0)
+    make, inputs = HUGE[name]
+    model, x = make().eval(), inputs()
+    surveyed = tn.Tangent.survey(model, x, EVERY, memory=2**24)
+    with LiveBytes() as network:
+        record = surveyed.record(x)
+        gradients = output_gradients(record._graph, record._noted, torch.ones(1, 10, 1), False)
+    del record, gradients
+    monkeypatch.setattr(tn.Tangent, "survey", lambda *_: surveyed)
+    with LiveBytes() as fitting:
+        posterior = lw.fit(model, [(x, torch.tensor([1]))], method, params=EVERY, prior_precision=1.0, memory=2**24)
+    with LiveBytes() as predicting:
+        posterior.latent(x)
+    for live in (fitting, predicting):
+        beside = (live.peak - network.peak) / 2**24
+        assert beside < 2, f"{beside:.2f} times the budget beside the network's {network.peak >> 20} MiB"

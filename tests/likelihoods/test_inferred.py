@@ -1,0 +1,151 @@
+"""What a loader's targets mean where no likelihood is given, and whether the network's outputs suit it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import lapwing as lw
+from lapwing.evaluation import sensitivity
+from lapwing.likelihoods.inferred import LOOKED_AT, inferred_likelihood
+
+SOFT = torch.tensor([[0.2, 0.8], [0.5, 0.5], [1.0, 0.0]])
+LABELS = {
+    "binary": (torch.tensor([0.0, 1.0, 1.0, 0.0]), ["all 0 or 1 in float32", "'bernoulli'", "'gaussian'", "y.long()"]),
+    "binary column": (torch.tensor([[0.0], [1.0]], dtype=torch.bfloat16), ["all 0 or 1 in bfloat16", "'bernoulli'"]),
+    "several labels": (torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.0, 1.0]]), ["all 0 or 1", "'bernoulli'"]),
+    "one-hot": (torch.eye(3)[[0, 2, 1, 0]], ["one-hot rows of shape (4, 3)", "y.argmax(1)", "'gaussian'"]),
+    "soft": (SOFT, ["sum to one", "(3, 2)", "y.argmax(1)"]),
+    "soft in bfloat16": (torch.rand(9, 10).softmax(1).bfloat16(), ["sum to one", "bfloat16"]),
+}
+REAL = {
+    "counts": torch.tensor([0.0, 1.0, 2.0, 1.0]),
+    "zeros": torch.zeros(4, 1),
+    "shares in one column": torch.tensor([[0.2], [0.8]]),
+    "nearly one-hot": torch.tensor([[0.0, 1.0], [0.3, 0.9]]),
+    "signed rows that sum to one": torch.tensor([[2.0, -1.0], [0.5, 0.5]]),
+    "not finite": torch.tensor([0.0, 1.0, float("nan")]),
+}
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_labels_as_floats_are_no_regression(name: str) -> None:
+    targets, parts = LABELS[name]
+    model = nn.Linear(2, targets[0].numel()).to(targets.dtype).eval()
+    x = torch.randn(len(targets), 2, dtype=targets.dtype)
+    with pytest.raises(lw.LapwingError) as caught:
+        lw.fit(model, [(x, targets)])
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+    assert lw.fit(model, [(x, targets)], likelihood="gaussian").likelihood.name == "gaussian"
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_targets_are_a_regression(name: str) -> None:
+    assert inferred_likelihood(REAL[name], [(REAL[name], REAL[name])]).name == "gaussian"
+
+
+def test_all_batches_decide() -> None:
+    """A first batch of one real target that happens to be 0 or 1 says nothing; nor does one of ones alone."""
+    x, y = torch.randn(40, 2), torch.randint(0, 2, (40, 1)).float()
+    singles = DataLoader(list(zip(x, y, strict=True)), batch_size=1)
+    with pytest.raises(lw.LapwingError, match="all 0 or 1"):
+        lw.fit(nn.Linear(2, 1).eval(), singles)
+    y[30] = 0.5
+    assert lw.fit(nn.Linear(2, 1).eval(), singles, tune=None).likelihood.name == "gaussian"
+    rows = [(x[:1], torch.tensor([[0.0, 1.0]])), (x[1:3], torch.tensor([[1.0, 1.0], [0.0, 0.0]]))]
+    with pytest.raises(lw.LapwingError, match="all 0 or 1"):  # not one-hot, as the first batch has it
+        lw.fit(nn.Linear(2, 2).eval(), rows)
+
+
+class _Endless(IterableDataset):
+    def __init__(self) -> None:
+        self.shown = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            self.shown += 1000
+            yield torch.zeros(1000, 2), torch.arange(1000.0).remainder(2)
+
+
+def test_a_stream_without_end_is_looked_at_for_a_while() -> None:
+    stream = _Endless()
+    with pytest.raises(lw.LapwingError, match="all 0 or 1"):
+        lw.fit(nn.Linear(2, 1).eval(), DataLoader(stream, batch_size=None))
+    assert stream.shown < 2 * LOOKED_AT
+
+
+def test_a_loader_of_real_targets_is_not_gone_through_to_infer() -> None:
+    class Once(list):
+        def __iter__(self) -> Any:
+            raise AssertionError("the first batch is enough")
+
+    assert inferred_likelihood(torch.randn(3, 1), Once()).name == "gaussian"
+
+
+def test_other_entries_infer_in_the_same_way() -> None:
+    x, y = torch.randn(20, 2), torch.arange(20.0).remainder(2)[:, None]
+    model = nn.Linear(2, 1).eval()
+    states = [{name: value + 0.1 * i for name, value in model.state_dict().items()} for i in range(3)]
+    with pytest.raises(lw.LapwingError, match="all 0 or 1"):
+        lw.SWAG.from_snapshots(states, [(x, y)], model=model)
+    with pytest.raises(lw.LapwingError, match="all 0 or 1"):
+        sensitivity(model, x, y)
+
+
+# --- outputs that are probabilities already --------------------------------------------------------------------------
+
+
+def _classifier(*end: nn.Module) -> tuple[nn.Sequential, Tensor, Tensor]:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3), *end).eval()
+    return model, torch.randn(30, 4), torch.arange(30) % 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_softmax_at_the_end_is_refused(dtype: torch.dtype) -> None:
+    model, x, y = _classifier(nn.Softmax(1))
+    model, x = model.to(dtype), x.to(dtype)
+    with pytest.raises(lw.LapwingError, match=r"sum to one.*model\[:-1\]\(inputs\).*model\(inputs\).log\(\)"):
+        lw.fit(model, [(x, y)])
+    fitted = lw.fit(model, [(x, y)], forward=lambda model, inputs: model[:-1](inputs))  # the lines that it says
+    assert fitted.likelihood.name == "categorical"
+    lw.fit(model, [(x, y)], forward=lambda model, inputs: model(inputs).log())
+    assert lw.fit(model, [(x, x[:, :3])]).likelihood.name == "gaussian"  # a regression on anything
+
+
+def test_a_softmax_at_the_end_is_refused_beside_snapshots() -> None:
+    model, x, y = _classifier(nn.Softmax(1))
+    states = [{name: value + 0.1 * i for name, value in model.state_dict().items()} for i in range(3)]
+    with pytest.raises(lw.LapwingError, match="sum to one"):
+        lw.SWAG.from_snapshots(states, [(x, y)], model=model)
+
+
+def test_log_softmax_at_the_end_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """`J` is multiplied by `I - 1 pᵀ`, which Λ and class probabilities do not see."""
+    model, x, y = _classifier(nn.LogSoftmax(1))
+    model, x = model.double(), x.double()
+    with_it, without = (lw.fit(network, [(x, y)], lw.Full(), prior_precision=0.5) for network in (model, model[:-1]))
+    assert not caplog.records
+    torch.testing.assert_close(with_it.predict(x).probs, without.predict(x).probs, rtol=1e-9, atol=1e-12)
+    assert float(with_it.log_marginal_likelihood()) == pytest.approx(float(without.log_marginal_likelihood()), rel=1e-9)
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_a_sigmoid_at_the_end_is_warned_of_once(outputs: int, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, outputs), nn.Sigmoid()).eval()
+    x = torch.randn(60, 4)
+    y = torch.randint(2, (60, 1)).bool() if outputs == 1 else torch.arange(60) % 3
+    loader = [(x[:30], y[:30]), (x[30:], y[30:])]
+    with caplog.at_level(logging.WARNING, "lapwing"):
+        lw.fit(model, loader)
+        assert len([r for r in caplog.records if "between 0 and 1" in r.getMessage()]) == 1
+        caplog.clear()
+        lw.fit(model, loader, forward=lambda model, inputs: model(inputs).logit())
+        lw.fit(nn.Linear(4, outputs).eval(), [(x[:1], y[:1])])  # a few outputs may lie anywhere
+        lw.fit(model, [(x, torch.randn(60, outputs))])
+    assert not [r for r in caplog.records if "between 0 and 1" in r.getMessage()]

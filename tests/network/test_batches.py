@@ -1,0 +1,297 @@
+"""Batches: the structures that loaders yield, slices of them, and how the network is called."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import lapwing as lw
+from lapwing.network import batches
+from tests import oracle
+from tests.zoo import ZOO
+
+X, Z, Y = torch.randn(6, 4), torch.randn(6, 2), torch.arange(6)
+Pair = namedtuple("Pair", ["image", "label"])
+
+
+@pytest.mark.parametrize(
+    ("batch", "inputs"),
+    [
+        ((X, Y), X),
+        ([X, Y], X),
+        (Pair(X, Y), X),
+        ((X, Z, Y), (X, Z)),
+        ([X, Z, Y], (X, Z)),
+        (((X, Z), Y), (X, Z)),
+        (({"a": X}, Y), {"a": X}),
+        ({"x": X, "labels": Y}, {"x": X}),
+        ({"x": X, "z": Z, "label": Y}, {"x": X, "z": Z}),
+        (OrderedDict(x=X, targets=Y), {"x": X}),
+        (UserDict({"x": X, "y": Y}), {"x": X}),
+        ({"x": X, "y": Z, "labels": Y}, {"x": X, "y": Z}),  # the first of the keys is the label
+    ],
+)
+def test_split(batch: Any, inputs: Any) -> None:
+    found, targets = batches.split(batch)
+    assert targets is Y
+    assert type(found) is type(inputs)
+    leaves = zip(batches.tensors(found), batches.tensors(inputs), strict=True)
+    assert all(one is other for one, other in leaves)
+
+
+@pytest.mark.parametrize(
+    ("batch", "inputs"),
+    [
+        (X, X), ([X], X), ((X,), X), ((X, Y), X), ((X, Z, Y), (X, Z)), (((X, Z), Y), (X, Z)), ({"a": X}, {"a": X}),
+        ({"a": X, "labels": Y}, {"a": X}),
+    ],
+)  # fmt: skip
+def test_inputs_of(batch: Any, inputs: Any) -> None:
+    found = batches.inputs_of(batch)
+    assert all(a is b for a, b in zip(batches.tensors(found), batches.tensors(inputs), strict=True))
+    assert type(found) is type(inputs)
+
+
+def test_is_loader() -> None:
+    assert batches.is_loader([X])
+    assert batches.is_loader(iter([X]))
+    assert batches.is_loader(DataLoader(TensorDataset(X), batch_size=2))
+    assert not any(batches.is_loader(x) for x in (X, (X, Z), {"x": X}, UserDict({"x": X}), 3, None))
+
+
+def test_take_cuts_along_the_batch_and_passes_on_the_rest() -> None:
+    mask = torch.ones(4, 4)
+    inputs = {"x": X, "nested": [Z, (Y, "text")], "mask": mask, "flag": True, "scale": torch.tensor(2.0), "none": None}
+    taken = batches.take(inputs, slice(1, 3))
+    assert torch.equal(taken["x"], X[1:3])
+    assert torch.equal(taken["nested"][0], Z[1:3])
+    assert torch.equal(taken["nested"][1][0], Y[1:3])
+    assert taken["nested"][1][1] == "text"
+    assert taken["mask"] is mask
+    assert (taken["flag"], taken["none"], float(taken["scale"])) == (True, None, 2.0)
+    rows = torch.tensor([5, 0, 0])
+    assert torch.equal(batches.take((X, Z), rows)[1], Z[rows])
+
+
+def test_lists_of_texts_are_cut_with_the_samples_and_those_of_numbers_are_shared() -> None:
+    x = torch.arange(4.0)
+    inputs = {"x": x, "box": [3, 1, 2, 0], "texts": ["a", "b", "c", "d"], "few": ["a", "b"], "pair": (7, 7, 7, 7)}
+    cut = batches.take(inputs, slice(1, 3))
+    assert (cut["box"], cut["texts"], cut["few"], cut["pair"]) == ([3, 1, 2, 0], ["b", "c"], ["a", "b"], (7, 7, 7, 7))
+    assert batches.take(inputs, torch.tensor([3, 0]))["texts"] == ["d", "a"]
+    parts = [part["texts"] for _, part in batches.chunks(inputs, 3)]
+    assert parts == [["a", "b", "c"], ["d"]]
+
+
+def test_a_list_of_as_many_numbers_as_samples_is_refused_in_the_first_batch() -> None:
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, box: Any) -> Tensor:
+            return self.head(x * torch.tensor(box).reshape(-1)[0])
+
+    torch.manual_seed(0)
+    model, x, y = Scaling().eval(), torch.randn(6, 3), torch.arange(6) % 2
+    with pytest.raises(lw.LapwingError, match=r"a list of 6 entries beside 6 samples.* torch.tensor\(numbers\)"):
+        lw.fit(model, [((x, [2.0] * 6), y)], prior_precision=1.0)
+    posterior = lw.fit(model, [((x, [2.0] * 4), y)], lw.KFAC(), prior_precision=1.0)
+    whole = posterior.latent((x, [2.0] * 4)).variance
+    torch.testing.assert_close(posterior.latent((x[:4], [2.0] * 4)).variance, whole[:4])
+    torch.testing.assert_close(lw.fit(model, [((x, (2.0,) * 6), y)], lw.KFAC(), prior_precision=1.0).latent(
+        (x, (2.0,) * 6)).variance, whole)  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 6, 100])
+def test_chunks_cover_every_sample_once(length: int) -> None:
+    parts = list(batches.chunks((X, Z), length))
+    assert torch.equal(torch.cat([chunk[0] for _, chunk in parts]), X)
+    assert [rows.stop for rows, _ in parts][-1] == 6
+    assert all(chunk[1].shape[0] == rows.stop - rows.start <= length for rows, chunk in parts)
+    whole = UserDict({"x": X})
+    if length >= 6:
+        assert next(iter(batches.chunks(whole, length)))[1] is whole  # the user's own object where nothing is cut
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        torch.ones(2), (torch.ones(2), [torch.zeros(1), None, True, 2, 0.5, float("inf"), '["tensor"]', ()]),
+        {"x": torch.ones(2), "options": {"deep": [{"deeper": (torch.ones(1), "text")}], 3: "three"}, "none": []},
+        OrderedDict(x=torch.ones(2)), UserDict(x=torch.ones(2)),
+    ],
+)  # fmt: skip
+def test_inputs_are_flattened_and_put_together_again(inputs: Any) -> None:
+    leaves, nest = batches.flatten(inputs)
+    assert batches.count_tensors(nest) == len(leaves)
+    again = batches.unflatten(leaves, nest)
+    assert repr(again) == repr(dict(inputs) if isinstance(inputs, (OrderedDict, UserDict)) else inputs)
+
+
+def test_what_cannot_be_kept_is_not_flattened() -> None:
+    for inputs in ({"x": object()}, namedtuple("Two", "a b")(torch.ones(1), 2), {("a", "b"): torch.ones(1)}):
+        with pytest.raises(lw.LapwingError, match=r"cannot be kept.*forward="):
+            batches.flatten(inputs)
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        "[]", "3", "{}", '"tensor"', '["tensor", 1]', '["value"]', '["value", [1]]', '["tuple", 3]',
+        '["set", ["tensor"]]',
+        '["dict", ["x"]]', '["dict", [null, ["tensor"]]]', '["dict", [["x"], ["tensor"]]]', '["list"]', '["tuple", '
+        '["tensor"], ["tensor"]]', "[",
+    ],
+)  # fmt: skip
+def test_texts_of_another_form_make_no_inputs(nest: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 (JSON's own among them)
+        batches.unflatten([torch.ones(1)], nest)
+
+
+def test_describe_names_structures_and_shapes() -> None:
+    text = batches.describe({"x": X, "more": [Z, (Y, "a")], "n": None})
+    expected = (
+        "dict(x=Tensor (6, 4) float32, more=list(Tensor (6, 2) float32, tuple(Tensor (6,) int64, str)), n=NoneType)"
+    )
+    assert text == expected
+
+
+def test_call_by_structure() -> None:
+    class Two(nn.Module):
+        def forward(self, left: Tensor, right: Tensor) -> Tensor:
+            return left[:, :2] - right
+
+    for inputs in ((X, Z), [X, Z], {"left": X, "right": Z}, {"right": Z, "left": X}):
+        assert torch.equal(batches.call(Two(), inputs), X[:, :2] - Z)
+    assert torch.equal(batches.call(Two(), X, lambda model, x: model(x, Z)), X[:, :2] - Z)
+
+
+def test_call_reads_outputs() -> None:
+    class Out:
+        logits = X
+
+    model = nn.Identity()
+    for out in (X, Out(), {"logits": X, "loss": None}):
+        assert batches.call(model, X, lambda model, x, out=out: out) is X
+    assert batches.call(model, X, lambda model, x: x[:, 0]).shape == (6, 1)
+
+
+# --- the same posterior however the data come ------------------------------------------------------------------------
+def same(one: lw.Posterior, other: lw.Posterior, x: Any) -> None:
+    torch.testing.assert_close(one.latent(x).covariance, other.latent(x).covariance)
+    assert one.samples == other.samples
+    torch.testing.assert_close(one.log_marginal_likelihood(), other.log_marginal_likelihood())
+
+
+class Streaming(IterableDataset):
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __iter__(self) -> Any:
+        return zip(self.x, self.y, strict=True)
+
+
+@pytest.mark.parametrize("method", [lw.KFAC(), lw.EKFAC(), lw.Full(), lw.ELLA(rank=4, rows="all")], ids=str)
+def test_loaders_and_batch_sizes_do_not_matter(method: lw.Method) -> None:
+    case = ZOO["mlp"]
+    model, x, y = case.build(), case.inputs(11, 0), case.targets(11, 0)
+    options = {"prior_precision": 2.0}
+    whole = lw.fit(model, [(x, y)], method, **options)
+    loaders: list[Any] = [
+        [(x[:4], y[:4]), (x[4:8], y[4:8]), (x[8:], y[8:])],
+        [(x[:1], y[:1])] + [(x[i : i + 1], y[i : i + 1]) for i in range(1, 11)],  # one sample at a time
+        [(x[:10], y[:10]), (x[10:], y[10:])],  # an uneven last batch
+        [(x[:6], y[:6]), (x[:0], y[:0]), (x[6:], y[6:])],  # an empty batch within
+        ((x, y),),
+        DataLoader(TensorDataset(x, y), batch_size=4),
+        DataLoader(TensorDataset(x, y), batch_size=3, shuffle=True),
+        DataLoader(Streaming(x, y), batch_size=4),
+    ]
+    for loader in loaders:
+        if isinstance(method, lw.ELLA) and getattr(loader, "sampler", None).__class__.__name__ == "RandomSampler":
+            continue  # its rows are picked by place, and every pass shuffles anew
+        same(lw.fit(model, loader, method, **options), whole, x)
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp", "cnn_bn_inplace", "mha_seq_first", "embedding_bag_of_tokens", "conv1d", "lstm"]
+)
+def test_a_first_batch_of_one_sample(name: str) -> None:
+    """Alone it cannot show where layers hold the batch: the same answer, or a sentence that says so."""
+    case = ZOO[name]
+    model, x, y = case.build(), case.inputs(6, 0), case.targets(6, 0)
+    whole = lw.fit(model, [(x, y)], lw.KFAC(), prior_precision=1.0)
+    try:
+        split = lw.fit(model, [(x[:1], y[:1]), (x[1:], y[1:])], lw.KFAC(), prior_precision=1.0)
+    except lw.LapwingError as error:
+        assert "put a larger batch first" in str(error)  # noqa: PT017
+    else:
+        same(split, whole, x)
+
+
+def test_dicts_tuples_and_forward() -> None:
+    case = ZOO["bilinear"]
+    model, (left, right), y = case.build(), case.inputs(6, 0), case.targets(6, 0)
+    whole = lw.fit(model, [(left, right, y)], lw.KFAC(), prior_precision=1.0)
+    x = (left, right)
+    same(lw.fit(model, [((left, right), y)], lw.KFAC(), prior_precision=1.0), whole, x)
+    same(lw.fit(model, [([left, right], y)], lw.KFAC(), prior_precision=1.0), whole, x)
+    named = lw.fit(model, [{"left": left, "right": right, "y": y}], lw.KFAC(), prior_precision=1.0)
+    for asked in (x, {"left": left, "right": right}):
+        torch.testing.assert_close(named.latent(asked).covariance, whole.latent(x).covariance)
+    joined = lw.fit(
+        model,
+        [(torch.cat(x, 1), y)],
+        lw.KFAC(),
+        prior_precision=1.0,
+        forward=lambda net, both: net(*both.split([3, 4], 1)),
+    )
+    torch.testing.assert_close(joined.latent(torch.cat(x, 1)).covariance, whole.latent(x).covariance)
+    for via in (lw.Linearized(), lw.MonteCarlo(draws=3)):
+        parts = [(left[:4], right[:4], y[:4]), (left[4:], right[4:], y[4:])]
+        torch.testing.assert_close(whole.predict(parts, via=via).mean, whole.predict(x, via=via).mean)
+
+
+def test_hugging_face_batches() -> None:
+    transformers = pytest.importorskip("transformers")
+    case = ZOO["gpt2"]
+    model, x, y = case.build(), case.inputs(5, 0), case.targets(5, 0)
+    encoded = transformers.BatchEncoding({**x, "labels": y})
+    posterior = lw.fit(model, [encoded], lw.KFAC(), prior_precision=1.0)
+    expected = posterior.latent(x).covariance
+    for asked in (encoded, transformers.BatchEncoding(x), [encoded], [x]):
+        torch.testing.assert_close(posterior.latent(asked).covariance, expected)
+    torch.testing.assert_close(posterior.latent(x).mean, oracle.call(model, x).detach())
+
+
+def test_inputs_that_require_gradients() -> None:
+    case = ZOO["mlp"]
+    model, x, y = case.build(), case.inputs(6, 0), case.targets(6, 0)
+    plain = lw.fit(model, [(x, y)], lw.KFAC())
+    leaf = x.clone().requires_grad_()
+    posterior = lw.fit(model, [(leaf, y)], lw.KFAC())
+    same(posterior, plain, x)
+    assert leaf.grad is None
+    tensors = posterior.covariance.tensors().values()
+    assert not any(tensor.requires_grad for tensor in [*tensors, *posterior.statistics.values()])
+    latent = posterior.latent(leaf)
+    (gradient,) = torch.autograd.grad(latent.variance.sum(), leaf)
+    assert gradient.abs().sum() > 0
+    with torch.no_grad():
+        assert not posterior.latent(leaf).variance.requires_grad
+
+
+def test_predictions_over_loaders_equal_those_at_once() -> None:
+    case = ZOO["cnn_bn_inplace"]
+    model, x, y = case.build(), case.inputs(7, 0), case.targets(7, 0)
+    posterior = lw.fit(model, [(x, y)], lw.KFAC())
+    for via in (lw.Linearized(), lw.MonteCarlo(draws=3)):
+        expected = posterior.predict(x, via=via).probs
+        for loader in ([x[:3], x[3:]], [(x[:6], y[:6]), (x[6:], y[6:])], DataLoader(TensorDataset(x), 2), iter([x])):
+            torch.testing.assert_close(posterior.predict(loader, via=via).probs, expected)

@@ -1,0 +1,91 @@
+"""One sample alone gives the same numbers as the same sample in a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lapwing as lw
+from lapwing.network.forward_mode import forward_products
+from lapwing.network.generic import per_sample_rows
+from lapwing.tangent import Tangent
+from tests import oracle
+from tests.conformance import EVERY, close, jacobian, pack, setup
+from tests.zoo import ZOO
+
+
+@pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC()], ids=["diagonal", "kfac"])
+@pytest.mark.parametrize("name", ZOO)
+def test_a_sample_alone_has_the_latent_that_it_has_in_a_batch(name: str, method: lw.Method) -> None:
+    problem = setup(name)
+    posterior = problem.fit(method, params=EVERY)
+    together = posterior.latent(problem.test)
+    alone = posterior.latent(oracle.take(problem.test, slice(1, 2)))
+    close(alone.mean, together.mean[1:2])
+    close(alone.covariance, together.covariance[1:2])
+
+
+@pytest.mark.parametrize("name", ["cnn_bn_inplace", "residual_block", "patch_embedding"])
+@pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC()], ids=["diagonal", "kfac"])
+def test_a_fit_of_single_samples_is_the_fit_of_batches(name: str, method: lw.Method) -> None:
+    problem = setup(name)
+    single = [pack(problem.x[i : i + 1], problem.y[i : i + 1]) for i in range(len(problem.y))]
+    wanted = problem.fit(method).latent(problem.test).covariance
+    close(problem.fit(method, loader=single).latent(problem.test).covariance, wanted)
+
+
+class Normed(nn.Module):
+    """A convolution, a norm and a transpose, as patch embeddings have them."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(2, 4, 2), norm, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.gelu(self.norm(self.conv(x)).flatten(2).transpose(1, 2)).mean(1))
+
+
+def normed(kind: str) -> nn.Module:
+    """Makes the network in float64 with statistics, scales and shifts away from their defaults."""
+    norm = {
+        "batch": nn.BatchNorm2d(4),
+        "batch, not affine": nn.BatchNorm2d(4, affine=False),
+        "instance": nn.InstanceNorm2d(4, affine=True),
+        "instance, running statistics": nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+        "group": nn.GroupNorm(2, 4),
+    }[kind]
+    for name, values in (*norm.named_parameters(), *norm.named_buffers()):
+        if values.is_floating_point():
+            nn.init.uniform_(values, 0.5, 1.5) if name != "running_mean" else nn.init.normal_(values)
+    return Normed(norm).double().eval()
+
+
+KINDS = ["batch", "batch, not affine", "instance", "instance, running statistics", "group"]
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["tracked", "frozen"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rows_of_one_sample_through_a_norm_are_the_oracles(kind: str, frozen: bool) -> None:
+    model, x = normed(kind), torch.randn(3, 2, 3, 4).double()
+    model.norm.requires_grad_(not frozen)
+    tangent = Tangent.survey(model, x, lw.everything)
+    wanted = jacobian(model, x[:1], tangent.blocks)
+    close(tangent.record(x[:1]).rows(), wanted)
+    assert torch.equal(tangent.record(x).outputs.detach(), model(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generic_rows_and_forward_mode_of_one_sample_are_the_oracles(kind: str) -> None:
+    model, x = normed(kind), torch.randn(1, 2, 3, 4).double()
+    J = oracle.jacobian(model, x)
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+    network = Tangent.survey(model, x, EVERY).call_with
+    rows = per_sample_rows(network, parameters, x, torch.eye(3).double()[None])
+    close(torch.cat([rows[name] for name in parameters], -1), J)
+    directions = {name: torch.randn(2, *value.shape).double() for name, value in parameters.items()}
+    flat = torch.cat([value.flatten(1) for value in directions.values()], 1)
+    products = forward_products(network, parameters, directions, x)
+    assert products is not None
+    close(products, J @ flat.T)

@@ -1,0 +1,397 @@
+"""Networks whose layers hold the samples elsewhere from batch to batch: rows are autograd's, sample by sample."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+import lapwing as lw
+from lapwing.network.sample_axis import Misplaced
+from lapwing.tangent import Tangent
+from tests import oracle
+
+EVERY = lw.matching("*")
+
+
+class Net(nn.Module):
+    """A layer in question and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+
+class Unpadded(Net):
+    """Only the positions of a mask go through the layer."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        out = x.new_zeros(*x.shape[:2], 6)
+        out[mask] = torch.tanh(self.a(x[mask]))
+        return self.head(out.sum(1))
+
+
+class Sliced(Net):
+    """The same by Python's numbers, without a tensor that indexes."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        lengths = mask.sum(1).tolist()
+        parts = torch.tanh(self.a(torch.cat([row[:n] for row, n in zip(x, lengths, strict=True)]))).split(lengths)
+        return self.head(torch.stack([part.sum(0) for part in parts]))
+
+
+class Sorted(Net):
+    """Samples are grouped by a key, as before an expert."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = (x[:, 0] > 0).long().argsort(stable=True)
+        return self.head(torch.tanh(self.a(x[order]))[order.argsort()])
+
+
+class Packed(nn.Module):
+    """A layer on the data of a packed sequence, then a recurrent one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.cell, self.head = nn.Linear(4, 5), nn.GRU(5, 6, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, mask.sum(1).cpu(), batch_first=True, enforce_sorted=False)
+        data = torch.tanh(self.a(packed.data))
+        again = PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+        return self.head(self.cell(again)[1][0])
+
+
+class Distinct(nn.Module):
+    """Tokens that repeat in a batch are looked up once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.a = nn.Embedding(20, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found, where = tokens.unique(return_inverse=True)
+        return torch.tanh(self.a(self.table(found)))[where]
+
+
+class Experts(nn.Module):
+    """Samples go to one of two layers, called without samples where none do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.head = nn.ModuleList(nn.Linear(4, 6) for _ in range(2)), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        choice, out = (x[:, 0] > 0).long(), x.new_zeros(len(x), 6)
+        for i, expert in enumerate(self.experts):
+            out[choice == i] = torch.tanh(expert(x[choice == i]))
+        return self.head(out)
+
+
+class TimeMajor(Net):
+    """Positions before samples: the same as samples alone where there is one position."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.a(x.transpose(0, 1).flatten(0, 1))).unflatten(0, (x.shape[1], x.shape[0]))
+        return self.head(z.mean(0))
+
+
+class Gated(nn.Module):
+    """A branch with the positions first, without gradient where its gate is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        z = torch.tanh(self.a(x.transpose(0, 1))).mean(0)
+        return self.head(torch.tanh(self.b(x)).mean(1) + z * gate[:, None])
+
+
+class Steps(nn.Module):
+    """A recurrence written by hand: as many uses as there are positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.u, self.head = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 6)
+        for step in x.unbind(1):
+            h = torch.tanh(self.w(step) + self.u(h))
+        return self.head(h)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def one_sided() -> Tensor:
+    x = normal(8, 4)
+    x[:4, 0] = x[:4, 0].abs()
+    return x
+
+
+FULL, SEQUENCES = torch.ones(8, 4, dtype=torch.bool), normal(8, 4, 4)
+EVEN, UNEVEN = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0]]).bool(), torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1]]).bool()
+CASES: dict[str, tuple[type[nn.Module], Any, Any]] = {
+    "unpadded, divisible": (Unpadded, (SEQUENCES, FULL), (SEQUENCES[:2], EVEN)),
+    "unpadded": (Unpadded, (SEQUENCES, FULL), (SEQUENCES[:2], UNEVEN)),
+    "sliced": (Sliced, (SEQUENCES, FULL), (SEQUENCES[:2], EVEN)),
+    "sorted": (Sorted, one_sided(), normal(6, 4, seed=1)),
+    "packed": (Packed, (SEQUENCES, FULL), (SEQUENCES[:2], EVEN)),
+    "distinct": (Distinct, torch.arange(8), torch.tensor([3, 1, 1, 7])),
+    "experts, first to one": (Experts, one_sided(), normal(6, 4, seed=1)),
+    "experts": (Experts, normal(8, 4), normal(6, 4, seed=1)),
+    "time-major": (TimeMajor, normal(8, 1, 4), normal(4, 3, 4, seed=1)),
+    "gated": (Gated, (SEQUENCES, torch.tensor([0, 0, 0, 0, 1.0, 1, 0, 1])), (SEQUENCES[:3], torch.tensor([0, 1.0, 1]))),
+    "gated, divisible": (
+        Gated, (SEQUENCES, torch.tensor([0, 0, 0, 0, 1.0, 1, 0, 1])), (SEQUENCES[:4], torch.tensor([0, 1.0, 1, 0]))
+    ),
+    "steps": (Steps, normal(8, 5, 4), normal(4, 3, 4, seed=1)),
+}  # fmt: skip
+
+
+def made(name: str) -> tuple[nn.Module, Any, Any]:
+    kind, first, then = CASES[name]
+    torch.manual_seed(0)
+    return kind().double().eval(), first, then
+
+
+def called(model: nn.Module, inputs: Any) -> Tensor:
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def part(inputs: Any, n: int) -> Any:
+    return tuple(x[n : n + 1] for x in inputs) if isinstance(inputs, tuple) else inputs[n : n + 1]
+
+
+def count(inputs: Any) -> int:
+    return len(inputs[0] if isinstance(inputs, tuple) else inputs)
+
+
+def truth(model: nn.Module, tangent: Tangent, inputs: Any) -> Tensor:
+    """J (B, C, P), one sample after the other, in the order of the blocks."""
+    named, rows = dict(model.named_parameters()), []
+    for n in range(count(inputs)):
+        outputs = called(model, part(inputs, n))[0]
+        slopes = [
+            torch.autograd.grad(f, list(named.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
+            for f in outputs
+        ]
+        found = [dict(zip(named, slope, strict=True)) for slope in slopes]
+        rows.append(torch.stack([torch.cat([block.join(slope) for block in tangent.blocks]) for slope in found]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_those_of_one_sample_at_a_time(name: str) -> None:
+    model, first, then = made(name)
+    tangent = Tangent.survey(model, first, EVERY, called)
+    for inputs in (first, then, then, first):
+        found = torch.cat([record.rows() for _, record in tangent.records(inputs)])
+        torch.testing.assert_close(found, truth(model, tangent, inputs), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", [lw.KFAC(), lw.EKFAC(), lw.Diagonal(), lw.Full(), lw.ELLA(rank=9, rows=12)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_posteriors_do_not_depend_on_how_samples_come(name: str, method: lw.Method) -> None:
+    model, first, then = made(name)
+    options = {"params": EVERY, "forward": called, "likelihood": "categorical", "prior_precision": 1.0}
+    together, alone = [], []
+    for inputs in (first, then):
+        labels = torch.arange(count(inputs)) % 3
+        together.append((inputs, labels))
+        alone += [(part(inputs, n), labels[n : n + 1]) for n in range(len(labels))]
+    one = lw.fit(model, together, method, **options)
+    other = lw.fit(model, [together[0], *alone[len(together[0][1]) :]], method, **options)
+    variances = [other.latent(part(then, n)).variance for n in range(count(then))]
+    torch.testing.assert_close(one.latent(then).variance, torch.cat(variances), rtol=1e-8, atol=1e-10)
+
+
+def test_what_needs_samples_together_is_one_sentence() -> None:
+    model, first, then = made("unpadded")
+    tangent = Tangent.survey(model, first, EVERY, called)
+    with pytest.raises(Misplaced, match=r"Unpadded at 2 samples .* a.weight does not hold .* ask for single samples"):
+        tangent.record(then)
+    torch.testing.assert_close(tangent.record(part(then, 1)).rows(), truth(model, tangent, part(then, 1)))
+
+
+class Empty(nn.Module):
+    """A table that is also averaged, for samples without tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        empty = (tokens == 0).all(1)
+        mean = self.table(tokens).mean(1)
+        if empty.any():
+            mean = torch.where(empty[:, None], self.table.weight.mean(0), mean)
+        return self.head(mean)
+
+
+def test_a_use_that_the_first_batch_did_not_show_is_refused() -> None:
+    model, tokens = Empty().double().eval(), torch.arange(1, 7).reshape(3, 2)
+    tangent = Tangent.survey(model, tokens, EVERY)
+    assert all(line.family != "generic" for line in tangent.coverage.lines)
+    with pytest.raises(lw.LapwingError, match="also uses table.weight in another way, which was not so"):
+        tangent.record(torch.cat([tokens, torch.zeros(1, 2, dtype=torch.long)]))
+    other = Tangent.survey(model, torch.cat([torch.zeros(1, 2, dtype=torch.long), tokens]), EVERY)
+    assert {line.block: line.family for line in other.coverage.lines}["table.weight"] == "generic"
+    torch.testing.assert_close(other.record(tokens).rows(), truth(model, other, tokens))
+
+
+def test_known_shapes_cost_no_further_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    ours = lw.tangent.attribution.misplaced
+    monkeypatch.setattr(lw.tangent.attribution, "misplaced", lambda *a: looked.append(1) or ours(*a))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)).double().eval()
+    x = normal(6, 1, 4, 4)
+    tangent = Tangent.survey(model, x, EVERY)
+    for _ in range(3):
+        tangent.record(x)
+    assert len(looked) == 1
+    tangent.record(x[:5])
+    tangent.record(x[:1])  # one sample holds what it holds
+    assert len(looked) == 2
+    model, first, _ = made("sorted")
+    tangent = Tangent.survey(model, first, EVERY)
+    for _ in range(3):
+        tangent.record(first[:4])
+    assert len(looked) == 5
+
+
+@pytest.mark.parametrize("samples", [2, 8, 9, 70])
+def test_any_two_samples_that_change_places_are_seen(samples: int) -> None:
+    class Swapped(Net):
+        swap: tuple[int, int] | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            order = torch.arange(len(x))
+            if self.swap is not None:
+                order[list(self.swap)] = order[list(reversed(self.swap))]
+            return self.head(torch.tanh(self.a(x.index_select(0, order))).index_select(0, order))
+
+    model, x = Swapped().double().eval(), normal(samples, 4)
+    tangent = Tangent.survey(model, x, EVERY)
+    tangent.record(x)
+    pairs = [(i, j) for i in range(samples) for j in range(i)]
+    for pair in pairs[:: max(1, len(pairs) // 150)]:
+        model.swap = pair
+        with pytest.raises(Misplaced):
+            tangent.record(x)
+
+
+class Cast(nn.Module):
+    """Weights that are cast, made contiguous and looked at in every call, as many networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.head = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = nn.functional.linear(x, self.a.weight.to(x.dtype), self.a.bias.type_as(x))
+        z = nn.functional.layer_norm(z, (6,), self.norm.weight.contiguous(), self.norm.bias)
+        self.penalty = self.a.weight.pow(2).sum()
+        return self.head(torch.tanh(z)) + 0.0 * sum(p.sum() for p in self.parameters())
+
+
+@pytest.mark.parametrize("method", [None, lw.KFAC()], ids=str)
+def test_weights_cast_and_looked_at_are_no_other_use(method: lw.Method | None, tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Cast().double().eval(), normal(8, 4)
+    loader = [(x[:5], torch.arange(5) % 3), (x[5:], torch.arange(3))]
+    posterior = lw.fit(model, loader, *([method] if method else []), prior_precision=1.0)
+    tangent = posterior.tangent
+    if method:
+        torch.testing.assert_close(tangent.record(x).rows(), truth(model, tangent, x))
+    posterior.save(tmp_path / "p.st")
+    again = lw.load(tmp_path / "p.st", model)
+    torch.testing.assert_close(again.latent(x).variance, posterior.latent(x).variance)
+    assert again.tangent.plan == tangent.plan
+
+
+def test_half_precision_is_no_false_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Sigmoid())]
+    model, x = nn.Sequential(*layers, nn.Linear(8, 3)), normal(64, 8).float()
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        lw.fit(model.to(dtype).eval(), [(x.to(dtype), torch.arange(64) % 3)], lw.KFAC(), prior_precision=1.0)
+    assert "one by one" not in caplog.text
+
+
+def test_samples_taken_one_by_one_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, first, then = made("unpadded")
+    tangent = Tangent.survey(model, first, EVERY, called)
+    for _ in range(2):
+        assert len(list(tangent.records(then))) == 2
+    assert caplog.text.count("they are taken one by one, which is slow") == 1
+
+
+class Twice(Net):
+    """The layer in question is called on what the mask keeps and on what it leaves out, with 200 outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 200)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        out = x.new_zeros(*x.shape[:2], 6)
+        out[mask] = torch.tanh(self.a(x[mask]))
+        out[~mask] = torch.sin(self.a(x[~mask]))
+        return self.head(out.sum(1))
+
+
+@pytest.mark.parametrize("kind", [Unpadded, Twice])
+@pytest.mark.parametrize("case", ["float64", "bfloat16", "frozen layer", "frozen head"])
+def test_edges_of_samples_taken_one_by_one(kind: type[Net], case: str) -> None:
+    """Many outputs, a module called twice, half precision and frozen layers: the rows are those of samples alone."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if case == "bfloat16" else torch.float64
+    model = kind().to(dtype).eval()
+    if "frozen" in case:
+        (model.a if case == "frozen layer" else model.head).requires_grad_(False)
+    first, then = (SEQUENCES.to(dtype), FULL), (SEQUENCES[:2].to(dtype), UNEVEN)
+    if kind is Twice:
+        first = (first[0], FULL.index_fill(1, torch.tensor(3), False))
+    for params in (EVERY, lw.everything):
+        tangent = Tangent.survey(model, first, params, called)
+        found = torch.cat([record.rows() for _, record in tangent.records(then)])
+        alone = torch.cat([tangent.record(part(then, n)).rows() for n in range(2)])
+        trained = copy.deepcopy(model).double().requires_grad_(True)
+        exact = truth(trained, tangent, (then[0].double(), then[1]))
+        assert found.shape == exact.shape
+        torch.testing.assert_close(found, alone, rtol=1e-2 if case == "bfloat16" else 1e-10, atol=1e-12)
+        assert (found.double() - exact).norm() < (0.05 if case == "bfloat16" else 1e-10) * exact.norm()
+
+
+class Decomposed(nn.Module):
+    """A low-rank update whose size is taken out by a detached norm, for which its factors see an identity matrix."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.down, self.up = nn.Linear(inputs, 2, bias=False), nn.Linear(2, outputs, bias=False)
+        self.size = nn.Parameter(torch.rand(outputs) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.base.weight + self.up(self.down(torch.eye(self.down.in_features, dtype=x.dtype))).T
+        return self.size / weight.norm(dim=1).detach() * (self.base(x) + self.up(self.down(x)))
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_a_use_that_the_outputs_do_not_depend_on_holds_no_samples(count: int, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(Decomposed(8, 6), nn.Tanh(), Decomposed(6, 3)).double().eval()
+    x = torch.randn(5, 8).double()
+    tangent = Tangent.survey(model, x[:4])
+    assert {line.block for line in tangent.coverage.generic} == {"0.size", "2.size"}
+    found = torch.cat([record.rows() for _, record in tangent.records(x[:count])])
+    torch.testing.assert_close(found, oracle.jacobian(model, x[:count], tangent.parameters))
+    assert not caplog.records

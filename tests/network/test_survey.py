@@ -1,0 +1,770 @@
+"""The survey and its chunks: memory stays within the budget at any batch size, and changes no answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lapwing as lw
+from benchmarks.measure import LiveBytes
+from lapwing.jacobian.jacobian import BlockJacobian
+from lapwing.jacobian.layers import HANDLERS
+from lapwing.jacobian.layers.linear import LinearUse
+from lapwing.network import batches
+from lapwing.network.plan import Plan
+from lapwing.tangent import Tangent
+from tests import oracle
+from tests.conformance import jacobian
+from tests.zoo import ZOO
+
+EVERY = lw.matching("*")
+SMALL = 2**24
+
+
+class Sequence(nn.Module):
+    """Embedding, norm, position-wise layers and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.mix = nn.Embedding(500, 64), nn.LayerNorm(64), nn.Linear(64, 128)
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.relu(self.mix(self.norm(self.embed(tokens)))).mean(1))
+
+
+class Recurrent(nn.Module):
+    """A layer that only the generic family covers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(16, 32, batch_first=True), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def cnn() -> nn.Module:
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU()]
+    for _ in range(3):
+        layers += [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, nn.MaxPool2d(4), nn.Flatten(), nn.Linear(256, 10))
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        image_size=16, patch_size=4, num_channels=3, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=128, num_labels=10,
+    )  # fmt: skip
+    return ViTForImageClassification(config)
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    "mlp": (mlp, lambda b: torch.randn(b, 64)),
+    "cnn": (cnn, lambda b: torch.randn(b, 3, 16, 16)),
+    "vit": (vit, lambda b: {"pixel_values": torch.randn(b, 3, 16, 16)}),
+    "sequence": (Sequence, lambda b: torch.randint(500, (b, 20))),
+    "recurrent": (Recurrent, lambda b: torch.randn(b, 12, 16)),
+    "many outputs": (
+        lambda: nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 300)),
+        lambda b: torch.randn(b, 64),
+    ),
+}
+
+
+def built(name: str, samples: int) -> tuple[nn.Module, Any]:
+    make, inputs = NETWORKS[name]
+    torch.manual_seed(0)
+    return make().eval(), inputs(samples)
+
+
+def contract(tangent: Tangent, x: Any) -> dict[str, Tensor]:
+    """A contraction of every kind, over all chunks."""
+    totals: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for _, record in tangent.records(x):
+            for name in record:
+                jacobian = record[name]
+                found = {"squares": jacobian.squared_sum(), "norm": jacobian.squared_norm()}
+                found["gram"] = jacobian.weighted_gram(torch.ones(jacobian.size)).sum(0)
+                for key, value in found.items():
+                    totals[f"{name}/{key}"] = totals.get(f"{name}/{key}", 0) + value
+    return totals
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_chunks_shrink_with_the_budget(name: str) -> None:
+    model, x = built(name, 4)
+    lengths = [Tangent.survey(model, x, EVERY, memory=2**power).chunk_length() for power in (24, 26, 28, 30, 34)]
+    assert lengths == sorted(lengths)
+    assert 1 <= lengths[0] < lengths[-1]
+    tangent = Tangent.survey(model, x, EVERY, memory=SMALL)
+    assert tangent.chunk_length(dtype=torch.float64) <= max(1, tangent.chunk_length() // 2 + 1)
+    assert tangent.chunk_length(rows_held=10**12) == 1
+    parts = [rows for rows, _ in batches.chunks(NETWORKS[name][1](9), 4)]
+    assert [(part.start, part.stop) for part in parts] == [(0, 4), (4, 8), (8, 9)]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("samples", [40, 150])
+def test_the_peak_stays_within_twice_the_budget(name: str, samples: int) -> None:
+    model, x = built(name, samples)
+    tangent = Tangent.survey(model, x, EVERY, memory=SMALL)
+    with LiveBytes() as live:
+        totals = contract(tangent, x)
+    held = sum(value.numel() * value.element_size() for value in totals.values())
+    assert live.peak - held < 2 * SMALL, f"{live.peak / SMALL:.2f} times the budget"
+    del totals
+
+
+def test_the_budget_is_used() -> None:
+    """The measure measures, and chunks are not needlessly small."""
+    model, x = built("cnn", 100)
+    with LiveBytes() as live:
+        contract(Tangent.survey(model, x, EVERY, memory=SMALL), x)
+    assert live.peak > SMALL / 4
+    with LiveBytes() as whole:
+        contract(Tangent.survey(model, x, EVERY), x)
+    assert whole.peak > 3 * live.peak
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", pytest.param("vit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC()], ids=str)
+def test_predictions_stay_within_twice_the_budget(name: str, method: lw.Method) -> None:
+    model, x = built(name, 200)
+    few = batches.take(x, slice(0, 20))
+    y = torch.arange(20) % 10
+    fitted = lw.fit(
+        model, [{**few, "labels": y} if isinstance(few, dict) else (few, y)], method, memory=SMALL, tune=None
+    )
+    with LiveBytes() as live:
+        latent = fitted.latent(x)
+    returned = sum(t.numel() * t.element_size() for term in latent.terms for t in vars(term).values() if t is not None)
+    assert live.peak - returned < 2 * SMALL, f"{live.peak / SMALL:.2f} times the budget"
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", pytest.param("vit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC(), lw.EKFAC()], ids=str)
+def test_the_budget_changes_no_answer(name: str, method: lw.Method) -> None:
+    model, x = built(name, 60)
+    y = torch.arange(60) % 10
+    data = [{**x, "labels": y} if isinstance(x, dict) else (x, y)]
+    options: dict[str, Any] = {"prior_precision": 10.0}
+    small, large = (lw.fit(model, data, method, memory=memory, **options) for memory in (SMALL, None))
+    if name != "mlp":
+        assert small.tangent.chunk_length() < 60 <= large.tangent.chunk_length()
+    for key, value in large.statistics.items():
+        torch.testing.assert_close(small.statistics[key], value, rtol=1e-6, atol=1e-6)
+    crossed = small.latent(x), large.latent(x)
+    torch.testing.assert_close(crossed[0].mean, crossed[1].mean, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(crossed[0].covariance, crossed[1].covariance, rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC(), lw.ELLA(rank=5, rows=20), lw.SampledLLA(4)], ids=str)
+def test_joint_covariances_and_draws_stay_within_twice_the_budget(name: str, method: lw.Method) -> None:
+    samples = {"mlp": 160, "cnn": 16}[name]
+    model, x = built(name, samples)
+    data = [(x[:16].clone(), torch.arange(16) % 10)]
+    small = lw.fit(model, data, method, memory=SMALL, prior_precision=10.0)
+    large = replace(small, tangent=replace(small.tangent, memory=2**30))
+    found = []
+    for via, joint in ((lw.Linearized(), True), (lw.MonteCarlo(2), False)):
+        many = x if joint else torch.cat([x] * (2000 // samples))
+        with LiveBytes() as live:
+            found.append(small.latent(many, via=via, joint=joint))
+        returned = sum(value.nbytes for value in vars(found[-1]).values() if isinstance(value, Tensor))
+        assert live.peak - returned < 2 * SMALL, f"{live.peak / SMALL:.2f} times the budget"
+        torch.testing.assert_close(found[-1].mean, large.latent(many, via=via, joint=joint).mean, rtol=1e-4, atol=1e-4)
+    wanted = large.latent(x, joint=True)
+    torch.testing.assert_close(found[0].covariance, wanted.covariance, rtol=2e-3, atol=1e-4)
+    assert torch.equal(found[0].covariance, found[0].covariance.permute(2, 3, 0, 1))
+
+
+def test_joint_covariances_by_chunks_as_long_as_what_samples_share() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor, shared: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.first(x) + shared.mean()))
+
+    torch.manual_seed(0)
+    model, batch = Shifted().double().eval(), {"x": torch.randn(23, 4).double(), "shared": torch.randn(5, 4).double()}
+    posterior = lw.fit(model, [{**batch, "labels": torch.arange(23) % 3}], lw.KFAC(), params=EVERY, prior_precision=1.0)
+    wanted = posterior.latent(batch, joint=True)
+    lengths = set()
+    for memory in range(10_000, 60_000, 1_000):
+        small = replace(posterior, tangent=replace(posterior.tangent, memory=memory))
+        lengths.add(23 % max(1, small.tangent.chunk_length() // 2))
+        torch.testing.assert_close(small.latent(batch, joint=True).covariance, wanted.covariance)
+    assert 5 in lengths
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_one_sample_gives_the_same_survey(name: str) -> None:
+    case = ZOO[name]
+    model = case.build()
+    many, one = (Tangent.survey(model, case.inputs(samples, 0), EVERY) for samples in (4, 1))
+    assert one.blocks == many.blocks
+    assert one.plan.uses == many.plan.uses
+    assert not one.plan.single_sample
+    rows = [tangent.record(case.inputs(3, 1)).rows() for tangent in (one, many)]
+    torch.testing.assert_close(*rows)
+
+
+def test_a_network_that_runs_on_one_sample_only_says_so_later() -> None:
+    class Single(nn.Module):
+        largest = 1
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > self.largest:
+                raise ValueError("cannot handle batch sizes > 1 if no padding token is defined")
+            return self.linear(x)
+
+    model = Single().eval()
+    x, y = torch.randn(5, 4), torch.arange(5) % 2
+    posterior = lw.fit(model, [(x[i : i + 1], y[i : i + 1]) for i in range(5)], lw.KFAC())
+    parts = torch.cat([posterior.latent(x[i : i + 1]).variance for i in range(5)])
+    model.largest = 5
+    with pytest.raises(lw.LapwingError, match="put a larger batch first"):
+        posterior.latent(x)
+    torch.testing.assert_close(lw.fit(model, [(x, y)], lw.KFAC()).latent(x).variance, parts)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_json_round_trip(name: str) -> None:
+    case = ZOO[name]
+    model, x = case.build(), case.inputs(3, 0)
+    tangent = Tangent.survey(model, x, EVERY)
+    data = json.loads(json.dumps(tangent.to_json()))
+    again = Tangent.from_json(data, case.build(), None, None)
+    assert again.blocks == tangent.blocks
+    assert again.coverage == tangent.coverage
+    assert Plan.from_json(json.loads(json.dumps(tangent.plan.to_json())), tangent.blocks) == tangent.plan
+    torch.testing.assert_close(again.record(x).rows(), tangent.record(x).rows())
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_coverage_names_every_parameter_once_and_says_why_not(name: str) -> None:
+    case = ZOO[name]
+    model, x = case.build(), case.inputs(4, 0)
+    report = lw.coverage(model, x, EVERY)
+    named = [parameter for line in report.lines for parameter in line.parameters]
+    own = dict(getattr(model, "_orig_mod", model).named_parameters())
+    assert sorted(named) == sorted(own)
+    assert sum(line.weights for line in report.lines) == sum(value.numel() for value in own.values())
+    for line in report.lines:
+        assert (line.family == "generic") == bool(line.reason)
+        assert line.block in str(report)
+
+
+class Transferred(nn.Module):
+    """A trunk that runs within `torch.no_grad()`, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            features = self.trunk(x).relu()
+        return self.head(features)
+
+
+@pytest.mark.parametrize("method", [lw.Full(), lw.Diagonal(), lw.KFAC(), lw.ELLA(rank=4, rows=12)], ids=str)
+def test_a_trunk_without_gradients_has_none(method: lw.Method, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, x = Transferred().double().eval(), torch.randn(8, 4, dtype=torch.float64)
+    loader = [(x[:5], torch.arange(5) % 3), (x[5:], torch.arange(3) % 3)]
+    last = lw.fit(model, loader)
+    assert [block.name for block in last.tangent.blocks] == ["head"]
+    assert not caplog.text
+    whole = lw.fit(model, loader, method, params=lw.everything, prior_precision=2.0)
+    assert "trunk.weight, trunk.bias" in caplog.text
+    assert "within torch.no_grad()" in str(whole.tangent.coverage)
+    rows = whole.tangent.record(x).rows()
+    jacobian = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (x,)))(dict(model.named_parameters()))
+    names = [name for block in whole.tangent.blocks for name in block.parameters]
+    assert not jacobian["trunk.weight"].any()
+    assert sorted(rows.square().sum((0, 1)).tolist()) == pytest.approx(
+        sorted(torch.cat([jacobian[name].flatten(2) for name in names], -1).square().sum((0, 1)).tolist())
+    )
+    head = lw.fit(model, loader, method, params=lw.matching("head.*"), prior_precision=2.0)
+    if not isinstance(method, lw.ELLA):  # whose rows are drawn among all weights
+        torch.testing.assert_close(whole.latent(x).covariance, head.latent(x).covariance)
+
+
+def test_a_network_without_any_gradient_is_refused() -> None:
+    class Closed(nn.Linear):
+        @torch.no_grad()
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    loader = [(torch.randn(6, 4), torch.arange(6) % 3)]
+    with pytest.raises(lw.LapwingError, match="outputs of Closed have no gradient.*outside torch.no_grad"):
+        lw.fit(Closed(4, 3).eval(), loader)
+    with pytest.raises(
+        lw.LapwingError, match="2 parameters of Closed .weight, bias.*take @torch.no_grad.. off forward"
+    ):
+        lw.fit(Closed(4, 3).eval(), loader, lw.KFAC())
+
+
+class Tempered(nn.Module):
+    """A head with a learned temperature, a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.temperature = nn.Linear(4, 3), nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) * self.temperature
+
+
+@pytest.mark.parametrize("method", [lw.Full(), lw.Diagonal(), lw.KFAC(), lw.ELLA(rank=4, rows=12)], ids=str)
+def test_a_parameter_without_dimensions(method: lw.Method) -> None:
+    torch.manual_seed(0)
+    model, x = Tempered().double().eval(), torch.randn(8, 4, dtype=torch.float64)
+    posterior = lw.fit(model, [(x, torch.arange(8) % 3)], method, params=lw.everything, prior_precision=20.0)
+    assert posterior.sample(3)["temperature"].shape == (3,)
+    drawn = posterior.latent(x, via=lw.MonteCarlo(4000)).covariance
+    exact = posterior.latent(x).covariance
+    assert (drawn - exact).norm() < 0.2 * exact.norm()
+    assert posterior.predict(x, via=lw.Streamlined()).probs.isfinite().all()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_layers_that_run_on_some_batches_only(first: bool) -> None:
+    """One that the first batch ran must run on every batch; one that it did not is left to the generic family."""
+
+    class Conditional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.extra, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.first(x))
+            return self.head(self.extra(h) if bool(x.sum() > 0) is first else h)
+
+    model, x = Conditional().double().eval(), torch.rand(5, 4).double()
+    tangent = Tangent.survey(model, x)
+    assert tangent.record(x).rows().shape == (5, 2, tangent.size)
+    if first:
+        with pytest.raises(lw.LapwingError, match=r"as on the first batch.* 3 times, found 2 uses.*params=lambda"):
+            tangent.record(-x)
+        return
+    names = [name for block in tangent.blocks for name in block.parameters]
+    sizes = [tangent.parameters[name].numel() for name in names]
+    parts = zip(names, oracle.jacobian(model, -x, names).split(sizes, -1), strict=True)
+    shaped = {name: part.unflatten(-1, tangent.parameters[name].shape) for name, part in parts}
+    expected = torch.cat([block.join(shaped) for block in tangent.blocks], -1)
+    torch.testing.assert_close(tangent.record(-x).rows(), expected)
+
+
+@pytest.mark.parametrize("case", ["transposed", "tokens"])
+def test_a_weight_used_otherwise_on_a_later_batch_is_refused(case: str) -> None:
+    """The same weight in the same role, by a product with its transpose or as a table: not what the plan reads."""
+
+    class Turning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.head = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if bool(x.sum() > 0):
+                return self.head(torch.tanh(F.linear(x, self.weight)))
+            if case == "transposed":
+                return self.head(torch.tanh(x @ self.weight))
+            return self.head(torch.tanh(F.embedding(x.argmin(1), self.weight)))
+
+    model, x = Turning().double().eval(), torch.rand(5, 4).double()
+    tangent = Tangent.survey(model, x)
+    assert not tangent.coverage.generic
+    tangent.record(x)
+    with pytest.raises(lw.LapwingError, match="as on the first batch.*not of the same layers"):
+        tangent.record(-x)
+    assert Plan.from_json(json.loads(json.dumps(tangent.plan.to_json())), tangent.blocks) == tangent.plan
+
+
+def test_parameters_are_the_networks_own() -> None:
+    model = ZOO["tied"].build()
+    tangent = Tangent.survey(model, ZOO["tied"].inputs(3, 0))
+    own = {id(value) for value in model.parameters()}
+    assert {id(value) for value in tangent.parameters.values()} == own
+    assert {id(value) for value in tangent.state().values()} == own
+    batch_norm = ZOO["cnn_bn_inplace"].build()
+    names = set(Tangent.survey(batch_norm, ZOO["cnn_bn_inplace"].inputs(3, 0)).state())
+    assert {"1.running_mean", "1.running_var"} < names
+    assert "1.num_batches_tracked" not in names
+
+
+def shared_and_tied() -> nn.Module:
+    """A layer in two places, a weight in two layers, a place without a module."""
+    twice = nn.Linear(4, 4)
+    model = nn.Sequential(twice, nn.Sequential(nn.BatchNorm1d(4), twice), nn.ReLU(), nn.Linear(4, 4, bias=False))
+    model[3].weight = twice.weight
+    model[2].register_module("nothing", None)
+    return model
+
+
+@pytest.mark.parametrize("name", [*ZOO, "shared and tied"])
+def test_a_state_has_the_names_that_the_network_gives(name: str) -> None:
+    model = shared_and_tied() if name == "shared and tied" else ZOO[name].build()
+    x = torch.randn(3, 4) if name == "shared and tied" else ZOO[name].inputs(3, 0)
+    state = Tangent.survey(model.eval(), x, lw.matching("*")).state()
+    own = getattr(model, "_orig_mod", model)
+    parameters = dict(own.named_parameters())
+    assert list(state)[: len(parameters)] == list(parameters)
+    buffers = [name for name in own.state_dict() if name not in dict(own.named_parameters(remove_duplicate=False))]
+    real = {name for name in buffers if own.get_buffer(name).is_floating_point()}
+    kept = {name for name, _ in own.named_buffers()}  # once, where a module has two names
+    assert set(list(state)[len(parameters) :]) == real & kept
+    assert all(state[name] is value for name, value in parameters.items())
+
+
+class Hidden(nn.Module):
+    """A student that hides its teacher from those who ask for its modules and parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+
+    def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
+        return ((name, m) for name, m in super().named_modules(*args, **options) if "teacher" not in name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.student(x)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_a_network_hides_is_not_looked_at(inside: bool) -> None:
+    """Its teacher may train, and be written, after the fit."""
+    hidden = Hidden()
+    model = (nn.Sequential(hidden) if inside else hidden).eval()
+    x = torch.randn(3, 4)
+    posterior = lw.fit(model, [(x, torch.tensor([0, 1, 2]))], lw.Diagonal(), prior_precision=1.0)
+    assert not any("teacher" in name for name in posterior.tangent.state())
+    before = posterior.latent(x).variance
+    hidden.teacher.train()
+    with torch.no_grad():
+        hidden.teacher[0].weight.add_(1.0)
+    assert torch.equal(posterior.latent(x).variance, before)
+
+
+def test_a_state_by_the_networks_own_names() -> None:
+    """Where it says which parameters it has, it is believed."""
+
+    class Renamed(nn.Linear):
+        def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+            return (("my_" + name, value) for name, value in super().named_parameters(*args, **options))
+
+    model = Renamed(4, 3).eval()
+    assert list(Tangent.survey(model, torch.randn(3, 4)).state()) == ["my_weight", "my_bias"]
+
+
+def test_a_last_layer_has_no_gradients_of_its_own_to_hold():
+    """Where the outputs themselves are the cotangents; numbers in their place are counted."""
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1000)).eval(), torch.randn(4, 16)
+    tangent = Tangent.survey(model, x, lw.last_layer, memory=2**26)
+    assert tangent.plan.last == 0
+    assert tangent.chunk_length() == 8
+    assert tangent.chunk_length(cotangents=1000) == 3
+    assert Tangent.survey(model, x, lw.matching("0.*"), memory=2**26).plan.last == -1
+
+
+def test_what_does_not_fit_at_once_is_said(caplog):
+    """256 outputs behind two 64-channel maps: all of one sample's gradients are over 16 MiB, one output's are not."""
+    convolutions = nn.Conv2d(1, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1)
+    model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(64 * 64, 256)).eval()
+    x = torch.randn(2, 1, 8, 8)
+    with caplog.at_level("INFO", "lapwing"):
+        Tangent.survey(model, x, EVERY)
+        assert not caplog.records
+        tangent = Tangent.survey(model, x, EVERY, memory=SMALL)
+    assert "One sample of Sequential needs about 29 MiB in one piece (C = 256)" in caplog.text
+    assert "memory=33554432 would take them at once" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert tangent.chunk_length() == 1
+
+
+def test_a_sample_above_the_budget_is_warned_of(caplog):
+    """The rows of a recurrent layer are formed whole; a large image is taken by strips of its positions."""
+    model, x = nn.Sequential(nn.LSTM(64, 700, batch_first=True)), torch.randn(2, 3, 64)
+    forward = lambda network, batch: network(batch)[0][:, -1, :2]  # noqa: E731
+    with caplog.at_level("WARNING", "lapwing"):
+        Tangent.survey(model.eval(), x, EVERY, forward)
+        assert not caplog.records
+        Tangent.survey(model, x, EVERY, forward, memory=SMALL)
+    assert "One sample of Sequential needs about 22 MiB even for one output and one position at a time" in caplog.text
+    assert "pass memory=33554432" in caplog.text
+
+
+def test_one_large_image_is_not_warned_of(caplog):
+    """Its patches are over 16 MiB, those of a strip of positions are not."""
+    model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 4, 3), nn.Flatten(2)).eval()
+    x = torch.randn(2, 1, 160, 160)
+    with caplog.at_level("INFO", "lapwing"):
+        Tangent.survey(model, x, EVERY, lambda network, batch: network(batch).mean((1, 2))[:, None], memory=SMALL)
+    assert "One sample of Sequential needs about 33 MiB in one piece (C = 1)" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+class Positions(nn.Module):
+    """A table of positions read once for the whole batch, and joined to the tokens in different ways."""
+
+    def __init__(self, join: str) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.head = nn.Embedding(7, 4), nn.Embedding(6, 4), nn.Linear(4, 3)
+        self.join = join
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1])[None]
+        rows = self.positions(places)
+        if self.join == "repeat":
+            rows = rows.repeat(len(tokens), 1, 1)
+        if self.join == "sum":
+            rows = rows.sum(0)
+        return self.head(torch.tanh(self.tokens(tokens) + rows).mean(1))
+
+
+@pytest.mark.parametrize(("join", "family"), [("broadcast", "embedding"), ("repeat", "generic"), ("sum", "generic")])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_table_of_positions(join: str, family: str, samples: int) -> None:
+    """It is spread over the samples where the network's outputs stay the same, else left to the generic family."""
+    torch.manual_seed(0)
+    model = Positions(join).double().eval()
+    tangent = Tangent.survey(model, torch.randint(7, (4, 5)), EVERY)
+    found = {line.block.removesuffix(".weight"): line.family for line in tangent.coverage.lines}
+    assert found == {"tokens": "embedding", "positions": family, "head": "linear"}
+    assert tangent.plan.spread == (family == "embedding")
+    x = torch.randint(7, (samples, 6))
+    record = tangent.record(x)
+    torch.testing.assert_close(record.outputs, model(x).detach())
+    for block in tangent.blocks:
+        truth = oracle.jacobian(model, x, list(block.parameters))
+        shaped, start = {}, 0
+        for name, shape in zip(block.parameters, block.shapes, strict=True):
+            size = torch.Size(shape).numel()
+            shaped[name] = truth[..., start : start + size].unflatten(-1, shape)
+            start += size
+        torch.testing.assert_close(record[block.name].rows(), block.join(shaped))
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_as_dense_ones(layer: type[nn.Module]) -> None:
+    def rows(sparse: bool) -> Tensor:
+        torch.manual_seed(0)
+        table = layer(7, 4, sparse=sparse)
+        middle = [nn.Flatten()] if layer is nn.Embedding else []
+        model = nn.Sequential(table, *middle, nn.Linear(4 * (5 if middle else 1), 3)).double().eval()
+        tokens = torch.arange(20).reshape(4, 5) % 7
+        record = Tangent.survey(model, tokens, EVERY).record(tokens)
+        assert all(value.grad is None for value in model.parameters())
+        return record.rows()
+
+    assert torch.equal(rows(True), rows(False))
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_gradients_scaled_by_frequency_are_not_the_derivative(layer: type[nn.Module]) -> None:
+    """The flag divides gradients in training; J is the derivative of the outputs all the same."""
+
+    def rows(flag: bool) -> Tensor:
+        torch.manual_seed(0)
+        table = layer(7, 4, scale_grad_by_freq=flag)
+        middle = [nn.Flatten()] if layer is nn.Embedding else []
+        model = nn.Sequential(table, *middle, nn.Linear(4 * (5 if middle else 1), 3)).double().eval()
+        tokens = torch.arange(20).reshape(4, 5) % 3
+        return Tangent.survey(model, tokens, EVERY).record(tokens).rows()
+
+    assert torch.equal(rows(True), rows(False))
+
+
+def test_hooks_on_activations_do_not_change_the_derivative() -> None:
+    class Clipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head, self.scale = nn.Linear(4, 5), nn.Linear(5, 2), nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor, clip: bool = True) -> Tensor:
+            hidden = torch.tanh(self.first(x)) * self.scale
+            if clip and hidden.requires_grad:
+                hidden.register_hook(lambda g: g.clamp(-0.1, 0.1))
+            return self.head(hidden)
+
+    torch.manual_seed(0)
+    model, x = Clipping().double().eval(), torch.randn(6, 4).double()
+    rows = Tangent.survey(model, x, EVERY).record(x).rows()
+    plain = Tangent.survey(model, x, EVERY, lambda model, x: model(x, clip=False)).record(x).rows()
+    assert torch.equal(rows, plain)
+
+
+class Actor(nn.Module):
+    """Two heads, one of which the outputs do not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.policy, self.value = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.trunk(x))
+        return {"logits": self.policy(hidden), "value": self.value(hidden)}
+
+
+def test_a_head_beside_the_outputs_is_not_the_last_layer_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Actor().double().eval(), torch.randn(5, 4, dtype=torch.float64)
+    assert [block.name for block in Tangent.survey(model, x, lw.last_layer).blocks] == ["policy"]
+    assert not caplog.records
+    tangent = Tangent.survey(model, x, EVERY)
+    assert "2 of the parameters to treat (value.weight, value.bias)" in caplog.text
+    (line,) = [line for line in tangent.coverage.lines if "no output of the first batch" in line.reason][:1]
+    assert line.block.startswith("value")
+    truth = oracle.jacobian(model, x, forward=lambda model, x: model(x)["logits"])
+    assert torch.allclose(tangent.record(x).rows().square().sum(-1), truth.square().sum(-1))
+    assert torch.allclose(tangent.record(x)["policy"].rows().square().sum(-1), truth[..., 30:51].square().sum(-1))
+
+
+class AlongTheBatch(nn.Module):
+    """A recurrence over what should be independent samples; the first one does not notice."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.cell, self.head = kind, nn.LSTM(4, 5), nn.Linear(5 if kind == "lstm" else 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(x)[0][:, -1] if self.kind == "lstm" else x[:, 0].cumsum(0))
+
+
+@pytest.mark.parametrize("kind", ["lstm", "cumsum"])
+def test_samples_that_leave_the_first_one_alone_are_seen_to_depend_on_each_other(kind: str) -> None:
+    with pytest.raises(lw.LapwingError, match=r"changes with the rest of the batch .* batch_first=True"):
+        lw.fit(AlongTheBatch(kind).eval(), [(torch.randn(8, 6, 4), torch.arange(8) % 3)])
+
+
+class SharedTable(nn.Module):
+    """A parameter that only the generic family covers, and a table that all samples share, given as an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.head = nn.Parameter(torch.randn(4, dtype=torch.float64)), nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        weights = torch.softmax((x * torch.sigmoid(self.scale)) @ table.flatten(0, -2).T, -1)
+        return self.head(torch.tanh(weights @ table.flatten(0, -2)))
+
+
+def test_a_shared_input_as_long_as_the_batch_is_refused_not_cut() -> None:
+    torch.manual_seed(0)
+    model, x = SharedTable().eval(), torch.randn(8, 4, dtype=torch.float64)
+    table = torch.randn(3, 4, dtype=torch.float64)
+    posterior = lw.fit(model, [((x, table), torch.arange(8) % 3)][:1], lw.Full(), params=lw.matching("scale"),
+                       forward=lambda model, inputs: model(*inputs), prior_precision=1.0)  # fmt: skip
+    four = posterior.latent((x[:4], table)).variance
+    with pytest.raises(lw.LapwingError, match="give what samples share in another shape"):
+        _ = posterior.latent((x[:3], table)).variance
+    assert torch.allclose(posterior.latent((x[:3], table[None])).variance, four[:3])
+
+
+def test_a_shared_input_as_long_as_a_later_batch_is_refused_for_covered_parameters_too() -> None:
+    """Chunks would cut it; the loader's last batch may be as long."""
+
+    class Anchored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, anchors: Tensor) -> Tensor:
+            return self.head(torch.tanh(x + anchors.reshape(-1, 4).mean(0)))
+
+    torch.manual_seed(0)
+    model, x, anchors = Anchored().double().eval(), torch.randn(7, 4).double(), torch.randn(5, 4).double()
+    tangent = Tangent.survey(model, (x, anchors), EVERY)
+    for n in (7, 1, 2):
+        assert tangent.record((x[:n], anchors)).rows().shape == (n, 2, 10)
+    with pytest.raises(lw.LapwingError, match=r"found 5 samples and a tensor of length 5 .* shared\[None\]"):
+        tangent.record((x[:5], anchors))
+    torch.testing.assert_close(tangent.record((x[:5], anchors[None])).rows(), tangent.record((x, anchors)).rows()[:5])
+
+
+@pytest.mark.parametrize("fault", ["scaled inputs", "shuffled inputs", "gradients"])
+def test_a_family_that_is_wrong_is_found_out_by_autograd(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parameters go generic, with the reason kept, and the Jacobian is right all the same."""
+
+    class Wrong(LinearUse):
+        def __init__(self, inputs: Tensor, weight: Tensor, bias: Tensor) -> None:
+            seen = {"scaled inputs": inputs * 1.001, "shuffled inputs": inputs.flip(-1)}
+            super().__init__(seen.get(fault, inputs), weight, bias, False)
+
+        def jacobian(self, g: Tensor | None, *args: Any) -> BlockJacobian:
+            return super().jacobian(-g if g is not None and fault == "gradients" else g, *args)
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval(), torch.randn(6, 4).double()
+    monkeypatch.setitem(HANDLERS, F.linear, lambda args, kwargs, watched: Wrong(*args))
+    tangent = Tangent.survey(model, x, EVERY)
+    wrong = {"0.weight", "2.weight"} | ({"0.bias", "2.bias"} if fault == "gradients" else set())
+    found = {line.parameters[0]: line for line in tangent.coverage.lines}
+    assert len(found) == 4
+    assert {name for name, line in found.items() if line.family == "generic"} == wrong
+    assert {found[name].reason for name in wrong} == {"its recorded uses do not add up to autograd's gradient"}
+    torch.testing.assert_close(tangent.record(x).rows(), jacobian(model, x, tangent.blocks))
+
+
+def test_idle_parameters_are_said_once_for_each_network(caplog: pytest.LogCaptureFixture) -> None:
+    def network() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).eval()
+        model.register_parameter("unused", nn.Parameter(torch.ones(2)))
+        return model
+
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    first, second = network(), network()
+    for model, times in ((first, 1), (first, 1), (second, 2), (first, 2)):
+        lw.fit(model, [(x, y)], lw.Diagonal()).with_prior(2.0)
+        assert sum("has no gradient on the first batch" in record.getMessage() for record in caplog.records) == times
+
+
+class Counting(nn.Module):
+    """Counts its calls, in place or by a new buffer."""
+
+    def __init__(self, persistent: bool = True, assigned: bool = False) -> None:
+        super().__init__()
+        self.linear, self.assigned = nn.Linear(4, 3), assigned
+        self.register_buffer("calls", torch.zeros(()), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.assigned:
+            self.calls = self.calls + 1.0
+        else:
+            self.calls += 1.0
+        return self.linear(x)
+
+
+def test_a_network_that_writes_a_buffer_at_each_call() -> None:
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    for tried in (lambda m: lw.fit(m, [(x, y)]), lambda m: lw.coverage(m, x)):
+        with pytest.raises(
+            lw.LapwingError, match=r"Counting writes calls whenever .* self\.training.*persistent=False"
+        ):
+            tried(Counting().eval())
+    for model in (Counting(persistent=False).eval(), Counting(assigned=True).eval()):
+        posterior = lw.fit(model, [(x, y)], prior_precision=1.0)
+        assert torch.equal(posterior.predict(x).probs, posterior.predict(x).probs)
+    assert float(model.calls) == 0.0  # what a network assigns is put back

@@ -1,0 +1,548 @@
+"""The life of a posterior: fitted by passes of both kinds, saved, loaded, asked by several threads, never changed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from dataclasses import FrozenInstanceError, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.covariance import Blockwise, DiagonalBlock
+from lapwing.methods import Batch, FisherRoot, Found, IteratePass, Passes, Problem, State, SumPass
+from lapwing.methods.passes import Seen, add_states
+from lapwing.posterior.prior import Prior
+from lapwing.tangent import Tangent
+from tests import oracle
+from tests.likelihoods.test_likelihoods import Poisson
+from tests.zoo import ZOO
+
+EVERY = lw.matching("*")
+METHODS = [
+    lw.KFAC(), lw.KFAC("reduce", "dense"), lw.EKFAC(), lw.Diagonal(), lw.Full(form="primal"), lw.Full(form="dual"),
+    lw.ELLA(rank=4, rows=8), lw.ELLA(rank=4, rows=8, residual="prior"), lw.OptimalSubspace(4, lw.KFAC(), "all"),
+    lw.SubsetOfWeights(5, "magnitude"),
+]  # fmt: skip
+
+
+def data(name: str, samples: int = 8) -> tuple[nn.Module, Any, Tensor, list[Any]]:
+    case = ZOO[name]
+    x, y = case.inputs(samples, 0), case.targets(samples, 0)
+    return (
+        case.build(),
+        x,
+        y,
+        [{**x, "labels": y} if isinstance(x, dict) else (*x, y) if isinstance(x, tuple) else (x, y)],
+    )
+
+
+def identical(one: lw.Posterior, other: lw.Posterior, x: Any, y: Tensor) -> None:
+    """Check that two posteriors agree in every answer, up to rounding: memory layouts may differ after loading."""
+
+    def close(a: Any, b: Any) -> None:
+        double = not isinstance(a, Tensor) or a.dtype == torch.float64
+        torch.testing.assert_close(a, b, **({"rtol": 1e-9, "atol": 1e-11} if double else {}))
+
+    for via in (lw.Linearized(), lw.MonteCarlo(draws=3)):
+        a, b = one.latent(x, via=via), other.latent(x, via=via)
+        close(a.mean, b.mean)
+        close(a.covariance, b.covariance)
+        close(one.predict(x, via=via).log_prob(y), other.predict(x, via=via).log_prob(y))
+    close(one.latent(x, joint=True).covariance, other.latent(x, joint=True).covariance)
+    close(one.log_marginal_likelihood(), other.log_marginal_likelihood())
+    first, second = one.sample(3), other.sample(3)
+    assert first.keys() == second.keys()
+    for name in first:
+        close(first[name], second[name])
+    assert (one.prior_precision, one.noise_variance) == (other.prior_precision, other.noise_variance)
+    assert str(one.diagnose()) == str(other.diagnose())
+    assert (one.samples, one.data_factor, one.temperature) == (other.samples, other.data_factor, other.temperature)
+
+
+# --- save and load ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("name", ["cnn_bn_inplace", "deep_linear", "embedding_bag_of_tokens"])
+def test_round_trip_of_every_method(method: lw.Method, name: str, tmp_path: Path) -> None:
+    model, x, y, loader = data(name)
+    posterior = lw.fit(model, loader, method, params=EVERY)
+    posterior.save(tmp_path / "p")
+    identical(lw.load(tmp_path / "p", ZOO[name].build()), posterior, x, y)
+
+
+ROUND_TRIPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "prior by layer": ("mlp", {"prior_precision": {"*": 2.0, "2.*": 0.5}}),
+    "prior by layer tuned": ("mlp", {"tune": lw.Evidence(per_layer=True)}),
+    "prior mean": ("mlp", {"prior_mean": {"0.weight": torch.ones(6, 4, dtype=torch.float64)}}),
+    "prior mean, a number": ("mlp", {"prior_mean": 0.3}),
+    "noise given": ("deep_linear", {"likelihood": lw.Gaussian(noise_variance=0.3)}),
+    "noise tuned": ("mlp_scalar", {}),
+    "squeezed": ("squeezed", {}),
+    "data size and temperature": ("mlp", {"data_size": 100, "temperature": 2.0}),
+    "weight decay": ("mlp", {"weight_decay": 0.01}),
+    "not tuned": ("mlp_scalar", {"tune": None}),
+    "tokens, tied weights": ("tied", {}),
+    "generic parameters": ("custom_parameter", {}),
+    "a recurrent layer": ("lstm", {}),
+    "compiled": ("compiled", {}),
+    "dictionaries": ("gpt2", {}),
+    "tuples": ("bilinear", {}),
+    "convolutions in groups": ("grouped_strided_conv", {"method": lw.EKFAC()}),
+    "the last layer": ("vit", {"method": None, "params": None}),
+    "full, prior by layer": ("mlp", {"method": lw.Full(form="primal"), "prior_precision": {"*": 2.0, "2.*": 0.5}}),
+    "ella, prior by layer": (
+        "mlp", {"method": lw.ELLA(rank=4, rows=9, residual="prior"), "prior_precision": {"*": 2.0, "2.*": 0.5}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ROUND_TRIPS)
+def test_round_trip_of_every_option(key: str, tmp_path: Path) -> None:
+    name, options = ROUND_TRIPS[key]
+    model, x, y, loader = data(name)
+    posterior = lw.fit(model, loader, **{"method": lw.KFAC(), "params": EVERY, **options})
+    posterior.save(tmp_path / "p")
+    loaded = lw.load(tmp_path / "p", ZOO[name].build())
+    identical(loaded, posterior, x, y)
+    noise = {} if posterior.noise_variance is None else {"noise_variance": 0.7}
+    identical(loaded.with_prior(3.0, **noise), posterior.with_prior(3.0, **noise), x, y)
+    loaded.save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "p").read_bytes()
+
+
+def test_round_trip_in_low_precision(tmp_path: Path) -> None:
+    model, x, y, _ = data("mlp")
+    for dtype in (torch.float32, torch.bfloat16):
+        cast = copy.deepcopy(model).to(dtype)
+        posterior = lw.fit(cast, [(x.to(dtype), y)], lw.KFAC())
+        posterior.save(tmp_path / "p")
+        identical(lw.load(tmp_path / "p", cast), posterior, x.to(dtype), y)
+        assert posterior.latent(x.to(dtype)).covariance.dtype == torch.float32
+
+
+def test_load_does_not_run_the_network(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def forward(net: nn.Module, x: Any) -> Tensor:
+        calls.append(1)
+        return net(x)
+
+    model, x, y, loader = data("mlp")
+    posterior = lw.fit(model, loader, lw.KFAC(), forward=forward)
+    posterior.save(tmp_path / "p")
+    calls.clear()
+    loaded = lw.load(tmp_path / "p", model, forward=forward)
+    assert not calls
+    identical(loaded, posterior, x, y)
+    assert calls
+
+
+# --- seeds and immutability ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_same_seed_same_answer(method: lw.Method) -> None:
+    model, x, y, loader = data("mlp")
+    options: dict[str, Any] = {"prior_precision": 1.0}
+    posterior = lw.fit(model, loader, method, **options, seed=3)
+    torch.manual_seed(99)
+    identical(lw.fit(model, loader, method, **options, seed=3), posterior, x, y)
+    drawn = isinstance(method, lw.ELLA)
+    other = lw.fit(model, loader, method, **options, seed=4)
+    assert torch.equal(other.latent(x).covariance, posterior.latent(x).covariance) is not drawn
+    assert not torch.equal(posterior.sample(2, seed=1)["0.weight"], posterior.sample(2, seed=2)["0.weight"])
+    ways = [lw.MonteCarlo(draws=3, seed=seed) for seed in (1, 1, 2)]
+    a, b, c = (posterior.latent(x, via=way).draws for way in ways)
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+    link = lw.SampledLink()
+    p, q, r = (posterior.predict(x, link=link, generator=torch.Generator().manual_seed(s)).probs for s in (1, 1, 2))
+    assert torch.equal(p, q)
+    assert not torch.equal(p, r)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_with_prior_leaves_the_old_one_unchanged(method: lw.Method) -> None:
+    model, x, y, loader = data("mlp")
+    posterior = lw.fit(model, loader, method)
+    same = lw.fit(model, loader, method)
+    kept = {name: value.clone() for name, value in posterior.covariance.tensors().items()}
+    wider = posterior.with_prior(0.01 * posterior.prior_precision)
+    wider.with_prior({"0": 5.0, "*": 2.0}).predict(x)
+    assert wider.latent(x).variance.sum() > posterior.latent(x).variance.sum()
+    identical(posterior, same, x, y)
+    assert all(torch.equal(kept[name], value) for name, value in posterior.covariance.tensors().items())
+    back = wider.with_prior(posterior.prior_precision)
+    torch.testing.assert_close(back.latent(x).covariance, posterior.latent(x).covariance)
+    with pytest.raises(FrozenInstanceError):
+        posterior.samples = 3
+
+
+def test_results_do_not_share_memory_with_the_posterior() -> None:
+    model, x, y, loader = data("mlp")
+    posterior = lw.fit(model, loader, lw.KFAC())
+    same = lw.fit(model, loader, lw.KFAC())
+    latent = posterior.latent(x)
+    for tensor in (latent.mean, latent.variance, latent.covariance, *posterior.sample(2).values()):
+        tensor.mul_(0).add_(7)
+    posterior.predict(x).probs.zero_()
+    identical(posterior, same, x, y)
+
+
+# --- a method of one's own -------------------------------------------------------------------------------------------
+class SquaredRows(SumPass):
+    """`Σ_n,r J²` by rows: the longest way to the diagonal of the GGN."""
+
+    label = "squared rows"
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def init(self) -> State:
+        return {"diagonal": self.problem.zeros(self.problem.tangent.size), "samples": torch.zeros(1)}
+
+    def update(self, state: State, batch: Batch) -> None:
+        for _, record in batch.records(self.problem.root):
+            state["diagonal"] += record.rows().square().sum((0, 1))
+            state["samples"] += record.samples
+
+
+class HutchinsonSteps(IteratePass):
+    """A stochastic estimate of the same: the mean over steps of `(Jᵀ R ε)²`, ε of random signs."""
+
+    label = "random signs"
+
+    def __init__(self, problem: Problem, steps: int) -> None:
+        self.problem, self.steps = problem, steps
+
+    def init(self) -> State:
+        return {"sum": self.problem.zeros(self.problem.tangent.size), "batches": torch.zeros(1)}
+
+    def step(self, state: State, batch: Batch, generator: torch.Generator) -> None:
+        root = self.problem.root
+
+        def signs(outputs: Tensor) -> Tensor:
+            columns = root(outputs)
+            drawn = torch.randint(2, (len(outputs), columns.shape[-1], 1), generator=generator).to(columns) * 2 - 1
+            return columns @ drawn  # (B, C, 1)
+
+        for _, record in batch.records(signs):
+            state["sum"] += record.rows().square().sum((0, 1))
+        state["batches"] += 1
+
+
+@dataclass(frozen=True)
+class MyDiagonal(lw.Method):
+    """All that a new method is: options, and passes."""
+
+    steps: int | None = None
+
+    def passes(self, problem: Problem) -> Passes:
+        if self.steps is None:
+            diagonal = (yield SquaredRows(problem))["diagonal"]
+        else:
+            state = yield HutchinsonSteps(problem, self.steps)
+            diagonal = state["sum"] / state["batches"] * problem.seen().samples / 4  # batches of four
+        blocks = problem.tangent.blocks
+        parts = diagonal.split([block.size for block in blocks])
+        structures = {block.name: DiagonalBlock(part) for block, part in zip(blocks, parts, strict=True)}
+        return Blockwise(blocks, structures, problem.precision, problem.scale)
+
+
+def halves(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return [(x[:4], y[:4]), (x[4:], y[4:])]
+
+
+def test_a_sum_pass_of_ones_own() -> None:
+    model, x, y, _ = data("mlp")
+    expected = lw.fit(model, halves(x, y), lw.Diagonal())
+    found = lw.fit(model, halves(x, y), MyDiagonal())
+    torch.testing.assert_close(found.latent(x).covariance, expected.latent(x).covariance)
+    torch.testing.assert_close(found.log_marginal_likelihood(), expected.log_marginal_likelihood())
+    assert found.method == "MyDiagonal(steps=None)"
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 400])
+def test_an_iterate_pass_of_ones_own(steps: int) -> None:
+    """Statistics are those of the data seen, scaled to all of it, and the estimate comes near the exact diagonal."""
+    model, x, y, _ = data("mlp")
+    options: dict[str, Any] = {"prior_precision": 1.0}
+    expected = lw.fit(model, halves(x, y), lw.Diagonal(), **options)
+    found = lw.fit(model, halves(x, y), MyDiagonal(steps), **options)
+    assert (found.samples, found.data_factor) == ((4, 2.0) if steps == 1 else (8, 1.0))
+    part = lw.fit(model, halves(x, y)[: 1 if steps == 1 else 2], lw.Diagonal(), **options)
+    torch.testing.assert_close(found.statistics, part.statistics)
+    again = lw.fit(model, halves(x, y), MyDiagonal(steps), **options)
+    assert torch.equal(again.latent(x).covariance, found.latent(x).covariance)
+    other = lw.fit(model, halves(x, y), MyDiagonal(steps), **options, seed=1)
+    assert not torch.equal(other.latent(x).covariance, found.latent(x).covariance)
+    if steps == 400:
+        torch.testing.assert_close(found.latent(x).variance, expected.latent(x).variance, rtol=0.05, atol=0)
+
+
+class Until(HutchinsonSteps):
+    """Ends by itself after some batches."""
+
+    def converged(self, state: State) -> bool:
+        return bool(state["batches"] >= 3)
+
+
+@dataclass(frozen=True)
+class Self(lw.Method):
+    """Looks at few samples first, ends its steps by itself, and chooses prior and noise."""
+
+    def passes(self, problem: Problem) -> Passes:
+        few = SquaredRows(problem)
+        few.limit = 5
+        state = yield few
+        assert state["samples"] == 5
+        assert not problem.seen().samples  # nothing was summed yet
+        state = yield Until(problem, 50)
+        ends = torch.tensor([float(state["batches"])])
+        blocks = problem.tangent.blocks
+        structures = {block.name: DiagonalBlock(problem.zeros(block.size)) for block in blocks}
+        covariance = Blockwise(blocks, structures, 3 * problem.precision, problem.scale)
+        return Found(covariance, 3 * problem.precision, 0.5, {"steps": ends})
+
+
+def test_a_method_that_chooses_prior_and_noise_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, x, _, _ = data("mlp")
+    y = torch.randn(len(x), 3, dtype=x.dtype)
+    posterior = lw.fit(model, halves(x, y), Self())
+    assert (posterior.prior_precision, posterior.noise_variance, posterior.samples) == (3.0, 0.5, 8)
+    assert posterior.history["steps"].tolist() == [3.0]
+    assert not caplog.records
+    posterior.save(tmp_path / "posterior.safetensors")
+    loaded = lw.load(tmp_path / "posterior.safetensors", model)
+    assert (loaded.prior_precision, loaded.noise_variance) == (3.0, 0.5)
+    assert loaded.history["steps"].tolist() == [3.0]
+    lw.fit(model, halves(x, y), Self(), tune=lw.Evidence())
+    assert "chooses its own prior" in caplog.text
+
+
+def test_a_loader_that_knows_its_size_is_not_gone_through_to_count() -> None:
+    model, x, y, _ = data("mlp")
+    seen: list[int] = []
+
+    class Watched(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return len(x)
+
+        def __getitem__(self, i: int) -> Any:
+            seen.append(i)
+            return x[i], y[i]
+
+    loader = torch.utils.data.DataLoader(Watched(), batch_size=3, drop_last=True)
+    posterior = lw.fit(model, loader, MyDiagonal(steps=1), prior_precision=1.0)
+    assert (posterior.samples, posterior.data_factor) == (3, 2.0)
+    assert seen == [0, 1, 2, 0, 1, 2]  # the survey, and the step
+
+
+def test_an_iterate_pass_over_a_loader_that_runs_dry() -> None:
+    model, x, y, _ = data("mlp")
+
+    class Dry:
+        rounds = 3
+
+        def __iter__(self) -> Any:
+            self.rounds -= 1
+            yield from halves(x, y)[: 2 if self.rounds >= 0 else 0]
+
+    with pytest.raises(lw.LapwingError, match="showed 8 at first and shows 0 samples"):
+        lw.fit(model, Dry(), MyDiagonal(steps=50))
+
+
+@dataclass(frozen=True)
+class NoPass(lw.Method):
+    """A method that looks at no data at all: the prior."""
+
+    def passes(self, problem: Problem) -> Passes:
+        blocks = problem.tangent.blocks
+        structures = {block.name: DiagonalBlock(problem.zeros(block.size)) for block in blocks}
+        return Blockwise(blocks, structures, problem.precision, problem.scale)
+        yield  # a generator all the same
+
+
+def test_a_method_without_passes_still_gets_the_likelihood() -> None:
+    model, x, y, _ = data("mlp")
+    posterior = lw.fit(model, halves(x, y), NoPass(), prior_precision=4.0)
+    torch.testing.assert_close(posterior.statistics, lw.fit(model, halves(x, y), lw.Diagonal()).statistics)
+    assert torch.equal(posterior.covariance.to_dense(), torch.eye(posterior.tangent.size).double() / 4)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "custom_parameter"])
+def test_states_of_halves_add_up_to_the_whole(method: lw.Method, name: str) -> None:
+    """The contract behind batches, ranks and resuming, for every pass of every method."""
+    model, x, y, _ = data(name)
+    tangent = Tangent.survey(model, x, EVERY)
+    likelihood = lw.Categorical()
+    root = FisherRoot(likelihood, tangent.outputs, torch.Generator())
+    prior = Prior.read(tangent, None)
+    seen = Seen(len(y), likelihood.statistics(tangent.outputs_of(x), y))
+    problem = Problem(tangent, likelihood, root, prior, True, 0, lambda: y, lambda: len(y), lambda: seen)
+    passes = method.passes(problem)
+    try:
+        step = next(passes)
+        while True:
+            whole, first, second = step.init(), step.init(), step.init()
+            assert all(isinstance(value, Tensor) for value in whole.values())
+            step.update(whole, Batch(tangent, x, y, 0))
+            step.update(first, Batch(tangent, x[:3], y[:3], 0))
+            step.update(second, Batch(tangent, x[3:], y[3:], 3))
+            added = add_states(first, second)
+            assert added.keys() == whole.keys()
+            for key, value in whole.items():
+                torch.testing.assert_close(added[key], value, msg=lambda text, key=key: f"{key}: {text}")
+            step = passes.send(whole)
+    except StopIteration as stop:
+        assert stop.value.size == tangent.size  # noqa: PT017
+
+
+# --- parameters that the forward pass does not use -------------------------------------------------------------------
+class Idle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.spare, self.head = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.full((2,), 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_unused_parameters_keep_the_prior(method: lw.Method, tmp_path: Path) -> None:
+    _, x, y, _ = data("mlp")
+    model = Idle().double().eval()
+    posterior = lw.fit(model, halves(x, y), method, prior_precision=4.0)
+    names = [name for block in posterior.tangent.blocks for name in block.parameters]
+    assert sorted(names) == sorted(dict(model.named_parameters()))
+    assert "it is not used there" in str(posterior.tangent.coverage)
+    sizes = [posterior.tangent.parameters[name].numel() for name in names]
+    parts = zip(names, oracle.jacobian(model, x, names).split(sizes, -1), strict=True)
+    shaped = {name: part.unflatten(-1, posterior.tangent.parameters[name].shape) for name, part in parts}
+    jacobian = torch.cat([block.join(shaped) for block in posterior.tangent.blocks], -1)
+    dense = posterior.covariance.to_dense()
+    torch.testing.assert_close(posterior.latent(x).covariance, jacobian @ dense @ jacobian.mT)
+    if getattr(method, "residual", "prior") is not None:
+        variances = torch.cat(
+            [posterior.covariance.diagonal()[b.name] for b in posterior.tangent.blocks if "s" in b.name[0]]
+        )
+        torch.testing.assert_close(variances, torch.full_like(variances, 0.25))
+    drawn = posterior.sample(2)
+    assert drawn["spare.weight"].shape == (2, 5, 5)
+    posterior.save(tmp_path / "p")
+    identical(lw.load(tmp_path / "p", model), posterior, x, y)
+
+
+# --- threads ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["mlp", "custom_parameter", "compiled", "lstm", "gpt2", "weight_norm"])
+def test_threads_that_predict_at_the_same_time(name: str) -> None:
+    """Each runs the network at other weights; nobody else may see them."""
+    model, x, _, loader = data(name, 5)
+    posterior = lw.fit(model, loader, lw.KFAC(), params=EVERY)
+    ways = [lw.MonteCarlo(draws=3), lw.Linearized()]
+    expected = [posterior.latent(x, via=way).covariance for way in ways]
+    sums = [posterior.covariance.to_dense().sum(), posterior.sample(2)]
+    wrong: list[Any] = []
+    start = threading.Barrier(3)
+
+    def work(turn: int) -> None:
+        try:
+            start.wait()
+            for i in range(turn, turn + 6):
+                torch.testing.assert_close(posterior.latent(x, via=ways[i % 2]).covariance, expected[i % 2])
+                torch.testing.assert_close(posterior.sample(2), sums[1])
+                other = lw.fit(model, loader, lw.KFAC(), params=EVERY) if i % 3 == 0 else posterior
+                torch.testing.assert_close(other.covariance.to_dense().sum(), sums[0])
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(turn,)) for turn in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[0]
+    from torch._dynamo.eval_frame import _stance
+
+    assert _stance.stance == "default"
+
+
+def test_copies_and_pickles_bring_their_network_along() -> None:
+    model, x, y, loader = data("cnn_bn_inplace")
+    posterior = lw.fit(model, loader, lw.KFAC())
+    for other in (copy.deepcopy(posterior), pickle.loads(pickle.dumps(posterior))):
+        assert other.tangent.model is not model
+        identical(other, posterior, x, y)
+        with torch.no_grad():
+            next(other.tangent.model.parameters()).add_(1.0)
+        with pytest.raises(lw.LapwingError, match="after the fit"):
+            other.predict(x)
+    identical(posterior, posterior, x, y)
+
+
+@pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC()])
+def test_pickles_do_not_grow_with_use(method: Any) -> None:
+    """What predictions keep for the next ones is made anew by the copy."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 200), torch.nn.ReLU(), torch.nn.Linear(200, 3)).eval()
+    x, y = torch.randn(8, 4), torch.randint(3, (8,))
+    posterior = lw.fit(model, [(x, y)], method, params=lw.everything, prior_precision=1.0)
+    before = len(pickle.dumps(posterior))
+    posterior.latent(x).covariance.sum()
+    assert len(pickle.dumps(posterior)) < 1.01 * before
+
+
+def test_threads_of_streamlined_and_monte_carlo() -> None:
+    model, x, _, loader = data("mlp")
+    posterior = lw.fit(model, loader, lw.KFAC())
+    ways = [lw.MonteCarlo(draws=5), lw.Streamlined()]
+    expected = [posterior.latent(x, via=way).mean for way in ways]
+    wrong: list[Any] = []
+
+    def work(turn: int) -> None:
+        try:
+            for i in range(turn, turn + 20):
+                torch.testing.assert_close(posterior.latent(x, via=ways[i % 2]).mean, expected[i % 2])
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(turn,)) for turn in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[0]
+
+
+def test_replace_gives_another_posterior() -> None:
+    model, x, _, loader = data("mlp")
+    posterior = lw.fit(model, loader, lw.KFAC())
+    assert replace(posterior, temperature=2.0).temperature == 2.0
+    assert posterior.temperature == 1.0
+    assert posterior.latent(x).mean.shape == (8, 3)
+
+
+def test_a_likelihood_of_ones_own_is_given_again(tmp_path: Path) -> None:
+    model, x = nn.Linear(4, 2).double().eval(), torch.randn(9, 4, dtype=torch.float64)
+    loader = [(x, torch.poisson(torch.ones(9, 2, dtype=torch.float64)))]
+    fitted = lw.fit(model, loader, lw.Diagonal(), likelihood=Poisson(), prior_precision=1.0)
+    fitted.save(tmp_path / "p.st")
+    with pytest.raises(lw.LapwingError, match=r"of your own, 'poisson'.*lw.load\(path, model, likelihood=...\)"):
+        lw.load(tmp_path / "p.st", model)
+    loaded = lw.load(tmp_path / "p.st", model, likelihood=Poisson())
+    assert torch.equal(loaded.latent(x).variance, fitted.latent(x).variance)
+
+
+def test_samples_of_a_batch_sampler_of_the_caller_are_counted_by_it() -> None:
+    """torch leaves `loader.sampler` one of the whole data set, which such a loader does not show."""
+    x, y = torch.randn(100, 4), torch.arange(100) % 3
+    model = torch.nn.Linear(4, 3).eval()
+    sampler = torch.utils.data.BatchSampler(range(10), 5, False)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_sampler=sampler)
+    posterior = lw.fit(model, loader, lw.KFAC(), weight_decay=0.01)
+    assert posterior.samples == 10
+    assert posterior.prior_precision == pytest.approx(0.01 * 10)

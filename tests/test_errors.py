@@ -1,0 +1,89 @@
+"""Packages that come with an extra: each missing one is one sentence with the line that installs it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pytest
+import torch
+
+import lapwing as lw
+from lapwing.errors import PACKAGES, extra
+from lapwing.evaluation import corrupt, metrics, sensitivity
+
+mpl.use("Agg")
+
+
+def _posterior() -> tuple[lw.Posterior, torch.Tensor, torch.Tensor]:
+    x, y = torch.randn(30, 3), torch.arange(30) % 3
+    return lw.fit(torch.nn.Linear(3, 3).eval(), [(x, y)], prior_precision=1.0), x, y
+
+
+def _onnx() -> Any:
+    posterior, x, _ = _posterior()
+    return lw.deploy(posterior, x, via=lw.Linearized()).to_onnx("never.onnx", x)
+
+
+def _compare() -> Any:
+    posterior, x, y = _posterior()
+    return lw.compare({"KFAC": posterior}, [(x, y)], repeats=1)
+
+
+def _plot() -> Any:
+    posterior, x, _ = _posterior()
+    return sensitivity(posterior, x, steps=1).plot()
+
+
+USES: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "compare": (_compare, "torchmetrics", "eval"),
+    "auroc": (lambda: metrics.auroc(torch.rand(3), torch.rand(3)), "sklearn", "eval"),
+    "plot": (_plot, "matplotlib", "eval"),
+    "jpeg": (lambda: corrupt(torch.rand(1, 3, 8, 8), "jpeg", 1), "PIL", "eval"),
+    "onnx": (_onnx, "onnx", "export"),
+    "onnxscript": (_onnx, "onnxscript", "export"),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_missing_extra_is_one_sentence_and_a_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use, package, group = USES[name]
+    for module in [module for module in sys.modules if module.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "meta_path", [_Hidden(package), *sys.meta_path])
+    with pytest.raises(lw.LapwingError) as caught:
+        use()
+    assert str(caught.value) == (
+        f"This needs {PACKAGES[package][0]}, which is not installed. Run pip install lapwing[{group}]."
+    )
+
+
+class _Hidden:
+    """Makes a package look as if it were not installed."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] == self._package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_what_an_installed_package_lacks_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> Any:
+        raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
+
+    monkeypatch.setattr("lapwing.errors.importlib.import_module", broken)
+    with pytest.raises(ModuleNotFoundError, match="numpy"):
+        extra("matplotlib.pyplot")
+
+
+def test_extras_declare_what_they_promise() -> None:
+    lines = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8").splitlines()
+    declared = {line.partition(" = ")[0]: line for line in lines}
+    for package, group in PACKAGES.values():
+        assert f'"{package.lower()}>=' in declared[group]
+    assert '"numpy>=' in declared["dependencies"]  # safetensors.torch imports it

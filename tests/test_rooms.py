@@ -1,0 +1,62 @@
+"""The rooms of the package: what may import what."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import lapwing
+
+ROOT = Path(lapwing.__file__).parent
+ORDER = (
+    "errors", "contents", "linalg", "jacobian", "network", "tangent", "covariance", "likelihoods", "prediction",
+    "posterior", "methods", "tuning", "fitting", "deployment", "evaluation",
+)  # fmt: skip
+FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
+
+
+def imports(name: str) -> set[str]:
+    """The modules of lapwing that one imports when it runs: at its top, or in a function."""
+    tree, package = ast.parse(FILES[name].read_text()), name.split(".")[:-1]
+    types_only = {
+        id(inner) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }  # fmt: skip
+    modules = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or not node.level or id(node) in types_only:
+            continue
+        base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+        for alias in node.names:
+            for path in ([*base, alias.name], [*base, alias.name, "__init__"], base, [*base, "__init__"]):
+                module = ".".join(part for part in path if part)
+                if module in FILES:
+                    modules.add(module)
+                    break
+    return modules
+
+
+def test_every_room_is_in_the_order():
+    assert {name.split(".")[0] for name in FILES} == {*ORDER, "__init__"}
+
+
+def test_imports_go_downwards():
+    for name in FILES:
+        room = name.split(".")[0]
+        if room != "__init__":
+            above = {other for other in imports(name) if ORDER.index(other.split(".")[0]) > ORDER.index(room)}
+            assert not above, f"{name} imports {', '.join(sorted(above))} from above"
+
+
+def test_no_circle():
+    graph = {name: {other for other in imports(name) if other != name} for name in FILES}
+    TopologicalSorter(graph).prepare()  # raises a CycleError that names one
+
+
+def test_every_room_says_what_lives_there():
+    for path in ROOT.rglob("__init__.py"):
+        text = ast.get_docstring(ast.parse(path.read_text()))
+        assert text, f"{path} has no docstring"
+        if path.parent.parent == ROOT:
+            assert "Begin with" in " ".join(text.split()), f"{path} does not say where to begin"
