@@ -1,7 +1,7 @@
 """The tangent engine: a network seen through its Jacobian, contracted without forming it.
 
 The small API over `network` (which runs and watches it) and `jacobian` (the algebra), and the one place where the two
-meet. Begin with `tangent.py` (survey a network, record a batch), then `record.py` (what a batch can be contracted with).
+meet. Begin with `tangent.py` (survey a network, record a batch), then `record.py` (how a batch is contracted).
 """
 
 from __future__ import annotations
