@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDa
 
 import lapwing as lw
 from lapwing.errors import shown
-from tests.test_untouched import assert_same, snapshot
+from tests.network.test_untouched import assert_same, snapshot
 
 NAN = math.nan
 

@@ -166,7 +166,7 @@ class DenseCovariance(PrecisionCovariance):
         check_json(extra, {"scale": is_positive}, "covariance/extra")
         size, precision = tangent.size, precision_entry(tangent)
         return {
-            "curvature": Entry((size, size), (tangent.dtype,)),
+            "curvature": Entry((size, size), (torch.float64,)),
             "precision": precision,
             "values": Entry((size,), (torch.float64,), 0.0, largest(torch.float64, 1 / 2)),
             "vectors": Entry((size, size), (torch.float64,), orthonormal=True),

@@ -112,14 +112,14 @@ def test_products_with_vectors_by_either_mode(name, monkeypatch):
     vectors = {b.name: torch.randn(1, b.size, dtype=torch.float64) for b in tangent.blocks}
     flat = torch.cat(list(vectors.values()), -1)
     jacobian, calls = dense(model, x, tangent), []
-    plain = tn.chunk.forward_products
+    plain = tn.record.forward_products
 
     def noted(*args):
         found = plain(*args)
         calls.append(found is not None)
         return found
 
-    monkeypatch.setattr(tn.chunk, "forward_products", noted)
+    monkeypatch.setattr(tn.record, "forward_products", noted)
     u = torch.randn(5, case.outputs, 4, dtype=torch.float64)
     for cotangents, rows in ((None, jacobian), (u, u.mT @ jacobian)):
         found = tangent.record(x, cotangents).jvp(vectors)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tangent.test_contractions import SoftAndHardTokens, check_contractions, close, dense, survey
 from torch import Tensor, nn
 
 import lapwing as lw
@@ -15,6 +14,7 @@ from benchmarks.measure import LiveBytes
 from lapwing import tangent as tn
 from lapwing.jacobian.jacobian import MatrixJacobian
 from lapwing.jacobian.sliced import Sliced, grouped
+from tests.jacobian.test_contractions import SoftAndHardTokens, check_contractions, close, dense, survey
 from tests.zoo import ZOO
 
 EVERY = lw.matching("*")
@@ -129,8 +129,8 @@ def test_what_fits_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One set of backward passes where everything fits; each group once in a sweep where it does not."""
     _, x, tangent = survey(ZOO["cnn_bn_inplace"])
     calls: list[int] = []
-    plain = tn.chunk.output_gradients
-    monkeypatch.setattr(tn.chunk, "output_gradients", lambda *args: calls.append(len(args[1])) or plain(*args))
+    plain = tn.record.output_gradients
+    monkeypatch.setattr(tn.record, "output_gradients", lambda *args: calls.append(len(args[1])) or plain(*args))
     record = tangent.record(x)
     for name in (*record, *record):
         record[name].squared_sum()

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tangent.test_contractions import check_contractions, close, dense, shared, summed, survey
-from tests.tangent.test_sliced import METHODS, _check_kronecker
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -23,6 +21,8 @@ from lapwing.jacobian.layers import norm
 from lapwing.jacobian.layers.conv import unfold, window
 from lapwing.jacobian.strips import Strips, at, boxes
 from lapwing.network.tracing import output_gradients
+from tests.jacobian.test_contractions import check_contractions, close, dense, shared, summed, survey
+from tests.jacobian.test_sliced import METHODS, _check_kronecker
 from tests.zoo import ZOO
 
 EVERY, SLOW = lw.matching("*"), pytest.mark.slow

@@ -16,7 +16,7 @@ from lapwing.methods.mean_field.reparametrisation import drawn_outputs, own_draw
 from lapwing.tangent import Tangent
 from tests import oracle
 from tests.conformance import EVERY, close, jacobian, pack, sampled_from
-from tests.test_untouched import untouched
+from tests.network.test_untouched import untouched
 from tests.zoo import ZOO
 
 NETWORKS = (

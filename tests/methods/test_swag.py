@@ -20,7 +20,7 @@ from lapwing.tangent import Tangent
 from tests import oracle
 from tests.conformance import EVERY, Setup, block_columns, close, jacobian, pack, sampled_from, setup
 from tests.covariance.test_structures import StructureConformance, random, spectrum
-from tests.test_untouched import untouched
+from tests.network.test_untouched import untouched
 from tests.zoo import ZOO
 
 NETWORKS = (

@@ -16,6 +16,7 @@ import lapwing as lw
 from lapwing.methods.passes import Batch
 from lapwing.methods.valla.clusters import cluster_centres
 from lapwing.methods.valla.inducing_points import _shares, inducing_points, movable
+from lapwing.network import batches
 from lapwing.tangent import Anchors, Tangent
 from tests import oracle
 from tests.conformance import NOISE, Setup, close, cut, jacobian, psd, setup, subspace_covariance
@@ -33,7 +34,7 @@ def points_of(problem: Setup, method: lw.VaLLA, loader: list | None = None, seed
         return stop.value
     state, start = step.init(), 0
     for batch in loader or problem.loader:
-        inputs, targets = lw.batches.split(batch)
+        inputs, targets = batches.split(batch)
         step.update(state, Batch(problem.tangent, inputs, targets, start))
         start += len(targets)
     try:

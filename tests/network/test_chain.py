@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tangent.test_contractions import close, dense
 from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing import tangent as tn
 from lapwing.network.chain import chain_gradients
 from lapwing.network.tracing import output_gradients
+from tests.jacobian.test_contractions import close, dense
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU, "relu in place": lambda: nn.ReLU(inplace=True), "gelu": nn.GELU,
