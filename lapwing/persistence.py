@@ -29,7 +29,7 @@ HEADER = {
     "given": (bool, bool),
     "samples": lambda samples: is_count(samples) and samples > 0,
     "data_factor": lambda factor: is_positive(factor) and factor >= 1,
-    "temperature": is_positive, "method": str, "forward": bool, "dtypes": dict,
+    "temperature": is_positive, "method": lambda method: type(method) is str, "forward": bool, "dtypes": dict,
 }  # fmt: skip
 """What a file's header must be."""
 
@@ -148,6 +148,7 @@ def _rebuilt(
         return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
     check_json(header, HEADER, "the header")
+    check_json(list(tensors), [str], "the names of tensors")
     if header["forward"] != (forward is not None):
         raise LapwingError(
             f"Asked to load {path} {'without' if forward is None else 'with'} forward=, found that the fit was made "
