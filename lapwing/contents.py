@@ -89,7 +89,7 @@ def check_json(value: Any, pattern: Pattern, where: str) -> None:
     elif isinstance(pattern, type):
         if type(value) is not pattern:  # True is no number here
             raise Unfit(f"{where} is no {pattern.__name__}")
-        if pattern is str and not (len(value) <= TEXT and value.isprintable()):
+        if isinstance(value, str) and not (len(value) <= TEXT and value.isprintable()):
             raise Unfit(f"{where} is no text of one line and at most {TEXT} characters")
     elif isinstance(pattern, frozenset):
         if type(value) is not str or value not in pattern:

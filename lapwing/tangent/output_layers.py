@@ -255,7 +255,7 @@ class _Graph:
             if node not in self._varying:
                 self._varying.add(node)
                 left += parents.get(node, ())
-        self.assembled = False
+        self._gradients, self.assembled = gradients, False
 
     def last(self) -> tuple[set[str], set[str]]:
         """Returns the names of the last layer's parameters, and those of a product of several layers, if there is one.
@@ -295,7 +295,8 @@ class _Graph:
         return set().union(*found), set().union(*product)
 
     def _step(self, node: Node) -> _Step:
-        kind, branches = _kind(node), self._branches[node]
+        kind = "" if node in self._gradients else _kind(node)
+        branches = self._branches[node]
         varying = [branch for branch in branches if branch in self._varying]
         fixed = [branch for branch in branches if branch is not None and branch not in self._varying]
         if not varying:

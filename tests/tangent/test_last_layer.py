@@ -243,6 +243,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
         ),
         (PRODUCT, "params=lw.matching('a.2.*', 'b.2.*', 'g.*')"),
     ),
+    "a product with a Jacobian": (
+        lambda: Net(vector_jacobian, a=nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Doubled()), b=tower(6)),
+        (PRODUCT, "params=lw.matching('a.2.*', 'b.2.*')"),
+    ),
     "the force of a product": (
         lambda: Net(force(lambda net, x: net.a(x) * net.b(x)), a=tower(1), b=tower(1)),
         (PRODUCT, "params=lw.matching('a.2.*', 'b.2.*')"),
@@ -286,6 +290,22 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
         ("The network is traced", "or fit the network before it is traced."),
     ),
 }  # fmt: skip
+
+
+class Doubled(nn.Linear):
+    """Used twice, so that its input's gradient is a sum."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + super().forward(x.sin())
+
+
+def vector_jacobian(net: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(net.a(x.tanh() + x), x, net.b(x), create_graph=True)[0]
 
 
 def written(net: Any, x: Tensor) -> Tensor:
