@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 Pattern = Any
-"""A type; a set of accepted texts; a function that tells; `[pattern]` for a list; a tuple of patterns for a list of
-that length; or `{key: pattern}` for a dict of exactly these keys."""
+"""A type, texts of one line and no more than `TEXT` characters, as messages show them; a set of accepted texts; a
+function that tells; `[pattern]` for a list; a tuple of patterns for a list of that length; or `{key: pattern}` for a
+dict of exactly these keys."""
+
+TEXT = 1000
 
 FLOATS = torch.float32, torch.float64
 """The dtypes that sums and directions are kept in."""
@@ -51,8 +54,8 @@ def largest(dtype: torch.dtype, power: float = 1.0) -> float:
 
 
 def is_positive(value: Any) -> bool:
-    """Tells a number that float32 holds, and its inverse too."""
-    return type(value) in (int, float) and 1e-37 <= value <= 1e37
+    """Tells a number that float32 holds, and its inverse too; torch takes no integers of more than 64 bits."""
+    return (type(value) is float or is_count(value)) and 1e-37 <= value <= 1e37
 
 
 def is_count(value: Any) -> bool:
@@ -73,9 +76,9 @@ def check_json(value: Any, pattern: Pattern, where: str) -> None:
     """
     if isinstance(pattern, dict):
         if type(value) is not dict or value.keys() - pattern.keys():
-            raise Unfit(f"{where} holds something else than {', '.join(pattern) or 'nothing'}")
+            raise Unfit(f"{where} holds something else than {', '.join(list(pattern)[:10]) or 'nothing'}")
         if missing := [key for key in pattern if key not in value]:
-            raise Unfit(f"{where} lacks {', '.join(missing)}")
+            raise Unfit(f"{where} lacks {', '.join(missing[:10])}")
         for key, inner in pattern.items():
             check_json(value[key], inner, f"{where}/{key}")
     elif isinstance(pattern, (list, tuple)):
@@ -86,6 +89,8 @@ def check_json(value: Any, pattern: Pattern, where: str) -> None:
     elif isinstance(pattern, type):
         if type(value) is not pattern:  # True is no number here
             raise Unfit(f"{where} is no {pattern.__name__}")
+        if isinstance(value, str) and not (len(value) <= TEXT and value.isprintable()):
+            raise Unfit(f"{where} is no text of one line and at most {TEXT} characters")
     elif isinstance(pattern, frozenset):
         if type(value) is not str or value not in pattern:
             raise Unfit(f"{where} is none of {', '.join(sorted(pattern)[:10])}")

@@ -838,7 +838,11 @@ def test_14_words_for_common_slips(posterior: lw.Posterior, tmp_path: Any) -> No
         refused(
             lambda tuning=tuning: getattr(lw, tuning)((X, Y)), f"Asked for {tuning}{one[0]}", f"lw.{tuning}({one[1]})"
         )
-    refused(lambda: lw.load(posterior.model, tmp_path / "p.st"), "from a Sequential", "lw.load('posterior.st', model)")
+    refused(
+        lambda: lw.load(posterior.model, tmp_path / "p.st"),
+        "is a Sequential",
+        "lw.load('posterior.safetensors', model)",
+    )
     refused(lambda: fit([(X, Y)], method=lw.SWAG), "lw.SWAG", "not by lw.fit", "lw.SWAG.collector(model)")
     refused(lambda: fit([(X, Y[:, None])], nn.Linear(4, 1).eval()), "2 outputs", "'gaussian'` and `y.float()")
     refused(lambda: fit([(X.numpy(), Y.numpy())]), "ndarray", "torch.as_tensor")

@@ -2,7 +2,8 @@
 
 It is read off the graph of one more run, from the outputs back. What takes one tensor passes on what it gets, and so
 does what adds up or joins several. What multiplies by weights alone is a layer, however its weights were made. What
-multiplies two tensors that both depend on the inputs and on different layers, such as a gate, has no last layer.
+multiplies two tensors that both depend on the inputs and on different layers, such as a gate, has no last layer. A
+gradient that the network takes itself, such as a force, has the last layer of what it is the gradient of.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ from .eager import EagerMode
 from .functional import first_call
 from .gate import quantized_layers
 from .module_state import modules_of
-from .plan import MATRIX_FAMILIES
 from .selection import check_real
-from .tracing import Recording
+from .tracing import Recording, graph_leaves
 
 log = logging.getLogger("lapwing")
 
@@ -96,17 +96,14 @@ def output_layers(
     if outputs.grad_fn is None:
         raise _refused_without_gradient(model, kind)
     owners = {id(tensor): name for named in (parameters, leaves) for name, tensor in named.items()}
-    graph = _Graph(outputs.grad_fn, origins.nodes(), batches.tensors(inputs), parameters, owners)
+    reached = {owners[id(leaf)] for leaf in graph_leaves(outputs, batches.tensors(inputs))[0] if id(leaf) in owners}
+    graph = _Graph(outputs.grad_fn, origins.nodes(), batches.tensors(inputs), parameters, owners, origins.gradients())
     found, product = graph.last()
-    if recording.differentiated:  # the graph of an energy's gradient ends at the first layer
-        calls = [use.names for use in recording.noted if use.use.family in MATRIX_FAMILIES[:2]]
-        last = next((call for call in reversed(calls) if graph.reached.intersection(call.values())), {})
-        found, product = (set(last.values()), set()) if "weight" in last else (found, product)
-    names = tuple(name for name in parameters if name in found)
+    names = tuple(name for name in parameters if name in found & reached)  # an energy's bias has no force
     for prefix, module in scripted:
         if any(name.startswith(prefix) for name in names):
             raise _refused_scripted(module, f"The part {prefix[:-1]} of {kind}")
-    idle = _siblings(product or found, parameters, graph.reached) if recording.routed and graph.assembled else []
+    idle = _siblings(product or found, parameters, reached) if recording.routed and graph.assembled else []
     if product:
         raise LapwingError(
             f"The outputs of {kind} are a product of what several of its weights give, so no layer is the last. Name "
@@ -137,10 +134,15 @@ class _Origins(EagerMode):
         self._weights = {id(tensor): tensor for tensor in weights}  # tensors are kept, so that no id is used again
         self._data = {id(tensor): tensor for tensor in inputs}
         self._nodes = [tensor.grad_fn for tensor in inputs]
+        self._gradients: dict[Node, list[Node]] = {}
 
     def nodes(self) -> set[Node]:
         """Returns the nodes of the graph whose results depend on the inputs, all but those within torch functions."""
         return {node for node in self._nodes if node is not None}
+
+    def gradients(self) -> dict[Node, list[Node]]:
+        """Returns the nodes of gradients that the network took itself -> those of what it took them of."""
+        return self._gradients
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs the function; notes what its results depend on."""
@@ -153,12 +155,21 @@ class _Origins(EagerMode):
         if not made:
             return out
         given = _tensors(*args, *kwargs.values())
+        if function is torch.autograd.grad:
+            self._note_gradients(made, _tensors(args[0], kwargs.get("grad_outputs")))
         if any(self._varies(tensor) for tensor in given):
             self._data.update((id(tensor), tensor) for tensor in made)
             self._nodes += [tensor.grad_fn for tensor in made]
         elif any(id(tensor) in self._weights for tensor in given):
             self._weights.update((id(tensor), tensor) for tensor in made)
         return out
+
+    def _note_gradients(self, made: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        nodes = [tensor.grad_fn for tensor in sources if tensor.grad_fn is not None]
+        earlier = set().union(*(graph_leaves(tensor, ())[1] for tensor in sources))  # may come back as it is
+        for tensor in made:
+            if tensor.grad_fn is not None and tensor.grad_fn not in earlier:
+                self._gradients[tensor.grad_fn] = nodes
 
     def _varies(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on the inputs; one that no function here made may have come from scripted code."""
@@ -208,9 +219,9 @@ class _Graph:
         inputs: the tensors of the inputs, which may have a graph of their own.
         parameters: name -> parameter.
         owners: id of a leaf -> name of its parameter.
+        gradients: node of a gradient -> nodes of what it was taken of, which are its branches here.
 
     Attributes:
-        reached: the names of all parameters that the outputs depend on.
         assembled: whether samples may have gone through different last layers, once `last` was called.
     """
 
@@ -221,6 +232,7 @@ class _Graph:
         inputs: Iterable[Tensor],
         parameters: Mapping[str, Tensor],
         owners: Mapping[int, str],
+        gradients: Mapping[Node, list[Node]],
     ) -> None:
         self._root, self._parameters, self._owners = root, parameters, owners
         self._branches: dict[Node, tuple[Node | None, ...]] = {}
@@ -231,7 +243,8 @@ class _Graph:
             node = left.pop()
             if node in self._branches:
                 continue
-            self._branches[node] = () if node in stops else tuple(branch for branch, _ in node.next_functions)
+            after = tuple(branch for branch, _ in node.next_functions)
+            self._branches[node] = () if node in stops else tuple(gradients.get(node, after))
             for branch in filter(None, self._branches[node]):
                 parents.setdefault(branch, []).append(node)
                 left.append(branch)
@@ -242,7 +255,7 @@ class _Graph:
             if node not in self._varying:
                 self._varying.add(node)
                 left += parents.get(node, ())
-        self.reached, self.assembled = self._names([root]), False
+        self._gradients, self.assembled = gradients, False
 
     def last(self) -> tuple[set[str], set[str]]:
         """Returns the names of the last layer's parameters, and those of a product of several layers, if there is one.
@@ -282,13 +295,16 @@ class _Graph:
         return set().union(*found), set().union(*product)
 
     def _step(self, node: Node) -> _Step:
-        kind, branches = _kind(node), self._branches[node]
+        kind = "" if node in self._gradients else _kind(node)
+        branches = self._branches[node]
         varying = [branch for branch in branches if branch in self._varying]
         fixed = [branch for branch in branches if branch is not None and branch not in self._varying]
         if not varying:
             return _Step(self._names([node]), [], [], False)
         if kind in JOINING:
-            return _Step(self._names(fixed), varying, [], False)
+            shares = [branch for branch in branches[2:] if branch is not None] if kind == "Lerp" else []
+            gated = any(branch in self._varying for branch in shares) or self._count(self._names(shares)) > 1
+            return _Step(self._names(fixed if gated else set(fixed).difference(shares)), varying, [], gated)
         first = branches[:1] if kind in SUMMED_FIRST else ()
         added = self._names(branch for branch in fixed if branch in first)
         onward = [branch for branch in varying if branch in first]
@@ -298,9 +314,12 @@ class _Graph:
             return _Step(added, onward + factors, [], len(factors) > 1)
         if kind not in ELEMENTWISE:
             return _Step(added | names, onward, factors, False)
-        if sum(self._parameters[name].numel() for name in names) == 1:
+        if self._count(names) == 1:
             return _Step(added, onward + factors, [], len(factors) > 1)
         return _Step(added | names, onward + factors, [], bool(factors))
+
+    def _count(self, names: Iterable[str]) -> int:
+        return sum(self._parameters[name].numel() for name in names)
 
     def _names(self, nodes: Iterable[Node]) -> frozenset[str]:
         """Returns the names of the parameters that some nodes are computed from."""

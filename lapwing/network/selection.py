@@ -39,6 +39,8 @@ class LastLayer:
     layers, such as two towers, it is all of them, and biases that are added later belong to it. A weight that is tied
     to an embedding counts in both uses.
 
+    Where outputs are gradients that the network takes itself, such as forces, it is the last layer of the energy.
+
     Fixed functions may follow (log-softmax, softplus, clamping, pooling, slicing, a scale): the Jacobian goes through
     them. Norms, activations and one learned number, such as a temperature, may follow too and count as constants.
 

@@ -67,8 +67,8 @@ def load(
     """
     if isinstance(path, nn.Module) or not isinstance(path, (str, os.PathLike)):
         raise LapwingError(
-            f"Asked to load from a {type(path).__name__}; the path of a file and then the network are needed: write "
-            "lw.load('posterior.st', model)."
+            f"The first argument of lw.load is a {type(path).__name__}. Pass the path of a file, and then the network: "
+            "write lw.load('posterior.safetensors', model)."
         )
     tensors, header = storage.read(path)
     likelihood = None if likelihood is None else resolve(likelihood)
@@ -97,11 +97,11 @@ def _rebuilt(
         return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
     check_json(header, HEADER, "the header")
+    check_json(list(tensors), [str], "the names of tensors")
     if header["forward"] != (forward is not None):
         raise LapwingError(
-            f"Asked to load {path} {'without' if forward is None else 'with'} forward=, found that the fit was made "
-            f"{'with' if forward is None else 'without'} it; the network must be called as in the fit: write "
-            f"lw.load(path, model{', forward=forward' if forward is None else ''})."
+            f"The fit of {path} was made {'with' if forward is None else 'without'} forward=, and the network must be "
+            f"called as it was there. Write lw.load(path, model{', forward=forward' if forward is None else ''})."
         )
     tangent = Tangent.from_json(header["tangent"], model, forward, memory)
     _check_same(path, tangent, part("weights/"), header["dtypes"])
@@ -113,14 +113,14 @@ def _rebuilt(
     saved = header["likelihood"]
     if likelihood is None and saved["name"] not in BY_NAME:
         raise LapwingError(
-            f"Asked to load {path}, found that the fit had a likelihood of your own, {saved['name']!r}; an instance of "
-            "it is needed: write lw.load(path, model, likelihood=...)."
+            f"The fit of {path} had a likelihood of your own, {saved['name']!r}. Pass an instance of it: write "
+            "lw.load(path, model, likelihood=...)."
         )
     likelihood = likelihood or resolve(saved["name"])
     if likelihood.name != saved["name"]:
         raise LapwingError(
-            f"Asked to load {path} with likelihood={shown(likelihood)}, found that the fit had a {saved['name']} "
-            "one; the likelihood of the fit is needed: leave it out, or give an instance of that class."
+            f"The fit of {path} had a {saved['name']} likelihood, not {shown(likelihood)}. Leave likelihood= out, or "
+            "pass an instance of that class."
         )
     given, noise_given = header["given"]
     means = part("prior_mean/")
@@ -151,22 +151,21 @@ def _check_same(
     for name in (*prints, *state):
         if name not in prints or name not in state:
             raise LapwingError(
-                f"Asked to load {path} around {network}, found {name!r} only in the "
-                f"{'network' if name in state else 'file'}; the network of the fit is needed: build it with the same "
-                "options."
+                f"{name!r} is only in {network if name in state else path}. Build the network with the same options as "
+                "in the fit."
             )
         value, wanted = state[name], dtypes[name]
         what = f"{name} {tuple(value.shape)}"
         if str(value.dtype) != wanted:
             raise LapwingError(
-                f"Asked to load {path} around {network}, found its {what} in {value.dtype}, where the fit had "
-                f"{wanted}; the dtype of the fit is needed: write model.to({wanted}), or fit again."
+                f"{what} of {network} is of {value.dtype}, and was of {wanted} in the fit of {path}. Write "
+                f"model.to({wanted}), or fit again."
             )
         now = fingerprint(value)
         if (now.shape, now.dtype) != (prints[name].shape, prints[name].dtype):
             raise Unfit("the fingerprints of the network's weights are of another kind")
         if not torch.allclose(now, prints[name], rtol=1e-6, atol=1e-12, equal_nan=True):
             raise LapwingError(
-                f"Asked to load {path} around {network}, found other values in its {what}; the weights of the fit are "
-                "needed: load their checkpoint into the model first."
+                f"{what} of {network} has other values than in the fit of {path}. Load the checkpoint of the fit into "
+                "the model first."
             )

@@ -25,7 +25,7 @@ HEADER = {
     "given": (bool, bool),
     "samples": lambda samples: is_count(samples) and samples > 0,
     "data_factor": lambda factor: is_positive(factor) and factor >= 1,
-    "temperature": is_positive, "method": str, "forward": bool, "dtypes": dict,
+    "temperature": is_positive, "method": lambda method: type(method) is str, "forward": bool, "dtypes": dict,
 }  # fmt: skip
 """What a file's header must be."""
 

@@ -148,6 +148,8 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
     """
     try:
         path = Path(path)
+        if path.exists() and not path.is_file():
+            raise LapwingError(f"{_shown(path)} is no file. Pass the name of one that posterior.save(path) wrote.")
         if not path.is_file():
             raise LapwingError(f"There is no file {_shown(path)}. Write it with posterior.save({str(path)!r}).")
         with open(path, "rb") as file:

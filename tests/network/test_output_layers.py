@@ -176,6 +176,12 @@ TREATED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         ),
         BOTH,
     ),
+    "a learned mean of two towers": (
+        lambda: Net(
+            lambda net, x: torch.lerp(net.a(x), net.b(x), net.s.sigmoid()), a=tower(), b=tower(), s=parameter(1)
+        ),
+        BOTH,
+    ),
     "a wide path": (
         lambda: Net(lambda net, x: net.a(x) + net.wide(x), a=tower(), wide=nn.Linear(6, 5, bias=False)),
         ["a.2.weight", "a.2.bias", "wide.weight"],
@@ -231,6 +237,20 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
         lambda: Net(lambda net, x: net.h(x) * torch.sigmoid(net.g(x)), h=tower(), g=nn.Linear(6, 1)),
         ("outputs of Net", PRODUCT, "params=lw.matching('h.2.*', 'g.*')"),
     ),
+    "a gate by lerp": (
+        lambda: Net(
+            lambda net, x: torch.lerp(net.a(x), net.b(x), net.g(x).sigmoid()), a=tower(), b=tower(), g=nn.Linear(6, 1)
+        ),
+        (PRODUCT, "params=lw.matching('a.2.*', 'b.2.*', 'g.*')"),
+    ),
+    "a product with a Jacobian": (
+        lambda: Net(vector_jacobian, a=nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Doubled()), b=tower(6)),
+        (PRODUCT, "params=lw.matching('a.2.*', 'b.2.*')"),
+    ),
+    "the force of a product": (
+        lambda: Net(force(lambda net, x: net.a(x) * net.b(x)), a=tower(1), b=tower(1)),
+        (PRODUCT, "params=lw.matching('a.2.*', 'b.2.*')"),
+    ),
     "two encoders compared": (
         lambda: Net(
             lambda net, x: net.scale.exp() * F.normalize(net.a(x)) * F.normalize(net.b(x)), a=tower(), b=tower(),
@@ -270,6 +290,22 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
         ("The network is traced", "or fit the network before it is traced."),
     ),
 }  # fmt: skip
+
+
+class Doubled(nn.Linear):
+    """Used twice, so that its input's gradient is a sum."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + super().forward(x.sin())
+
+
+def vector_jacobian(net: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(net.a(x.tanh() + x), x, net.b(x), create_graph=True)[0]
 
 
 def written(net: Any, x: Tensor) -> Tensor:
@@ -381,15 +417,44 @@ def test_first_batches_of_one_sample() -> None:
     assert treated(built(TREATED["the mean of two towers"][0]), X[:1]) == BOTH
 
 
-def test_a_network_that_takes_gradients_itself() -> None:
-    """Outputs that are the gradient of an energy have the energy's last layer, although weights of others follow."""
+def force(energy: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """Return a forward that gives the gradient of an energy."""
 
-    def force(net: Any, x: Tensor) -> Tensor:
+    def forward(net: Any, x: Tensor) -> Tensor:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            return torch.autograd.grad(net.energy(x).sum(), x, create_graph=True)[0]
+            return torch.autograd.grad(energy(net, x).sum(), x, create_graph=True)[0]
 
-    assert treated(built(lambda: Net(force, energy=tower(1)))) == ["energy.2.weight", "energy.2.bias"]
+    return forward
+
+
+ENERGY = force(lambda net, x: net.a(x))
+
+FORCES: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[str]]] = {
+    "a force": (ENERGY, ["a.2.weight"]),
+    "the force of a sum": (force(lambda net, x: net.a(x[:, :3].repeat(1, 2)) + net.b(x)), ["a.2.weight", "b.2.weight"]),
+    "a force and a layer": (lambda net, x: ENERGY(net, x) + net.b(x), ["a.2.weight", "b.2.weight", "b.2.bias"]),
+    "an energy and its force": (lambda net, x: torch.cat([net.a(x), ENERGY(net, x)], 1), ["a.2.weight", "a.2.bias"]),
+    "a layer behind a force": (lambda net, x: net.b(ENERGY(net, x)), ["b.2.weight", "b.2.bias"]),
+    "torch.func.grad": (lambda net, x: torch.vmap(torch.func.grad(lambda row: net.a(row).sum()))(x), ["a.2.weight"]),
+    "torch.func.jacrev": (lambda net, x: torch.vmap(torch.func.jacrev(net.a))(x).flatten(1), ["a.2.weight"]),
+    "a gradient that is its cotangent": (
+        lambda net, x: torch.autograd.grad((y := x.clone().requires_grad_()) + 1, y, net.a(x).expand(-1, 6))[0],
+        ["a.2.weight", "a.2.bias"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FORCES)
+def test_a_gradient_that_the_network_takes_has_the_last_layer_of_what_it_is_taken_of(name: str) -> None:
+    forward, names = FORCES[name]
+
+    def with_gradients(net: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return forward(net, x)
+
+    assert treated(built(lambda: Net(with_gradients, a=tower(1), b=tower(1)))) == names
 
 
 def test_the_log_and_the_posterior_name_what_is_treated(caplog: pytest.LogCaptureFixture) -> None:

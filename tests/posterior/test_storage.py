@@ -64,7 +64,8 @@ def refused(action: Callable[[], Any], *parts: str) -> None:
         action()
     for part in parts:
         assert part in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 3000
 
 
 def test_tensors_and_header_come_back(tmp_path: Path) -> None:
@@ -253,7 +254,7 @@ def test_13_newer(saved: Path) -> None:
 
 def test_13_missing(tmp_path: Path) -> None:
     refused(lambda: lw.load(tmp_path / "none", network()), "no file", "posterior.save")
-    refused(lambda: lw.load(tmp_path, network()), "no file", "posterior.save")
+    refused(lambda: lw.load(tmp_path, network()), "is no file", "Pass the name of one")
 
 
 @pytest.mark.parametrize("drop", ["covariance/precision", "covariance/0", "prior_mean/", "statistics/"])
@@ -340,6 +341,8 @@ TENSOR_LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a prior mean of infinity": lambda t: t["prior_mean/0"].fill_(torch.inf),
     "NaN statistics": lambda t: t["statistics/log_likelihood"].fill_(torch.nan),
     "other statistics": lambda t: t.update({"statistics/squares": t.pop("statistics/log_likelihood")}),
+    "a name that fills the screen": lambda t: t.update({"weights/" + 100_000 * "x": torch.ones(1)}),
+    "a name that clears it": lambda t: t.update({"weights/\x1b[2J": torch.ones(1)}),
     "shorter fingerprints": lambda t: t.update({"weights/0.weight": t["weights/0.weight"][:1].clone()}),
 }
 HEADER_LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -352,6 +355,9 @@ HEADER_LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "another structure": lambda h: h["covariance"]["extra"]["kinds"].update({"2": "dense"}),
     "an unknown structure": lambda h: h["covariance"]["extra"]["kinds"].update({"2": "os.system"}),
     "a scale of 0": lambda h: h["covariance"]["extra"].update(scale=0),
+    "a scale of more than 64 bits": lambda h: h["covariance"]["extra"].update(scale=2**70),
+    "a parameter's name that fills the screen": lambda h: h["tangent"]["blocks"][0].update(name=100_000 * "x"),
+    "a likelihood's name that clears it": lambda h: h["likelihood"].update(name="\x1b[2J"),
     "a noise variance for classes": lambda h: h["likelihood"].update(noise_variance=1.0),
     "a block twice": lambda h: h["tangent"]["blocks"].append(h["tangent"]["blocks"][0]),
     "a layout of another shape": lambda h: h["tangent"]["blocks"][0]["matrix"].update(inputs=2, outputs=12),
@@ -414,12 +420,12 @@ def test_other_weights_at_load(saved: Path) -> None:
     def swap(model: nn.Module) -> None:
         model[2].weight[[0, 1]] = model[2].weight[[1, 0]]
 
-    values = "other values", "(6, 4)", "load their checkpoint"
+    values = "other values", "(6, 4)", "Load the checkpoint of the fit"
     refused(load(entry), str(saved), "0.weight", *values)
-    refused(load(swap), "2.weight", "other values", "load their checkpoint")
+    refused(load(swap), "2.weight", "other values", "Load the checkpoint of the fit")
     refused(load(lambda model: network(7)), "0.weight (6, 4)", "has (7, 4)", "same options")
     refused(load(lambda model: nn.Sequential(model[0], model[2])), "2.weight", "no such parameter", "same options")
-    refused(load(lambda model: model.append(nn.Linear(3, 3))), "3.weight", "only in the network", "same options")
+    refused(load(lambda model: model.append(nn.Linear(3, 3))), "3.weight", "only in Sequential", "same options")
     refused(load(lambda model: model.double()), "torch.float64", "torch.float32", "model.to(torch.float32)")
     refused(load(lambda model: model.bfloat16()), "torch.bfloat16", "model.to(torch.float32)")
     refused(load(lambda model: model.to("meta")), "meta device", "load_state_dict")
@@ -465,11 +471,18 @@ def test_other_complex_weights(tmp_path: Path, part: str) -> None:
 def test_options_of_load(saved: Path) -> None:
     model = network()
     refused(lambda: lw.load(saved, model, memory=5), "memory=5", "memory=2**30")
-    refused(lambda: lw.load(saved, model, likelihood=lw.Gaussian()), "Gaussian", "categorical one", "leave it out")
-    refused(lambda: lw.load(saved, model, forward=lambda net, x: net(x)), "with forward=", "lw.load(path, model)")
+    refused(
+        lambda: lw.load(saved, model, likelihood=lw.Gaussian()),
+        "Gaussian",
+        "a categorical likelihood",
+        "Leave likelihood= out",
+    )
+    refused(
+        lambda: lw.load(saved, model, forward=lambda net, x: net(x)), "made without forward=", "lw.load(path, model)"
+    )
     assert lw.load(saved, model, likelihood="categorical").likelihood == lw.Categorical()
     lw.fit(model, [(X, Y)], forward=lambda net, x: 2 * net(x)).save(saved)
-    refused(lambda: lw.load(saved, model), "without forward=", "forward=forward")
+    refused(lambda: lw.load(saved, model), "made with forward=", "forward=forward")
 
 
 def test_training_mode_at_load(tmp_path: Path) -> None:
