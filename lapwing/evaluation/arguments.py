@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError, shown
+from ..network.batches import check_dense
 
 
 def real_tensor(asked: str, name: str, value: Any) -> Tensor:
@@ -19,12 +20,14 @@ def real_tensor(asked: str, name: str, value: Any) -> Tensor:
         value: what was given.
 
     Raises:
-        LapwingError: for anything else: complex, sparse and nested tensors and those without data included.
+        LapwingError: for anything else: complex tensors and those that `check_dense` refuses included.
     """
     try:
         found = torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError):
         found = None
-    if found is None or found.is_nested or found.layout != torch.strided or found.is_complex() or found.is_meta:
+    if found is not None:
+        check_dense(found, f"The argument {name} of {asked}")
+    if found is None or found.is_complex():
         raise LapwingError(f"{asked} takes a dense tensor of real numbers as {name}. {name} is {shown(value)}.")
     return found

@@ -13,18 +13,20 @@ expected to give. All of it is torch, and runs where the images are.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ..errors import LapwingError, shown
 from ..network import batches
+from .arguments import real_tensor
 from .corruptions import check_form, in_range, pixels, seeded, warp
 
 Normalisation = tuple[Sequence[float] | Tensor, Sequence[float] | Tensor]
@@ -108,6 +110,13 @@ class StrongAugmentation:
                 f"Asked for StrongAugmentation(operations={shown(count)}); a whole number from 0 to "
                 f"{len(_OPERATIONS)} is accepted: write operations=2."
             )
+        if not isinstance(self.flip, bool):
+            raise LapwingError(f"flip of StrongAugmentation is {shown(self.flip)}. Pass True or False.")
+        if self.normalise is not None and not (isinstance(self.normalise, (tuple, list)) and len(self.normalise) == 2):
+            raise LapwingError(
+                f"normalise of StrongAugmentation is {shown(self.normalise)}. Pass a pair of mean and std, such as "
+                "normalise=([0.5], [0.25]) for one channel."
+            )
 
     @torch.no_grad()
     def __call__(self, images: Tensor, seed: int = 0) -> Tensor:
@@ -162,7 +171,8 @@ class StrongAugmentation:
         """Returns mean and std (channels, 1, 1)."""
         if self.normalise is None:
             return images.new_zeros(1, 1, 1), images.new_ones(1, 1, 1)
-        mean, std = (torch.as_tensor(value).to(images).reshape(-1, 1, 1) for value in self.normalise)
+        parts = zip(("mean", "std"), self.normalise, strict=True)
+        mean, std = (real_tensor("normalise", name, value).to(images).reshape(-1, 1, 1) for name, value in parts)
         right = len(mean) == len(std) == images.shape[1] and bool(mean.isfinite().all()) and bool((std > 0).all())
         if not right:
             raise LapwingError(
@@ -185,7 +195,8 @@ class AugmentedLoader:
         seed: of every random choice; each batch draws anew.
 
     Raises:
-        LapwingError: a loader that shuffles or is none; while iterating, batches of something else.
+        LapwingError: a loader that shuffles or is none, or a function that takes no seed; while iterating, no batch,
+            or batches of something else.
 
     Cost: that of the loader and the augmentation, on every pass.
 
@@ -206,6 +217,7 @@ class AugmentedLoader:
         seeded(self.seed)
         if not callable(self.augment):
             raise LapwingError(f"augment is {shown(self.augment)}. Pass a function of images and a seed.")
+        _check_seeded(self.augment)
         if not batches.is_loader(self.loader) or isinstance(self.loader, Iterator):
             raise LapwingError(
                 f"Asked to augment a loader, found {batches.describe(self.loader)}; batches that can be gone through "
@@ -227,6 +239,7 @@ class AugmentedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yields batches as the loader does, the images augmented."""
+        number = -1
         for number, batch in enumerate(self.loader):
             images, targets = batches.split(batch)
             key = next(iter(images)) if isinstance(images, dict) and len(images) == 1 else None
@@ -237,4 +250,27 @@ class AugmentedLoader:
                     "beside the targets is needed: let the loader yield (images, labels)."
                 )
             images = self.augment(images, seed=(self.seed + 1_000_003 * number) % 2**63)
-            yield (images, targets) if key is None else {**batch, key: images}
+            if isinstance(batch, Mapping):
+                yield {**batch, key: images}
+            else:
+                yield (images if key is None else {key: images}, targets)
+        if number < 0:
+            raise LapwingError(
+                "The loader of AugmentedLoader shows no batch. Pass one that shows at least one batch of (images, "
+                "labels)."
+            )
+
+
+def _check_seeded(augment: Callable[..., Any]) -> None:
+    """Raises for a function that cannot be called with images and `seed=`."""
+    try:
+        signature = inspect.signature(augment.forward if isinstance(augment, nn.Module) else augment)
+    except ValueError:  # some that are not written in Python have none
+        return
+    try:
+        signature.bind(None, seed=0)
+    except TypeError as error:
+        raise LapwingError(
+            f"augment cannot be called as augment(images, seed=0): {error}. Pass lambda images, seed: augment(images) "
+            "for a function that takes no seed."
+        ) from error

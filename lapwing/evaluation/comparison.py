@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any, Literal, cast
 
 import torch
@@ -174,6 +175,8 @@ def _check(posteriors: Any, score: str, repeats: Any, fit_seconds: Any) -> None:
             'compare({"KFAC": posterior}, loader).'
         )
     for name, candidate in posteriors.items():
+        if not isinstance(name, str):
+            raise LapwingError(f"A name of the posteriors is {shown(name)}. Pass a dict with texts as keys.")
         pair = isinstance(candidate, tuple) and len(candidate) == 2
         if not (
             isinstance(candidate, (Posterior, nn.Module))
@@ -188,7 +191,8 @@ def _check(posteriors: Any, score: str, repeats: Any, fit_seconds: Any) -> None:
         raise LapwingError(
             f"Asked for score={shown(score)}; accepted are 'entropy' and 'confidence': write score='entropy'."
         )
-    if fit_seconds is not None and not isinstance(fit_seconds, Mapping):
+    real = isinstance(fit_seconds, Mapping) and all(isinstance(value, Real) for value in fit_seconds.values())
+    if fit_seconds is not None and not real:
         raise LapwingError(f"fit_seconds is {shown(fit_seconds)}. Pass a dict of seconds by name, or leave it out.")
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise LapwingError(
@@ -283,6 +287,8 @@ def _run(candidate: _Candidate, loader: Iterable[Any], repeats: int) -> tuple[li
     spent = plain = 0.0
     for batch in loader:
         inputs, labels = batches.split(batch, candidate.device)
+        if not batches.size(inputs):
+            continue
         runs = [_timed(candidate, inputs) for _ in range(1 if candidate.alone else repeats)]
         parts.append(runs[-1][0])
         targets.append(labels)
@@ -290,7 +296,7 @@ def _run(candidate: _Candidate, loader: Iterable[Any], repeats: int) -> tuple[li
         spent += min(predict for _, _, predict in runs)
     if not parts:
         raise LapwingError(
-            "Asked to compare on held-out data, found no batch in the loader; (inputs, targets) batches are needed, "
+            "Asked to compare on held-out data, found no samples in the loader; (inputs, targets) batches are needed, "
             "and a loader that can be gone through for every candidate: write compare(posteriors, [(x_test, y_test)])."
         )
     return parts, targets, spent / plain

@@ -27,6 +27,7 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from ..errors import LapwingError, extra, shown
+from ..network.batches import check_dense
 
 _Apply = Callable[[Tensor, float, Generator], Tensor]
 
@@ -106,9 +107,10 @@ def checked(images: Tensor, asked: str) -> Tensor:
 
 def check_form(images: Tensor, asked: str) -> None:
     """Raises for anything but floating-point images (B, 1 or 3, H, W)."""
-    dense = isinstance(images, Tensor) and not images.is_nested
-    if not dense or images.ndim != 4 or images.shape[1] not in (1, 3) or min(images.shape[2:]) < 8:
-        found = tuple(images.shape) if dense else type(images).__name__
+    if isinstance(images, Tensor):
+        check_dense(images, f"The tensor of images for {asked}")
+    if not isinstance(images, Tensor) or images.ndim != 4 or images.shape[1] not in (1, 3) or min(images.shape[2:]) < 8:
+        found = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
         raise LapwingError(
             f"{asked} takes images as a tensor (B, 1, H, W) or (B, 3, H, W) with H and W at least 8, and found "
             f"{found}; for a single image write x[None], for channels last x.movedim(-1, 1)."

@@ -45,6 +45,8 @@ def rotate(images: Tensor, degrees: float, fill: Fill = 0.0) -> Tensor:
         >>> rotate(x, 90)[0, 0].tolist()
         [[1.0, 3.0], [0.0, 2.0]]
     """
+    if isinstance(images, Tensor):
+        batches.check_dense(images, "The tensor of images for rotate")
     if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point():
         raise LapwingError(
             f"Asked to rotate {batches.describe(images)}; floating-point images (B, C, H, W) are needed: for a single "
@@ -83,11 +85,18 @@ class RotatedLoader:
         loader: the batches.
         degrees: the angle, counter-clockwise.
         fill: the value outside the images, as in `rotate`.
+
+    Raises:
+        LapwingError: for what is no loader; while iterating, what `rotate` refuses.
     """
 
     loader: Iterable[Any]
     degrees: float
     fill: Fill = 0.0
+
+    def __post_init__(self) -> None:
+        """Checks the loader."""
+        batches.check_loader(self.loader, "RotatedLoader")
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in self.loader:

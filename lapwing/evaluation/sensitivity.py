@@ -165,11 +165,13 @@ def sensitivity(
         [1.0, 0.5, 0.0]
     """
     _check(rise=rise, variance=variance, rate=rate, steps=steps, weight=1.0 if weight is None else weight)
+    if isinstance(targets, Tensor):
+        batches.check_dense(targets, "A tensor of the targets")
+    predict = _predictor(candidate, likelihood, via, targets, forward)
     model = candidate.model if isinstance(candidate, Posterior) else candidate
     parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     values, place, start = _parts(inputs if parameter is None else placed(inputs, parameter.device), variance)
     x = leaves_of(values)[place]
-    predict = _predictor(candidate, likelihood, via, targets, forward)
 
     def score(log_v: Tensor, y: Tensor | None) -> tuple[Tensor, Prediction]:
         prediction = predict(with_leaves(values, {place: Uncertain(x, log_v.exp())}))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -37,19 +39,18 @@ def maps(
         LapwingError: for what is no image, or another number of axes or labels.
     """
     plt = extra("matplotlib.pyplot")
-    if not 0 <= low < 1:
+    if isinstance(low, bool) or not isinstance(low, Real) or not 0 <= low < 1:
         raise LapwingError(f"Asked for plot(low={shown(low)}); a number from 0 to below 1 is needed: write low=0.5.")
     maps, images = (_images(part, shape) for part in (values, inputs))
     flat = _axes(axes, len(maps), lambda: plt.subplots(1, len(maps), figsize=(1.6 * len(maps), 1.8), squeeze=False)[1])
-    if labels is not None and len(labels) != len(maps):
-        raise LapwingError(f"Asked for {len(labels)} labels of {len(maps)} images; one each is needed.")
+    titles = None if labels is None else _names(labels, len(maps), "labels")
     for i, axis in enumerate(flat):
         axis.imshow(images[i], cmap="gray_r", alpha=0.35)
         drawn = axis.imshow(maps[i], cmap="inferno_r", vmin=low, vmax=1.0)
         drawn.set_alpha((maps[i] > low).astype(float) * 0.85)
         axis.set_axis_off()
-        if labels is not None:
-            axis.set_title(labels[i], fontsize=8)
+        if titles is not None:
+            axis.set_title(titles[i], fontsize=8)
     return flat[0].figure
 
 
@@ -69,11 +70,7 @@ def bars(values: Tensor, axes: Any = None, features: Sequence[str] | None = None
     """
     plt = extra("matplotlib.pyplot")
     count = values.shape[1]
-    names = [f"x{i}" for i in range(count)] if features is None else list(features)
-    if len(names) != count:
-        raise LapwingError(
-            f"Asked to draw {count} features, found {len(names)} names; one each is needed: write features=[...]."
-        )
+    names = [f"x{i}" for i in range(count)] if features is None else _names(features, count, "features")
     (axis,) = _axes(axes, 1, lambda: plt.subplots(figsize=(5, 0.3 * count + 0.8), layout="constrained")[1])
     table = values.detach().double()
     order = table.mean(0).argsort()
@@ -88,7 +85,15 @@ def bars(values: Tensor, axes: Any = None, features: Sequence[str] | None = None
 
 def _images(values: Tensor, shape: tuple[int, ...] | None) -> Any:
     """Returns (B, height, width) as an array, channels averaged."""
-    found = values.detach().float() if shape is None else values.detach().float().reshape(len(values), *shape)
+    found = values.detach().float()
+    if shape is not None:
+        whole = isinstance(shape, (tuple, list)) and all(isinstance(side, int) for side in shape)
+        if not whole or math.prod(shape) != found[0].numel():
+            raise LapwingError(
+                f"A sample has {found[0].numel()} numbers, and shape is {shown(shape)}. Pass a tuple of whole numbers "
+                "whose product is that, such as plot(shape=(28, 28))."
+            )
+        found = found.reshape(len(values), *shape)
     if found.ndim == 4:
         found = found.mean(1)
     if found.ndim != 3:
@@ -97,6 +102,17 @@ def _images(values: Tensor, shape: tuple[int, ...] | None) -> Any:
             "width) is needed: write plot(shape=(28, 28)) for flat ones."
         )
     return found.cpu().numpy()
+
+
+def _names(given: Any, count: int, kind: str) -> list[Any]:
+    """Returns names as a list, one for each thing that is drawn."""
+    names = list(given) if isinstance(given, Iterable) else None
+    if names is None or len(names) != count:
+        raise LapwingError(
+            f"The plot needs {count} {kind}, and {shown(given) if names is None else len(names)} were passed. Pass "
+            f"{kind} as a list with one each."
+        )
+    return names
 
 
 def _axes(axes: Any, count: int, make: Any) -> list[Any]:

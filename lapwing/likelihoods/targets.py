@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import LapwingError
+from lapwing.network.batches import check_dense
 
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 """Integers that few operations of torch know."""
@@ -191,15 +192,16 @@ def _batch_and_outputs(
         raise LapwingError(
             f"{name} accepts {word} as a tensor, found {type(targets).__name__}; write `torch.as_tensor(y)`."
         )
-    if len(outputs_shape) != 2:
-        raise LapwingError(
-            f"{name} accepts outputs of shape (B, C), found outputs of shape {tuple(outputs_shape)} and {word} of "
-            f"shape {tuple(targets.shape)}; make positions rows with `f.reshape(-1, C)` and the same rows of y."
-        )
     if targets.device != device:
         raise LapwingError(
             f"{name} accepts {word} on the device of the outputs, {device}, found {word} of shape "
             f'{tuple(targets.shape)} on {targets.device}; write `y.to("{device}")`.'
+        )
+    check_dense(targets, f"A tensor of the {word}")
+    if len(outputs_shape) != 2:
+        raise LapwingError(
+            f"{name} accepts outputs of shape (B, C), found outputs of shape {tuple(outputs_shape)} and {word} of "
+            f"shape {tuple(targets.shape)}; make positions rows with `f.reshape(-1, C)` and the same rows of y."
         )
     return outputs_shape[0], outputs_shape[1]
 

@@ -19,6 +19,13 @@ from .module_state import put_back
 Forward = Callable[[nn.Module, Any], Any]
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 
+_DTYPES = frozenset({
+    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
+    torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64,
+    torch.complex128,
+})  # fmt: skip
+"""Those that torch computes with: not 8-bit floats, nor quantized numbers."""
+
 
 def describe(value: Any) -> str:
     """Names a value by its structure and shapes, for error messages: `tuple(Tensor (8, 3) float32, ...)`."""
@@ -30,6 +37,34 @@ def describe(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"{type(value).__name__}(" + ", ".join(describe(item) for item in list(value)[:4]) + ")"
     return type(value).__name__
+
+
+def check_dense(x: Tensor, subject: str) -> None:
+    """Raises for a tensor that torch does not compute with as with any other. Every check of a user's tensor has this.
+
+    Args:
+        x: the tensor.
+        subject: what the message calls it: "A tensor of the targets".
+
+    Raises:
+        LapwingError: for a nested, sparse, 8-bit or quantized tensor, and for one on the meta device.
+    """
+    if x.is_nested:
+        raise LapwingError(f"{subject} is nested. Pass a dense one, x.to_padded_tensor(0.0).")
+    if x.is_meta:
+        raise LapwingError(
+            f"{subject}, of shape {tuple(x.shape)}, is on the meta device, where it holds no numbers. Pass one that "
+            "holds them."
+        )
+    if x.layout != torch.strided:
+        raise LapwingError(
+            f"{subject}, of shape {tuple(x.shape)}, has the layout {x.layout}. Pass a dense one, x.to_dense()."
+        )
+    if x.dtype not in _DTYPES:
+        raise LapwingError(
+            f"{subject}, of shape {tuple(x.shape)}, has the dtype {_short(x.dtype)}. Pass it in float32 or another "
+            "dtype that torch computes with."
+        )
 
 
 def split(batch: Any, device: torch.device | None = None) -> tuple[Any, Any]:
@@ -45,11 +80,11 @@ def split(batch: Any, device: torch.device | None = None) -> tuple[Any, Any]:
         found = [key for key in LABEL_KEYS if key in batch]
         if found and len(batch) > 1:
             named = {key: value for key, value in batch.items() if key != found[0]}
-            return plain(named, device), plain(batch[found[0]], device)
+            return plain(named, device), _targets(batch[found[0]], device)
     elif isinstance(batch, (tuple, list)) and len(batch) >= 2:
         inputs, targets = batch[:-1], batch[-1]
         if isinstance(targets, Tensor):
-            return plain(inputs[0] if len(inputs) == 1 else tuple(inputs), device), plain(targets, device)
+            return plain(inputs[0] if len(inputs) == 1 else tuple(inputs), device), _targets(targets, device)
     raise LapwingError(
         f"Asked to read inputs and targets from a batch, found {describe(batch)}; accepted are (inputs, targets) and "
         "(input_1, ..., targets) with targets a tensor, one row a sample, and a dict with one of the keys "
@@ -57,6 +92,13 @@ def split(batch: Any, device: torch.device | None = None) -> tuple[Any, Any]:
         "arrays), where inputs may be any tuple, list or dict of tensors if you pass forward=lambda model, inputs: "
         "model(...)."
     )
+
+
+def _targets(targets: Any, device: torch.device | None) -> Any:
+    """Returns targets on a device; the likelihood refuses what is no tensor."""
+    if isinstance(targets, Tensor):
+        check_dense(targets, "A tensor of the targets")
+    return plain(targets, device)
 
 
 def inputs_of(batch: Any) -> Any:
@@ -84,12 +126,13 @@ def inputs_of(batch: Any) -> Any:
 
 def is_loader(x: Any) -> bool:
     """Tells a loader (a list or another iterable of batches) from one batch of inputs (a tensor, tuple or mapping)."""
-    return not isinstance(x, (Tensor, Mapping, tuple)) and hasattr(x, "__iter__")
+    return not isinstance(x, (Tensor, Mapping, tuple, type)) and hasattr(x, "__iter__")
 
 
 def check_loader(loader: Any, purpose: str) -> None:
-    """Raises for what is no loader."""
-    if isinstance(loader, (Tensor, Mapping, str, bytes)) or not hasattr(loader, "__iter__"):
+    """Raises for what is no loader, one batch included: a pair, or a list of tensors."""
+    one_batch = isinstance(loader, (tuple, list)) and any(isinstance(part, Tensor) for part in loader)
+    if one_batch or isinstance(loader, (Tensor, Mapping, str, bytes, type)) or not hasattr(loader, "__iter__"):
         raise LapwingError(
             f"{purpose} needs an iterable of (inputs, targets) batches, not {shown(loader)}. Write [(x, y)] for one "
             "batch."
@@ -124,10 +167,7 @@ def plain(inputs: Any, device: torch.device | None = None) -> Any:
 def _ordinary(x: Tensor, device: torch.device | None) -> Tensor:
     if device is not None and x.device != device:
         if x.is_meta:
-            raise LapwingError(
-                f"A tensor of shape {tuple(x.shape)} is on the meta device, where it holds no numbers. Give a tensor "
-                f"on {device}."
-            )
+            check_dense(x, "A tensor of the batch")
         x = x.to(device, non_blocking=device.type == "cuda")  # to the CPU that would not wait for the numbers
     return x.clone() if x.is_inference() else x
 
@@ -136,12 +176,7 @@ def size(inputs: Any) -> int:
     """Returns B, the number of samples: the first dimension of the first tensor with one."""
     for leaf in tensors(inputs):
         if leaf.is_nested or leaf.layout != torch.strided:
-            kind = "nested tensor" if leaf.is_nested else f"{leaf.layout} tensor".removeprefix("torch.")
-            raise LapwingError(
-                f"Asked for the samples of a batch, found a {kind}, which cannot be cut by samples; dense tensors are "
-                f"needed: write {'x.to_padded_tensor(0.0)' if leaf.is_nested else 'x.to_dense()'}, or hold what all "
-                "samples share, such as a graph, within the model."
-            )
+            check_dense(leaf, "A tensor of the inputs")
         if leaf.ndim:
             return leaf.shape[0]
     raise LapwingError(
@@ -164,7 +199,10 @@ def take(inputs: Any, rows: slice | Tensor) -> Any:
     def cut(leaf: Any) -> Any:
         if isinstance(leaf, list):
             return leaf[rows] if isinstance(rows, slice) else [leaf[i] for i in rows.tolist()]
-        return leaf[rows] if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == count else leaf
+        if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[0] != count:
+            return leaf
+        check_dense(leaf, "A tensor of the inputs that has one row a sample")
+        return leaf[rows]
 
     return pytree.tree_map(cut, _tree(inputs), is_leaf=texts)
 
@@ -399,8 +437,10 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def check_inputs(inputs: Any, where: str) -> None:
-    """Raises for NaN or infinite inputs (case 1)."""
+    """Raises for NaN or infinite inputs (case 1), and for tensors that torch does not compute with."""
     for leaf in tensors(inputs):
+        if leaf.is_nested or leaf.layout == torch.strided:  # a sparse one may be shared by all samples
+            check_dense(leaf, f"A tensor of {where}")
         if leaf.is_floating_point() and not is_finite(leaf):
             bad = (~torch.isfinite(leaf)).flatten(1).any(1) if leaf.ndim > 1 else ~torch.isfinite(leaf)
             first = int(bad.nonzero()[0]) if bad.ndim else 0

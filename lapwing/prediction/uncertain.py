@@ -56,6 +56,8 @@ class Uncertain:
     def __post_init__(self) -> None:
         """Checks the parts."""
         x = self.value
+        if isinstance(x, Tensor):
+            batches.check_dense(x, "The value of lw.Uncertain")
         if not isinstance(x, Tensor) or not x.ndim or not x.is_floating_point():
             raise LapwingError(
                 f"Asked for lw.Uncertain({batches.describe(x)}), found no floating-point tensor with samples first; "
@@ -69,7 +71,8 @@ class Uncertain:
                 "one of them is needed: write lw.Uncertain(x, 0.01)."
             )
         given = self.variance if self.covariance is None else self.covariance
-        if not isinstance(given, Tensor) and (isinstance(given, bool) or not isinstance(given, Real)):
+        real = not given.is_complex() if isinstance(given, Tensor) else isinstance(given, Real)
+        if not real or isinstance(given, bool):
             raise LapwingError(
                 f"Asked for lw.Uncertain with {batches.describe(given)} as variance; a number or a tensor is needed: "
                 "write lw.Uncertain(x, 0.01)."
@@ -79,6 +82,8 @@ class Uncertain:
                 f"Asked for lw.Uncertain with x on {x.device}, found its variance on {given.device}; both must be on "
                 f"one device: write variance.to('{x.device}')."
             )
+        if isinstance(given, Tensor):
+            batches.check_dense(given, "The variance of lw.Uncertain")
         if self.covariance is None:
             self._check_variance()
         else:
@@ -138,6 +143,7 @@ class Uncertain:
 def _check_numbers(given: Tensor | float | None) -> None:
     """Raises for variances that are negative, infinite or NaN."""
     values = torch.as_tensor(given).detach()
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
     bad = ~(torch.isfinite(values) & (values >= 0))
     if bool(bad.any()):
         raise LapwingError(

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..errors import LapwingError, is_one_of, shown
+from ..network import batches
 from ..posterior import Posterior
 from .base import Training, Tuning
 from .evidence import Evidence
-from .held_out import Grid, best_of, check_loader, with_ranks
+from .held_out import Grid, best_of, with_ranks
 
 log = logging.getLogger("lapwing")
 
@@ -60,7 +61,7 @@ class EarlyStopping(Tuning):
 
     def __post_init__(self) -> None:
         """Checks loader, label and grid."""
-        check_loader("EarlyStopping", self.loader)
+        batches.check_loader(self.loader, "EarlyStopping")
         Grid(self.decades, self.points).check("EarlyStopping")
         if not is_one_of(self.form, ("published", "scaled")):
             raise LapwingError(

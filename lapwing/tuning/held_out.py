@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, cast
@@ -50,16 +50,6 @@ class Grid:
         """The values of log10 δ."""
         low, high = self.decades
         return [low + (high - low) * i / (self.points - 1) for i in range(self.points)]
-
-
-def check_loader(tuning: str, loader: Any) -> None:
-    """Raises for what is no loader of held-out batches."""
-    one_batch = isinstance(loader, (tuple, list)) and any(isinstance(part, Tensor) for part in loader)
-    if one_batch or isinstance(loader, (Tensor, str, Mapping)) or not hasattr(loader, "__iter__"):
-        raise LapwingError(
-            f"Asked for {tuning}({batches.describe(loader)}); a loader of held-out (inputs, targets) batches is "
-            f"needed: write lw.{tuning}([(x_val, y_val)])."
-        )
 
 
 def with_ranks(posterior: Posterior, ranks: Sequence[int]) -> list[Posterior]:

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..network import batches
 from ..posterior import Posterior
 from .base import Training, Tuning
 from .evidence import Evidence
-from .held_out import Grid, best_of, check_loader, with_ranks
+from .held_out import Grid, best_of, with_ranks
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Validation(Tuning):
 
     def __post_init__(self) -> None:
         """Checks loader and grid."""
-        check_loader("Validation", self.loader)
+        batches.check_loader(self.loader, "Validation")
         Grid(self.decades, self.points).check("Validation")
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 
 import lapwing as lw
-from lapwing.evaluation import corrupt, measures, metrics, rotate
+from lapwing.evaluation import RotatedLoader, corrupt, measures, metrics, rotate
 from lapwing.likelihoods import MixturePrediction
 
 P, Y, S = torch.full((6, 3), 1 / 3), torch.arange(6) % 3, torch.rand(6)
@@ -42,8 +42,11 @@ WRONG = {
     "a dict": ({"a": S}, "{'a': Tensor (6,) float32}"),
     "a ragged list": ([[1.0, 2.0], [3.0]], "[[1.0, 2.0], [3.0]]"),
     "complex": (torch.zeros(6, 3, dtype=torch.complex64), "Tensor (6, 3) complex64"),
-    "sparse": (torch.eye(3).to_sparse(), "Tensor (3, 3) float32"),
-    "without data": (torch.zeros(6, 3, device="meta"), "Tensor (6, 3) float32"),
+}
+UNREADABLE = {
+    "sparse": (torch.eye(3).to_sparse(), "of shape (3, 3), has the layout torch.sparse_coo"),
+    "without data": (torch.zeros(6, 3, device="meta"), "of shape (6, 3), is on the meta device"),
+    "eight bits": (torch.ones(6, 3).to(torch.float8_e4m3fn), "of shape (6, 3), has the dtype float8_e4m3fn"),
 }
 
 
@@ -61,6 +64,10 @@ def test_other_arguments_are_named(function: Callable[..., Any]) -> None:
             assert str(caught.value) == (
                 f"{function.__name__} takes a dense tensor of real numbers as {name}. {name} is {words}."
             )
+        for wrong, words in UNREADABLE.values():
+            with pytest.raises(lw.LapwingError) as caught:
+                function(**{**right, name: wrong})
+            assert str(caught.value).startswith(f"The argument {name} of {function.__name__}, {words}")
         with pytest.raises(lw.LapwingError, match=r"shape"):
             function(**{**right, name: torch.zeros(2, 2, 2, 2, 2)})
 
@@ -86,6 +93,17 @@ def test_posteriors_loaders_and_numbers(posterior: lw.Posterior) -> None:
         (lambda: lw.compare({"a": posterior}, x), r"not Tensor \(6, 4\) float32. Write \[\(x, y\)\]"),
         (lambda: lw.compare({"a": posterior}, [(x, y)], fit_seconds=x), "fit_seconds is Tensor"),
         (lambda: lw.compare({"a": posterior}, [(x, y)], x[:0]), "hold no samples"),
+        (lambda: lw.compare({"a": posterior}, [(x, y)], x.to("meta")), "meta device, where it holds no numbers"),
+        (lambda: lw.compare({"a": posterior}, [(x, y)], x.to(torch.float8_e4m3fn)), r"write x.to\(torch.float32\)"),
+        (lambda: lw.compare({"a": posterior}, [(x, y.to_sparse())]), "A tensor of the targets.*sparse_coo"),
+        (lambda: lw.compare({"a": posterior}, (x, y)), r"Write \[\(x, y\)\] for one batch"),
+        (lambda: lw.compare({"a": posterior}, list), "batches, not <class 'list'>"),
+        (lambda: lw.compare({"a": posterior}, [(x[:0], y[:0])]), "no samples in the loader"),
+        (lambda: lw.compare({"a": posterior}, [(x, y)], fit_seconds={"a": "1 s"}), "fit_seconds is {'a': '1 s'}"),
+        (lambda: lw.compare({1: posterior}, [(x, y)]), "A name of the posteriors is 1"),
+        (lambda: RotatedLoader(3, 10.0), "RotatedLoader needs an iterable"),
+        (lambda: rotate(images.to_sparse(), 10.0), "sparse_coo.*to_dense"),
+        (lambda: corrupt(images.to("meta"), "fog", 1), "images for corrupt.*meta device"),
         (lambda: posterior_of_images().predict(torch.rand(5)), r"Sequential as model\(x\).*Dimension out of"),
         (lambda: corrupt(images, ["fog"], 1), "Asked for the corruption .'fog"),
         (lambda: corrupt(images, "fog", torch.ones(3)), r"severity=Tensor \(3,\)"),

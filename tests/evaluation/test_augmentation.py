@@ -177,6 +177,12 @@ class TestRefusals:
         for strength in (-0.1, 2.1, math.nan, "1", True):
             with pytest.raises(LapwingError, match="strength="):
                 StrongAugmentation(strength=strength)
+        for flip in (None, 1, "no"):
+            with pytest.raises(LapwingError, match=r"flip of .* Pass True or False"):
+                StrongAugmentation(flip=flip)
+        for normalise in (0.5, [0.5], "ab", torch.ones(2)):
+            with pytest.raises(LapwingError, match=r"normalise of .* Pass a pair"):
+                StrongAugmentation(normalise=normalise)
         for operations in (-1, 8, 1.5, True):
             with pytest.raises(LapwingError, match="operations="):
                 StrongAugmentation(operations=operations)
@@ -212,6 +218,8 @@ class TestLoader:
     def test_batches_keep_their_structure(self):
         (pair,) = AugmentedLoader([[self.images, self.labels]])
         assert isinstance(pair, tuple)
+        (inputs, _) = next(iter(AugmentedLoader([({"pixel_values": self.images}, self.labels)])))
+        assert list(inputs) == ["pixel_values"]
         mapping = next(iter(AugmentedLoader([{"pixel_values": self.images, "labels": self.labels}])))
         assert list(mapping) == ["pixel_values", "labels"]
         assert torch.equal(mapping["labels"], self.labels)
@@ -242,6 +250,11 @@ class TestLoader:
         for batch in (self.images, ((self.images, self.images), self.labels)):
             with pytest.raises(LapwingError, match=r"\(images, labels\)|inputs and targets"):
                 list(AugmentedLoader([batch]))
+        with pytest.raises(LapwingError, match="shows no batch"):
+            list(AugmentedLoader([]))
+        for augment in (lambda images: images, torch.nn.ReLU(), lambda images, seed, more: images):
+            with pytest.raises(LapwingError, match=r"augment\(images, seed=0\).*Pass lambda images, seed:"):
+                AugmentedLoader([(self.images, self.labels)], augment)
 
 
 def test_a_trained_network_is_less_right_on_augmented_training_images(data_folder: Path) -> None:

@@ -192,6 +192,7 @@ class TestRefusals:
             ({"likelihood": "gaussian"}, "found no noise variance"),
             ({"likelihood": None}, "neither targets nor a likelihood"),
             ({"targets": torch.tensor([0, 1, 5])}, "5"),
+            ({"targets": torch.zeros(3).to_sparse()}, "A tensor of the targets.*sparse_coo"),
             ({"via": "streamlined"}, "accepted are"),
         ],
     )
@@ -199,6 +200,7 @@ class TestRefusals:
         with pytest.raises(LapwingError, match=message):
             sensitivity(mlp(), self.x, **{"likelihood": "categorical", **options})
 
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
     def test_inputs(self):
         u = lw.Uncertain(self.x, 0.1)
         cases = [
@@ -206,6 +208,11 @@ class TestRefusals:
             ({"x": self.x}, "found 0 uncertain inputs"),
             (lw.Uncertain(self.x, covariance=torch.eye(4, dtype=F64)), "with variances among the inputs"),
             (lw.Uncertain(self.x, 0.0), "variances of 0"),
+            (torch.nested.nested_tensor([self.x[0], self.x[1]]), "is nested.*to_padded_tensor"),
+            (self.x.to_sparse(), "sparse_coo.*to_dense"),
+            (self.x.to("meta"), "meta device"),
+            (self.x.to(torch.float8_e4m3fn), "dtype float8_e4m3fn"),
+            ((u, torch.nested.nested_tensor([self.x[0], self.x[1]])), "is nested"),
             (self.x[:0], "no samples"),
             (torch.ones(3, 4, dtype=torch.long), "integer inputs"),
             (self.x / 0, "NaN or infinite"),
@@ -253,7 +260,7 @@ class TestPlots:
         plt.close(figure)
 
     def test_refusals(self):
-        with pytest.raises(LapwingError, match="found 2 names"):
+        with pytest.raises(LapwingError, match="needs 3 features, and 2 were passed"):
             self.found(6, 3).plot(features=["a", "b"])
         with pytest.raises(LapwingError, match=r"plot\(shape=\(28, 28\)\)"):
             self.found(6, 3, 4, 5, 6).plot()
@@ -262,6 +269,9 @@ class TestPlots:
             self.found(6, 4, 4).plot(axis)
         with pytest.raises(LapwingError, match=r"plot\(low=1.0\)"):
             self.found(6, 4, 4).plot(low=1.0)
-        with pytest.raises(LapwingError, match="2 labels of 6 images"):
+        with pytest.raises(LapwingError, match="needs 6 labels, and 2 were passed"):
             self.found(6, 4, 4).plot(labels=["a", "b"])
+        for shape in ((5, 5), 16, ("4", 4)):
+            with pytest.raises(LapwingError, match="A sample has 16 numbers, and shape is"):
+                self.found(6, 16).plot(shape=shape)
         plt.close("all")

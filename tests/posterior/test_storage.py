@@ -323,6 +323,23 @@ def test_inputs_of_a_posterior_come_back(tmp_path: Path) -> None:
     assert inputs["scale"] == 0.5
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        None, lw.Full("primal"), lw.Full("dual"), lw.Diagonal(), lw.KFAC(), lw.KFAC("reduce", "dense"), lw.EKFAC(),
+        lw.ELLA(rank=3, rows=6), lw.OptimalSubspace(3, lw.KFAC(), "all"), lw.SubsetOfWeights(5), lw.SubsetOfData(4),
+        lw.SampledLLA(4), lw.VaLLA(4), lw.MeanField(steps=2),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_every_method_in_float32_comes_back(tmp_path: Path, method: lw.Method | None) -> None:
+    model = network()
+    x, y = torch.randn(12, 4), torch.arange(12) % 3
+    posterior = lw.fit(model, [(x, y)], method)
+    posterior.save(tmp_path / "p")
+    assert torch.equal(lw.load(tmp_path / "p", posterior.model).predict(x).probs, posterior.predict(x).probs)
+
+
 def kron(key: str) -> str:
     return f"covariance/2/{key}"
 

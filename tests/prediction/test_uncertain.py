@@ -326,6 +326,8 @@ class TestRefusals:
         self.refuse(r"found variances of shape \(2, 3, 4\)", self.x, torch.ones(2, 3, 4))
         self.refuse("a number or a tensor is needed", self.x, "0.1")
         self.refuse("a number or a tensor is needed", self.x, True)
+        self.refuse("a number or a tensor is needed", self.x, torch.ones(4, dtype=torch.complex64))
+        self.refuse("The variance of lw.Uncertain.*sparse_coo", self.x, torch.ones(4).to_sparse())
         self.refuse("both must be on one device", self.x, torch.ones(4, device="meta"))
 
     def test_covariances(self):

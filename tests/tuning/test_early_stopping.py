@@ -108,8 +108,9 @@ def test_bad_options():
         lw.EarlyStopping(held_out, form="authors")
     with pytest.raises(lw.LapwingError, match="prefixes"):
         lw.EarlyStopping(held_out, prefixes=0)
-    with pytest.raises(lw.LapwingError, match="held-out"):
-        lw.EarlyStopping(3)
+    for loader in (3, held_out[0]):
+        with pytest.raises(lw.LapwingError, match=r"EarlyStopping needs an iterable.*Write \[\(x, y\)\]"):
+            lw.EarlyStopping(loader)
     problem = setup("mlp")
     with pytest.raises(lw.LapwingError, match="told beforehand"):
         lw.EarlyStopping(held_out).tune(problem.fit(lw.KFAC()))
