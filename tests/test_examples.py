@@ -97,7 +97,7 @@ def test_compare_refuses(posteriors, words: str, problem) -> None:
 
 def test_compare_refuses_an_empty_loader_and_a_score(problem) -> None:
     model, loader = problem
-    with pytest.raises(lw.LapwingError, match="no batch"):
+    with pytest.raises(lw.LapwingError, match="no samples"):
         compare({"net": lw.fit(model, loader)}, [])
     with pytest.raises(lw.LapwingError, match="'entropy' and 'confidence'"):
         compare({"net": model}, loader, score="entropie")
