@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..contents import FLOATS, Entry, Unfit, check_json, is_count
-from ..tangent import Block, BlockJacobian, Outer, Record, Tangent, Vectors
+from ..tangent import Block, Record, Tangent, Vectors
 from .basis import Basis
 
 
@@ -58,7 +57,7 @@ class CoordinateBasis(Basis):
         projected = record.outputs.new_empty(record.samples, record.cotangents, self.rank, dtype=record.dtype)
         for name, index in self._index.items():
             first = 0
-            for part in _columns(record[name], index, self._places[name]):
+            for part in record[name].columns(index, self._places[name]):
                 projected[..., self._where[name][first : first + part.shape[-1]]] = part
                 first += part.shape[-1]
         return projected
@@ -100,15 +99,3 @@ class CoordinateBasis(Basis):
         if len(tensors["weights"].unique()) < len(tensors["weights"]):
             raise Unfit("the tensor covariance/basis/weights names a weight twice")
         return cls(tangent.blocks, tensors["weights"], tensors["entries"].dtype)
-
-
-def _columns(jacobian: BlockJacobian, index: Tensor, places: list[int]) -> Iterator[Tensor]:
-    """Yields `J[:, :, index]` in parts, for ascending indices, given as a list too."""
-    if isinstance(jacobian, Outer):  # one position: J[n, r, (o, i)] = g[n, r, o] a[n, i], its rows never formed
-        outputs, inputs = index // jacobian.inputs, index % jacobian.inputs
-        yield jacobian.g[:, :, outputs] * jacobian.a[:, None, inputs]  # (B, R, k)
-        return
-    for part, rows in jacobian.row_slices():
-        first, last = bisect_left(places, part.start), bisect_left(places, part.stop)
-        if last > first:
-            yield rows[:, :, index[first:last] - part.start]

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ..contents import Entry, Unfit
-from ..jacobian.jacobian import SLICE_BYTES, MatrixJacobian, Weighting
-from ..jacobian.outer import Outer
+from ..jacobian.jacobian import SLICE_BYTES, Weighting, as_matrix
 from ..linalg import matmul
 from ..tangent import Block, BlockJacobian
 from .base import LayerBlock
@@ -110,16 +109,14 @@ class DiagonalBlock(Structure):
         return weights
 
     def outputs_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
-        """Yields diagonals for an output layer, thin factors for one position, else matrices."""
-        if isinstance(jacobian, Outer) and jacobian.is_output:
-            return (Rotated(None, jacobian.input_scale(weighting)) for weighting in candidates)
-        return _weighted(jacobian, candidates)
+        """Yields diagonals for an output layer, factors for one position, else matrices."""
+        return _weighted(jacobian, candidates, None)
 
     def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Marginals]:
         """Yields the variances, from squares taken once."""
-        if isinstance(jacobian, Outer) and jacobian.is_output:
+        if jacobian.is_output:
             return super().marginals_at(jacobian, candidates)
-        return _weighted_marginals(jacobian, candidates)
+        return map(Marginals, *jacobian.weighted_norms(candidates))
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
         """Returns the weighted Gram matrix across samples."""
@@ -193,29 +190,25 @@ class KroneckerBlock(Structure):
 
     def outputs_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
         """Rotates a and g, then weights them; an output layer keeps `U_out diag(s) U_outᵀ` as factors."""
-        rotated, candidates = self._rotated(jacobian, candidates)
-        if isinstance(rotated, Outer) and rotated.is_output:
-            return (Rotated(self.outputs[0], rotated.input_scale(weighting)) for weighting in candidates)
-        return _weighted(rotated, candidates)
+        return _weighted(*self._rotated(jacobian, candidates), self.outputs[0])
 
     def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Marginals]:
         """Rotates a and g, then takes the variances, from squares taken once."""
-        if isinstance(jacobian, Outer) and jacobian.is_output:
+        if jacobian.is_output:
             return super().marginals_at(jacobian, candidates)
-        return _weighted_marginals(*self._rotated(jacobian, candidates))
+        rotated, candidates = self._rotated(jacobian, candidates)
+        return map(Marginals, *rotated.weighted_norms(candidates))
 
     def _rotated(
         self, jacobian: BlockJacobian, candidates: Iterable[Weighting]
     ) -> tuple[BlockJacobian, Iterable[Weighting]]:
         """Returns J in the eigenbasis, an output layer's g as it is, and the weights of its rows."""
-        assert isinstance(jacobian, MatrixJacobian)
-        basis = self.inputs
-        if isinstance(jacobian, Outer) and self._few and not jacobian.a.requires_grad:  # a length has a kink at 0
-            jacobian = jacobian.rotate_inputs(self._seen)
-            basis, candidates = None, map(self._of_seen, candidates)
-        if isinstance(jacobian, Outer) and jacobian.is_output:
-            return jacobian.rotate(basis, None), candidates
-        return jacobian.rotate(basis, self.outputs), candidates
+        jacobian = as_matrix(jacobian)
+        outputs = None if jacobian.is_output else self.outputs
+        reduced = jacobian.rotate_inputs(self._seen) if self._few else None
+        if reduced is not None:
+            return reduced.rotate(None, outputs), map(self._of_seen, candidates)
+        return jacobian.rotate(self.inputs, outputs), candidates
 
     def _of_seen(self, weighting: Weighting) -> Weighting:
         """Returns the weights of the directions seen, behind the one that stands for all others."""
@@ -240,10 +233,7 @@ class KroneckerBlock(Structure):
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
         """Rotates a and g, then takes the weighted Gram matrix across samples."""
-        rotated = []
-        for one in distinct(jacobian, other):
-            assert isinstance(one, MatrixJacobian)
-            rotated.append(one.rotate(self.inputs, self.outputs))
+        rotated = [as_matrix(one).rotate(self.inputs, self.outputs) for one in distinct(jacobian, other)]
         return rotated[0].joint_weighted_gram(weights.flatten(), rotated[-1])
 
     def push(
@@ -276,7 +266,7 @@ class KroneckerBlock(Structure):
             raise Unfit(f"the block of {', '.join(block.parameters)} has no Kronecker factors")
         groups, outputs, inputs = block.matrix_shape
         named = {"eigenvalues": Entry((groups, outputs, inputs), (dtype,), least=0.0)}
-        if block.family != "embedding":
+        if not block.matrix.one_hot:
             named["inputs"] = Entry((groups, inputs, inputs), (dtype,), orthonormal=True)
         return {**named, "outputs": Entry((groups, outputs, outputs), (dtype,), orthonormal=True)}
 
@@ -327,20 +317,16 @@ class DenseBlock(Structure):
         }
 
 
-def _weighted(jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
-    """Yields `J diag(w) Jᵀ` as thin factors where the layer sees one position, else as matrices."""
-    if isinstance(jacobian, Outer):
-        return (Thin(jacobian.g, jacobian.input_scale(weighting)) for weighting in candidates)
-    return map(Dense, jacobian.weighted_grams(weighting.flat for weighting in candidates))
+def _weighted(jacobian: BlockJacobian, candidates: Iterable[Weighting], basis: Tensor | None) -> Iterator[Term]:
+    """Yields `J diag(w) Jᵀ` as factors where the layer sees one position, else as matrices.
 
-
-def _weighted_marginals(jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Marginals]:
-    """Yields the variances of `_weighted`."""
-    if isinstance(jacobian, Outer):
-        norms = jacobian.scaled_norms(map(jacobian.input_scale, candidates))
-    else:
-        norms = jacobian.weighted_norms(weighting.flat for weighting in candidates)
-    return map(Marginals, *norms)
+    An output layer's g is the identity in a basis U_out, None for the identity.
+    """
+    factors = jacobian.weighted_factors(candidates)
+    if factors is None:
+        return map(Dense, jacobian.weighted_grams(candidates))
+    g, scales = factors
+    return (Rotated(basis, scale) if g is None else Thin(g, scale) for scale in scales)
 
 
 STRUCTURES: dict[str, type[Structure]] = {cls.kind: cls for cls in (DiagonalBlock, KroneckerBlock, DenseBlock)}

@@ -12,16 +12,13 @@ from torch import Tensor
 
 from ..contents import Unfit, check_json, is_count
 
-MATRIX_FAMILIES = ("linear", "conv", "embedding")
-"""The families of layers whose weight has a matrix layout."""
-
 BLOCK = {
     "name": str, "parameters": [str], "shapes": [[is_count]], "family": str, "bias": bool,
     "matrix": lambda matrix: matrix is None or type(matrix) is dict,
 }  # fmt: skip
 """A block in a file."""
 
-MATRIX = {"groups": is_count, "outputs": is_count, "inputs": is_count, "transposed": bool}
+MATRIX = {"groups": is_count, "outputs": is_count, "inputs": is_count, "transposed": bool, "one_hot": bool}
 """Its matrix layout, where it has one."""
 
 Vectors = dict[str, Tensor]
@@ -39,6 +36,14 @@ class Matrix:
     outputs: int
     inputs: int  # the bias column not counted
     transposed: bool = False  # stored as (I, O), as Hugging Face's Conv1D does
+    one_hot: bool = False  # the inputs are one-hot, such as tokens, so that `A = Σ a aᵀ` is diagonal
+
+    @classmethod
+    def of(cls, shape: Sequence[int], groups: int = 1, transposed: bool = False, one_hot: bool = False) -> Matrix:
+        """Returns the layout of a weight of this shape, (G O, I, *kernel), or (I, O) where it is transposed."""
+        if transposed:
+            return cls(1, shape[1], shape[0], True, one_hot)
+        return cls(groups, shape[0] // max(1, groups), prod(shape[1:]), False, one_hot)
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Block:
         shapes: their shapes.
         matrix: the matrix layout of weight (and bias), or None where the vector is the plain concatenation.
         bias: whether the matrix layout has a bias column.
-        family: "linear", "conv", "norm", "scale", "shift", "embedding" or "generic".
+        family: the layer family that treats them (`Use.family`), or "generic".
     """
 
     name: str
@@ -79,31 +84,28 @@ class Block:
         return block
 
     def _is_consistent(self) -> bool:
-        """Tells whether the matrix layout is one that the family may give to a weight and a bias of these shapes."""
+        """Tells whether a weight and a bias of these shapes can have the matrix layout."""
         matrix = self.matrix
         if matrix is None:
             return not self.bias
-        if self.family not in MATRIX_FAMILIES or (
-            self.bias and prod(self.shapes[-1]) != matrix.groups * matrix.outputs
-        ):
+        if self.is_generic or (self.bias and prod(self.shapes[-1]) != matrix.groups * matrix.outputs):
             return False
         if not self.has_weight:
             return len(self.shapes) == 1
-        if self.bias != (len(self.shapes) == 2) or len(shape := self.shapes[0]) < 2:
+        dims = len(self.shapes[0])
+        if self.bias != (len(self.shapes) == 2) or dims < 2 or (matrix.transposed and dims > 2):
             return False
-        if self.family == "conv":
-            return matrix == Matrix(matrix.groups, shape[0] // max(1, matrix.groups), prod(shape[1:]))
-        outputs, inputs = shape[::-1] if matrix.transposed else shape
-        return matrix == Matrix(1, outputs, inputs, self.family == "embedding" or matrix.transposed)
+        return matrix == Matrix.of(self.shapes[0], matrix.groups, matrix.transposed, matrix.one_hot)
+
+    @property
+    def is_generic(self) -> bool:
+        """Whether no layer family treats the parameters."""
+        return self.family == "generic"
 
     @property
     def kind(self) -> str:
-        """What the uses of a block with a matrix layout say of themselves: `Use.kind`."""
-        if self.matrix is not None and self.family == "linear" and self.matrix.transposed:
-            return "linear, transposed"
-        if self.matrix is not None and self.matrix.groups > 1:
-            return f"{self.family}, {self.matrix.groups} groups"
-        return self.family
+        """The family and the matrix layout, as the uses of the block have them: `Use.kind`."""
+        return kind_of(self.family, self.matrix)
 
     @property
     def size(self) -> int:
@@ -152,6 +154,18 @@ class Block:
         if self.bias:
             out[self.parameters[-1]] = matrix[..., -1].reshape(*lead, *self.shapes[-1])
         return out
+
+
+def kind_of(family: str, matrix: Matrix | None) -> str:
+    """Returns a family's name and what is special about a layout, such as "conv, 2 groups"."""
+    if matrix is None:
+        return family
+    traits = (
+        "transposed" * matrix.transposed,
+        "one-hot" * matrix.one_hot,
+        f"{matrix.groups} groups" * (matrix.groups > 1),
+    )
+    return ", ".join(filter(None, (family, *traits)))
 
 
 def join(blocks: Sequence[Block], parameters: Mapping[str, Tensor]) -> Vectors:

@@ -8,7 +8,8 @@ contraction below follows from it, and overrides (`outer.py`, `layers/embedding.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,6 +59,11 @@ class BlockJacobian(ABC):
     size: int
     slice_bytes: int = SLICE_BYTES
 
+    @property
+    def is_output(self) -> bool:
+        """Whether the layer's output is the network's and its entries are the cotangents."""
+        return False
+
     def within(self, slice_bytes: int) -> Self:
         """Returns the same Jacobian, its slices of this size."""
         self.slice_bytes = slice_bytes
@@ -78,24 +84,31 @@ class BlockJacobian(ABC):
 
     def weighted_gram(self, weights: Tensor) -> Tensor:
         """Returns `J diag(weights) Jᵀ` (B, R, R) for weights (P,)."""
-        return self.weighted_grams([weights])[0]
+        return self.weighted_grams([Weighting(weights)])[0]
 
-    def weighted_grams(self, candidates: Iterable[Tensor]) -> list[Tensor]:
-        """Returns `J diag(weights) Jᵀ` (B, R, R) for several weights (P,), the rows formed once."""
+    def weighted_factors(self, candidates: Iterable[Weighting]) -> tuple[Tensor | None, Iterator[Tensor]] | None:
+        """Returns g (B, R, O) and scales s (B, O), with `J diag(w) Jᵀ = g diag(s) gᵀ` for several weights w.
+
+        g is None for the identity. None alone says that there are no such factors.
+        """
+        return None
+
+    def weighted_grams(self, candidates: Iterable[Weighting]) -> list[Tensor]:
+        """Returns `J diag(w) Jᵀ` (B, R, R) for several weights, the rows formed once."""
         several = list(candidates)
         grams: list = [0] * len(several)
         for part, rows in self.row_slices():
-            for i, weights in enumerate(several):
-                scaled = rows * weights[part].sqrt()
+            for i, weighting in enumerate(several):
+                scaled = rows * weighting.flat[part].sqrt()
                 grams[i] = grams[i] + scaled @ scaled.mT  # (B, R, R)
         return grams
 
-    def weighted_norms(self, candidates: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    def weighted_norms(self, candidates: Iterable[Weighting]) -> tuple[Tensor, Tensor]:
         """Returns the diagonals (n, B, R) of `J diag(w) Jᵀ` and `H J diag(w) Jᵀ H`, `H = I - 11ᵀ/R`, for n weights.
 
         One product of the squared rows with all weights: a candidate costs next to nothing.
         """
-        weights = torch.stack(list(candidates), -1)  # (P, n)
+        weights = torch.stack([weighting.flat for weighting in candidates], -1)  # (P, n)
         slices = ((weights[part], rows, rows - rows.mean(1, keepdim=True)) for part, rows in self.row_slices())
         norms = total(torch.stack([rows.square() @ w, centred.square() @ w]) for w, rows, centred in slices)
         return tuple(norms.movedim(-1, 1))  # (2, n, B, R)
@@ -115,6 +128,22 @@ class BlockJacobian(ABC):
     def jvp(self, vectors: Tensor) -> Tensor:
         """Returns `J V` (B, R, K) for V given as rows (K, P)."""
         return total(linear(rows, vectors[:, part]) for part, rows in self.row_slices())
+
+    def vjp(self, cotangents: Tensor) -> Tensor:
+        """Returns `Σ_n J[n]ᵀ u[n]` (S, P) for u (B, R, S): S transposed products at once. Time O(B R S P) at most."""
+        flat = cotangents.flatten(0, 1).T  # (S, B R)
+        return torch.cat([flat @ rows.flatten(0, 1) for _, rows in self.row_slices()], -1)
+
+    def columns(self, index: Tensor, places: Sequence[int]) -> Iterator[Tensor]:
+        """Yields `J[:, :, index]` in parts, for ascending indices, as a tensor and as a list."""
+        for part, rows in self.row_slices():
+            first, stop = bisect_left(places, part.start), bisect_left(places, part.stop)
+            if stop > first:
+                yield rows[:, :, index[first:stop] - part.start]
+
+    def plus(self, others: Sequence[BlockJacobian]) -> BlockJacobian:
+        """Returns the sum of this Jacobian and those of other uses of the same weights."""
+        return SumOfUses([self, *others])
 
     def gram(self, other: BlockJacobian) -> Tensor:
         """Returns the block of the NTK `J J'ᵀ` (B, R, B', R')."""
@@ -153,8 +182,15 @@ class MatrixJacobian(BlockJacobian):
     """The Jacobian of a matrix weight in G groups of (O, I), which Kronecker factors rotate."""
 
     @abstractmethod
-    def rotate(self, inputs: Tensor | None, outputs: Tensor) -> BlockJacobian:
-        """Returns J in another basis, for U_in (G, I, I), or None for the identity, and U_out (G, O, O)."""
+    def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> BlockJacobian:
+        """Returns J in another basis, for U_in (G, I, I) and U_out (G, O, O); None is the identity."""
+
+    def rotate_inputs(self, basis: Tensor) -> MatrixJacobian | None:
+        """Returns J for inputs [|a - U Uᵀ a|, Uᵀ a], U (I, k) orthonormal, where what is left weighs the same.
+
+        None where the layer has no such form.
+        """
+        return None
 
     @abstractmethod
     def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
@@ -180,10 +216,10 @@ class Rows(BlockJacobian):
         yield slice(0, self.size), self._rows
 
 
-class SumOfUses(BlockJacobian):
+class SumOfUses(MatrixJacobian):
     """The Jacobian of weights used several times, `J = Σ_uses J_use`: rows are summed before anything quadratic."""
 
-    def __init__(self, uses: list[BlockJacobian]) -> None:
+    def __init__(self, uses: Sequence[BlockJacobian]) -> None:
         self._uses = uses
         self.batch, self.cotangents, self.size = uses[0].batch, uses[0].cotangents, uses[0].size
 
@@ -198,3 +234,18 @@ class SumOfUses(BlockJacobian):
     def sum_rows(self) -> Tensor:
         """Sums the uses' products: linear in J."""
         return total(use.sum_rows() for use in self._uses)
+
+    def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> SumOfUses:
+        """Rotates each use, all of which have the same matrix layout."""
+        return SumOfUses([as_matrix(use).rotate(inputs, outputs) for use in self._uses]).within(self.slice_bytes)
+
+    def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
+        """Sums the uses' factors and counts."""
+        inputs, outputs, counts = zip(*[as_matrix(use).kronecker_factors(reduce) for use in self._uses], strict=True)
+        return total(inputs), total(outputs), sum(counts)
+
+
+def as_matrix(jacobian: BlockJacobian) -> MatrixJacobian:
+    """Returns the Jacobian of a block with a matrix layout, which has Kronecker factors."""
+    assert isinstance(jacobian, MatrixJacobian)
+    return jacobian

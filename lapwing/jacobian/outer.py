@@ -8,7 +8,7 @@ Weights (P,) and vectors (K, P) are laid out as (G, O, I), the bias as the last 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import product
 from math import isqrt
@@ -90,8 +90,10 @@ class Outer(MatrixJacobian):
             return matmul(self._a, basis)
         return linear(self._a, basis[:-1].mT, basis[-1])
 
-    def rotate_inputs(self, basis: Tensor) -> Outer:
-        """Returns J for inputs [|a - U Uᵀ a|, Uᵀ a], U (I, k) orthonormal, where what is left weighs the same."""
+    def rotate_inputs(self, basis: Tensor) -> Outer | None:
+        """Returns J for inputs [|a - U Uᵀ a|, Uᵀ a]; None where a needs a gradient, since a length has a kink at 0."""
+        if self._a.requires_grad:
+            return None
         inside = self._turned(basis)
         beside = torch.linalg.vector_norm(self.a - matmul(inside, basis.mT), dim=1, keepdim=True)
         return Outer(torch.cat([beside, inside], 1), self._g, self.outputs).within(self.slice_bytes)
@@ -104,14 +106,17 @@ class Outer(MatrixJacobian):
         """Returns `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O), all that a diagonal weighting needs of the inputs."""
         return linear(self._a.square(), *weighting.matrix(self.outputs, self.inputs, self._bias))
 
-    def weighted_grams(self, candidates: Iterable[Tensor]) -> list[Tensor]:
-        """Returns `g diag(s) gᵀ` (B, R, R)."""
-        scales = (self.input_scale(Weighting(weights)) for weights in candidates)
-        return [(self.g * scale.unsqueeze(1)) @ self.g.mT for scale in scales]
+    def weighted_factors(self, candidates: Iterable[Weighting]) -> tuple[Tensor | None, Iterator[Tensor]]:
+        """Returns g, None where the layer is the output, and the scales of the inputs."""
+        return self._g, map(self.input_scale, candidates)
 
-    def scaled_norms(self, scales: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns `Σ_j g² s_j` and the same of `H g`, each (n, B, R), for n scales (B, O). Time O(n B R O)."""
-        stacked = torch.stack(list(scales), -1)  # (B, O, n)
+    def weighted_grams(self, candidates: Iterable[Weighting]) -> list[Tensor]:
+        """Returns `g diag(s) gᵀ` (B, R, R)."""
+        return [(self.g * scale.unsqueeze(1)) @ self.g.mT for scale in map(self.input_scale, candidates)]
+
+    def weighted_norms(self, candidates: Iterable[Weighting]) -> tuple[Tensor, Tensor]:
+        """Returns `Σ_j g² s_j` and the same of `H g`, each (n, B, R). Time O(n B R O)."""
+        stacked = torch.stack(list(map(self.input_scale, candidates)), -1)  # (B, O, n)
         parts = (part.square() @ stacked for part in (self.g, self.g - self.g.mean(1, keepdim=True)))
         plain, centred = (part.movedim(-1, 0) for part in parts)
         return plain, centred
@@ -138,6 +143,19 @@ class Outer(MatrixJacobian):
             products.append(pushed.mT if self.is_output else self.g @ pushed.mT)
         return products[0] if len(products) == 1 else torch.cat(products, -1)
 
+    def vjp(self, cotangents: Tensor) -> Tensor:
+        """Returns `Σ_n (u g) aᵀ` (S, P)."""
+        g = cotangents.mT if self.is_output else cotangents.mT @ self.g  # (B, S, O)
+        return (g.permute(1, 2, 0).flatten(0, 1) @ self.a).reshape(cotangents.shape[-1], -1)
+
+    def columns(self, index: Tensor, places: Sequence[int]) -> Iterator[Tensor]:
+        """Yields `J[n, r, (o, i)] = g[n, r, o] a[n, i]` at once, without rows."""
+        yield self.g[:, :, index // self.inputs] * self.a[:, None, index % self.inputs]  # (B, R, k)
+
+    def plus(self, others: Sequence[BlockJacobian]) -> BlockJacobian:
+        """Joins the positions of several uses."""
+        return self.shared().plus(others)
+
     def gram(self, other: BlockJacobian) -> Tensor:
         """Returns `(a·a')(g·g')` (B, R, B', R')."""
         if isinstance(other, SharedOuter):
@@ -156,12 +174,11 @@ class Outer(MatrixJacobian):
 
     def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
         """Adds A and Γ without a copy between product and sum."""
-        own = inputs[:, :-1, :-1] if self._bias else inputs
-        add_squares(own, self._a[None])
+        add_squares(inputs[:, :-1, :-1] if self._bias else inputs, self._a[None])
         if self._bias:  # the last row of A = Σ [a, 1] [a, 1]ᵀ; its last column, above the diagonal, is not read
-            last = inputs[0, -1]
-            last[:-1].addmv_(self._a.T, self._a.new_ones(self.batch))
-            last[-1].add_(self.batch)
+            ones = inputs[0, -1]
+            ones[:-1].addmv_(self._a.T, self._a.new_ones(self.batch))
+            ones[-1].add_(self.batch)
         add_squares(outputs, self._rows_of_g[None])
         return self.batch
 
@@ -186,7 +203,7 @@ class SharedOuter(MatrixJacobian):
             part = slice(first * self.inputs, (first + count) * self.inputs)
             yield part, rows.reshape(self.batch, self.cotangents, -1)
 
-    def rotate(self, inputs: Tensor | None, outputs: Tensor) -> RotatedOuter:
+    def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> RotatedOuter:
         """Returns J in another basis, for U_in (G, I, I) and U_out (G, O, O)."""
         return RotatedOuter(self.strips, inputs, outputs).within(self.slice_bytes)
 
@@ -208,6 +225,22 @@ class SharedOuter(MatrixJacobian):
             pushed = torch.einsum("ntgi,kgoi->nktgo", a, some)
             parts.append(g @ pushed.flatten(2).mT)  # (B, R, k)
         return torch.cat(parts, -1)
+
+    def vjp(self, cotangents: Tensor) -> Tensor:
+        """Returns `Jᵀu` by rows, R (T + S) products of a weight, or by `u g` at every position, S T of them."""
+        count = cotangents.shape[-1]
+        by_rows = self.cotangents * self.inputs * (self.positions + count)
+        if count * self.positions * (self.inputs + self.cotangents) >= by_rows:
+            return super().vjp(cotangents)
+        numbers = self.batch * self.positions * self.groups * self.outputs
+        step = self.step(8 * numbers, count)
+        return torch.cat([total(_pulled(a, g, u) for a, g in self.strips) for u in cotangents.split(step, -1)])
+
+    def plus(self, others: Sequence[BlockJacobian]) -> BlockJacobian:
+        """Joins the positions of several uses."""
+        uses = [self, *[other.shared() if isinstance(other, Outer) else other for other in others]]
+        strips = [use.strips for use in uses if isinstance(use, SharedOuter)]
+        return SharedOuter(Strips.joined(strips)) if len(strips) == len(uses) else super().plus(others)
 
     def sum_rows(self) -> Tensor:
         """Returns `Σ_n,t g a` (R, P)."""
@@ -296,6 +329,12 @@ class SharedOuter(MatrixJacobian):
         return total(a for a, _ in sums) / self.positions, total(g for _, g in sums)
 
 
+def _pulled(a: Tensor, g: Tensor, cotangents: Tensor) -> Tensor:
+    """Returns `Σ_n,t (u g) aᵀ` (S, P) of a strip, for u (B, R, S)."""
+    g = (cotangents.mT @ g.flatten(2)).unflatten(2, g.shape[2:])  # (B, S, t, G, O)
+    return torch.einsum("nstgo,ntgi->sgoi", g, a).flatten(1)
+
+
 def _table_sum(mine: Strip, theirs: Strip) -> Tensor:
     """Returns `Σ_n,g,t,t' (a_t·a_t')(g_t·g_t')` () of two strips of the same samples."""
     inputs = torch.einsum("ntgi,nsgi->ngts", mine[0], theirs[0])
@@ -303,12 +342,12 @@ def _table_sum(mine: Strip, theirs: Strip) -> Tensor:
 
 
 class RotatedOuter(BlockJacobian):
-    """`J[n, r] = U_outᵀ (Σ_t g aᵀ) U_in` for U_in (G, I, I), or None for the identity, and U_out (G, O, O).
+    """`J[n, r] = U_outᵀ (Σ_t g aᵀ) U_in` for U_in (G, I, I) and U_out (G, O, O); None is the identity.
 
     Each side is rotated where that is cheaper: a where T < R O and g where T < I, else the rows.
     """
 
-    def __init__(self, strips: Strips, inputs: Tensor | None, outputs: Tensor) -> None:
+    def __init__(self, strips: Strips, inputs: Tensor | None, outputs: Tensor | None) -> None:
         self.batch, self.cotangents, positions, self.groups, self.outputs, self.inputs = strips.shape
         self.size = self.groups * self.outputs * self.inputs
         turn_a, turn_g = positions < self.cotangents * self.outputs, positions < self.inputs

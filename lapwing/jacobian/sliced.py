@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..linalg import total
-from .jacobian import BlockJacobian, MatrixJacobian
+from .jacobian import BlockJacobian, MatrixJacobian, as_matrix
 
 
 def grouped(loads: Sequence[tuple[int, int]], limit: int) -> list[range]:
@@ -65,10 +65,10 @@ class Sliced(MatrixJacobian):
         """Returns J (B, R, P) itself."""
         return self._rows(0, self.size)
 
-    def rotate(self, inputs: Tensor | None, outputs: Tensor) -> Sliced:
+    def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> Sliced:
         """Returns J in another basis, each slice rotated when it is needed."""
         shape = self.batch, self.cotangents, self.size
-        rotated = Sliced(lambda cut: _matrix(self._part(cut)).rotate(inputs, outputs), shape, self._step, self._held)
+        rotated = Sliced(lambda cut: as_matrix(self._part(cut)).rotate(inputs, outputs), shape, self._step, self._held)
         return rotated.within(self.slice_bytes)
 
     def squared_sum(self) -> Tensor:
@@ -89,9 +89,9 @@ class Sliced(MatrixJacobian):
 
     def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
         """Adds up Γ; A and the count do not depend on the cotangents."""
-        inputs, gradients, count = _matrix(self._part(self._cuts[0])).kronecker_factors(reduce)
+        inputs, gradients, count = as_matrix(self._part(self._cuts[0])).kronecker_factors(reduce)
         for cut in self._cuts[1:]:
-            gradients = gradients + _matrix(self._part(cut)).kronecker_factors(reduce)[1]
+            gradients = gradients + as_matrix(self._part(cut)).kronecker_factors(reduce)[1]
         return inputs, gradients, count
 
     def _rows(self, start: int, stop: int) -> Tensor:
@@ -107,8 +107,3 @@ class Sliced(MatrixJacobian):
             del some  # freed before the next slice's gradients are taken
         assert rows is not None
         return rows
-
-
-def _matrix(jacobian: BlockJacobian) -> MatrixJacobian:
-    assert isinstance(jacobian, MatrixJacobian)
-    return jacobian

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, Structure
-from ..jacobian.jacobian import MatrixJacobian
+from ..jacobian.jacobian import as_matrix
 from ..linalg import eigen_in_place, symmetric_eigen
 from ..tangent import Block
 from .passes import Batch, CurvaturePass, Method, Passes, Problem, State, check_choice, last
-
-FACTORED = ("linear", "conv", "embedding")
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ def _factors(problem: Problem, weight_sharing: str, uncovered: str) -> _Factors:
 
 
 def _kind(block: Block, uncovered: str) -> str:
-    return "factored" if block.family in FACTORED and block.matrix is not None else uncovered
+    return "factored" if block.matrix is not None else uncovered
 
 
 def _eigenbasis(state: State, name: str) -> KroneckerBlock:
@@ -147,7 +145,7 @@ class _Factors(CurvaturePass):
                 state[f"{name}/dense"] = zeros(block.size, block.size, dtype=torch.float64)
             else:
                 groups, outputs, inputs = block.matrix_shape
-                one_hot = block.family == "embedding"
+                one_hot = block.matrix is not None and block.matrix.one_hot
                 state[f"{name}/A"] = zeros(groups, inputs) if one_hot else zeros(groups, inputs, inputs)
                 state[f"{name}/Gamma"] = zeros(groups, outputs, outputs)
                 state[f"{name}/count"] = zeros(1, dtype=torch.int64)
@@ -163,9 +161,8 @@ class _Factors(CurvaturePass):
                     rows = jacobian.rows().flatten(0, 1).double()
                     state[f"{name}/dense"] += rows.T @ rows
                 else:
-                    assert isinstance(jacobian, MatrixJacobian)
                     sums = state[f"{name}/A"], state[f"{name}/Gamma"]
-                    state[f"{name}/count"] += jacobian.add_kronecker_factors(self._reduce, *sums)
+                    state[f"{name}/count"] += as_matrix(jacobian).add_kronecker_factors(self._reduce, *sums)
 
     def finish(self, state: State) -> Blockwise:
         problem, structures = self._problem, dict[str, Structure]()
@@ -195,9 +192,7 @@ class _SecondMoments(CurvaturePass):
     def update(self, state: State, batch: Batch) -> None:
         for _, record in batch.records(self._problem.root):
             for name, basis in self._bases.items():
-                jacobian = record[name]
-                assert isinstance(jacobian, MatrixJacobian)
-                squares = jacobian.rotate(basis.inputs, basis.outputs).squared_sum()
+                squares = as_matrix(record[name]).rotate(basis.inputs, basis.outputs).squared_sum()
                 state[name] += squares.reshape_as(state[name])  # (G, O, I)
 
     def finish(self, state: State) -> Blockwise:

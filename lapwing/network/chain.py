@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..jacobian.layers.linear import LinearUse
 from ..linalg import matmul
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def chain_gradients(outputs: Tensor, noted: Sequence[Noted], u: Tensor | None) -
 def _path(above: Node | None, use: Noted) -> list[Node] | None:
     """Returns the element-wise nodes between a layer's output and what is above it, None where there are others."""
     weight = use.weight
-    if not isinstance(use.use, LinearUse) or use.out.ndim != 2 or weight is None or use.out.dtype != weight.dtype:
+    if not use.use.is_product or use.out.ndim != 2 or weight is None or use.out.dtype != weight.dtype:
         return None
     if weight.dtype not in EXACT or weight._version != use.versions[2]:
         return None
@@ -103,9 +102,10 @@ def _scaled(g: Tensor | None, slope: Tensor | None, out: Tensor) -> Tensor | Non
 
 def _pulled(g: Tensor | None, use: Noted, slope: Tensor | None) -> Tensor:
     """Returns `(g W) ⊙ φ'` (B, R, I) for the layer above, its g None where that is the identity."""
-    assert isinstance(use.use, LinearUse)
-    assert use.weight is not None
-    weight = use.weight.T if use.use.transposed else use.weight
+    matrix, weight = use.use.matrix(), use.weight
+    assert matrix is not None
+    assert weight is not None
+    weight = weight.T if matrix.transposed else weight
     if g is None:  # the network's own (C, I)
         return weight.clone().expand(len(use.out), -1, -1) if slope is None else weight * slope.unsqueeze(1)
     pulled = matmul(g, weight)

@@ -84,7 +84,7 @@ def output_layers(
     scripted = [(prefix, module) for prefix, module in modules_of(model) if isinstance(module, torch.jit.ScriptModule)]
     if any(not prefix for prefix, _ in scripted):
         raise _refused_scripted(model, "The network")
-    norms = {name for use in recording.noted if use.use.family == "norm" for name in use.names.values()}
+    norms = {name for use in recording.noted if use.use.normalises for name in use.names.values()}
     leaves = {
         name: value.detach().requires_grad_(name not in norms)
         for name, value in parameters.items()

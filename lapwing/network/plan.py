@@ -9,7 +9,7 @@ from typing import Any
 
 from ..contents import Unfit, check_json, is_count
 from ..errors import LapwingError
-from ..jacobian.blocks import MATRIX_FAMILIES, Block
+from ..jacobian.blocks import Block
 from ..jacobian.layers import BatchAxis
 
 Uses = Mapping[str, Sequence[tuple[int, BatchAxis, frozenset[str]]]]
@@ -46,7 +46,7 @@ class Coverage:
 
 
 PLAN = {
-    "order": [[(frozenset(("weight", "bias")), str)]], "axes": [(lambda axis: is_count(axis) and axis < 64, bool)],
+    "order": [[(str, str)]], "axes": [(lambda axis: is_count(axis) and axis < 64, bool)],
     "single_sample": bool, "sizes": [(is_count, is_count)], "spread": bool, "kinds": [str], "shared": [bool],
     "last": lambda last: last == -1 or is_count(last), "unseen": bool,
 }  # fmt: skip
@@ -99,14 +99,14 @@ class Plan:
         axes = [BatchAxis(*axis) for axis in data["axes"]]
         uses: dict[str, list[tuple[int, BatchAxis, frozenset[str]]]] = {}
         for block in blocks:
-            if block.family == "generic":
+            if block.is_generic:
                 continue
             roles = [frozenset(role for role, name in use if name in block.parameters) for use in order]
             uses[block.name] = (
                 [(i, axes[i], own) for i, own in enumerate(roles) if own] if len(axes) == len(order) else []
             )
             _check_uses(block, uses[block.name], order, data["kinds"])
-        watched = tuple(name for block in blocks if block.family != "generic" for name in block.parameters)
+        watched = tuple(name for block in blocks if not block.is_generic for name in block.parameters)
         known = all(set(watched).issuperset(dict(use).values()) and len(dict(use)) == len(use) > 0 for use in order)
         if not known or not len(order) == len(data["sizes"]) == len(data["kinds"]) > data["last"]:
             raise Unfit("the plan's uses are not those of the blocks")
@@ -161,7 +161,7 @@ class Plan:
 
     def is_explicit(self, block: Block) -> bool:
         """Whether rows are all there is of a block: it is generic, or its uses disagree about the layout."""
-        return block.family == "generic" or (block.matrix is None and len(self.uses[block.name]) > 1)
+        return block.is_generic or (block.matrix is None and len(self.uses[block.name]) > 1)
 
     def numbers_per_sample(self, cotangents: int, written: bool = True) -> int:
         """Estimates the numbers held a sample: all g twice, and the patches and rotated gradients of one layer.
@@ -182,7 +182,7 @@ class Plan:
         """Estimates the multiply-adds that one row of a sample takes: positions times weights, of matrices."""
         found = 0
         for block in blocks:
-            if block.matrix is not None and block.family in MATRIX_FAMILIES[:2]:
+            if block.matrix is not None and not block.matrix.one_hot:
                 outputs = block.matrix.groups * block.matrix.outputs
                 found += sum(self.sizes[i][0] // outputs * block.size for i, _, _ in self.uses[block.name])
         return found
@@ -193,7 +193,7 @@ class Plan:
         What is as large as one layer's activations (tokens merged, inputs of a group norm normalised) is not counted.
         """
         explicit = [3 * block.size for block in blocks if self.is_explicit(block)]
-        matrices = [b.matrix_shape for b in blocks if b.family in MATRIX_FAMILIES[:2] and b.matrix is not None]
+        matrices = [b.matrix_shape for b in blocks if b.matrix is not None and not b.matrix.one_hot]
         return max([0, *explicit, *(groups * (2 * inputs + 3 * outputs) for groups, outputs, inputs in matrices)])
 
 
@@ -211,6 +211,5 @@ def _check_uses(
         if not (complete and fits):
             raise Unfit(f"the plan's use {i} is none of the block of {', '.join(block.parameters)}")
     first = kinds[uses[0][0]].partition(",")[0] if uses and uses[0][0] < len(kinds) else ""
-    mixed = block.matrix is None and block.family in MATRIX_FAMILIES  # its uses have several layouts
-    if block.family != first or (mixed and len(uses) == 1) or (mixed and len(block.parameters) > 1):
+    if block.family != first:
         raise Unfit(f"the plan has no use of {', '.join(block.parameters)} in a layer of its family")

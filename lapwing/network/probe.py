@@ -358,7 +358,7 @@ def _blocks(
             if name in done:
                 continue
             partner = dict(roles).get("bias") if role == "weight" else None
-            layouts = {(noted[j].use.matrix(), noted[j].use.family == "embedding") for j in by_name[name]}
+            layouts = {noted[j].use.matrix() for j in by_name[name]}
             members: tuple[str, ...] = (name,)
             if partner is not None and partner not in done and by_name[partner] == by_name[name] and len(layouts) == 1:
                 members = (name, partner)
@@ -386,7 +386,7 @@ def _numbers(noted: Noted, samples: int) -> tuple[int, int]:
     """Returns (outputs, unfolded inputs) a sample, in numbers."""
     out = noted.out.numel() // samples
     matrix: Matrix | None = noted.use.matrix()
-    if matrix is None or noted.use.family == "embedding":
+    if matrix is None or matrix.one_hot:
         return out, out
     positions = out // (matrix.groups * matrix.outputs)
     return out, positions * matrix.groups * (matrix.inputs + 1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ..errors import LapwingError
-from ..jacobian.layers import HANDLERS, Use
+from ..jacobian.layers import READERS, Use
 from ..jacobian.plain_functions import transformed
 from .batches import Forward, call, size, tensors
 from .chain import chain_gradients
@@ -60,7 +60,7 @@ class Noted:
 
     def is_output(self, outputs: Tensor) -> bool:
         """Whether the layer's output is the network's, so that its gradients are the cotangents themselves."""
-        return self.out is outputs and self.out._version == self.versions[1] and self.use.family == "linear"
+        return self.out is outputs and self.out._version == self.versions[1] and self.use.is_product
 
 
 class Recording(NamedTuple):
@@ -100,10 +100,10 @@ class Recorder(EagerMode):
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function; where it uses watched parameters, notes it and starts the graph at its output if need be."""
-        handler = HANDLERS.get(function)
-        if handler is not None and (not torch.is_grad_enabled() or transformed()):  # as the network asks for
-            handler = None
-        use = None if handler is None else handler(args, kwargs, self._is_watched)
+        reader = READERS.get(function)
+        if reader is not None and (not torch.is_grad_enabled() or transformed()):  # as the network asks for
+            reader = None
+        use = None if reader is None else reader(args, kwargs, self._is_watched)
         used = {} if use is None else use.parameters
         names = {role: self._watched[id(p)] for role, p in used.items() if id(p) in self._watched}
         if use is None or not names:
@@ -114,7 +114,7 @@ class Recorder(EagerMode):
         args = tuple([constant.get(id(arg), arg) for arg in args])
         kwargs = {key: constant.get(id(arg), arg) for key, arg in kwargs.items()} if kwargs else kwargs
         out = function(*args, **kwargs)
-        spread = use.family == "embedding" and self._spread > 1 and use.inputs.ndim > 1 and use.inputs.shape[0] == 1
+        spread = self._spread > 1 and use.inputs.ndim > 1 and use.inputs.shape[0] == 1 and _is_lookup(use)
         if spread:
             use.inputs, out = (x.expand(self._spread, *x.shape[1:]) for x in (use.inputs, out))
         if not out.requires_grad:
@@ -159,6 +159,12 @@ class Recorder(EagerMode):
         for use in self.noted:
             use.reached = use.edge.node in met
         return {ends[id(leaf)] for leaf in leaves if id(leaf) in ends}
+
+
+def _is_lookup(use: Use) -> bool:
+    """Whether a layer looks rows of a table up."""
+    matrix = use.matrix()
+    return matrix is not None and matrix.one_hot
 
 
 def graph_leaves(outputs: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], set[Node | None]]:

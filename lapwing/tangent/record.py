@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,10 +19,7 @@ from torch import Tensor
 
 from ..jacobian.blocks import Block, Matrix, Vectors, split
 from ..jacobian.jacobian import SLICE_BYTES, BlockJacobian, Rows, SumOfUses
-from ..jacobian.layers.embedding import OneHot
-from ..jacobian.outer import Outer, SharedOuter
 from ..jacobian.sliced import Sliced, grouped
-from ..jacobian.strips import Strips
 from ..linalg import total
 from ..network.forward_mode import forward_products
 from ..network.generic import per_sample_rows
@@ -93,7 +91,7 @@ class Record(Mapping[str, BlockJacobian]):
             shape = self.samples, self.cotangents, block.size
             part = lambda cut: self._form(block, self._take(group, block, cut))  # noqa: E731
             return Sliced(part, shape, group.step, self._limit // 2).within(self._slice_bytes)
-        generic = block.family == "generic"
+        generic = block.is_generic
         if generic not in self._taken:
             self._taken[generic] = self._take(group, block)
         return self._form(block, self._taken[generic])
@@ -136,7 +134,7 @@ class Record(Mapping[str, BlockJacobian]):
     def _load(self, block: Block) -> tuple[int, int]:
         """Returns how many numbers a block's gradients hold, and how many a contraction needs beside them."""
         rows = self.samples * self.cotangents * block.size
-        if block.family == "generic":
+        if block.is_generic:
             return rows, 2 * rows
         assert self._graph is not None  # nothing is taken yet
         uses = [self._noted[i] for i, _, _ in self._uses[block.name]]
@@ -151,11 +149,11 @@ class Record(Mapping[str, BlockJacobian]):
             block: one of them, generic or not.
             cut: of the cotangents; all of them when None.
         """
-        if block.family == "generic":
-            names = [name for b in group.blocks if b.family == "generic" for name in b.parameters]
+        if block.is_generic:
+            names = [name for b in group.blocks if b.is_generic for name in b.parameters]
             return self._generic_rows(names, self._explicit_cotangents(cut))
         u = self._u if cut is None else self._explicit_cotangents(cut)
-        wanted = sorted({i for b in group.blocks if b.family != "generic" for i, _, _ in self._uses[b.name]})
+        wanted = sorted({i for b in group.blocks if not b.is_generic for i, _, _ in self._uses[b.name]})
         whole = cut is None and len(self._groups) == 1
         passing = 0 if whole else sum(use.out.numel() for use in self._noted)  # also through layers not asked for
         batched = 4 * passing * (self.cotangents if u is None else u.shape[-1]) <= self._limit
@@ -183,32 +181,23 @@ class Record(Mapping[str, BlockJacobian]):
 
     def _form(self, block: Block, taken: dict[Any, Any]) -> BlockJacobian:
         """Builds a block's Jacobian from what was taken."""
-        if block.family == "generic":
+        if block.is_generic:
             return Rows(torch.cat([taken[name] for name in block.parameters], -1).to(self.dtype))
         forms: list[BlockJacobian] = []
-        most = sys.maxsize if self._differentiable else self._limit // 2
+        limit = sys.maxsize if self._differentiable else self._limit // 2
         for i, axis, roles in self._uses[block.name]:
             use = self._noted[i].use
-            form = use.jacobian(taken[i], axis, self.samples, roles, self.dtype, most)
-            forms.append(form if block.matrix is not None else _native(form, use.matrix()))
-        joined = forms[0] if len(forms) == 1 else SumOfUses(forms) if block.matrix is None else _concatenate(forms)
-        return joined.within(self._slice_bytes)
+            form = use.jacobian(taken[i], axis, self.samples, roles, self.dtype, limit)
+            forms.append(form if block.matrix is not None else _row_major(form, block, use.matrix(), roles))
+        first, *others = forms
+        if others:
+            first = SumOfUses(forms) if block.matrix is None else first.plus(others)
+        return first.within(self._slice_bytes)
 
 
-def _native(form: BlockJacobian, matrix: Matrix | None) -> BlockJacobian:
-    """Gives rows in the parameter's own row-major order, for weights whose uses disagree about their layout."""
-    if matrix is None or not matrix.transposed:
+def _row_major(form: BlockJacobian, block: Block, matrix: Matrix | None, roles: frozenset[str]) -> BlockJacobian:
+    """Returns rows in the parameters' row-major order, for a block whose uses disagree about the matrix layout."""
+    if matrix is None or (len(roles) == 1 and not matrix.transposed):
         return form
-    rows = form.rows().unflatten(-1, (matrix.outputs, matrix.inputs)).mT
-    return Rows(rows.flatten(2))
-
-
-def _concatenate(forms: list[Any]) -> BlockJacobian:
-    """Joins several uses of one matrix weight: their positions are added, for `J = Σ_uses Σ_t g a`."""
-    if isinstance(forms[0], OneHot):
-        tokens, gradients = zip(*[form.unmerged for form in forms], strict=True)
-        return OneHot(torch.cat(tokens, 1), torch.cat(gradients, 2), forms[0].vocabulary)
-    if all(isinstance(form, (Outer, SharedOuter)) for form in forms):
-        shared = [form.shared() if isinstance(form, Outer) else form for form in forms]
-        return SharedOuter(Strips.joined([form.strips for form in shared]))
-    return SumOfUses(forms)
+    parts = replace(block, matrix=matrix, bias="bias" in roles).split(form.rows())
+    return Rows(torch.cat([parts[name].flatten(2) for name in block.parameters], -1))

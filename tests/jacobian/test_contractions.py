@@ -54,23 +54,28 @@ def check_contractions(jacobian, rows: torch.Tensor, theirs, their_rows: torch.T
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(2, size, dtype=torch.float64, generator=generator) + 0.1
     vectors = torch.randn(4, size, dtype=torch.float64, generator=generator)
-    weighted = [(rows * w) @ rows.mT for w in weights]
+    weighted, weightings = [(rows * w) @ rows.mT for w in weights], [Weighting(w) for w in weights]
     flat, centred = rows.flatten(0, 1), rows - rows.mean(1, keepdim=True)
     close(jacobian.rows(), rows)
     close(jacobian.weighted_gram(weights[0]), weighted[0])
-    close(torch.stack(jacobian.weighted_grams(list(weights))), torch.stack(weighted))
-    if isinstance(jacobian, Outer):
-        scale = jacobian.input_scale(Weighting(weights[0]))
-        close((jacobian.g * scale.unsqueeze(1)) @ jacobian.g.mT, weighted[0])
-        norms = jacobian.scaled_norms(jacobian.input_scale(Weighting(w)) for w in weights)
-        close(torch.stack(norms), torch.stack(jacobian.weighted_norms(weights)))
-    plain, without_mean = jacobian.weighted_norms(list(weights))
+    close(torch.stack(jacobian.weighted_grams(weightings)), torch.stack(weighted))
+    factors = jacobian.weighted_factors(weightings)
+    assert (factors is None) == (not isinstance(jacobian, Outer))
+    if factors is not None:
+        g = torch.eye(rows.shape[1]).to(rows) if factors[0] is None else factors[0]
+        for scale, gram in zip(factors[1], weighted, strict=True):
+            close((g * scale.unsqueeze(1)) @ g.mT, gram)
+    plain, without_mean = jacobian.weighted_norms(weightings)
     close(plain, torch.stack([(rows.square() * w).sum(-1) for w in weights]))
     close(without_mean, torch.stack([(centred.square() * w).sum(-1) for w in weights]))
     close(jacobian.squared_sum(), rows.square().sum((0, 1)))
     close(jacobian.squared_norm(), rows.square().sum())
     close(jacobian.sum_rows(), rows.sum(0))
     close(jacobian.jvp(vectors), rows @ vectors.T)
+    u = torch.randn(*rows.shape[:2], 3, dtype=torch.float64, generator=generator)
+    close(jacobian.vjp(u), torch.einsum("nrs,nrp->sp", u, rows))
+    index = torch.randperm(size, generator=generator)[: min(size, 7)].sort().values
+    close(torch.cat(list(jacobian.columns(index, index.tolist())), -1), rows[..., index])
     close(jacobian.joint_weighted_gram(weights[0], jacobian).flatten(2).flatten(0, 1), (flat * weights[0]) @ flat.T)
     close(
         jacobian.joint_weighted_gram(weights[0], theirs).flatten(2).flatten(0, 1),

@@ -16,7 +16,7 @@ import lapwing as lw
 from benchmarks.measure import LiveBytes
 from lapwing import tangent as tn
 from lapwing.jacobian import strips
-from lapwing.jacobian.jacobian import MatrixJacobian
+from lapwing.jacobian.jacobian import MatrixJacobian, Weighting
 from lapwing.jacobian.layers import norm
 from lapwing.jacobian.layers.conv import unfold, window
 from lapwing.jacobian.strips import Strips, at, boxes
@@ -264,7 +264,7 @@ def contractions(jacobian: tn.BlockJacobian) -> dict[str, Callable[[], Any]]:
     weights = torch.ones(jacobian.size)
     found: dict[str, Callable[[], Any]] = {
         "weighted_gram": lambda: jacobian.weighted_gram(weights),
-        "weighted_norms": lambda: jacobian.weighted_norms([weights]),
+        "weighted_norms": lambda: jacobian.weighted_norms([Weighting(weights)]),
         "joint": lambda: jacobian.joint_weighted_gram(weights, jacobian),
         "squared_sum": jacobian.squared_sum,
         "squared_norm": jacobian.squared_norm,

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import lapwing as lw
 from benchmarks.measure import LiveBytes
 from lapwing.jacobian.jacobian import BlockJacobian
-from lapwing.jacobian.layers import HANDLERS
+from lapwing.jacobian.layers import READERS
 from lapwing.jacobian.layers.linear import LinearUse
 from lapwing.network import batches
 from lapwing.network.plan import Plan
@@ -718,7 +718,7 @@ def test_a_family_that_is_wrong_is_found_out_by_autograd(fault: str, monkeypatch
 
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval(), torch.randn(6, 4).double()
-    monkeypatch.setitem(HANDLERS, F.linear, lambda args, kwargs, watched: Wrong(*args))
+    monkeypatch.setitem(READERS, F.linear, lambda args, kwargs, watched: Wrong(*args))
     tangent = Tangent.survey(model, x, EVERY)
     wrong = {"0.weight", "2.weight"} | ({"0.bias", "2.bias"} if fault == "gradients" else set())
     found = {line.parameters[0]: line for line in tangent.coverage.lines}

@@ -1,16 +1,11 @@
-"""The layer families: each reads calls of its functions as uses of parameters, and gives their Jacobians."""
+"""The layer families, one file each: readers of function calls, and the Jacobians of what they read.
+
+Begin with `use.py`: what a family gives, what it says of itself, and how it is registered.
+"""
 
 from __future__ import annotations
 
-from . import conv, embedding, linear, norm
-from .use import BatchAxis, Handler, Use
+from . import conv, embedding, linear, norm  # noqa: F401 (each registers its functions)
+from .use import READERS, BatchAxis, Use, Watched, register
 
-HANDLERS: dict[object, Handler] = {
-    **linear.HANDLERS,
-    **conv.HANDLERS,
-    **norm.HANDLERS,
-    **embedding.HANDLERS,
-}
-"""Function -> the handler of its family. A new family adds its own here."""
-
-__all__ = ["HANDLERS", "BatchAxis", "Use"]
+__all__ = ["READERS", "BatchAxis", "Use", "Watched", "register"]

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ..blocks import Matrix
 from ..outer import Outer, SharedOuter
 from ..strips import Box, Strip, at
-from .use import BatchAxis, Handler, Use, Watched, outer_jacobian
+from .use import BatchAxis, Use, Watched, by_name, outer_jacobian, register
 
 
 def unfold(
@@ -67,6 +67,7 @@ class ConvUse(Use):
     """`out = W * a + b`: positions T are the pixels of the output."""
 
     family = "conv"
+    features = 1
     sample_dims = 1
 
     def __init__(
@@ -82,18 +83,12 @@ class ConvUse(Use):
         super().__init__(inputs, weight, bias)
         self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
 
-    @property
-    def kind(self) -> str:
-        """Says how many groups the channels are cut into."""
-        return "conv" if self.groups == 1 else f"conv, {self.groups} groups"
-
     def matrix(self) -> Matrix:
         """(G, O, I) with I the channels of a group times the kernel's pixels."""
-        weight = self.parameters["weight"]
-        return Matrix(self.groups, weight.shape[0] // self.groups, prod(weight.shape[1:]))
+        return Matrix.of(self.parameters["weight"].shape, self.groups)
 
     def jacobian(
-        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, most: int
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
     ) -> Outer | SharedOuter:
         """Unfolds the input now and not before, at some positions: patches of everything at once would not fit."""
         assert g is not None  # a feature map is no output
@@ -114,7 +109,7 @@ class ConvUse(Use):
             return a, there.transpose(0, 1)
 
         grid = (x.shape[1], *gradients.shape[5:])
-        return outer_jacobian(part, grid, (samples, len(g)), layout, roles, dtype, most)
+        return outer_jacobian(part, grid, (samples, len(g)), layout, roles, dtype, limit)
 
 
 def _numbers(value: int | tuple[int, ...], space: int) -> tuple[int, ...]:
@@ -123,19 +118,19 @@ def _numbers(value: int | tuple[int, ...], space: int) -> tuple[int, ...]:
 
 def _conv(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    inputs, weight = given["input"], given["weight"]
+    named = by_name(names, args, kwargs)
+    inputs, weight = named["input"], named["weight"]
     space = weight.ndim - 2
     if inputs.ndim != weight.ndim:  # an unbatched call
         return None
-    stride, dilation = (_numbers(given.get(name, 1), space) for name in ("stride", "dilation"))
-    padding = given.get("padding", 0)
+    stride, dilation = (_numbers(named.get(name, 1), space) for name in ("stride", "dilation"))
+    padding = named.get("padding", 0)
     if padding == "same":
         total = [d * (k - 1) for k, d in zip(weight.shape[2:], dilation, strict=True)]
         pairs = [(t // 2, t - t // 2) for t in total]
     else:
         pairs = [(p, p) for p in _numbers(0 if padding == "valid" else padding, space)]
-    return ConvUse(inputs, weight, given.get("bias"), stride, pairs, dilation, given.get("groups", 1))
+    return ConvUse(inputs, weight, named.get("bias"), stride, pairs, dilation, named.get("groups", 1))
 
 
-HANDLERS: dict[object, Handler] = {function: _conv for function in (torch.conv1d, torch.conv2d, torch.conv3d)}
+register(_conv, torch.conv1d, torch.conv2d, torch.conv3d)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from ...linalg import total
 from ..blocks import Matrix
-from ..jacobian import BlockJacobian, MatrixJacobian
-from .use import BatchAxis, Handler, Use, Watched
+from ..jacobian import BlockJacobian, MatrixJacobian, Weighting
+from .use import BatchAxis, Use, Watched, by_name, register
 
 
 class OneHot(MatrixJacobian):
@@ -48,20 +48,20 @@ class OneHot(MatrixJacobian):
         return OneHot(self.tokens, self.g @ outputs[0], self.vocabulary).within(self.slice_bytes)
 
     def _factor(self, weights: Tensor) -> Tensor:
-        """Returns `g √w` at the tokens met, (B, R, T O)."""
+        """Returns `g √w` at the sample's tokens, (B, R, T O)."""
         picked = weights.reshape(self.width, self.vocabulary)[:, self.tokens].permute(1, 2, 0)  # (B, T, O)
         return (self.g * picked.sqrt()[:, None]).flatten(2)
 
-    def weighted_grams(self, candidates: Iterable[Tensor]) -> list[Tensor]:
-        """Returns the thin factors' Gram matrices (B, R, R)."""
-        factors = (self._factor(weights) for weights in candidates)
+    def weighted_grams(self, candidates: Iterable[Weighting]) -> list[Tensor]:
+        """Returns the Gram matrices of the factors (B, R, R)."""
+        factors = (self._factor(weighting.flat) for weighting in candidates)
         return [factor @ factor.mT for factor in factors]
 
-    def weighted_norms(self, candidates: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns the thin factors' squared norms, plain and without their mean over cotangents, each (n, B, R)."""
+    def weighted_norms(self, candidates: Iterable[Weighting]) -> tuple[Tensor, Tensor]:
+        """Returns the squared norms of the factors, plain and without their mean over cotangents, each (n, B, R)."""
         plain, centred = [], []
-        for weights in candidates:
-            factor = self._factor(weights)
+        for weighting in candidates:
+            factor = self._factor(weighting.flat)
             plain.append(factor.square().sum(-1))
             centred.append((factor - factor.mean(1, keepdim=True)).square().sum(-1))
         return torch.stack(plain), torch.stack(centred)
@@ -82,11 +82,23 @@ class OneHot(MatrixJacobian):
         return added.mT.flatten(1)
 
     def jvp(self, vectors: Tensor) -> Tensor:
-        """Returns `J V` (B, R, K) from the entries of V at the tokens met, for slices of V."""
+        """Returns `J V` (B, R, K) from the entries of V at the sample's tokens, for slices of V."""
         step = self.step(self.tokens.numel() * self.width * self.g.element_size(), len(vectors))
         tables = vectors.reshape(-1, self.width, self.vocabulary).split(step)
         products = [torch.einsum("nrtd,kdnt->nrk", self.g, table[:, :, self.tokens]) for table in tables]
         return torch.cat(products, -1)
+
+    def vjp(self, cotangents: Tensor) -> Tensor:
+        """Returns `Σ_n J[n]ᵀ u[n]` (S, P)."""
+        return OneHot(self.tokens, torch.einsum("nrs,nrtd->nstd", cotangents, self.g), self.vocabulary).sum_rows()
+
+    def plus(self, others: Sequence[BlockJacobian]) -> BlockJacobian:
+        """Joins the tokens of several uses."""
+        uses = [self, *[other for other in others if isinstance(other, OneHot)]]
+        if len(uses) <= len(others):
+            return super().plus(others)
+        tokens, gradients = zip(*[use.unmerged for use in uses], strict=True)
+        return OneHot(torch.cat(tokens, 1), torch.cat(gradients, 2), self.vocabulary)
 
     def gram(self, other: BlockJacobian) -> Tensor:
         """Returns `[token = token'](g·g')` summed over positions, (B, R, B', R'), for slices of my positions."""
@@ -137,11 +149,10 @@ class EmbeddingUse(Use):
 
     def matrix(self) -> Matrix:
         """(O = width, I = vocabulary), stored transposed."""
-        vocabulary, width = self.parameters["weight"].shape
-        return Matrix(1, width, vocabulary, transposed=True)
+        return Matrix.of(self.parameters["weight"].shape, transposed=True, one_hot=True)
 
     def jacobian(
-        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, most: int
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
     ) -> OneHot:
         """The padding token has no gradient, as in torch."""
         assert g is not None  # an embedding of tokens is no output
@@ -155,11 +166,11 @@ class EmbeddingUse(Use):
 
 def _embedding(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    if given.get("max_norm") is not None:
+    named = by_name(names, args, kwargs)
+    if named.get("max_norm") is not None:
         return None
-    padding, weight = given.get("padding_idx"), given["weight"]
-    return EmbeddingUse(given["input"], weight, None if padding is None else padding % weight.shape[0])
+    padding, weight = named.get("padding_idx"), named["weight"]
+    return EmbeddingUse(named["input"], weight, None if padding is None else padding % weight.shape[0])
 
 
-HANDLERS: dict[object, Handler] = {F.embedding: _embedding}
+register(_embedding, F.embedding)

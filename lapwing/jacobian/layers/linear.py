@@ -9,31 +9,27 @@ from torch.nn import functional as F
 from ..blocks import Matrix
 from ..outer import Outer, SharedOuter
 from ..strips import Box, Strip, at
-from .use import BatchAxis, Handler, Use, Watched, outer_jacobian, with_bias_column
+from .use import BatchAxis, Use, Watched, by_name, outer_jacobian, register, with_bias_column
 
 
 class LinearUse(Use):
     """`out = a Wᵀ + b` over the last dimension, at any number of positions."""
 
     family = "linear"
+    is_product = True
+    features = -1
 
     def __init__(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> None:
         super().__init__(inputs, weight, bias)
         self.transposed = transposed
         self.sample_dims = inputs.ndim - 1
 
-    @property
-    def kind(self) -> str:
-        """Says whether the weight is stored transposed."""
-        return "linear, transposed" if self.transposed else "linear"
-
     def matrix(self) -> Matrix:
         """One group, (O, I), or stored transposed."""
-        outputs, inputs = self.parameters["weight"].shape[:: -1 if self.transposed else 1]
-        return Matrix(1, outputs, inputs, self.transposed)
+        return Matrix.of(self.parameters["weight"].shape, transposed=self.transposed)
 
     def jacobian(
-        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, most: int
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
     ) -> Outer | SharedOuter:
         """Positions are all dimensions between the samples and the features."""
         a = axis.front(self.inputs, samples)  # (B, *grid, I)
@@ -52,13 +48,13 @@ class LinearUse(Use):
             some = some.reshape(samples, -1, 1, some.shape[-1])  # (B, t, 1, I)
             return some, there.reshape(len(there), samples, -1, 1, layout.outputs).transpose(0, 1)  # (B, R, t, 1, O)
 
-        return outer_jacobian(part, a.shape[1:-1], (samples, len(g)), layout, roles, dtype, most)
+        return outer_jacobian(part, a.shape[1:-1], (samples, len(g)), layout, roles, dtype, limit)
 
 
 def _linear(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     if kwargs or len(args) != 3:
-        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-        args = given["input"], given["weight"], given.get("bias")
+        named = by_name(("input", "weight", "bias"), args, kwargs)
+        args = named["input"], named["weight"], named.get("bias")
     inputs, weight, bias = args
     return LinearUse(inputs, weight, bias, False) if inputs.ndim > 1 else None
 
@@ -75,12 +71,6 @@ def _matmul(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     return LinearUse(args[0], args[1], None, True)
 
 
-HANDLERS: dict[object, Handler] = {
-    F.linear: _linear,
-    torch.addmm: _addmm,
-    torch.matmul: _matmul,
-    torch.mm: _matmul,
-    torch.Tensor.matmul: _matmul,
-    torch.Tensor.mm: _matmul,
-    torch.Tensor.__matmul__: _matmul,
-}
+register(_linear, F.linear)
+register(_addmm, torch.addmm)
+register(_matmul, torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)

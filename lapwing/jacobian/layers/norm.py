@@ -15,7 +15,7 @@ from ...linalg import total
 from ..jacobian import Rows
 from ..plain_functions import batch_norm
 from ..strips import at, boxes
-from .use import BatchAxis, Handler, Use, Watched
+from .use import BatchAxis, Reader, Use, Watched, by_name, register
 
 Normalise = Callable[[Tensor], Tensor]
 
@@ -34,6 +34,7 @@ class NormUse(Use):
     """
 
     family = "norm"
+    normalises = True
 
     def __init__(
         self, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, normalise: Normalise, features: int | None
@@ -44,29 +45,29 @@ class NormUse(Use):
         self.sample_dims = 1 if features is None else inputs.ndim - features
 
     def jacobian(
-        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, most: int
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
     ) -> Rows:
         """Sums over every dimension that is neither sample nor feature."""
         assert g is not None  # only linear layers are read as outputs
         parts = []
         if "weight" in roles:
-            parts.append(self._scaled(g, axis, samples, dtype, most))
+            parts.append(self._scaled(g, axis, samples, dtype, limit))
         if "bias" in roles:
             parts.append(self._summed(g, axis, samples, dtype))
         return Rows(torch.cat(parts, -1))
 
-    def _scaled(self, g: Tensor, axis: BatchAxis, samples: int, dtype: torch.dtype, most: int) -> Tensor:
+    def _scaled(self, g: Tensor, axis: BatchAxis, samples: int, dtype: torch.dtype, limit: int) -> Tensor:
         """Returns `Σ_t g ⊙ x̂` (B, R, P), a box of positions at a time."""
         g = self._laid_out(g, axis, samples, 1)  # (R, B, *grid, P)
-        x = self._laid_out(self._seen(dtype), axis, samples, 0)
+        x = self._laid_out(self._positionwise(dtype), axis, samples, 0)
         numbers = samples * (len(g) + 3) * x.shape[-1]
         rows = total(
             _over_positions(at(g, box, 2) * self._normalise(at(x, box, 1).to(dtype)), dtype)
-            for box in boxes(x.shape[1:-1], most // max(1, numbers))
+            for box in boxes(x.shape[1:-1], limit // max(1, numbers))
         )
         return rows.transpose(0, 1)
 
-    def _seen(self, dtype: torch.dtype) -> Tensor:
+    def _positionwise(self, dtype: torch.dtype) -> Tensor:
         """Returns what is normalised position by position: the input."""
         return self.inputs
 
@@ -102,7 +103,7 @@ class GroupNormUse(NormUse):
         super().__init__(inputs, weight, bias, lambda x: x, None)
         self._normalise_whole = normalise
 
-    def _seen(self, dtype: torch.dtype) -> Tensor:
+    def _positionwise(self, dtype: torch.dtype) -> Tensor:
         """Returns x̂."""
         return self._normalise_whole(self.inputs.to(dtype))
 
@@ -111,73 +112,71 @@ class ScaleUse(NormUse):
     """`out = x ⊙ w`, with w spanning the last dimensions of x."""
 
     family = "scale"
+    normalises = False
 
 
 class ShiftUse(NormUse):
     """`out = x + w`, with w spanning the last dimensions of x."""
 
     family = "shift"
+    normalises = False
 
     def jacobian(
-        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, most: int
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
     ) -> Rows:
         """The gradient at the output is the gradient of the weight."""
         assert g is not None
         return Rows(self._summed(g, axis, samples, dtype))
 
 
-def _read(names: tuple[str, ...], args: tuple, kwargs: dict) -> dict:
-    return dict(zip(names, args, strict=False)) | kwargs
-
-
-def _shape(given: dict) -> list[int]:
-    return list(given["shape"] if "shape" in given else given["normalized_shape"])
+def _shape(named: dict) -> list[int]:
+    return list(named["shape"] if "shape" in named else named["normalized_shape"])
 
 
 def _layer_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
-    given = _read(("input", "shape", "weight", "bias", "eps"), args, kwargs)
-    features, eps = len(_shape(given)), given.get("eps", 1e-5)
+    named = by_name(("input", "shape", "weight", "bias", "eps"), args, kwargs)
+    features, eps = len(_shape(named)), named.get("eps", 1e-5)
 
     def normalise(x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], eps=eps)
 
-    return NormUse(given["input"], given.get("weight"), given.get("bias"), normalise, features)
+    return NormUse(named["input"], named.get("weight"), named.get("bias"), normalise, features)
 
 
 def _rms_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
-    given = _read(("input", "shape", "weight", "eps"), args, kwargs)
-    features, eps = len(_shape(given)), given.get("eps")
+    named = by_name(("input", "shape", "weight", "eps"), args, kwargs)
+    features, eps = len(_shape(named)), named.get("eps")
 
     def normalise(x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], eps=eps)
 
-    return NormUse(given["input"], given.get("weight"), None, normalise, features)
+    return NormUse(named["input"], named.get("weight"), None, normalise, features)
 
 
 def _group_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
-    given = _read(("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
-    groups, eps = given["num_groups"], given.get("eps", 1e-5)
+    named = by_name(("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
+    groups, eps = named["num_groups"], named.get("eps", 1e-5)
     return GroupNormUse(
-        given["input"], given.get("weight"), given.get("bias"), lambda x: F.group_norm(x, groups, eps=eps)
+        named["input"], named.get("weight"), named.get("bias"), lambda x: F.group_norm(x, groups, eps=eps)
     )
 
 
 def _batch_norm(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-    given = _read(names, args, kwargs)
-    mean, variance = given.get("running_mean"), given.get("running_var")
-    if given.get("training", False) or mean is None or variance is None:
+    named = by_name(names, args, kwargs)
+    mean, variance = named.get("running_mean"), named.get("running_var")
+    if named.get("training", False) or mean is None or variance is None:
         return None
-    eps = given.get("eps", 1e-5)
+    eps = named.get("eps", 1e-5)
 
     def normalise(x: Tensor) -> Tensor:
         return (x - mean.to(x.dtype)) * (variance.to(x.dtype) + eps).rsqrt()
 
-    return NormUse(given["input"], given.get("weight"), given.get("bias"), normalise, None)
+    return NormUse(named["input"], named.get("weight"), named.get("bias"), normalise, None)
 
 
-def _elementwise(kind: type[NormUse]) -> Handler:
-    def handler(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
+def _elementwise(kind: type[NormUse]) -> Reader:
+    def reader(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
         if kwargs or len(args) != 2 or not all(isinstance(arg, Tensor) for arg in args):
             return None
         for x, weight in (args, args[::-1]):
@@ -190,18 +189,12 @@ def _elementwise(kind: type[NormUse]) -> Handler:
                 return kind(x, weight, None, lambda x: x, len(shape))
         return None
 
-    return handler
+    return reader
 
 
-HANDLERS: dict[object, Handler] = {
-    F.layer_norm: _layer_norm,
-    F.rms_norm: _rms_norm,
-    F.group_norm: _group_norm,
-    batch_norm: _batch_norm,
-    torch.mul: _elementwise(ScaleUse),
-    torch.Tensor.mul: _elementwise(ScaleUse),
-    torch.Tensor.__mul__: _elementwise(ScaleUse),
-    torch.add: _elementwise(ShiftUse),
-    torch.Tensor.add: _elementwise(ShiftUse),
-    torch.Tensor.__add__: _elementwise(ShiftUse),
-}
+register(_layer_norm, F.layer_norm)
+register(_rms_norm, F.rms_norm)
+register(_group_norm, F.group_norm)
+register(_batch_norm, batch_norm)
+register(_elementwise(ScaleUse), torch.mul, torch.Tensor.mul, torch.Tensor.__mul__)
+register(_elementwise(ShiftUse), torch.add, torch.Tensor.add, torch.Tensor.__add__)

@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..blocks import Matrix
+from ..blocks import Matrix, kind_of
 from ..jacobian import BlockJacobian
 from ..outer import Outer, SharedOuter
 from ..strips import Box, Strip, Strips
@@ -38,16 +39,26 @@ class BatchAxis:
 
 
 class Use(ABC):
-    """What one call of a layer saw.
+    """One call of a layer: its input, its parameters, and their Jacobian.
+
+    A subclass is a family of layers. Its class attributes say what it can do; no code asks for its name.
 
     Attributes:
-        family: the layer family's name.
+        family: the name of the family, for reports.
+        is_product: the output is `inputs Wᵀ + b`, for the weight as it is stored or its transpose. Then `jacobian`
+            takes g=None, and gradients may go back to the inputs by a product with the weight.
+        features: the dimension of inputs and outputs that holds the features, where the function is linear in inputs,
+            weight and bias; None otherwise. Mean field then draws outputs, or weights for each sample.
+        normalises: the weights scale a normalised input. They are no candidates for a last layer.
         parameters: role ("weight", "bias") -> the parameter tensor itself, as the call got it.
         inputs: the layer's input.
         sample_dims: how many leading dimensions of the output may hold the samples.
     """
 
-    family: str
+    family: ClassVar[str]
+    is_product: ClassVar[bool] = False
+    features: ClassVar[int | None] = None
+    normalises: ClassVar[bool] = False
     sample_dims: int
 
     def __init__(self, inputs: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> None:
@@ -56,34 +67,58 @@ class Use(ABC):
 
     @property
     def kind(self) -> str:
-        """The family, and the layout of the weight where it has several: what later batches must agree in."""
-        return self.family
+        """The family and the layout of the weight: what later batches must agree in."""
+        return kind_of(self.family, self.matrix())
 
     def matrix(self) -> Matrix | None:
-        """Returns the matrix layout of the weight, or None for a layer whose rows are explicit."""
+        """Returns the matrix layout of the weight, or None for a layer without one.
+
+        With one, `jacobian` returns a `MatrixJacobian`, and KFAC gives the weight a Kronecker-factored block.
+        """
         return None
 
     @abstractmethod
     def jacobian(
-        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, most: int
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
     ) -> BlockJacobian:
         """Returns the block Jacobian of this use.
 
         Args:
-            g: (R, *out.shape), gradients of the cotangents at the layer's output; None says it is the network's output.
+            g: (R, *out.shape), gradients of the cotangents at the layer's output; None where that is the network's
+                output and the cotangents are its entries (only where `is_product`).
             axis: where the samples are.
             samples: B.
             roles: which of weight and bias are treated.
             dtype: the dtype to contract in.
-            most: how many numbers may be built for a strip of positions beside the activations.
+            limit: how many numbers may be built for a strip of positions beside the activations.
         """
 
 
 Watched = Callable[[object], bool]
 """Tells whether a tensor is one of the parameters that are recorded."""
 
-Handler = Callable[[tuple, dict, Watched], Use | None]
-"""Reads a function call's arguments as a use, or returns None where the family does not cover it."""
+Reader = Callable[[tuple, dict, Watched], Use | None]
+"""`(args, kwargs, watched)` of a function's call -> its use, or None where the family does not cover the call."""
+
+READERS: dict[object, Reader] = {}
+"""Function -> the reader of its calls."""
+
+
+def register(reader: Reader, *functions: object) -> None:
+    """Registers the layers that functions compute.
+
+    Args:
+        reader: reads a call's arguments as a `Use`; None where it does not cover the call.
+        *functions: the functions as the network calls them: those of torch, such as `F.prelu`, and operators of
+            `torch.library`, such as `torch.ops.mylib.gain.default`.
+    """
+    for function in functions:
+        READERS[function] = reader
+
+
+def by_name(names: Sequence[str], args: tuple, kwargs: dict) -> dict:
+    """Returns a call's arguments by name; those that were left out are missing."""
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def with_bias_column(a: Tensor, roles: frozenset[str]) -> Tensor:
@@ -101,7 +136,7 @@ def outer_jacobian(
     matrix: Matrix,
     roles: frozenset[str],
     dtype: torch.dtype,
-    most: int,
+    limit: int,
 ) -> Outer | SharedOuter:
     """Builds the Jacobian of a matrix weight used at a grid of positions.
 
@@ -112,7 +147,7 @@ def outer_jacobian(
         matrix: the weight's layout.
         roles: which of weight and bias are treated.
         dtype: the dtype to contract in.
-        most: how many numbers a strip may need.
+        limit: how many numbers a strip may need.
     """
 
     def strip(box: Box) -> Strip:
@@ -120,7 +155,7 @@ def outer_jacobian(
         return with_bias_column(a.to(dtype), roles), g.to(dtype)
 
     columns = ("weight" in roles) * matrix.inputs + ("bias" in roles)
-    strips = Strips.cut(strip, grid, (*sizes, matrix.groups, matrix.outputs, columns), dtype, most)
+    strips = Strips.cut(strip, grid, (*sizes, matrix.groups, matrix.outputs, columns), dtype, limit)
     if prod(grid) == matrix.groups == 1:
         ((a, g),) = strips
         return Outer(a[:, 0, 0], g[:, :, 0, 0], matrix.outputs)

@@ -6,7 +6,7 @@ Three ways to draw, all of them exact: each sample's outputs have the distributi
   `N(a Mᵀ, a² (σ²)ᵀ)`, and is drawn itself, sample by sample.
 - **flipped** (Wen et al. 2018, equation 4): one with several positions, whose outputs share the weights and so are not
   independent. One draw serves the batch, with random signs a sample, `W_n = M + ΔW ∘ r_n s_nᵀ`.
-- **shared**: everything else, one draw for the batch.
+- **shared**: everything else, one draw for the batch, also for a layer that does not say where its features are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...jacobian.layers import HANDLERS, BatchAxis, Use
+from ...jacobian.layers import READERS, BatchAxis, Use
 from ...network import batches
 from ...network.eager import EagerMode
 from ...tangent import Tangent
@@ -35,7 +35,7 @@ def own_draws(tangent: Tangent) -> dict[str, BatchAxis]:
     found: dict[str, BatchAxis] = {}
     for block in tangent.blocks:
         uses = plan.uses.get(block.name, [])
-        if block.family not in ("linear", "conv") or len(uses) != 1:
+        if block.matrix is None or block.matrix.one_hot or len(uses) != 1:
             continue
         ((index, axis, _),) = uses
         weight = dict(plan.order[index]).get("weight")
@@ -69,8 +69,8 @@ class Drawing(EagerMode):
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function; where it is a layer's and the weight is drawn for each sample, adds the noise."""
-        handler = HANDLERS.get(function)
-        use = handler(args, kwargs, lambda value: id(value) in self._names) if handler is not None else None
+        reader = READERS.get(function)
+        use = reader(args, kwargs, lambda value: id(value) in self._names) if reader is not None else None
         out = function(*args, **kwargs)
         name = None if use is None else self._names.get(id(use.parameters.get("weight")))
         if use is None or name is None:
@@ -79,6 +79,8 @@ class Drawing(EagerMode):
         assert matrix is not None
         weight, bias = self._stds[name], use.parameters.get("bias")
         spread = self._stds.get(self._names.get(id(bias), ""))
+        if use.features is None:
+            return self._shared(function, args, kwargs, use, weight, spread)
         if out.numel() == self._samples * matrix.groups * matrix.outputs:
             return out + self._local(function, args, kwargs, use, weight, spread)
         return out + self._flipped(function, args, kwargs, use, axis, weight, spread)
@@ -91,6 +93,14 @@ class Drawing(EagerMode):
         least = torch.finfo(squares.dtype).tiny  # a variance of 0 has a root without a slope
         return squares.clamp_min(least).sqrt() * self._normal(squares)
 
+    def _shared(
+        self, function: Callable, args: tuple, kwargs: dict, use: Use, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """Returns the outputs at one draw of weight and bias."""
+        mean, shift = use.parameters["weight"], use.parameters.get("bias")
+        drawn = shift if shift is None or bias is None else shift + bias * self._normal(bias)
+        return _called(function, args, kwargs, use, use.inputs, mean + weight * self._normal(weight), drawn)
+
     def _flipped(
         self,
         function: Callable,
@@ -102,7 +112,8 @@ class Drawing(EagerMode):
         bias: Tensor | None,
     ) -> Tensor:
         """Returns `((a ∘ s) ΔWᵀ) ∘ r + σ_b ε`, with one s, r and ε a sample for all its positions."""
-        channels = 1 if use.family == "conv" else -1
+        assert use.features is not None
+        channels = use.features
         signs = self._by_sample(use.inputs, axis, channels, self._signs)
         drawn = weight * self._normal(weight)
         noise = _called(function, args, kwargs, use, use.inputs * signs, drawn, None)

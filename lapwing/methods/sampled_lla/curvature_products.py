@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from ...errors import LapwingError
-from ...jacobian.layers.embedding import OneHot
 from ...linalg import total
 from ...network import batches
-from ...tangent import BlockJacobian, Outer, Record, SharedOuter, Vectors
+from ...tangent import Record, Vectors
 from ..passes import Batch, Problem, State, SumPass
 
 NOISE, ROOT, PRIOR = range(3)
@@ -32,39 +31,6 @@ def generator_at(seed: int, position: int, stream: int) -> torch.Generator:
     bits = ((bits ^ bits >> 16) * 0x85EBCA6B) & 0xFFFFFFFF
     bits = ((bits ^ bits >> 13) * 0xC2B2AE35) & 0xFFFFFFFF
     return torch.Generator().manual_seed(bits ^ bits >> 16)
-
-
-def pulled(jacobian: BlockJacobian, cotangents: Tensor) -> Tensor:
-    """Returns `Σ_n J[n]ᵀ u[n]` (S, P) of one block for u (B, R, S): S transposed products at once.
-
-    `(u g) aᵀ` where a layer is an outer product or tokens are looked up; by rows, R (T + S) products of a weight, or by
-    `u g` at every position, S T of them, where positions are many. Time O(B R S P) at most.
-    """
-    count = cotangents.shape[-1]
-    if isinstance(jacobian, Outer):
-        g = cotangents.mT if jacobian.is_output else cotangents.mT @ jacobian.g  # (B, S, O)
-        return (g.permute(1, 2, 0).flatten(0, 1) @ jacobian.a).reshape(count, -1)
-    if isinstance(jacobian, OneHot):
-        g = torch.einsum("nrs,nrtd->nstd", cotangents, jacobian.g)
-        return OneHot(jacobian.tokens, g, jacobian.vocabulary).sum_rows()
-    if isinstance(jacobian, SharedOuter):
-        samples, columns, positions, _, _, inputs = jacobian.strips.shape
-        by_rows = columns * inputs * (positions + count)
-        if count * positions * (inputs + columns) < by_rows:
-            some = max(1, jacobian.slice_bytes // max(1, 8 * samples * positions * jacobian.size // inputs))
-            return torch.cat([_pulled_by_positions(jacobian, part) for part in cotangents.split(some, -1)])
-    flat = cotangents.flatten(0, 1).T  # (S, B R)
-    return torch.cat([flat @ rows.flatten(0, 1) for _, rows in jacobian.row_slices()], -1)
-
-
-def _pulled_by_positions(jacobian: SharedOuter, cotangents: Tensor) -> Tensor:
-    """Returns `Σ_n,t (u g) aᵀ` (S, P), the cotangents applied at every position."""
-    parts = (torch.einsum("nstgo,ntgi->sgoi", _mixed(cotangents, g), a) for a, g in jacobian.strips)
-    return total(parts).flatten(1)
-
-
-def _mixed(cotangents: Tensor, g: Tensor) -> Tensor:
-    return (cotangents.mT @ g.flatten(2)).unflatten(2, g.shape[2:])  # (B, S, t, G, O)
 
 
 class PositionedRoot:
@@ -136,7 +102,7 @@ class _Products(SumPass):
                     state[name] += record[name].sum_rows()
             else:
                 for name in state:
-                    state[name] += pulled(record[name], u)
+                    state[name] += record[name].vjp(u)
 
 
 class CurvatureProducts(_Products):

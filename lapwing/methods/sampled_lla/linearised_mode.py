@@ -15,7 +15,6 @@ from ...likelihoods import Likelihood
 from ...network import batches
 from ...tangent import Vectors
 from ..passes import Batch, Pass, Problem, State, SumPass
-from .curvature_products import pulled
 from .linear_system import LinearSystem, inner_by_block
 
 LENGTHS = tuple(0.5**i for i in range(9))
@@ -89,7 +88,7 @@ class _Score(SumPass):
                 record = batch.tangent.record(batches.take(batch.inputs, part), score)
                 score = torch.ones_like(score[:, :1])
             for name in state:
-                state[name] += pulled(record[name], score)
+                state[name] += record[name].vjp(score)
 
 
 class _Along(SumPass):

@@ -37,6 +37,11 @@ class Treated:
         parts = block.split(diagonal[block.name].to(dtype))
         return cls(block, covariance.layer_block(block.name), parts)
 
+    def is_stored_as(self, transposed: bool) -> bool:
+        """Whether the block is that of a weight (O, I, *kernel), or (I, O) where it is transposed, and of no table."""
+        matrix = self.block.matrix
+        return matrix is not None and not matrix.one_hot and matrix.transposed == transposed
+
 
 @dataclass
 class Site:

@@ -74,7 +74,7 @@ def convolution(site: Site, arguments: dict[str, Any], positions: bool = True) -
 def conv_weights(site: Site) -> Treated | None:
     """Returns the treated weights of a convolution, None where they are no layer's."""
     treated = site.treated("weight")
-    return treated if treated is not None and treated.block.family == "conv" else None
+    return treated if treated is not None and treated.is_stored_as(transposed=False) else None
 
 
 def _inherited(cover: Sequence[Tensor], w: Tensor, spread: Tensor | None) -> Tensor:

@@ -182,10 +182,8 @@ def has_one_position(layer: Layer, samples: int) -> bool:
 def linear_weights(site: Site) -> Treated | None:
     """Returns the treated weights of a linear layer, None where they are not laid out as this call reads them."""
     treated = site.treated("weight", "mat2", "other")
-    if treated is None or treated.block.family != "linear" or treated.block.matrix is None:
-        return None
-    stored = site.node.target is not aten.linear.default  # as (I, O)
-    return treated if treated.block.matrix.transposed == stored else None
+    transposed = site.node.target is not aten.linear.default
+    return treated if treated is not None and treated.is_stored_as(transposed) else None
 
 
 def bias_alone(site: Site) -> Treated | None:
