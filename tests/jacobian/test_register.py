@@ -1,0 +1,154 @@
+"""Layer families from outside the package: registered functions are covered, contracted, saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.jacobian.blocks import Matrix
+from lapwing.jacobian.jacobian import BlockJacobian, Rows, SumOfUses, Weighting
+from lapwing.jacobian.layers import READERS, BatchAxis, Use, register
+from lapwing.jacobian.outer import Outer
+from lapwing.tangent import Tangent
+from tests import oracle
+
+EVERY = lw.matching("*")
+
+
+@torch.overrides.wrap_torch_function(lambda x, weight: (x, weight))
+def quadratic(x: Tensor, weight: Tensor) -> Tensor:
+    """Linear in its weight, but not in its input."""
+    return x.square() @ weight.T
+
+
+@torch.overrides.wrap_torch_function(lambda x, left, right: (x, left, right))
+def low_rank(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Two parameters, neither of which is a bias."""
+    return x @ right.T @ left.T
+
+
+class QuadraticUse(Use):
+    family = "quadratic"
+    sample_dims = 1
+
+    def matrix(self) -> Matrix:
+        return Matrix.of(self.parameters["weight"].shape)
+
+    def jacobian(
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
+    ) -> BlockJacobian:
+        assert g is not None
+        a, g = axis.front(self.inputs, samples).square(), axis.front(g, samples, 1).transpose(0, 1)
+        return Outer(a.to(dtype), g.to(dtype), self.matrix().outputs)
+
+
+class LowRankUse(Use):
+    family = "low rank"
+    sample_dims = 1
+
+    def __init__(self, x: Tensor, left: Tensor, right: Tensor) -> None:
+        super().__init__(x, None)
+        self.left, self.right, self.parameters = left.detach(), right.detach(), {"left": left, "right": right}
+
+    def jacobian(
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
+    ) -> BlockJacobian:
+        assert g is not None
+        x, g = axis.front(self.inputs, samples), axis.front(g, samples, 1).transpose(0, 1)  # (B, I), (B, R, O)
+        (role,) = roles
+        if role == "left":
+            rows = torch.einsum("bro,bk->brok", g, x @ self.right.T)
+        else:
+            rows = torch.einsum("brk,bi->brki", g @ self.left, x)
+        return Rows(rows.flatten(2).to(dtype))
+
+
+class Net(nn.Module):
+    """A quadratic layer used as often as asked, then a low-rank one."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        self.weight = nn.Parameter(0.5 * torch.randn(4, 4))
+        self.left, self.right = nn.Parameter(torch.randn(5, 2)), nn.Parameter(torch.randn(2, 4))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = torch.tanh(quadratic(x, self.weight))
+        return self.head(low_rank(x, self.left, self.right))
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    register(lambda args, kwargs, watched: None if kwargs else QuadraticUse(*args), quadratic)
+    register(lambda args, kwargs, watched: None if kwargs else LowRankUse(*args), low_rank)
+    yield
+    del READERS[quadratic], READERS[low_rank]
+
+
+def network(times: int = 1) -> tuple[Net, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return Net(times).double().eval(), torch.randn(7, 4).double(), torch.arange(7) % 3
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_rows_equal_jacrev(times: int) -> None:
+    model, x, _ = network(times)
+    tangent = Tangent.survey(model, x, EVERY)
+    families = {line.block: line.family for line in tangent.coverage.lines}
+    assert families == {"weight": "quadratic", "left": "low rank", "right": "low rank", "head": "linear"}
+    rows = torch.cat([tangent.record(x)[block.name].rows() for block in tangent.blocks[:3]], -1)
+    names = [name for block in tangent.blocks[:3] for name in block.parameters]
+    torch.testing.assert_close(rows, oracle.jacobian(model, x, names))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(
+    "method", [lw.KFAC(), lw.Diagonal(), lw.MeanField(steps=3)], ids=lambda method: str(method)[:4]
+)
+def test_a_posterior_is_saved_and_loaded(method: lw.Method, times: int, tmp_path: Path) -> None:
+    model, x, y = network(times)
+    posterior = lw.fit(model, [(x, y)], method, prior_precision=1.0)
+    posterior.save(tmp_path / "posterior")
+    loaded = lw.load(tmp_path / "posterior", posterior.model)
+    torch.testing.assert_close(loaded.latent(x).covariance, posterior.latent(x).covariance)
+
+
+def test_kfac_factors_the_block_of_a_matrix() -> None:
+    """With one sample KFAC is exact for a layer with one position: A ⊗ Γ is the GGN."""
+    model, x, y = network()
+    posterior = lw.fit(model, [(x[:1], y[:1])], lw.KFAC(), params=lw.matching("weight"), prior_precision=1.0)
+    exact = lw.fit(model, [(x[:1], y[:1])], lw.Full(), params=lw.matching("weight"), prior_precision=1.0)
+    torch.testing.assert_close(posterior.latent(x).covariance, exact.latent(x).covariance)
+
+
+def test_without_a_reader_the_layers_are_generic() -> None:
+    model, x, y = network()
+    covered = lw.fit(model, [(x, y)], lw.Diagonal(), prior_precision=1.0).latent(x)
+    reader, other = READERS.pop(quadratic), READERS.pop(low_rank)
+    try:
+        assert {line.block for line in lw.coverage(model, x).generic} == {"weight", "left", "right"}
+        generic = lw.fit(model, [(x, y)], lw.Diagonal(), prior_precision=1.0).latent(x)
+    finally:
+        READERS.update({quadratic: reader, low_rank: other})
+    torch.testing.assert_close(covered.covariance, generic.covariance)
+
+
+def test_uses_that_cannot_be_joined_are_summed() -> None:
+    """The sum of two uses has the products of their joined positions, as KFAC's expand form has them."""
+    torch.manual_seed(0)
+    first, second = (Outer(torch.randn(3, 4).double(), torch.randn(3, 2, 5).double(), 5) for _ in range(2))
+    uses, joined = SumOfUses([first, second]), first.plus([second])
+    inputs, outputs = (torch.linalg.qr(torch.randn(1, n, n).double())[0] for n in (4, 5))
+    torch.testing.assert_close(uses.rows(), joined.rows())
+    torch.testing.assert_close(uses.rotate(inputs, outputs).rows(), joined.rotate(inputs, outputs).rows())
+    weights = [Weighting(torch.rand(20).double())]
+    torch.testing.assert_close(uses.weighted_grams(weights), joined.weighted_grams(weights))
+    for mine, theirs in zip(uses.kronecker_factors(False), joined.kronecker_factors(False), strict=True):
+        torch.testing.assert_close(mine, theirs)
