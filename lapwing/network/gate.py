@@ -6,10 +6,11 @@ hold the samples alike is `attribution.py`'s to say.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from ..errors import LapwingError, shown
@@ -159,28 +160,53 @@ def _dropout_rate(module: nn.Module) -> float:
     return 0.0
 
 
-def check_inputs(model: nn.Module, inputs: Any, shared: Sequence[bool]) -> None:
-    """Checks a batch before the network runs on it.
+@dataclass(frozen=True)
+class Checked:
+    """Inputs that have passed the gate. What accepts them looks at them no more.
+
+    Attributes:
+        inputs: tensors that are dense and finite, alone or in tuples, lists and dicts.
+        samples: B.
+    """
+
+    inputs: Any
+    samples: int
+
+    def take(self, rows: slice | Tensor) -> Checked:
+        """Returns some of the samples."""
+        part = batches.take(self.inputs, rows)
+        return Checked(part, batches.size(part))
+
+    def chunks(self, length: int) -> Iterator[tuple[slice, Checked]]:
+        """Yields consecutive slices of at most `length` samples, with their inputs."""
+        for rows, part in batches.chunks(self.inputs, length):
+            yield rows, Checked(part, rows.stop - rows.start)
+
+
+def check_inputs(model: nn.Module, inputs: Any, shared: Sequence[bool], where: str) -> Checked:
+    """Lets a batch through before the network runs on it.
 
     Args:
         model: the network.
         inputs: the batch.
         shared: which tensors of the first batch all its samples shared.
+        where: what an error calls the batch.
 
     Raises:
-        LapwingError: for inputs that are empty or not finite, and for shared tensors that cannot be told from others.
+        LapwingError: for tensors that are not dense or not finite, and for tensors that the samples share and whose
+            length is the number of samples.
     """
-    batches.check_inputs(inputs, "the inputs")
-    if not any(shared) or len(now := batches.shared(inputs)) != len(shared):
-        return
-    count = batches.size(inputs)
-    if count > 1 and any(was and not still for was, still in zip(shared, now, strict=True)):
-        raise LapwingError(
-            f"Asked to run {type(model).__name__} on {batches.describe(inputs)}, found {count} samples and a "
-            f"tensor of length {count} that the samples of the first batch shared, which cannot be told from one "
-            "with a row a sample; give what samples share in another shape, such as shared[None], or hold it in "
-            "forward=lambda model, inputs: model(inputs, shared)."
-        )
+    batches.check_inputs(inputs, where)
+    samples = batches.size(inputs)
+    if samples > 1 and any(shared):
+        now = batches.shared(inputs)
+        if len(now) == len(shared) and any(was and not still for was, still in zip(shared, now, strict=True)):
+            raise LapwingError(
+                f"A tensor that the samples of the first batch shared has the length {samples} of this batch, "
+                f"{batches.describe(inputs)}, so it could also hold one row for each sample. Pass it in another "
+                f"shape, such as shared[None], or let forward=lambda model, inputs: model(inputs, shared) hold it."
+            )
+    return Checked(inputs, samples)
 
 
 def check_recording(model: nn.Module, inputs: Any, recording: Recording, outputs: int) -> None:

@@ -24,7 +24,7 @@ from ..network import batches
 from ..network.batches import Forward
 from ..network.eager import LOCK, outside_modes, parameters_of, without_compiled
 from ..network.functional import call_with
-from ..network.gate import check_constant, check_inputs, check_recording, checked_memory, checked_network
+from ..network.gate import Checked, check_constant, check_inputs, check_recording, checked_memory, checked_network
 from ..network.module_state import modules_of
 from ..network.plan import Coverage, Covered, Plan
 from ..network.probe import probe
@@ -212,15 +212,13 @@ class Tangent:
         inputs: Any,
         cotangents: Cotangents = None,
         dtype: torch.dtype | None = None,
-        checked: bool = False,
     ) -> Record:
-        """Sees one chunk of samples through the Jacobian.
+        """Records one chunk of samples.
 
         Args:
-            inputs: B samples.
+            inputs: B samples, checked or not.
             cotangents: u (B, C, R), or a function of the outputs that gives it; the C outputs themselves when None.
             dtype: contract in this dtype; the accumulation dtype when None.
-            checked: they are part of a batch that `check` has seen.
 
         Returns:
             A record; differentiable in the inputs where they require gradients.
@@ -231,20 +229,25 @@ class Tangent:
 
         Cost: one forward and R backward passes of activations; memory O(R) times the activations.
         """
-        if not checked:
-            self.check(inputs)
-        return self._record(inputs, cotangents, dtype or self.dtype)
+        return self._record(self.check(inputs), cotangents, dtype or self.dtype)
 
-    def check(self, inputs: Any) -> None:
-        """Raises for inputs that the network cannot be seen at, such as those that are not finite."""
-        check_inputs(self.model, inputs, self.plan.shared)
+    def check(self, inputs: Any, where: str = "the inputs") -> Checked:
+        """Returns inputs that have passed the gate: once for each batch, since checked ones come back as they are.
 
-    def _record(self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype) -> Record:
-        """Does what `record` says, for inputs that are checked."""
-        differentiable = wants_gradient(inputs)
+        Args:
+            inputs: B samples, checked or not.
+            where: what an error calls them.
+
+        Raises:
+            LapwingError: for inputs that are not finite, for instance.
+        """
+        return inputs if isinstance(inputs, Checked) else check_inputs(self.model, inputs, self.plan.shared, where)
+
+    def _record(self, checked: Checked, cotangents: Cotangents, dtype: torch.dtype) -> Record:
+        inputs, differentiable = checked.inputs, wants_gradient(checked.inputs)
         named = self.parameters
         watched = {name: named[name] for name in self.plan.watched}
-        spread = batches.size(inputs) if self.plan.spread else 1
+        spread = checked.samples if self.plan.spread else 1
         frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
         recording = run(self.model, inputs, self.forward, watched, spread, frozen)
         check_recording(self.model, inputs, recording, self.outputs)
@@ -277,13 +280,12 @@ class Tangent:
         """Yields records of consecutive chunks of samples that fit the memory budget.
 
         Args:
-            inputs: B samples.
+            inputs: B samples, checked or not.
             cotangents: as in `record`; a function, or None (a tensor cannot be cut along).
             dtype: as in `record`.
             rows_held: further numbers that the caller holds a sample, in units of `dtype`.
         """
-        self.check(inputs)
-        for part, chunk in batches.chunks(inputs, self.chunk_length(cotangents, dtype, rows_held)):
+        for part, chunk in self.check(inputs).chunks(self.chunk_length(cotangents, dtype, rows_held)):
             try:
                 record = self._record(chunk, cotangents, dtype or self.dtype)
             except Misplaced as error:
@@ -292,7 +294,7 @@ class Tangent:
                 yield part, record
                 continue
             for n in range(part.stop - part.start):
-                alone = self._record(batches.take(chunk, slice(n, n + 1)), cotangents, dtype or self.dtype)
+                alone = self._record(chunk.take(slice(n, n + 1)), cotangents, dtype or self.dtype)
                 yield slice(part.start + n, part.start + n + 1), alone
 
     def chunk_length(
