@@ -65,7 +65,7 @@ def _walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 @contextlib.contextmanager
-def put_back(model: nn.Module) -> Iterator[None]:
+def preserved_state(model: nn.Module) -> Iterator[None]:
     """Puts back what the network's modules hold: their attributes, and the entries of containers among these.
 
     Cost: some microseconds a module.

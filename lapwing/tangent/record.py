@@ -26,7 +26,7 @@ from ..linalg import total
 from ..network.forward_mode import forward_products
 from ..network.generic import per_sample_rows
 from ..network.plan import Uses
-from ..network.tracing import Noted, output_gradients
+from ..network.tracing import RecordedUse, output_gradients
 
 if TYPE_CHECKING:
     from .tangent import Tangent
@@ -54,7 +54,7 @@ class Record(Mapping[str, BlockJacobian]):
         tangent: Tangent,
         inputs: Any,
         outputs: Tensor,
-        noted: list[Noted],
+        noted: list[RecordedUse],
         uses: Uses,
         cotangents: Tensor | None,
         dtype: torch.dtype,

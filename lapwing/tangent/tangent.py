@@ -28,7 +28,7 @@ from ..network.gate import Checked, check_constant, check_inputs, check_recordin
 from ..network.module_state import modules_of
 from ..network.plan import Coverage, Covered, Plan
 from ..network.probe import probe
-from ..network.sample_axis import Attribution, Misplaced
+from ..network.sample_axis import SampleAxisCheck, SampleAxisMoved
 from ..network.selection import LastLayer, Predicate, everything
 from ..network.stamp import Stamp
 from ..network.tracing import run, wants_gradient
@@ -75,7 +75,7 @@ class Tangent:
         params: Predicate | LastLayer = everything,
         forward: Forward | None = None,
         memory: int | None = None,
-        tell: bool = True,
+        warn: bool = True,
     ) -> Tangent:
         """Runs the network on a few samples, finds and checks what covers each parameter.
 
@@ -85,14 +85,14 @@ class Tangent:
             params: which parameters to treat.
             forward: `forward(model, inputs)` where plain calling does not do.
             memory: budget in bytes for one chunk; 1 GiB when None.
-            tell: warn of idle parameters and of needs above the budget.
+            warn: warn of idle parameters and of needs above the budget.
 
         Raises:
-            LapwingError: cases 1, 2, 5, 7, 10, 11, 12, 14 and 15 of bad input.
+            LapwingError: for bad input.
 
-        Cost: six forward passes, two of them on one sample and the others on at most four, and one more each for a
-            first batch of one sample, for the last layer, for treated parameters that are frozen, and for embeddings
-            that all samples share; at most four backward passes, whatever C.
+        Cost: five forward passes, two of them on one sample and the others on at most four, and one more each for a
+            first batch of one sample, a frozen last layer, embeddings that all samples share, and a network that draws
+            random numbers; at most four backward passes, whatever C.
         """
         memory = checked_memory(memory)
         model = checked_network(model, isinstance(params, LastLayer))
@@ -101,11 +101,11 @@ class Tangent:
         batches.check_inputs(inputs, "the inputs of the first batch")
         batches.check_lists(inputs)
         before = Stamp.of(state_of(model))
-        surveyed = probe(model, parameters, inputs, params, forward, most=memory // 16, tell=tell)
+        surveyed = probe(model, parameters, inputs, params, forward, most=memory // 16, warn=warn)
         check_constant(model, before.changed(state_of(model)))
         tangent = cls(model, forward, surveyed.blocks, surveyed.plan, surveyed.coverage, surveyed.outputs, memory)
-        if tell:
-            tangent._tell_need()
+        if warn:
+            tangent._warn_of_memory()
         return tangent
 
     def to_json(self) -> dict[str, Any]:
@@ -261,18 +261,18 @@ class Tangent:
         uses = self.plan.uses_in([use.names for use in noted], kinds, samples, name)
         if not all(use.reached for use in noted):  # no gradient there, of whatever shape
             uses = {key: [use for use in found if noted[use[0]].reached] or found for key, found in uses.items()}
-        self._attribution.check(recording, uses, name)
+        self._sample_axis.check(recording, uses, name)
         if callable(cotangents):
             cotangents = cotangents(outputs if differentiable else outputs.detach())
         return Record(self, inputs, outputs, noted, uses, cotangents, dtype, differentiable)
 
-    def tell_alone(self, error: Misplaced) -> None:
+    def warn_once(self, error: SampleAxisMoved) -> None:
         """Warns once that samples are taken one by one."""
-        self._attribution.tell_alone(error)
+        self._sample_axis.warn_once(error)
 
     @cached_property
-    def _attribution(self) -> Attribution:
-        return Attribution()
+    def _sample_axis(self) -> SampleAxisCheck:
+        return SampleAxisCheck()
 
     def records(
         self, inputs: Any, cotangents: Cotangents = None, dtype: torch.dtype | None = None, rows_held: int = 0
@@ -288,8 +288,8 @@ class Tangent:
         for part, chunk in self.check(inputs).chunks(self.chunk_length(cotangents, dtype, rows_held)):
             try:
                 record = self._record(chunk, cotangents, dtype or self.dtype)
-            except Misplaced as error:
-                self.tell_alone(error)
+            except SampleAxisMoved as error:
+                self.warn_once(error)
             else:
                 yield part, record
                 continue
@@ -303,7 +303,7 @@ class Tangent:
         """Returns how many samples fit the memory budget at once, at least one; `cotangents` may be their count."""
         return max(1, self.memory // self.bytes_per_sample(cotangents, dtype, rows_held))
 
-    def _tell_need(self) -> None:
+    def _warn_of_memory(self) -> None:
         """Warns where one output at one position of a sample exceeds the budget; mentions where the whole sample does.
 
         The network's own activations, and their gradients for one output, are not counted: no choice here changes them.
@@ -372,7 +372,7 @@ def coverage(
     Raises:
         LapwingError: for bad input.
 
-    Cost: that of a survey: six to ten forward passes and at most four backward passes, on at most four samples.
+    Cost: that of a survey: five to nine forward passes and at most four backward passes, on at most four samples.
 
     Example:
         >>> import torch, lapwing as lw
