@@ -21,7 +21,7 @@ from ..methods.passes import Seen
 from ..network import batches
 from ..network.batches import Forward
 from ..network.eager import outside_modes
-from ..network.loaders import check_progress, check_seed, first_batch, known_size, tell_unseen
+from ..network.loaders import check_progress, check_seed, first_batch, known_size, warn_of_unseen_samples
 from ..posterior import Posterior
 from ..posterior.prior import Prior, check_range, is_positive
 from ..tangent import LastLayer, Predicate, Tangent, everything, last_layer
@@ -107,7 +107,7 @@ def fit(
     runner = Runner(loader, progress, 0 if tune is None else tune.prefixes, data_size)
     drawn = runner.shown()
     if data_size is None:
-        tell_unseen(loader, drawn)
+        warn_of_unseen_samples(loader, drawn)
     if weight_decay is not None:
         prior_precision = (data_size or runner.count()) * weight_decay
     prior = Prior.read(tangent, prior_precision, prior_mean)
@@ -125,7 +125,7 @@ def fit(
     tangent = found.tangent or tangent
     given = prior.given
     if data_size is None and drawn is None:
-        tell_unseen(loader, runner.shown())
+        warn_of_unseen_samples(loader, runner.shown())
     likelihood, prior = _settled(found, likelihood, prior)
     seen, size = runner.seen(), None if data_size is None else float(data_size)
     if data_size is not None:

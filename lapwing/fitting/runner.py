@@ -183,7 +183,7 @@ class Runner:
                     f"Asked to read batch number {number}, found a target without dimensions, {targets.item()}, beside "
                     f"{batches.describe(inputs)}; one row a sample is needed: give a single target as y[None]."
                 )
-            batches.check_inputs(inputs, f"the inputs of batch number {number}")
+            problem.tangent.check(inputs, f"the inputs of batch number {number}")
             if self._expected is not None and start + samples > self._expected:
                 self._check_size(start + samples, f"to the pass '{step.label}'")
             end = samples if limit is None else min(samples, limit - start)

@@ -25,6 +25,7 @@ from ..covariance import Covariance
 from ..errors import LapwingError, is_one_of, shown
 from ..likelihoods import Likelihood
 from ..network import batches
+from ..network.gate import Checked
 from ..posterior.prior import Prior
 from ..tangent import Record, Tangent
 
@@ -59,7 +60,7 @@ class Batch:
 
     Attributes:
         tangent: the network.
-        inputs: B samples.
+        inputs: B samples that have passed the gate.
         targets: their targets.
         start: the number of samples before this batch.
         outputs: outputs met on the way, as (samples, f) for the bookkeeping of `fitting/fit.py`.
@@ -71,11 +72,16 @@ class Batch:
     start: int
     outputs: list[tuple[slice, Tensor]] = field(default_factory=list)
 
+    @property
+    def checked(self) -> Checked:
+        """The inputs, for what would check them again."""
+        return Checked(self.inputs, batches.size(self.inputs))
+
     def records(
         self, cotangents: Any = None, dtype: torch.dtype | None = None, rows_held: int = 0
     ) -> Iterator[tuple[slice, Record]]:
         """Yields records of the batch's chunks, as `Tangent.records` does."""
-        for part, record in self.tangent.records(self.inputs, cotangents, dtype, rows_held):
+        for part, record in self.tangent.records(self.checked, cotangents, dtype, rows_held):
             self.outputs.append((part, record.outputs))
             yield part, record
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ..errors import LapwingError, shown
 from ..linalg import is_finite
 from .autocast import network_precision
-from .module_state import put_back
+from .module_state import preserved_state
 
 Forward = Callable[[nn.Module, Any], Any]
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
@@ -74,23 +74,22 @@ def split(batch: Any, device: torch.device | None = None) -> tuple[Any, Any]:
     targets, target, y (Hugging Face batches included).
 
     Raises:
-        LapwingError: case 14, a structure that is not one of these.
+        LapwingError: for a structure that is not one of these.
     """
     if isinstance(batch, Mapping):
-        found = [key for key in LABEL_KEYS if key in batch]
-        if found and len(batch) > 1:
-            named = {key: value for key, value in batch.items() if key != found[0]}
-            return plain(named, device), _targets(batch[found[0]], device)
+        label = next((key for key in LABEL_KEYS if key in batch), None)
+        if label is not None and len(batch) > 1:
+            named = {key: value for key, value in batch.items() if key != label}
+            return plain(named, device), _targets(batch[label], device)
     elif isinstance(batch, (tuple, list)) and len(batch) >= 2:
         inputs, targets = batch[:-1], batch[-1]
         if isinstance(targets, Tensor):
             return plain(inputs[0] if len(inputs) == 1 else tuple(inputs), device), _targets(targets, device)
     raise LapwingError(
-        f"Asked to read inputs and targets from a batch, found {describe(batch)}; accepted are (inputs, targets) and "
-        "(input_1, ..., targets) with targets a tensor, one row a sample, and a dict with one of the keys "
-        f"{', '.join(LABEL_KEYS)}. Let the loader yield (inputs, targets) pairs (torch.as_tensor makes tensors of "
-        "arrays), where inputs may be any tuple, list or dict of tensors if you pass forward=lambda model, inputs: "
-        "model(...)."
+        f"A batch of the loader is {describe(batch)}, which does not show what its inputs and targets are. Let the "
+        "loader yield (inputs, targets) pairs, with a tensor of targets (torch.as_tensor makes one of an array), or "
+        f"dicts with one of the keys {', '.join(LABEL_KEYS)}. Inputs may be any tuple, list or dict of tensors if you "
+        "pass forward=lambda model, inputs: model(...)."
     )
 
 
@@ -105,7 +104,7 @@ def inputs_of(batch: Any) -> Any:
     """Returns a batch's inputs for prediction: labels, where there are any, are dropped from pairs and dictionaries.
 
     Raises:
-        LapwingError: case 14, a structure that is not understood.
+        LapwingError: for a structure that is not one of these.
     """
     if isinstance(batch, Tensor):
         return batch
@@ -116,9 +115,8 @@ def inputs_of(batch: Any) -> Any:
     if isinstance(batch, (tuple, list)) and len(batch) > 1 and isinstance(batch[-1], Tensor):
         return split(batch)[0]
     raise LapwingError(
-        f"Asked to read inputs from a batch of the loader, found {describe(batch)}; accepted are a tensor "
-        "(torch.as_tensor(x) makes one), (inputs, targets) and a dict of tensors. Let the loader yield one of them, "
-        "or predict each batch with "
+        f"A batch of the loader is {describe(batch)}, which does not show what its inputs are. Let the loader yield a "
+        "tensor (torch.as_tensor(x) makes one), (inputs, targets) or a dict of tensors, or predict each batch with "
         "posterior.predict(x), where x may be any tuple or dict of tensors if you pass forward=lambda model, inputs: "
         "model(...) to lw.fit."
     )
@@ -180,9 +178,9 @@ def size(inputs: Any) -> int:
         if leaf.ndim:
             return leaf.shape[0]
     raise LapwingError(
-        f"Asked for the number of samples of the inputs, found {describe(inputs)}; a tensor whose first dimension is "
-        "the batch is needed, alone or within tuples, lists and dicts: give such inputs (torch.as_tensor(x) makes "
-        "one), with forward=lambda model, inputs: model(...) to turn them into what the network takes."
+        f"The inputs, {describe(inputs)}, hold no tensor whose first dimension is the batch. Pass such a tensor "
+        "(torch.as_tensor(x) makes one), alone or within tuples, lists and dicts, and let forward=lambda model, "
+        "inputs: model(...) turn it into what the network takes."
     )
 
 
@@ -215,9 +213,9 @@ def check_lists(inputs: Any) -> None:
         neither = isinstance(value, list) and bool(value) and not any(isinstance(one, (str, Tensor)) for one in value)
         if neither and len(value) == count > 1:
             raise LapwingError(
-                f"Asked to run a network on {describe(inputs)}, found a list of {count} entries beside {count} "
-                "samples, which may be one a sample or shared by all; write torch.tensor(numbers) for the former, "
-                "tuple(entries) for the latter."
+                f"The inputs, {describe(inputs)}, hold a list of {count} entries beside {count} samples: its entries "
+                "may belong to one sample each, or to all. Write torch.tensor(numbers) for the former, tuple(entries) "
+                "for the latter."
             )
         return False
 
@@ -319,11 +317,11 @@ def call(
         Outputs (B, C); (B,) becomes (B, 1); `.logits` of a Hugging Face output is taken.
 
     Raises:
-        LapwingError: case 14, inputs the model cannot be called with; cases 5 and 6, inputs of a shape or dtype that it
-            does not take, and outputs that are no (B, C) matrix.
+        LapwingError: for inputs that the model cannot be called with, inputs of a shape or dtype that it does not take,
+            and outputs that are no (B, C) matrix.
     """
     try:
-        with network_precision(), put_back(model):
+        with network_precision(), preserved_state(model):
             with mode or nullcontext():
                 out = _called(model, inputs, forward)
             if not isinstance(out, Tensor):  # which may be the network's own attribute
@@ -337,19 +335,19 @@ def call(
     if isinstance(out, Tensor) and out.ndim in (3, 4) and out.is_floating_point():
         raise _with_positions(model, out)
     if not isinstance(out, Tensor) or out.ndim != 2 or not out.is_floating_point():
-        found = "no tensor and no .logits" if not isinstance(out, Tensor) else describe(out)
+        returned = "no tensor and no .logits" if not isinstance(out, Tensor) else describe(out)
         if isinstance(out, Tensor) and out.ndim == 0:
-            found += " (squeeze() also takes the batch away where it is one sample: write squeeze(-1))"
+            returned += " (squeeze() also takes the batch away where it is one sample: write squeeze(-1))"
         raise LapwingError(
-            f"Asked for outputs of {type(model).__name__} of shape (batch, outputs), found {found}; a floating-point "
-            "matrix is needed. Pass forward=lambda model, inputs: model(inputs)... to return one."
+            f"{type(model).__name__} returns {returned}, and must return a floating-point tensor of shape (batch, "
+            "outputs). Pass forward=lambda model, inputs: model(inputs)... to return one."
         )
     if out.shape[0] != size(inputs):
         raise LapwingError(
-            f"Asked for outputs of {type(model).__name__} at {size(inputs)} samples, {describe(inputs)}, found outputs "
-            f"of shape {tuple(out.shape)}; one row a sample is needed, inputs and outputs with the batch first: give a "
-            "single sample as x[None], or pass forward=lambda model, inputs: model(inputs)... to return such a matrix, "
-            "of outputs with positions at one position a sample."
+            f"The outputs of {type(model).__name__} have the shape {tuple(out.shape)} at {size(inputs)} samples, "
+            f"{describe(inputs)}, and must have one row for each sample, with the batch first in inputs and outputs. "
+            "Pass a single sample as x[None], or pass forward=lambda model, inputs: model(inputs)... to return such a "
+            "matrix, of outputs with positions at one position for each sample."
         )
     return out
 
@@ -372,8 +370,8 @@ def _with_positions(model: nn.Module, out: Tensor) -> LapwingError:
 def _called(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
     if forward is not None and not callable(forward):
         raise LapwingError(
-            f"Asked for forward={shown(forward)}; a function of the model and a batch's inputs is needed: write "
-            "forward=lambda model, inputs: model(inputs)."
+            f"forward={shown(forward)} is no function of the model and a batch's inputs. Write forward=lambda model, "
+            "inputs: model(inputs)."
         )
     if forward is not None:
         return forward(model, inputs)
@@ -384,7 +382,7 @@ def _called(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
     if isinstance(inputs, (tuple, list)):
         return model(*inputs)
     raise LapwingError(
-        f"Asked to run {type(model).__name__} on inputs of type {type(inputs).__name__}; accepted are a tensor, a "
+        f"The inputs have the type {type(inputs).__name__}, and {type(model).__name__} is called with a tensor, a "
         "tuple or a dict of tensors. Pass forward=lambda model, inputs: model(...) to say how it is called."
     )
 
@@ -412,23 +410,21 @@ def _refused(model: nn.Module, inputs: Any, forward: Forward | None, error: Exce
         else call_of
     )
     weight = next((value.dtype for value in model.parameters() if value.is_floating_point()), torch.float32)
-    found = tensors(inputs)
-    other = any(leaf.dtype != weight for leaf in found if leaf.is_floating_point() or len(found) == 1)
+    leaves = tensors(inputs)
+    other = any(leaf.dtype != weight for leaf in leaves if leaf.is_floating_point() or len(leaves) == 1)
     if isinstance(error, TypeError):
-        line = (
-            "inputs that this call takes, without targets, are needed: pass forward=lambda model, inputs: model(...)."
-        )
+        line = "Pass what this call takes, without targets, or forward=lambda model, inputs: model(...)."
     elif other and ("dtype" in str(error) or "scalar type" in str(error)):
-        line = f"inputs in the dtype of its weights, {_short(weight)}, are needed: write x.to({weight})."
+        line = f"Its weights have the dtype {_short(weight)}. Pass inputs of the same dtype: write x.to({weight})."
     else:
         line = (
-            "inputs of the shape and range that it was trained with, the batch first, are needed: check what the "
-            "loader yields, and give a single sample as x[None]."
+            "Pass inputs of the shape and range that it was trained with, the batch first: check what the loader "
+            "yields, and pass a single sample as x[None]."
         )
     first = str(error).strip().partition("\n")[0].rstrip(".")
     return LapwingError(
-        f"Asked to run {type(model).__name__} as {how} on {describe(inputs)}, found that it raised "
-        f"{type(error).__name__} ({first}); {line}"
+        f"{type(model).__name__}, called as {how} on {describe(inputs)}, raised {type(error).__name__} ({first}). "
+        f"{line}"
     )
 
 
@@ -437,7 +433,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def check_inputs(inputs: Any, where: str) -> None:
-    """Raises for NaN or infinite inputs (case 1), and for tensors that torch does not compute with."""
+    """Raises for NaN or infinite inputs, and for tensors that torch does not compute with."""
     for leaf in tensors(inputs):
         if leaf.is_nested or leaf.layout == torch.strided:  # a sparse one may be shared by all samples
             check_dense(leaf, f"A tensor of {where}")
@@ -445,18 +441,18 @@ def check_inputs(inputs: Any, where: str) -> None:
             bad = (~torch.isfinite(leaf)).flatten(1).any(1) if leaf.ndim > 1 else ~torch.isfinite(leaf)
             first = int(bad.nonzero()[0]) if bad.ndim else 0
             raise LapwingError(
-                f"Asked to use {where} of shape {tuple(leaf.shape)}, found NaN or infinite values in {int(bad.sum())} "
-                f"samples (first: sample {first}); finite numbers are needed: drop or impute them, for instance "
+                f"A tensor of {where}, of shape {tuple(leaf.shape)}, has NaN or infinite values in {int(bad.sum())} "
+                f"samples (first: sample {first}). Pass finite numbers: drop or impute the others, for instance by "
                 "x = x.nan_to_num()."
             )
 
 
 def check_outputs(outputs: Tensor, where: str) -> None:
-    """Raises for NaN or infinite outputs (case 2)."""
+    """Raises for NaN or infinite outputs."""
     if not is_finite(outputs):
         bad = (~torch.isfinite(outputs)).any(-1)
         raise LapwingError(
-            f"Asked for the outputs at {where}, found NaN or infinite values for {int(bad.sum())} of {len(bad)} "
-            f"samples (first: sample {int(bad.nonzero()[0])}); the trained network must give finite outputs: check its "
-            "weights and the scale of the inputs, or run it in float32 with model.float()."
+            f"The outputs at {where} are NaN or infinite for {int(bad.sum())} of {len(bad)} samples (first: sample "
+            f"{int(bad.nonzero()[0])}). A trained network gives finite outputs: check its weights and the scale of the "
+            "inputs, or run it in float32 with model.float()."
         )

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 from ..linalg import matmul
 
 if TYPE_CHECKING:
-    from .tracing import Noted
+    from .tracing import RecordedUse
 
 ELEMENTWISE = frozenset(
     f"{name}Backward0"
@@ -33,7 +33,7 @@ EXACT = (torch.float32, torch.float64)
 """Half precision would be rounded twice, and overflow where an activation is off."""
 
 
-def chain_gradients(outputs: Tensor, noted: Sequence[Noted], u: Tensor | None) -> list[Tensor | None] | None:
+def chain_gradients(outputs: Tensor, noted: Sequence[RecordedUse], u: Tensor | None) -> list[Tensor | None] | None:
     """Takes cotangents back through a chain of linear layers.
 
     Args:
@@ -66,7 +66,7 @@ def chain_gradients(outputs: Tensor, noted: Sequence[Noted], u: Tensor | None) -
     return [None if g is None else g.transpose(0, 1) for g in reversed(gradients)]
 
 
-def _path(above: Node | None, use: Noted) -> list[Node] | None:
+def _path(above: Node | None, use: RecordedUse) -> list[Node] | None:
     """Returns the element-wise nodes between a layer's output and what is above it, None where there are others."""
     weight = use.weight
     if not use.use.is_product or use.out.ndim != 2 or weight is None or use.out.dtype != weight.dtype:
@@ -100,7 +100,7 @@ def _scaled(g: Tensor | None, slope: Tensor | None, out: Tensor) -> Tensor | Non
     return torch.diag_embed(slope) if g is None else g * slope.unsqueeze(1)
 
 
-def _pulled(g: Tensor | None, use: Noted, slope: Tensor | None) -> Tensor:
+def _pulled(g: Tensor | None, use: RecordedUse, slope: Tensor | None) -> Tensor:
     """Returns `(g W) ⊙ φ'` (B, R, I) for the layer above, its g None where that is the identity."""
     matrix, weight = use.use.matrix(), use.weight
     assert matrix is not None

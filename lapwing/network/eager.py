@@ -92,8 +92,8 @@ def outside_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, 
     def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if transformed():
             raise LapwingError(
-                "Asked to call lapwing within a transformation of torch.func or forward-mode differentiation, found "
-                "that its own would mix with them; torch.autograd.grad is needed: write x.requires_grad_() and "
+                "lapwing was called within a transformation of torch.func or forward-mode differentiation, which would "
+                "mix with its own. Write x.requires_grad_() and "
                 "torch.autograd.grad(posterior.latent(x).variance.sum(), x)."
             )
         if not torch.is_inference_mode_enabled():

@@ -10,9 +10,9 @@ it, under lapwing's lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .batches import Forward, call, tensors
 from .eager import EagerMode, eager_math, without_compiled
-from .module_state import put_back
+from .module_state import preserved_state
 from .tracing import graph_leaves
 
 SEQUENCES = frozenset((list, tuple))
@@ -54,21 +54,22 @@ class StandIns(EagerMode):
         return arguments if all(map(is_, swapped, arguments)) else type(arguments)(swapped)
 
 
-class _Watched(StandIns):
-    """Notes whether a parameter is used where gradients are off, as the forward of an `autograd.Function` is run."""
+class _WithoutGradients(StandIns):
+    """Notes the parameters used where gradients are off, as the forward of an `autograd.Function` is run."""
 
-    unsure = False
+    def __init__(self, own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        super().__init__(own, values)
+        self.used: set[int] = set()
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         out = super().intercept(function, args, kwargs)
         if not torch.is_grad_enabled() and (isinstance(out, Tensor) or function is Tensor.data_ptr):
-            given = (*args, *kwargs.values())
-            self.unsure = self.unsure or self._within(given) is not given
+            self.used.update(self._values.keys() & map(id, pytree.tree_leaves((args, kwargs))))
         return out
 
 
 class _Reads(TorchDispatchMode):
-    """Notes whether any operation is called with some tensors, by whatever code."""
+    """Notes which of some tensors any operation is called with, by whatever code."""
 
     supports_higher_order_operators = True
 
@@ -79,10 +80,10 @@ class _Reads(TorchDispatchMode):
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
         self._tensors = set(map(id, tensors))
-        self.found = False
+        self.read: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.found = self.found or any(id(given) in self._tensors for given in pytree.tree_leaves((args, kwargs)))
+        self.read.update(self._tensors.intersection(map(id, pytree.tree_leaves((args, kwargs)))))
         return function(*args, **(kwargs or {}))
 
 
@@ -114,7 +115,7 @@ def call_with(
     wrapped = _Wrapped.__new__(_Wrapped)  # no registration: the user's module is only looked through
     nn.Module.__init__(wrapped)
     wrapped._modules["model"], wrapped._forward, wrapped.training = model, forward, model.training
-    with eager_math(), put_back(model):
+    with eager_math(), preserved_state(model):
         return functional_call(wrapped, {f"model.{name}": value for name, value in values.items()}, (inputs,))
 
 
@@ -128,27 +129,39 @@ class _Wrapped(nn.Module):
         return call(self.model, inputs, self._forward)
 
 
+class FirstCall(NamedTuple):
+    """The network, run with leaves of a graph for some parameters.
+
+    Attributes:
+        outputs: f (B, C), with their graph.
+        leaves: name -> what stood in for the parameter.
+        unseen: the parameters that the network takes past function modes: an operation sees the parameter itself, the
+            graph ends at it, or it is used where gradients are off, as within functions that have a backward pass of
+            their own.
+    """
+
+    outputs: Tensor
+    leaves: Mapping[str, Tensor]
+    unseen: Set[str]
+
+
 def first_call(
-    model: nn.Module, forward: Forward | None, own: Mapping[str, Tensor], values: Mapping[str, Tensor], inputs: Any
-) -> tuple[Tensor, bool]:
-    """Runs the network with other values for some parameters, and tells how it must be run from now on.
+    model: nn.Module, forward: Forward | None, own: Mapping[str, Tensor], leaves: Mapping[str, Tensor], inputs: Any
+) -> FirstCall:
+    """Runs the network with leaves in the place of some parameters, and finds out how it must be run from now on.
 
     Args:
         model: the network.
         forward: how it is called.
         own: name -> parameters.
-        values: name -> copies of them that require gradients.
+        leaves: name -> copies of them, nearly all of which require gradients.
         inputs: B samples.
-
-    Returns:
-        Outputs (B, C) with their graph, and `unseen` of `call_with`: whether an operation sees the parameters
-        themselves, the graph ends at them, or some are used where gradients are off, as within functions that have a
-        backward pass of their own.
     """
-    mode, reads = _Watched(own, values), _Reads(own.values())
+    mode, reads = _WithoutGradients(own, leaves), _Reads(own.values())
     with without_compiled(), reads:
         outputs = call(model, inputs, forward, mode)
-    ends = {id(leaf) for leaf in graph_leaves(outputs, tensors(inputs))[0]}
-    if not (reads.found or mode.unsure or ends & {id(parameter) for parameter in own.values()}):
-        return outputs, False
-    return call_with(model, forward, own, values, inputs, unseen=True), True
+    past = reads.read | mode.used | {id(leaf) for leaf in graph_leaves(outputs, tensors(inputs))[0]}
+    unseen = {name for name, parameter in own.items() if id(parameter) in past}
+    if unseen:
+        outputs = call_with(model, forward, own, leaves, inputs, unseen=True)
+    return FirstCall(outputs, leaves, unseen)

@@ -1,15 +1,17 @@
-"""What is asked of a budget, of a network, and of each batch before the tangent reads them.
+"""The gate: what a budget, a network and a batch must be, checked once before the tangent uses them.
 
 A network must have weights, be in eval mode, and do on every batch what it did on the first. Whether its layers also
-hold the samples alike is `attribution.py`'s to say.
+hold the samples on the same dimension is checked in `sample_axis.py`. What has passed is `Checked`, and is not checked
+again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from ..errors import LapwingError, shown
@@ -26,12 +28,11 @@ WRITERS = (nn.modules.instancenorm._InstanceNorm, parametrizations._SpectralNorm
 
 
 def checked_memory(memory: int | None) -> int:
-    """Returns the budget in bytes (case 15 otherwise)."""
+    """Returns the budget in bytes."""
     memory = DEFAULT_MEMORY if memory is None else memory
     if not isinstance(memory, int) or memory < 2**24:
         raise LapwingError(
-            f"Asked to work within memory={shown(memory)} bytes; an int of at least {2**24} (16 MiB) is needed: "
-            "write memory=2**30 for 1 GiB."
+            f"memory={shown(memory)} is no int of at least {2**24} bytes (16 MiB). Write memory=2**30 for 1 GiB."
         )
     return memory
 
@@ -45,29 +46,27 @@ def checked_network(model: Any, last_layer: bool = True) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise LapwingError(
-            f"Asked to treat a model of type {type(model).__name__}; a torch.nn.Module with trained weights is needed: "
-            "pass the module itself, with forward=lambda model, inputs: ... where it is not called as model(x)."
+            f"The model has the type {type(model).__name__} and must be a torch.nn.Module with trained weights. Pass "
+            "the module itself, with forward=lambda model, inputs: ... where it is not called as model(x)."
         )
     model = uncompiled(model)
     named = parameters_of(model)
     _check_quantized(model, last_layer)
     if not named:
         raise LapwingError(
-            f"Asked to treat the parameters of {type(model).__name__}, found that it has none; a network with trained "
-            "weights is needed: pass the nn.Module that holds them."
+            f"{type(model).__name__} has no parameters. Pass the nn.Module that holds the trained weights."
         )
     for name, value in named.items():
         if value.is_meta or isinstance(value, nn.UninitializedParameter):
             raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found that its parameter {name} holds no numbers "
-                f"({'on the meta device' if value.is_meta else 'not initialised'}); trained weights are needed: write "
-                "model.load_state_dict(torch.load(path), assign=True) first."
+                f"The parameter {name} of {type(model).__name__} holds no numbers ("
+                f"{'on the meta device' if value.is_meta else 'not initialised'}). Load trained weights first: "
+                "model.load_state_dict(torch.load(path), assign=True)."
             )
         if value.is_inference():
             raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found that its parameter {name} was made in "
-                "torch.inference_mode(), where no gradients exist; ordinary parameters are needed: build and load the "
-                "network outside it."
+                f"The parameter {name} of {type(model).__name__} was made in torch.inference_mode(), where no "
+                "gradients exist. Build and load the network outside it."
             )
     check_mode(model)
     return model
@@ -99,44 +98,40 @@ def _check_quantized(model: nn.Module, last_layer: bool) -> None:
 
 
 def check_mode(model: nn.Module) -> None:
-    """Raises for batch norm (case 12) and dropout (case 11) in training mode, and for layers that write themselves."""
+    """Raises for batch norm and dropout in training mode, and for layers that write themselves."""
     for prefix, module in modules_of(model):
         normalises = isinstance(module, nn.modules.batchnorm._BatchNorm)
         renormalises = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
         if not (normalises or renormalises or module.training):
             continue
         kind = type(module).__name__
-        name = prefix[:-1] or kind
+        rate = _dropout_rate(module) if module.training else 0.0
+        dropping = f", p={rate}" if rate > 0 else ""
+        layer = f"The layer {prefix[:-1] or kind} ({kind}{dropping}) of {type(model).__name__}"
         if renormalises:
             raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found its layer {name} ({kind}) with max_norm="
-                f"{module.max_norm}, which writes the weights at every call, also after model.eval(); weights that "
-                f"stay are needed: write model.get_submodule({prefix[:-1]!r}).max_norm = None, once they are within it."
+                f"{layer} has max_norm={module.max_norm}, which writes the weights at every call, also after "
+                f"model.eval(). Write model.get_submodule({prefix[:-1]!r}).max_norm = None, once they are within it."
             )
         if normalises and module.running_mean is None:
             raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found its layer {name} ({kind}) without running "
-                "statistics, so that a sample's output depends on the rest of the batch also after model.eval(); "
-                f"running statistics are needed: train with {kind}({module.num_features}, track_running_stats=True)."
+                f"{layer} has no running statistics, so a sample's output depends on the rest of the batch also after "
+                f"model.eval(). Train with {kind}({module.num_features}, track_running_stats=True)."
             )
         if not module.training:
             continue
         if normalises:
             raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found its layer {name} ({kind}) in training mode, "
-                "where a sample's output depends on the rest of the batch; running statistics are needed: call "
+                f"{layer} is in training mode, where a sample's output depends on the rest of the batch. Call "
                 "model.eval() first."
             )
         if isinstance(module, WRITERS) and getattr(module, "track_running_stats", True):
             raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found its layer {name} ({kind}) in training mode, where every "
-                "call writes its statistics; a network that stays as it is is needed: call model.eval() first."
+                f"{layer} is in training mode, where every call writes its statistics. Call model.eval() first."
             )
-        rate = _dropout_rate(module)
         if rate > 0:
             raise LapwingError(
-                f"Asked to treat {type(model).__name__}, found its layer {name} ({kind}, p={rate}) in training "
-                "mode, where two identical calls differ; a deterministic network is needed: call model.eval() first."
+                f"{layer} is in training mode, where two identical calls differ. Call model.eval() first."
             )
 
 
@@ -159,28 +154,53 @@ def _dropout_rate(module: nn.Module) -> float:
     return 0.0
 
 
-def check_inputs(model: nn.Module, inputs: Any, shared: Sequence[bool]) -> None:
-    """Checks a batch before the network runs on it.
+@dataclass(frozen=True)
+class Checked:
+    """Inputs that have passed the gate. What accepts them looks at them no more.
+
+    Attributes:
+        inputs: tensors that are dense and finite, alone or in tuples, lists and dicts.
+        samples: B.
+    """
+
+    inputs: Any
+    samples: int
+
+    def take(self, rows: slice | Tensor) -> Checked:
+        """Returns some of the samples."""
+        part = batches.take(self.inputs, rows)
+        return Checked(part, batches.size(part))
+
+    def chunks(self, length: int) -> Iterator[tuple[slice, Checked]]:
+        """Yields consecutive slices of at most `length` samples, with their inputs."""
+        for rows, part in batches.chunks(self.inputs, length):
+            yield rows, Checked(part, rows.stop - rows.start)
+
+
+def check_inputs(model: nn.Module, inputs: Any, shared: Sequence[bool], where: str) -> Checked:
+    """Lets a batch through before the network runs on it.
 
     Args:
         model: the network.
         inputs: the batch.
         shared: which tensors of the first batch all its samples shared.
+        where: what an error calls the batch.
 
     Raises:
-        LapwingError: for inputs that are empty or not finite, and for shared tensors that cannot be told from others.
+        LapwingError: for tensors that are not dense or not finite, and for tensors that the samples share and whose
+            length is the number of samples.
     """
-    batches.check_inputs(inputs, "the inputs")
-    if not any(shared) or len(now := batches.shared(inputs)) != len(shared):
-        return
-    count = batches.size(inputs)
-    if count > 1 and any(was and not still for was, still in zip(shared, now, strict=True)):
-        raise LapwingError(
-            f"Asked to run {type(model).__name__} on {batches.describe(inputs)}, found {count} samples and a "
-            f"tensor of length {count} that the samples of the first batch shared, which cannot be told from one "
-            "with a row a sample; give what samples share in another shape, such as shared[None], or hold it in "
-            "forward=lambda model, inputs: model(inputs, shared)."
-        )
+    batches.check_inputs(inputs, where)
+    samples = batches.size(inputs)
+    if samples > 1 and any(shared):
+        now = batches.shared(inputs)
+        if len(now) == len(shared) and any(was and not still for was, still in zip(shared, now, strict=True)):
+            raise LapwingError(
+                f"A tensor that the samples of the first batch shared has the length {samples} of this batch, "
+                f"{batches.describe(inputs)}, so it could also hold one row for each sample. Pass it in another "
+                f"shape, such as shared[None], or let forward=lambda model, inputs: model(inputs, shared) hold it."
+            )
+    return Checked(inputs, samples)
 
 
 def check_recording(model: nn.Module, inputs: Any, recording: Recording, outputs: int) -> None:
@@ -200,21 +220,20 @@ def check_recording(model: nn.Module, inputs: Any, recording: Recording, outputs
     name = type(model).__name__
     if recording.outputs.shape[1] != outputs:
         raise LapwingError(
-            f"Asked for the {outputs} outputs of {name} at {batches.describe(inputs)}, "
-            f"found outputs of shape {tuple(recording.outputs.shape)}; as many as on the first batch are needed: check "
-            "the shape of the inputs, and give a single sample as x[None]."
+            f"The outputs of {name} have the shape {tuple(recording.outputs.shape)} at {batches.describe(inputs)}, and "
+            f"there were {outputs} for each sample on the first batch. Check the shape of the inputs, and pass a "
+            "single sample as x[None]."
         )
     stale = [min(use.names.values()) for use in recording.noted if use.stale]
-    found = ""
+    difference = ""
     if recording.elsewhere:
-        found = f"it also uses {min(recording.elsewhere)} in another way"
+        difference = f"also uses {min(recording.elsewhere)} in another way"
     elif recording.differentiated and recording.noted:
-        found = "it takes gradients"
+        difference = "takes gradients"
     elif stale:
-        found = f"the input of the layer of {stale[0]} is written in place after the call"
-    if found:
+        difference = f"writes the input of the layer of {stale[0]} in place after the call"
+    if difference:
         raise LapwingError(
-            f"Asked to run {name} as on the first batch, found that {found}, which was not so "
-            "there; the same on every batch is needed: put a batch that shows it first, or leave the parameter out "
-            "with params=lambda name, parameter: ..."
+            f"{name} {difference}, which it did not do on the first batch. Put a batch that shows it first, or leave "
+            "the parameter out with params=lambda name, parameter: ..."
         )

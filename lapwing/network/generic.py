@@ -54,9 +54,9 @@ def per_sample_rows(
     coarse = torch.finfo(torch.bfloat16).eps if half else 1e-4  # it may compute in less precision here and there
     if samples > 1 and not _agrees_with_autograd(rows, network, parameters, inputs, cotangents, coarse):
         raise LapwingError(
-            f"Asked to take {samples} samples of {describe(inputs)} one by one, found other gradients than together; "
-            "tensors whose first length is the number of samples are cut along it: give what samples share in another "
-            "shape, such as x[None], or within the model, or pass batches of another size."
+            f"The gradients of {samples} samples of {describe(inputs)}, taken one by one, are not those of the batch: "
+            "a tensor whose first length is the number of samples is cut along it. Pass what samples share in another "
+            "shape, such as x[None], or keep it within the model, or pass batches of another size."
         )
     return rows
 

@@ -22,7 +22,7 @@ def first_batch(loader: Any) -> Any:
     """Returns the first batch, and makes sure that the loader begins again.
 
     Raises:
-        LapwingError: cases 8 and 9: no loader, one that can be gone through once only, or one without samples.
+        LapwingError: for no loader, for one that can be gone through once only, and for one without samples.
     """
     if hasattr(loader, "train_dataloader"):
         raise LapwingError(
@@ -30,30 +30,26 @@ def first_batch(loader: Any) -> Any:
         )
     if not hasattr(loader, "__iter__") or isinstance(loader, (Tensor, Mapping)):
         raise LapwingError(
-            f"Asked to fit on a loader, found {batches.describe(loader)}; an iterable of (inputs, targets) batches is "
-            "needed: write [(x, y)] for one batch, or torch.utils.data.DataLoader(dataset, batch_size=100)."
+            f"The loader is {batches.describe(loader)} and must be an iterable of (inputs, targets) batches. Write "
+            "[(x, y)] for one batch, or torch.utils.data.DataLoader(dataset, batch_size=100)."
         )
     if isinstance(loader, tuple) and len(loader) == 2 and all(isinstance(item, Tensor) for item in loader):
         raise LapwingError(
-            f"Asked to fit on a loader, found one batch, {batches.describe(loader)}; an iterable of batches is needed: "
-            "write [(x, y)]."
+            f"The loader is one batch, {batches.describe(loader)}, and must be an iterable of batches. Write [(x, y)]."
         )
     iterator = iter(loader)
     if not isinstance(loader, DataLoader) and iter(loader) is iterator:  # one with lasting workers keeps and resets it
         raise LapwingError(
-            f"Asked to fit on a loader of type {type(loader).__name__}, found that it can be gone through once only; "
-            "every pass needs the same data: pass a DataLoader or a list of batches, not a generator."
+            f"The loader, of type {type(loader).__name__}, can be gone through once only, and every pass needs the "
+            "same data. Pass a DataLoader or a list of batches, not a generator."
         )
     for batch in iterator:
         if batches.size(batches.split(batch)[0]) == 0:
-            raise LapwingError(
-                "Asked to fit on a loader, found a first batch without samples; at least one is needed: check the "
-                "dataset's length and filters."
-            )
+            raise LapwingError("The first batch of the loader has no samples. Check the dataset's length and filters.")
         return batch
     raise LapwingError(
-        f"Asked to fit on a loader of type {type(loader).__name__}, found no batch in it; at least one is needed: "
-        "check the dataset's length, and drop_last=True with a batch size above it."
+        f"The loader, of type {type(loader).__name__}, yields no batch. Check the dataset's length, and drop_last=True "
+        "with a batch size above it."
     )
 
 
@@ -90,7 +86,7 @@ def other_size(shown: int, to: str, before: int | None) -> LapwingError:
     )
 
 
-def tell_unseen(loader: Any, shown: int | None) -> None:
+def warn_of_unseen_samples(loader: Any, shown: int | None) -> None:
     """Warns where a data loader shows fewer samples than its data set has, or each of them once a worker.
 
     Of several processes each shows its share, which is no mistake.
@@ -117,18 +113,18 @@ def tell_unseen(loader: Any, shown: int | None) -> None:
 
 
 def check_progress(progress: Any) -> None:
-    """Raises for a `progress` that is neither True, False nor None (case 15)."""
+    """Raises for a `progress` that is neither True, False nor None."""
     if progress is not None and not isinstance(progress, bool):
         raise LapwingError(
-            f"Asked for progress={shown(progress)}; accepted are True for a bar, False for none, and None for one on a "
-            "terminal: write progress=False."
+            f"progress={shown(progress)} is neither True, for a bar, nor False, nor None, for a bar on a terminal. "
+            "Write progress=False."
         )
 
 
 def check_seed(seed: Any) -> None:
-    """Raises for a seed that is no whole number from 0 to 2**63 - 1 (case 15)."""
+    """Raises for a seed that is no whole number from 0 to 2**63 - 1."""
     if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**63:
-        raise LapwingError(f"Asked for seed={shown(seed)}; a whole number from 0 to 2**63 - 1 is needed: write seed=0.")
+        raise LapwingError(f"seed={shown(seed)} is no whole number from 0 to 2**63 - 1. Write seed=0.")
 
 
 def shows_bar(progress: bool | None) -> bool:

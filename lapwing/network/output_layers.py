@@ -22,7 +22,7 @@ from ..errors import LapwingError
 from . import batches
 from .batches import Forward
 from .eager import EagerMode
-from .functional import first_call
+from .functional import FirstCall, first_call
 from .gate import quantized_layers
 from .module_state import modules_of
 from .selection import check_real
@@ -63,9 +63,9 @@ def output_layers(
     forward: Forward | None,
     parameters: Mapping[str, Tensor],
     recording: Recording,
-    tell: bool = True,
-) -> tuple[str, ...]:
-    """Returns the names of the parameters that `lw.last_layer` treats.
+    warn: bool = True,
+) -> tuple[tuple[str, ...], FirstCall]:
+    """Returns the names of the parameters that `lw.last_layer` treats, and the call that showed which they are.
 
     Args:
         model: the uncompiled network.
@@ -73,7 +73,7 @@ def output_layers(
         forward: how the network is called.
         parameters: name -> parameter, tied ones once.
         recording: of these samples.
-        tell: name the parameters in the log.
+        warn: name the parameters in the log.
 
     Raises:
         LapwingError: where no layer is the last, with the line to write.
@@ -92,7 +92,8 @@ def output_layers(
     }
     origins = _Origins([*parameters.values(), *leaves.values()], batches.tensors(inputs))
     with torch.enable_grad(), origins:
-        outputs, _ = first_call(model, forward, parameters, leaves, inputs)
+        first = first_call(model, forward, parameters, leaves, inputs)
+    outputs = first.outputs
     if outputs.grad_fn is None:
         raise _refused_without_gradient(model, kind)
     owners = {id(tensor): name for named in (parameters, leaves) for name, tensor in named.items()}
@@ -116,9 +117,9 @@ def output_layers(
             f"name the weights to treat: write {matching_line({*found, *idle}, parameters)}."
         )
     check_real(names, parameters)
-    if tell:
+    if warn:
         log.info("The last layer of %s is treated: %s.", kind, ", ".join(names))
-    return names
+    return names, first
 
 
 class _Origins(EagerMode):

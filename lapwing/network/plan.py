@@ -137,8 +137,8 @@ class Plan:
         """
         if self.single_sample and samples > 1:
             raise LapwingError(
-                f"Asked to run {model} on {samples} samples, found that the first batch had one sample, which cannot "
-                "show where the layers hold the batch; begin with a batch of two or more: put a larger batch first."
+                f"The first batch had one sample, which cannot show where the layers of {model} hold the {samples} "
+                "samples of this one. Begin with a batch of two or more: put a larger batch first."
             )
         if names == self._names and kinds == (self.kinds or kinds):
             return self.uses
@@ -148,9 +148,9 @@ class Plan:
         clear = clear and (not known or known.issuperset(zip(order, kinds, strict=True)))
         if not clear or set(order) != set(self.order):
             raise LapwingError(
-                f"Asked to run {model} as on the first batch, where it used its covered parameters {len(self.order)} "
-                f"times, found {len(names)} uses, not of the same layers; all of them must run on every batch: leave "
-                "conditional layers out with params=lambda name, parameter: ..."
+                f"{model} does not run as on the first batch, where it used its covered parameters {len(self.order)} "
+                f"times: this batch has {len(names)} uses, not of the same layers. All of them must run on every "
+                "batch. Leave conditional layers out with params=lambda name, parameter: ..."
             )
         axes = {use: next(iter(axis)) for use, axis in self._axes.items()}
         treated = {name: {self.order[i]: roles for i, _, roles in uses} for name, uses in self.uses.items()}

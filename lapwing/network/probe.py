@@ -25,16 +25,16 @@ from ..linalg import accumulation_dtype
 from . import batches
 from .batches import Forward
 from .eager import Draws, without_compiled
-from .functional import first_call
+from .functional import FirstCall, first_call
 from .output_layers import output_layers
 from .plan import Coverage, Covered, Plan
 from .selection import LastLayer, Predicate, select
-from .tracing import Noted, output_gradients, run, run_spread
+from .tracing import RecordedUse, output_gradients, run, run_spread
 
 log = logging.getLogger("lapwing")
 
 PROBED_SAMPLES = 4
-MINGLED = "its samples cannot be told apart"
+MIXED = "its samples cannot be told apart"
 UNSEEN = "no layer family saw it"
 CONDITIONAL = "layers of its shape do not run on every sample"
 IDLE = (
@@ -42,7 +42,7 @@ IDLE = (
     "network keeps of an earlier call"
 )
 
-_TOLD_IDLE: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
+_WARNED_IDLE: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
 """Network -> its parameters that were said to have no gradient."""
 
 
@@ -63,7 +63,7 @@ def probe(
     params: Predicate | LastLayer,
     forward: Forward | None,
     most: int,
-    tell: bool = True,
+    warn: bool = True,
 ) -> Survey:
     """Surveys a network on a few samples.
 
@@ -74,7 +74,7 @@ def probe(
         params: the selection.
         forward: how the network is called.
         most: how many numbers may be built for a strip of positions beside the activations.
-        tell: warn of idle parameters.
+        warn: warn of idle parameters.
 
     Returns:
         Blocks, the plan to read recordings with, and the coverage report.
@@ -83,15 +83,17 @@ def probe(
         LapwingError: no parameter selected; outputs that change between calls or with the rest of the batch.
     """
     few = _few(model, inputs, forward)
-    outputs, noted, routed, differentiated, elsewhere = recording = run_spread(model, few, forward, parameters)
+    chosen = () if isinstance(params, LastLayer) else select(params, parameters, type(model).__name__)
+    frozen = {name: parameters[name] for name in chosen if not parameters[name].requires_grad}
+    recording = run_spread(model, few, forward, parameters, list(frozen.values()))
+    outputs, noted, routed, differentiated, elsewhere = recording
     batches.check_outputs(outputs, "the first batch")
+    names, call = chosen, None
     if isinstance(params, LastLayer):
-        names = output_layers(model, few, forward, parameters, recording, tell)
-    else:
-        names = select(params, parameters, type(model).__name__)
-    frozen = {name: parameters[name] for name in names if not parameters[name].requires_grad}
-    if frozen:  # not known before, and others, masks and tables, need not take gradients
-        elsewhere = elsewhere | run(model, few, forward, frozen, frozen=list(frozen.values())).elsewhere
+        names, call = output_layers(model, few, forward, parameters, recording, warn)
+        frozen = {name: parameters[name] for name in names if not parameters[name].requires_grad}
+        if frozen:  # not known before, and others, masks and tables, need not take gradients
+            elsewhere = elsewhere | run(model, few, forward, frozen, frozen=list(frozen.values())).elsewhere
     samples = outputs.shape[0]
     _check_repeatable(model, few, forward, outputs.detach())
 
@@ -99,27 +101,28 @@ def probe(
     u = torch.randn(samples, outputs.shape[1], 3, generator=generator, dtype=outputs.dtype, device=outputs.device)
     u[1:, :, 0] = 0  # cotangent 0 looks at the first sample, 1 at the last, 2 at all
     u[: samples - 1, :, 1] = 0
-    chosen = [use for use in noted if set(use.names.values()) & set(names)]
-    with _own_words(model):
-        gradients = [g for g in output_gradients(outputs, chosen, u, differentiable=False) if g is not None]  # all
-        truth, unseen = _autograd_rows(model, forward, {n: parameters[n] for n in names}, few, u[:, :, 2])
-    axes = [_batch_axis(use, g, samples) if use.reached else None for use, g in zip(chosen, gradients, strict=True)]
+    treated = [use for use in noted if set(use.names.values()) & set(names)]
+    with _explained(model):
+        gradients = [g for g in output_gradients(outputs, treated, u, differentiable=False) if g is not None]  # all
+        call = call or _call_with_leaves(model, forward, {n: parameters[n] for n in names}, few)
+        truth = _autograd_rows(call, names, u[:, :, 2], type(model).__name__)
+    axes = [_batch_axis(use, g, samples) if use.reached else None for use, g in zip(treated, gradients, strict=True)]
 
-    reasons = _reasons(names, truth.keys(), chosen, axes)
+    reasons = _reasons(names, truth.keys(), treated, axes)
     for name in names:
         if differentiated and not reasons[name]:
             reasons[name] = "the network takes gradients itself, which outputs may contain"
         elif name in elsewhere and not reasons[name]:
             reasons[name] = "it also reaches the outputs by functions of no layer family"
-    for name in _conditional(chosen, gradients, parameters) if routed else ():
+    for name in _conditional(treated, gradients, parameters) if routed else ():
         if not reasons.get(name, IDLE):
             reasons[name] = CONDITIONAL
-    if tell:
-        _tell_idle(model, [name for name in names if reasons[name] == IDLE])
-    _compare_with_autograd(chosen, gradients, axes, samples, truth, reasons, most)
+    if warn:
+        _warn_of_idle(model, [name for name in names if reasons[name] == IDLE])
+    _compare_with_autograd(treated, gradients, axes, samples, truth, reasons, most)
     covered = [name for name in names if not reasons[name]]
-    kept = [i for i, use in enumerate(chosen) if set(use.names.values()) & set(covered)]
-    uses, axes = [chosen[i] for i in kept], [axes[i] for i in kept]
+    kept = [i for i, use in enumerate(treated) if set(use.names.values()) & set(covered)]
+    uses, axes = [treated[i] for i in kept], [axes[i] for i in kept]
     blocks, roles_of, order = _blocks(uses, covered, parameters)
     watched = tuple(name for block in blocks for name in block.parameters)
     blocks += [Block(name, (name,), (tuple(parameters[name].shape),), "generic") for name in names if reasons[name]]
@@ -133,7 +136,7 @@ def probe(
         next((i for i, use in enumerate(uses) if use.is_output(outputs)), -1),
         tuple(use.use.kind for use in uses),
         batches.shared(inputs),
-        unseen,
+        not call.unseen.isdisjoint(names),
     )
     lines = tuple(
         Covered(block.name, block.parameters, block.size, block.family, reasons[block.parameters[0]])
@@ -143,7 +146,7 @@ def probe(
 
 
 def _reasons(
-    names: Iterable[str], used: Set[str], noted: Iterable[Noted], axes: Iterable[BatchAxis | None]
+    names: Iterable[str], used: Set[str], noted: Iterable[RecordedUse], axes: Iterable[BatchAxis | None]
 ) -> dict[str, str]:
     """Returns why no layer family treats a parameter, by name; "" where one may, until autograd says otherwise.
 
@@ -161,13 +164,15 @@ def _reasons(
             if use.stale:
                 reasons[name] = "its layer's input is modified in place"
             elif axis is None:
-                reasons[name] = MINGLED
+                reasons[name] = MIXED
             elif reasons[name] == UNSEEN:  # what one use rules out, another does not allow
                 reasons[name] = ""
     return reasons
 
 
-def _conditional(noted: Sequence[Noted], gradients: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> list[str]:
+def _conditional(
+    noted: Sequence[RecordedUse], gradients: Sequence[Tensor], parameters: Mapping[str, Tensor]
+) -> list[str]:
     """Returns the names in layers of a shape of which one saw not every sample: another sample may not reach these."""
     partial: set[str] = set()
     for use, (first, last, whole) in zip(noted, gradients, strict=True):
@@ -179,10 +184,10 @@ def _conditional(noted: Sequence[Noted], gradients: Sequence[Tensor], parameters
     return [name for name in used if name.rpartition(".")[0] in layers]
 
 
-def _tell_idle(model: nn.Module, idle: list[str]) -> None:
+def _warn_of_idle(model: nn.Module, idle: list[str]) -> None:
     """Warns of parameters to treat that the outputs do not depend on, once for each network."""
-    if idle and _TOLD_IDLE.get(model) != idle:
-        _TOLD_IDLE[model] = idle
+    if idle and _WARNED_IDLE.get(model) != idle:
+        _WARNED_IDLE[model] = idle
         log.warning(
             "%s has no gradient on the first batch for %d of the parameters to treat (%s): not used there, within "
             "torch.no_grad(), or in what the network keeps of an earlier call (which model.train().eval() may empty); "
@@ -193,7 +198,7 @@ def _tell_idle(model: nn.Module, idle: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _own_words(model: nn.Module) -> Iterator[None]:
+def _explained(model: nn.Module) -> Iterator[None]:
     """Says what to do where no gradient can be taken.
 
     The network may overwrite what gradients need, or call parts of itself again on the way back, unseen by a recording.
@@ -209,10 +214,10 @@ def _own_words(model: nn.Module) -> Iterator[None]:
         if "torch.utils.checkpoint" not in str(error):
             raise
         raise LapwingError(
-            f"Asked to differentiate {type(model).__name__}, found that it calls torch.utils.checkpoint.checkpoint "
-            "around parameters to treat; a network that runs once is needed: turn checkpointing off, such as by "
-            "model.gradient_checkpointing_disable(), model.set_grad_checkpointing(False) or a test of self.training "
-            "in forward(), or leave these parameters out, such as by params=lw.last_layer."
+            f"{type(model).__name__} calls torch.utils.checkpoint.checkpoint around parameters to treat, so it would "
+            "run a second time, unseen. Turn checkpointing off, by model.gradient_checkpointing_disable(), "
+            "model.set_grad_checkpointing(False) or a test of self.training in forward(), or leave these parameters "
+            "out, for instance by params=lw.last_layer."
         ) from error
 
 
@@ -231,17 +236,18 @@ def _few(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
 
 
 def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, outputs: Tensor) -> None:
-    """Requires the same outputs again (case 11), and for the first and the last sample alone."""
+    """Requires the same outputs again, and for the first and the last sample alone."""
     versions = [leaf._version for leaf in batches.tensors(inputs)]
     with torch.no_grad(), without_compiled():
-        again = batches.call(model, inputs, forward)
+        before = _generator_state(outputs.device)
+        again = third = batches.call(model, inputs, forward)
+        drew = not torch.equal(before, _generator_state(outputs.device))
         ends = [
             (batches.call(model, batches.take(inputs, slice(i, i + 1)), forward), outputs[i])
             for i in sorted({0, outputs.shape[0] - 1})
         ]
-        before = _generator_state(outputs.device)
-        third = batches.call(model, inputs, forward)
-        drew = not torch.equal(before, _generator_state(outputs.device))
+        if drew:
+            third = batches.call(model, inputs, forward)
     eps, scale = torch.finfo(outputs.dtype).eps, outputs.abs().max().clamp_min(1.0)
     tolerance = 3 * eps**0.5 * scale  # fused kernels differ; identical calls do not, unless random numbers are drawn
     shapes = {again.shape, third.shape, outputs.shape}
@@ -255,22 +261,21 @@ def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, ou
             )
         with torch.no_grad(), Draws() as draws:
             batches.call(model, inputs, forward)
-        named = f" and that it calls {', '.join(draws.functions)}" if draws.functions else ""
+        named = f"; it calls {', '.join(draws.functions)}" if draws.functions else ""
         raise LapwingError(
-            f"Asked to run {type(model).__name__} again on the same batch, found outputs that differ by "
-            f"{float(difference):.2g}{named}; a deterministic network is needed: call model.eval(), and turn off "
-            "sampling, noise and augmentation inside forward()."
+            f"Two calls of {type(model).__name__} on the same batch give outputs that differ by "
+            f"{float(difference):.2g}{named}. Call model.eval(), and turn off sampling, noise and augmentation inside "
+            "forward()."
         )
-    for alone, together in ends:  # the first and the last sample: a recurrence along the batch spares the first
-        if alone.shape[1:] != together.shape or (alone[0] - together).abs().max() > tolerance:
-            differs = (
-                f" (by {float((alone[0] - together).abs().max()):.2g})" if alone.shape[1:] == together.shape else ""
-            )
+    for alone, in_batch in ends:  # the first and the last sample: a recurrence along the batch spares the first
+        fits = alone.shape[1:] == in_batch.shape
+        distance = float((alone[0] - in_batch).abs().max()) if fits else math.inf
+        if not distance <= tolerance:
             raise LapwingError(
-                f"Asked to run {type(model).__name__} on one sample, found that its output changes with the rest of "
-                f"the batch{differs}; samples must be independent and lie along the first dimension of inputs and "
-                "outputs: call model.eval(), use running statistics in batch norm, batch_first=True in recurrent "
-                "layers, or wrap the model so that the batch comes first."
+                f"The output of {type(model).__name__} at one sample changes with the rest of the batch"
+                f"{f' (by {distance:.2g})' if fits else ''}. Samples must be independent and lie along the first "
+                "dimension of inputs and outputs: call model.eval(), use running statistics in batch norm, "
+                "batch_first=True in recurrent layers, or wrap the model so that the batch comes first."
             )
 
 
@@ -278,7 +283,7 @@ def _generator_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def _batch_axis(noted: Noted, g: Tensor, samples: int) -> BatchAxis | None:
+def _batch_axis(noted: RecordedUse, g: Tensor, samples: int) -> BatchAxis | None:
     """Finds the axis on which the gradients of the first (last) sample's outputs are zero at all other samples."""
     shape = noted.out.shape
     for axis in range(noted.use.sample_dims):
@@ -292,28 +297,28 @@ def _batch_axis(noted: Noted, g: Tensor, samples: int) -> BatchAxis | None:
     return None
 
 
-def _autograd_rows(
-    model: nn.Module, forward: Forward | None, parameters: dict[str, Tensor], inputs: Any, u: Tensor
-) -> tuple[dict[str, Tensor], bool]:
-    """Returns autograd's `Jᵀu`, name -> the parameter's shape, of the parameters that the outputs depend on.
-
-    And whether the network takes parameters past function modes.
-    """
+def _call_with_leaves(
+    model: nn.Module, forward: Forward | None, parameters: dict[str, Tensor], inputs: Any
+) -> FirstCall:
     leaves = {name: value.detach().clone().requires_grad_() for name, value in parameters.items()}
     with torch.enable_grad():
-        outputs, unseen = first_call(model, forward, parameters, leaves, inputs)
-        if not outputs.requires_grad:
-            raise LapwingError(
-                f"Asked to treat {len(leaves)} parameters of {type(model).__name__} ({', '.join(list(leaves)[:3])}), "
-                "found that its outputs have no gradient for any of them; parameters that the outputs depend on, "
-                "outside torch.no_grad(), are needed: take @torch.no_grad() off forward(), or name others with params=."
-            )
-        found = torch.autograd.grad(outputs, list(leaves.values()), u, allow_unused=True)
-    return {name: g for name, g in zip(leaves, found, strict=True) if g is not None}, unseen
+        return first_call(model, forward, parameters, leaves, inputs)
+
+
+def _autograd_rows(call: FirstCall, names: Sequence[str], u: Tensor, model: str) -> dict[str, Tensor]:
+    """Returns autograd's `Jᵀu`, name -> the parameter's shape, of the parameters that the outputs depend on."""
+    if not call.outputs.requires_grad:
+        raise LapwingError(
+            f"The outputs have no gradient for any of the {len(names)} parameters of {model} "
+            f"({', '.join(names[:3])}) to treat. Take @torch.no_grad() off forward(), or choose other "
+            "parameters with params=."
+        )
+    gradients = torch.autograd.grad(call.outputs, [call.leaves[name] for name in names], u, allow_unused=True)
+    return {name: g for name, g in zip(names, gradients, strict=True) if g is not None}
 
 
 def _compare_with_autograd(
-    noted: list[Noted],
+    noted: list[RecordedUse],
     gradients: list[Tensor],
     axes: list[BatchAxis | None],
     samples: int,
@@ -336,13 +341,13 @@ def _compare_with_autograd(
             reasons[name] = "its recorded uses do not add up to autograd's gradient"
 
 
-def _single(name: str, use: Noted, role: str, shape: tuple[int, ...]) -> Block:
+def _single(name: str, use: RecordedUse, role: str, shape: tuple[int, ...]) -> Block:
     matrix = use.use.matrix()
     return Block(name, (name,), (shape,), use.use.family, matrix, role == "bias" and matrix is not None)
 
 
 def _blocks(
-    noted: list[Noted], covered: list[str], parameters: dict[str, Tensor]
+    noted: list[RecordedUse], covered: list[str], parameters: dict[str, Tensor]
 ) -> tuple[list[Block], dict[str, list[tuple[int, frozenset[str]]]], tuple[tuple[tuple[str, str], ...], ...]]:
     """Groups covered parameters: weight and bias that always go together are one block, others stand alone."""
     order = tuple(tuple(sorted((r, n) for r, n in use.names.items() if n in covered)) for use in noted)
@@ -382,7 +387,7 @@ def _block_name(members: tuple[str, ...]) -> str:
     return commonprefix(members).rstrip("._") or members[0]  # noqa: RUF071 (characters are what is wanted)
 
 
-def _numbers(noted: Noted, samples: int) -> tuple[int, int]:
+def _numbers(noted: RecordedUse, samples: int) -> tuple[int, int]:
     """Returns (outputs, unfolded inputs) a sample, in numbers."""
     out = noted.out.numel() // samples
     matrix: Matrix | None = noted.use.matrix()

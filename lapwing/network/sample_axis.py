@@ -2,7 +2,7 @@
 
 A network may sort its samples, leave out padded positions, or send some of them through a branch. What is in a layer
 then depends on the batch, and the survey saw but a few samples of one. Cotangents that are multiplied sample by sample
-by powers of two tell: gradients at a layer must follow. The powers are the digits of the sample's number, so that no
+by powers of two show it: gradients at a layer must follow. The powers are the digits of the sample's number, so that no
 two samples have the same.
 """
 
@@ -17,23 +17,23 @@ from torch import Tensor
 
 from ..errors import LapwingError
 from .plan import Uses
-from .tracing import Noted, Recording, output_gradients
+from .tracing import RecordedUse, Recording, output_gradients
 
 log = logging.getLogger("lapwing")
 
 HALF = (torch.float16, torch.bfloat16)
 
 
-class Misplaced(LapwingError):
+class SampleAxisMoved(LapwingError):
     """Raised where a layer holds the samples elsewhere than on the first batch."""
 
 
-class Attribution:
+class SampleAxisCheck:
     """Of one network: the shapes of recordings whose layers hold the samples where the survey found them."""
 
     def __init__(self) -> None:
         self._known: set[tuple[torch.Size, ...]] = set()
-        self._told = False
+        self._warned = False
 
     def check(self, recording: Recording, uses: Uses, name: str) -> None:
         """Looks for a layer that holds the samples elsewhere; again where a value decides what lies where.
@@ -44,7 +44,7 @@ class Attribution:
             name: the network's.
 
         Raises:
-            Misplaced: where there is one.
+            SampleAxisMoved: where there is one.
             LapwingError: where a layer has no such dimension.
         """
         outputs, noted, routed, *_ = recording
@@ -55,18 +55,18 @@ class Attribution:
         if len(outputs) < 2:
             self._known.add(shapes)
             return
-        layer, conclusive = misplaced(outputs, noted, uses)
+        layer, conclusive = moved_layer(outputs, noted, uses)
         if layer:
-            raise Misplaced(
-                f"Asked for gradients of {name} at {len(outputs)} samples at once, found that {layer} does not hold "
-                "them as on the first batch: forward() sorts, packs or leaves out parts of them; what needs "
-                "several samples together (joint covariances, inducing points) takes layers that always hold them "
-                "alike: leave this one out with params=lambda name, parameter: ..., or ask for single samples."
+            raise SampleAxisMoved(
+                f"{name} at {len(outputs)} samples: the layer of {layer} does not hold them as on the first batch, "
+                "because forward() sorts, packs or leaves out parts of them. Joint covariances and inducing points "
+                "need layers that always hold the samples in the same way. Leave this one out with params=lambda name, "
+                "parameter: ..., or ask for single samples."
             )
         if conclusive and not routed:
             self._known.add(shapes)
 
-    def _check_dimensions(self, noted: Sequence[Noted], uses: Uses, name: str) -> None:
+    def _check_dimensions(self, noted: Sequence[RecordedUse], uses: Uses, name: str) -> None:
         """Raises where a layer's tensors lack the dimension that held the samples, which single samples show too."""
         for block, found in uses.items():
             for i, axis, _ in found:
@@ -77,14 +77,14 @@ class Attribution:
                         "in the fit, or fit again."
                     )
 
-    def tell_alone(self, error: Misplaced) -> None:
+    def warn_once(self, error: SampleAxisMoved) -> None:
         """Warns once that samples are taken one by one."""
-        if not self._told:
-            self._told = True
-            log.warning("%s; they are taken one by one, which is slow.", str(error).partition(";")[0])
+        if not self._warned:
+            self._warned = True
+            log.warning("%s. They are taken one by one, which is slow.", str(error).partition(". ")[0])
 
 
-def misplaced(outputs: Tensor, noted: Sequence[Noted], uses: Uses) -> tuple[str, bool]:
+def moved_layer(outputs: Tensor, noted: Sequence[RecordedUse], uses: Uses) -> tuple[str, bool]:
     """Looks for a layer that holds the samples elsewhere than the survey found.
 
     Args:

@@ -91,8 +91,8 @@ def matching(*patterns: str) -> Matching:
     """
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
         raise LapwingError(
-            f"Asked for matching({', '.join(map(repr, patterns))}); one or more patterns, each a string, are needed: "
-            "write lw.matching('*.lora_*', 'head.*')."
+            f"lw.matching({', '.join(map(shown, patterns))}) needs one or more patterns, each a string. Write "
+            "lw.matching('*.lora_*', 'head.*')."
         )
     return Matching(patterns)
 
@@ -106,21 +106,21 @@ def select(params: Predicate, parameters: Mapping[str, Tensor], model_name: str)
         model_name: for the error.
 
     Raises:
-        LapwingError: case 10, none selected.
+        LapwingError: where none is selected.
     """
     if not callable(params):
         raise LapwingError(
-            f"Asked to treat params={shown(params)}; accepted are lw.everything, lw.last_layer, "
-            "lw.matching('*.weight') and a predicate: write params=lambda name, parameter: name.startswith('head')."
+            f"params={shown(params)} is none of lw.everything, lw.last_layer, lw.matching('*.weight') and a predicate. "
+            "Write params=lambda name, parameter: name.startswith('head')."
         )
     names = _chosen(params, parameters)
     if names:
         return names
     frozen = sum(not value.requires_grad for value in parameters.values())
     raise LapwingError(
-        f"Asked to treat {shown(params)} of {model_name}, found no such parameter among {len(parameters)} ({frozen} "
-        f"frozen; names: {_listed(parameters)}); at least one is needed: pass params=lw.matching('*') to treat frozen "
-        "parameters too, or name some with params=lw.matching(...)."
+        f"params={shown(params)} selects no parameter of {model_name}, which has {len(parameters)} ({frozen} frozen; "
+        f"names: {_listed(parameters)}). Pass params=lw.matching('*') to treat frozen parameters too, or name "
+        "some with params=lw.matching(...)."
     )
 
 
@@ -133,8 +133,8 @@ def _chosen(params: Predicate, parameters: Mapping[str, Tensor]) -> tuple[str, .
         chosen = tuple(name for name, value in parameters.items() if params(name, value))
     except TypeError as error:
         raise LapwingError(
-            f"Asked to treat params={shown(params)}, found that it raised TypeError ({error}); a function of a name "
-            "and a parameter is needed: write params=lambda name, parameter: name.startswith('head')."
+            f"params={shown(params)} raised TypeError ({error}). Pass a function of a name and a parameter: write "
+            "params=lambda name, parameter: name.startswith('head')."
         ) from error
     check_real(chosen, parameters)
     return tuple(name for name in chosen if parameters[name].is_floating_point())
@@ -145,7 +145,7 @@ def check_real(names: Iterable[str], parameters: Mapping[str, Tensor]) -> None:
     for name in names:
         if parameters[name].is_complex():
             raise LapwingError(
-                f"Asked to treat {name}, found a parameter of {parameters[name].dtype}; real parameters are needed: "
-                "leave complex ones out by params=lambda name, parameter: not parameter.is_complex(), or keep real "
-                "and imaginary part as one real parameter and call torch.view_as_complex(parameter) in forward()."
+                f"The parameter {name} has the dtype {parameters[name].dtype}, and only real ones can be treated. "
+                "Leave complex ones out by params=lambda name, parameter: not parameter.is_complex(), or keep real and "
+                "imaginary part as one real parameter and call torch.view_as_complex(parameter) in forward()."
             )

@@ -33,7 +33,7 @@ DIFFERENTIATES = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor
 
 
 @dataclass
-class Noted:
+class RecordedUse:
     """One watched use: what the layer saw, its parameters' names by role, and where it lies in the graph.
 
     Attributes:
@@ -75,7 +75,7 @@ class Recording(NamedTuple):
     """
 
     outputs: Tensor
-    noted: list[Noted]
+    noted: list[RecordedUse]
     routed: bool
     differentiated: bool
     elsewhere: set[str]
@@ -95,7 +95,7 @@ class Recorder(EagerMode):
         self._watched = {id(parameter): name for name, parameter in watched.items()}
         self._stand_ins = {id(p): p.detach().requires_grad_() for p in frozen}
         self._spread = spread
-        self.noted: list[Noted] = []
+        self.noted: list[RecordedUse] = []
         self.routed = self.differentiated = False
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
@@ -122,7 +122,7 @@ class Recorder(EagerMode):
         weight = constant.get(id(use.parameters.get("weight")))
         versions = use.inputs._version, out._version, 0 if weight is None else weight._version
         source = use.inputs.grad_fn
-        self.noted.append(Noted(use, names, get_gradient_edge(out), out, versions, weight, source, spread))
+        self.noted.append(RecordedUse(use, names, get_gradient_edge(out), out, versions, weight, source, spread))
         return out
 
     def _is_watched(self, value: Any) -> bool:
@@ -208,18 +208,24 @@ def run(
     return Recording(outputs, recorder.noted, recorder.routed, recorder.differentiated, elsewhere)
 
 
-def run_spread(model: nn.Module, inputs: Any, forward: Forward | None, watched: Mapping[str, Tensor]) -> Recording:
+def run_spread(
+    model: nn.Module,
+    inputs: Any,
+    forward: Forward | None,
+    watched: Mapping[str, Tensor],
+    frozen: Sequence[Tensor] = (),
+) -> Recording:
     """Records the network with tables spread over the samples, unless that changes its outputs."""
     try:
-        outputs, noted, *_ = recording = run(model, inputs, forward, watched, size(inputs))
+        outputs, noted, *_ = recording = run(model, inputs, forward, watched, size(inputs), frozen)
     except (LapwingError, RuntimeError, TypeError, ValueError, IndexError):  # it may not take the table's new shape
-        return run(model, inputs, forward, watched)
+        return run(model, inputs, forward, watched, frozen=frozen)
     if any(use.spread for use in noted):
         with torch.no_grad(), without_compiled():
             plain = call(model, inputs, forward)
         tolerance = torch.finfo(plain.dtype).eps ** 0.5 * plain.abs().max().clamp_min(1.0)
         if plain.shape != outputs.shape or not (plain - outputs).abs().max() <= tolerance:
-            return run(model, inputs, forward, watched)
+            return run(model, inputs, forward, watched, frozen=frozen)
     return recording
 
 
@@ -229,7 +235,7 @@ def wants_gradient(inputs: Any) -> bool:
 
 
 def output_gradients(
-    outputs: Tensor, noted: Sequence[Noted], cotangents: Tensor | None, differentiable: bool, batched: bool = True
+    outputs: Tensor, noted: Sequence[RecordedUse], cotangents: Tensor | None, differentiable: bool, batched: bool = True
 ) -> list[Tensor | None]:
     """Computes the gradients of R cotangents at the outputs of the noted uses.
 
@@ -262,7 +268,9 @@ def output_gradients(
     return [u if last else next(rest) for last in is_output]
 
 
-def _backward(outputs: Tensor, noted: Sequence[Noted], u: Tensor, differentiable: bool, batched: bool) -> list[Tensor]:
+def _backward(
+    outputs: Tensor, noted: Sequence[RecordedUse], u: Tensor, differentiable: bool, batched: bool
+) -> list[Tensor]:
     count = u.shape[0]
     if not outputs.requires_grad:
         return [use.out.new_zeros(count, *use.out.shape) for use in noted]

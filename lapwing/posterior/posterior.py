@@ -21,6 +21,7 @@ from ..network import batches
 from ..network.autocast import full_precision
 from ..network.eager import outside_modes
 from ..network.gate import check_mode
+from ..network.module_state import walked_once
 from ..network.stamp import Stamp
 from ..network.tracing import wants_gradient
 from ..prediction import Linearized, Uncertain, Way
@@ -288,12 +289,16 @@ class Posterior:
 
         Cost: the way's.
         """
-        self._check_network()
         if not isinstance(via, Way):
             raise LapwingError(
                 f"Asked for via={shown(via)}; accepted are lw.Linearized(), lw.MonteCarlo(draws=50) and "
                 "lw.Streamlined(): write via=lw.Linearized()."
             )
+        with walked_once(self.tangent.model):
+            self._check_network()
+            return self._latents(x, via, joint)
+
+    def _latents(self, x: Any, via: Way, joint: bool) -> AnyLatent:
         if batches.is_loader(x):
             parts = [self._latent(_inputs_of(batch), via, False) for batch in x]
             if joint or not parts:

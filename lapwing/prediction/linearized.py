@@ -11,6 +11,7 @@ import torch
 from ..covariance import AnyLatent, Covariance, JointLatent, Latent
 from ..covariance.output import Dense, gathered
 from ..network import batches
+from ..network.gate import Checked
 from ..network.tracing import wants_gradient
 from ..tangent import Tangent
 from .uncertain import carried, separate
@@ -36,12 +37,12 @@ class Linearized(Way):
         values, spreads = separate(inputs)
         if not spreads:
             return _of_weights(tangent, covariance, values, joint)
-        batches.check_inputs(values, "the inputs")
+        checked = tangent.check(values)
         mean, added = carried(tangent, values, spreads, wants_gradient(values))
         batches.check_outputs(mean, "these inputs")
         if not tangent.blocks:
             return Latent(mean, (Dense(added),))
-        latent = _of_weights(tangent, covariance, values, joint)
+        latent = _of_weights(tangent, covariance, checked, joint)
         if isinstance(latent, Latent):
             return Latent(latent.mean, (*latent.terms, Dense(added)))
         own = torch.eye(len(mean), dtype=mean.dtype, device=mean.device)
@@ -50,33 +51,32 @@ class Linearized(Way):
 
 def _of_weights(tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> Latent | JointLatent:
     """Returns `N(f(x, θ̂), J Σ Jᵀ)` at certain inputs."""
-    dtype = covariance.record_dtype
+    dtype, checked = covariance.record_dtype, tangent.check(inputs)
     if joint:
-        return _across(tangent, covariance, inputs, dtype)
+        return _across(tangent, covariance, checked, dtype)
     parts = (
         Latent(record.outputs, tuple(term.to(tangent.dtype) for term in covariance.output_covariance(record)))
-        for _, record in tangent.records(inputs, dtype=dtype, rows_held=tangent.outputs * covariance.held)
+        for _, record in tangent.records(checked, dtype=dtype, rows_held=tangent.outputs * covariance.held)
     )
-    return gathered(parts, batches.size(inputs))
+    return gathered(parts, checked.samples)
 
 
-def _across(tangent: Tangent, covariance: Covariance, inputs: Any, dtype: torch.dtype | None) -> JointLatent:
+def _across(tangent: Tangent, covariance: Covariance, inputs: Checked, dtype: torch.dtype | None) -> JointLatent:
     """Returns `N(f(x, θ̂), J Σ Jᵀ)` of all inputs together, for pairs of chunks that fit the memory budget together."""
-    count, outputs = batches.size(inputs), tangent.outputs
+    count, outputs = inputs.samples, tangent.outputs
     block = tangent.memory // (8 * tangent.dtype.itemsize)  # covariances of a pair, beside sums of a few such
     length = tangent.chunk_length(dtype=dtype, rows_held=outputs * covariance.held) // 2
     length = max(1, min(length, isqrt(block) // outputs))
     if length >= count:
         record = tangent.record(inputs, dtype=dtype)
         return JointLatent(record.outputs, covariance.joint_output_covariance(record, record).to(tangent.dtype))
-    tangent.check(inputs)
-    requests = list(batches.chunks(inputs, length))
+    requests = list(inputs.chunks(length))
     means, matrix = [], torch.empty(count, outputs, count, outputs, dtype=tangent.dtype, device=tangent.device)
     for i, (mine, chunk) in enumerate(requests):
-        record = tangent.record(chunk, dtype=dtype, checked=True)
+        record = tangent.record(chunk, dtype=dtype)
         means.append(record.outputs)
         for theirs, others in requests[: i + 1]:
-            other = record if theirs == mine else tangent.record(others, dtype=dtype, checked=True)
+            other = record if theirs == mine else tangent.record(others, dtype=dtype)
             part = covariance.joint_output_covariance(record, other).to(tangent.dtype)
             matrix[mine, :, theirs] = part
             if other is not record:

@@ -63,7 +63,7 @@ class MonteCarlo(Way):
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
         """Returns the outputs under each draw; draws are joint across inputs by nature."""
         values, spreads = separate(inputs)
-        batches.check_inputs(values, "the inputs")
+        tangent.check(values)
         joined = _stacked(self._outputs(tangent, covariance, values, spreads), self.draws)
         return LatentDraws(joined, joint)
 

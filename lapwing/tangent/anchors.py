@@ -18,7 +18,7 @@ from ..contents import Entry, Unfit
 from ..jacobian.blocks import Vectors
 from ..linalg import total
 from ..network import batches
-from ..network.sample_axis import Misplaced
+from ..network.sample_axis import SampleAxisMoved
 from .record import Record
 from .tangent import Tangent
 
@@ -206,8 +206,8 @@ class Anchors:
         for slots, inputs, u in self.requests(dtype, held, share):
             try:
                 record = self.tangent.record(inputs, u, dtype)
-            except Misplaced as error:
-                self.tangent.tell_alone(error)
+            except SampleAxisMoved as error:
+                self.tangent.warn_once(error)
                 for n, mine in enumerate(slots.reshape(len(u), -1)):
                     one, v = batches.take(inputs, slice(n, n + 1)), u[n : n + 1]
                     yield mine, one, v, self.tangent.record(one, v, dtype)

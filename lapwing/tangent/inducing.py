@@ -47,7 +47,7 @@ def kernel(anchors: Anchors, weights: Weights, inputs: Any, cotangents: Cotangen
     Args:
         anchors: rows J̃ (M, P).
         weights: w, one a block.
-        inputs: B samples.
+        inputs: B samples, checked or not.
         cotangents: R as a function of the outputs, such as a root of Λ, of which the blocks are then; None for the C
             outputs themselves. A function is called once for each chunk.
 
@@ -102,7 +102,7 @@ def _batch_chunks(tangent: Tangent, inputs: Any, cotangents: Cotangents, held: i
     drawn = cotangents.shape[-1] if isinstance(cotangents, Tensor) else None
     columns: int = getattr(cotangents, "columns", tangent.outputs) if drawn is None else drawn
     length = max(1, tangent.chunk_length(columns, torch.float64, columns * held) // 2)
-    return _Chunks([(part, maker(part, chunk)) for part, chunk in batches.chunks(inputs, length)])
+    return _Chunks([(part, maker(part, chunk)) for part, chunk in tangent.check(inputs).chunks(length)])
 
 
 class _Blocks(torch.autograd.Function):

@@ -24,7 +24,7 @@ from ..linalg import total
 from ..network.forward_mode import forward_products
 from ..network.generic import per_sample_rows
 from ..network.plan import Uses
-from ..network.tracing import Noted, output_gradients
+from ..network.tracing import RecordedUse, output_gradients
 
 if TYPE_CHECKING:
     from .tangent import Tangent
@@ -52,7 +52,7 @@ class Record(Mapping[str, BlockJacobian]):
         tangent: Tangent,
         inputs: Any,
         outputs: Tensor,
-        noted: list[Noted],
+        noted: list[RecordedUse],
         uses: Uses,
         cotangents: Tensor | None,
         dtype: torch.dtype,

@@ -24,11 +24,11 @@ from ..network import batches
 from ..network.batches import Forward
 from ..network.eager import LOCK, outside_modes, parameters_of, without_compiled
 from ..network.functional import call_with
-from ..network.gate import check_constant, check_inputs, check_recording, checked_memory, checked_network
+from ..network.gate import Checked, check_constant, check_inputs, check_recording, checked_memory, checked_network
 from ..network.module_state import modules_of
 from ..network.plan import Coverage, Covered, Plan
 from ..network.probe import probe
-from ..network.sample_axis import Attribution, Misplaced
+from ..network.sample_axis import SampleAxisCheck, SampleAxisMoved
 from ..network.selection import LastLayer, Predicate, everything
 from ..network.stamp import Stamp
 from ..network.tracing import run, wants_gradient
@@ -75,7 +75,7 @@ class Tangent:
         params: Predicate | LastLayer = everything,
         forward: Forward | None = None,
         memory: int | None = None,
-        tell: bool = True,
+        warn: bool = True,
     ) -> Tangent:
         """Runs the network on a few samples, finds and checks what covers each parameter.
 
@@ -85,14 +85,14 @@ class Tangent:
             params: which parameters to treat.
             forward: `forward(model, inputs)` where plain calling does not do.
             memory: budget in bytes for one chunk; 1 GiB when None.
-            tell: warn of idle parameters and of needs above the budget.
+            warn: warn of idle parameters and of needs above the budget.
 
         Raises:
-            LapwingError: cases 1, 2, 5, 7, 10, 11, 12, 14 and 15 of bad input.
+            LapwingError: for bad input.
 
-        Cost: six forward passes, two of them on one sample and the others on at most four, and one more each for a
-            first batch of one sample, for the last layer, for treated parameters that are frozen, and for embeddings
-            that all samples share; at most four backward passes, whatever C.
+        Cost: five forward passes, two of them on one sample and the others on at most four, and one more each for a
+            first batch of one sample, a frozen last layer, embeddings that all samples share, and a network that draws
+            random numbers; at most four backward passes, whatever C.
         """
         memory = checked_memory(memory)
         model = checked_network(model, isinstance(params, LastLayer))
@@ -101,11 +101,11 @@ class Tangent:
         batches.check_inputs(inputs, "the inputs of the first batch")
         batches.check_lists(inputs)
         before = Stamp.of(state_of(model))
-        surveyed = probe(model, parameters, inputs, params, forward, most=memory // 16, tell=tell)
+        surveyed = probe(model, parameters, inputs, params, forward, most=memory // 16, warn=warn)
         check_constant(model, before.changed(state_of(model)))
         tangent = cls(model, forward, surveyed.blocks, surveyed.plan, surveyed.coverage, surveyed.outputs, memory)
-        if tell:
-            tangent._tell_need()
+        if warn:
+            tangent._warn_of_memory()
         return tangent
 
     def to_json(self) -> dict[str, Any]:
@@ -212,15 +212,13 @@ class Tangent:
         inputs: Any,
         cotangents: Cotangents = None,
         dtype: torch.dtype | None = None,
-        checked: bool = False,
     ) -> Record:
-        """Sees one chunk of samples through the Jacobian.
+        """Records one chunk of samples.
 
         Args:
-            inputs: B samples.
+            inputs: B samples, checked or not.
             cotangents: u (B, C, R), or a function of the outputs that gives it; the C outputs themselves when None.
             dtype: contract in this dtype; the accumulation dtype when None.
-            checked: they are part of a batch that `check` has seen.
 
         Returns:
             A record; differentiable in the inputs where they require gradients.
@@ -231,20 +229,25 @@ class Tangent:
 
         Cost: one forward and R backward passes of activations; memory O(R) times the activations.
         """
-        if not checked:
-            self.check(inputs)
-        return self._record(inputs, cotangents, dtype or self.dtype)
+        return self._record(self.check(inputs), cotangents, dtype or self.dtype)
 
-    def check(self, inputs: Any) -> None:
-        """Raises for inputs that the network cannot be seen at, such as those that are not finite."""
-        check_inputs(self.model, inputs, self.plan.shared)
+    def check(self, inputs: Any, where: str = "the inputs") -> Checked:
+        """Returns inputs that have passed the gate: once for each batch, since checked ones come back as they are.
 
-    def _record(self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype) -> Record:
-        """Does what `record` says, for inputs that are checked."""
-        differentiable = wants_gradient(inputs)
+        Args:
+            inputs: B samples, checked or not.
+            where: what an error calls them.
+
+        Raises:
+            LapwingError: for inputs that are not finite, for instance.
+        """
+        return inputs if isinstance(inputs, Checked) else check_inputs(self.model, inputs, self.plan.shared, where)
+
+    def _record(self, checked: Checked, cotangents: Cotangents, dtype: torch.dtype) -> Record:
+        inputs, differentiable = checked.inputs, wants_gradient(checked.inputs)
         named = self.parameters
         watched = {name: named[name] for name in self.plan.watched}
-        spread = batches.size(inputs) if self.plan.spread else 1
+        spread = checked.samples if self.plan.spread else 1
         frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
         recording = run(self.model, inputs, self.forward, watched, spread, frozen)
         check_recording(self.model, inputs, recording, self.outputs)
@@ -258,18 +261,18 @@ class Tangent:
         uses = self.plan.uses_in([use.names for use in noted], kinds, samples, name)
         if not all(use.reached for use in noted):  # no gradient there, of whatever shape
             uses = {key: [use for use in found if noted[use[0]].reached] or found for key, found in uses.items()}
-        self._attribution.check(recording, uses, name)
+        self._sample_axis.check(recording, uses, name)
         if callable(cotangents):
             cotangents = cotangents(outputs if differentiable else outputs.detach())
         return Record(self, inputs, outputs, noted, uses, cotangents, dtype, differentiable)
 
-    def tell_alone(self, error: Misplaced) -> None:
+    def warn_once(self, error: SampleAxisMoved) -> None:
         """Warns once that samples are taken one by one."""
-        self._attribution.tell_alone(error)
+        self._sample_axis.warn_once(error)
 
     @cached_property
-    def _attribution(self) -> Attribution:
-        return Attribution()
+    def _sample_axis(self) -> SampleAxisCheck:
+        return SampleAxisCheck()
 
     def records(
         self, inputs: Any, cotangents: Cotangents = None, dtype: torch.dtype | None = None, rows_held: int = 0
@@ -277,22 +280,21 @@ class Tangent:
         """Yields records of consecutive chunks of samples that fit the memory budget.
 
         Args:
-            inputs: B samples.
+            inputs: B samples, checked or not.
             cotangents: as in `record`; a function, or None (a tensor cannot be cut along).
             dtype: as in `record`.
             rows_held: further numbers that the caller holds a sample, in units of `dtype`.
         """
-        self.check(inputs)
-        for part, chunk in batches.chunks(inputs, self.chunk_length(cotangents, dtype, rows_held)):
+        for part, chunk in self.check(inputs).chunks(self.chunk_length(cotangents, dtype, rows_held)):
             try:
                 record = self._record(chunk, cotangents, dtype or self.dtype)
-            except Misplaced as error:
-                self.tell_alone(error)
+            except SampleAxisMoved as error:
+                self.warn_once(error)
             else:
                 yield part, record
                 continue
             for n in range(part.stop - part.start):
-                alone = self._record(batches.take(chunk, slice(n, n + 1)), cotangents, dtype or self.dtype)
+                alone = self._record(chunk.take(slice(n, n + 1)), cotangents, dtype or self.dtype)
                 yield slice(part.start + n, part.start + n + 1), alone
 
     def chunk_length(
@@ -301,7 +303,7 @@ class Tangent:
         """Returns how many samples fit the memory budget at once, at least one; `cotangents` may be their count."""
         return max(1, self.memory // self.bytes_per_sample(cotangents, dtype, rows_held))
 
-    def _tell_need(self) -> None:
+    def _warn_of_memory(self) -> None:
         """Warns where one output at one position of a sample exceeds the budget; mentions where the whole sample does.
 
         The network's own activations, and their gradients for one output, are not counted: no choice here changes them.
@@ -370,7 +372,7 @@ def coverage(
     Raises:
         LapwingError: for bad input.
 
-    Cost: that of a survey: six to ten forward passes and at most four backward passes, on at most four samples.
+    Cost: that of a survey: five to nine forward passes and at most four backward passes, on at most four samples.
 
     Example:
         >>> import torch, lapwing as lw

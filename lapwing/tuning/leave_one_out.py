@@ -136,7 +136,7 @@ def _trained(posterior: Posterior, inputs: Any, samples: int) -> Tangent | None:
     if not missing or own.size + sum(missing.values()) > LARGE:
         return None
     wanted = treated | missing.keys()
-    found = Tangent.survey(own.model, inputs, lambda name, _: name in wanted, own.forward, own.memory, tell=False)
+    found = Tangent.survey(own.model, inputs, lambda name, _: name in wanted, own.forward, own.memory, warn=False)
     if found.explicit_size > EXPLICIT or samples * found.plan.work(found.blocks) > WORK:
         return None
     return found

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import lapwing as lw
-from lapwing.network.sample_axis import Misplaced
+from lapwing.network.sample_axis import SampleAxisMoved
 from lapwing.tangent import Tangent
 from tests import oracle
 
@@ -216,7 +216,7 @@ def test_posteriors_do_not_depend_on_how_samples_come(name: str, method: lw.Meth
 def test_what_needs_samples_together_is_one_sentence() -> None:
     model, first, then = made("unpadded")
     tangent = Tangent.survey(model, first, EVERY, called)
-    with pytest.raises(Misplaced, match=r"Unpadded at 2 samples .* a.weight does not hold .* ask for single samples"):
+    with pytest.raises(SampleAxisMoved, match=r"at 2 samples: .* a.weight does not hold .* ask for single samples"):
         tangent.record(then)
     torch.testing.assert_close(tangent.record(part(then, 1)).rows(), truth(model, tangent, part(then, 1)))
 
@@ -240,7 +240,7 @@ def test_a_use_that_the_first_batch_did_not_show_is_refused() -> None:
     model, tokens = Empty().double().eval(), torch.arange(1, 7).reshape(3, 2)
     tangent = Tangent.survey(model, tokens, EVERY)
     assert all(line.family != "generic" for line in tangent.coverage.lines)
-    with pytest.raises(lw.LapwingError, match="also uses table.weight in another way, which was not so"):
+    with pytest.raises(lw.LapwingError, match="also uses table.weight in another way, which it did not do"):
         tangent.record(torch.cat([tokens, torch.zeros(1, 2, dtype=torch.long)]))
     other = Tangent.survey(model, torch.cat([torch.zeros(1, 2, dtype=torch.long), tokens]), EVERY)
     assert {line.block: line.family for line in other.coverage.lines}["table.weight"] == "generic"
@@ -249,8 +249,8 @@ def test_a_use_that_the_first_batch_did_not_show_is_refused() -> None:
 
 def test_known_shapes_cost_no_further_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    ours = lw.network.sample_axis.misplaced
-    monkeypatch.setattr(lw.network.sample_axis, "misplaced", lambda *a: looked.append(1) or ours(*a))
+    ours = lw.network.sample_axis.moved_layer
+    monkeypatch.setattr(lw.network.sample_axis, "moved_layer", lambda *a: looked.append(1) or ours(*a))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)).double().eval()
     x = normal(6, 1, 4, 4)
@@ -285,7 +285,7 @@ def test_any_two_samples_that_change_places_are_seen(samples: int) -> None:
     pairs = [(i, j) for i in range(samples) for j in range(i)]
     for pair in pairs[:: max(1, len(pairs) // 150)]:
         model.swap = pair
-        with pytest.raises(Misplaced):
+        with pytest.raises(SampleAxisMoved):
             tangent.record(x)
 
 
@@ -327,12 +327,12 @@ def test_half_precision_is_no_false_alarm(caplog: pytest.LogCaptureFixture) -> N
     assert "one by one" not in caplog.text
 
 
-def test_samples_taken_one_by_one_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_warning_that_samples_are_taken_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
     model, first, then = made("unpadded")
     tangent = Tangent.survey(model, first, EVERY, called)
     for _ in range(2):
         assert len(list(tangent.records(then))) == 2
-    assert caplog.text.count("they are taken one by one, which is slow") == 1
+    assert caplog.text.count("They are taken one by one, which is slow") == 1
 
 
 class Twice(Net):

@@ -323,7 +323,7 @@ def test_a_network_without_any_gradient_is_refused() -> None:
     with pytest.raises(lw.LapwingError, match="outputs of Closed have no gradient.*outside torch.no_grad"):
         lw.fit(Closed(4, 3).eval(), loader)
     with pytest.raises(
-        lw.LapwingError, match="2 parameters of Closed .weight, bias.*take @torch.no_grad.. off forward"
+        lw.LapwingError, match="2 parameters of Closed .weight, bias.*Take @torch.no_grad.. off forward"
     ):
         lw.fit(Closed(4, 3).eval(), loader, lw.KFAC())
 
@@ -368,7 +368,7 @@ def test_layers_that_run_on_some_batches_only(first: bool) -> None:
     tangent = Tangent.survey(model, x)
     assert tangent.record(x).rows().shape == (5, 2, tangent.size)
     if first:
-        with pytest.raises(lw.LapwingError, match=r"as on the first batch.* 3 times, found 2 uses.*params=lambda"):
+        with pytest.raises(lw.LapwingError, match=r"first batch.* 3 times: this batch has 2 uses.*params=lambda"):
             tangent.record(-x)
         return
     names = [name for block in tangent.blocks for name in block.parameters]
@@ -678,7 +678,7 @@ def test_a_shared_input_as_long_as_the_batch_is_refused_not_cut() -> None:
     posterior = lw.fit(model, [((x, table), torch.arange(8) % 3)][:1], lw.Full(), params=lw.matching("scale"),
                        forward=lambda model, inputs: model(*inputs), prior_precision=1.0)  # fmt: skip
     four = posterior.latent((x[:4], table)).variance
-    with pytest.raises(lw.LapwingError, match="give what samples share in another shape"):
+    with pytest.raises(lw.LapwingError, match="Pass what samples share in another shape"):
         _ = posterior.latent((x[:3], table)).variance
     assert torch.allclose(posterior.latent((x[:3], table[None])).variance, four[:3])
 
@@ -699,7 +699,7 @@ def test_a_shared_input_as_long_as_a_later_batch_is_refused_for_covered_paramete
     tangent = Tangent.survey(model, (x, anchors), EVERY)
     for n in (7, 1, 2):
         assert tangent.record((x[:n], anchors)).rows().shape == (n, 2, 10)
-    with pytest.raises(lw.LapwingError, match=r"found 5 samples and a tensor of length 5 .* shared\[None\]"):
+    with pytest.raises(lw.LapwingError, match=r"A tensor .* has the length 5 of this batch.* shared\[None\]"):
         tangent.record((x[:5], anchors))
     torch.testing.assert_close(tangent.record((x[:5], anchors[None])).rows(), tangent.record((x, anchors)).rows()[:5])
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ...errors import LapwingError
 from ...linalg import total
-from ...network import batches
 from ...tangent import Record, Vectors
 from ..passes import Batch, Problem, State, SumPass
 
@@ -97,7 +96,7 @@ class _Products(SumPass):
             u = self.cotangents(record, batch.start + part.start)
             if self._either_mode and 2 * self._count < record.cotangents:
                 weighted = self._problem.root(record.outputs) @ u  # (B, C, S)
-                record = batch.tangent.record(batches.take(batch.inputs, part), weighted)
+                record = batch.tangent.record(batch.checked.take(part), weighted)
                 for name in state:
                     state[name] += record[name].sum_rows()
             else:

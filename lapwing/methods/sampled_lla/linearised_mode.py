@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ...likelihoods import Likelihood
-from ...network import batches
 from ...tangent import Vectors
 from ..passes import Batch, Pass, Problem, State, SumPass
 from .linear_system import LinearSystem, inner_by_block
@@ -85,7 +84,7 @@ class _Score(SumPass):
             outputs = record.outputs + record.jvp(self._offset)[..., 0]
             score = self._likelihood.score(outputs, batch.targets[part]).unsqueeze(-1)  # (B, C, 1)
             if record.cotangents > 2:  # J m came by forward mode, without the backward passes of every output
-                record = batch.tangent.record(batches.take(batch.inputs, part), score)
+                record = batch.tangent.record(batch.checked.take(part), score)
                 score = torch.ones_like(score[:, :1])
             for name in state:
                 state[name] += record[name].vjp(score)

@@ -15,6 +15,7 @@ from ...covariance.output import Dense
 from ...errors import LapwingError, shown
 from ...likelihoods import Probit
 from ...network import batches
+from ...network.gate import Checked
 from ...tangent import Anchors
 from ...tangent.inducing import Kernel, kernel
 from ..passes import Batch, Found, Passes, Problem, State, check_count
@@ -142,7 +143,7 @@ class _AlphaSteps(MovingSteps):
 
     def objective(self, state: State, values: State, batch: Batch, generator: torch.Generator) -> Tensor:
         problem = self.problem
-        blocks, factor = self._blocks(state, values, batch.inputs)
+        blocks, factor = self._blocks(state, values, batch.checked)
         note_outputs(problem, batch, blocks.outputs)
         spread = self.check_finite(state, remaining(blocks, factor, values["root"].tril()))
         logs = problem.likelihood.log_power_mean(
@@ -190,15 +191,14 @@ class _AlphaSteps(MovingSteps):
         if better:
             state.update({f"best/{name}": value.clone() for name, value in values.items()})
 
-    def _held_out(self) -> Iterator[tuple[Any, Tensor]]:
+    def _held_out(self) -> Iterator[tuple[Checked, Tensor]]:
         """Yields held-out batches, one at least."""
         empty, device = True, self.problem.tangent.device
         assert self._fit.validation is not None
         for raw in self._fit.validation:
             inputs, targets = batches.split(raw, device)
-            batches.check_inputs(inputs, "the validation inputs")
             empty = False
-            yield inputs, targets
+            yield self.problem.tangent.check(inputs, "the validation inputs"), targets
         if empty:
             raise LapwingError(
                 "Asked for AlphaDivergence(validation=...), found a loader without batches, or one that can be gone "

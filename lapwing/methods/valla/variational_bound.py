@@ -93,7 +93,7 @@ class _BoundSteps(MovingSteps):
 
     def objective(self, state: State, values: State, batch: Batch, generator: torch.Generator) -> Tensor:
         problem, likelihood, taken = self.problem, self.problem.likelihood, int(state["taken"])
-        blocks = kernel(self.anchors_at(values), self.weights, batch.inputs, problem.root)
+        blocks = kernel(self.anchors_at(values), self.weights, batch.checked, problem.root)
         note_outputs(problem, batch, blocks.outputs)
         precision, noise = self.precision_at(values), self.noise_at(values)
         inner = self.check_finite(state, blocks.inner)
