@@ -16,8 +16,7 @@ from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import check_logits, inferred_likelihood
 from ..linalg import is_finite
-from ..methods import KFAC, SWAG, FisherRoot, Found, Method, Problem
-from ..methods.passes import Seen
+from ..methods import KFAC, SWAG, DataSummary, FisherRoot, FitResult, Method, Problem
 from ..network import batches
 from ..network.batches import Forward
 from ..network.eager import outside_modes
@@ -118,20 +117,21 @@ def fit(
         log.info("%d outputs: the Fisher information is sampled, one draw an input", tangent.outputs)
     traces = tune is not None and tune.reads_evidence(not prior.given, likelihood.needs_noise)
     problem = Problem(
-        tangent, likelihood, root, prior, traces, seed, runner.labels, runner.count, runner.seen, float(temperature),
+        tangent, likelihood, root, prior, traces, seed, runner.labels, runner.count, runner.summary, float(temperature),
         data_size,
     )  # fmt: skip
-    found = runner.run(method, problem)
-    tangent = found.tangent or tangent
+    result = runner.run(method, problem)
+    tangent = result.tangent or tangent
     given = prior.given
     if data_size is None and drawn is None:
         tell_unseen(loader, runner.shown())
-    likelihood, prior = _settled(found, likelihood, prior)
-    seen, size = runner.seen(), None if data_size is None else float(data_size)
+    likelihood, prior = _settled(result, likelihood, prior)
+    summary, size = runner.summary(), None if data_size is None else float(data_size)
     if data_size is not None:
-        _check_data_size(data_size, seen.samples)
-    if found.seen is not None:
-        seen, size = found.seen, _size_for(found.seen, found.data_factor, runner.count(), data_size)
+        _check_data_size(data_size, summary.samples)
+    if result.summary is not None:
+        summary = result.summary
+        size = _size_for(summary, result.data_factor, runner.count(), data_size)
     elif data_size is None and not runner.whole:
         size = runner.count()
 
@@ -140,11 +140,11 @@ def fit(
     ) -> Posterior:
         return Posterior.assemble(
             tangent, covariance, likelihood, prior, dict(statistics), samples, size, float(temperature), method,
-            found.history,
+            result.history,
         )  # fmt: skip
 
-    whole = posterior(found.covariance, seen.statistics, seen.samples, size)
-    if found.precision is not None or not isinstance(found.covariance, PriorCovariance):
+    whole = posterior(result.covariance, summary.statistics, summary.samples, size)
+    if result.precision is not None or not isinstance(result.covariance, PriorCovariance):
         if not given and tune not in (None, BoundedEvidence()):
             log.warning("%s chooses its own prior; tune=%s was not used", type(method).__name__, type(tune).__name__)
         return _checked(whole)
@@ -182,12 +182,12 @@ def _check_noise(likelihood: Likelihood, tangent: Tangent) -> None:
         check_range("noise variance", torch.tensor(likelihood.noise_variance, dtype=torch.float64), tangent.dtype)
 
 
-def _size_for(seen: Seen, factor: float, shown: int, data_size: int | None) -> float | None:
+def _size_for(summary: DataSummary, factor: float, shown: int, data_size: int | None) -> float | None:
     """Returns the data size that scales a chosen part of the data as its method and the user ask."""
     if data_size is not None:
         _check_data_size(data_size, shown)
     factor *= 1.0 if data_size is None else data_size / shown
-    return None if factor == 1.0 else factor * seen.samples
+    return None if factor == 1.0 else factor * summary.samples
 
 
 def _check_data_size(data_size: int, shown: int) -> None:
@@ -199,12 +199,12 @@ def _check_data_size(data_size: int, shown: int) -> None:
         )
 
 
-def _settled(found: Found, likelihood: Likelihood, prior: Prior) -> tuple[Likelihood, Prior]:
+def _settled(result: FitResult, likelihood: Likelihood, prior: Prior) -> tuple[Likelihood, Prior]:
     """Returns likelihood and prior at what the method chose itself."""
-    if found.noise_variance is not None:
-        likelihood = likelihood.with_noise_variance(found.noise_variance)
-    if found.precision is not None:
-        prior = replace(prior, precision=found.precision, given=True)
+    if result.noise_variance is not None:
+        likelihood = likelihood.with_noise_variance(result.noise_variance)
+    if result.precision is not None:
+        prior = replace(prior, precision=result.precision, given=True)
     return likelihood, prior
 
 

@@ -16,8 +16,11 @@ from ..errors import LapwingError, is_one_of, shown
 from ..network import batches
 from ..tangent import Anchors, Vectors
 from .kfac import KFAC
-from .passes import Found, Method, Pass, Passes, Problem, State, check_choice, check_count
-from .rows import anchors_at, choose
+from .options import check_choice, check_count
+from .passes import FitResult, Method, Pass, Passes
+from .problem import Problem
+from .rows import anchors_at
+from .sampling import choose
 from .subspace import Residual, leading_of, on_basis, record_dtype
 
 
@@ -74,8 +77,8 @@ class OptimalSubspace(Method):
         """Ψ_approx, the inputs of the subset, then the curvature on their span."""
         approximate = None
         if isinstance(self.curvature, Method):
-            found = yield from self.curvature.passes(problem)
-            approximate = found.covariance if isinstance(found, Found) else found
+            result = yield from self.curvature.passes(problem)
+            approximate = result.covariance if isinstance(result, FitResult) else result
             if not isinstance(approximate, PriorCovariance):
                 raise LapwingError(
                     f"Asked for OptimalSubspace(curvature={shown(self.curvature)}), found a posterior without a "
@@ -86,7 +89,7 @@ class OptimalSubspace(Method):
         basis = ExplicitBasis(self._directions(problem, anchors, approximate))
         return (yield from on_basis(problem, basis, self.residual))
 
-    def _subset(self, problem: Problem) -> Generator[Pass, State, Anchors]:
+    def _subset(self, problem: Problem) -> Generator[Pass, Any, Anchors]:
         """Returns all outputs of the given inputs, or of training inputs chosen at random."""
         width = problem.tangent.outputs
         if self.at is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,9 @@ from ..covariance.coordinates import CoordinateBasis
 from ..errors import LapwingError, shown
 from ..tangent import Block
 from .diagonal import Diagonal
-from .passes import Method, Pass, Passes, Problem, State, check_choice, check_count
+from .options import check_choice, check_count
+from .passes import Method, Pass, Passes
+from .problem import Problem
 from .subspace import Residual, on_basis, record_dtype
 
 LABELS = ("diagonal", "magnitude", "random")
@@ -112,7 +114,7 @@ class SubsetOfWeights(Method):
         basis = CoordinateBasis(tangent.blocks, picked, record_dtype(problem, self.residual))
         return (yield from on_basis(problem, basis, self.residual))
 
-    def _scores(self, problem: Problem) -> Generator[Pass, State, Tensor]:
+    def _scores(self, problem: Problem) -> Generator[Pass, Any, Tensor]:
         """Returns a number a weight (P,): the largest are chosen, the first of equals."""
         tangent = problem.tangent
         if self.by == "diagonal":

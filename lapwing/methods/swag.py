@@ -22,7 +22,7 @@ from ..posterior.prior import is_positive
 from ..tangent import LastLayer, Predicate, Tangent, everything
 from .batch_norm import refresh
 from .constructed import constructed, copied, put
-from .passes import check_choice
+from .options import check_choice
 from .snapshots import SnapshotCollector
 
 

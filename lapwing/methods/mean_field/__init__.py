@@ -21,7 +21,9 @@ from ...posterior import Posterior
 from ...posterior.prior import is_positive
 from ...tangent import LastLayer, Predicate, Tangent, everything
 from ..constructed import constructed, copied, diagonal, put
-from ..passes import Batch, Found, Method, Passes, Problem, Seen, State, SumPass, check_count
+from ..options import check_count, check_positive
+from ..passes import FitResult, LikelihoodPass, Method, Passes
+from ..problem import Problem
 from .fine_tuning import FineTuning
 from .ivon import ivon_variances
 
@@ -78,11 +80,7 @@ class MeanField(Method):
         """Checks the numbers."""
         check_count("MeanField", "steps", self.steps)
         for name in ("learning_rate", "std_rate", "initial_std"):
-            if not is_positive(getattr(self, name)):
-                raise LapwingError(
-                    f"Asked for MeanField({name}={shown(getattr(self, name))}); a positive finite number is needed: "
-                    f"write MeanField({name}={type(self).__dataclass_fields__[name].default}), or leave it out."
-                )
+            check_positive("MeanField", name, getattr(self, name), getattr(type(self), name))
 
     def passes(self, problem: Problem) -> Passes:
         """The steps, then the likelihood at the moved mean."""
@@ -90,23 +88,17 @@ class MeanField(Method):
         network = copied(tangent.model, "MeanField")
         tuning = FineTuning(problem, self.steps, self.learning_rate, self.std_rate, self.initial_std)
         state = yield tuning
-        put(network, tuning.by_parameter(state["mean"]))
-        moved, shown = replace(tangent, model=network), problem.count()
-        samples = problem.seen().samples
-        statistics = yield _Likelihood(problem, moved, samples)
+        put(network, tuning.by_parameter(state.weights["mean"]))
+        moved = replace(tangent, model=network)
+        summary = yield LikelihoodPass(problem, moved, problem.summary().samples)
         precision = problem.precision
         if not problem.prior.given:
             precision = torch.full_like(precision, float(tuning.weight_precision(state)))
-        kept = {name.removeprefix("history/"): value for name, value in state.items() if name.startswith("history/")}
-        return Found(
-            diagonal(moved, tuning.by_parameter((2 * state["log_std"]).exp()), precision),
-            precision,
-            tuning.noise_variance(state),
-            history=kept,
-            seen=Seen(samples, statistics),
-            data_factor=shown / samples,
-            tangent=moved,
-        )
+        variances = tuning.by_parameter((2 * state.weights["log_std"]).exp())
+        return FitResult(
+            diagonal(moved, variances, precision), precision, tuning.noise_variance(state), state.history, summary,
+            problem.count() / summary.samples, moved,
+        )  # fmt: skip
 
     @staticmethod
     @outside_modes
@@ -260,22 +252,3 @@ def _around(
     tangent = Tangent.survey(model, inputs, lambda name, _: name in variances, forward, memory)
     covariance = diagonal(tangent, {name: scale * variances[name] for name in tangent.parameters})
     return constructed(tangent, covariance, likelihood, loader, method, progress)
-
-
-class _Likelihood(SumPass):
-    """The likelihood's statistics at the moved mean, over as many samples as the steps have seen."""
-
-    label = "likelihood at the new mean"
-
-    def __init__(self, problem: Problem, moved: Tangent, limit: int) -> None:
-        self.limit, self._likelihood, self._moved = limit, problem.likelihood, moved
-
-    def init(self) -> State:
-        return {}
-
-    def update(self, state: State, batch: Batch) -> None:
-        outputs = self._moved.outputs_of(batch.inputs)
-        batches.check_outputs(outputs, "these inputs")
-        batch.outputs.append((slice(0, len(outputs)), outputs))
-        for name, value in self._likelihood.statistics(outputs, batch.targets).items():
-            state[name] = state.get(name, 0) + value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from ...errors import LapwingError, shown
 from ...linalg import symmetric_eigen
 from ...posterior.prior import is_positive
 from ...tangent import Vectors
-from ..passes import Method, Pass, State, check_count
+from ..options import check_count
+from ..passes import Method, Pass
 from .linear_system import LinearSystem, gram, inner, recombine
 
 log = logging.getLogger("lapwing")
@@ -39,7 +40,7 @@ class Solved(NamedTuple):
     iterations: int
 
 
-Solving = Generator[Pass, State, Solved]
+Solving = Generator[Pass, Any, Solved]
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class ConjugateGradients:
 
     def _iterate(
         self, system: LinearSystem, solution: Vectors, residual: Vectors, norms: Tensor, most: int
-    ) -> Generator[Pass, State, int]:
+    ) -> Generator[Pass, Any, int]:
         """Takes at most so many iterations, in place; returns how many.
 
         The residual is kept as `R = Q D` with `Qᵀ Ψ̃ Q = I` (Ψ̃ the preconditioner); directions P are conjugate to all

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from ...errors import LapwingError
 from ...jacobian.layers.embedding import OneHot
-from ...linalg import total
+from ...linalg import total as summed
 from ...network import batches
 from ...tangent import BlockJacobian, Outer, Record, SharedOuter, Vectors
-from ..passes import Batch, Problem, State, SumPass
+from ..passes import Batch, SumPass
+from ..problem import Problem
+from ..state import BlockSums
 
 NOISE, ROOT, PRIOR = range(3)
 """Streams of random numbers."""
@@ -60,7 +62,7 @@ def pulled(jacobian: BlockJacobian, cotangents: Tensor) -> Tensor:
 def _pulled_by_positions(jacobian: SharedOuter, cotangents: Tensor) -> Tensor:
     """Returns `Σ_n,t (u g) aᵀ` (S, P), the cotangents applied at every position."""
     parts = (torch.einsum("nstgo,ntgi->sgoi", _mixed(cotangents, g), a) for a, g in jacobian.strips)
-    return total(parts).flatten(1)
+    return summed(parts).flatten(1)
 
 
 def _mixed(cotangents: Tensor, g: Tensor) -> Tensor:
@@ -107,7 +109,7 @@ class PositionedRoot:
         before.copy_(now)
 
 
-class _Products(SumPass):
+class _Products(SumPass[BlockSums]):
     """What both passes share: records of `RᵀJ`, and the transposed products that are added up, (S, P_block) a block."""
 
     def __init__(self, problem: Problem, root: PositionedRoot, count: int) -> None:
@@ -122,21 +124,21 @@ class _Products(SumPass):
     def cotangents(self, record: Record, start: int) -> Tensor:
         """Returns u (B, R, S) of a record whose first sample has position `start`."""
 
-    def init(self) -> State:
-        return {block.name: self._problem.zeros(self._count, block.size) for block in self._problem.tangent.blocks}
+    def init(self) -> BlockSums:
+        return BlockSums(self._problem.block_zeros(self._count))
 
-    def update(self, state: State, batch: Batch) -> None:
+    def update(self, state: BlockSums, batch: Batch) -> None:
         self._root.position = batch.start
         for part, record in batch.records(self._root, rows_held=self._held):
             u = self.cotangents(record, batch.start + part.start)
             if self._either_mode and 2 * self._count < record.cotangents:
                 weighted = self._problem.root(record.outputs) @ u  # (B, C, S)
                 record = batch.tangent.record(batches.take(batch.inputs, part), weighted)
-                for name in state:
-                    state[name] += record[name].sum_rows()
+                for name, total in state.blocks.items():
+                    total += record[name].sum_rows()
             else:
-                for name in state:
-                    state[name] += pulled(record[name], u)
+                for name, total in state.blocks.items():
+                    total += pulled(record[name], u)
 
 
 class CurvatureProducts(_Products):
@@ -152,7 +154,7 @@ class CurvatureProducts(_Products):
         """Returns `RᵀJ Z` (B, R, S)."""
         if self._either_mode:
             return record.jvp(self._vectors)
-        return total(record[name].jvp(vectors.to(record.dtype)) for name, vectors in self._vectors.items())
+        return summed(record[name].jvp(vectors.to(record.dtype)) for name, vectors in self._vectors.items())
 
 
 class DataNoise(_Products):

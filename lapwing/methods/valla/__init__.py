@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...errors import LapwingError, shown
-from ..passes import Method, Passes, Problem, check_choice, check_count
+from ..options import check_choice, check_count
+from ..passes import Method, Passes
+from ..problem import Problem
 from .inducing_points import INITIALS, InducingPoints, Initial, inducing_points
 from .natural_gradient import ClosedForm, VallaFit
 
