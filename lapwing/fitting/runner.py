@@ -162,8 +162,8 @@ class Runner:
             samples = batches.size(inputs)
             if isinstance(targets, Tensor) and not targets.ndim:
                 raise LapwingError(
-                    f"Asked to read batch number {number}, found a target without dimensions, {targets.item()}, beside "
-                    f"{batches.describe(inputs)}; one row a sample is needed: give a single target as y[None]."
+                    f"The target of batch number {number} has no dimensions: {batches.describe(targets)}, beside "
+                    f"inputs {batches.describe(inputs)}. Pass one row per sample: a single target as y[None]."
                 )
             batches.check_inputs(inputs, f"the inputs of batch number {number}")
             if self._expected is not None and start + samples > self._expected:

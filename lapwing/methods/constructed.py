@@ -36,8 +36,8 @@ def copied(model: nn.Module, method: str) -> nn.Module:
             return copy.deepcopy(uncompiled(model))
     except (RuntimeError, TypeError) as error:
         raise LapwingError(
-            f"Asked for {method} of {type(model).__name__}, found that it cannot be copied ({error}); the moved mean "
-            "is put into a copy of the network: keep no tensors with a graph, locks or files in the module."
+            f"{type(model).__name__} cannot be copied ({error}), and {method} puts the moved mean into a copy. Keep no "
+            "tensors with a graph, locks or files in the module."
         ) from error
 
 

@@ -59,8 +59,8 @@ class ELLA(Method):
         check_choice("ELLA", "sampling", self.sampling, SAMPLINGS)
         if self.rows == "all" and self.sampling != "uniform":
             raise LapwingError(
-                f"Asked for ELLA(rows='all', sampling={shown(self.sampling)}), found that all rows leave nothing to "
-                "sample; a number of rows is needed: write ELLA(rows=2000, sampling='balanced')."
+                f"ELLA(rows='all', sampling={shown(self.sampling)}) excludes itself: all rows leave nothing to sample. "
+                "Write ELLA(rows=2000, sampling='balanced')."
             )
 
     def passes(self, problem: Problem) -> Passes:

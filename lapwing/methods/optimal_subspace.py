@@ -69,8 +69,8 @@ class OptimalSubspace(Method):
         check_choice("OptimalSubspace", "residual", self.residual, (None, "prior"))
         if not (is_one_of(self.curvature, ("prior",)) or isinstance(self.curvature, Method)):
             raise LapwingError(
-                f"Asked for OptimalSubspace(curvature={shown(self.curvature)}); accepted are 'prior' and a method: "
-                "write curvature=lw.KFAC()."
+                f"OptimalSubspace(curvature={shown(self.curvature)}) is not an option: curvature is 'prior' or a "
+                "method. Write curvature=lw.KFAC()."
             )
 
     def passes(self, problem: Problem) -> Passes:
@@ -81,8 +81,8 @@ class OptimalSubspace(Method):
             approximate = result.covariance if isinstance(result, FitResult) else result
             if not isinstance(approximate, PriorCovariance):
                 raise LapwingError(
-                    f"Asked for OptimalSubspace(curvature={shown(self.curvature)}), found a posterior without a "
-                    "prior; a method that sums a curvature is needed: write curvature=lw.KFAC()."
+                    f"OptimalSubspace(curvature={shown(self.curvature)}) needs a method that sums a curvature, and "
+                    "this one makes a posterior without a prior. Write curvature=lw.KFAC()."
                 )
             approximate = approximate.with_prior(problem.precision, problem.curvature_scale())
         anchors = yield from self._subset(problem)
@@ -96,8 +96,8 @@ class OptimalSubspace(Method):
             count = batches.size(self.at)
             if batches.is_loader(self.at) or not count:
                 raise LapwingError(
-                    f"Asked for OptimalSubspace(at=...), found {batches.describe(self.at)}; one batch of inputs is "
-                    "needed, without targets and with at least one sample: write at=x."
+                    "OptimalSubspace(at=...) needs one batch of inputs, without targets and with at least one sample, "
+                    f"not {batches.describe(self.at)}. Write at=x."
                 )
             samples = torch.arange(count).repeat_interleave(width)
             return Anchors(problem.tangent, (self.at,), samples, torch.arange(width).repeat(count))

@@ -21,8 +21,8 @@ def check_choice(method: str, name: str, value: Any, accepted: tuple[Any, ...]) 
     """Raises for an option that is not one of the accepted labels."""
     if not is_one_of(value, accepted):
         raise LapwingError(
-            f"{method}({name}={shown(value)}) is not an option: {name} is {' or '.join(map(repr, accepted))}. "
-            f"Write {method}({name}={accepted[0]!r})."
+            f"{method}({name}={shown(value)}) is not an option. {name} is one of {', '.join(map(repr, accepted))}: "
+            f"write {method}({name}={accepted[0]!r})."
         )
 
 

@@ -30,9 +30,8 @@ def sampled_anchors(problem: Problem, rows: int | Literal["all"], sampling: Samp
             outputs = shown
         elif not torch.equal(shown, problem.labels()[samples]):
             raise LapwingError(
-                "Asked for rows sampled by sampling='balanced', found a loader that shows another order on each pass; "
-                "one order is needed to find the chosen samples again: write DataLoader(..., shuffle=False), or "
-                "sampling='uniform'."
+                "The loader shows another order on each pass, and sampling='balanced' needs one order. Write "
+                "DataLoader(..., shuffle=False), or sampling='uniform'."
             )
     return _anchors(problem, chosen, state, samples, outputs)
 
@@ -67,8 +66,8 @@ def choose_rows(problem: Problem, rows: int | Literal["all"], sampling: Sampling
         return picked // width, picked % width
     if int(labels.min()) < 0 or (sampling == "label" and int(labels.max()) >= width):  # one logit has two classes
         raise LapwingError(
-            f"Asked for rows sampled by sampling={shown(sampling)}, found targets that are no class labels"
-            f"{f' from 0 to {width - 1}' if sampling == 'label' else ''}; integer labels (n,) are needed: write "
+            f"sampling={shown(sampling)} needs targets that are class "
+            f"labels{f' from 0 to {width - 1}' if sampling == 'label' else ''}, integers (n,). Write "
             "sampling='uniform'."
         )
     count = min(rows, len(labels))

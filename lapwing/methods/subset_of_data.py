@@ -183,7 +183,7 @@ def _class_labels(problem: Problem) -> Tensor:
     labels = problem.labels()
     if int(labels.min()) < 0:
         raise LapwingError(
-            "Asked for SubsetOfData(sampling='balanced'), found targets that are no class labels; integer or bool "
-            "labels (n,) are needed: write sampling='uniform'."
+            "SubsetOfData(sampling='balanced') needs targets that are class labels, integers or bools (n,), and these "
+            "are no class labels. Write sampling='uniform'."
         )
     return labels

@@ -385,7 +385,7 @@ def test_divergence_is_one_sentence_and_leaves_the_network():
     model.float()
 
     def diverge() -> None:
-        with pytest.raises(lw.LapwingError, match=r"not finite\. Take smaller steps.*lw\.MeanField\(learning_rate=1e\+15"):
+        with pytest.raises(lw.LapwingError, match=r"not finite\. Take smaller.*MeanField\(learning_rate=1e\+15"):
             lw.fit(model, [(1e20 * x.float(), y.float())], lw.MeanField(steps=50, learning_rate=1e16))
 
     untouched(model, diverge)
@@ -513,7 +513,7 @@ def test_noise_is_the_residual_where_it_is_open():
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_other_optimisers_are_refused(kind):
     model, batches, _ = loader_of("mlp")
-    with pytest.raises(lw.LapwingError, match=rf"of {kind.__name__}, found no 'hess'.*ivon\.IVON.*lw\.MeanField\(\)"):
+    with pytest.raises(lw.LapwingError, match=rf"of {kind.__name__} have no 'hess'.*ivon\.IVON.*lw\.MeanField\(\)"):
         lw.MeanField.from_optimizer(model, kind(model.parameters(), lr=0.1), batches)
 
 
@@ -524,7 +524,7 @@ def test_states_that_do_not_fit_are_refused():
         optimiser.param_groups[0]["hess"] = broken(optimiser.param_groups[0]["hess"])
         with pytest.raises(lw.LapwingError, match="parameter group 0.*positive"):
             lw.MeanField.from_optimizer(model, optimiser, batches)
-    with pytest.raises(lw.LapwingError, match="found none of its 6 parameters"):
+    with pytest.raises(lw.LapwingError, match="trains none of the 6 parameters"):
         lw.MeanField.from_optimizer(model, Ivon(ZOO["mlp"].build().parameters()), batches)
     with pytest.raises(lw.LapwingError, match="scale=0"):
         lw.MeanField.from_optimizer(model, Ivon(model.parameters()), batches, scale=0)

@@ -469,7 +469,7 @@ def test_options_out_of_range(options, says):
     ],
 )
 def test_solver_options_out_of_range(solver, options):
-    with pytest.raises(lw.LapwingError, match="write"):
+    with pytest.raises(lw.LapwingError, match="Write"):
         solver(**options)
 
 

@@ -154,17 +154,17 @@ class MeanField(Method):
             torch.Size([64, 3])
         """
         if not isinstance(model, nn.Module) or isinstance(params, LastLayer):
-            given = type(model).__name__ if not isinstance(model, nn.Module) else "params=lw.last_layer"
+            wrong = type(model).__name__ if not isinstance(model, nn.Module) else "params=lw.last_layer"
             raise LapwingError(
-                f"Asked for MeanField.from_optimizer with {given}; the network that the optimiser trains, and for "
-                "params a selection by name, are accepted: write lw.MeanField.from_optimizer(model, optimizer, loader, "
+                "MeanField.from_optimizer needs the network that the optimiser trains, and params that select by name, "
+                f"not {wrong}. Write lw.MeanField.from_optimizer(model, optimizer, loader, "
                 "params=lw.matching('head.*'))."
             )
-        own = parameters_of(uncompiled(model))
-        found = ivon_variances(optimizer, own, type(model).__name__)
-        names = select(params, {name: own[name] for name in found}, type(model).__name__)
+        parameters = parameters_of(uncompiled(model))
+        variances = ivon_variances(optimizer, parameters, type(model).__name__)
+        names = select(params, {name: parameters[name] for name in variances}, type(model).__name__)
         method = f"MeanField.from_optimizer({type(optimizer).__name__}, scale={scale})"
-        chosen = {name: found[name] for name in names}
+        chosen = {name: variances[name] for name in names}
         return _around(model, chosen, loader, method, likelihood, scale, forward, memory, progress)
 
     @staticmethod
@@ -208,19 +208,19 @@ class MeanField(Method):
             >>> posterior.predict(x).epistemic_variance.shape
             torch.Size([64, 2])
         """
-        own = parameters_of(uncompiled(model)) if isinstance(model, nn.Module) else {}
-        given = dict(variances) if isinstance(variances, Mapping) else {}
-        wrong = [name for name, value in given.items() if not _fits(value, own.get(name))]
-        if not given or wrong:
-            found = f"{wrong[0]!r}: {batches.describe(given[wrong[0]])}" if wrong else batches.describe(variances)
-            shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in list(own.items())[:4])
+        parameters = parameters_of(uncompiled(model)) if isinstance(model, nn.Module) else {}
+        chosen = dict(variances) if isinstance(variances, Mapping) else {}
+        wrong = [name for name, value in chosen.items() if not _fits(value, parameters.get(name))]
+        if not chosen or wrong:
+            unusable = f"{wrong[0]!r}: {batches.describe(chosen[wrong[0]])}" if wrong else batches.describe(variances)
+            shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in list(parameters.items())[:4])
             raise LapwingError(
-                f"Asked for MeanField.from_variances of {type(model).__name__}, found {found}; finite variances, not "
-                f"negative, by the name and in the shape of its parameters ({shapes}, ...) are needed: write "
-                "lw.MeanField.from_variances(model, {name: tensor}, loader)."
+                f"MeanField.from_variances of {type(model).__name__} cannot use {unusable}. Pass finite variances, not "
+                f"negative, by the name and in the shape of its parameters ({shapes}, ...): "
+                f"lw.MeanField.from_variances(model, {{name: tensor}}, loader)."
             )
         method = f"MeanField.from_variances(scale={scale})"
-        return _around(model, given, loader, method, likelihood, scale, forward, memory, progress)
+        return _around(model, chosen, loader, method, likelihood, scale, forward, memory, progress)
 
 
 def _fits(variance: Any, parameter: Tensor | None) -> bool:
@@ -244,8 +244,7 @@ def _around(
     check_progress(progress)
     if not is_positive(scale):
         raise LapwingError(
-            f"Asked for MeanField with scale={shown(scale)}; a positive finite number is needed: write scale=1.0, "
-            "or leave it out."
+            f"scale={shown(scale)} of MeanField is not a positive finite number. Write scale=1.0, or leave it out."
         )
     inputs, targets = batches.split(first_batch(loader))
     likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)

@@ -100,8 +100,8 @@ class SampledLLA(Method):
             check_choice("SampledLLA", name, getattr(self, name), (False, True))
         if not isinstance(self.solver, (ConjugateGradients, StochasticGradient)):
             raise LapwingError(
-                f"Asked for SampledLLA(solver={shown(self.solver)}); accepted are lw.ConjugateGradients() and "
-                "lw.StochasticGradient(): write SampledLLA(solver=lw.ConjugateGradients(tolerance=1e-3))."
+                f"SampledLLA(solver={shown(self.solver)}) is not an option: solver is lw.ConjugateGradients() or "
+                "lw.StochasticGradient(). Write SampledLLA(solver=lw.ConjugateGradients(tolerance=1e-3))."
             )
         check_choice("SampledLLA", "prior", self.prior, ("isotropic", "g"))
 
@@ -170,9 +170,8 @@ class SampledLLA(Method):
             covariance = made.covariance if isinstance(made, FitResult) else made
             if not isinstance(covariance, PriorCovariance):
                 raise LapwingError(
-                    f"Asked for preconditioner={shown(self.solver.preconditioner)}, found that its "
-                    f"{type(covariance).__name__} has no prior that could be changed; a method with one is needed: "
-                    "write preconditioner=lw.KFAC()."
+                    f"preconditioner={shown(self.solver.preconditioner)} makes a {type(covariance).__name__}, whose "
+                    "prior cannot be changed. Write preconditioner=lw.KFAC()."
                 )
             curvature = covariance
         return LinearSystem(problem, root, noise, features, curvature, problem.precision, problem.curvature_scale())

@@ -175,9 +175,8 @@ def _inverse(matrix: Tensor) -> Tensor:
 def _check_finite(relative: Tensor) -> None:
     if not relative.isfinite().all():
         raise LapwingError(
-            f"Asked for ConjugateGradients, found residuals that are not finite for {int((~relative.isfinite()).sum())}"
-            " draws; products with the curvature must be finite: run the model in float32 with model.float(), or give "
-            "a larger prior_precision."
+            f"The residuals of ConjugateGradients are not finite for {int((~relative.isfinite()).sum())} draws. Run "
+            "the model in float32 with model.float(), or give a larger prior_precision."
         )
 
 
@@ -185,8 +184,7 @@ def check_tolerance(solver: str, tolerance: object) -> None:
     """Raises for a tolerance that is not between 0 and 1 (case 15)."""
     if not is_positive(tolerance) or not float(tolerance) < 1:  # type: ignore[arg-type]
         raise LapwingError(
-            f"Asked for {solver}(tolerance={shown(tolerance)}); a number between 0 and 1 is needed: write "
-            f"{solver}(tolerance=0.01)."
+            f"{solver}(tolerance={shown(tolerance)}) needs a number between 0 and 1. Write {solver}(tolerance=0.01)."
         )
 
 
@@ -194,6 +192,6 @@ def check_preconditioner(solver: str, method: object) -> None:
     """Raises for a preconditioner that is no method (case 15)."""
     if method is not None and not isinstance(method, Method):
         raise LapwingError(
-            f"Asked for {solver}(preconditioner={shown(method)}); a method with a prior is needed, or None: write "
+            f"{solver}(preconditioner={shown(method)}) needs a method with a prior, or None. Write "
             "preconditioner=lw.KFAC()."
         )

@@ -102,9 +102,9 @@ class PositionedRoot:
         moved = ~torch.isclose(now, before, rtol=0.01, atol=0.01 * float(now.abs().max())) & ~before.isnan()
         if moved.any():
             raise LapwingError(
-                f"Asked for SampledLLA with {self._problem.tangent.outputs} outputs, whose Fisher information is drawn "
-                f"by position, found {int(moved.sum())} samples at other positions than in the first pass; a loader "
-                "that repeats its order is needed: write DataLoader(..., shuffle=False)."
+                f"The loader shows {int(moved.sum())} samples at other positions than in the first pass, and "
+                f"SampledLLA with {self._problem.tangent.outputs} outputs draws the Fisher information by position. "
+                "Write DataLoader(..., shuffle=False)."
             )
         before.copy_(now)
 

@@ -74,8 +74,8 @@ class StochasticGradient:
         for option, fine in accepted.items():
             if not fine:
                 raise LapwingError(
-                    f"Asked for {name}({option}={shown(getattr(self, option))}); positive numbers are accepted, a "
-                    f"momentum below 1 and an average of at most 1: write {name}(steps=1000), or leave {option} out."
+                    f"{name}({option}={shown(getattr(self, option))}) needs a positive number; momentum is below 1 and "
+                    f"average at most 1. Write {name}(steps=1000), or leave {option} out."
                 )
 
     def more(self) -> str:
@@ -99,9 +99,8 @@ class StochasticGradient:
         worst = float(relative.max())
         if not relative.isfinite().all() or worst > 10:
             raise LapwingError(
-                f"Asked for StochasticGradient(learning_rate={self.learning_rate}), found that its steps diverge, to a "
-                f"relative residual of {worst:.1e}; shorter ones are needed: write "
-                f"learning_rate={self.learning_rate / 4:g}, or take larger batches."
+                f"The steps of StochasticGradient(learning_rate={self.learning_rate}) diverge, to a relative residual "
+                f"of {worst:.1e}. Write learning_rate={self.learning_rate / 4:g}, or take larger batches."
             )
 
 

@@ -70,15 +70,15 @@ class AlphaDivergence(VallaFit):
         number = isinstance(self.alpha, (int, float)) and not isinstance(self.alpha, bool)
         if not (number and 0 <= self.alpha < inf):
             raise LapwingError(
-                f"Asked for AlphaDivergence(alpha={shown(self.alpha)}); a finite number of at least 0 is needed: write "
+                f"AlphaDivergence(alpha={shown(self.alpha)}) needs a finite number of at least 0. Write "
                 "AlphaDivergence(alpha=1.0)."
             )
         if self.validation is not None and (
             isinstance(self.validation, Tensor) or not hasattr(self.validation, "__iter__")
         ):
             raise LapwingError(
-                f"Asked for AlphaDivergence(validation={batches.describe(self.validation)}); a loader of held-out "
-                "(inputs, targets) batches is needed: write AlphaDivergence(validation=[(x_val, y_val)])."
+                f"AlphaDivergence(validation={batches.describe(self.validation)}) needs a loader of held-out (inputs, "
+                "targets) batches. Write AlphaDivergence(validation=[(x_val, y_val)])."
             )
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
@@ -210,8 +210,8 @@ class _AlphaSteps(MovingSteps[AlphaState]):
             yield inputs, targets
         if empty:
             raise LapwingError(
-                "Asked for AlphaDivergence(validation=...), found a loader without batches, or one that can be gone "
-                "through once only; held-out batches are needed at every look: write [(x_val, y_val)]."
+                "The validation loader of AlphaDivergence is without batches, or gives them only once. Pass held-out "
+                "batches that can be read at every evaluation: [(x_val, y_val)]."
             )
 
     @torch.no_grad()

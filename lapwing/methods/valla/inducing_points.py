@@ -53,9 +53,9 @@ class InducingPoints:
         whole = isinstance(outputs, Tensor) and not outputs.is_floating_point() and outputs.dtype != torch.bool
         if not count or (outputs is not None and not (whole and outputs.shape == (count,))):
             raise LapwingError(
-                f"Asked for InducingPoints(inputs={batches.describe(self.inputs)}, outputs={batches.describe(outputs)}"
-                f"); at least one input, and one output number for each, are needed: write outputs=torch.zeros({count},"
-                " dtype=torch.int64), or leave outputs out to take every one."
+                f"InducingPoints(inputs={batches.describe(self.inputs)}, outputs={batches.describe(outputs)}) needs at "
+                f"least one input, and one output number for each. Write outputs=torch.zeros({count}, "
+                "dtype=torch.int64), or leave outputs out to take every one."
             )
 
     def __repr__(self) -> str:
@@ -103,9 +103,8 @@ def _given(problem: Problem, points: InducingPoints) -> Anchors:
         return Anchors(tangent, (inputs,), samples, torch.arange(tangent.outputs).repeat(count))
     if int(outputs.min()) < 0 or int(outputs.max()) >= tangent.outputs:
         raise LapwingError(
-            f"Asked for inducing points at outputs {int(outputs.min())} to {int(outputs.max())}, found a network of "
-            f"{tangent.outputs} outputs; numbers from 0 to {tangent.outputs - 1} are needed: leave outputs out to take "
-            "every one."
+            f"The inducing points name outputs {int(outputs.min())} to {int(outputs.max())}, and the network has "
+            f"outputs 0 to {tangent.outputs - 1}. Name one of these, or leave outputs out to take every one."
         )
     return Anchors(tangent, (inputs,), torch.arange(count), outputs.cpu().long())
 

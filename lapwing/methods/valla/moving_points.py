@@ -199,9 +199,9 @@ class MovingSteps(IteratePass[M]):
     def _diverged(self, state: MovingState, value: float) -> LapwingError:
         first, taken = float(state.objective[0]), state.taken
         return LapwingError(
-            f"Asked for {self.method}(learning_rate={self.rate:g}), found that its objective diverged: {value:.3g} at "
-            f"step {taken + 1}" + (f" after {first:.3g} at the first" if taken else "") + "; smaller steps are needed: "
-            f"write {self.method}(learning_rate={self.rate / 10:g})."
+            f"The objective of {self.method}(learning_rate={self.rate:g}) diverged: {value:.3g} at step {taken + 1}"
+            + (f" after {first:.3g} at the first" if taken else "")
+            + f". Take smaller steps: write {self.method}(learning_rate={self.rate / 10:g})."
         )
 
 

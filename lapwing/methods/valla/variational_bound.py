@@ -66,8 +66,8 @@ class VariationalBound(VallaFit):
         check_positive("VariationalBound", "learning_rate", self.learning_rate, 0.01)
         if not isinstance(self.then, (ClosedForm, NaturalGradient)):
             raise LapwingError(
-                f"Asked for VariationalBound(then={shown(self.then)}); accepted are lw.ClosedForm() and "
-                "lw.NaturalGradient(steps=100): write VariationalBound(then=lw.ClosedForm())."
+                f"VariationalBound(then={shown(self.then)}) is not an option: then is lw.ClosedForm() or "
+                "lw.NaturalGradient(steps=100). Write VariationalBound(then=lw.ClosedForm())."
             )
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
