@@ -16,8 +16,7 @@ from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import check_logits, inferred_likelihood
 from ..linalg import is_finite
-from ..methods import KFAC, SWAG, FisherRoot, Found, Method, Problem
-from ..methods.passes import Seen
+from ..methods import KFAC, DataSummary, FisherRoot, FitResult, Method, Problem
 from ..network import batches
 from ..network.batches import Forward
 from ..network.eager import outside_modes
@@ -118,20 +117,21 @@ def fit(
         log.info("%d outputs: the Fisher information is sampled, one draw an input", tangent.outputs)
     traces = tune is not None and tune.reads_evidence(not prior.given, likelihood.needs_noise)
     problem = Problem(
-        tangent, likelihood, root, prior, traces, seed, runner.labels, runner.count, runner.seen, float(temperature),
+        tangent, likelihood, root, prior, traces, seed, runner.labels, runner.count, runner.summary, float(temperature),
         data_size,
     )  # fmt: skip
-    found = runner.run(method, problem)
-    tangent = found.tangent or tangent
+    result = runner.run(method, problem)
+    tangent = result.tangent or tangent
     given = prior.given
     if data_size is None and drawn is None:
         warn_of_unseen_samples(loader, runner.shown())
-    likelihood, prior = _settled(found, likelihood, prior)
-    seen, size = runner.seen(), None if data_size is None else float(data_size)
+    likelihood, prior = _settled(result, likelihood, prior)
+    summary, size = runner.summary(), None if data_size is None else float(data_size)
     if data_size is not None:
-        _check_data_size(data_size, seen.samples)
-    if found.seen is not None:
-        seen, size = found.seen, _size_for(found.seen, found.data_factor, runner.count(), data_size)
+        _check_data_size(data_size, summary.samples)
+    if result.summary is not None:
+        summary = result.summary
+        size = _size_for(summary, result.data_factor, runner.count(), data_size)
     elif data_size is None and not runner.whole:
         size = runner.count()
 
@@ -140,11 +140,11 @@ def fit(
     ) -> Posterior:
         return Posterior.assemble(
             tangent, covariance, likelihood, prior, dict(statistics), samples, size, float(temperature), method,
-            found.history,
+            result.history,
         )  # fmt: skip
 
-    whole = posterior(found.covariance, seen.statistics, seen.samples, size)
-    if found.precision is not None or not isinstance(found.covariance, PriorCovariance):
+    whole = posterior(result.covariance, summary.statistics, summary.samples, size)
+    if result.precision is not None or not isinstance(result.covariance, PriorCovariance):
         if not given and tune not in (None, BoundedEvidence()):
             log.warning("%s chooses its own prior; tune=%s was not used", type(method).__name__, type(tune).__name__)
         return _checked(whole)
@@ -161,7 +161,7 @@ def _checked(posterior: Posterior) -> Posterior:
     tensors = (*posterior.covariance.tensors().values(), *posterior.statistics.values())
     if not all(is_finite(values) for values in tensors):
         raise LapwingError(
-            f"The fit is not finite: sums of squared gradients or residuals exceed the range of "
+            "The fit is not finite: sums of squared gradients or residuals exceed the range of "
             f"{posterior.tangent.dtype}. Scale the inputs and the targets to about 1, or fit the network in float64 "
             "with model.double()."
         )
@@ -182,40 +182,37 @@ def _check_noise(likelihood: Likelihood, tangent: Tangent) -> None:
         check_range("noise variance", torch.tensor(likelihood.noise_variance, dtype=torch.float64), tangent.dtype)
 
 
-def _size_for(seen: Seen, factor: float, shown: int, data_size: int | None) -> float | None:
+def _size_for(summary: DataSummary, factor: float, shown: int, data_size: int | None) -> float | None:
     """Returns the data size that scales a chosen part of the data as its method and the user ask."""
     if data_size is not None:
         _check_data_size(data_size, shown)
     factor *= 1.0 if data_size is None else data_size / shown
-    return None if factor == 1.0 else factor * seen.samples
+    return None if factor == 1.0 else factor * summary.samples
 
 
 def _check_data_size(data_size: int, shown: int) -> None:
     """Raises for fewer training points than the loader shows (case 15)."""
     if data_size < shown:
         raise LapwingError(
-            f"Asked for data_size={data_size}, found {shown} samples in the loader; N must be at least as many: leave "
-            "data_size out, or give the size of the whole training set."
+            f"data_size={data_size} is below the {shown} samples that the loader shows. Leave data_size out, or give "
+            "the size of the whole training set."
         )
 
 
-def _settled(found: Found, likelihood: Likelihood, prior: Prior) -> tuple[Likelihood, Prior]:
+def _settled(result: FitResult, likelihood: Likelihood, prior: Prior) -> tuple[Likelihood, Prior]:
     """Returns likelihood and prior at what the method chose itself."""
-    if found.noise_variance is not None:
-        likelihood = likelihood.with_noise_variance(found.noise_variance)
-    if found.precision is not None:
-        prior = replace(prior, precision=found.precision, given=True)
+    if result.noise_variance is not None:
+        likelihood = likelihood.with_noise_variance(result.noise_variance)
+    if result.precision is not None:
+        prior = replace(prior, precision=result.precision, given=True)
     return likelihood, prior
 
 
 def _method_and_params(method: Any, params: Any) -> tuple[Method, Predicate | LastLayer]:
     if isinstance(method, type) and issubclass(method, Method):
         raise LapwingError(
-            f"Asked for method={method.__name__}, found the class; an instance with its options is needed: write "
-            f"lw.{method.__name__}()."
+            f"method={method.__name__} is the class. Pass an instance with its options: lw.{method.__name__}()."
         )
-    if method is SWAG:
-        method = SWAG()  # says how it is made
     if hasattr(method, "shape") and hasattr(method, "dtype"):
         raise LapwingError(
             f"lw.fit takes a loader and then a method, and the third argument is {shown(method)}. Write lw.fit(model, "
@@ -223,9 +220,10 @@ def _method_and_params(method: Any, params: Any) -> tuple[Method, Predicate | La
         )
     if method is not None and not isinstance(method, Method):
         raise LapwingError(
-            f"Asked for method={shown(method)}; accepted are lw.Full(), lw.Diagonal(), lw.KFAC(), lw.EKFAC(), "
+            f"method={shown(method)} is not a method. Pass lw.Full(), lw.Diagonal(), lw.KFAC(), lw.EKFAC(), "
             "lw.ELLA(rank=20, rows=200), lw.OptimalSubspace(rank=20), lw.SubsetOfWeights(size=100), lw.VaLLA(), "
-            "lw.SubsetOfData(size=500), lw.SampledLLA() and lw.MeanField(): write method=lw.KFAC()."
+            "lw.SubsetOfData(size=500), lw.SampledLLA() or lw.MeanField(): write method=lw.KFAC(). lw.SWAG is made by "
+            "lw.SWAG.from_snapshots."
         )
     if params is None:
         params = last_layer if method is None else everything
@@ -242,18 +240,18 @@ def _check_numbers(
     for name, value in numbers.items():
         if not (is_positive(value) or (value is None and name != "temperature")):
             raise LapwingError(
-                f"Asked for {name}={shown(value)}; a positive finite number is needed: write {name}="
-                f"{1e-4 if name == 'weight_decay' else 1.0}, or leave it out."
+                f"{name}={shown(value)} is not a positive finite number. Write "
+                f"{name}={1e-4 if name == 'weight_decay' else 1.0}, or leave it out."
             )
     if data_size is not None and not (is_positive(data_size) and isinstance(data_size, Integral)):
         raise LapwingError(
-            f"Asked for data_size={shown(data_size)}; a whole number, the size of the training set, is needed: write "
+            f"data_size={shown(data_size)} is not a whole number, the size of the training set. Write "
             "data_size=len(dataset), or leave it out."
         )
     if prior_precision is not None and weight_decay is not None:
         raise LapwingError(
-            f"Asked for prior_precision={prior_precision} and weight_decay={weight_decay}; one of them is accepted, "
-            "since weight_decay sets the prior precision to N times itself: leave one out."
+            f"prior_precision={prior_precision} and weight_decay={weight_decay} exclude each other, since weight_decay "
+            "sets the prior precision to N times itself. Leave one out."
         )
     check_seed(seed)
 
@@ -262,8 +260,8 @@ def _check_tuning(tune: Any) -> None:
     """Raises for a tuning that is none (case 15)."""
     if tune is not None and not isinstance(tune, Tuning):
         raise LapwingError(
-            f"Asked for tune={shown(tune)}; accepted are lw.BoundedEvidence(), lw.Evidence(), lw.Validation(loader), "
-            "lw.EarlyStopping(loader) and None: write tune=lw.BoundedEvidence()."
+            f"tune={shown(tune)} is not a tuning. Pass lw.BoundedEvidence(), lw.Evidence(), lw.Validation(loader), "
+            "lw.EarlyStopping(loader) or None: write tune=lw.BoundedEvidence()."
         )
     if torch.get_default_device().type == "meta":
         raise LapwingError(

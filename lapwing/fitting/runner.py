@@ -16,19 +16,10 @@ from tqdm import tqdm
 
 from ..covariance import Covariance
 from ..errors import LapwingError
-from ..methods.passes import (
-    Batch,
-    CurvaturePass,
-    Found,
-    IteratePass,
-    Method,
-    Pass,
-    Problem,
-    Seen,
-    State,
-    SumPass,
-    class_labels,
-)
+from ..methods.passes import Batch, CurvaturePass, FitResult, IteratePass, LikelihoodPass, Method, Pass, SumPass
+from ..methods.problem import Problem
+from ..methods.sampling import class_labels
+from ..methods.state import DataSummary, State
 from ..network import batches
 from ..network.loaders import other_size, sampler_size, shows_bar
 
@@ -43,9 +34,7 @@ class Runner:
         data_size: N, where the user gave it; then n is not counted, since a stream may have no end.
 
     Attributes:
-        statistics: the likelihood's sums.
-        samples: n, over how many samples.
-        whole: whether these are all samples; not where a method's steps ended before the data did.
+        whole: whether the summary is of all samples; not so if a method's steps ended before the data did.
     """
 
     def __init__(
@@ -56,19 +45,18 @@ class Runner:
         self._parts, self._data_size = prefixes, data_size
         self._expected: int | None = None
         self._labels: Tensor | None = None
+        self._summary = DataSummary()
         self._statistics_at: dict[int, dict[str, Tensor]] = {}
         self._covariance_at: dict[int, Covariance] = {}
-        self.statistics: dict[str, Tensor] = {}
-        self.samples = 0
         self.whole = False
 
     def labels(self) -> Tensor:
         """Returns the n class labels, -1 where targets are none; goes through the loader the first time."""
         if self._labels is None:
-            found = [torch.zeros(0, dtype=torch.int64)]
+            parts = [torch.zeros(0, dtype=torch.int64)]
             for batch in self._loader:
-                found.append(class_labels(*batches.split(batch)))
-            self._labels = torch.cat(found)
+                parts.append(class_labels(*batches.split(batch)))
+            self._labels = torch.cat(parts)
             self._check_size(len(self._labels), "to the count")
         return self._labels
 
@@ -79,55 +67,54 @@ class Runner:
         return self._expected
 
     def count(self) -> int:
-        """Returns n, going through the loader where nothing else tells; the samples seen so far where N is given."""
+        """Returns n: as the loader says, else the samples so far where N is given, else by going through the loader."""
         known = self.shown()
-        if known is None and self._data_size is not None and self.samples:
-            return self.samples
+        if known is None and self._data_size is not None and self._summary.samples:
+            return self._summary.samples
         return len(self.labels()) if known is None else known
 
-    def seen(self) -> Seen:
-        """Returns what the passes so far have seen."""
-        return Seen(self.samples, self.statistics)
+    def summary(self) -> DataSummary:
+        """Returns the sums over the samples that the passes have gone through."""
+        return self._summary
 
     def prefixes(self) -> dict[int, tuple[Covariance, dict[str, Tensor]]]:
         """Returns covariance and statistics of the first samples alone, by their number."""
         kept = self._covariance_at.items()
         return {n: (covariance, self._statistics_at[n]) for n, covariance in kept if n in self._statistics_at}
 
-    def run(self, method: Method, problem: Problem) -> Found:
-        """Runs all passes; returns what the method makes of them."""
+    def run(self, method: Method, problem: Problem) -> FitResult:
+        """Runs all passes; returns the method's result."""
         passes = method.passes(problem)
         state: State | None = None
         while True:
             try:
                 step = next(passes) if state is None else passes.send(state)
             except StopIteration as stop:
-                found = stop.value if isinstance(stop.value, Found) else Found(stop.value)
-                if not self.samples and found.seen is None:
-                    self._sum(_NoPass(), problem)
-                return found
+                result = stop.value if isinstance(stop.value, FitResult) else FitResult(stop.value)
+                if not self._summary.samples and result.summary is None:
+                    self._sum(LikelihoodPass(problem), problem)
+                return result
             state = self._sum(step, problem) if isinstance(step, SumPass) else self._iterate(step, problem)
 
-    def _sum(self, step: SumPass, problem: Problem) -> State:
+    def _sum(self, step: SumPass[Any], problem: Problem) -> State:
         state = step.init()
         start, notes = 0, not self.whole and step.limit is None
         if notes:
-            self._forget()
+            self._summary = DataSummary()
         with torch.no_grad():
             for batch in self._batches(step, problem):
                 step.update(state, batch)
                 start += batches.size(batch.inputs)
                 if notes:
-                    self._note(batch, problem)
+                    self._summary.add(problem.likelihood, batch.outputs(), batch.targets)
                 if start in self._stops():
                     self._keep(start, step, state, notes)
         if step.limit is None or start < step.limit:
             self._check_size(start, f"to the pass '{step.label}'")
-        if step.limit is None:
-            self.samples, self.whole = start, True
+        self.whole = self.whole or step.limit is None
         return state
 
-    def _iterate(self, step: IteratePass, problem: Problem) -> State:
+    def _iterate(self, step: IteratePass[Any], problem: Problem) -> State:
         state, generator = step.init(), torch.Generator(problem.tangent.device).manual_seed(problem.seed)
         taken, epoch = 0, 0
         bar = tqdm(desc=step.label, total=step.steps, disable=not self._bar, leave=False)
@@ -135,23 +122,18 @@ class Runner:
             while taken < step.steps and not step.converged(state):
                 start, notes = 0, not self.whole and not epoch
                 if notes:
-                    self._forget()
+                    self._summary = DataSummary()
                 for batch in self._batches(step, problem):
                     step.step(state, batch, generator)
                     start, taken = start + batches.size(batch.inputs), taken + 1
                     bar.update()
                     if notes:
-                        self._note(batch, problem)
-                        self.samples = start
+                        self._summary.add(problem.likelihood, batch.outputs(), batch.targets)
                     if taken == step.steps or step.converged(state):
                         return state
                 self._check_size(start, f"to the pass '{step.label}'")
                 self.whole, epoch = True, epoch + 1
         return state
-
-    def _forget(self) -> None:
-        """Begins the statistics anew."""
-        self.statistics, self.samples = {}, 0
 
     def _stops(self) -> frozenset[int]:
         """Numbers of samples after which sums are kept: n, a half, a quarter, ... of them."""
@@ -159,11 +141,11 @@ class Runner:
             return frozenset()
         return frozenset(max(1, len(self.labels()) >> i) for i in range(self._parts + 1))
 
-    def _keep(self, samples: int, step: SumPass, state: State, notes: bool) -> None:
+    def _keep(self, samples: int, step: SumPass[Any], state: State, notes: bool) -> None:
         if notes:
-            self._statistics_at[samples] = {name: value.clone() for name, value in self.statistics.items()}
+            self._statistics_at[samples] = self._summary.mapped(torch.clone).statistics
         if isinstance(step, CurvaturePass):
-            self._covariance_at[samples] = step.finish({name: value.clone() for name, value in state.items()})
+            self._covariance_at[samples] = step.finish(state.mapped(torch.clone))
 
     def _batches(self, step: Pass, problem: Problem) -> Iterator[Batch]:
         """Goes through the loader once, or as far as the pass needs."""
@@ -180,8 +162,8 @@ class Runner:
             samples = batches.size(inputs)
             if isinstance(targets, Tensor) and not targets.ndim:
                 raise LapwingError(
-                    f"Asked to read batch number {number}, found a target without dimensions, {targets.item()}, beside "
-                    f"{batches.describe(inputs)}; one row a sample is needed: give a single target as y[None]."
+                    f"The target of batch number {number} has no dimensions: {batches.describe(targets)}, beside "
+                    f"inputs {batches.describe(inputs)}. Pass one row per sample: a single target as y[None]."
                 )
             problem.tangent.check(inputs, f"the inputs of batch number {number}")
             if self._expected is not None and start + samples > self._expected:
@@ -196,33 +178,8 @@ class Runner:
             if start == limit:
                 return
 
-    def _note(self, batch: Batch, problem: Problem) -> None:
-        """Checks a batch's targets and adds its statistics, from outputs met on the way or a forward pass."""
-        met = sum(part.stop - part.start for part, _ in batch.outputs)
-        if met == batches.size(batch.inputs):
-            outputs = torch.cat([outputs for _, outputs in sorted(batch.outputs, key=lambda item: item[0].start)])
-        else:
-            outputs = batch.tangent.outputs_of(batch.inputs)
-            batches.check_outputs(outputs, "these inputs")
-        likelihood = problem.likelihood
-        likelihood.check(outputs, batch.targets)
-        for name, value in likelihood.statistics(outputs.detach(), batch.targets).items():
-            self.statistics[name] = self.statistics.get(name, 0) + value
-
     def _check_size(self, samples: int, to: str) -> None:
         """Notes n the first time; raises when the loader shows nothing, or another number (case 9)."""
         if not samples or samples != (self._expected or samples):
             raise other_size(samples, to, self._expected)
         self._expected = samples
-
-
-class _NoPass(SumPass):
-    """What a method that needs no pass still gets: the likelihood's statistics."""
-
-    label = "likelihood"
-
-    def init(self) -> State:
-        return {}
-
-    def update(self, state: State, batch: Batch) -> None:
-        """Adds nothing."""

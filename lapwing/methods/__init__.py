@@ -12,11 +12,23 @@ from .full import Full
 from .kfac import EKFAC, KFAC
 from .mean_field import MeanField
 from .optimal_subspace import OptimalSubspace
-from .passes import Batch, CurvaturePass, FisherRoot, Found, IteratePass, Method, Pass, Passes, Problem, State, SumPass
+from .passes import (
+    Batch,
+    CurvaturePass,
+    FitResult,
+    IteratePass,
+    Method,
+    Pass,
+    Passes,
+    SumPass,
+    run_curvature_pass,
+)
+from .problem import FisherRoot, Problem
 from .sampled_lla import SampledLLA
 from .sampled_lla.conjugate_gradients import ConjugateGradients
 from .sampled_lla.stochastic_gradient import StochasticGradient
 from .snapshots import SnapshotCollector
+from .state import BlockSums, DataSummary, State
 from .subset_of_data import SubsetOfData
 from .subset_of_weights import SubsetOfWeights
 from .swag import SWAG
@@ -27,8 +39,9 @@ from .valla.natural_gradient import ClosedForm, NaturalGradient
 from .valla.variational_bound import VariationalBound
 
 __all__ = [
-    "EKFAC", "ELLA", "KFAC", "SWAG", "AlphaDivergence", "Batch", "ClosedForm", "ConjugateGradients", "CurvaturePass",
-    "Diagonal", "FisherRoot", "Found", "Full", "InducingPoints", "IteratePass", "MeanField", "Method",
-    "NaturalGradient", "OptimalSubspace", "Pass", "Passes", "Problem", "SampledLLA", "SnapshotCollector", "State",
-    "StochasticGradient", "SubsetOfData", "SubsetOfWeights", "SumPass", "VaLLA", "VariationalBound",
+    "EKFAC", "ELLA", "KFAC", "SWAG", "AlphaDivergence", "Batch", "BlockSums", "ClosedForm", "ConjugateGradients",
+    "CurvaturePass", "DataSummary", "Diagonal", "FisherRoot", "FitResult", "Full", "InducingPoints", "IteratePass",
+    "MeanField", "Method", "NaturalGradient", "OptimalSubspace", "Pass", "Passes", "Problem", "SampledLLA",
+    "SnapshotCollector", "State", "StochasticGradient", "SubsetOfData", "SubsetOfWeights", "SumPass", "VaLLA",
+    "VariationalBound", "run_curvature_pass",
 ]  # fmt: skip

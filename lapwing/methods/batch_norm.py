@@ -30,9 +30,9 @@ class _OnInputs(nn.Module):
             if "more than 1 value per channel" not in str(error):
                 raise
             raise LapwingError(
-                f"Asked to refresh batch norm statistics of {type(self.network).__name__} on {batches.describe(inputs)}"
-                ", found a single value a channel, which has no variance; batches of at least 2 samples are needed: "
-                "write DataLoader(..., drop_last=True), or batch_norm='keep'."
+                f"Batch norm statistics of {type(self.network).__name__} have no variance on "
+                f"{batches.describe(inputs)}: it has one value per channel. Pass batches of at least 2 samples, "
+                "DataLoader(..., drop_last=True), or batch_norm='keep'."
             ) from error
 
 

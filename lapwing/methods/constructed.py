@@ -22,6 +22,7 @@ from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.prior import Prior
 from ..tangent import Tangent, join
+from .state import DataSummary
 
 
 def copied(model: nn.Module, method: str) -> nn.Module:
@@ -35,8 +36,8 @@ def copied(model: nn.Module, method: str) -> nn.Module:
             return copy.deepcopy(uncompiled(model))
     except (RuntimeError, TypeError) as error:
         raise LapwingError(
-            f"Asked for {method} of {type(model).__name__}, found that it cannot be copied ({error}); the moved mean "
-            "is put into a copy of the network: keep no tensors with a graph, locks or files in the module."
+            f"{type(model).__name__} cannot be copied ({error}), and {method} puts the moved mean into a copy. Keep no "
+            "tensors with a graph, locks or files in the module."
         ) from error
 
 
@@ -78,12 +79,19 @@ def constructed(
     Raises:
         LapwingError: for bad input, or a loader that shows nothing the second time.
     """
-    hidden = not shows_bar(progress)
-    shown = tqdm(loader, "likelihood", disable=hidden, leave=False)
-    statistics, samples = _statistics(tangent, shown, likelihood, method.partition("(")[0])
+    summary = DataSummary()
+    bar = tqdm(loader, "likelihood", disable=not shows_bar(progress), leave=False)
+    for inputs, targets in checked_batches(tangent.model, bar):
+        outputs = tangent.outputs_of(inputs)
+        batches.check_outputs(outputs, "these inputs")
+        if not summary.samples:
+            check_logits(likelihood, outputs, next(tangent.model.parameters()).dtype)
+        summary.add(likelihood, outputs, targets)
+    if not summary.samples:
+        raise other_size(0, f"to {method.partition('(')[0]}", None)
     given = not likelihood.needs_noise
     if not given:
-        likelihood = likelihood.with_noise_variance(likelihood.residual_variance(statistics))
+        likelihood = likelihood.with_noise_variance(likelihood.residual_variance(summary.statistics))
     blocks, device = tangent.blocks, tangent.device
     flat = Prior(
         torch.zeros(len(blocks), dtype=torch.float64, device=device),
@@ -91,25 +99,6 @@ def constructed(
         given=True,
     )
     return Posterior(
-        tangent, covariance, likelihood, flat, statistics, samples, 1.0, 1.0, method, given, Stamp.of(tangent.state())
-    )
-
-
-def _statistics(
-    tangent: Tangent, loader: Iterable[Any], likelihood: Likelihood, method: str
-) -> tuple[dict[str, Tensor], int]:
-    """Returns the likelihood's statistics, added over the data, and the number of samples."""
-    statistics: dict[str, Tensor] = {}
-    samples = 0
-    for inputs, targets in checked_batches(tangent.model, loader):
-        outputs = tangent.outputs_of(inputs)
-        batches.check_outputs(outputs, "these inputs")
-        if not samples:
-            check_logits(likelihood, outputs, next(tangent.model.parameters()).dtype)
-        likelihood.check(outputs, targets)
-        for name, value in likelihood.statistics(outputs, targets).items():
-            statistics[name] = statistics.get(name, 0) + value
-        samples += len(outputs)
-    if not samples:
-        raise other_size(0, f"to {method}", None)
-    return statistics, samples
+        tangent, covariance, likelihood, flat, summary.statistics, summary.samples, 1.0, 1.0, method, given,
+        Stamp.of(tangent.state()),
+    )  # fmt: skip

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..covariance import Blockwise, DiagonalBlock
-from .passes import Batch, CurvaturePass, Method, Passes, Problem, State, last
+from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
+from .problem import Problem
+from .state import BlockSums
 
 
 @dataclass(frozen=True)
@@ -22,25 +24,25 @@ class Diagonal(Method):
 
     def passes(self, problem: Problem) -> Passes:
         """One sum pass."""
-        return (yield from last(_SquaredSums(problem)))
+        return (yield from run_curvature_pass(_SquaredSums(problem)))
 
 
-class _SquaredSums(CurvaturePass):
-    """`Σ_n,r (RᵀJ)²`, (P_block,) a block."""
+class _SquaredSums(CurvaturePass[BlockSums]):
+    """`Σ_n,r (RᵀJ)²`, (P_block,) for each block."""
 
     label = "diagonal of the GGN"
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
 
-    def init(self) -> State:
-        return {block.name: self._problem.zeros(block.size) for block in self._problem.tangent.blocks}
+    def init(self) -> BlockSums:
+        return BlockSums(self._problem.block_zeros())
 
-    def update(self, state: State, batch: Batch) -> None:
+    def update(self, state: BlockSums, batch: Batch) -> None:
         for _, record in batch.records(self._problem.root):
-            for name, total in state.items():
+            for name, total in state.blocks.items():
                 total += record[name].squared_sum()
 
-    def finish(self, state: State) -> Blockwise:
-        structures = {name: DiagonalBlock(diagonal) for name, diagonal in state.items()}
+    def finish(self, state: BlockSums) -> Blockwise:
+        structures = {name: DiagonalBlock(diagonal) for name, diagonal in state.blocks.items()}
         return Blockwise(self._problem.tangent.blocks, structures, self._problem.precision, self._problem.scale)

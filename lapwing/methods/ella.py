@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import LapwingError, is_one_of, shown
-from .passes import Method, Passes, Problem, check_choice, check_count
+from .options import check_choice, check_count
+from .passes import Method, Passes
+from .problem import Problem
 from .rows import SAMPLINGS, Sampling, sampled_anchors
 from .subspace import Residual, on_basis, span_of_anchors
 
@@ -57,8 +59,8 @@ class ELLA(Method):
         check_choice("ELLA", "sampling", self.sampling, SAMPLINGS)
         if self.rows == "all" and self.sampling != "uniform":
             raise LapwingError(
-                f"Asked for ELLA(rows='all', sampling={shown(self.sampling)}), found that all rows leave nothing to "
-                "sample; a number of rows is needed: write ELLA(rows=2000, sampling='balanced')."
+                f"ELLA(rows='all', sampling={shown(self.sampling)}) excludes itself: all rows leave nothing to sample. "
+                "Write ELLA(rows=2000, sampling='balanced')."
             )
 
     def passes(self, problem: Problem) -> Passes:

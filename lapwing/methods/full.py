@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from ..covariance import DenseCovariance, ExplicitBasis, LowRankWithResidual
 from ..covariance.dense import cut
 from ..linalg import add_squares, mirrored
-from .passes import Batch, CurvaturePass, Method, Passes, Problem, State, check_choice, last
+from .options import check_choice
+from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
+from .problem import Problem
+from .state import State
 from .subspace import orthonormal_span
 
 
@@ -52,13 +56,20 @@ class Full(Method):
         rows = problem.count() * problem.root.columns
         if self.form == "primal" or (self.form == "auto" and rows >= size):
             problem.require("Full", 24 * size**2, f"a dense covariance of {size} weights", "use lw.KFAC()")
-            return (yield from last(_DenseCurvature(problem)))
+            return (yield from run_curvature_pass(_DenseCurvature(problem)))
         needed = 16 * rows * size
         problem.require("Full(form='dual')", needed, f"{rows} rows of {size} weights", "use lw.KFAC() or fewer samples")
-        return (yield from last(_AllRows(problem, rows)))
+        return (yield from run_curvature_pass(_AllRows(problem, rows)))
 
 
-class _DenseCurvature(CurvaturePass):
+@dataclass
+class DenseSum(State):
+    """One matrix: G (P, P), or the rows of `RᵀJ` (N R, P)."""
+
+    matrix: Tensor
+
+
+class _DenseCurvature(CurvaturePass[DenseSum]):
     """`G = Σ (RᵀJ)ᵀ(RᵀJ)` (P, P), its lower triangle."""
 
     label = "dense GGN"
@@ -66,22 +77,22 @@ class _DenseCurvature(CurvaturePass):
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
 
-    def init(self) -> State:
+    def init(self) -> DenseSum:
         size = self._problem.tangent.size
-        return {"G": self._problem.zeros(size, size, dtype=torch.float64)}
+        return DenseSum(self._problem.zeros(size, size, dtype=torch.float64))
 
-    def update(self, state: State, batch: Batch) -> None:
+    def update(self, state: DenseSum, batch: Batch) -> None:
         held = 2 * self._problem.root.columns * self._problem.tangent.size
         for _, record in batch.records(self._problem.root, torch.float64, held):
             rows = record.rows().flatten(0, 1)
-            add_squares(state["G"][None], rows[None])
+            add_squares(state.matrix[None], rows[None])
 
-    def finish(self, state: State) -> DenseCovariance:
+    def finish(self, state: DenseSum) -> DenseCovariance:
         problem = self._problem
-        return DenseCovariance(problem.tangent.blocks, mirrored(state.pop("G")), problem.precision, problem.scale)
+        return DenseCovariance(problem.tangent.blocks, mirrored(state.matrix), problem.precision, problem.scale)
 
 
-class _AllRows(CurvaturePass):
+class _AllRows(CurvaturePass[DenseSum]):
     """Every row of `RᵀJ`, each in its own slot (N R, P)."""
 
     label = "rows of the Jacobian"
@@ -89,21 +100,21 @@ class _AllRows(CurvaturePass):
     def __init__(self, problem: Problem, rows: int) -> None:
         self._problem, self._rows = problem, rows
 
-    def init(self) -> State:
-        return {"rows": self._problem.zeros(self._rows, self._problem.tangent.size, dtype=torch.float64)}
+    def init(self) -> DenseSum:
+        return DenseSum(self._problem.zeros(self._rows, self._problem.tangent.size, dtype=torch.float64))
 
-    def update(self, state: State, batch: Batch) -> None:
+    def update(self, state: DenseSum, batch: Batch) -> None:
         columns = self._problem.root.columns
         held = 2 * columns * self._problem.tangent.size
         for part, record in batch.records(self._problem.root, torch.float64, held):
             first = (batch.start + part.start) * columns
             rows = record.rows().flatten(0, 1)
-            state["rows"][first : first + len(rows)] += rows
+            state.matrix[first : first + len(rows)] += rows
 
-    def finish(self, state: State) -> LowRankWithResidual:
+    def finish(self, state: DenseSum) -> LowRankWithResidual:
         problem, blocks = self._problem, self._problem.tangent.blocks
-        basis = ExplicitBasis(cut(blocks, orthonormal_span(state["rows"], problem.tangent.memory)))
-        parts = cut(blocks, state["rows"])
+        basis = ExplicitBasis(cut(blocks, orthonormal_span(state.matrix, problem.tangent.memory)))
+        parts = cut(blocks, state.matrix)
         projected = basis.inner(parts)  # (NC, K)
         traces = torch.stack([part.square().sum() for part in parts.values()])
         curvature = projected.T @ projected  # G = Uᵀ M U exactly, no second pass

@@ -6,7 +6,7 @@ Both share the factor pass; EKFAC adds a second pass for the true second moments
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -16,11 +16,34 @@ from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, S
 from ..jacobian.jacobian import as_matrix
 from ..linalg import eigen_in_place, symmetric_eigen
 from ..tangent import Block
-from .passes import Batch, CurvaturePass, Method, Passes, Problem, State, check_choice, last
+from .options import check_choice
+from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
+from .problem import Problem
+from .state import BlockSums, State
 
 
 @dataclass(frozen=True)
-class KFAC(Method):
+class _Kronecker(Method):
+    """The options of KFAC and EKFAC."""
+
+    weight_sharing: Literal["expand", "reduce"] = "expand"
+    uncovered: Literal["diagonal", "dense"] = "diagonal"
+
+    def __post_init__(self) -> None:
+        """Checks the labels."""
+        check_choice(type(self).__name__, "weight_sharing", self.weight_sharing, ("expand", "reduce"))
+        check_choice(type(self).__name__, "uncovered", self.uncovered, ("diagonal", "dense"))
+
+    def _factor_pass(self, problem: Problem) -> _FactorPass:
+        """Returns the factor pass, after a check that dense blocks fit."""
+        kinds = {block.name: _kind(block, self.uncovered) for block in problem.tangent.blocks}
+        dense = sum(block.size**2 for block in problem.tangent.blocks if kinds[block.name] == "dense")
+        method = f"{type(self).__name__}(uncovered='dense')"
+        problem.require(method, 8 * dense, "dense blocks", "write uncovered='diagonal'")
+        return _FactorPass(problem, kinds, self.weight_sharing == "reduce")
+
+
+class KFAC(_Kronecker):
     """Kronecker-factored Laplace, a layer's `Σ = (A ⊗ Γ/(# τ) + δI)⁻¹`, inverted exactly in the eigenbasis.
 
     `A = Σ a aᵀ` over layer inputs (the bias as a coordinate of ones), `Γ = Σ g gᵀ` over output gradients with the
@@ -45,21 +68,12 @@ class KFAC(Method):
         'diagonal'
     """
 
-    weight_sharing: Literal["expand", "reduce"] = "expand"
-    uncovered: Literal["diagonal", "dense"] = "diagonal"
-
-    def __post_init__(self) -> None:
-        """Checks the labels."""
-        check_choice("KFAC", "weight_sharing", self.weight_sharing, ("expand", "reduce"))
-        check_choice("KFAC", "uncovered", self.uncovered, ("diagonal", "dense"))
-
     def passes(self, problem: Problem) -> Passes:
         """One sum pass."""
-        return (yield from last(_factors(problem, self.weight_sharing, self.uncovered)))
+        return (yield from run_curvature_pass(self._factor_pass(problem)))
 
 
-@dataclass(frozen=True)
-class EKFAC(Method):
+class EKFAC(_Kronecker):
     """Eigenvalue-corrected KFAC: KFAC's eigenbasis with the true second moments of the Jacobian on its diagonal.
 
     `λ_ji = Σ_n,r (U_outᵀ J U_in)²_ji`, the best diagonal in that basis in Frobenius norm (George et al. 2018,
@@ -80,54 +94,57 @@ class EKFAC(Method):
         EKFAC(weight_sharing='expand', uncovered='diagonal')
     """
 
-    weight_sharing: Literal["expand", "reduce"] = "expand"
-    uncovered: Literal["diagonal", "dense"] = "diagonal"
-
-    def __post_init__(self) -> None:
-        """Checks the labels."""
-        check_choice("EKFAC", "weight_sharing", self.weight_sharing, ("expand", "reduce"))
-        check_choice("EKFAC", "uncovered", self.uncovered, ("diagonal", "dense"))
-
     def passes(self, problem: Problem) -> Passes:
         """KFAC's pass, then one for the second moments."""
-        factors = _factors(problem, self.weight_sharing, self.uncovered)
+        factors = self._factor_pass(problem)
         structures = factors.finish((yield factors)).structures
-        return (yield from last(_SecondMoments(problem, structures)))
-
-
-def _factors(problem: Problem, weight_sharing: str, uncovered: str) -> _Factors:
-    """Returns the factor pass, once dense blocks are known to fit."""
-    kinds = {block.name: _kind(block, uncovered) for block in problem.tangent.blocks}
-    dense = sum(block.size**2 for block in problem.tangent.blocks if kinds[block.name] == "dense")
-    problem.require("KFAC(uncovered='dense')", 8 * dense, "dense blocks", "write uncovered='diagonal'")
-    return _Factors(problem, kinds, weight_sharing == "reduce")
+        return (yield from run_curvature_pass(_SecondMoments(problem, structures)))
 
 
 def _kind(block: Block, uncovered: str) -> str:
     return "factored" if block.matrix is not None else uncovered
 
 
-def _eigenbasis(state: State, name: str) -> KroneckerBlock:
+@dataclass
+class Factors(State):
+    """Sums by block name; a block has one of diagonal, dense, or the three of a Kronecker product.
+
+    Attributes:
+        diagonal: `Σ J²` (P_block,).
+        dense: `Σ JᵀJ` (P_block, P_block).
+        A: `Σ a aᵀ` (G, I, I), or its diagonal (G, I) for one-hot inputs.
+        Gamma: `Σ g gᵀ` (G, O, O).
+        count: the number of positions (1,).
+    """
+
+    diagonal: dict[str, Tensor] = field(default_factory=dict)
+    dense: dict[str, Tensor] = field(default_factory=dict)
+    A: dict[str, Tensor] = field(default_factory=dict)
+    Gamma: dict[str, Tensor] = field(default_factory=dict)
+    count: dict[str, Tensor] = field(default_factory=dict)
+
+
+def _eigenbasis(state: Factors, name: str) -> KroneckerBlock:
     """Diagonalises both factors, used up one by one: `λ_ji = α_i γ_j / #`, # the count of positions."""
-    count, one_hot = state[f"{name}/count"], state[f"{name}/A"].ndim == 2
+    count, one_hot = state.count[name], state.A[name].ndim == 2
     if one_hot:  # A is its own diagonal
-        alpha, inputs = state[f"{name}/A"].double(), None
+        alpha, inputs = state.A[name].double(), None
     else:
-        alpha, inputs = _diagonalised(state, f"{name}/A")
+        alpha, inputs = _diagonalised(state.A, name)
         alpha[..., : max(0, alpha.shape[-1] - int(count))] = 0  # its rank is at most #; all else is rounding noise
-    gamma, outputs = _diagonalised(state, f"{name}/Gamma")
+    gamma, outputs = _diagonalised(state.Gamma, name)
     eigenvalues = gamma[..., :, None] * alpha[..., None, :] / count.double()
     return KroneckerBlock(eigenvalues.to(outputs.dtype), inputs, outputs)
 
 
-def _diagonalised(state: State, key: str) -> tuple[Tensor, Tensor]:
-    """Returns λ (G, n) in float64 and U (G, n, n) in the factor's dtype; the factor gives its memory back meanwhile."""
-    dtype = state[key].dtype
-    values, vectors = eigen_in_place(state.pop(key).double())
+def _diagonalised(factors: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
+    """Returns λ (G, n) in float64 and U (G, n, n) in the factor's dtype; frees the factor's memory meanwhile."""
+    dtype = factors[name].dtype
+    values, vectors = eigen_in_place(factors.pop(name).double())
     return values, vectors.to(dtype, memory_format=torch.contiguous_format)
 
 
-class _Factors(CurvaturePass):
+class _FactorPass(CurvaturePass[Factors]):
     """A, Γ and # of the factored blocks; diagonals or dense blocks of the others."""
 
     label = "Kronecker factors"
@@ -135,49 +152,49 @@ class _Factors(CurvaturePass):
     def __init__(self, problem: Problem, kinds: dict[str, str], reduce: bool) -> None:
         self._problem, self._kinds, self._reduce = problem, kinds, reduce
 
-    def init(self) -> State:
-        zeros, state = self._problem.zeros, {}
+    def init(self) -> Factors:
+        zeros, state = self._problem.zeros, Factors()
         for block in self._problem.tangent.blocks:
             name, kind = block.name, self._kinds[block.name]
             if kind == "diagonal":
-                state[f"{name}/diagonal"] = zeros(block.size)
+                state.diagonal[name] = zeros(block.size)
             elif kind == "dense":
-                state[f"{name}/dense"] = zeros(block.size, block.size, dtype=torch.float64)
+                state.dense[name] = zeros(block.size, block.size, dtype=torch.float64)
             else:
                 groups, outputs, inputs = block.matrix_shape
                 one_hot = block.matrix is not None and block.matrix.one_hot
-                state[f"{name}/A"] = zeros(groups, inputs) if one_hot else zeros(groups, inputs, inputs)
-                state[f"{name}/Gamma"] = zeros(groups, outputs, outputs)
-                state[f"{name}/count"] = zeros(1, dtype=torch.int64)
+                state.A[name] = zeros(groups, inputs) if one_hot else zeros(groups, inputs, inputs)
+                state.Gamma[name] = zeros(groups, outputs, outputs)
+                state.count[name] = zeros(1, dtype=torch.int64)
         return state
 
-    def update(self, state: State, batch: Batch) -> None:
+    def update(self, state: Factors, batch: Batch) -> None:
         for _, record in batch.records(self._problem.root):
             for name, kind in self._kinds.items():
                 jacobian = record[name]
                 if kind == "diagonal":
-                    state[f"{name}/diagonal"] += jacobian.squared_sum()
+                    state.diagonal[name] += jacobian.squared_sum()
                 elif kind == "dense":
                     rows = jacobian.rows().flatten(0, 1).double()
-                    state[f"{name}/dense"] += rows.T @ rows
+                    state.dense[name] += rows.T @ rows
                 else:
-                    sums = state[f"{name}/A"], state[f"{name}/Gamma"]
-                    state[f"{name}/count"] += as_matrix(jacobian).add_kronecker_factors(self._reduce, *sums)
+                    jacobian, sums = as_matrix(jacobian), (state.A[name], state.Gamma[name])
+                    state.count[name] += jacobian.add_kronecker_factors(self._reduce, *sums)
 
-    def finish(self, state: State) -> Blockwise:
+    def finish(self, state: Factors) -> Blockwise:
         problem, structures = self._problem, dict[str, Structure]()
         for name, kind in self._kinds.items():
             if kind == "diagonal":
-                structures[name] = DiagonalBlock(state[f"{name}/diagonal"])
+                structures[name] = DiagonalBlock(state.diagonal[name])
             elif kind == "dense":
-                values, basis = symmetric_eigen(state[f"{name}/dense"])
+                values, basis = symmetric_eigen(state.dense[name])
                 structures[name] = DenseBlock(values.to(problem.tangent.dtype), basis.to(problem.tangent.dtype))
             else:
                 structures[name] = _eigenbasis(state, name)
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale)
 
 
-class _SecondMoments(CurvaturePass):
+class _SecondMoments(CurvaturePass[BlockSums]):
     """`Σ_n,r (U_outᵀ J U_in)²`, (G, O, I) a factored block."""
 
     label = "second moments in KFAC's eigenbasis"
@@ -186,16 +203,16 @@ class _SecondMoments(CurvaturePass):
         self._problem, self._structures = problem, structures
         self._bases = {name: s for name, s in structures.items() if isinstance(s, KroneckerBlock)}
 
-    def init(self) -> State:
-        return {name: torch.zeros_like(basis.eigenvalues) for name, basis in self._bases.items()}
+    def init(self) -> BlockSums:
+        return BlockSums({name: torch.zeros_like(basis.eigenvalues) for name, basis in self._bases.items()})
 
-    def update(self, state: State, batch: Batch) -> None:
+    def update(self, state: BlockSums, batch: Batch) -> None:
         for _, record in batch.records(self._problem.root):
             for name, basis in self._bases.items():
                 squares = as_matrix(record[name]).rotate(basis.inputs, basis.outputs).squared_sum()
-                state[name] += squares.reshape_as(state[name])  # (G, O, I)
+                state.blocks[name] += squares.reshape_as(state.blocks[name])  # (G, O, I)
 
-    def finish(self, state: State) -> Blockwise:
-        corrected = {n: KroneckerBlock(state[n], old.inputs, old.outputs) for n, old in self._bases.items()}
+    def finish(self, state: BlockSums) -> Blockwise:
+        corrected = {n: KroneckerBlock(state.blocks[n], old.inputs, old.outputs) for n, old in self._bases.items()}
         problem, structures = self._problem, {**self._structures, **corrected}
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale)

@@ -16,8 +16,11 @@ from ..errors import LapwingError, is_one_of, shown
 from ..network import batches
 from ..tangent import Anchors, Vectors
 from .kfac import KFAC
-from .passes import Found, Method, Pass, Passes, Problem, State, check_choice, check_count
-from .rows import anchors_at, choose
+from .options import check_choice, check_count
+from .passes import FitResult, Method, Pass, Passes
+from .problem import Problem
+from .rows import anchors_at
+from .sampling import choose
 from .subspace import Residual, leading_of, on_basis, record_dtype
 
 
@@ -66,35 +69,35 @@ class OptimalSubspace(Method):
         check_choice("OptimalSubspace", "residual", self.residual, (None, "prior"))
         if not (is_one_of(self.curvature, ("prior",)) or isinstance(self.curvature, Method)):
             raise LapwingError(
-                f"Asked for OptimalSubspace(curvature={shown(self.curvature)}); accepted are 'prior' and a method: "
-                "write curvature=lw.KFAC()."
+                f"OptimalSubspace(curvature={shown(self.curvature)}) is not an option: curvature is 'prior' or a "
+                "method. Write curvature=lw.KFAC()."
             )
 
     def passes(self, problem: Problem) -> Passes:
         """Ψ_approx, the inputs of the subset, then the curvature on their span."""
         approximate = None
         if isinstance(self.curvature, Method):
-            found = yield from self.curvature.passes(problem)
-            approximate = found.covariance if isinstance(found, Found) else found
+            result = yield from self.curvature.passes(problem)
+            approximate = result.covariance if isinstance(result, FitResult) else result
             if not isinstance(approximate, PriorCovariance):
                 raise LapwingError(
-                    f"Asked for OptimalSubspace(curvature={shown(self.curvature)}), found a posterior without a "
-                    "prior; a method that sums a curvature is needed: write curvature=lw.KFAC()."
+                    f"OptimalSubspace(curvature={shown(self.curvature)}) needs a method that sums a curvature, and "
+                    "this one makes a posterior without a prior. Write curvature=lw.KFAC()."
                 )
             approximate = approximate.with_prior(problem.precision, problem.curvature_scale())
         anchors = yield from self._subset(problem)
         basis = ExplicitBasis(self._directions(problem, anchors, approximate))
         return (yield from on_basis(problem, basis, self.residual))
 
-    def _subset(self, problem: Problem) -> Generator[Pass, State, Anchors]:
+    def _subset(self, problem: Problem) -> Generator[Pass, Any, Anchors]:
         """Returns all outputs of the given inputs, or of training inputs chosen at random."""
         width = problem.tangent.outputs
         if self.at is not None:
             count = batches.size(self.at)
             if batches.is_loader(self.at) or not count:
                 raise LapwingError(
-                    f"Asked for OptimalSubspace(at=...), found {batches.describe(self.at)}; one batch of inputs is "
-                    "needed, without targets and with at least one sample: write at=x."
+                    "OptimalSubspace(at=...) needs one batch of inputs, without targets and with at least one sample, "
+                    f"not {batches.describe(self.at)}. Write at=x."
                 )
             samples = torch.arange(count).repeat_interleave(width)
             return Anchors(problem.tangent, (self.at,), samples, torch.arange(width).repeat(count))

@@ -52,24 +52,23 @@ class SnapshotCollector:
     def __init__(self, model: nn.Module, rank: int, params: Predicate | LastLayer) -> None:
         if not isinstance(model, nn.Module):
             raise LapwingError(
-                f"Asked to collect snapshots of a {type(model).__name__}; a torch.nn.Module is needed: write "
+                f"SWAG cannot take snapshots of a {type(model).__name__}: it needs a torch.nn.Module. Write "
                 "lw.SWAG.collector(model), or model=model beside a list of state dicts."
             )
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 or rank == 1:
             raise LapwingError(
-                f"Asked for SWAG with rank={shown(rank)}; at least 2 deviations, a whole number, or 0 for the diagonal "
-                "alone is accepted: write lw.SWAG.collector(model, rank=20)."
+                f"rank={shown(rank)} of SWAG is not a whole number of at least 2 deviations, or 0 for the diagonal "
+                "alone. Write lw.SWAG.collector(model, rank=20)."
             )
         if isinstance(params, LastLayer):
             raise LapwingError(
-                "Asked to collect snapshots with params=lw.last_layer, found that which layer is the last shows only "
-                "when the network runs; accepted are lw.everything, lw.matching('head.*') and a predicate: write "
-                "params=lw.matching('head.*')."
+                "params=lw.last_layer does not work for SWAG: only running the network shows which layer is the last. "
+                "Pass lw.everything, a predicate or a pattern: params=lw.matching('head.*')."
             )
         self.model, self.rank, self.count = model, rank, 0
-        own = self._parameters()
-        self.names = select(params, own, type(model).__name__)
-        self.mean = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in own.items()}
+        parameters = self._parameters()
+        self.names = select(params, parameters, type(model).__name__)
+        self.mean = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in parameters.items()}
         self._squares = {name: torch.zeros_like(self.mean[name]) for name in self.names}
         self.deviations: deque[dict[str, Tensor]] = deque(maxlen=rank)
         self.buffers: dict[str, Tensor] = {}
@@ -105,8 +104,8 @@ class SnapshotCollector:
         network = type(self.model).__name__
         if not isinstance(state, Mapping):
             raise LapwingError(
-                f"Asked to add a snapshot to SWAG of {network}, found {batches.describe(state)}; a state dict is "
-                "needed: pass what model.state_dict() gave."
+                f"A snapshot of {network} for SWAG is a state dict, not {batches.describe(state)}. Pass what "
+                "model.state_dict() returns."
             )
         state = {name.removeprefix("_orig_mod."): value for name, value in state.items()}
         known = {*uncompiled(self.model).state_dict(), *self.mean}
@@ -114,24 +113,22 @@ class SnapshotCollector:
         missing = [name for name in self.mean if name not in state]
         if unknown or missing:
             raise LapwingError(
-                f"Asked to add a snapshot to SWAG of {network}, found {(unknown + missing)[0]} only in the "
-                f"{'snapshot' if unknown else 'network'}; state dicts of the same network are needed: pass what "
-                "model.state_dict() gave."
+                f"The snapshot is not one of this {network}: {(unknown + missing)[0]} is only in the "
+                f"{'snapshot' if unknown else 'network'}. Pass what model.state_dict() of the same network returns."
             )
         self._take(state)
 
     @torch.no_grad()
     def _take(self, state: Mapping[str, Tensor]) -> None:
         buffers = dict(uncompiled(self.model).named_buffers())
-        for name, own in {**buffers, **self.mean}.items():
-            same = name not in state or state[name].shape == own.shape
+        for name, before in {**buffers, **self.mean}.items():
+            same = name not in state or state[name].shape == before.shape
             if same and (name in buffers or torch.isfinite(state[name]).all()):
                 continue
-            found = "NaN or infinite values" if same else f"shape {tuple(state[name].shape)}"
+            problem = "NaN or infinite values" if same else f"shape {tuple(state[name].shape)}"
             raise LapwingError(
-                f"Asked to add a snapshot to SWAG of {type(self.model).__name__}, found {found} in its {name} "
-                f"{tuple(own.shape)}; finite weights of the same network are needed: check that training has not "
-                "diverged, and pass state dicts of this network."
+                f"The snapshot of {type(self.model).__name__} for SWAG has {problem} in its {name} "
+                f"{tuple(before.shape)}. Check that training has not diverged, and pass state dicts of this network."
             )
         self.count += 1
         deviations = {}
@@ -143,5 +140,5 @@ class SnapshotCollector:
         self.buffers = {name: value.detach().clone() for name, value in state.items() if name in buffers}
 
     def _parameters(self) -> dict[str, Tensor]:
-        own = parameters_of(uncompiled(self.model))
-        return {name: value for name, value in own.items() if value.is_floating_point()}
+        parameters = parameters_of(uncompiled(self.model))
+        return {name: value for name, value in parameters.items() if value.is_floating_point()}

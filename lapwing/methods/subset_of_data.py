@@ -14,21 +14,11 @@ from ..errors import LapwingError
 from ..network import batches
 from .ella import ELLA
 from .full import Full
-from .passes import (
-    Batch,
-    Found,
-    Method,
-    Pass,
-    Passes,
-    Problem,
-    Seen,
-    State,
-    SumPass,
-    check_choice,
-    check_count,
-    class_labels,
-)
-from .rows import choose
+from .options import check_choice, check_count
+from .passes import Batch, FitResult, Method, Pass, Passes, SumPass
+from .problem import Problem
+from .sampling import choose, choose_balanced, class_labels
+from .state import DataSummary, State
 
 
 @dataclass(frozen=True)
@@ -76,8 +66,8 @@ class SubsetOfData(Method):
         shown = problem.count()
         labels = _class_labels(problem) if self.sampling == "balanced" else None
         places = chosen_places(shown, min(self.size, shown), problem.generator(), labels)
-        covariance, seen = yield from on_subset(problem, places, self._exact(problem, len(places)), labels)
-        return Found(covariance, seen=seen, data_factor=shown / len(places) if self.rescale else 1.0)
+        covariance, summary = yield from on_subset(problem, places, self._exact(problem, len(places)), labels)
+        return FitResult(covariance, summary=summary, data_factor=shown / len(places) if self.rescale else 1.0)
 
     def _exact(self, problem: Problem, count: int) -> Method:
         """Returns the way to the exact posterior of so many points that fits the memory budget."""
@@ -101,36 +91,27 @@ def chosen_places(total: int, count: int, generator: torch.Generator, labels: Te
         generator: of the choice.
         labels: classes (N,), or None.
     """
-    if labels is None:
-        return choose(total, count, generator).sort().values
-    order = choose(total, total, generator)
-    by_class = labels[order].argsort(stable=True)
-    counts = labels.unique(return_counts=True)[1]
-    turn = torch.empty_like(order)  # how many of its class come before a sample
-    turn[by_class] = torch.arange(total) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    return order[turn.argsort(stable=True)[:count]].sort().values
+    chosen = choose(total, count, generator) if labels is None else choose_balanced(labels, count, generator)
+    return chosen.sort().values
 
 
 def on_subset(
     problem: Problem, places: Tensor, method: Method, labels: Tensor | None = None
-) -> Generator[Pass, State, tuple[Covariance, Seen]]:
-    """Yields a method's sum passes, each shown the chosen samples alone; returns its covariance, and what it has seen.
+) -> Generator[Pass, Any, tuple[Covariance, DataSummary]]:
+    """Yields a method's sum passes over the chosen samples alone; returns its covariance and the samples' summary.
 
     Args:
         problem: the fit.
         places: of the samples among those that the loader shows, rising.
         method: one of sum passes that returns a covariance.
-        labels: the classes (N,) by which the samples were chosen, where they were.
+        labels: the classes (N,) by which the samples were chosen, if they were.
 
     Raises:
         LapwingError: for a loader that shows others at these places from one pass to the next.
     """
-    latest: list[Seen] = []
+    summary = DataSummary()
     small = replace(
-        problem,
-        labels=lambda: problem.labels()[places],
-        count=lambda: len(places),
-        seen=lambda: latest[-1],
+        problem, labels=lambda: problem.labels()[places], count=lambda: len(places), summary=lambda: summary
     )
     passes = method.passes(small)
     state: State | None = None
@@ -138,23 +119,35 @@ def on_subset(
         try:
             step = next(passes) if state is None else passes.send(state)
         except StopIteration as stop:
-            return stop.value, latest[-1]
+            return stop.value, summary
         assert isinstance(step, SumPass)
-        found = yield _OnSubset(step, places, problem)
-        state, seen, shown = _parted(found, len(places))
-        moved = latest and any(
-            not _near(latest[-1].statistics[name], seen.statistics[name]) for name in seen.statistics
-        )
-        if moved or (labels is not None and not torch.equal(shown, labels[places])):
+        subset = yield _OnSubset(step, places, problem)
+        state, before, summary = subset.inner, summary, subset.summary
+        moved = any(not _near(before.statistics[name], summary.statistics[name]) for name in before.statistics)
+        if moved or (labels is not None and not torch.equal(subset.labels, labels[places])):
             raise LapwingError(
-                "Asked for a subset of the data, found a loader that shows another order on each pass; one order is "
-                "needed to find the chosen samples again: write DataLoader(..., shuffle=False)."
+                "The loader shows another order on each pass, and a subset of the data needs one order. Write "
+                "DataLoader(..., shuffle=False)."
             )
-        latest.append(seen)
 
 
-class _OnSubset(SumPass):
-    """Another pass on chosen samples: its state under `inner/`, the likelihood's sums under `sum/`, their labels.
+@dataclass
+class SubsetState(State):
+    """The state of a pass over a subset.
+
+    Attributes:
+        inner: of the pass itself.
+        labels: class labels of the samples (n,), -1 where targets are not labels.
+        summary: of the samples.
+    """
+
+    inner: State
+    labels: Tensor
+    summary: DataSummary
+
+
+class _OnSubset(SumPass[SubsetState]):
+    """Another pass, over chosen samples.
 
     Args:
         inner: the pass.
@@ -162,49 +155,23 @@ class _OnSubset(SumPass):
         problem: for the likelihood.
     """
 
-    def __init__(self, inner: SumPass, places: Tensor, problem: Problem) -> None:
+    def __init__(self, inner: SumPass[Any], places: Tensor, problem: Problem) -> None:
         self._inner, self._places, self._likelihood = inner, places, problem.likelihood
         self.label, self.limit = inner.label, int(places[-1]) + 1
 
-    def init(self) -> State:
-        return {
-            "labels": torch.zeros(len(self._places), dtype=torch.int64),
-            **{f"inner/{name}": value for name, value in self._inner.init().items()},
-        }
+    def init(self) -> SubsetState:
+        return SubsetState(self._inner.init(), torch.zeros(len(self._places), dtype=torch.int64), DataSummary())
 
-    def update(self, state: State, batch: Batch) -> None:
+    def update(self, state: SubsetState, batch: Batch) -> None:
         ends = torch.tensor([batch.start, batch.start + batches.size(batch.inputs)])
-        first, last = torch.searchsorted(self._places, ends).tolist()
-        if first == last:
+        first, stop = torch.searchsorted(self._places, ends).tolist()
+        if first == stop:
             return
-        rows = self._places[first:last] - batch.start
+        rows = self._places[first:stop] - batch.start
         part = Batch(batch.tangent, batches.take(batch.inputs, rows), batch.targets[rows], first)
-        inner = {name.removeprefix("inner/"): value for name, value in state.items() if name.startswith("inner/")}
-        self._inner.update(inner, part)
-        state.update({f"inner/{name}": value for name, value in inner.items()})
-        state["labels"][first:last] = class_labels(part.inputs, part.targets)
-        outputs = _outputs(part)
-        self._likelihood.check(outputs, part.targets)
-        for name, value in self._likelihood.statistics(outputs, part.targets).items():
-            state[f"sum/{name}"] = state.get(f"sum/{name}", 0) + value
-
-
-def _outputs(batch: Batch) -> Tensor:
-    """Returns the outputs that a pass met on the way, or those of a forward pass."""
-    if sum(part.stop - part.start for part, _ in batch.outputs) == batches.size(batch.inputs):
-        return torch.cat([outputs for _, outputs in sorted(batch.outputs, key=lambda item: item[0].start)])
-    outputs = batch.tangent.outputs_of(batch.inputs)
-    batches.check_outputs(outputs, "these inputs")
-    return outputs
-
-
-def _parted(state: State, count: int) -> tuple[State, Seen, Tensor]:
-    """Returns the inner pass's state, the likelihood's sums, and the labels shown."""
-
-    def under(prefix: str) -> dict[str, Any]:
-        return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-
-    return under("inner/"), Seen(count, under("sum/")), state["labels"]
+        self._inner.update(state.inner, part)
+        state.labels[first:stop] = class_labels(part.inputs, part.targets)
+        state.summary.add(self._likelihood, part.outputs(), part.targets)
 
 
 def _near(first: Tensor, second: Tensor) -> bool:
@@ -216,7 +183,7 @@ def _class_labels(problem: Problem) -> Tensor:
     labels = problem.labels()
     if int(labels.min()) < 0:
         raise LapwingError(
-            "Asked for SubsetOfData(sampling='balanced'), found targets that are no class labels; integer or bool "
-            "labels (n,) are needed: write sampling='uniform'."
+            "SubsetOfData(sampling='balanced') needs targets that are class labels, integers or bools (n,), and these "
+            "are no class labels. Write sampling='uniform'."
         )
     return labels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,9 @@ from ..covariance.coordinates import CoordinateBasis
 from ..errors import LapwingError, shown
 from ..tangent import Block
 from .diagonal import Diagonal
-from .passes import Method, Pass, Passes, Problem, State, check_choice, check_count
+from .options import check_choice, check_count
+from .passes import Method, Pass, Passes
+from .problem import Problem
 from .subspace import Residual, on_basis, record_dtype
 
 LABELS = ("diagonal", "magnitude", "random")
@@ -77,8 +79,8 @@ class SubsetOfWeights(Method):
         check_choice("SubsetOfWeights", "residual", self.residual, (None, "prior"))
         if not (self.by in LABELS if isinstance(self.by, str) else _has_variances(self.by)):
             raise LapwingError(
-                f"Asked for SubsetOfWeights(by={shown(self.by)}); accepted are 'diagonal', 'magnitude', 'random' and a "
-                "posterior over the same weights: write SubsetOfWeights(size=100, by='diagonal')."
+                f"SubsetOfWeights(by={shown(self.by)}) is not an option: by is 'diagonal', 'magnitude', 'random' or a "
+                "posterior over the same weights. Write SubsetOfWeights(size=100, by='diagonal')."
             )
 
     def __eq__(self, other: object) -> bool:
@@ -102,9 +104,9 @@ class SubsetOfWeights(Method):
         tangent, size = problem.tangent, self.size
         if size > tangent.size:
             raise LapwingError(
-                f"Asked for {shown(self)}, found {tangent.size} treated weights in {type(tangent.model).__name__}; "
-                "at most "
-                f"as many can be chosen: write SubsetOfWeights(size={tangent.size}), or lw.Full() for all of them."
+                f"{shown(self)} asks for more weights than the {tangent.size} treated ones of "
+                f"{type(tangent.model).__name__}. Write SubsetOfWeights(size={tangent.size}), or lw.Full() for all of "
+                "them."
             )
         problem.require(f"SubsetOfWeights(size={size})", 6 * size**2 * 8, f"{size} x {size} matrices", "choose fewer")
         scores = yield from self._scores(problem)
@@ -112,7 +114,7 @@ class SubsetOfWeights(Method):
         basis = CoordinateBasis(tangent.blocks, picked, record_dtype(problem, self.residual))
         return (yield from on_basis(problem, basis, self.residual))
 
-    def _scores(self, problem: Problem) -> Generator[Pass, State, Tensor]:
+    def _scores(self, problem: Problem) -> Generator[Pass, Any, Tensor]:
         """Returns a number a weight (P,): the largest are chosen, the first of equals."""
         tangent = problem.tangent
         if self.by == "diagonal":
@@ -150,7 +152,7 @@ def _check_same_weights(mine: tuple[Block, ...], theirs: tuple[Block, ...]) -> N
     found, wanted = _layouts(theirs), _layouts(mine)
     odd = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
     raise LapwingError(
-        f"Asked for SubsetOfWeights(by=posterior) over {sum(block.size for block in mine)} weights, found a posterior "
-        f"over {sum(block.size for block in theirs)}, which differ in {', '.join(odd[:4])}; a posterior over the same "
-        "weights of the same network is needed: make it with the params= of this fit."
+        f"SubsetOfWeights(by=posterior) needs a posterior over the {sum(block.size for block in mine)} weights of this "
+        f"fit. This one is over {sum(block.size for block in theirs)} weights and differs in {', '.join(odd[:4])}: "
+        "make it with the params= of this fit."
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,9 +13,12 @@ from ..covariance import Basis, ExplicitBasis, ImplicitBasis, LowRank, LowRankWi
 from ..covariance.dense import cut, expand
 from ..linalg import RANK_CUT, eigen_in_place, orthonormal_rows
 from ..tangent import Anchors
-from .passes import Batch, CurvaturePass, Passes, Problem, State, last
+from .passes import Batch, CurvaturePass, Passes, run_curvature_pass
+from .problem import Problem
+from .state import State
 
 Residual = Literal["prior"] | None
+P = TypeVar("P", bound="ProjectedCurvature")
 
 SVD_NUMBERS = 2**24
 """Rows of up to this many numbers are orthonormalised by their SVD; larger ones by slices."""
@@ -22,7 +26,7 @@ SVD_NUMBERS = 2**24
 
 def on_basis(problem: Problem, basis: Basis, residual: Residual) -> Passes:
     """Yields the pass for `H = W G Wᵀ`; returns the covariance on the basis, with or without the prior outside it."""
-    return (yield from last(_Projection(problem, basis, residual)))
+    return (yield from run_curvature_pass(_Projection(problem, basis, residual)))
 
 
 def record_dtype(problem: Problem, residual: Residual) -> torch.dtype:
@@ -102,29 +106,50 @@ def _kept(values: Tensor, rank: int | None, dtype: torch.dtype) -> Tensor:
     return torch.arange(len(values) - 1, len(values) - 1 - count, -1, device=values.device)
 
 
-class _Projection(CurvaturePass):
-    """`H = Σ (RᵀJWᵀ)ᵀ(RᵀJWᵀ)` (K, K), and the trace of G a block where the evidence asks for it."""
+@dataclass
+class ProjectedCurvature(State):
+    """Sums on a basis W.
+
+    Attributes:
+        H: `Σ (RᵀJWᵀ)ᵀ(RᵀJWᵀ)` (K, K).
+        traces: the trace of G for each block (n_blocks,); zeros where the tuning does not read it.
+    """
+
+    H: Tensor
+    traces: Tensor
+
+    @classmethod
+    def zeros(cls: type[P], problem: Problem, rank: int) -> P:
+        """Returns the sums of no data."""
+        blocks = len(problem.tangent.blocks)
+        return cls(problem.zeros(rank, rank, dtype=torch.float64), problem.zeros(blocks, dtype=torch.float64))
+
+    def add(self, problem: Problem, basis: Basis, batch: Batch, factor: float = 1.0) -> None:
+        """Adds a batch, times a factor."""
+        for _, record in batch.records(problem.root, basis.dtype, problem.root.columns * basis.held):
+            projected = basis.project(record).flatten(0, 1).double()  # (B R, K)
+            self.H.addmm_(projected.T, projected, alpha=factor)
+            if problem.traces_wanted:
+                traces = torch.stack([record[name].squared_norm() for name in record])
+                self.traces.add_(traces.double(), alpha=factor)
+
+
+class _Projection(CurvaturePass[ProjectedCurvature]):
+    """The curvature on a basis."""
 
     label = "curvature on the subspace"
 
     def __init__(self, problem: Problem, basis: Basis, residual: Residual) -> None:
         self._problem, self._basis, self._residual = problem, basis, residual
 
-    def init(self) -> State:
-        rank, blocks = self._basis.rank, len(self._problem.tangent.blocks)
-        zeros = self._problem.zeros
-        return {"H": zeros(rank, rank, dtype=torch.float64), "traces": zeros(blocks, dtype=torch.float64)}
+    def init(self) -> ProjectedCurvature:
+        return ProjectedCurvature.zeros(self._problem, self._basis.rank)
 
-    def update(self, state: State, batch: Batch) -> None:
-        held = self._problem.root.columns * self._basis.held
-        for _, record in batch.records(self._problem.root, self._basis.dtype, held):
-            projected = self._basis.project(record).flatten(0, 1).double()  # (B R, K)
-            state["H"] += projected.T @ projected
-            if self._problem.traces_wanted:
-                state["traces"] += torch.stack([record[name].squared_norm() for name in record]).double()
+    def update(self, state: ProjectedCurvature, batch: Batch) -> None:
+        state.add(self._problem, self._basis, batch)
 
-    def finish(self, state: State) -> LowRank | LowRankWithResidual:
+    def finish(self, state: ProjectedCurvature) -> LowRank | LowRankWithResidual:
         structure = LowRank if self._residual is None else LowRankWithResidual
         problem, basis = self._problem, self._basis
         blocks = problem.tangent.blocks
-        return structure(blocks, basis, state["H"], state["traces"], problem.precision, problem.scale)
+        return structure(blocks, basis, state.H, state.traces, problem.precision, problem.scale)

@@ -22,7 +22,7 @@ from ..posterior.prior import is_positive
 from ..tangent import LastLayer, Predicate, Tangent, everything
 from .batch_norm import refresh
 from .constructed import constructed, copied, put
-from .passes import check_choice
+from .options import check_choice
 from .snapshots import SnapshotCollector
 
 
@@ -61,9 +61,9 @@ class SWAG:
             LapwingError: always.
         """
         raise LapwingError(
-            "Asked for lw.SWAG(...), found that it is made along a training run, not by lw.fit; snapshots are needed: "
-            "write collector = lw.SWAG.collector(model), collector.snapshot() after each epoch, and "
-            "lw.SWAG.from_snapshots(collector, loader)."
+            "lw.SWAG is made from snapshots of a training run, not by lw.fit. Write collector = "
+            "lw.SWAG.collector(model), collector.snapshot() after each epoch, and lw.SWAG.from_snapshots(collector, "
+            "loader)."
         )
 
     @staticmethod
@@ -136,8 +136,7 @@ class SWAG:
         check_seed(seed)
         if not is_positive(scale):
             raise LapwingError(
-                f"Asked for SWAG with scale={shown(scale)}; a positive finite number is needed: write scale=0.5, or "
-                "leave it out."
+                f"scale={shown(scale)} of SWAG is not a positive finite number. Write scale=0.5, or leave it out."
             )
         inputs, targets = batches.split(first_batch(loader))
         likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
@@ -159,24 +158,24 @@ def _collected(
     if isinstance(snapshots, SnapshotCollector):
         if not (model is rank is params is None):
             raise LapwingError(
-                "Asked for SWAG.from_snapshots of a collector and model=, rank= or params=, found that these are the "
-                "collector's own; with a collector none of them is accepted: give them to lw.SWAG.collector."
+                "SWAG.from_snapshots takes model=, rank= and params= for state dicts only, and the snapshots are a "
+                "collector. Pass them to lw.SWAG.collector."
             )
         collector = snapshots
     else:
         if not isinstance(snapshots, Iterable) or isinstance(snapshots, (Mapping, Tensor, nn.Module)) or model is None:
             raise LapwingError(
-                f"Asked for SWAG.from_snapshots({batches.describe(snapshots)}, model={type(model).__name__}); accepted "
-                "are a collector, and a list of state dicts with their network: write "
-                "lw.SWAG.from_snapshots([state_1, state_2, ...], loader, model=model)."
+                f"SWAG.from_snapshots({batches.describe(snapshots)}, model={type(model).__name__}) needs a collector, "
+                "or a list of state dicts and their network. Write lw.SWAG.from_snapshots([state_1, state_2, ...], "
+                "loader, model=model)."
             )
         collector = SnapshotCollector(model, 20 if rank is None else rank, everything if params is None else params)
         for state in snapshots:
             collector.add(state)
     if collector.count < 2:
         raise LapwingError(
-            f"Asked for SWAG of {collector.count} snapshots of {type(collector.model).__name__}; at least 2 have a "
-            "variance: call collector.snapshot() after each of the last 20 epochs, say."
+            f"SWAG of {collector.count} snapshots of {type(collector.model).__name__} has no variance: at least 2 are "
+            "needed. Call collector.snapshot() after each of the last 20 epochs, say."
         )
     return collector
 

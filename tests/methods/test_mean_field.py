@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.covariance.dense import concatenate
-from lapwing.methods.mean_field.fine_tuning import adam, best_precision, divergence
+from lapwing.methods.mean_field.fine_tuning import best_precision, divergence
 from lapwing.methods.mean_field.reparametrisation import drawn_outputs, own_draws
 from lapwing.tangent import Tangent
 from tests import oracle
@@ -54,18 +54,6 @@ def test_best_precision_minimises_the_divergence():
     best = best_precision(log_std, offset)
     least = divergence(log_std, offset, best)
     assert all(least < divergence(log_std, offset, best * factor) for factor in (0.99, 1.01))
-
-
-def test_adam_equals_torch():
-    start, gradients = torch.randn(5, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64)
-    value, first, second = start.clone(), torch.zeros(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
-    theirs = start.clone().requires_grad_()
-    optimiser = torch.optim.Adam([theirs], lr=0.03)
-    for taken, gradient in enumerate(gradients):
-        adam(value, gradient, first, second, taken, 0.03)
-        theirs.grad = gradient.clone()
-        optimiser.step()
-    close(value, theirs.detach())
 
 
 # --- the draws -------------------------------------------------------------------------------------------------------
@@ -397,7 +385,7 @@ def test_divergence_is_one_sentence_and_leaves_the_network():
     model.float()
 
     def diverge() -> None:
-        with pytest.raises(lw.LapwingError, match=r"not finite; smaller steps.*lw\.MeanField\(learning_rate=1e\+15"):
+        with pytest.raises(lw.LapwingError, match=r"not finite\. Take smaller.*MeanField\(learning_rate=1e\+15"):
             lw.fit(model, [(1e20 * x.float(), y.float())], lw.MeanField(steps=50, learning_rate=1e16))
 
     untouched(model, diverge)
@@ -525,7 +513,7 @@ def test_noise_is_the_residual_where_it_is_open():
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_other_optimisers_are_refused(kind):
     model, batches, _ = loader_of("mlp")
-    with pytest.raises(lw.LapwingError, match=rf"of {kind.__name__}, found no 'hess'.*ivon\.IVON.*lw\.MeanField\(\)"):
+    with pytest.raises(lw.LapwingError, match=rf"of {kind.__name__} have no 'hess'.*ivon\.IVON.*lw\.MeanField\(\)"):
         lw.MeanField.from_optimizer(model, kind(model.parameters(), lr=0.1), batches)
 
 
@@ -536,7 +524,7 @@ def test_states_that_do_not_fit_are_refused():
         optimiser.param_groups[0]["hess"] = broken(optimiser.param_groups[0]["hess"])
         with pytest.raises(lw.LapwingError, match="parameter group 0.*positive"):
             lw.MeanField.from_optimizer(model, optimiser, batches)
-    with pytest.raises(lw.LapwingError, match="found none of its 6 parameters"):
+    with pytest.raises(lw.LapwingError, match="trains none of the 6 parameters"):
         lw.MeanField.from_optimizer(model, Ivon(ZOO["mlp"].build().parameters()), batches)
     with pytest.raises(lw.LapwingError, match="scale=0"):
         lw.MeanField.from_optimizer(model, Ivon(model.parameters()), batches, scale=0)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.covariance import KroneckerBlock, structures
-from lapwing.methods import passes, subspace
+from lapwing.methods import problem as problem_module
+from lapwing.methods import subspace
 from tests import oracle
 from tests.conformance import (
     EVERY,
@@ -196,7 +197,7 @@ class MethodConformance:
     def test_many_outputs_sample_the_fisher(self, monkeypatch):
         """One Monte-Carlo column an input: a fit is one draw, repeatable by its seed, and right in expectation."""
         problem = setup("mlp")
-        monkeypatch.setattr(passes, "EXACT_FISHER_OUTPUTS", 2)
+        monkeypatch.setattr(problem_module, "EXACT_FISHER_OUTPUTS", 2)
         first, again = (problem.fit(self.method, seed=3).covariance.to_dense() for _ in range(2))
         assert torch.equal(first, again)
         assert not torch.allclose(first, problem.fit(self.method, seed=4).covariance.to_dense(), rtol=1e-3)
@@ -481,7 +482,7 @@ def test_residual_only_adds_and_shrinks_to_full(name):
 def test_sampled_fisher_is_right_in_expectation(name, monkeypatch):
     """Mean of the sampled curvature's diagonal over 200 seeds, within 5 standard errors of the exact one."""
     problem = setup(name)
-    monkeypatch.setattr(passes, "EXACT_FISHER_OUTPUTS", 0)
+    monkeypatch.setattr(problem_module, "EXACT_FISHER_OUTPUTS", 0)
     draws = []
     for seed in range(200):
         fitted = problem.fit(lw.Diagonal(), seed=seed)
@@ -497,7 +498,7 @@ def test_sampled_fisher_is_right_in_expectation(name, monkeypatch):
 def test_sampled_fisher_reaches_every_method(method, monkeypatch):
     problem = setup("mlp_scalar")
     exact = problem.fit(method).covariance
-    monkeypatch.setattr(passes, "EXACT_FISHER_OUTPUTS", 0)
+    monkeypatch.setattr(problem_module, "EXACT_FISHER_OUTPUTS", 0)
     draws = [problem.fit(method, seed=seed).with_prior(1e6).covariance for seed in range(49)]
     vector = {block.name: torch.ones(1, block.size).double() for block in problem.blocks}
     excess = torch.tensor([float(sum((vector[n] * v).sum() for n, v in c.solve(vector).items())) for c in draws])

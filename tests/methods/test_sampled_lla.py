@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
-from lapwing.methods import passes
+from lapwing.methods import problem as problem_module
 from lapwing.methods.sampled_lla.curvature_products import NOISE as DATA
 from lapwing.methods.sampled_lla.curvature_products import generator_at, prior_noise
 from tests import oracle
@@ -191,7 +191,7 @@ def test_bfloat16_network():
 def test_many_outputs_sample_the_fisher(monkeypatch):
     """One column an input, the same in every pass; a loader in another order each time would change G."""
     problem = setup("mlp")
-    monkeypatch.setattr(passes, "EXACT_FISHER_OUTPUTS", 2)
+    monkeypatch.setattr(problem_module, "EXACT_FISHER_OUTPUTS", 2)
     method = lw.SampledLLA(300, lw.ConjugateGradients(tolerance=1e-9))
     fitted = problem.fit(method, tune=None)
     again = problem.fit(method, tune=None, loader=cut(problem.x, problem.y, (2, 7)))
@@ -469,7 +469,7 @@ def test_options_out_of_range(options, says):
     ],
 )
 def test_solver_options_out_of_range(solver, options):
-    with pytest.raises(lw.LapwingError, match="write"):
+    with pytest.raises(lw.LapwingError, match="Write"):
         solver(**options)
 
 

@@ -115,7 +115,7 @@ def test_evidence_of_a_rescaled_subset_is_that_of_its_data_size(name):
 
 
 def test_data_size_below_the_loader_is_refused():
-    with pytest.raises(lw.LapwingError, match="data_size=6, found 9 samples in the loader"):
+    with pytest.raises(lw.LapwingError, match="data_size=6 is below the 9 samples"):
         setup("mlp").fit(lw.SubsetOfData(3), data_size=6)
 
 
@@ -208,7 +208,7 @@ class TestChoice:
         assert fitted.statistics["log_likelihood"] > -20
 
     def test_balanced_needs_labels(self):
-        with pytest.raises(lw.LapwingError, match="no class labels.*sampling='uniform'"):
+        with pytest.raises(lw.LapwingError, match="needs targets that are class labels.*sampling='uniform'"):
             setup("deep_linear").fit(lw.SubsetOfData(3, "balanced"))
 
     @pytest.mark.parametrize("method", [lw.SubsetOfData(6, "balanced"), lw.SubsetOfData(6)])

@@ -306,7 +306,7 @@ def test_options_out_of_range(options, said):
 
 def test_more_weights_than_there_are():
     problem = setup("mlp")
-    with pytest.raises(lw.LapwingError, match=r"size=84.*found 83 treated weights.*SubsetOfWeights\(size=83\)"):
+    with pytest.raises(lw.LapwingError, match=r"size=84.*the 83 treated ones.*SubsetOfWeights\(size=83\)"):
         problem.fit(SubsetOfWeights(84))
 
 
@@ -318,8 +318,8 @@ def test_matrices_beyond_the_budget():
 
 def test_a_posterior_over_other_weights():
     problem, other = setup("mlp"), setup("mlp_scalar")
-    with pytest.raises(lw.LapwingError, match="over 83 weights, found a posterior over 31, which differ in 0, 2"):
+    with pytest.raises(lw.LapwingError, match="the 83 weights of this fit.*over 31 weights and differs in 0, 2"):
         problem.fit(SubsetOfWeights(5, by=other.fit(lw.Diagonal())))
     last = setup("mlp", last_layer=True).fit(lw.Diagonal())
-    with pytest.raises(lw.LapwingError, match="over 83 weights, found a posterior over 18, which differ in 0, 2;"):
+    with pytest.raises(lw.LapwingError, match="the 83 weights of this fit.*over 18 weights and differs in 0, 2:"):
         problem.fit(SubsetOfWeights(5, by=last))

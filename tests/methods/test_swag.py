@@ -329,7 +329,7 @@ def test_a_batch_of_one_has_no_variance():
     model, loader = two_inputs()
     states = wander(model, 3)
     uneven = [*loader, tuple(t[:1] for t in loader[0])]
-    asked = r"Asked to refresh batch norm.*\(1, 3\).*; batches of at least 2 samples.*drop_last=True.*batch_norm='keep'"
+    asked = r"Batch norm statistics.*\(1, 3\).*\. Pass batches of at least 2 samples.*drop_last=True.*batch_norm='keep'"
     for forward in (None, lambda network, inputs: network(*inputs)):
         with pytest.raises(lw.LapwingError, match=asked):
             SWAG.from_snapshots(states, uneven, model=model, forward=forward)
@@ -511,7 +511,7 @@ def test_real_training_gains_likelihood(via):
 
 
 def test_it_is_no_method_of_fit():
-    with pytest.raises(lw.LapwingError, match=r"write collector = lw\.SWAG\.collector\(model\)"):
+    with pytest.raises(lw.LapwingError, match=r"Write collector = lw\.SWAG\.collector\(model\)"):
         SWAG(rank=20)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.passes import Batch, FisherRoot, Problem, Seen
+from lapwing.methods import Batch, DataSummary, FisherRoot, Problem
 from lapwing.methods.valla import alpha_divergence, moving_points, variational_bound
 from lapwing.methods.valla.moving_points import divergence, inner_factor, remaining
 from lapwing.posterior.prior import Prior
@@ -61,12 +61,9 @@ def problem_of(problem: Setup, **options: Any) -> Problem:
     root = FisherRoot(likelihood, problem.tangent.outputs, torch.Generator())
     n = problem.samples
     return Problem(
-        problem.tangent, likelihood, root, prior, True, 0, lambda: problem.y, lambda: n, lambda: Seen(n, {}), **options
-    )
-
-
-def values_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return moving_points.finished(state)
+        problem.tangent, likelihood, root, prior, True, 0, lambda: problem.y, lambda: n, lambda: DataSummary(n),
+        **options,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["mlp_scalar", "conv1d", "mlp"])
@@ -79,7 +76,7 @@ def test_the_bound_is_the_dense_one(name):
         steps = variational_bound._BoundSteps(problem, anchors, 3, 0.1, None)
         state = steps.init()
         batch = Batch(case.tangent, case.x, case.y, 0)
-        found = steps.objective(state, values_of(state), batch, torch.Generator())
+        found = steps.objective(state, state.values, batch, torch.Generator())
         rows = rows_at(case, anchors)
         inverse = torch.linalg.inv(rows @ rows.T)
         A = factor * inverse @ rows @ case.G @ rows.T @ inverse
@@ -103,7 +100,7 @@ def test_the_divergence_for_gaussian_noise(alpha):
     state = steps.init()
     some = slice(0, 5)
     batch = Batch(case.tangent, oracle.take(case.x, some), case.y[some], 0)
-    found = steps.objective(state, values_of(state), batch, torch.Generator())
+    found = steps.objective(state, state.values, batch, torch.Generator())
     rows = rows_at(case, anchors)
     sigma = torch.linalg.inv(2 * torch.eye(rows.shape[1]).double() + rows.T @ rows)  # L = I
     expected = torch.zeros(()).double()
@@ -126,7 +123,7 @@ def test_the_divergence_for_classes_is_the_log_of_the_predicted_probability():
     anchors = points_of(case, lw.VaLLA(4))
     steps = alpha_divergence._AlphaSteps(lw.AlphaDivergence(), problem_of(case), anchors, None)
     state = steps.init()
-    found = steps.objective(state, values_of(state), Batch(case.tangent, case.x, case.y, 0), torch.Generator())
+    found = steps.objective(state, state.values, Batch(case.tangent, case.x, case.y, 0), torch.Generator())
     fitted = case.fit(lw.VaLLA(_given(anchors), fit=lw.AlphaDivergence(steps=1, learning_rate=1e-12)))
     kl = divergence(inner_factor(rows_at(case, anchors) @ rows_at(case, anchors).T / 2, torch.eye(4).double()))
     wanted = kl - fitted.predict(case.x).log_prob(case.y).sum()
@@ -368,13 +365,13 @@ def test_points_in_half_precision_move_by_less_than_its_rounding():
     likelihood = lw.Gaussian(0.1)
     root = FisherRoot(likelihood, 1, torch.Generator())
     prior = Prior.read(tangent, 1.0)
-    problem = Problem(tangent, likelihood, root, prior, False, 0, lambda: x[:, 0], lambda: 30, lambda: Seen(30, {}))
+    problem = Problem(tangent, likelihood, root, prior, False, 0, lambda: x[:, 0], lambda: 30, lambda: DataSummary(30))
     steps = variational_bound._BoundSteps(problem, anchors, 5, 1e-4, None)
     state = steps.init()
     for _ in range(5):
         steps.step(state, Batch(tangent, x, torch.zeros(30, 1), 0), torch.Generator())
-    assert state["open/input/0/0"].dtype == torch.float32
-    assert (state["open/input/0/0"] != x[:4].float()).all()
+    assert state.values["input/0/0"].dtype == torch.float32
+    assert (state.values["input/0/0"] != x[:4].float()).all()
 
 
 @pytest.mark.parametrize("targets", ["binary", "columns"])

@@ -15,10 +15,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.covariance import Blockwise, DiagonalBlock
-from lapwing.methods import Batch, FisherRoot, Found, IteratePass, Passes, Problem, State, SumPass
-from lapwing.methods.passes import Seen, add_states
-from lapwing.posterior.prior import Prior
-from lapwing.tangent import Tangent
+from lapwing.methods import Batch, FitResult, IteratePass, Passes, Problem, State, SumPass
 from tests import oracle
 from tests.likelihoods.test_likelihoods import Poisson
 from tests.zoo import ZOO
@@ -193,7 +190,13 @@ def test_results_do_not_share_memory_with_the_posterior() -> None:
 
 
 # --- a method of one's own -------------------------------------------------------------------------------------------
-class SquaredRows(SumPass):
+@dataclass
+class SquaredSum(State):
+    diagonal: Tensor
+    samples: int = 0
+
+
+class SquaredRows(SumPass[SquaredSum]):
     """`Σ_n,r J²` by rows: the longest way to the diagonal of the GGN."""
 
     label = "squared rows"
@@ -201,16 +204,16 @@ class SquaredRows(SumPass):
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
 
-    def init(self) -> State:
-        return {"diagonal": self.problem.zeros(self.problem.tangent.size), "samples": torch.zeros(1)}
+    def init(self) -> SquaredSum:
+        return SquaredSum(self.problem.zeros(self.problem.tangent.size))
 
-    def update(self, state: State, batch: Batch) -> None:
+    def update(self, state: SquaredSum, batch: Batch) -> None:
         for _, record in batch.records(self.problem.root):
-            state["diagonal"] += record.rows().square().sum((0, 1))
-            state["samples"] += record.samples
+            state.diagonal += record.rows().square().sum((0, 1))
+            state.samples += record.samples
 
 
-class HutchinsonSteps(IteratePass):
+class HutchinsonSteps(IteratePass[SquaredSum]):
     """A stochastic estimate of the same: the mean over steps of `(Jᵀ R ε)²`, ε of random signs."""
 
     label = "random signs"
@@ -218,10 +221,10 @@ class HutchinsonSteps(IteratePass):
     def __init__(self, problem: Problem, steps: int) -> None:
         self.problem, self.steps = problem, steps
 
-    def init(self) -> State:
-        return {"sum": self.problem.zeros(self.problem.tangent.size), "batches": torch.zeros(1)}
+    def init(self) -> SquaredSum:
+        return SquaredSum(self.problem.zeros(self.problem.tangent.size))
 
-    def step(self, state: State, batch: Batch, generator: torch.Generator) -> None:
+    def step(self, state: SquaredSum, batch: Batch, generator: torch.Generator) -> None:
         root = self.problem.root
 
         def signs(outputs: Tensor) -> Tensor:
@@ -230,8 +233,8 @@ class HutchinsonSteps(IteratePass):
             return columns @ drawn  # (B, C, 1)
 
         for _, record in batch.records(signs):
-            state["sum"] += record.rows().square().sum((0, 1))
-        state["batches"] += 1
+            state.diagonal += record.rows().square().sum((0, 1))
+        state.samples += len(batch.targets)
 
 
 @dataclass(frozen=True)
@@ -242,10 +245,10 @@ class MyDiagonal(lw.Method):
 
     def passes(self, problem: Problem) -> Passes:
         if self.steps is None:
-            diagonal = (yield SquaredRows(problem))["diagonal"]
+            diagonal = (yield SquaredRows(problem)).diagonal
         else:
             state = yield HutchinsonSteps(problem, self.steps)
-            diagonal = state["sum"] / state["batches"] * problem.seen().samples / 4  # batches of four
+            diagonal = state.diagonal / state.samples * problem.summary().samples
         blocks = problem.tangent.blocks
         parts = diagonal.split([block.size for block in blocks])
         structures = {block.name: DiagonalBlock(part) for block, part in zip(blocks, parts, strict=True)}
@@ -286,8 +289,8 @@ def test_an_iterate_pass_of_ones_own(steps: int) -> None:
 class Until(HutchinsonSteps):
     """Ends by itself after some batches."""
 
-    def converged(self, state: State) -> bool:
-        return bool(state["batches"] >= 3)
+    def converged(self, state: SquaredSum) -> bool:
+        return state.samples >= 12
 
 
 @dataclass(frozen=True)
@@ -298,14 +301,14 @@ class Self(lw.Method):
         few = SquaredRows(problem)
         few.limit = 5
         state = yield few
-        assert state["samples"] == 5
-        assert not problem.seen().samples  # nothing was summed yet
+        assert state.samples == 5
+        assert not problem.summary().samples  # nothing was summed yet
         state = yield Until(problem, 50)
-        ends = torch.tensor([float(state["batches"])])
+        ends = torch.tensor([state.samples / 4])
         blocks = problem.tangent.blocks
         structures = {block.name: DiagonalBlock(problem.zeros(block.size)) for block in blocks}
         covariance = Blockwise(blocks, structures, 3 * problem.precision, problem.scale)
-        return Found(covariance, 3 * problem.precision, 0.5, {"steps": ends})
+        return FitResult(covariance, 3 * problem.precision, 0.5, {"steps": ends})
 
 
 def test_a_method_that_chooses_prior_and_noise_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -371,35 +374,6 @@ def test_a_method_without_passes_still_gets_the_likelihood() -> None:
     posterior = lw.fit(model, halves(x, y), NoPass(), prior_precision=4.0)
     torch.testing.assert_close(posterior.statistics, lw.fit(model, halves(x, y), lw.Diagonal()).statistics)
     assert torch.equal(posterior.covariance.to_dense(), torch.eye(posterior.tangent.size).double() / 4)
-
-
-@pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "custom_parameter"])
-def test_states_of_halves_add_up_to_the_whole(method: lw.Method, name: str) -> None:
-    """The contract behind batches, ranks and resuming, for every pass of every method."""
-    model, x, y, _ = data(name)
-    tangent = Tangent.survey(model, x, EVERY)
-    likelihood = lw.Categorical()
-    root = FisherRoot(likelihood, tangent.outputs, torch.Generator())
-    prior = Prior.read(tangent, None)
-    seen = Seen(len(y), likelihood.statistics(tangent.outputs_of(x), y))
-    problem = Problem(tangent, likelihood, root, prior, True, 0, lambda: y, lambda: len(y), lambda: seen)
-    passes = method.passes(problem)
-    try:
-        step = next(passes)
-        while True:
-            whole, first, second = step.init(), step.init(), step.init()
-            assert all(isinstance(value, Tensor) for value in whole.values())
-            step.update(whole, Batch(tangent, x, y, 0))
-            step.update(first, Batch(tangent, x[:3], y[:3], 0))
-            step.update(second, Batch(tangent, x[3:], y[3:], 3))
-            added = add_states(first, second)
-            assert added.keys() == whole.keys()
-            for key, value in whole.items():
-                torch.testing.assert_close(added[key], value, msg=lambda text, key=key: f"{key}: {text}")
-            step = passes.send(whole)
-    except StopIteration as stop:
-        assert stop.value.size == tangent.size  # noqa: PT017
 
 
 # --- parameters that the forward pass does not use -------------------------------------------------------------------

@@ -21,7 +21,9 @@ from ...posterior import Posterior
 from ...posterior.prior import is_positive
 from ...tangent import LastLayer, Predicate, Tangent, everything
 from ..constructed import constructed, copied, diagonal, put
-from ..passes import Batch, Found, Method, Passes, Problem, Seen, State, SumPass, check_count
+from ..options import check_count, check_positive
+from ..passes import FitResult, LikelihoodPass, Method, Passes
+from ..problem import Problem
 from .fine_tuning import FineTuning
 from .ivon import ivon_variances
 
@@ -78,11 +80,7 @@ class MeanField(Method):
         """Checks the numbers."""
         check_count("MeanField", "steps", self.steps)
         for name in ("learning_rate", "std_rate", "initial_std"):
-            if not is_positive(getattr(self, name)):
-                raise LapwingError(
-                    f"Asked for MeanField({name}={shown(getattr(self, name))}); a positive finite number is needed: "
-                    f"write MeanField({name}={type(self).__dataclass_fields__[name].default}), or leave it out."
-                )
+            check_positive("MeanField", name, getattr(self, name), getattr(type(self), name))
 
     def passes(self, problem: Problem) -> Passes:
         """The steps, then the likelihood at the moved mean."""
@@ -90,23 +88,17 @@ class MeanField(Method):
         network = copied(tangent.model, "MeanField")
         tuning = FineTuning(problem, self.steps, self.learning_rate, self.std_rate, self.initial_std)
         state = yield tuning
-        put(network, tuning.by_parameter(state["mean"]))
-        moved, shown = replace(tangent, model=network), problem.count()
-        samples = problem.seen().samples
-        statistics = yield _Likelihood(problem, moved, samples)
+        put(network, tuning.by_parameter(state.weights["mean"]))
+        moved = replace(tangent, model=network)
+        summary = yield LikelihoodPass(problem, moved, problem.summary().samples)
         precision = problem.precision
         if not problem.prior.given:
             precision = torch.full_like(precision, float(tuning.weight_precision(state)))
-        kept = {name.removeprefix("history/"): value for name, value in state.items() if name.startswith("history/")}
-        return Found(
-            diagonal(moved, tuning.by_parameter((2 * state["log_std"]).exp()), precision),
-            precision,
-            tuning.noise_variance(state),
-            history=kept,
-            seen=Seen(samples, statistics),
-            data_factor=shown / samples,
-            tangent=moved,
-        )
+        variances = tuning.by_parameter((2 * state.weights["log_std"]).exp())
+        return FitResult(
+            diagonal(moved, variances, precision), precision, tuning.noise_variance(state), state.history, summary,
+            problem.count() / summary.samples, moved,
+        )  # fmt: skip
 
     @staticmethod
     @outside_modes
@@ -162,17 +154,17 @@ class MeanField(Method):
             torch.Size([64, 3])
         """
         if not isinstance(model, nn.Module) or isinstance(params, LastLayer):
-            given = type(model).__name__ if not isinstance(model, nn.Module) else "params=lw.last_layer"
+            wrong = type(model).__name__ if not isinstance(model, nn.Module) else "params=lw.last_layer"
             raise LapwingError(
-                f"Asked for MeanField.from_optimizer with {given}; the network that the optimiser trains, and for "
-                "params a selection by name, are accepted: write lw.MeanField.from_optimizer(model, optimizer, loader, "
+                "MeanField.from_optimizer needs the network that the optimiser trains, and params that select by name, "
+                f"not {wrong}. Write lw.MeanField.from_optimizer(model, optimizer, loader, "
                 "params=lw.matching('head.*'))."
             )
-        own = parameters_of(uncompiled(model))
-        found = ivon_variances(optimizer, own, type(model).__name__)
-        names = select(params, {name: own[name] for name in found}, type(model).__name__)
+        parameters = parameters_of(uncompiled(model))
+        variances = ivon_variances(optimizer, parameters, type(model).__name__)
+        names = select(params, {name: parameters[name] for name in variances}, type(model).__name__)
         method = f"MeanField.from_optimizer({type(optimizer).__name__}, scale={scale})"
-        chosen = {name: found[name] for name in names}
+        chosen = {name: variances[name] for name in names}
         return _around(model, chosen, loader, method, likelihood, scale, forward, memory, progress)
 
     @staticmethod
@@ -216,19 +208,19 @@ class MeanField(Method):
             >>> posterior.predict(x).epistemic_variance.shape
             torch.Size([64, 2])
         """
-        own = parameters_of(uncompiled(model)) if isinstance(model, nn.Module) else {}
-        given = dict(variances) if isinstance(variances, Mapping) else {}
-        wrong = [name for name, value in given.items() if not _fits(value, own.get(name))]
-        if not given or wrong:
-            found = f"{wrong[0]!r}: {batches.describe(given[wrong[0]])}" if wrong else batches.describe(variances)
-            shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in list(own.items())[:4])
+        parameters = parameters_of(uncompiled(model)) if isinstance(model, nn.Module) else {}
+        chosen = dict(variances) if isinstance(variances, Mapping) else {}
+        wrong = [name for name, value in chosen.items() if not _fits(value, parameters.get(name))]
+        if not chosen or wrong:
+            unusable = f"{wrong[0]!r}: {batches.describe(chosen[wrong[0]])}" if wrong else batches.describe(variances)
+            shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in list(parameters.items())[:4])
             raise LapwingError(
-                f"Asked for MeanField.from_variances of {type(model).__name__}, found {found}; finite variances, not "
-                f"negative, by the name and in the shape of its parameters ({shapes}, ...) are needed: write "
-                "lw.MeanField.from_variances(model, {name: tensor}, loader)."
+                f"MeanField.from_variances of {type(model).__name__} cannot use {unusable}. Pass finite variances, not "
+                f"negative, by the name and in the shape of its parameters ({shapes}, ...): "
+                f"lw.MeanField.from_variances(model, {{name: tensor}}, loader)."
             )
         method = f"MeanField.from_variances(scale={scale})"
-        return _around(model, given, loader, method, likelihood, scale, forward, memory, progress)
+        return _around(model, chosen, loader, method, likelihood, scale, forward, memory, progress)
 
 
 def _fits(variance: Any, parameter: Tensor | None) -> bool:
@@ -252,30 +244,10 @@ def _around(
     check_progress(progress)
     if not is_positive(scale):
         raise LapwingError(
-            f"Asked for MeanField with scale={shown(scale)}; a positive finite number is needed: write scale=1.0, "
-            "or leave it out."
+            f"scale={shown(scale)} of MeanField is not a positive finite number. Write scale=1.0, or leave it out."
         )
     inputs, targets = batches.split(first_batch(loader))
     likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(model, inputs, lambda name, _: name in variances, forward, memory)
     covariance = diagonal(tangent, {name: scale * variances[name] for name in tangent.parameters})
     return constructed(tangent, covariance, likelihood, loader, method, progress)
-
-
-class _Likelihood(SumPass):
-    """The likelihood's statistics at the moved mean, over as many samples as the steps have seen."""
-
-    label = "likelihood at the new mean"
-
-    def __init__(self, problem: Problem, moved: Tangent, limit: int) -> None:
-        self.limit, self._likelihood, self._moved = limit, problem.likelihood, moved
-
-    def init(self) -> State:
-        return {}
-
-    def update(self, state: State, batch: Batch) -> None:
-        outputs = self._moved.outputs_of(batch.inputs)
-        batches.check_outputs(outputs, "these inputs")
-        batch.outputs.append((slice(0, len(outputs)), outputs))
-        for name, value in self._likelihood.statistics(outputs, batch.targets).items():
-            state[name] = state.get(name, 0) + value

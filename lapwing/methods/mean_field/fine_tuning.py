@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,14 +13,14 @@ from ...errors import LapwingError
 from ...likelihoods import Likelihood
 from ...network import batches
 from ...tangent import split
-from ..passes import Batch, IteratePass, Problem, State
+from ..adam import AdamState
+from ..passes import Batch, IteratePass
+from ..problem import Problem
+from ..state import DataSummary, State
 from .reparametrisation import drawn_outputs, own_draws
 
-MOMENTUM, SQUARES = 0.9, 0.999
-"""Adam's decay rates, those of its paper."""
-
-MEMORY_OF_NOISE = 0.99
-"""What remains a step of the squared residuals that σ² is taken from: about the last hundred batches count."""
+NOISE_DECAY = 0.99
+"""The factor of each step on the sums of squared residuals that give σ²: about the last hundred batches count."""
 
 
 def divergence(log_std: Tensor, offset: Tensor, precision: Tensor) -> Tensor:
@@ -40,15 +40,32 @@ def best_precision(log_std: Tensor, offset: Tensor) -> Tensor:
     return len(offset) / (offset.square().sum() + (2 * log_std).exp().sum())
 
 
-def adam(value: Tensor, gradient: Tensor, first: Tensor, second: Tensor, taken: int, rate: float) -> None:
-    """Takes a step of Adam (Kingma and Ba 2015, algorithm 1) in place, after `taken` others; moments are updated."""
-    first.lerp_(gradient, 1 - MOMENTUM)
-    second.lerp_(gradient.square(), 1 - SQUARES)
-    root = (second / (1 - SQUARES ** (taken + 1))).sqrt_().add_(1e-8)
-    value.addcdiv_(first, root, value=-rate / (1 - MOMENTUM ** (taken + 1)))
+@dataclass
+class FineTuningState(State):
+    """m and log σ on their way.
+
+    Attributes:
+        weights: `mean` m (P,) and `log_std` log σ (P,).
+        adam: moments of their gradients.
+        noise: decaying sums of squared residuals, where σ² is open.
+        history: numbers step by step (steps,), by name.
+        taken: how many steps.
+    """
+
+    weights: dict[str, Tensor]
+    adam: AdamState
+    noise: DataSummary
+    history: dict[str, Tensor]
+    taken: int = 0
+
+    def note(self, **numbers: float) -> None:
+        """Writes this step's numbers into the history, where they are kept."""
+        for name, number in numbers.items():
+            if name in self.history:
+                self.history[name][self.taken] = number
 
 
-class FineTuning(IteratePass):
+class FineTuning(IteratePass[FineTuningState]):
     """Minimises `1/τ Σ_n -E_q[log p(y_n | f(x_n, θ))] + KL(q ‖ N(μ0, Δ⁻¹))` over m and log σ.
 
     One draw a sample and step. The log likelihood of a batch is scaled to all N samples, and its gradient taken through
@@ -74,53 +91,50 @@ class FineTuning(IteratePass):
         self._axes = own_draws(self._tangent)
         self._centre = self._flat(split(self._tangent.blocks, problem.prior.mean))
 
-    def init(self) -> State:
+    def init(self) -> FineTuningState:
         """Starts at the trained weights."""
         mean = self._flat(self._tangent.parameters)
-        state = {"mean": mean, "log_std": torch.full_like(mean, math.log(self._initial_std))}
-        for name in self._rates:
-            state |= {f"first/{name}": torch.zeros_like(mean), f"second/{name}": torch.zeros_like(mean)}
-        told = ["objective", "log_likelihood", "divergence"]
-        told += ["prior_precision"] * (not self._problem.prior.given)
-        told += ["noise_variance"] * self._problem.likelihood.needs_noise
-        state |= {f"history/{name}": torch.zeros(self.steps, dtype=torch.float64) for name in told}
-        return {**state, "taken": torch.zeros((), dtype=torch.int64)}
+        weights = {"mean": mean, "log_std": torch.full_like(mean, math.log(self._initial_std))}
+        names = ["objective", "log_likelihood", "divergence"]
+        names += ["prior_precision"] * (not self._problem.prior.given)
+        names += ["noise_variance"] * self._problem.likelihood.needs_noise
+        history = {name: torch.zeros(self.steps, dtype=torch.float64) for name in names}
+        return FineTuningState(weights, AdamState.of(weights), DataSummary(), history)
 
-    def step(self, state: State, batch: Batch, generator: torch.Generator) -> None:
+    def step(self, state: FineTuningState, batch: Batch, generator: torch.Generator) -> None:
         """Takes a step of Adam on m and log σ."""
-        taken, log_std, offset = int(state["taken"]), state["log_std"], state["mean"] - self._centre
-        factor = self._size / batches.size(batch.inputs) / self._problem.temperature
+        log_std, offset = state.weights["log_std"], state.weights["mean"] - self._centre
+        samples = batches.size(batch.inputs)
+        factor = self._size / samples / self._problem.temperature
         fit, gradients = self._log_likelihood(state, batch, generator)
         precision = self.weight_precision(state)
-        apart = divergence(log_std, offset, precision)
-        objective = float(apart) - factor * fit
-        self._tell(state, taken, objective=objective, log_likelihood=fit / batches.size(batch.inputs),
-                   divergence=float(apart), prior_precision=float(precision.flatten()[0]))  # fmt: skip
+        distance = divergence(log_std, offset, precision)
+        objective = float(distance) - factor * fit
+        state.note(objective=objective, log_likelihood=fit / samples, divergence=float(distance),
+                   prior_precision=float(precision.flatten()[0]))  # fmt: skip
         if not (math.isfinite(objective) and all(bool(gradient.isfinite().all()) for gradient in gradients.values())):
-            raise self._diverged("an objective and gradients", taken)
+            raise self._diverged("The objective or its gradients", state.taken)
         pull = {"mean": precision * offset, "log_std": precision * (2 * log_std).exp() - 1}
-        cosine = (1 + math.cos(math.pi * taken / self.steps)) / 2
+        cosine = (1 + math.cos(math.pi * state.taken / self.steps)) / 2
         for name, rate in self._rates.items():
-            downhill = pull[name] - factor * gradients[name]
-            adam(state[name], downhill, state[f"first/{name}"], state[f"second/{name}"], taken, rate * cosine)
-        state["taken"] += 1
+            state.adam.step(name, state.weights[name], pull[name] - factor * gradients[name], rate * cosine)
+        state.taken += 1
 
-    def weight_precision(self, state: State) -> Tensor:
+    def weight_precision(self, state: FineTuningState) -> Tensor:
         """Returns δ of each weight (P,) where the user gave it, else the best number."""
         problem, blocks = self._problem, self._tangent.blocks
         if not problem.prior.given:
-            return best_precision(state["log_std"], state["mean"] - self._centre)
+            return best_precision(state.weights["log_std"], state.weights["mean"] - self._centre)
         if bool((problem.precision == problem.precision[0]).all()):
-            return problem.precision[0].to(state["mean"])
+            return problem.precision[0].to(state.weights["mean"])
         sizes = torch.tensor([block.size for block in blocks], device=problem.precision.device)
-        return problem.precision.repeat_interleave(sizes).to(state["mean"])
+        return problem.precision.repeat_interleave(sizes).to(state.weights["mean"])
 
-    def noise_variance(self, state: State) -> float | None:
+    def noise_variance(self, state: FineTuningState) -> float | None:
         """Returns σ² where it is open, the mean squared residual under the draws of recent batches."""
         if not self._problem.likelihood.needs_noise:
             return None
-        sums = {name.removeprefix("noise/"): value for name, value in state.items() if name.startswith("noise/")}
-        return self._problem.likelihood.residual_variance(sums)
+        return self._problem.likelihood.residual_variance(state.noise.statistics)
 
     def by_parameter(self, flat: Tensor) -> dict[str, Tensor]:
         """Cuts a vector (P,) into parameters."""
@@ -128,14 +142,14 @@ class FineTuning(IteratePass):
         return {name: part.reshape(shape) for part, (name, (shape, _)) in zip(parts, self._own.items(), strict=True)}
 
     def _log_likelihood(
-        self, state: State, batch: Batch, generator: torch.Generator
+        self, state: FineTuningState, batch: Batch, generator: torch.Generator
     ) -> tuple[float, dict[str, Tensor]]:
         """Returns the batch's `Σ log p(y|f)` under draws, and its gradients in m and log σ, chunk by chunk."""
         likelihood, tangent = self._problem.likelihood, self._tangent
-        leaves = {name: state[name].detach().requires_grad_() for name in self._rates}
+        leaves = {name: value.detach().requires_grad_() for name, value in state.weights.items()}
         gradients = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-        for name in [name for name in state if name.startswith("noise/")]:
-            state[name] *= MEMORY_OF_NOISE
+        for value in state.noise.statistics.values():
+            value *= NOISE_DECAY
         fit = 0.0
         for rows, inputs in batches.chunks(batch.inputs, tangent.chunk_length(1)):
             targets = batch.targets[rows]
@@ -143,42 +157,35 @@ class FineTuning(IteratePass):
                 means, stds = self._in_model(leaves["mean"]), self._in_model(leaves["log_std"].exp())
                 outputs = drawn_outputs(tangent, inputs, means, stds, self._axes, generator)
                 if not bool(outputs.isfinite().all()):
-                    raise self._diverged("outputs", int(state["taken"]))
+                    raise self._diverged("The outputs", state.taken)
                 likelihood.check(outputs, targets)
                 known = self._at_noise(likelihood, state, outputs.detach(), targets)
                 value = known.log_prob(outputs, targets).sum()
-                found = torch.autograd.grad(value, list(leaves.values()))
-            for total, part in zip(gradients.values(), found, strict=True):
+                parts = torch.autograd.grad(value, list(leaves.values()))
+            for total, part in zip(gradients.values(), parts, strict=True):
                 total += part
             fit += float(value.detach())
-            batch.outputs.append((rows, outputs.detach().to(tangent.dtype)))
+            batch.note(outputs.detach().to(tangent.dtype), rows)
         return fit, gradients
 
-    def _at_noise(self, likelihood: Likelihood, state: State, outputs: Tensor, targets: Tensor) -> Likelihood:
+    def _at_noise(self, likelihood: Likelihood, state: FineTuningState, outputs: Tensor, targets: Tensor) -> Likelihood:
         """Returns the likelihood with the best σ² so far, this chunk included, where it is open."""
         if not likelihood.needs_noise:
             return likelihood
-        for name, value in likelihood.statistics(outputs, targets).items():
-            state[f"noise/{name}"] = state.get(f"noise/{name}", 0) + value
+        state.noise.add(likelihood, outputs, targets)
         noise = self.noise_variance(state)
         if noise is None or not math.isfinite(noise):
-            raise self._diverged("squared residuals", int(state["taken"]))
-        self._tell(state, int(state["taken"]), noise_variance=noise)
+            raise self._diverged("The squared residuals", state.taken)
+        state.note(noise_variance=noise)
         return likelihood.with_noise_variance(noise)
 
     def _diverged(self, what: str, taken: int) -> LapwingError:
         """Returns the error of numbers that are no longer finite."""
         rate, spread = self._rates["mean"], self._initial_std
         return LapwingError(
-            f"Asked for MeanField(learning_rate={rate}, initial_std={spread}), found {what} at step {taken + 1} of "
-            f"{self.steps} that are not finite; smaller steps and spreads are needed: write "
-            f"lw.MeanField(learning_rate={rate / 10:g}, initial_std={spread / 10:g})."
+            f"{what} of MeanField at step {taken + 1} of {self.steps} are not finite. Take smaller steps and spreads: "
+            f"write lw.MeanField(learning_rate={rate / 10:g}, initial_std={spread / 10:g})."
         )
-
-    def _tell(self, state: State, step: int, **numbers: Any) -> None:
-        for name, number in numbers.items():
-            if f"history/{name}" in state:
-                state[f"history/{name}"][step] = number
 
     def _in_model(self, flat: Tensor) -> dict[str, Tensor]:
         """Cuts a vector into parameters of the model's dtypes."""

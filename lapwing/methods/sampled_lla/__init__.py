@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ from ...errors import LapwingError, is_one_of, shown
 from ...linalg import total
 from ...tangent import Vectors
 from ..diagonal import Diagonal
-from ..passes import Found, Method, Pass, Passes, Problem, State, check_choice, check_count
+from ..options import check_choice, check_count
+from ..passes import FitResult, Method, Pass, Passes
+from ..problem import Problem
 from .conjugate_gradients import ConjugateGradients, Solved, Solving
 from .curvature_products import PositionedRoot
 from .evidence_steps import EvidenceSteps
@@ -98,8 +100,8 @@ class SampledLLA(Method):
             check_choice("SampledLLA", name, getattr(self, name), (False, True))
         if not isinstance(self.solver, (ConjugateGradients, StochasticGradient)):
             raise LapwingError(
-                f"Asked for SampledLLA(solver={shown(self.solver)}); accepted are lw.ConjugateGradients() and "
-                "lw.StochasticGradient(): write SampledLLA(solver=lw.ConjugateGradients(tolerance=1e-3))."
+                f"SampledLLA(solver={shown(self.solver)}) is not an option: solver is lw.ConjugateGradients() or "
+                "lw.StochasticGradient(). Write SampledLLA(solver=lw.ConjugateGradients(tolerance=1e-3))."
             )
         check_choice("SampledLLA", "prior", self.prior, ("isotropic", "g"))
 
@@ -130,7 +132,7 @@ class SampledLLA(Method):
                 "The draws of SampledLLA were solved to relative residuals of up to %.1e, not to %.1e; %s reaches it.",
                 residuals.max(), self.solver.tolerance, self.solver.more(),
             )  # fmt: skip
-        return Found(
+        return FitResult(
             Draws(blocks, {name: z.clone() for name, z in solution.items()}, system.precision),
             system.precision, float(history["noise_variance"][-1]) if problem.likelihood.needs_noise else None,
             {"residuals": residuals, **{name: torch.stack(values) for name, values in history.items()}},
@@ -157,7 +159,7 @@ class SampledLLA(Method):
             f"six numbers for each of {problem.tangent.size} weights and each draw", "take fewer draws or parameters",
         )  # fmt: skip
 
-    def _system(self, problem: Problem) -> Generator[Pass, State, LinearSystem]:
+    def _system(self, problem: Problem) -> Generator[Pass, Any, LinearSystem]:
         """Yields the passes of right-hand sides, features and preconditioner."""
         root = PositionedRoot(problem)
         noise = yield from noise_of_data(problem, root, self.draws)
@@ -165,18 +167,17 @@ class SampledLLA(Method):
         curvature: PriorCovariance | None = None
         if self.solver.preconditioner is not None:
             made = yield from self.solver.preconditioner.passes(problem)
-            covariance = made.covariance if isinstance(made, Found) else made
+            covariance = made.covariance if isinstance(made, FitResult) else made
             if not isinstance(covariance, PriorCovariance):
                 raise LapwingError(
-                    f"Asked for preconditioner={shown(self.solver.preconditioner)}, found that its "
-                    f"{type(covariance).__name__} has no prior that could be changed; a method with one is needed: "
-                    "write preconditioner=lw.KFAC()."
+                    f"preconditioner={shown(self.solver.preconditioner)} makes a {type(covariance).__name__}, whose "
+                    "prior cannot be changed. Write preconditioner=lw.KFAC()."
                 )
             curvature = covariance
         return LinearSystem(problem, root, noise, features, curvature, problem.precision, problem.curvature_scale())
 
 
-def _features(problem: Problem) -> Generator[Pass, State, Vectors]:
+def _features(problem: Problem) -> Generator[Pass, Any, Vectors]:
     """Yields a pass; returns `g_p = G_pp / mean(G_pp)`, 1 for weights that the data do not move."""
     found = yield from Diagonal().passes(problem)
     assert isinstance(found, Blockwise)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from ...errors import LapwingError, shown
 from ...linalg import symmetric_eigen
 from ...posterior.prior import is_positive
 from ...tangent import Vectors
-from ..passes import Method, Pass, State, check_count
+from ..options import check_count
+from ..passes import Method, Pass
 from .linear_system import LinearSystem, gram, inner, recombine
 
 log = logging.getLogger("lapwing")
@@ -39,7 +40,7 @@ class Solved(NamedTuple):
     iterations: int
 
 
-Solving = Generator[Pass, State, Solved]
+Solving = Generator[Pass, Any, Solved]
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class ConjugateGradients:
 
     def _iterate(
         self, system: LinearSystem, solution: Vectors, residual: Vectors, norms: Tensor, most: int
-    ) -> Generator[Pass, State, int]:
+    ) -> Generator[Pass, Any, int]:
         """Takes at most so many iterations, in place; returns how many.
 
         The residual is kept as `R = Q D` with `Qᵀ Ψ̃ Q = I` (Ψ̃ the preconditioner); directions P are conjugate to all
@@ -174,9 +175,8 @@ def _inverse(matrix: Tensor) -> Tensor:
 def _check_finite(relative: Tensor) -> None:
     if not relative.isfinite().all():
         raise LapwingError(
-            f"Asked for ConjugateGradients, found residuals that are not finite for {int((~relative.isfinite()).sum())}"
-            " draws; products with the curvature must be finite: run the model in float32 with model.float(), or give "
-            "a larger prior_precision."
+            f"The residuals of ConjugateGradients are not finite for {int((~relative.isfinite()).sum())} draws. Run "
+            "the model in float32 with model.float(), or give a larger prior_precision."
         )
 
 
@@ -184,8 +184,7 @@ def check_tolerance(solver: str, tolerance: object) -> None:
     """Raises for a tolerance that is not between 0 and 1 (case 15)."""
     if not is_positive(tolerance) or not float(tolerance) < 1:  # type: ignore[arg-type]
         raise LapwingError(
-            f"Asked for {solver}(tolerance={shown(tolerance)}); a number between 0 and 1 is needed: write "
-            f"{solver}(tolerance=0.01)."
+            f"{solver}(tolerance={shown(tolerance)}) needs a number between 0 and 1. Write {solver}(tolerance=0.01)."
         )
 
 
@@ -193,6 +192,6 @@ def check_preconditioner(solver: str, method: object) -> None:
     """Raises for a preconditioner that is no method (case 15)."""
     if method is not None and not isinstance(method, Method):
         raise LapwingError(
-            f"Asked for {solver}(preconditioner={shown(method)}); a method with a prior is needed, or None: write "
+            f"{solver}(preconditioner={shown(method)}) needs a method with a prior, or None. Write "
             "preconditioner=lw.KFAC()."
         )

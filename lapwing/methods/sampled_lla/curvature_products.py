@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from ...errors import LapwingError
-from ...linalg import total
+from ...linalg import total as summed
 from ...tangent import Record, Vectors
-from ..passes import Batch, Problem, State, SumPass
+from ..passes import Batch, SumPass
+from ..problem import Problem
+from ..state import BlockSums
 
 NOISE, ROOT, PRIOR = range(3)
 """Streams of random numbers."""
@@ -65,14 +67,14 @@ class PositionedRoot:
         moved = ~torch.isclose(now, before, rtol=0.01, atol=0.01 * float(now.abs().max())) & ~before.isnan()
         if moved.any():
             raise LapwingError(
-                f"Asked for SampledLLA with {self._problem.tangent.outputs} outputs, whose Fisher information is drawn "
-                f"by position, found {int(moved.sum())} samples at other positions than in the first pass; a loader "
-                "that repeats its order is needed: write DataLoader(..., shuffle=False)."
+                f"The loader shows {int(moved.sum())} samples at other positions than in the first pass, and "
+                f"SampledLLA with {self._problem.tangent.outputs} outputs draws the Fisher information by position. "
+                "Write DataLoader(..., shuffle=False)."
             )
         before.copy_(now)
 
 
-class _Products(SumPass):
+class _Products(SumPass[BlockSums]):
     """What both passes share: records of `RᵀJ`, and the transposed products that are added up, (S, P_block) a block."""
 
     def __init__(self, problem: Problem, root: PositionedRoot, count: int) -> None:
@@ -87,21 +89,21 @@ class _Products(SumPass):
     def cotangents(self, record: Record, start: int) -> Tensor:
         """Returns u (B, R, S) of a record whose first sample has position `start`."""
 
-    def init(self) -> State:
-        return {block.name: self._problem.zeros(self._count, block.size) for block in self._problem.tangent.blocks}
+    def init(self) -> BlockSums:
+        return BlockSums(self._problem.block_zeros(self._count))
 
-    def update(self, state: State, batch: Batch) -> None:
+    def update(self, state: BlockSums, batch: Batch) -> None:
         self._root.position = batch.start
         for part, record in batch.records(self._root, rows_held=self._held):
             u = self.cotangents(record, batch.start + part.start)
             if self._either_mode and 2 * self._count < record.cotangents:
                 weighted = self._problem.root(record.outputs) @ u  # (B, C, S)
                 record = batch.tangent.record(batch.checked.take(part), weighted)
-                for name in state:
-                    state[name] += record[name].sum_rows()
+                for name, total in state.blocks.items():
+                    total += record[name].sum_rows()
             else:
-                for name in state:
-                    state[name] += record[name].vjp(u)
+                for name, total in state.blocks.items():
+                    total += record[name].vjp(u)
 
 
 class CurvatureProducts(_Products):
@@ -117,7 +119,7 @@ class CurvatureProducts(_Products):
         """Returns `RᵀJ Z` (B, R, S)."""
         if self._either_mode:
             return record.jvp(self._vectors)
-        return total(record[name].jvp(vectors.to(record.dtype)) for name, vectors in self._vectors.items())
+        return summed(record[name].jvp(vectors.to(record.dtype)) for name, vectors in self._vectors.items())
 
 
 class DataNoise(_Products):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +15,11 @@ from torch import Tensor
 from ...covariance import PriorCovariance
 from ...linalg import row_products, total
 from ...tangent import Vectors
-from ..passes import Pass, Problem, State
+from ..passes import Pass
+from ..problem import Problem
 from .curvature_products import CurvatureProducts, DataNoise, PositionedRoot, prior_noise
 
-Products = Generator[Pass, State, Vectors]
+Products = Generator[Pass, Any, Vectors]
 
 
 def inner(first: Vectors, second: Vectors) -> Tensor:
@@ -106,7 +108,7 @@ class LinearSystem:
 
     def products(self, vectors: Vectors) -> Products:
         """Yields the pass that gives `G V`; returns that."""
-        return (yield CurvatureProducts(self.problem, self.root, vectors))
+        return (yield CurvatureProducts(self.problem, self.root, vectors)).blocks
 
     def completed(self, vectors: Vectors, products: Vectors) -> Vectors:
         """Returns `A V` from V and `G V`, written over the latter."""
@@ -133,4 +135,4 @@ class LinearSystem:
 
 def noise_of_data(problem: Problem, root: PositionedRoot, count: int) -> Products:
     """Yields the pass that gives `JᵀRε` for S draws of ε; returns that."""
-    return (yield DataNoise(problem, root, count))
+    return (yield DataNoise(problem, root, count)).blocks

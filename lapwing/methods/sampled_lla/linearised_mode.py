@@ -7,13 +7,17 @@ G stands for the Hessian and a search along the step keeps the log joint from fa
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...likelihoods import Likelihood
 from ...tangent import Vectors
-from ..passes import Batch, Pass, Problem, State, SumPass
+from ..passes import Batch, Pass, SumPass
+from ..problem import Problem
+from ..state import BlockSums, State
 from .linear_system import LinearSystem, inner_by_block
 
 LENGTHS = tuple(0.5**i for i in range(9))
@@ -41,24 +45,22 @@ class LinearisedMode:
             weighted = {name: value * features[name] for name, value in apart.items()}
         return inner_by_block(apart, weighted)[:, 0]
 
-    def gradient(self, system: LinearSystem, noise_variance: float | None) -> Generator[Pass, State, Vectors]:
+    def gradient(self, system: LinearSystem, noise_variance: float | None) -> Generator[Pass, Any, Vectors]:
         """Yields a pass; returns the gradient of the log joint at m, (1, P_block) a block."""
         likelihood = self._problem.likelihood.with_noise_variance(noise_variance)
         state = yield _Score(self._problem, likelihood, self.offset)
         factor, prior, apart = system.scale / likelihood.curvature_scale, system.prior(), self._apart()
-        return {name: factor * score - prior[name] * apart[name] for name, score in state.items()}
+        return {name: factor * score - prior[name] * apart[name] for name, score in state.blocks.items()}
 
-    def advance(
-        self, system: LinearSystem, noise_variance: float | None, step: Vectors
-    ) -> Generator[Pass, State, None]:
+    def advance(self, system: LinearSystem, noise_variance: float | None, step: Vectors) -> Generator[Pass, Any, None]:
         """Yields a pass; moves m along the step, by that part of it with the highest log joint, or not at all."""
         likelihood = self._problem.likelihood.with_noise_variance(noise_variance)
         state = yield _Along(self._problem, likelihood, self.offset, step)
         factor, prior, apart = system.scale / likelihood.curvature_scale, system.prior(), self._apart()
-        length = torch.tensor((0.0, *LENGTHS), dtype=torch.float64, device=state["log_likelihood"].device)
+        length = torch.tensor((0.0, *LENGTHS), dtype=torch.float64, device=state.log_likelihood.device)
         weighted = {name: prior[name] * value for name, value in step.items()}
         slope, curve = inner_by_block(apart, weighted).sum(), inner_by_block(step, weighted).sum()
-        joint = factor * state["log_likelihood"] - length * slope - length.square() * curve / 2
+        joint = factor * state.log_likelihood - length * slope - length.square() * curve / 2
         best = float(length[joint.nan_to_num(-torch.inf).argmax()])
         for name, value in self.offset.items():
             value.add_(step[name], alpha=best)
@@ -68,7 +70,7 @@ class LinearisedMode:
         return {name: value + mean[name] - prior[name] for name, value in self.offset.items()}
 
 
-class _Score(SumPass):
+class _Score(SumPass[BlockSums]):
     """`Σ_n J_nᵀ ∇_f log p(y_n | f_n + J_n m)`, (1, P_block) a block."""
 
     label = "gradient of the linearised model"
@@ -76,21 +78,28 @@ class _Score(SumPass):
     def __init__(self, problem: Problem, likelihood: Likelihood, offset: Vectors) -> None:
         self._problem, self._likelihood, self._offset = problem, likelihood, offset
 
-    def init(self) -> State:
-        return {name: torch.zeros_like(value) for name, value in self._offset.items()}
+    def init(self) -> BlockSums:
+        return BlockSums({name: torch.zeros_like(value) for name, value in self._offset.items()})
 
-    def update(self, state: State, batch: Batch) -> None:
+    def update(self, state: BlockSums, batch: Batch) -> None:
         for part, record in batch.records():
             outputs = record.outputs + record.jvp(self._offset)[..., 0]
             score = self._likelihood.score(outputs, batch.targets[part]).unsqueeze(-1)  # (B, C, 1)
             if record.cotangents > 2:  # J m came by forward mode, without the backward passes of every output
                 record = batch.tangent.record(batch.checked.take(part), score)
                 score = torch.ones_like(score[:, :1])
-            for name in state:
-                state[name] += record[name].vjp(score)
+            for name, total in state.blocks.items():
+                total += record[name].vjp(score)
 
 
-class _Along(SumPass):
+@dataclass
+class AlongState(State):
+    """`Σ_n log p(y_n | f_n + J_n (m + t step))` for each t."""
+
+    log_likelihood: Tensor
+
+
+class _Along(SumPass[AlongState]):
     """`Σ_n log p(y_n | f_n + J_n (m + t step))` for no part t of the step and several."""
 
     label = "search along a step of the linearised model"
@@ -99,13 +108,13 @@ class _Along(SumPass):
         self._problem, self._likelihood = problem, likelihood
         self._both = {name: torch.cat([value, step[name]]) for name, value in offset.items()}
 
-    def init(self) -> State:
-        return {"log_likelihood": self._problem.zeros(1 + len(LENGTHS), dtype=torch.float64)}
+    def init(self) -> AlongState:
+        return AlongState(self._problem.zeros(1 + len(LENGTHS), dtype=torch.float64))
 
-    def update(self, state: State, batch: Batch) -> None:
+    def update(self, state: AlongState, batch: Batch) -> None:
         for part, record in batch.records():
             moved = record.jvp(self._both)  # (B, C, 2)
             for i, length in enumerate((0.0, *LENGTHS)):
                 outputs = record.outputs + moved[..., 0] + length * moved[..., 1]
                 log_prob = self._likelihood.log_prob(outputs, batch.targets[part])
-                state["log_likelihood"][i] += log_prob.double().sum()
+                state.log_likelihood[i] += log_prob.double().sum()

@@ -12,7 +12,9 @@ from ...errors import LapwingError, is_one_of, shown
 from ...network import batches
 from ...posterior.prior import is_positive
 from ...tangent import Vectors
-from ..passes import Batch, IteratePass, Method, State, check_count
+from ..options import check_count
+from ..passes import Batch, IteratePass, Method
+from ..state import State
 from .conjugate_gradients import Solved, Solving, check_preconditioner, check_tolerance, residual_of
 from .curvature_products import CurvatureProducts
 from .linear_system import LinearSystem, inner
@@ -72,8 +74,8 @@ class StochasticGradient:
         for option, fine in accepted.items():
             if not fine:
                 raise LapwingError(
-                    f"Asked for {name}({option}={shown(getattr(self, option))}); positive numbers are accepted, a "
-                    f"momentum below 1 and an average of at most 1: write {name}(steps=1000), or leave {option} out."
+                    f"{name}({option}={shown(getattr(self, option))}) needs a positive number; momentum is below 1 and "
+                    f"average at most 1. Write {name}(steps=1000), or leave {option} out."
                 )
 
     def more(self) -> str:
@@ -84,7 +86,7 @@ class StochasticGradient:
         """Yields passes; returns the solution. Arguments as for `ConjugateGradients.solve`."""
         del products
         state = yield _Steps(self, system, start)
-        solution = {name: state[f"mean/{name}"] for name in start}
+        solution = state.mean
         del state
         products = yield from system.products(solution)
         residual, norms = residual_of(system, solution, products)
@@ -97,13 +99,31 @@ class StochasticGradient:
         worst = float(relative.max())
         if not relative.isfinite().all() or worst > 10:
             raise LapwingError(
-                f"Asked for StochasticGradient(learning_rate={self.learning_rate}), found that its steps diverge, to a "
-                f"relative residual of {worst:.1e}; shorter ones are needed: write "
-                f"learning_rate={self.learning_rate / 4:g}, or take larger batches."
+                f"The steps of StochasticGradient(learning_rate={self.learning_rate}) diverge, to a relative residual "
+                f"of {worst:.1e}. Write learning_rate={self.learning_rate / 4:g}, or take larger batches."
             )
 
 
-class _Steps(IteratePass):
+@dataclass
+class NesterovState(State):
+    """Vectors (S, P_block) by block.
+
+    Attributes:
+        z: the present solution.
+        velocity: of z.
+        mean: the running mean of z over the final part of the steps.
+        rate: the step size.
+        taken: how many steps.
+    """
+
+    z: Vectors
+    velocity: Vectors
+    mean: Vectors
+    rate: float = 0.0
+    taken: int = 0
+
+
+class _Steps(IteratePass[NesterovState]):
     """Nesterov's method: `v ← μ v - η Ψ̃ ∇(z + μ v)`, `z ← z + v`, and the running mean of the last z."""
 
     label = "stochastic gradients"
@@ -115,40 +135,37 @@ class _Steps(IteratePass):
         self._norms = inner(self._sides, self._sides).sqrt()
         self._precondition: Callable[[Vectors], Vectors] = system.preconditioner()
 
-    def init(self) -> State:
-        state = {f"z/{name}": z for name, z in self._start.items()}
-        state |= {f"{part}/{name}": torch.zeros_like(z) for name, z in self._start.items() for part in ("v", "mean")}
-        scalars = torch.zeros(2, dtype=torch.float64, device=self._system.problem.tangent.device)
-        return {**state, "steps": scalars[0], "rate": scalars[1]}
+    def init(self) -> NesterovState:
+        velocity, mean = ({name: torch.zeros_like(z) for name, z in self._start.items()} for _ in range(2))
+        return NesterovState(self._start, velocity, mean)
 
     @torch.no_grad()
-    def step(self, state: State, batch: Batch, generator: torch.Generator) -> None:
-        options, taken = self._options, int(state["steps"])
+    def step(self, state: NesterovState, batch: Batch, generator: torch.Generator) -> None:
+        options, taken = self._options, state.taken
         if not taken:
-            state["rate"].fill_(options.learning_rate / self._largest(batch, generator))
-        rate = float(state["rate"])
-        ahead = {name: state[f"z/{name}"] + options.momentum * state[f"v/{name}"] for name in self._start}
+            state.rate = options.learning_rate / self._largest(batch, generator)
+        ahead = {name: z + options.momentum * state.velocity[name] for name, z in state.z.items()}
         gradient = {name: image.sub_(self._sides[name]) for name, image in self._image(batch, ahead).items()}
         sizes = inner(gradient, gradient).sqrt() / torch.where(self._norms > 0, self._norms, 1.0)
         if not sizes.isfinite().all() or (taken > 10 and float(sizes.median()) > 1e4):
             options.check(sizes * torch.inf)
         shrink = (options.clip / sizes.clamp_min(options.clip))[:, None]
         for name, moved in self._precondition(gradient).items():
-            velocity, z, mean = (state[f"{part}/{name}"] for part in ("v", "z", "mean"))
-            velocity.mul_(options.momentum).add_(moved * shrink.to(moved.dtype), alpha=-rate)
+            velocity, z = state.velocity[name], state.z[name]
+            velocity.mul_(options.momentum).add_(moved * shrink.to(moved.dtype), alpha=-state.rate)
             z.add_(velocity)
             averaged = taken - self.steps + max(1, round(options.average * self.steps))
             if averaged >= 0:
-                mean.lerp_(z, 1 / (averaged + 1))
-        state["steps"] += 1
+                state.mean[name].lerp_(z, 1 / (averaged + 1))
+        state.taken += 1
 
     def _image(self, batch: Batch, vectors: Vectors) -> Vectors:
         """Returns `(n/B s G_batch + Δ) V`."""
         products = CurvatureProducts(self._system.problem, self._system.root, vectors)
         image = products.init()
         products.update(image, batch)
-        scale = self._system.scale * self._system.problem.seen().samples / batches.size(batch.inputs)
-        return {name: image[name].mul_(scale).addcmul_(v, self._prior[name]) for name, v in vectors.items()}
+        scale = self._system.scale * self._system.problem.summary().samples / batches.size(batch.inputs)
+        return {name: image.blocks[name].mul_(scale).addcmul_(v, self._prior[name]) for name, v in vectors.items()}
 
     def _largest(self, batch: Batch, generator: torch.Generator) -> float:
         """Returns about the largest eigenvalue of `Ψ̃ (n/B s G_batch + Δ)`, by the power method."""

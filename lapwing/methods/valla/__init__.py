@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...errors import LapwingError, shown
-from ..passes import Method, Passes, Problem, check_choice, check_count
+from ..options import check_choice, check_count
+from ..passes import Method, Passes
+from ..problem import Problem
 from .inducing_points import INITIALS, InducingPoints, Initial, inducing_points
 from .natural_gradient import ClosedForm, VallaFit
 
@@ -55,8 +57,9 @@ class VaLLA(Method):
         check_choice("VaLLA", "initial", self.initial, INITIALS)
         if not isinstance(self.fit, VallaFit):
             raise LapwingError(
-                f"Asked for VaLLA(fit={shown(self.fit)}); accepted are lw.ClosedForm(), lw.NaturalGradient(steps=100), "
-                "lw.VariationalBound() and lw.AlphaDivergence(): write VaLLA(fit=lw.ClosedForm())."
+                f"VaLLA(fit={shown(self.fit)}) is not an option: fit is lw.ClosedForm(), "
+                "lw.NaturalGradient(steps=100), lw.VariationalBound() or lw.AlphaDivergence(). Write "
+                "VaLLA(fit=lw.ClosedForm())."
             )
 
     def passes(self, problem: Problem) -> Passes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -18,19 +18,12 @@ from ...network import batches
 from ...network.gate import Checked
 from ...tangent import Anchors
 from ...tangent.inducing import Kernel, kernel
-from ..passes import Batch, Found, Passes, Problem, State, check_count
+from ..options import check_count, check_positive
+from ..passes import Batch, FitResult, Passes
+from ..problem import Problem
 from ..subspace import span_of_anchors
-from .moving_points import (
-    MovingSteps,
-    divergence,
-    finished,
-    initial_noise,
-    inner_factor,
-    note_outputs,
-    remaining,
-    scaled,
-)
-from .natural_gradient import VallaFit, check_rate
+from .moving_points import MovingState, MovingSteps, divergence, initial_noise, inner_factor, remaining, scaled
+from .natural_gradient import VallaFit
 
 
 @dataclass(frozen=True)
@@ -74,19 +67,19 @@ class AlphaDivergence(VallaFit):
         """Checks the numbers."""
         for name, value in (("steps", self.steps), ("every", self.every), ("patience", self.patience)):
             check_count("AlphaDivergence", name, value)
-        check_rate("AlphaDivergence", "learning_rate", self.learning_rate, inf)
+        check_positive("AlphaDivergence", "learning_rate", self.learning_rate, 0.01)
         number = isinstance(self.alpha, (int, float)) and not isinstance(self.alpha, bool)
         if not (number and 0 <= self.alpha < inf):
             raise LapwingError(
-                f"Asked for AlphaDivergence(alpha={shown(self.alpha)}); a finite number of at least 0 is needed: write "
+                f"AlphaDivergence(alpha={shown(self.alpha)}) needs a finite number of at least 0. Write "
                 "AlphaDivergence(alpha=1.0)."
             )
         if self.validation is not None and (
             isinstance(self.validation, Tensor) or not hasattr(self.validation, "__iter__")
         ):
             raise LapwingError(
-                f"Asked for AlphaDivergence(validation={batches.describe(self.validation)}); a loader of held-out "
-                "(inputs, targets) batches is needed: write AlphaDivergence(validation=[(x_val, y_val)])."
+                f"AlphaDivergence(validation={batches.describe(self.validation)}) needs a loader of held-out (inputs, "
+                "targets) batches. Write AlphaDivergence(validation=[(x_val, y_val)])."
             )
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
@@ -95,8 +88,25 @@ class AlphaDivergence(VallaFit):
         return steps.finish((yield steps))
 
 
-class _AlphaSteps(MovingSteps):
-    """Also L, and the best of what was validated."""
+@dataclass
+class AlphaState(MovingState):
+    """Also what the validation data showed.
+
+    Attributes:
+        validation: NLL of each evaluation.
+        best: the values of the lowest one.
+        looks: how many evaluations.
+        worse: how many evaluations since the lowest one.
+    """
+
+    validation: Tensor
+    best: dict[str, Tensor]
+    looks: int = 0
+    worse: int = 0
+
+
+class _AlphaSteps(MovingSteps[AlphaState]):
+    """Steps down the divergence; L is among the values, as `root`."""
 
     label, method = "alpha-divergence", "AlphaDivergence"
 
@@ -107,30 +117,26 @@ class _AlphaSteps(MovingSteps):
         closed = fit.alpha == 1 and isinstance(problem.likelihood.default_link, Probit)
         self._link = problem.likelihood.default_link if closed else None
 
-    def start(self) -> State:
-        device = self.problem.tangent.device
+    def further_values(self) -> dict[str, Tensor]:
+        return {"root": torch.eye(len(self.anchors), dtype=torch.float64, device=self.problem.tangent.device)}
+
+    def start(self, state: MovingState) -> AlphaState:
         looks = 1 + -(-self.steps // self._fit.every) if self._fit.validation is not None else 0
-        return {
-            "open/root": torch.eye(len(self.anchors), dtype=torch.float64, device=device),
-            "validation": torch.full((looks,), inf, dtype=torch.float64),
-            "looks": torch.zeros((), dtype=torch.int64),
-            "worse": torch.zeros((), dtype=torch.int64),
-        }
+        return AlphaState(**vars(state), validation=torch.full((looks,), inf, dtype=torch.float64), best={})
 
     def width(self, name: str) -> Tensor | float:
         """For L so that all of its entries together reach `A = N/(M σ² τ)` in the time of one `1/learning_rate`."""
-        if name != "open/root":
+        if name != "root":
             return super().width(name)
         scale = self.problem.likelihood.with_noise_variance(self._start).curvature_scale / self.problem.temperature
         return float(self.data_size * scale) ** 0.5 / len(self.anchors)
 
-    def step(self, state: State, batch: Batch, generator: torch.Generator) -> None:
-        if not state["taken"]:
+    def step(self, state: AlphaState, batch: Batch, generator: torch.Generator) -> None:
+        if not state.taken:
             self._check_memory(batches.size(batch.inputs))
             self._look(state)
         super().step(state, batch, generator)
-        taken = int(state["taken"])
-        if taken % self._fit.every == 0 or taken == self.steps:
+        if state.taken % self._fit.every == 0 or state.taken == self.steps:
             self._look(state)
 
     def _check_memory(self, samples: int) -> None:
@@ -141,10 +147,13 @@ class _AlphaSteps(MovingSteps):
             "give smaller batches, or write VaLLA(fit=lw.NaturalGradient())",
         )  # fmt: skip
 
-    def objective(self, state: State, values: State, batch: Batch, generator: torch.Generator) -> Tensor:
+    def objective(
+        self, state: AlphaState, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
+    ) -> Tensor:
         problem = self.problem
         blocks, factor = self._blocks(state, values, batch.checked)
-        note_outputs(problem, batch, blocks.outputs)
+        problem.likelihood.check(blocks.outputs, batch.targets)
+        batch.note(blocks.outputs)
         spread = self.check_finite(state, remaining(blocks, factor, values["root"].tril()))
         logs = problem.likelihood.log_power_mean(
             blocks.outputs.double(),
@@ -157,23 +166,23 @@ class _AlphaSteps(MovingSteps):
         )
         return divergence(factor) - self.data_size / (len(logs) * problem.temperature) * logs.sum()
 
-    def _blocks(self, state: State, values: State, inputs: Any) -> tuple[Kernel, Tensor]:
+    def _blocks(self, state: AlphaState, values: Mapping[str, Tensor], inputs: Any) -> tuple[Kernel, Tensor]:
         """Returns the NTK's blocks with the prior, and the factor of `I + LᵀK_Z L`."""
-        found = kernel(self.anchors_at(values), self.weights, inputs)
-        found, root = scaled(found, self.precision_at(values)), values["root"].tril()
-        self.check_finite(state, root.T @ found.inner @ root)
-        return found, inner_factor(found.inner, root)
+        blocks = scaled(kernel(self.anchors_at(values), self.weights, inputs), self.precision_at(values))
+        root = values["root"].tril()
+        self.check_finite(state, root.T @ blocks.inner @ root)
+        return blocks, inner_factor(blocks.inner, root)
 
-    def converged(self, state: State) -> bool:
+    def converged(self, state: AlphaState) -> bool:
         """Whether the validation NLL has not improved for long enough."""
-        return int(state["worse"]) >= self._fit.patience
+        return state.worse >= self._fit.patience
 
     @torch.no_grad()
-    def _look(self, state: State) -> None:
+    def _look(self, state: AlphaState) -> None:
         """Notes the validation NLL and what was best."""
         if self._fit.validation is None:
             return
-        values, looks = finished(state), int(state["looks"])
+        values = state.values
         noise = self.noise_at(values)
         likelihood = self.problem.likelihood
         likelihood = likelihood if noise is None else likelihood.with_noise_variance(float(noise))
@@ -184,12 +193,12 @@ class _AlphaSteps(MovingSteps):
             spread = remaining(blocks, factor, values["root"].tril()).to(blocks.outputs.dtype)
             logs.append(likelihood.predict(Latent(blocks.outputs, (Dense(spread),))).log_prob(targets).double())
         value = -float(torch.cat(logs).mean())
-        better = not looks or value < float(state["validation"].min())
-        state["validation"][looks] = value
-        state["looks"] += 1
-        state["worse"] = torch.zeros_like(state["worse"]) if better else state["worse"] + 1
+        better = not state.looks or value < float(state.validation.min())
+        state.validation[state.looks] = value
+        state.looks += 1
+        state.worse = 0 if better else state.worse + 1
         if better:
-            state.update({f"best/{name}": value.clone() for name, value in values.items()})
+            state.best = {name: value.clone() for name, value in values.items()}
 
     def _held_out(self) -> Iterator[tuple[Checked, Tensor]]:
         """Yields held-out batches, one at least."""
@@ -201,29 +210,25 @@ class _AlphaSteps(MovingSteps):
             yield self.problem.tangent.check(inputs, "the validation inputs"), targets
         if empty:
             raise LapwingError(
-                "Asked for AlphaDivergence(validation=...), found a loader without batches, or one that can be gone "
-                "through once only; held-out batches are needed at every look: write [(x_val, y_val)]."
+                "The validation loader of AlphaDivergence is without batches, or gives them only once. Pass held-out "
+                "batches that can be read at every evaluation: [(x_val, y_val)]."
             )
 
     @torch.no_grad()
-    def finish(self, state: State) -> Found:
-        """Returns the covariance at the best or last values, with their δ and σ²."""
-        problem, values = self.problem, finished(state)
-        if self._fit.validation is not None:
-            values = {name: state[f"best/{name}"] for name in values}
+    def finish(self, state: AlphaState) -> FitResult:
+        """Returns the covariance at the best or final values, with their δ and σ²."""
+        problem = self.problem
+        values = state.values if self._fit.validation is None else state.best
         anchors, noise = self.anchors_at(values), self.noise_at(values)
         precision = self.precision_at(values) * problem.precision / problem.precision[0]
         variance = None if noise is None else float(noise)
         basis = span_of_anchors(problem, anchors, len(anchors), "prior")
-        seen = torch.zeros(basis.rank, len(anchors), dtype=torch.float64, device=problem.tangent.device)
+        projected = problem.zeros(basis.rank, len(anchors), dtype=torch.float64)  # W J̃ᵀ
         for slots, record in anchors.records(torch.float64, basis.held):
-            seen[:, slots] = basis.project(record).flatten(0, 1).double().T  # W J̃ᵀ
-        root = seen @ values["root"].tril()
+            projected[:, slots] = basis.project(record).flatten(0, 1).double().T
+        root = projected @ values["root"].tril()
         scale = problem.scale_at(variance or problem.likelihood.noise_variance)
         zeros = torch.zeros(len(problem.tangent.blocks), dtype=torch.float64, device=problem.tangent.device)
         covariance = LowRankWithResidual(problem.tangent.blocks, basis, root @ root.T / scale, zeros, precision, scale)
-        history = {
-            "objective": state["objective"][: int(state["taken"])],
-            "validation": state["validation"][: int(state["looks"])],
-        }
-        return Found(covariance, precision, variance, {k: v for k, v in history.items() if len(v)})
+        history = {"objective": state.objective[: state.taken], "validation": state.validation[: state.looks]}
+        return FitResult(covariance, precision, variance, {k: v for k, v in history.items() if len(v)})

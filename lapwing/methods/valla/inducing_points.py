@@ -13,8 +13,9 @@ from torch import Tensor
 from ...errors import LapwingError
 from ...network import batches
 from ...tangent import Anchors
-from ..passes import Batch, Pass, Problem, State, SumPass, class_labels
-from ..rows import choose
+from ..passes import Batch, Pass, SumPass
+from ..problem import Problem
+from ..sampling import KeptInputs, choose, class_labels, rank_in_class
 from .clusters import cluster_centres
 
 log = logging.getLogger("lapwing")
@@ -52,9 +53,9 @@ class InducingPoints:
         whole = isinstance(outputs, Tensor) and not outputs.is_floating_point() and outputs.dtype != torch.bool
         if not count or (outputs is not None and not (whole and outputs.shape == (count,))):
             raise LapwingError(
-                f"Asked for InducingPoints(inputs={batches.describe(self.inputs)}, outputs={batches.describe(outputs)}"
-                f"); at least one input, and one output number for each, are needed: write outputs=torch.zeros({count},"
-                " dtype=torch.int64), or leave outputs out to take every one."
+                f"InducingPoints(inputs={batches.describe(self.inputs)}, outputs={batches.describe(outputs)}) needs at "
+                f"least one input, and one output number for each. Write outputs=torch.zeros({count}, "
+                "dtype=torch.int64), or leave outputs out to take every one."
             )
 
     def __repr__(self) -> str:
@@ -63,9 +64,7 @@ class InducingPoints:
         return f"InducingPoints(inputs={batches.describe(self.inputs)}, outputs={outputs})"
 
 
-def inducing_points(
-    problem: Problem, wanted: int | InducingPoints, initial: Initial
-) -> Generator[Pass, State, Anchors]:
+def inducing_points(problem: Problem, wanted: int | InducingPoints, initial: Initial) -> Generator[Pass, Any, Anchors]:
     """Yields the pass that shows some samples, where points are not given; returns rows of J at M pairs."""
     if isinstance(wanted, InducingPoints):
         return _given(problem, wanted)
@@ -104,20 +103,19 @@ def _given(problem: Problem, points: InducingPoints) -> Anchors:
         return Anchors(tangent, (inputs,), samples, torch.arange(tangent.outputs).repeat(count))
     if int(outputs.min()) < 0 or int(outputs.max()) >= tangent.outputs:
         raise LapwingError(
-            f"Asked for inducing points at outputs {int(outputs.min())} to {int(outputs.max())}, found a network of "
-            f"{tangent.outputs} outputs; numbers from 0 to {tangent.outputs - 1} are needed: leave outputs out to take "
-            "every one."
+            f"The inducing points name outputs {int(outputs.min())} to {int(outputs.max())}, and the network has "
+            f"outputs 0 to {tangent.outputs - 1}. Name one of these, or leave outputs out to take every one."
         )
     return Anchors(tangent, (inputs,), torch.arange(count), outputs.cpu().long())
 
 
-class _Pool(SumPass):
-    """The first samples shown: `start/leaf` tensors of a batch, `start/nest` for how they nest, `start/labels`.
+class _Pool(SumPass[KeptInputs]):
+    """The first samples shown, batch by batch, each under the place of its first sample.
 
     Args:
-        limit: how many are shown.
-        least: how many are kept in any case.
-        memory: bytes beyond which no more are.
+        limit: how many samples are shown.
+        least: how many samples are kept whatever they take.
+        memory: bytes beyond which no more are kept.
     """
 
     label = "inducing points"
@@ -125,26 +123,21 @@ class _Pool(SumPass):
     def __init__(self, limit: int, least: int, memory: int) -> None:
         self.limit, self._least, self._memory = limit, least, memory
 
-    def init(self) -> State:
-        return {}
+    def init(self) -> KeptInputs:
+        return KeptInputs()
 
-    def update(self, state: State, batch: Batch) -> None:
-        if batch.start >= self._least and sum(value.nbytes for value in state.values()) > self._memory:
+    def update(self, state: KeptInputs, batch: Batch) -> None:
+        if batch.start >= self._least and sum(leaf.nbytes for leaf in state.leaves.values()) > self._memory:
             return
         leaves, nest = batches.flatten(batch.inputs)
-        state[f"{batch.start}/nest"] = torch.tensor(list(nest.encode()), dtype=torch.uint8)
-        state[f"{batch.start}/labels"] = class_labels(batch.inputs, batch.targets)
-        state.update({f"{batch.start}/{i}": leaf.detach().clone() for i, leaf in enumerate(leaves)})
+        labels = class_labels(batch.inputs, batch.targets)
+        state.keep(batch.start, [leaf.detach().clone() for leaf in leaves], nest, labels)
 
-    def shown(self, state: State) -> tuple[list[Any], Tensor]:
-        """Returns the batches' inputs and all class labels, -1 where targets are none."""
-        groups = []
-        starts = sorted(int(name.removesuffix("/nest")) for name in state if name.endswith("/nest"))
-        for start in starts:
-            count = sum(name.startswith(f"{start}/") for name in state) - 2
-            nest = bytes(state[f"{start}/nest"].tolist()).decode()
-            groups.append(batches.unflatten((state[f"{start}/{i}"] for i in range(count)), nest))
-        return groups, torch.cat([state[f"{start}/labels"] for start in starts])
+    def shown(self, state: KeptInputs) -> tuple[list[Any], Tensor]:
+        """Returns the batches' inputs and all class labels, -1 where targets are not labels."""
+        starts = sorted(int(key) for key in state.nests)
+        groups = [batches.unflatten(*state.flattened(start)) for start in starts]
+        return groups, torch.cat([state.labels[str(start)] for start in starts])
 
 
 def _warn_of_order(labels: Tensor, classes: int) -> None:
@@ -192,11 +185,8 @@ def _pairs(problem: Problem, inputs: tuple[Any, ...], picked: Tensor, labels: Te
         wanted: M; at most U C there are.
     """
     count, width = len(picked), problem.tangent.outputs
-    turn = torch.empty_like(labels)  # how many of its class come before it
-    for label in labels.unique():
-        turn[labels == label] = torch.arange(int((labels == label).sum()))
     numbers = torch.arange(min(wanted, count * width))
-    first = (labels + turn)[numbers % count]
+    first = (labels + rank_in_class(labels))[numbers % count]
     return Anchors(problem.tangent, inputs, picked[numbers % count], (first + numbers // count) % width)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator
-from dataclasses import replace
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,38 +16,23 @@ from ...linalg import cholesky
 from ...network import batches
 from ...tangent import Anchors
 from ...tangent.inducing import Kernel
-from ..passes import Batch, IteratePass, Pass, Problem, State, SumPass
+from ..adam import AdamState
+from ..passes import Batch, IteratePass, LikelihoodPass, Pass
+from ..problem import Problem
+from ..state import State
 from .inducing_points import POOL, movable
-
-DECAY = (0.9, 0.999)
-"""Adam's, for the means of gradients and of their squares."""
 
 EXPLODED = 1e3
 """An objective this many times its scale above the first one has diverged."""
 
 
-def initial_noise(problem: Problem) -> Generator[Pass, State, float | None]:
+def initial_noise(problem: Problem) -> Generator[Pass, Any, float | None]:
     """Yields a pass over the first samples if σ² is open; returns the mean squared residual there, or σ²."""
     likelihood = problem.likelihood
-    return likelihood.residual_variance((yield _Residuals(problem))) if likelihood.needs_noise else None
-
-
-class _Residuals(SumPass):
-    """The likelihood's statistics of the first samples."""
-
-    label, limit = "residuals", POOL
-
-    def __init__(self, problem: Problem) -> None:
-        self._likelihood = problem.likelihood
-
-    def init(self) -> State:
-        return {}
-
-    def update(self, state: State, batch: Batch) -> None:
-        outputs = batch.tangent.outputs_of(batch.inputs)
-        self._likelihood.check(outputs, batch.targets)
-        for name, value in self._likelihood.statistics(outputs, batch.targets).items():
-            state[name] = state[name] + value if name in state else value
+    if not likelihood.needs_noise:
+        return None
+    summary = yield LikelihoodPass(problem, limit=POOL)
+    return likelihood.residual_variance(summary.statistics)
 
 
 def remaining(kernel: Kernel, factor: Tensor, root: Tensor) -> Tensor:
@@ -76,7 +61,27 @@ def divergence(factor: Tensor) -> Tensor:
     return factor.diagonal().log().sum() + (inverse.square().sum() - len(factor)) / 2
 
 
-class MovingSteps(IteratePass):
+@dataclass
+class MovingState(State):
+    """What is open, and what Adam has computed of it.
+
+    Attributes:
+        values: what is open, by name: inducing inputs `input/group/tensor`, `log_precision`, `log_noise`.
+        adam: moments of the gradients.
+        objective: step by step (steps,).
+        taken: how many steps.
+    """
+
+    values: dict[str, Tensor]
+    adam: AdamState
+    objective: Tensor
+    taken: int
+
+
+M = TypeVar("M", bound=MovingState)
+
+
+class MovingSteps(IteratePass[M]):
     """Adam on the inducing inputs, in units of their spread, and on log δ and log σ² where they are open.
 
     Args:
@@ -104,57 +109,58 @@ class MovingSteps(IteratePass):
         self.distance = (ratios * torch.stack(distances)).sum()
         self.data_size = problem.data_size or problem.count()
 
-    def init(self) -> State:
-        """Returns what is open, Adam's means of it, and room for the objective."""
-        problem, state = self.problem, self.start()
-        for i, leaves in enumerate(self._leaves):
-            state.update({f"open/input/{i}/{j}": x.detach().to(problem.tangent.dtype) for j, x in enumerate(leaves)})
+    def init(self) -> M:
+        """Returns the values at the start."""
+        problem = self.problem
+        values = {
+            f"input/{i}/{j}": leaf.detach().to(problem.tangent.dtype, copy=True)
+            for i, leaves in enumerate(self._leaves) for j, leaf in enumerate(leaves)
+        }  # fmt: skip
         if not problem.prior.given:
             size = problem.tangent.size  # the weights' own spread, whatever the network's scale
             start = size / self.distance if self.distance > 0 else problem.precision[0]
-            state["open/log_precision"] = start.log()
+            values["log_precision"] = start.log()
         if self._noise is not None:
-            state["open/log_noise"] = problem.precision.new_tensor(self._noise).log()
-        for name in [name for name in state if name.startswith("open/")]:
-            state[name.replace("open", "mean", 1)] = torch.zeros_like(state[name])
-            state[name.replace("open", "square", 1)] = torch.zeros_like(state[name])
-        return {**state, "taken": torch.zeros((), dtype=torch.int64), "objective": torch.zeros(self.steps).double()}
+            values["log_noise"] = problem.precision.new_tensor(self._noise).log()
+        values |= self.further_values()
+        return self.start(MovingState(values, AdamState.of(values), self.history(), 0))
 
-    def start(self) -> State:
-        """Returns what else the state holds; what is named open/... is optimised."""
+    def further_values(self) -> dict[str, Tensor]:
+        """Returns what else is open."""
         return {}
 
-    @abstractmethod
-    def objective(self, state: State, values: State, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Returns what is to be minimised, given the values of what is open; may add to the state."""
+    def history(self) -> Tensor:
+        """Returns room for one number per step."""
+        return torch.zeros(self.steps, dtype=torch.float64)
 
-    def step(self, state: State, batch: Batch, generator: torch.Generator) -> None:
-        """Takes one step of Adam."""
-        names = [name for name in state if name.startswith("open/")]
+    @abstractmethod
+    def start(self, state: MovingState) -> M:
+        """Returns the state at the start, with what a fit adds to it."""
+
+    @abstractmethod
+    def objective(self, state: M, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator) -> Tensor:
+        """Returns what is to be minimised at the values of what is open; may add to the state."""
+
+    def step(self, state: M, batch: Batch, generator: torch.Generator) -> None:
+        """Takes one step of Adam, in units of `width`."""
         with torch.enable_grad():
-            values = {name.removeprefix("open/"): state[name].detach().clone().requires_grad_() for name in names}
+            values = {name: value.detach().clone().requires_grad_() for name, value in state.values.items()}
             objective = self.objective(state, values, batch, generator)
             leaves = list(values.values())
-            found = torch.autograd.grad(objective, leaves, allow_unused=True) if objective.requires_grad else ()
-        self._check(state, float(objective.detach()), [g for g in found if g is not None])
-        state["objective"][int(state["taken"])] = objective.detach().cpu()
-        state["taken"] += 1
-        with torch.no_grad():
-            for name, gradient in zip(names, found, strict=False):
-                if gradient is not None:
-                    self._adam(state, name, gradient)
-
-    def _adam(self, state: State, name: str, gradient: Tensor) -> None:
-        mean, square = (state[name.replace("open", kind, 1)] for kind in ("mean", "square"))
-        taken = int(state["taken"])
-        mean.lerp_(gradient, 1 - DECAY[0])
-        square.lerp_(gradient.square(), 1 - DECAY[1])
-        move = mean / (1 - DECAY[0] ** taken) / ((square / (1 - DECAY[1] ** taken)).sqrt() + 1e-12)
-        state[name] -= self.rate * (1 - (taken - 1) / self.steps) * move * self.width(name)
+            gradients = torch.autograd.grad(objective, leaves, allow_unused=True) if objective.requires_grad else ()
+        self._check(state, float(objective.detach()), [g for g in gradients if g is not None])
+        state.objective[state.taken] = objective.detach().cpu()
+        rate = self.rate * (1 - state.taken / self.steps)
+        state.taken += 1
+        for name, gradient in zip(values, gradients, strict=False):
+            if gradient is not None:
+                move = torch.zeros_like(gradient)
+                state.adam.step(name, move, gradient, rate, eps=1e-12)
+                state.values[name] += move * self.width(name)
 
     def width(self, name: str) -> Tensor | float:
         """Returns the unit of a step: for inputs the spread of a coordinate over the points it began at."""
-        kind, *place = name.split("/")[1:]
+        kind, *place = name.split("/")
         return self._widths[int(place[0])][int(place[1])] if kind == "input" else 1.0
 
     @property
@@ -162,7 +168,7 @@ class MovingSteps(IteratePass):
         """Whether anything is open."""
         return bool(self._leaves) or not self.problem.prior.given or self._noise is not None
 
-    def anchors_at(self, values: State) -> Anchors:
+    def anchors_at(self, values: Mapping[str, Tensor]) -> Anchors:
         """Returns the anchors at inducing inputs, in the dtype that the network takes."""
         groups = list(self.anchors.inputs)
         for i, leaves in enumerate(self._leaves):
@@ -170,32 +176,32 @@ class MovingSteps(IteratePass):
             groups[i] = batches.unflatten(moved, self.anchors.nests()[i])
         return replace(self.anchors, inputs=tuple(groups))
 
-    def precision_at(self, values: State) -> Tensor:
+    def precision_at(self, values: Mapping[str, Tensor]) -> Tensor:
         """Returns δ of the first block, a scalar; those of others are in proportion."""
         return values["log_precision"].exp() if "log_precision" in values else self.problem.precision[0]
 
-    def noise_at(self, values: State) -> Tensor | None:
+    def noise_at(self, values: Mapping[str, Tensor]) -> Tensor | None:
         """Returns σ² where it is open."""
         return values["log_noise"].exp() if "log_noise" in values else None
 
-    def check_finite(self, state: State, tensor: Tensor) -> Tensor:
+    def check_finite(self, state: MovingState, tensor: Tensor) -> Tensor:
         """Returns the tensor, if all of it is finite."""
         if not torch.isfinite(tensor).all():
             raise self._diverged(state, float("nan"))
         return tensor
 
-    def _check(self, state: State, value: float, gradients: list[Tensor]) -> None:
-        first = float(state["objective"][0]) if state["taken"] else value
+    def _check(self, state: MovingState, value: float, gradients: list[Tensor]) -> None:
+        first = float(state.objective[0]) if state.taken else value
         too_far = value > first + EXPLODED * max(abs(first), self.data_size / self.problem.temperature)
         if not isfinite(value) or too_far or not all(torch.isfinite(gradient).all() for gradient in gradients):
             raise self._diverged(state, value)
 
-    def _diverged(self, state: State, value: float) -> LapwingError:
-        first, taken = float(state["objective"][0]), int(state["taken"])
+    def _diverged(self, state: MovingState, value: float) -> LapwingError:
+        first, taken = float(state.objective[0]), state.taken
         return LapwingError(
-            f"Asked for {self.method}(learning_rate={self.rate:g}), found that its objective diverged: {value:.3g} at "
-            f"step {taken + 1}" + (f" after {first:.3g} at the first" if taken else "") + "; smaller steps are needed: "
-            f"write {self.method}(learning_rate={self.rate / 10:g})."
+            f"The objective of {self.method}(learning_rate={self.rate:g}) diverged: {value:.3g} at step {taken + 1}"
+            + (f" after {first:.3g} at the first" if taken else "")
+            + f". Take smaller steps: write {self.method}(learning_rate={self.rate / 10:g})."
         )
 
 
@@ -204,17 +210,6 @@ def _spread(leaf: Tensor) -> Tensor:
     return leaf.std(0, correction=0) if len(leaf) > 1 else torch.ones_like(leaf[0])
 
 
-def finished(values: State) -> State:
-    """Returns what was open at the end of a pass, by its plain names."""
-    return {name.removeprefix("open/"): value for name, value in values.items() if name.startswith("open/")}
-
-
 def scaled(kernel: Kernel, precision: Tensor) -> Kernel:
     """Returns the blocks with the prior, `κ/δ`."""
     return Kernel(kernel.inner / precision, kernel.cross / precision, kernel.own / precision, kernel.outputs)
-
-
-def note_outputs(problem: Problem, batch: Batch, outputs: Tensor) -> Any:
-    """Checks a batch's targets against its outputs, which the bookkeeping of the fit need not compute again."""
-    problem.likelihood.check(outputs, batch.targets)
-    batch.outputs.append((slice(0, len(outputs)), outputs))

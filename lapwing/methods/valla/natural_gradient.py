@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from math import isfinite
-from numbers import Real
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...covariance import Basis, LowRankWithResidual
-from ...errors import LapwingError, shown
 from ...network import batches
-from ...tangent import Anchors, Record
-from ..passes import Batch, IteratePass, Passes, Problem, State, check_count
-from ..subspace import on_basis, span_of_anchors
+from ...tangent import Anchors
+from ..options import check_count, check_positive
+from ..passes import Batch, IteratePass, Passes
+from ..problem import Problem
+from ..subspace import ProjectedCurvature, on_basis, span_of_anchors
 
 
 class VallaFit(ABC):
@@ -76,7 +73,7 @@ class NaturalGradient(VallaFit):
         """Checks the numbers."""
         check_count("NaturalGradient", "steps", self.steps)
         if self.rate is not None:
-            check_rate("NaturalGradient", "rate", self.rate, 1.0)
+            check_positive("NaturalGradient", "rate", self.rate, 0.05, limit=1.0)
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
         """Steps on the span of the rows."""
@@ -85,14 +82,27 @@ class NaturalGradient(VallaFit):
         return steps.finish((yield steps))
 
 
-class NaturalSteps(IteratePass):
-    """`h ← (1-ρ) h + ρ 1/B Σ φᵀΛφ`, natural gradients of the bound in the precision, here a sample.
+@dataclass
+class NaturalState(ProjectedCurvature):
+    """The curvature per sample.
+
+    Attributes:
+        samples: how many samples the steps have gone through.
+        done: whether they have gone through all of them.
+    """
+
+    samples: int = 0
+    done: bool = False
+
+
+class NaturalSteps(IteratePass[NaturalState]):
+    """`H ← (1-ρ) H + ρ 1/B Σ φᵀΛφ`, natural gradients of the bound in the precision, here per sample.
 
     Args:
-        problem: for Λ and what is wanted.
+        problem: for Λ.
         basis: W; `φ = J Wᵀ`.
         steps: how many.
-        rate: ρ; None for `B_t/(B_1 + ... + B_t)`, the mean of what was seen.
+        rate: ρ; None for `B_t/(B_1 + ... + B_t)`, the mean over the samples so far.
     """
 
     label = "natural gradients"
@@ -100,56 +110,29 @@ class NaturalSteps(IteratePass):
     def __init__(self, problem: Problem, basis: Basis, steps: int, rate: float | None) -> None:
         self.steps, self._problem, self._basis, self._rate = steps, problem, basis, rate
 
-    def init(self) -> State:
-        """Returns h, the trace of each block of G a sample, and how many samples were seen."""
-        rank, zeros = self._basis.rank, self._problem.zeros
-        blocks = len(self._problem.tangent.blocks)
-        return {
-            "h": zeros(rank, rank, dtype=torch.float64),
-            "traces": zeros(blocks, dtype=torch.float64),
-            "samples": zeros(dtype=torch.float64),
-            "done": torch.zeros((), dtype=torch.bool),
-        }
+    def init(self) -> NaturalState:
+        return NaturalState.zeros(self._problem, self._basis.rank)
 
-    def converged(self, state: State) -> bool:
+    def converged(self, state: NaturalState) -> bool:
         """Whether the mean is that of all data."""
-        return bool(state["done"])
+        return state.done
 
     @torch.no_grad()
-    def step(self, state: State, batch: Batch, generator: torch.Generator) -> None:
-        count, problem, basis = batches.size(batch.inputs), self._problem, self._basis
-        if self._rate is None and not batch.start and state["samples"]:  # all over again
-            state["done"] = torch.ones_like(state["done"])
+    def step(self, state: NaturalState, batch: Batch, generator: torch.Generator) -> None:
+        count = batches.size(batch.inputs)
+        if self._rate is None and not batch.start and state.samples:  # the data begin again
+            state.done = True
             return
-        state["samples"] += count
-        rate = count / state["samples"] if self._rate is None else self._rate
-        state["h"] *= 1 - rate
-        state["traces"] *= 1 - rate
-        for _, record in batch.records(problem.root, basis.dtype, problem.root.columns * basis.held):
-            projected = basis.project(record).flatten(0, 1).double()  # (B R, K)
-            state["h"] += rate / count * projected.T @ projected
-            if problem.traces_wanted:
-                state["traces"] += rate / count * squared_norms(record)
+        state.samples += count
+        rate = count / state.samples if self._rate is None else self._rate
+        state.H *= 1 - rate
+        state.traces *= 1 - rate
+        state.add(self._problem, self._basis, batch, rate / count)
 
-    def finish(self, state: State) -> LowRankWithResidual:
-        """Returns the covariance: the curvature of a sample, times the n seen, which the posterior scales to N."""
-        problem, seen = self._problem, self._problem.seen().samples
+    def finish(self, state: NaturalState) -> LowRankWithResidual:
+        """Returns the covariance: the curvature per sample, times the n samples, which the posterior scales to N."""
+        problem, samples = self._problem, self._problem.summary().samples
         return LowRankWithResidual(
-            problem.tangent.blocks, self._basis, seen * state["h"], seen * state["traces"], problem.precision,
+            problem.tangent.blocks, self._basis, samples * state.H, samples * state.traces, problem.precision,
             problem.scale,
         )  # fmt: skip
-
-
-def squared_norms(record: Record) -> Tensor:
-    """Returns the trace of each block of G (n_blocks,) of a record's samples, float64."""
-    return torch.stack([record[name].squared_norm() for name in record]).double()
-
-
-def check_rate(method: str, name: str, value: Any, most: float) -> None:
-    """Raises for a hyper-parameter that is no positive number up to `most` (case 15)."""
-    real = isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
-    if not (real and 0 < float(value) <= most):
-        raise LapwingError(
-            f"Asked for {method}({name}={shown(value)}); a positive number of at most {most:g} is needed: write "
-            f"{method}({name}=0.05)."
-        )

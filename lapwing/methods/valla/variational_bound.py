@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import inf
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from ...errors import LapwingError, shown
 from ...linalg import cholesky
 from ...tangent import Anchors
 from ...tangent.inducing import kernel
-from ..passes import Batch, Found, Passes, Problem, State, check_count
-from .moving_points import MovingSteps, divergence, finished, initial_noise, note_outputs
-from .natural_gradient import ClosedForm, NaturalGradient, VallaFit, check_rate
+from ..options import check_count, check_positive
+from ..passes import Batch, FitResult, Passes
+from ..problem import Problem
+from .moving_points import MovingState, MovingSteps, divergence, initial_noise
+from .natural_gradient import ClosedForm, NaturalGradient, VallaFit
 
 FORGET = 0.05
 """What a step counts in the mean that A is made of, at least: older samples were seen at other points."""
@@ -61,11 +63,11 @@ class VariationalBound(VallaFit):
     def __post_init__(self) -> None:
         """Checks the numbers."""
         check_count("VariationalBound", "steps", self.steps)
-        check_rate("VariationalBound", "learning_rate", self.learning_rate, inf)
+        check_positive("VariationalBound", "learning_rate", self.learning_rate, 0.01)
         if not isinstance(self.then, (ClosedForm, NaturalGradient)):
             raise LapwingError(
-                f"Asked for VariationalBound(then={shown(self.then)}); accepted are lw.ClosedForm() and "
-                "lw.NaturalGradient(steps=100): write VariationalBound(then=lw.ClosedForm())."
+                f"VariationalBound(then={shown(self.then)}) is not an option: then is lw.ClosedForm() or "
+                "lw.NaturalGradient(steps=100). Write VariationalBound(then=lw.ClosedForm())."
             )
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
@@ -74,27 +76,44 @@ class VariationalBound(VallaFit):
         if not steps.moves:
             return (yield from self.then.passes(problem, anchors))
         state = yield steps
-        found = yield from self.then.passes(problem, steps.anchors_at(finished(state)))
-        assert isinstance(found, Covariance)
-        names = ("objective", "precision", "noise_variance")
-        return Found(found, history={name: state[name] for name in names if name in state})
+        covariance = yield from self.then.passes(problem, steps.anchors_at(state.values))
+        assert isinstance(covariance, Covariance)
+        history = {"objective": state.objective, "precision": state.precision, "noise_variance": state.noise_variance}
+        return FitResult(covariance, history={name: value for name, value in history.items() if value is not None})
 
 
-class _BoundSteps(MovingSteps):
-    """Also h (M, M), the mean of `φᵀΛφ` over recent samples, for `φ = J J̃ᵀ C⁻ᵀ` with `K_Z = C Cᵀ` at unit prior."""
+@dataclass
+class BoundState(MovingState):
+    """Also the curvature on the points.
+
+    Attributes:
+        h: (M, M), the mean of `φᵀΛφ` over recent samples, for `φ = J J̃ᵀ C⁻ᵀ` with `K_Z = C Cᵀ` at unit prior.
+        precision: δ step by step (steps,).
+        noise_variance: σ² step by step (steps,), None where it is not open.
+    """
+
+    h: Tensor
+    precision: Tensor
+    noise_variance: Tensor | None
+
+
+class _BoundSteps(MovingSteps[BoundState]):
+    """Steps down the negative bound."""
 
     label, method = "variational bound", "VariationalBound"
 
-    def start(self) -> State:
-        count, room = len(self.anchors), torch.zeros(self.steps, dtype=torch.float64)
-        device = self.problem.tangent.device
-        state = {"h": torch.zeros(count, count, dtype=torch.float64, device=device), "precision": room}
-        return {**state, "noise_variance": room.clone()} if self._noise is not None else state
+    def start(self, state: MovingState) -> BoundState:
+        h = self.problem.zeros(len(self.anchors), len(self.anchors), dtype=torch.float64)
+        noise = self.history() if self._noise is not None else None
+        return BoundState(**vars(state), h=h, precision=self.history(), noise_variance=noise)
 
-    def objective(self, state: State, values: State, batch: Batch, generator: torch.Generator) -> Tensor:
-        problem, likelihood, taken = self.problem, self.problem.likelihood, int(state["taken"])
+    def objective(
+        self, state: BoundState, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
+    ) -> Tensor:
+        problem, likelihood = self.problem, self.problem.likelihood
         blocks = kernel(self.anchors_at(values), self.weights, batch.checked, problem.root)
-        note_outputs(problem, batch, blocks.outputs)
+        likelihood.check(blocks.outputs, batch.targets)
+        batch.note(blocks.outputs)
         precision, noise = self.precision_at(values), self.noise_at(values)
         inner = self.check_finite(state, blocks.inner)
         eye = torch.eye(len(inner), dtype=inner.dtype, device=inner.device)
@@ -102,7 +121,7 @@ class _BoundSteps(MovingSteps):
         features = torch.linalg.solve_triangular(root, blocks.cross.flatten(0, 1).T, upper=False)  # (M, B R)
         count = len(blocks.outputs)
         recent = (features @ features.T).detach() / count
-        h = state["h"].clone() if taken else recent  # of earlier batches: no sample explains itself
+        h = state.h.clone() if state.taken else recent  # of earlier batches: no sample explains itself
         unit = likelihood.curvature_scale if noise is None else 1 / noise
         weight = self.data_size / problem.temperature
         factor = cholesky(self.check_finite(state, eye + h * (weight * unit / precision)))
@@ -114,9 +133,9 @@ class _BoundSteps(MovingSteps):
         else:
             still = outputs.new_zeros(1, 1, 1).expand(*outputs.shape, outputs.shape[1])
             logs = likelihood.log_power_mean(outputs, still, batch.targets, 0.0, noise).sum()
-        state["h"].lerp_(recent, max(1 / (taken + 1), FORGET, count / self.data_size))
-        state["precision"][taken] = precision.detach().cpu()
-        if noise is not None:
-            state["noise_variance"][taken] = noise.detach().cpu()
+        state.h.lerp_(recent, max(1 / (state.taken + 1), FORGET, count / self.data_size))
+        state.precision[state.taken] = precision.detach().cpu()
+        if noise is not None and state.noise_variance is not None:
+            state.noise_variance[state.taken] = noise.detach().cpu()
         bound = weight / count * (logs - unit * spread / precision / 2) - divergence(factor)
         return precision * self.distance / 2 - bound

@@ -1,0 +1,116 @@
+"""What a method may know of the fit: the network, the likelihood, the prior, and how many samples there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import LapwingError
+from ..likelihoods import Likelihood
+from ..posterior.prior import Prior
+from ..tangent import Tangent
+from .state import DataSummary
+
+EXACT_FISHER_OUTPUTS = 1000
+"""Up to this many outputs Λ is exact; above, one Monte-Carlo draw per sample stands for it."""
+
+
+class FisherRoot:
+    """Cotangents R (B, C, R) with `R Rᵀ = Λ` at the outputs: exact, or one Monte-Carlo column for many outputs.
+
+    Attributes:
+        columns: R.
+    """
+
+    def __init__(self, likelihood: Likelihood, outputs: int, generator: torch.Generator) -> None:
+        self._likelihood, self._generator = likelihood, generator
+        self._exact = outputs <= EXACT_FISHER_OUTPUTS
+        self.columns = outputs if self._exact else 1
+
+    def __call__(self, outputs: Tensor) -> Tensor:
+        """Returns the root at outputs (B, C)."""
+        if self._exact:
+            return self._likelihood.fisher_root(outputs)
+        return self._likelihood.sampled_fisher_root(outputs, self._generator)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a method may know of the fit.
+
+    Attributes:
+        tangent: the network.
+        likelihood: the likelihood; its noise variance may still be None.
+        root: cotangents whose outer products give Λ at unit noise.
+        prior: δ (ones where it is to be tuned) and μ0.
+        traces_wanted: whether the tuning reads the lower bound of the evidence.
+        seed: of every random choice.
+        labels: returns the class labels (n,) of the samples that the loader shows, -1 where targets are not labels (the
+            first call goes through the loader).
+        count: returns n, the number of samples that the loader shows; it goes through the loader only where the loader
+            does not know.
+        summary: returns the sums over the samples that the passes have gone through; call it after the first pass.
+        temperature: τ.
+        data_size: N, where the user gave it.
+    """
+
+    tangent: Tangent
+    likelihood: Likelihood
+    root: FisherRoot
+    prior: Prior
+    traces_wanted: bool
+    seed: int
+    labels: Callable[[], Tensor]
+    count: Callable[[], int]
+    summary: Callable[[], DataSummary]
+    temperature: float = 1.0
+    data_size: int | None = None
+
+    @property
+    def precision(self) -> Tensor:
+        """Prior precision (n_blocks,) float64: the user's, or ones to be tuned."""
+        return self.prior.precision
+
+    @property
+    def scale(self) -> float:
+        """The factor of a curvature of unit noise at that prior."""
+        return (1.0 if self.likelihood.needs_noise else self.likelihood.curvature_scale) / self.temperature
+
+    def noise_variance(self) -> float | None:
+        """Returns σ², or the mean squared residual if σ² is to be tuned; call it after the first pass."""
+        if self.likelihood.needs_noise:
+            return self.likelihood.residual_variance(self.summary().statistics)
+        return self.likelihood.noise_variance
+
+    def scale_at(self, noise_variance: float | None) -> float:
+        """Returns `s = N/(n σ² τ)`, the factor of a curvature that was summed over n samples."""
+        factor = (self.data_size or self.count()) / self.summary().samples
+        return self.likelihood.with_noise_variance(noise_variance).curvature_scale * factor / self.temperature
+
+    def curvature_scale(self) -> float:
+        """Returns s at the user's σ², or at the mean squared residual; call it after the first pass."""
+        return self.scale_at(self.noise_variance())
+
+    def generator(self) -> torch.Generator:
+        """Returns a fresh CPU generator with the fit's seed."""
+        return torch.Generator().manual_seed(self.seed)
+
+    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns zeros in the accumulation dtype, on the device of the weights."""
+        return torch.zeros(shape, dtype=dtype or self.tangent.dtype, device=self.tangent.device)
+
+    def block_zeros(self, *shape: int) -> dict[str, Tensor]:
+        """Returns zeros (*shape, P_block) for each block."""
+        return {block.name: self.zeros(*shape, block.size) for block in self.tangent.blocks}
+
+    def require(self, method: str, needed: int, what: str, instead: str) -> None:
+        """Raises if a method's tensors do not fit the memory budget."""
+        if needed > self.tangent.memory:
+            raise LapwingError(
+                f"{method} needs {needed / 2**20:,.0f} MiB for {what}, and the memory budget is "
+                f"{self.tangent.memory / 2**20:,.0f} MiB. Pass memory={2 ** (needed - 1).bit_length()} if the machine "
+                f"has it, or {instead}."
+            )

@@ -1,0 +1,109 @@
+"""The state of a pass: a dataclass of tensors, from whose fields adding, reducing, writing and reading are derived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..likelihoods import Likelihood
+
+S = TypeVar("S", bound="State")
+
+
+@dataclass
+class State:
+    """What a pass has computed so far.
+
+    A subclass is a dataclass. Each field is a tensor, a number, a dict of tensors by name, another state, or None.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import torch
+        >>> @dataclass
+        ... class Moments(State):
+        ...     sums: dict[str, torch.Tensor]
+        ...     count: int = 0
+        >>> first, second = Moments({"weight": torch.ones(2)}, 3), Moments({"weight": torch.ones(2)}, 4)
+        >>> first.added(second)
+        Moments(sums={'weight': tensor([2., 2.])}, count=7)
+    """
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns all tensors by their path, `field` or `field/name`; numbers become tensors without dimensions."""
+        flat: dict[str, Tensor] = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, (State, dict)):
+                parts = value.tensors() if isinstance(value, State) else value
+                flat |= {f"{each.name}/{path}": part for path, part in parts.items()}
+            elif value is not None:
+                double = torch.float64 if isinstance(value, float) else None
+                flat[each.name] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=double)
+        return flat
+
+    def with_tensors(self: S, flat: Mapping[str, Tensor]) -> S:
+        """Returns a state of this kind that holds other tensors, named as `tensors` names them."""
+        values: dict[str, Any] = {}
+        for each in fields(self):
+            old, prefix = getattr(self, each.name), f"{each.name}/"
+            parts = {path.removeprefix(prefix): part for path, part in flat.items() if path.startswith(prefix)}
+            if isinstance(old, State):
+                values[each.name] = old.with_tensors(parts)
+            elif isinstance(old, dict):
+                values[each.name] = parts
+            elif old is None or isinstance(old, Tensor):
+                values[each.name] = flat.get(each.name)
+            else:
+                values[each.name] = type(old)(flat[each.name].item())
+        return type(self)(**values)
+
+    def added(self: S, other: S) -> S:
+        """Returns the state of both parts of the data; a tensor that only one part has is taken as it is."""
+        first, second = self.tensors(), other.tensors()
+        both = {path: first[path] + second[path] for path in first.keys() & second.keys()}
+        return self.with_tensors({**first, **second, **both})
+
+    def mapped(self: S, function: Callable[[Tensor], Tensor]) -> S:
+        """Returns the state with a function applied to every tensor: a copy, or a sum over ranks."""
+        return self.with_tensors({path: function(tensor) for path, tensor in self.tensors().items()})
+
+
+@dataclass
+class BlockSums(State):
+    """One sum for each block.
+
+    Attributes:
+        blocks: block name -> its sum.
+    """
+
+    blocks: dict[str, Tensor]
+
+
+@dataclass
+class DataSummary(State):
+    """The likelihood's statistics, summed over a part of the data.
+
+    Attributes:
+        samples: n, how many samples that part has.
+        statistics: the sums by name.
+    """
+
+    samples: int = 0
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> None:
+        """Checks the targets of samples and adds their statistics.
+
+        Args:
+            likelihood: p(y | f).
+            outputs: f (B, C).
+            targets: y of the B samples.
+        """
+        likelihood.check(outputs, targets)
+        self.samples += len(outputs)
+        for name, value in likelihood.statistics(outputs.detach(), targets).items():
+            self.statistics[name] = self.statistics.get(name, 0) + value

@@ -1,0 +1,180 @@
+"""What the contract of passes carries: data in parts, a state written half-way, sample weights, output positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.methods import Batch, DataSummary, FisherRoot, IteratePass, Pass, Problem, State, SumPass
+from lapwing.posterior.prior import Prior
+from lapwing.tangent import Tangent
+from tests.posterior.test_lifecycle import EVERY, METHODS, data
+
+
+@dataclass
+class Example(State):
+    total: Tensor
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    summary: DataSummary = field(default_factory=DataSummary)
+    missing: Tensor | None = None
+    taken: int = 0
+    done: bool = False
+
+
+def test_a_state_is_added_written_and_read_by_its_fields():
+    first = Example(torch.ones(2), {"a/b": torch.ones(1)}, DataSummary(3, {"count": torch.tensor(3.0)}), taken=2)
+    second = Example(torch.ones(2), {"c": torch.ones(1)}, DataSummary(4, {"count": torch.tensor(4.0)}), taken=1)
+    added = first.added(second)
+    flat = added.tensors()
+    assert list(flat) == [
+        "total",
+        "parts/a/b",
+        "parts/c",
+        "summary/samples",
+        "summary/statistics/count",
+        "taken",
+        "done",
+    ]
+    assert added.total.tolist() == [2.0, 2.0]
+    assert (added.summary.samples, float(added.summary.statistics["count"]), added.taken) == (7, 7.0, 3)
+    again = Example(torch.zeros(2)).with_tensors(flat)
+    assert (again.missing, again.taken, again.done) == (None, 3, False)
+    assert again.tensors().keys() == flat.keys()
+    doubled = added.mapped(lambda tensor: 2 * tensor)  # a sum over two ranks that have seen the same
+    assert (doubled.summary.samples, doubled.total.tolist()) == (14, [4.0, 4.0])
+
+
+def problem_of(model: nn.Module, x: Any, y: Tensor, likelihood: Any, **options: Any) -> Problem:
+    tangent = Tangent.survey(model, x, EVERY, options.get("forward"))
+    root = FisherRoot(likelihood, tangent.outputs, torch.Generator())
+    summary = DataSummary()
+    if "forward" not in options:
+        summary.add(likelihood, tangent.outputs_of(x), y)
+    prior = Prior.read(tangent, options.get("prior_precision"))
+    return Problem(tangent, likelihood, root, prior, True, 0, lambda: y, lambda: len(y), lambda: summary)
+
+
+def finish(method: lw.Method, problem: Problem, run: Callable[[Pass], State]) -> Any:
+    """Runs every pass of a method by a function; returns its result."""
+    passes = method.passes(problem)
+    try:
+        step = next(passes)
+        while True:
+            step = passes.send(run(step))
+    except StopIteration as stop:
+        return stop.value
+
+
+def whole(problem: Problem, x: Any, y: Tensor) -> Callable[[Pass], State]:
+    def run(step: Pass) -> State:
+        assert isinstance(step, SumPass)
+        state = step.init()
+        step.update(state, Batch(problem.tangent, x, y, 0))
+        return state
+
+    return run
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "custom_parameter"])
+def test_states_of_halves_add_up_to_the_whole(method: lw.Method, name: str) -> None:
+    model, x, y, _ = data(name)
+    problem = problem_of(model, x, y, lw.Categorical())
+
+    def in_halves(step: Pass) -> State:
+        assert isinstance(step, SumPass)
+        first, second = step.init(), step.init()
+        step.update(first, Batch(problem.tangent, x[:3], y[:3], 0))
+        step.update(second, Batch(problem.tangent, x[3:], y[3:], 3))
+        return first.added(second)
+
+    joined = finish(method, problem, in_halves)
+    expected = finish(method, problem, whole(problem, x, y))
+    torch.testing.assert_close(joined.to_dense(), expected.to_dense(), rtol=1e-6, atol=1e-9)
+
+
+MOVING = [
+    lw.VaLLA(3, lw.NaturalGradient(steps=4, rate=0.3)), lw.VaLLA(3, lw.VariationalBound(steps=4)),
+    lw.VaLLA(3, lw.AlphaDivergence(steps=4)), lw.MeanField(steps=4), lw.SubsetOfData(4),
+    lw.SampledLLA(2, lw.StochasticGradient(steps=4, tolerance=0.99), em_steps=0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", [*METHODS, *MOVING], ids=str)
+def test_a_state_is_written_and_read_in_the_middle_of_a_pass(method: lw.Method) -> None:
+    model, x, y, _ = data("mlp")
+    problem = problem_of(model, x, y, lw.Categorical())
+    batches = [Batch(problem.tangent, x[:4], y[:4], 0), Batch(problem.tangent, x[4:], y[4:], 4)]
+
+    def run(step: Pass, written: bool) -> State:
+        state, generator = step.init(), torch.Generator().manual_seed(0)
+        rounds = 2 if isinstance(step, IteratePass) else 1
+        for i, batch in enumerate(batches * rounds):
+            batch = Batch(batch.tangent, batch.inputs, batch.targets, batch.start)
+            if isinstance(step, IteratePass):
+                step.step(state, batch, generator)
+            else:
+                step.update(state, batch)
+            if i == 0 and written:
+                flat = {path: tensor.clone() for path, tensor in state.tensors().items()}
+                state = step.init().with_tensors(flat)
+        return state
+
+    results = []
+    for written in (False, True):
+        result = finish(method, problem, lambda step, written=written: run(step, written))
+        results.append(getattr(result, "covariance", result).to_dense())
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+METHODS_OF_WEIGHTS = [lw.Diagonal(), lw.Full(form="primal"), lw.SubsetOfWeights(5, "magnitude")]
+
+
+class Root:
+    """A Fisher root from a function of the outputs of one batch."""
+
+    def __init__(self, columns: int, function: Callable[[Tensor], Tensor]) -> None:
+        self.columns, self.function = columns, function
+
+    def __call__(self, outputs: Tensor) -> Tensor:
+        return self.function(outputs)
+
+
+@pytest.mark.parametrize("method", METHODS_OF_WEIGHTS, ids=str)
+def test_a_weighted_sample_counts_as_so_many_copies(method: lw.Method) -> None:
+    """The weight's root multiplies the Fisher root."""
+    model, x, y, _ = data("mlp")
+    weights = torch.tensor([1, 2, 3, 1, 1, 2, 4, 1])
+    problem = problem_of(model, x, y, lw.Categorical())
+    copies = x.repeat_interleave(weights, 0), y.repeat_interleave(weights)
+    expected = finish(method, problem, whole(problem, *copies))
+    factors = weights.sqrt()[:, None, None]
+    root = Root(problem.root.columns, lambda outputs: problem.root(outputs) * factors)
+    weighted = replace(problem, root=root)
+    torch.testing.assert_close(finish(method, weighted, whole(weighted, x, y)).to_dense(), expected.to_dense())
+
+
+@pytest.mark.parametrize("method", METHODS_OF_WEIGHTS, ids=str)
+def test_outputs_at_positions_are_a_root_with_a_block_for_each(method: lw.Method) -> None:
+    """A network with outputs (B, T, C) is one with T C outputs, whose Λ is block-diagonal."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
+    x, y = torch.randn(6, 2, 4).double(), torch.zeros(6, 2, dtype=torch.int64)
+    likelihood = lw.Categorical()
+    apart = problem_of(model, x.flatten(0, 1), y.flatten(), likelihood)
+    expected = finish(method, apart, whole(apart, x.flatten(0, 1), y.flatten()))
+    problem = problem_of(model, x, y, likelihood, forward=lambda network, inputs: network(inputs).flatten(1))
+
+    def root(outputs: Tensor) -> Tensor:
+        blocks = likelihood.fisher_root(outputs.reshape(-1, 3)).unflatten(0, (-1, 2))  # (B, T, C, R)
+        return torch.stack([torch.block_diag(*sample) for sample in blocks])
+
+    positions = replace(problem, root=Root(6, root))
+    found = finish(method, positions, whole(positions, x, y)).to_dense()
+    torch.testing.assert_close(found, expected.to_dense())
