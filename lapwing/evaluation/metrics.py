@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from lapwing.errors import LapwingError, extra, shown
-from lapwing.evaluation.arguments import real_tensor
-from lapwing.likelihoods.targets import check_binary_targets
+from ..errors import LapwingError, extra, shown
+from ..likelihoods.targets import check_binary_targets
+from .arguments import real_tensor
 
 _SQRT_HALF = math.sqrt(0.5)
 

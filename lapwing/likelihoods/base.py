@@ -12,10 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.errors import LapwingError, shown
-from lapwing.likelihoods import divergence
-from lapwing.likelihoods.links import LatentLike, Link, SampledLink, weight_draws
-from lapwing.likelihoods.predictions import Prediction
+from ..errors import LapwingError, shown
+from . import divergence
+from .links import LatentLike, Link, SampledLink, weight_draws
+from .predictions import Prediction
 
 
 class Likelihood(ABC):

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lapwing.likelihoods import divergence
-from lapwing.likelihoods.base import NoiselessLikelihood
-from lapwing.likelihoods.bernoulli_prediction import BernoulliPrediction
-from lapwing.likelihoods.links import BinaryLink, LatentLike, Link, Probit, Quadrature, SampledLink, at_least_float32
-from lapwing.likelihoods.targets import aligned_targets, check_binary_targets, check_target_shape
+from . import divergence
+from .base import NoiselessLikelihood
+from .bernoulli_prediction import BernoulliPrediction
+from .links import BinaryLink, LatentLike, Link, Probit, Quadrature, SampledLink, at_least_float32
+from .registry import register
+from .targets import aligned_targets, check_binary_targets, check_target_shape
 
 
+@register
 @dataclass(frozen=True)
 class Bernoulli(NoiselessLikelihood):
     """``y_c ~ Bernoulli(σ(f_c))``, independently for each of C outputs; Λ = diag(p(1 - p)).

@@ -9,16 +9,16 @@ from torch import Tensor
 from torch import distributions as dist
 from torch.nn import functional as F
 
-from lapwing.errors import LapwingError
-from lapwing.likelihoods import quadrature
-from lapwing.likelihoods.links import LatentLike, Link, at_least_float32, seeded, weight_draws
-from lapwing.likelihoods.predictions import Prediction, check_count
-from lapwing.likelihoods.targets import aligned_targets, check_binary_targets, check_target_shape
-from lapwing.network import batches
+from ..errors import LapwingError
+from ..network import batches
+from . import quadrature
+from .links import LatentLike, Link, at_least_float32, seeded, weight_draws
+from .predictions import DiscretePrediction, check_count
+from .targets import aligned_targets, check_binary_targets, check_target_shape
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BernoulliPrediction(Prediction):
+class BernoulliPrediction(DiscretePrediction):
     """Probabilities of yes for C outputs at B inputs; the outputs of one input are taken as independent.
 
     So `log_prob`, `entropy` and `mutual_information` are sums over outputs, and one number an input. Differentiable in
@@ -126,6 +126,12 @@ class BernoulliPrediction(Prediction):
         else:
             probs = self.probs.detach().expand(n, *self.log_odds.shape)
         return torch.bernoulli(probs, generator=generator).long()
+
+    def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
+        """Returns log probabilities (B,); each answer as a class of two, (B·C, 2), and its label (B·C,)."""
+        yes = self.probs.double().flatten()
+        log_prob = self.log_prob(targets)
+        return {"log_prob": log_prob, "probs": torch.stack([1.0 - yes, yes], 1), "labels": targets.flatten().long()}
 
     def distribution(self) -> dist.Independent:
         """Return independent ``torch.distributions.Bernoulli`` with batch shape (B,) and event shape (C,)."""

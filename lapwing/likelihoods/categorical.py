@@ -8,10 +8,11 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
-from lapwing.covariance.output import Dense, Latent
-from lapwing.likelihoods import divergence
-from lapwing.likelihoods.base import NoiselessLikelihood
-from lapwing.likelihoods.links import (
+from ..covariance.output import Dense, Latent
+from . import divergence
+from .base import NoiselessLikelihood
+from .class_prediction import ClassPrediction
+from .links import (
     ClassLink,
     LaplaceBridge,
     LatentLike,
@@ -21,10 +22,11 @@ from lapwing.likelihoods.links import (
     SampledLink,
     at_least_float32,
 )
-from lapwing.likelihoods.predictions import ClassPrediction
-from lapwing.likelihoods.targets import check_labels
+from .registry import register
+from .targets import check_labels
 
 
+@register
 @dataclass(frozen=True)
 class Categorical(NoiselessLikelihood):
     """``y ~ softmax(f)`` with integer labels (B,) from 0 to C - 1; Λ = diag(p) - p pᵀ.

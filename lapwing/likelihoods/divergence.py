@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lapwing import linalg
-from lapwing.errors import LapwingError, shown
-from lapwing.likelihoods import quadrature
-from lapwing.likelihoods.links import at_least_float32, seeded
+from .. import linalg
+from ..errors import LapwingError, shown
+from . import quadrature
+from .links import at_least_float32, seeded
 
 
 def check_alpha(alpha: Any) -> None:

@@ -10,14 +10,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.errors import LapwingError, shown
-from lapwing.likelihoods import divergence
-from lapwing.likelihoods.base import Likelihood
-from lapwing.likelihoods.links import ExactLink, LatentLike, Link, at_least_float32
-from lapwing.likelihoods.predictions import RegressionPrediction
-from lapwing.likelihoods.targets import aligned_targets, check_real_targets
+from ..errors import LapwingError, shown
+from . import divergence
+from .base import Likelihood
+from .links import ExactLink, LatentLike, Link, at_least_float32
+from .registry import register
+from .regression_prediction import RegressionPrediction
+from .targets import aligned_targets, check_real_targets
 
 
+@register
 @dataclass(frozen=True)
 class Gaussian(Likelihood):
     """``y ~ N(f, σ² I)`` with one σ² for all C outputs; Λ = I / σ², at unit noise I.

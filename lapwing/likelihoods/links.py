@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lapwing.errors import LapwingError, shown
-from lapwing.likelihoods import quadrature
+from ..errors import LapwingError, shown
+from . import quadrature
 
 _CHUNK_NUMBERS = 2**23  # latent values held at once while averaging over draws: 64 MiB in float64
 
@@ -200,6 +200,8 @@ class Link(ABC):
     """Whether the link works from network outputs under weight draws, which are not Gaussian."""
     reads_covariance: ClassVar[bool] = True
     """Whether the link needs more of a Gaussian latent than its mean and variances."""
+    closed_form: ClassVar[bool] = False
+    """Whether `Prediction.summary` follows from means and variances by tensor operations: what `lw.deploy` needs."""
 
 
 class ClassLink(Link):
@@ -243,6 +245,7 @@ class Probit(ClassLink, BinaryLink):
     marginal: bool = False
     accepts_draws: ClassVar[bool] = False
     reads_covariance: ClassVar[bool] = False
+    closed_form: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the option."""
@@ -288,6 +291,7 @@ class LaplaceBridge(ClassLink):
 
     accepts_draws: ClassVar[bool] = False
     reads_covariance: ClassVar[bool] = False
+    closed_form: ClassVar[bool] = True
 
     def log_probs(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
         """Return log probabilities ``log α - log Σ α`` (B, C); reads the mean and variances only."""
@@ -327,6 +331,7 @@ class Quadrature(BinaryLink):
     nodes: int = quadrature.NODES
     accepts_draws: ClassVar[bool] = False
     reads_covariance: ClassVar[bool] = False
+    closed_form: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the number of nodes."""
@@ -396,3 +401,4 @@ class ExactLink(Link):
     """No approximation: the distribution of y is known in closed form (Gaussian noise on a Gaussian latent)."""
 
     accepts_draws: ClassVar[bool] = True
+    closed_form: ClassVar[bool] = True

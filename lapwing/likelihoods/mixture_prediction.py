@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from lapwing.errors import LapwingError, shown
-from lapwing.likelihoods.links import seeded
-from lapwing.likelihoods.predictions import Prediction, check_count, check_level
-from lapwing.network import batches
+from ..errors import LapwingError, shown
+from ..network import batches
+from .links import seeded
+from .predictions import RealPrediction, check_count, check_level
 
 
 @dataclass(frozen=True, eq=False)
-class MixturePrediction(Prediction):
+class MixturePrediction(RealPrediction):
     """An equal mixture over draws of any ``torch.distributions`` family: what a new likelihood can return.
 
     Args:
@@ -42,11 +42,6 @@ class MixturePrediction(Prediction):
         return self.components.mean.mean(1)
 
     @property
-    def variance(self) -> Tensor:
-        """Total variance of y, epistemic plus aleatoric, (B, ...)."""
-        return self.epistemic_variance + self.aleatoric_variance
-
-    @property
     def aleatoric_variance(self) -> Tensor:
         """Mean over draws of the variance of y, (B, ...)."""
         return self.components.variance.mean(1)
@@ -56,15 +51,10 @@ class MixturePrediction(Prediction):
         """Variance over draws of the mean of y, (B, ...)."""
         return self.components.mean.var(1, correction=0)
 
-    @property
-    def std(self) -> Tensor:
-        """Total standard deviation of y, (B, ...)."""
-        return self.variance.sqrt()
-
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Return the central interval that holds y with probability ``level``, one output at a time.
 
-        By bisection of the mixture's distribution function; from 4096 draws of y where the family has none, no finite
+        By bisection of the mixture's distribution function; from at least 4096 draws of y where the family has none, no finite
         variance, or a support that ends near.
 
         Args:
@@ -81,7 +71,10 @@ class MixturePrediction(Prediction):
         try:
             return self._quantile(tail), self._quantile(1.0 - tail)
         except (NotImplementedError, ValueError):  # the latter from a family that checks more than its support
-            low, high = torch.quantile(self.sample(4096).to(self.mean), self.mean.new_tensor([tail, 1.0 - tail]), dim=0)
+            tails = self.mean.new_tensor([tail, 1.0 - tail])
+            draws = self.components.batch_shape[1]
+            y = self._sampled(self.components, math.ceil(4096 / draws))  # (n, B, S, ...): as many of each component
+            low, high = torch.quantile(y.movedim(2, 1).flatten(0, 1).to(self.mean), tails, dim=0)
             return low, high
 
     def _quantile(self, probability: float) -> Tensor:
@@ -119,11 +112,15 @@ class MixturePrediction(Prediction):
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw y, (n, B, ...); ``torch.distributions`` takes no generator, so a fork of the global one is seeded."""
         check_count("sample", "n", n, self.components.mean[..., 0].numel())
+        return self._sampled(self.distribution(), n, generator)
+
+    def _sampled(self, family: dist.Distribution, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws from a distribution under a seed."""
         device = self.components.mean.device
         seed = torch.randint(2**62, (), generator=seeded(generator, device), device=device)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(int(seed))
-            return self.distribution().sample((n,))
+            return family.sample((n,))
 
     def distribution(self) -> dist.MixtureSameFamily:
         """Return ``torch.distributions.MixtureSameFamily`` with batch shape (B,)."""

@@ -107,6 +107,8 @@ def sigmoid_entropy(logits: Tensor) -> Tensor:
 
 def _in_chunks(function: Callable[[Tensor, Tensor], Tensor], mean: Tensor, variance: Tensor, nodes: int) -> Tensor:
     """Apply a function of flat float64 tensors to a few million nodes at a time."""
+    if torch.compiler.is_compiling():  # chunks would fix the batch that an exported program takes
+        return function(mean.double(), variance.double())
     length = max(1, _CHUNK_NUMBERS // nodes)
     parts = zip(mean.double().flatten().split(length), variance.double().flatten().split(length), strict=True)
     return torch.cat([function(m, v) for m, v in parts]).reshape(mean.shape)

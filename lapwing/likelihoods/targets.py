@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lapwing.errors import LapwingError
 from lapwing.network.batches import check_dense
+
+from ..errors import LapwingError
 
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 """Integers that few operations of torch know."""
