@@ -45,25 +45,25 @@ class ClassPrediction(DiscretePrediction):
         return self.log_probs.argmax(-1)
 
     def entropy(self) -> Tensor:
-        """Return the total uncertainty ``-Σ_c p_c log p_c`` in nats, (B,)."""
+        """Returns the total uncertainty `-Σ_c p_c log p_c` in nats, (B,)."""
         return _entropy(self.log_probs)
 
     def mutual_information(self, draws: int = 512, generator: torch.Generator | None = None) -> Tensor:
-        """Return the epistemic part of the entropy, ``H[E p] - E H[p]`` in nats, (B,).
+        """Returns the epistemic part of the entropy, `H[E p] - E H[p]` in nats, (B,).
 
         The information between the label and the weights (BALD; Houlsby et al. 2011, equation 2), from latent draws f
-        with ``p = softmax(f)``; the mean is that of the draws, not the link's, so that the result is never negative.
+        with `p = softmax(f)`; the mean is that of the draws, not the link's, so that the result is never negative.
         Accumulated in float64. From S draws it is biased downwards by O(1/S).
 
         Args:
-            draws: Number of draws; a latent that holds weight draws gives all of its own instead.
+            draws: Number of draws; a latent of weight draws gives all of them instead.
             generator: Source of randomness; None means seed 0.
 
         Returns:
             Mutual information, (B,), between 0 and `entropy` of the averaged draws. Time O(draws B C).
 
         Raises:
-            LapwingError: if ``draws`` is below 1.
+            LapwingError: if `draws` is below 1.
         """
         check_count("mutual_information", "draws", draws)
         total, entropies, count = None, torch.zeros((), dtype=torch.float64, device=self.log_probs.device), 0
@@ -78,7 +78,7 @@ class ClassPrediction(DiscretePrediction):
         return information.clamp_min(0.0).to(self.log_probs.dtype)
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Return the log probability of integer labels (B,), one input at a time, (B,).
+        """Returns the log probability of integer labels (B,), one input at a time, (B,).
 
         Args:
             targets: Labels, (B,).
@@ -94,7 +94,7 @@ class ClassPrediction(DiscretePrediction):
         return self.log_probs.gather(-1, targets.long()[:, None]).squeeze(-1)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw labels, int64 (n, B).
+        """Draws labels, int64 (n, B).
 
         Inputs are independent and follow `probs`. From a joint latent the logits are drawn jointly first, so that
         labels of related inputs agree as they should; their frequencies are then those of `SampledLink`.
@@ -107,7 +107,7 @@ class ClassPrediction(DiscretePrediction):
             Labels, (n, B).
 
         Raises:
-            LapwingError: if ``n`` is below 1.
+            LapwingError: if `n` is below 1.
         """
         check_count("sample", "n", n, 2 * len(self.log_probs))
         generator = seeded(generator, self.log_probs.device)
@@ -118,15 +118,15 @@ class ClassPrediction(DiscretePrediction):
         return labels.reshape(probs.shape[:2])
 
     def distribution(self) -> dist.Categorical:
-        """Return ``torch.distributions.Categorical`` with batch shape (B,)."""
+        """Returns `torch.distributions.Categorical` with batch shape (B,)."""
         return dist.Categorical(logits=self.log_probs)
 
     def __repr__(self) -> str:
-        """Show sizes and link rather than numbers."""
+        """Shows sizes and link rather than numbers."""
         inputs, classes = self.log_probs.shape
         return f"ClassPrediction({inputs} inputs, {classes} classes, link={self.link})"
 
 
 def _entropy(log_probs: Tensor) -> Tensor:
-    """Return the entropy in nats over the last axis."""
+    """Returns the entropy in nats over the last axis."""
     return -(log_probs.exp() * log_probs).sum(-1)

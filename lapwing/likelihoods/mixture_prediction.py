@@ -17,7 +17,7 @@ from .predictions import RealPrediction, check_count, check_level
 
 @dataclass(frozen=True, eq=False)
 class MixturePrediction(RealPrediction):
-    """An equal mixture over draws of any ``torch.distributions`` family: what a new likelihood can return.
+    """An equal mixture over draws of any `torch.distributions` family: what a new likelihood can return.
 
     Args:
         components: The distribution of y under each draw, batch shape (B, S).
@@ -27,12 +27,13 @@ class MixturePrediction(RealPrediction):
 
     def __post_init__(self) -> None:
         """Checks that there is a distribution for each input and draw."""
-        found = self.components
-        if not isinstance(found, dist.Distribution) or len(found.batch_shape) < 2:
-            batch = f", of batch shape {tuple(found.batch_shape)}" if isinstance(found, dist.Distribution) else ""
+        components = self.components
+        if not isinstance(components, dist.Distribution) or len(components.batch_shape) < 2:
+            real = isinstance(components, dist.Distribution)
+            batch = f", of batch shape {tuple(components.batch_shape)}" if real else ""
             raise LapwingError(
                 "MixturePrediction takes a distribution of torch.distributions with batch shape (inputs, draws). "
-                f"This is {shown(found)}{batch}. Pass, for example, torch.distributions.Normal(mean, std) with "
+                f"This is {shown(components)}{batch}. Pass, for example, torch.distributions.Normal(mean, std) with "
                 "tensors (inputs, draws)."
             )
 
@@ -52,10 +53,10 @@ class MixturePrediction(RealPrediction):
         return self.components.mean.var(1, correction=0)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Return the central interval that holds y with probability ``level``, one output at a time.
+        """Returns the central interval that holds y with probability `level`, one output at a time.
 
-        By bisection of the mixture's distribution function; from at least 4096 draws of y where the family has none, no finite
-        variance, or a support that ends near.
+        By bisection of the mixture's distribution function. Families without one, with an infinite variance or with a
+        support that ends near the mean take at least 4096 draws of y.
 
         Args:
             level: Probability in (0, 1).
@@ -64,7 +65,7 @@ class MixturePrediction(RealPrediction):
             Lower and upper ends, each (B, ...).
 
         Raises:
-            LapwingError: if ``level`` is not in (0, 1).
+            LapwingError: if `level` is not in (0, 1).
         """
         check_level(level)
         tail = 0.5 * (1.0 - level)
@@ -78,7 +79,7 @@ class MixturePrediction(RealPrediction):
             return low, high
 
     def _quantile(self, probability: float) -> Tensor:
-        """Return a quantile, (B, ...), within Cantelli's bound of the mean."""
+        """Returns a quantile, (B, ...), within Cantelli's bound of the mean."""
         marginal, std = self.components, self.std
         while isinstance(marginal, dist.Independent):
             marginal = marginal.base_dist
@@ -96,21 +97,21 @@ class MixturePrediction(RealPrediction):
         return high
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Return the log density of the targets at every input, (B,).
+        """Returns the log density of the targets at every input, (B,).
 
         Raises:
-            LapwingError: for targets that are not one for each value of ``mean``.
+            LapwingError: for targets that are not one for each value of `mean`.
         """
         targets = batches.plain(targets, self.mean.device)
         if targets.numel() != self.mean.numel() or targets.shape[:1] != self.mean.shape[:1]:
             raise LapwingError(
-                f"MixturePrediction.log_prob needs a target for each value of shape {tuple(self.mean.shape)}, found "
-                f"targets of shape {tuple(targets.shape)}; write `y.reshape{tuple(self.mean.shape)}`."
+                f"MixturePrediction.log_prob needs one target for each value of shape {tuple(self.mean.shape)}. "
+                f"The targets have shape {tuple(targets.shape)}. Write `y.reshape{tuple(self.mean.shape)}`."
             )
         return self.distribution().log_prob(targets.reshape(self.mean.shape))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw y, (n, B, ...); ``torch.distributions`` takes no generator, so a fork of the global one is seeded."""
+        """Draws y, (n, B, ...); `torch.distributions` takes no generator, so a fork of the global one is seeded."""
         check_count("sample", "n", n, self.components.mean[..., 0].numel())
         return self._sampled(self.distribution(), n, generator)
 
@@ -123,6 +124,6 @@ class MixturePrediction(RealPrediction):
             return family.sample((n,))
 
     def distribution(self) -> dist.MixtureSameFamily:
-        """Return ``torch.distributions.MixtureSameFamily`` with batch shape (B,)."""
+        """Returns `torch.distributions.MixtureSameFamily` with batch shape (B,)."""
         weights = torch.zeros(self.components.batch_shape, device=self.components.mean.device)
         return dist.MixtureSameFamily(dist.Categorical(logits=weights), self.components)

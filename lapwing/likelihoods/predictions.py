@@ -148,16 +148,16 @@ class RealPrediction(Prediction):
 
 
 def check_level(level: float) -> None:
-    """Refuse what is no probability between 0 and 1."""
+    """Refuses what is no probability between 0 and 1."""
     if not (isinstance(level, Real) and 0.0 < level < 1.0):
-        raise LapwingError(f"interval() accepts a level between 0 and 1, found {shown(level)}; write interval(0.9).")
+        raise LapwingError(f"The level of interval() is {shown(level)}. Pass a number between 0 and 1: interval(0.9).")
 
 
 def check_count(asked: str, name: str, count: int, numbers: int = 0) -> None:
-    """Refuse what is no whole number, fewer than one draw, or more draws of so many numbers than memory holds."""
+    """Refuses what is no whole number, fewer than one draw, or more draws of so many numbers than memory holds."""
     if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
         raise LapwingError(
-            f"{asked}() needs a whole number of draws, at least 1, found {name}={shown(count)}; write "
+            f"{asked}({name}={shown(count)}) is no number of draws. Pass a whole number of at least 1: "
             f"{asked}({name}=512)."
         )
     linalg.check_memory(f"{asked}({count})", count, numbers)

@@ -11,7 +11,7 @@ from .base import Likelihood
 Kind = TypeVar("Kind", bound=type[Likelihood])
 
 REGISTERED: dict[str, type[Likelihood]] = {}
-"""Name -> class."""
+"""Names -> class."""
 
 
 def register(kind: Kind) -> Kind:

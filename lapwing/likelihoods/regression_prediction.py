@@ -22,7 +22,7 @@ from .targets import aligned_targets, check_real_targets
 class RegressionPrediction(RealPrediction):
     """Real outputs at B inputs: the latent plus independent Gaussian noise.
 
-    A latent that holds weight draws makes an equal mixture of Gaussians, ``1/S Σ_s N(f_s, σ² I)``; then `log_prob` and
+    A latent that holds weight draws makes an equal mixture of Gaussians, `1/S Σ_s N(f_s, σ² I)`; then `log_prob` and
     `interval` are those of the mixture, and `mean` and `variance` its moments.
 
     Args:
@@ -49,7 +49,7 @@ class RegressionPrediction(RealPrediction):
         return torch.full_like(self.mean, self.noise_variance)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Return the central interval that holds y with probability ``level``, one output at a time.
+        """Returns the central interval that holds y with probability `level`, one output at a time.
 
         Exact: Gaussian quantiles, or for weight draws those of the mixture by bisection.
 
@@ -60,7 +60,7 @@ class RegressionPrediction(RealPrediction):
             Lower and upper ends, each (B, C).
 
         Raises:
-            LapwingError: if ``level`` is not in (0, 1).
+            LapwingError: if `level` is not in (0, 1).
         """
         check_level(level)
         draws = self._draws()
@@ -73,10 +73,10 @@ class RegressionPrediction(RealPrediction):
         )
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Return the log density of the targets, one input at a time, (B,).
+        """Returns the log density of the targets, one input at a time, (B,).
 
-        ``log N(y; m, Σ + σ² I)`` with the (C, C) covariance of the outputs of one input. Inputs are never coupled, also
-        not from a joint latent: for the joint density write ``distribution().log_prob(y.flatten())``.
+        `log N(y; m, Σ + σ² I)` with the (C, C) covariance of the outputs of one input. Inputs are never coupled, also
+        not from a joint latent: for the joint density write `distribution().log_prob(y.flatten())`.
 
         Args:
             targets: y, (B, C), or (B,) when C = 1.
@@ -100,7 +100,7 @@ class RegressionPrediction(RealPrediction):
         return normal.log_prob(targets.double()).to(mean.dtype)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw y, (n, B, C): latent draws (joint across inputs where the latent is) plus fresh noise.
+        """Draws y, (n, B, C): latent draws (joint across inputs where the latent is) plus fresh noise.
 
         Args:
             n: Number of draws.
@@ -110,7 +110,7 @@ class RegressionPrediction(RealPrediction):
             Draws, (n, B, C).
 
         Raises:
-            LapwingError: if ``n`` is below 1.
+            LapwingError: if `n` is below 1.
         """
         check_count("sample", "n", n, self.latent.mean.numel())
         generator = seeded(generator, self.latent.mean.device)
@@ -119,7 +119,7 @@ class RegressionPrediction(RealPrediction):
         return latent + math.sqrt(self.noise_variance) * noise
 
     def distribution(self) -> dist.Distribution:
-        """Return y as a ``torch.distributions`` object.
+        """Returns y as a `torch.distributions` object.
 
         Returns:
             Batch shape (B,), event shape (C,): a Normal for one output, a MultivariateNormal for several, a mixture for
@@ -140,21 +140,21 @@ class RegressionPrediction(RealPrediction):
         return dist.MultivariateNormal(mean, scale_tril=linalg.cholesky(self._noisy(self._blocks())))
 
     def __repr__(self) -> str:
-        """Show sizes and noise rather than tensors."""
+        """Shows sizes and noise rather than tensors."""
         inputs, outputs = self.latent.mean.shape
         return f"RegressionPrediction({inputs} inputs, {outputs} outputs, noise_variance={self.noise_variance:g})"
 
     def _draws(self) -> Tensor | None:
-        """Return weight draws in at least float32, or None."""
+        """Returns weight draws in at least float32, or None."""
         draws = weight_draws(self.latent)
         return None if draws is None else at_least_float32(draws)
 
     def _blocks(self) -> Tensor:
-        """Return the latent covariance of every input, (B, C, C)."""
+        """Returns the latent covariance of every input, (B, C, C)."""
         covariance = at_least_float32(self.latent.covariance)
         return covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0) if self.latent.joint else covariance
 
     def _noisy(self, covariance: Tensor) -> Tensor:
-        """Add σ² I."""
+        """Adds σ² I."""
         eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
         return covariance + self.noise_variance * eye
