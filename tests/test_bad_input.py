@@ -701,7 +701,7 @@ def test_15_numbers_of_numpy_are_numbers() -> None:
         ("method", lw.ELLA, ("method=ELLA", "the class", "lw.ELLA()")),
         ("method", "kfac", ("method='kfac'", "lw.Full()", "method=lw.KFAC()")),
         ("likelihood", lw.Categorical, ("class Categorical", "Categorical()")),
-        ("likelihood", "softmax", ("'softmax'", '"categorical"')),
+        ("likelihood", "softmax", ("'softmax'", "likelihood='categorical'")),
         ("prior_mean", {0: X}, ("prior_mean of 0", "0.weight (6, 4)", "prior_mean={name: tensor}")),
         ("prior_precision", {0: 1.0, "*": 1.0}, ("prior_precision={0: 1.0}", "0 treated blocks", "write {'")),
         ("prior_mean", "zero", ("prior_mean='zero'", "finite number", "prior_mean=0.0")),

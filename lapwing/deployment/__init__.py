@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError, is_one_of, shown
-from ..likelihoods import Bernoulli, Categorical, Link
+from ..likelihoods import Link
 from ..network import batches
 from ..network.eager import outside_modes
 from ..posterior import Posterior
@@ -91,13 +91,12 @@ def deploy(
     x = batches.inputs_of(x) if isinstance(x, Mapping) else x
     names, keys = _named(x)
     _tell_width(posterior, batches.take(x, slice(0, 2)), via)
-    observe, centred = observing(posterior.likelihood, outputs, link, factor)
+    observe, returns, centred = observing(posterior.likelihood, posterior.tangent.outputs, outputs, link, factor)
     given = batches.take(dict(x) if keys else x, slice(0, _SAMPLES))
     traced = trace(
         posterior.tangent, posterior.covariance, streamlined, given, observe, centred, isinstance(inner, Linearized)
     )
-    classes = outputs == "prediction" and isinstance(posterior.likelihood, (Categorical, Bernoulli))
-    return Predictor(traced, names, keys, ("probabilities",) if classes else ("mean", "variance"))
+    return Predictor(traced, names, keys, returns)
 
 
 def _tell_width(posterior: Posterior, x: Any, via: Way) -> None:

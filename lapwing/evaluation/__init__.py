@@ -6,12 +6,12 @@ methods side by side, and `metrics.py`.
 
 from __future__ import annotations
 
-from lapwing.evaluation import measures, metrics
-from lapwing.evaluation.augmentation import AugmentedLoader, StrongAugmentation
-from lapwing.evaluation.comparison import Comparison, compare
-from lapwing.evaluation.corruptions import COMMON, CORRUPTIONS, DIGITS, corrupt
-from lapwing.evaluation.rotations import RotatedLoader, rotate, rotation_curves
-from lapwing.evaluation.sensitivity import Sensitivities, sensitivity
+from . import measures, metrics
+from .augmentation import AugmentedLoader, StrongAugmentation
+from .comparison import Comparison, compare
+from .corruptions import COMMON, CORRUPTIONS, DIGITS, corrupt
+from .rotations import RotatedLoader, rotate, rotation_curves
+from .sensitivity import Sensitivities, sensitivity
 
 __all__ = [
     "COMMON", "CORRUPTIONS", "DIGITS", "AugmentedLoader", "Comparison", "RotatedLoader", "Sensitivities",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,8 @@ from torch import Tensor, nn
 from ..covariance import Latent
 from ..covariance.output import Rotated
 from ..errors import LapwingError, is_one_of, shown
-from ..likelihoods import (
-    Bernoulli,
-    BernoulliPrediction,
-    Categorical,
-    ClassPrediction,
-    Likelihood,
-    Prediction,
-    RegressionPrediction,
-)
+from ..likelihoods import Likelihood, Prediction
+from ..likelihoods.inferred import inferred_likelihood
 from ..network import batches
 from ..posterior import Posterior
 from ..prediction import Linearized, Way
@@ -35,6 +28,16 @@ Candidate = Posterior | nn.Module | tuple[Posterior, Way]
 Score = Literal["entropy", "confidence"]
 
 SCORES: dict[str, str] = {"entropy": "entropy", "confidence": "1 - confidence"}
+METRICS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    "accuracy": (metrics.accuracy, ("probs", "labels")),
+    "RMSE": (metrics.rmse, ("mean", "y")),
+    "NLL": (metrics.nll, ("log_prob",)),
+    "ECE": (metrics.expected_calibration_error, ("probs", "labels")),
+    "CRPS": (metrics.crps_gaussian, ("mean", "std", "y")),
+    "Brier": (metrics.brier, ("probs", "labels")),
+    "90 % interval": (metrics.interval_coverage, ("lower", "upper", "y")),
+}
+"""A column -> its metric, and what of `Prediction.for_metrics` it takes; where that is missing, so is the column."""
 FORMATS = {"accuracy": ".2%", "ECE": ".2%", "90 % interval": ".1%", "fit s": ".2f", "passes": ".1f"}
 """How a column is printed; others to four digits."""
 
@@ -156,7 +159,7 @@ def compare(
             ]
             if not strange:
                 raise LapwingError("The foreign inputs of compare hold no samples. Pass a tensor (B, ...) or a loader.")
-            rows[name]["AUROC"] = float(metrics.auroc(_scores(parts, score), _scores(strange, score)))
+            rows[name]["AUROC"] = float(metrics.auroc(*(_uncertainties(p, score) for p in (parts, strange))))
         if name in fits:
             rows[name]["fit s"] = fits[name]
         rows[name]["passes"] = 1.0 if candidate.alone else cost
@@ -266,18 +269,15 @@ def _call(model: nn.Module, inputs: Any) -> Tensor:
 
 
 def _likelihood(loader: Iterable[Any]) -> Likelihood:
-    """Returns the likelihood of a comparison without a posterior, which must be that of class labels."""
-    for batch in loader:
-        targets = batches.split(batch)[1]
-        if targets.dtype == torch.bool:
-            return Bernoulli()
-        if targets.is_floating_point():
-            raise LapwingError(
-                "Asked to compare networks alone on real targets, found no posterior and so no noise variance; at "
-                'least one posterior is needed: write compare({"KFAC": lw.fit(model, loader)}, test_loader).'
-            )
-        break
-    return Categorical()
+    """Returns the likelihood of a comparison without a posterior, which must be one without a noise variance."""
+    targets = next((batches.split(batch)[1] for batch in loader), torch.zeros(0, dtype=torch.long))
+    likelihood = inferred_likelihood(targets, loader)
+    if likelihood.needs_noise:
+        raise LapwingError(
+            "Networks alone have no noise variance, which real targets need. Compare them with at least one posterior: "
+            'write compare({"KFAC": lw.fit(model, loader)}, test_loader).'
+        )
+    return likelihood
 
 
 def _run(candidate: _Candidate, loader: Iterable[Any], repeats: int) -> tuple[list[Prediction], list[Tensor], float]:
@@ -310,10 +310,7 @@ def _timed(candidate: _Candidate, inputs: Any) -> tuple[Prediction, float, float
     _wait()
     middle = time.perf_counter()
     prediction = candidate.predict(inputs)
-    if isinstance(prediction, (ClassPrediction, BernoulliPrediction)):  # leave nothing lazy
-        _ = prediction.probs
-    else:
-        prediction.distribution()
+    prediction.distribution()  # leaves nothing lazy
     _wait()
     return prediction, middle - start, time.perf_counter() - middle
 
@@ -330,41 +327,18 @@ def _inputs(foreign: Any) -> Iterator[Any]:
 
 def _row(parts: list[Prediction], targets: list[Tensor]) -> dict[str, float]:
     """Returns the metrics of one candidate."""
-    log_prob = torch.cat([part.log_prob(y).detach() for part, y in zip(parts, targets, strict=True)])
-    labels = torch.cat(targets)
-    if isinstance(parts[0], (ClassPrediction, BernoulliPrediction)):
-        probs = torch.cat([cast(ClassPrediction | BernoulliPrediction, part).probs for part in parts])
-        if isinstance(parts[0], BernoulliPrediction):
-            probs, labels = metrics.as_classes(probs, labels)
-        found = {
-            "accuracy": metrics.accuracy(probs, labels),
-            "NLL": metrics.nll(log_prob),
-            "ECE": metrics.expected_calibration_error(probs, labels),
-            "Brier": metrics.brier(probs, labels),
-        }
-    else:
-        real = [cast(RegressionPrediction, part) for part in parts]
-        mean, std = torch.cat([part.mean for part in real]), torch.cat([part.std for part in real])
-        lower, upper = (torch.cat(ends) for ends in zip(*(part.interval(0.9) for part in real), strict=True))
-        labels = labels.reshape(mean.shape)
-        found = {
-            "RMSE": metrics.rmse(mean, labels),
-            "NLL": metrics.nll(log_prob),
-            "CRPS": metrics.crps_gaussian(mean, std, labels),
-            "90 % interval": metrics.interval_coverage(lower, upper, labels),
-        }
-    return {name: float(value) for name, value in found.items()}
+    values = [part.for_metrics(y) for part, y in zip(parts, targets, strict=True)]
+    joined = {name: torch.cat([value[name].detach() for value in values]) for name in values[0]}
+    return {
+        column: float(metric(*(joined[name] for name in names)))
+        for column, (metric, names) in METRICS.items()
+        if set(names) <= set(joined)
+    }
 
 
-def _scores(parts: list[Prediction], score: Score) -> Tensor:
-    """Returns one uncertainty a sample."""
-    found = []
-    for part in parts:
-        if not isinstance(part, (ClassPrediction, BernoulliPrediction)):
-            found.append(cast(RegressionPrediction, part).std[:, 0])
-        else:
-            found.append(part.entropy() if score == "entropy" else 1 - part.confidence)
-    return torch.cat(found).detach()
+def _uncertainties(parts: list[Prediction], score: Score) -> Tensor:
+    """Returns one uncertainty for each sample."""
+    return torch.cat([part.uncertainty(score) for part in parts]).detach()
 
 
 __all__ = ["Comparison", "compare"]

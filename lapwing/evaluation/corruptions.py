@@ -53,7 +53,7 @@ class Corruption:
 
 @torch.no_grad()
 def corrupt(images: Tensor, name: str, severity: int, seed: int = 0) -> Tensor:
-    """Corrupt images, `x → clamp(c_name(x; strength(severity), seed))`.
+    """Corrupts images, `x → clamp(c_name(x; strength(severity), seed))`.
 
     Random choices are made for each image, and are the same on every device and, shot noise apart, at every severity.
     They depend on the place in the batch: corrupt a whole test set at once, or give each batch a seed of its own.
@@ -394,7 +394,7 @@ CORRUPTIONS: dict[str, Corruption] = {
     "zigzag": Corruption(partial(_line, dotted=False), (1, 2, 3, 4, 5)),
     "edges": Corruption(_edges, (0.2, 0.4, 0.6, 0.8, 1.0)),
 }
-"""Name -> corruption."""
+"""Names -> corruption."""
 
 COMMON: tuple[str, ...] = tuple(CORRUPTIONS)[:19]
 """The kinds of CIFAR-10-C; `saturate` takes colour images only."""

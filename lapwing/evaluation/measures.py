@@ -21,7 +21,7 @@ _SHAPES = {2: "(n, n)", 3: "(B, C, C)", 4: "(B, C, B, C)"}
 
 
 def relative_error(found: Tensor, exact: Tensor) -> Tensor:
-    """Compute `‖Σ_found - Σ_exact‖_F / ‖Σ_exact‖_F`, 0 where they agree (optimal subspace, equation 20).
+    """Returns `‖Σ_found - Σ_exact‖_F / ‖Σ_exact‖_F`, 0 where they agree (optimal subspace, equation 20).
 
     Args:
         found: covariances of an approximation: (B, C, B, C) of all inputs jointly, as in the paper; (B, C, C) of each
@@ -51,7 +51,7 @@ def relative_error(found: Tensor, exact: Tensor) -> Tensor:
 
 
 def trace(covariance: Tensor | None = None, *, variance: Tensor | None = None) -> Tensor:
-    """Compute `Tr Σ`, for subspaces the larger the better (optimal subspace, equation 25 and Lemma 2).
+    """Returns `Tr Σ`, for subspaces the larger the better (optimal subspace, equation 25 and Lemma 2).
 
     A subspace's covariance never exceeds that of the full posterior it truncates, nor does its trace: among subspaces
     of one full posterior, at one prior precision and noise, a larger trace is closer. Across priors it says nothing.
@@ -86,7 +86,7 @@ def trace(covariance: Tensor | None = None, *, variance: Tensor | None = None) -
 
 
 def gaussian_kl(mean1: Tensor, cov1: Tensor, mean2: Tensor, cov2: Tensor, noise_variance: float = 0.0) -> Tensor:
-    """Compute `KL(N(m₁, S₁) ‖ N(m₂, S₂)) = 1/2 [Σ_i (e_i - log(1 + e_i)) + ΔᵀS₂⁻¹Δ]` of each input, in nats.
+    """Returns `KL(N(m₁, S₁) ‖ N(m₂, S₂)) = 1/2 [Σ_i (e_i - log(1 + e_i)) + ΔᵀS₂⁻¹Δ]` of each input, in nats.
 
     `S = cov + σ²I`, `Δ = m₁ - m₂`, and e are the eigenvalues of `S₂^(-1/2) (S₁ - S₂) S₂^(-1/2)`: the noise cancels in
     the difference, so the result keeps its digits for nearly equal arguments. Arguments cannot be exchanged:
@@ -137,7 +137,7 @@ def gaussian_kl(mean1: Tensor, cov1: Tensor, mean2: Tensor, cov2: Tensor, noise_
 def gaussian_wasserstein(
     mean1: Tensor, cov1: Tensor, mean2: Tensor, cov2: Tensor, noise_variance: float = 0.0
 ) -> Tensor:
-    """Compute `W₂² = ‖Δ‖² + Tr(S₁ + S₂ - 2 (S₂^½ S₁ S₂^½)^½)` of each input and return W₂, in the unit of the outputs.
+    """Returns `W₂² = ‖Δ‖² + Tr(S₁ + S₂ - 2 (S₂^½ S₁ S₂^½)^½)` of each input and return W₂, in the unit of the outputs.
 
     `S = cov + σ²I`, `Δ = m₁ - m₂`. The trace is `min_U ‖R₁ - R₂U‖_F²` over rotations U, for any roots `R Rᵀ = S`; taken
     so, nothing cancels, and equal arguments are at distance 0. Singular covariances are fine.
@@ -175,7 +175,7 @@ def gaussian_wasserstein(
 
 
 def categorical_kl(p: Tensor, q: Tensor) -> Tensor:
-    """Compute `KL(p ‖ q) = Σ_c p_c log(p_c / q_c)` of each input, in nats.
+    """Returns `KL(p ‖ q) = Σ_c p_c log(p_c / q_c)` of each input, in nats.
 
     Summed as `Σ_c [p log(p/q) - p + q]`, terms of which none is negative: exact for nearly equal arguments too.
 

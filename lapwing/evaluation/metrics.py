@@ -11,15 +11,15 @@ import math
 import torch
 from torch import Tensor
 
-from lapwing.errors import LapwingError, extra, shown
-from lapwing.evaluation.arguments import real_tensor
-from lapwing.likelihoods.targets import check_binary_targets
+from ..errors import LapwingError, extra, shown
+from ..likelihoods.targets import check_binary_targets
+from .arguments import real_tensor
 
 _SQRT_HALF = math.sqrt(0.5)
 
 
 def accuracy(probs: Tensor, labels: Tensor) -> Tensor:
-    """Compute the fraction of samples whose most probable class is the label.
+    """Returns the fraction of samples whose most probable class is the label.
 
     Args:
         probs: class probabilities (N, C), rows summing to 1.
@@ -37,10 +37,10 @@ def accuracy(probs: Tensor, labels: Tensor) -> Tensor:
 
 
 def nll(log_prob: Tensor) -> Tensor:
-    """Compute the mean negative log-likelihood, ``-1/N Σ_n log p(y_n | x_n)``, in nats.
+    """Returns the mean negative log-likelihood, `-1/N Σ_n log p(y_n | x_n)`, in nats.
 
     Args:
-        log_prob: log p(y_n | x_n) of shape (N,), as ``prediction.log_prob(y)`` gives it; -inf is allowed and gives inf.
+        log_prob: log p(y_n | x_n) of shape (N,), as `prediction.log_prob(y)` gives it; -inf is allowed and gives inf.
 
     Raises:
         LapwingError: the shape is not (N,), N is 0, or a value is NaN or +inf.
@@ -65,10 +65,10 @@ def nll(log_prob: Tensor) -> Tensor:
 
 
 def negative_log_likelihood(probs: Tensor, labels: Tensor) -> Tensor:
-    """Compute the mean negative log-probability of the labels, ``-1/N Σ_n log p_n,y_n``, in nats.
+    """Returns the mean negative log-probability of the labels, `-1/N Σ_n log p_n,y_n`, in nats.
 
     A label of probability 0 gives inf: nothing is clipped. Probabilities from a float32 softmax reach 0 by underflow;
-    ``nll(prediction.log_prob(y))`` does not.
+    `nll(prediction.log_prob(y))` does not.
 
     Args:
         probs: class probabilities (N, C), rows summing to 1.
@@ -86,7 +86,7 @@ def negative_log_likelihood(probs: Tensor, labels: Tensor) -> Tensor:
 
 
 def brier(probs: Tensor, labels: Tensor) -> Tensor:
-    """Compute the Brier score ``1/N Σ_n Σ_c (p_nc - 1[c = y_n])²``, between 0 (best) and 2.
+    """Returns the Brier score `1/N Σ_n Σ_c (p_nc - 1[c = y_n])²`, between 0 (best) and 2.
 
     For two classes this is twice the score of the positive class alone (Brier 1950 sums over classes, as here).
 
@@ -108,10 +108,10 @@ def brier(probs: Tensor, labels: Tensor) -> Tensor:
 
 
 def as_classes(probs: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
-    """Write Bernoulli outputs as two classes each, ``(1 - p, p)``: probabilities (N·C, 2) and labels (N·C,).
+    """Writes Bernoulli outputs as two classes each, `(1 - p, p)`: probabilities (N·C, 2) and labels (N·C,).
 
     Args:
-        probs: probabilities of yes (N, C), as ``posterior.predict(x).probs`` gives them.
+        probs: probabilities of yes (N, C), as `posterior.predict(x).probs` gives them.
         answers: 0 and 1, bool, integers or floats, (N, C), or (N,) when C = 1.
 
     Raises:
@@ -130,9 +130,9 @@ def as_classes(probs: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
-    """Compute the expected calibration error ``Σ_b |B_b|/N · |accuracy(B_b) - confidence(B_b)|``.
+    """Returns the expected calibration error `Σ_b |B_b|/N · |accuracy(B_b) - confidence(B_b)|`.
 
-    The bins ``[b/bins, (b+1)/bins)`` hold the samples by confidence, the largest probability; a confidence of exactly 1
+    The bins `[b/bins, (b+1)/bins)` hold the samples by confidence, the largest probability; a confidence of exactly 1
     belongs to the last bin. Computed by torchmetrics, in float32.
 
     Args:
@@ -142,7 +142,7 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
 
     Raises:
         LapwingError: shapes, dtypes or values are not as above; torchmetrics is missing
-            (``pip install lapwing[eval]``).
+            (`pip install lapwing[eval]`).
 
     Example:
         >>> round(expected_calibration_error(torch.tensor([[0.8, 0.2], [0.8, 0.2]]), torch.tensor([0, 1])).item(), 4)
@@ -162,7 +162,7 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
 
 
 def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
-    """Compute ``P(s_out > s_in) + 1/2 P(s_out = s_in)``, the area under the ROC curve of a detector of ``out``.
+    """Returns `P(s_out > s_in) + 1/2 P(s_out = s_in)`, the area under the ROC curve of a detector of `out`.
 
     Out-of-distribution samples are the positive class, so a score is an *uncertainty*: larger means stranger. Any
     monotone score does (entropy, variance, 1 - confidence). Sorts the scores.
@@ -172,7 +172,7 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
         scores_out: finite scores of out-of-distribution samples (N_out,).
 
     Raises:
-        LapwingError: shapes or values are not as above; scikit-learn is missing (``pip install lapwing[eval]``).
+        LapwingError: shapes or values are not as above; scikit-learn is missing (`pip install lapwing[eval]`).
 
     Example:
         >>> auroc(torch.tensor([0.1, 0.2, 0.6]), torch.tensor([0.5, 0.9])).item()  # 5 of 6 pairs in order
@@ -195,14 +195,14 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
 
 
 def gaussian_nll(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
-    """Compute ``1/N Σ_n Σ_c 1/2 [log 2π v_nc + (y_nc - m_nc)²/v_nc]``, in nats, constants included.
+    """Returns `1/N Σ_n Σ_c 1/2 [log 2π v_nc + (y_nc - m_nc)²/v_nc]`, in nats, constants included.
 
     With several outputs the log-densities are summed over outputs (taken as independent) and averaged over samples.
 
     Args:
         mean: predictive means (N,) or (N, C).
-        variance: predictive variances of y (not of the latent function), positive, shape of ``mean``.
-        y: targets, shape of ``mean``.
+        variance: predictive variances of y (not of the latent function), positive, shape of `mean`.
+        y: targets, shape of `mean`.
 
     Raises:
         LapwingError: shapes or values are not as above.
@@ -218,11 +218,11 @@ def gaussian_nll(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
 
 
 def rmse(mean: Tensor, y: Tensor) -> Tensor:
-    """Compute the root of the mean squared error over all samples and outputs, in the unit of y.
+    """Returns the root of the mean squared error over all samples and outputs, in the unit of y.
 
     Args:
         mean: predictive means (N,) or (N, C).
-        y: targets, shape of ``mean``.
+        y: targets, shape of `mean`.
 
     Raises:
         LapwingError: shapes or values are not as above.
@@ -236,15 +236,15 @@ def rmse(mean: Tensor, y: Tensor) -> Tensor:
 
 
 def crps_gaussian(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
-    """Compute the continuous ranked probability score of Gaussian predictions, in the unit of y; smaller is better.
+    """Returns the continuous ranked probability score of Gaussian predictions, in the unit of y; smaller is better.
 
-    ``CRPS = ∫ (F(t) - 1[t ≥ y])² dt = s [ z (2Φ(z) - 1) + 2φ(z) - 1/√π ]`` with ``z = (y - m)/s`` (Gneiting and Raftery
+    `CRPS = ∫ (F(t) - 1[t ≥ y])² dt = s [ z (2Φ(z) - 1) + 2φ(z) - 1/√π ]` with `z = (y - m)/s` (Gneiting and Raftery
     2007, Section 4.2, with the sign turned), averaged over all samples and outputs.
 
     Args:
         mean: predictive means (N,) or (N, C).
-        std: predictive standard deviations of y, positive, shape of ``mean``.
-        y: targets, shape of ``mean``.
+        std: predictive standard deviations of y, positive, shape of `mean`.
+        y: targets, shape of `mean`.
 
     Raises:
         LapwingError: shapes or values are not as above.
@@ -261,19 +261,19 @@ def crps_gaussian(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
 
 
 def cqm(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
-    """Compute the centred quantile metric ``∫₀¹ |P(y ∈ I(x, α)) - α| dα`` of Gaussian predictions, in [0, 1/2].
+    """Returns the centred quantile metric `∫₀¹ |P(y ∈ I(x, α)) - α| dα` of Gaussian predictions, in [0, 1/2].
 
-    ``I(x, α)`` is the open interval around the mean with probability α (VaLLA, equations 51 and 60), so 0 is perfect
+    `I(x, α)` is the open interval around the mean with probability α (VaLLA, equations 51 and 60), so 0 is perfect
     calibration and 1/2 is intervals that are far too wide or far too narrow. A target lies inside for every α above its
-    level ``|2Φ(z) - 1| = erf(|z|/√2)``, so P is the distribution function of the levels, a staircase, and the integral
+    level `|2Φ(z) - 1| = erf(|z|/√2)`, so P is the distribution function of the levels, a staircase, and the integral
     is computed exactly: no grid. At α = 1 the interval is the whole line and the integrand is 0; the paper's published
     values, on a grid of 11 points, took it as 1 there and are 0.05 too high. Samples and outputs are pooled. Sorts the
     levels.
 
     Args:
         mean: predictive means (N,) or (N, C).
-        std: predictive standard deviations of y, positive, shape of ``mean``.
-        y: targets, shape of ``mean``.
+        std: predictive standard deviations of y, positive, shape of `mean`.
+        y: targets, shape of `mean`.
 
     Raises:
         LapwingError: shapes or values are not as above.
@@ -293,12 +293,12 @@ def cqm(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
 
 
 def interval_coverage(lower: Tensor, upper: Tensor, y: Tensor) -> Tensor:
-    """Compute the fraction of targets with ``lower ≤ y ≤ upper``, over all samples and outputs.
+    """Returns the fraction of targets with `lower ≤ y ≤ upper`, over all samples and outputs.
 
     Args:
         lower: lower ends (N,) or (N, C); -inf is allowed.
-        upper: upper ends, shape of ``lower`` and nowhere below it; +inf is allowed.
-        y: targets, shape of ``lower``.
+        upper: upper ends, shape of `lower` and nowhere below it; +inf is allowed.
+        y: targets, shape of `lower`.
 
     Raises:
         LapwingError: shapes or values are not as above.
@@ -318,12 +318,12 @@ def interval_coverage(lower: Tensor, upper: Tensor, y: Tensor) -> Tensor:
 
 
 def _double(asked: str, name: str, value: Tensor) -> Tensor:
-    """Return the values without their graph, as float64 on the CPU."""
+    """Returns the values without their graph, as float64 on the CPU."""
     return real_tensor(asked, name, value).cpu().double()
 
 
 def _classification(asked: str, probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Check probabilities (N, C) and labels (N,); return them as float64 and int64 on the CPU."""
+    """Checks probabilities (N, C) and labels (N,); return them as float64 and int64 on the CPU."""
     probs, labels = real_tensor(asked, "probs", probs), real_tensor(asked, "labels", labels).cpu()
     half = probs.dtype in (torch.float16, torch.bfloat16)
     probs = probs.cpu().double()
@@ -363,7 +363,7 @@ def _classification(asked: str, probs: Tensor, labels: Tensor) -> tuple[Tensor, 
 
 
 def _regression(asked: str, finite: tuple[str, ...] | None = None, **values: Tensor) -> list[Tensor]:
-    """Check that all values have one shape, (N,) or (N, C), and are finite (those named); return them as float64."""
+    """Checks that all values have one shape, (N,) or (N, C), and are finite (those named); return them as float64."""
     found = {name: _double(asked, name, value) for name, value in values.items()}
     shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in found.items())
     y = found["y"]

@@ -20,7 +20,7 @@ Fill = float | Sequence[float] | Tensor
 
 
 def rotate(images: Tensor, degrees: float, fill: Fill = 0.0) -> Tensor:
-    """Rotate images counter-clockwise around their centre, ``y(p) = x(R(-φ) p)``, sampled bilinearly.
+    """Rotates images counter-clockwise around their centre, `y(p) = x(R(-φ) p)`, sampled bilinearly.
 
     Quarter turns of square images, and half turns of any, only move pixels and are exact; the rest of the angle is
     interpolated. The size stays as it is: corners leave the image, and what comes in is `fill`.
@@ -28,8 +28,8 @@ def rotate(images: Tensor, degrees: float, fill: Fill = 0.0) -> Tensor:
     Args:
         images: floating-point (B, C, H, W), in any range.
         degrees: φ, in degrees.
-        fill: the value outside the images, a number or one a channel; for images normalised as ``(x - mean) / std``
-            black is ``-mean / std``.
+        fill: the value outside the images, a number or one a channel; for images normalised as `(x - mean) / std`
+            black is `-mean / std`.
 
     Returns:
         Images of the same shape, dtype and device, differentiable in `images`.
@@ -110,7 +110,7 @@ def rotation_curves(
     degrees: Iterable[float] = range(0, 181, 15),
     fill: Fill = 0.0,
 ) -> dict[str, dict[str, list[float]]]:
-    """Measure every metric of `compare` on images rotated by each angle.
+    """Measures every metric of `compare` on images rotated by each angle.
 
     VaLLA's Figure 6 (right) shows ECE and NLL so, up to 180 degrees, after Ovadia et al. 2019.
 

@@ -13,15 +13,7 @@ from torch import Tensor, nn
 
 from ..covariance import AnyLatent
 from ..errors import LapwingError, shown
-from ..likelihoods import (
-    BernoulliPrediction,
-    ClassPrediction,
-    Likelihood,
-    MixturePrediction,
-    Prediction,
-    RegressionPrediction,
-    resolve,
-)
+from ..likelihoods import Likelihood, Prediction, resolve
 from ..likelihoods.inferred import inferred_likelihood
 from ..network import batches
 from ..network.batches import Forward
@@ -180,7 +172,7 @@ def sensitivity(
     log_v = start.log()
     if targets is None:
         with torch.no_grad():
-            targets = _own(score(log_v, None)[1])
+            targets = score(log_v, None)[1].point
     targets = batches.plain(targets)
     return _learn(x, log_v, lambda v: score(v, targets)[0], rise, weight, rate, steps)
 
@@ -238,14 +230,6 @@ def _followed(pull: Tensor) -> Tensor:
 def _entropy(log_v: Tensor) -> Tensor:
     """Returns `½ Σ_i log(2 π e v_i)`, (B,)."""
     return 0.5 * (log_v + math.log(2 * math.pi * math.e)).flatten(1).sum(1)
-
-
-def _own(prediction: Prediction) -> Tensor:
-    """Returns what is predicted, as targets."""
-    if isinstance(prediction, (ClassPrediction, BernoulliPrediction)):
-        return prediction.classes
-    assert isinstance(prediction, (RegressionPrediction, MixturePrediction))
-    return prediction.mean
 
 
 def _parts(inputs: Any, variance: float) -> tuple[Any, int, Tensor]:

@@ -12,10 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.errors import LapwingError, shown
-from lapwing.likelihoods import divergence
-from lapwing.likelihoods.links import LatentLike, Link, SampledLink, weight_draws
-from lapwing.likelihoods.predictions import Prediction
+from ..errors import LapwingError, shown
+from . import divergence
+from .links import LatentLike, Link, SampledLink, weight_draws
+from .predictions import Prediction
 
 
 class Likelihood(ABC):
@@ -44,7 +44,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Check targets against outputs (B, C).
+        """Checks targets against outputs (B, C).
 
         Raises:
             LapwingError: for NaN targets, or a wrong range, shape, dtype or device.
@@ -52,23 +52,23 @@ class Likelihood(ABC):
 
     @abstractmethod
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return ``log p(y|f)`` with all its constants, (B,); targets are taken as checked."""
+        """Returns `log p(y|f)` with all its constants, (B,); targets are taken as checked."""
 
     @abstractmethod
     def statistics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return float64 scalars that add over data and suffice for `log_likelihood` at any noise."""
+        """Returns float64 scalars that add over data and suffice for `log_likelihood` at any noise."""
 
     @abstractmethod
     def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
-        """Return the sum over data of ``log p(y|f)`` from added statistics, a float64 scalar."""
+        """Returns the sum over data of `log p(y|f)` from added statistics, a float64 scalar."""
 
     @abstractmethod
     def fisher_root(self, outputs: Tensor) -> Tensor:
-        """Return R (B, C, R) with ``R Rᵀ = Λ`` at unit noise."""
+        """Returns R (B, C, R) with `R Rᵀ = Λ` at unit noise."""
 
     @abstractmethod
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
-        """Return one Monte-Carlo column r (B, C, 1) with ``E[r rᵀ] = Λ`` at unit noise."""
+        """Returns one Monte-Carlo column r (B, C, 1) with `E[r rᵀ] = Λ` at unit noise."""
 
     @property
     @abstractmethod
@@ -87,14 +87,14 @@ class Likelihood(ABC):
 
     @abstractmethod
     def residual_variance(self, statistics: dict[str, Tensor]) -> float | None:
-        """Return the σ² of highest likelihood for added statistics, where tuning starts; None where there is none."""
+        """Returns the σ² of highest likelihood for added statistics, where tuning starts; None where there is none."""
 
     @abstractmethod
     def with_noise_variance(self, noise_variance: float | None) -> Likelihood:
-        """Return the likelihood at another σ²."""
+        """Returns the likelihood at another σ²."""
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return ``∇_f log p(y|f)``, (B, C), in the dtype of the outputs.
+        """Returns `∇_f log p(y|f)`, (B, C), in the dtype of the outputs.
 
         Raises:
             LapwingError: for targets that `check` refuses.
@@ -108,7 +108,7 @@ class Likelihood(ABC):
     def predict(
         self, latent: LatentLike, link: Link | None = None, generator: torch.Generator | None = None
     ) -> Prediction:
-        """Return the distribution of y under a latent.
+        """Returns the distribution of y under a latent.
 
         Args:
             latent: Gaussian over the outputs, or outputs under weight draws.
@@ -132,7 +132,7 @@ class Likelihood(ABC):
         generator: torch.Generator | None = None,
         link: Link | None = None,
     ) -> Tensor:
-        """Return ``1/α log E[p(y|f)^α]`` under ``f ~ N(mean, covariance)``, ``E[log p(y|f)]`` at α = 0.
+        """Returns `1/α log E[p(y|f)^α]` under `f ~ N(mean, covariance)`, `E[log p(y|f)]` at α = 0.
 
         The data's term of variational objectives by α-divergences, in VaLLA's at α = 1 (its appendix D), where it is
         the log predictive probability. For any likelihood by Monte Carlo; differentiable in mean and covariance, and
@@ -143,9 +143,9 @@ class Likelihood(ABC):
             covariance: Covariances of each input's outputs, (B, C, C).
             targets: y, taken as checked.
             alpha: α, at least 0.
-            noise_variance: σ² in place of the likelihood's own, a scalar.
+            noise_variance: σ² in place of that of the likelihood, a scalar.
             generator: Source of randomness for draws; None means seed 0.
-            link: How the expectation is taken, ``SampledLink(draws)`` or what else `integrals` offers; None for its
+            link: How the expectation is taken, `SampledLink(draws)` or what else `integrals` offers; None for its
                 first, exact where that is cheap.
 
         Returns:
@@ -166,29 +166,29 @@ class Likelihood(ABC):
         return self._power_mean(mean, covariance, targets, alpha, noise_variance, chosen)
 
     def integrals(self, outputs: int, alpha: float) -> tuple[type[Link], ...]:
-        """Return the links by which `log_power_mean` takes its expectation for C outputs, the preferred one first."""
+        """Returns the links by which `log_power_mean` takes its expectation for C outputs, the preferred one first."""
         return (SampledLink,)
 
     def _power_mean(
         self, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, noise_variance: Tensor | None, link: Link
     ) -> Tensor:
-        """Return `log_power_mean` by one of the `integrals` that does not draw."""
+        """Returns `log_power_mean` by one of the `integrals` that does not draw."""
         raise AssertionError(f"{type(self).__name__} offers {type(link).__name__}() and does not take it")
 
     def _integral(self, link: Link | None, alpha: float, accepted: tuple[type[Link], ...]) -> Link:
-        """Return the link that takes an expectation: the first accepted one where none is asked for."""
+        """Returns the link that takes an expectation: the first accepted one where none is asked for."""
         if link is None:
             return accepted[0]()
         if isinstance(link, accepted):
             return link
         names = " or ".join(f"{kind.__name__}()" for kind in accepted)
         raise LapwingError(
-            f"The {self.name} likelihood cannot take its power mean of alpha={alpha} with link={_shown(link)}; write "
+            f"The {self.name} likelihood cannot take its power mean of alpha={alpha} with link={_shown(link)}. Write "
             f"link={names}, or leave link=None."
         )
 
     def choose_link(self, latent: LatentLike, link: Link | None) -> Link:
-        """Return the link to use, checked against the likelihood and the kind of latent.
+        """Returns the link to use, checked against the likelihood and the kind of latent.
 
         Args:
             latent: Gaussian over the outputs, or outputs under weight draws.
@@ -209,8 +209,8 @@ class Likelihood(ABC):
         kind = "a latent made of weight draws" if drawn else "a Gaussian latent"
         names = " or ".join(f"{accepted.__name__}()" for accepted in usable)
         raise LapwingError(
-            f"The {self.name} likelihood cannot turn {kind} into a prediction with link={_shown(link)}; "
-            f"write link={names}, or leave link=None."
+            f"The {self.name} likelihood cannot turn {kind} into a prediction with link={_shown(link)}. "
+            f"Write link={names}, or leave link=None."
         )
 
 
@@ -218,11 +218,11 @@ class NoiselessLikelihood(Likelihood):
     """A likelihood without a noise variance: Λ has no scale and the statistic is the log likelihood itself."""
 
     def statistics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return ``{"log_likelihood": Σ log p(y|f)}``, a float64 scalar."""
+        """Returns `{"log_likelihood": Σ log p(y|f)}`, a float64 scalar."""
         return {"log_likelihood": self.log_prob(outputs.double(), targets).sum()}
 
     def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
-        """Return the sum itself."""
+        """Returns the sum itself."""
         return statistics["log_likelihood"]
 
     @property
@@ -241,23 +241,23 @@ class NoiselessLikelihood(Likelihood):
         return False
 
     def residual_variance(self, statistics: dict[str, Tensor]) -> None:
-        """Return None: there is no noise variance."""
+        """Returns None: there is no noise variance."""
         return
 
     def with_noise_variance(self, noise_variance: float | None) -> Likelihood:
-        """Return the likelihood itself for None.
+        """Returns the likelihood itself for None.
 
         Raises:
             LapwingError: for a number.
         """
         if noise_variance is not None:
             raise LapwingError(
-                f"The {self.name} likelihood has no noise variance, found noise_variance={noise_variance}; leave it "
-                "out, or for real targets write `likelihood=lw.Gaussian(noise_variance=...)`."
+                f"The {self.name} likelihood has no noise variance. Leave out noise_variance={shown(noise_variance)}, "
+                "or write `likelihood=lw.Gaussian(noise_variance=...)` for real targets."
             )
         return self
 
 
 def _shown(link: object) -> str:
-    """Name what was given as a link, a class by its name."""
+    """Returns how a message names a link that the user passed."""
     return f"{link.__name__} (a class, not an instance)" if isinstance(link, type) else shown(link)

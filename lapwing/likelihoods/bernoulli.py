@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lapwing.likelihoods import divergence
-from lapwing.likelihoods.base import NoiselessLikelihood
-from lapwing.likelihoods.bernoulli_prediction import BernoulliPrediction
-from lapwing.likelihoods.links import BinaryLink, LatentLike, Link, Probit, Quadrature, SampledLink, at_least_float32
-from lapwing.likelihoods.targets import aligned_targets, check_binary_targets, check_target_shape
+from . import divergence
+from .base import NoiselessLikelihood
+from .bernoulli_prediction import BernoulliPrediction
+from .links import BinaryLink, LatentLike, Link, Probit, Quadrature, SampledLink, at_least_float32
+from .registry import register
+from .targets import aligned_targets, check_binary_targets, check_target_shape
 
 
+@register
 @dataclass(frozen=True)
 class Bernoulli(NoiselessLikelihood):
-    """``y_c ~ Bernoulli(σ(f_c))``, independently for each of C outputs; Λ = diag(p(1 - p)).
+    """`y_c ~ Bernoulli(σ(f_c))`, independently for each of C outputs; Λ = diag(p(1 - p)).
 
     One output for a question with two answers, several for several labels at once. Targets are 0 and 1, as bool,
     integers or floats, (B, C), or (B,) when C = 1.
@@ -35,7 +37,7 @@ class Bernoulli(NoiselessLikelihood):
     activation: ClassVar[str | None] = "sigmoid"
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Check targets of 0 and 1, (B, C) or, when C = 1, (B,).
+        """Checks targets of 0 and 1, (B, C) or, when C = 1, (B,).
 
         Raises:
             LapwingError: for other values, or a wrong shape or device.
@@ -43,29 +45,29 @@ class Bernoulli(NoiselessLikelihood):
         check_binary_targets("Bernoulli", outputs.shape, outputs.device, targets)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return ``Σ_c log σ(±f_c)``, plus where y_c = 1, (B,)."""
+        """Returns `Σ_c log σ(±f_c)`, plus where y_c = 1, (B,)."""
         outputs = at_least_float32(outputs)
         return F.logsigmoid(self._signs(outputs, targets) * outputs).sum(-1)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
-        """Return ``diag(√(p(1 - p)))``, (B, C, C)."""
+        """Returns `diag(√(p(1 - p)))`, (B, C, C)."""
         logits = at_least_float32(outputs)
         return torch.diag_embed((0.5 * (F.logsigmoid(logits) + F.logsigmoid(-logits))).exp()).to(outputs.dtype)
 
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
-        """Return ``y - p`` for answers y drawn from p, (B, C, 1)."""
+        """Returns `y - p` for answers y drawn from p, (B, C, 1)."""
         probs = at_least_float32(outputs).sigmoid()
         return (torch.bernoulli(probs.detach(), generator=generator) - probs).unsqueeze(-1).to(outputs.dtype)
 
     def predict(
         self, latent: LatentLike, link: Link | None = None, generator: torch.Generator | None = None
     ) -> BernoulliPrediction:
-        """Return probabilities of yes, exact by quadrature, or by the link asked for; weight draws are averaged.
+        """Returns probabilities of yes, exact by quadrature, or by the link asked for; weight draws are averaged.
 
         Args:
             latent: Gaussian over the logits, or logits under weight draws.
-            link: ``Quadrature()``, ``Probit()`` or ``SampledLink()``; only the last for weight draws.
-            generator: Source of randomness for ``SampledLink``; None means seed 0.
+            link: `Quadrature()`, `Probit()` or `SampledLink()`; only the last for weight draws.
+            generator: Source of randomness for `SampledLink`; None means seed 0.
 
         Returns:
             The prediction.
@@ -77,7 +79,7 @@ class Bernoulli(NoiselessLikelihood):
         return BernoulliPrediction(chosen.log_odds(latent, generator), latent, chosen)
 
     def integrals(self, outputs: int, alpha: float) -> tuple[type[Link], ...]:
-        """Return ``Quadrature`` for one output or α = 0, and ``SampledLink``.
+        """Returns `Quadrature` for one output or α = 0, and `SampledLink`.
 
         The expectation of a product over correlated outputs is no product, unless α is 0.
         """
@@ -86,7 +88,7 @@ class Bernoulli(NoiselessLikelihood):
     def _power_mean(
         self, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, noise_variance: Tensor | None, link: Link
     ) -> Tensor:
-        """Return `log_power_mean` by quadrature."""
+        """Returns `log_power_mean` by quadrature."""
         nodes = cast("Quadrature", link).nodes
         mean = at_least_float32(mean)
         signed = self._signs(mean, targets) * mean
@@ -95,5 +97,5 @@ class Bernoulli(NoiselessLikelihood):
 
     @staticmethod
     def _signs(outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return 1 where the answer is yes and -1 where it is no, (B, C)."""
+        """Returns 1 where the answer is yes and -1 where it is no, (B, C)."""
         return 2.0 * aligned_targets("Bernoulli", outputs, targets, check_target_shape) - 1.0

@@ -9,23 +9,23 @@ from torch import Tensor
 from torch import distributions as dist
 from torch.nn import functional as F
 
-from lapwing.errors import LapwingError
-from lapwing.likelihoods import quadrature
-from lapwing.likelihoods.links import LatentLike, Link, at_least_float32, seeded, weight_draws
-from lapwing.likelihoods.predictions import Prediction, check_count
-from lapwing.likelihoods.targets import aligned_targets, check_binary_targets, check_target_shape
-from lapwing.network import batches
+from ..errors import LapwingError
+from ..network import batches
+from . import quadrature
+from .links import LatentLike, Link, at_least_float32, seeded, weight_draws
+from .predictions import DiscretePrediction, check_count
+from .targets import aligned_targets, check_binary_targets, check_target_shape
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BernoulliPrediction(Prediction):
+class BernoulliPrediction(DiscretePrediction):
     """Probabilities of yes for C outputs at B inputs; the outputs of one input are taken as independent.
 
     So `log_prob`, `entropy` and `mutual_information` are sums over outputs, and one number an input. Differentiable in
     the latent's mean and variance.
 
     Args:
-        log_odds: ``log p - log(1 - p)``, (B, C).
+        log_odds: `log p - log(1 - p)`, (B, C).
         latent: The latent they come from, for `mutual_information` and joint samples.
         link: The link that made them.
     """
@@ -46,15 +46,15 @@ class BernoulliPrediction(Prediction):
 
     @property
     def confidence(self) -> Tensor:
-        """Probability of the likeliest answers, ``Π_c max(p_c, 1 - p_c)``, (B,)."""
+        """Probability of the likeliest answers, `Π_c max(p_c, 1 - p_c)`, (B,)."""
         return F.logsigmoid(self.log_odds.abs()).sum(-1).exp()
 
     def entropy(self) -> Tensor:
-        """Return the total uncertainty ``-Σ_c [p_c log p_c + (1 - p_c) log(1 - p_c)]`` in nats, (B,)."""
+        """Returns the total uncertainty `-Σ_c [p_c log p_c + (1 - p_c) log(1 - p_c)]` in nats, (B,)."""
         return quadrature.sigmoid_entropy(self.log_odds).sum(-1)
 
     def mutual_information(self, nodes: int = quadrature.NODES) -> Tensor:
-        """Return the epistemic part of the entropy, ``Σ_c H[E p_c] - E H[p_c]`` in nats, (B,).
+        """Returns the epistemic part of the entropy, `Σ_c H[E p_c] - E H[p_c]` in nats, (B,).
 
         The information between an answer and the weights (BALD; Houlsby et al. 2011, equation 2), by quadrature over a
         Gaussian latent and averaged over weight draws where the latent holds them; the mean is that of the latent, not
@@ -67,11 +67,11 @@ class BernoulliPrediction(Prediction):
             Mutual information, (B,), between 0 and `entropy` of the exact link. Time O(nodes B C), or O(draws B C).
 
         Raises:
-            LapwingError: if ``nodes`` is below 16.
+            LapwingError: if `nodes` is below 16.
         """
         if nodes < 16:
             raise LapwingError(
-                f"mutual_information() needs at least 16 nodes, found nodes={nodes}; write mutual_information(48)."
+                f"mutual_information(nodes={nodes}) has too few nodes. Pass at least 16: mutual_information(48)."
             )
         draws = weight_draws(self.latent)
         if draws is None:
@@ -86,7 +86,7 @@ class BernoulliPrediction(Prediction):
         return information.sum(-1).to(self.log_odds.dtype)
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Return the log probability of the answers, ``Σ_c log p(y_c)``, (B,).
+        """Returns the log probability of the answers, `Σ_c log p(y_c)`, (B,).
 
         Args:
             targets: Answers of 0 and 1, bool, integers or floats, (B, C), or (B,) when C = 1.
@@ -104,7 +104,7 @@ class BernoulliPrediction(Prediction):
         return F.logsigmoid(signs * self.log_odds).sum(-1)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw answers, 0 or 1, int64 (n, B, C).
+        """Draws answers, 0 or 1, int64 (n, B, C).
 
         Inputs and outputs are independent and follow `probs`. From a joint latent the logits are drawn jointly first,
         so that answers to related inputs agree as they should; their frequencies are then those of the exact link.
@@ -117,7 +117,7 @@ class BernoulliPrediction(Prediction):
             Answers, (n, B, C).
 
         Raises:
-            LapwingError: if ``n`` is below 1.
+            LapwingError: if `n` is below 1.
         """
         check_count("sample", "n", n, 2 * self.log_odds.numel())
         generator = seeded(generator, self.log_odds.device)
@@ -127,11 +127,17 @@ class BernoulliPrediction(Prediction):
             probs = self.probs.detach().expand(n, *self.log_odds.shape)
         return torch.bernoulli(probs, generator=generator).long()
 
+    def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
+        """Returns log probabilities (B,); each answer as a class of two, (B·C, 2), and its label (B·C,)."""
+        yes = self.probs.double().flatten()
+        log_prob = self.log_prob(targets)
+        return {"log_prob": log_prob, "probs": torch.stack([1.0 - yes, yes], 1), "labels": targets.flatten().long()}
+
     def distribution(self) -> dist.Independent:
-        """Return independent ``torch.distributions.Bernoulli`` with batch shape (B,) and event shape (C,)."""
+        """Returns independent `torch.distributions.Bernoulli` with batch shape (B,) and event shape (C,)."""
         return dist.Independent(dist.Bernoulli(logits=self.log_odds), 1)
 
     def __repr__(self) -> str:
-        """Show sizes and link rather than numbers."""
+        """Shows sizes and link rather than numbers."""
         inputs, outputs = self.log_odds.shape
         return f"BernoulliPrediction({inputs} inputs, {outputs} outputs, link={self.link})"

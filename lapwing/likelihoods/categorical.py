@@ -8,10 +8,11 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
-from lapwing.covariance.output import Dense, Latent
-from lapwing.likelihoods import divergence
-from lapwing.likelihoods.base import NoiselessLikelihood
-from lapwing.likelihoods.links import (
+from ..covariance.output import Dense, Latent
+from . import divergence
+from .base import NoiselessLikelihood
+from .class_prediction import ClassPrediction
+from .links import (
     ClassLink,
     LaplaceBridge,
     LatentLike,
@@ -21,13 +22,14 @@ from lapwing.likelihoods.links import (
     SampledLink,
     at_least_float32,
 )
-from lapwing.likelihoods.predictions import ClassPrediction
-from lapwing.likelihoods.targets import check_labels
+from .registry import register
+from .targets import check_labels
 
 
+@register
 @dataclass(frozen=True)
 class Categorical(NoiselessLikelihood):
-    """``y ~ softmax(f)`` with integer labels (B,) from 0 to C - 1; Λ = diag(p) - p pᵀ.
+    """`y ~ softmax(f)` with integer labels (B,) from 0 to C - 1; Λ = diag(p) - p pᵀ.
 
     Example:
         >>> import torch
@@ -41,7 +43,7 @@ class Categorical(NoiselessLikelihood):
     activation: ClassVar[str | None] = "softmax"
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Check integer labels (B,) from 0 to C - 1.
+        """Checks integer labels (B,) from 0 to C - 1.
 
         Raises:
             LapwingError: for NaN labels, or a wrong range, shape, dtype or device.
@@ -49,17 +51,17 @@ class Categorical(NoiselessLikelihood):
         check_labels("Categorical", outputs.shape, outputs.device, targets)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return ``f_y - log Σ_c exp f_c``, (B,)."""
+        """Returns `f_y - log Σ_c exp f_c`, (B,)."""
         return torch.log_softmax(at_least_float32(outputs), -1).gather(-1, targets.long()[:, None]).squeeze(-1)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
-        """Return ``(I - p 1ᵀ) diag(√p)``, (B, C, C): column k is √p_k (e_k - p)."""
+        """Returns `(I - p 1ᵀ) diag(√p)`, (B, C, C): column k is √p_k (e_k - p)."""
         roots = (0.5 * torch.log_softmax(at_least_float32(outputs), -1)).exp()  # √p, above 0 where p is not
-        found = torch.addcmul(torch.diag_embed(roots), roots.square()[:, :, None], roots[:, None, :], value=-1)
-        return found.to(outputs.dtype)  # (B, C, C)
+        root = torch.addcmul(torch.diag_embed(roots), roots.square()[:, :, None], roots[:, None, :], value=-1)
+        return root.to(outputs.dtype)  # (B, C, C)
 
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
-        """Return ``e_y - p`` for a label y drawn from p, (B, C, 1)."""
+        """Returns `e_y - p` for a label y drawn from p, (B, C, 1)."""
         probs = at_least_float32(outputs).softmax(-1)
         labels = torch.multinomial(probs.detach(), 1, generator=generator)  # (B, 1)
         return (torch.zeros_like(probs).scatter(-1, labels, 1.0) - probs).unsqueeze(-1).to(outputs.dtype)
@@ -67,12 +69,12 @@ class Categorical(NoiselessLikelihood):
     def predict(
         self, latent: LatentLike, link: Link | None = None, generator: torch.Generator | None = None
     ) -> ClassPrediction:
-        """Return class probabilities by the probit link, or the one asked for; weight draws are averaged.
+        """Returns class probabilities by the probit link, or the one asked for; weight draws are averaged.
 
         Args:
             latent: Gaussian over the logits, or logits under weight draws.
-            link: ``Probit()``, ``LaplaceBridge()`` or ``SampledLink()``; only the last for weight draws.
-            generator: Source of randomness for ``SampledLink``; None means seed 0.
+            link: `Probit()`, `LaplaceBridge()` or `SampledLink()`; only the last for weight draws.
+            generator: Source of randomness for `SampledLink`; None means seed 0.
 
         Returns:
             The prediction.
@@ -84,10 +86,10 @@ class Categorical(NoiselessLikelihood):
         return ClassPrediction(chosen.log_probs(latent, generator), latent, chosen)
 
     def integrals(self, outputs: int, alpha: float) -> tuple[type[Link], ...]:
-        """Return ``Quadrature`` for two classes, ``SampledLink``, and at α = 1 the closed forms of predictions.
+        """Returns `Quadrature` for two classes, `SampledLink`, and at α = 1 the closed forms of predictions.
 
-        At α = 1 `log_power_mean` is the log predictive probability: ``Probit()`` and ``LaplaceBridge()`` give it
-        without randomness, ``Probit(marginal=True)`` as in the VaLLA paper.
+        At α = 1 `log_power_mean` is the log predictive probability: `Probit()` and `LaplaceBridge()` give it
+        without randomness, `Probit(marginal=True)` as in the VaLLA paper.
         """
         two: tuple[type[Link], ...] = (Quadrature,) if outputs == 2 else ()
         closed: tuple[type[Link], ...] = (Probit, LaplaceBridge) if alpha == 1 else ()
@@ -96,12 +98,11 @@ class Categorical(NoiselessLikelihood):
     def _power_mean(
         self, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, noise_variance: Tensor | None, link: Link
     ) -> Tensor:
-        """Return `log_power_mean` by quadrature for two classes, or by the closed form of a prediction."""
+        """Returns `log_power_mean` by quadrature for two classes, or by the closed form of a prediction."""
         mean, labels = at_least_float32(mean), targets.long()
         if isinstance(link, Quadrature):
             gap = (mean[:, 1] - mean[:, 0]) * (2 * labels - 1)
             variance = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) - covariance[:, 0, 1] - covariance[:, 1, 0]
-            found = divergence.binary_log_power_mean(gap, variance.clamp_min(0.0), alpha, link.nodes)
-            return found.to(mean.dtype)
+            return divergence.binary_log_power_mean(gap, variance.clamp_min(0.0), alpha, link.nodes).to(mean.dtype)
         latent = Latent(mean, (Dense(covariance.to(mean.dtype)),))
         return cast("ClassLink", link).log_probs(latent).gather(-1, labels[:, None]).squeeze(-1)

@@ -1,6 +1,6 @@
 """The α-divergence term of a likelihood: the logarithm of the power mean of p(y|f) under a Gaussian over f.
 
-``1/α log E[p(y|f)^α]``; at α = 1 the log predictive density, at α -> 0 the expected log likelihood ``E[log p(y|f)]``.
+`1/α log E[p(y|f)^α]`; at α = 1 the log predictive density, at α -> 0 the expected log likelihood `E[log p(y|f)]`.
 Pure functions, differentiable in means and covariances. B inputs, C outputs, S draws.
 """
 
@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lapwing import linalg
-from lapwing.errors import LapwingError, shown
-from lapwing.likelihoods import quadrature
-from lapwing.likelihoods.links import at_least_float32, seeded
+from .. import linalg
+from ..errors import LapwingError, shown
+from . import quadrature
+from .links import at_least_float32, seeded
 
 
 def check_alpha(alpha: Any) -> None:
-    """Refuse what is no finite number from 0 up."""
+    """Refuses what is no finite number from 0 up."""
     number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
     if not (number and 0.0 <= alpha < math.inf):
         raise LapwingError(
-            f"A power mean takes a finite alpha from 0 up, found alpha={shown(alpha)}; write alpha=1.0 for the "
-            "predictive density, alpha=0.0 for the expected log likelihood."
+            f"A power mean takes a finite alpha of at least 0, not alpha={shown(alpha)}. Write alpha=1.0 for the "
+            "predictive density, or alpha=0.0 for the expected log likelihood."
         )
 
 
 def weighted_log_power_mean(logs: Tensor, log_weights: Tensor, alpha: float, dim: int) -> Tensor:
-    """Return ``1/α log Σ_k e^{w_k + α l_k}`` over one axis, ``Σ_k e^{w_k} l_k`` at α = 0.
+    """Returns `1/α log Σ_k e^{w_k + α l_k}` over one axis, `Σ_k e^{w_k} l_k` at α = 0.
 
     Right to rounding for tiny α, where the sum is all but 1, and where it underflows.
 
@@ -54,10 +54,10 @@ def weighted_log_power_mean(logs: Tensor, log_weights: Tensor, alpha: float, dim
 def gaussian_log_power_mean(
     mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, noise_variance: Tensor | float
 ) -> Tensor:
-    """Return ``1/α log E[N(y; f, σ²I)^α]`` for f ~ N(m, K), in closed form, (B,).
+    """Returns `1/α log E[N(y; f, σ²I)^α]` for f ~ N(m, K), in closed form, (B,).
 
-    ``-C/2 log 2πσ² - 1/(2α) logdet(I + αK/σ²) - 1/2 rᵀ(σ²I + αK)⁻¹r`` with r = y - m, and at α = 0
-    ``-C/2 log 2πσ² - tr(K)/(2σ²) - rᵀr/(2σ²)``.
+    `-C/2 log 2πσ² - 1/(2α) logdet(I + αK/σ²) - 1/2 rᵀ(σ²I + αK)⁻¹r` with r = y - m, and at α = 0
+    `-C/2 log 2πσ² - tr(K)/(2σ²) - rᵀr/(2σ²)`.
 
     Args:
         mean: m, (B, C).
@@ -85,7 +85,7 @@ def gaussian_log_power_mean(
 
 
 def binary_log_power_mean(mean: Tensor, variance: Tensor, alpha: float, nodes: int = quadrature.NODES) -> Tensor:
-    """Return ``1/α log E[σ(f)^α]`` for f ~ N(m, v), by quadrature, elementwise.
+    """Returns `1/α log E[σ(f)^α]` for f ~ N(m, v), by quadrature, elementwise.
 
     Args:
         mean: m, any shape; its sign is turned for an answer of no.
@@ -109,7 +109,7 @@ def sampled_log_power_mean(
     draws: int,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return ``1/α log 1/S Σ_s p(y|f_s)^α`` over draws ``f_s = m + L ε_s``, ``K = L Lᵀ``, (B,).
+    """Returns `1/α log 1/S Σ_s p(y|f_s)^α` over draws `f_s = m + L ε_s`, `K = L Lᵀ`, (B,).
 
     Args:
         log_prob: log p(y|f) (S B,) of outputs (S B, C) and as many targets.

@@ -1,4 +1,4 @@
-"""The likelihood that targets mean, and outputs that are no logits."""
+"""The likelihood that follows from the dtype of targets, and a check that outputs are logits."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .gaussian import Gaussian
 
 log = logging.getLogger("lapwing")
 
-LOOKED_AT = 10_000
-"""Targets are looked at for so many samples where the first ones may be labels written as floats."""
+MAX_SAMPLES = 10_000
+"""So many targets decide whether floats are labels."""
 
 
 def inferred_likelihood(targets: Any, loader: Iterable[Any] = ()) -> Likelihood:
     """Returns the Gaussian for floating-point targets, the Categorical for integers, the Bernoulli for bool.
 
     Floating-point targets that are labels all the same are refused. Where those of the first batch may be labels, the
-    next batches decide, up to 10 000 samples: one real target of 0.0 in a batch of its own says nothing.
+    next batches decide, up to 10 000 samples: a batch of one real target 0.0 says nothing.
 
     Args:
         targets: those of the first batch.
@@ -37,8 +37,8 @@ def inferred_likelihood(targets: Any, loader: Iterable[Any] = ()) -> Likelihood:
     """
     if not isinstance(targets, Tensor):
         raise LapwingError(
-            f"Asked to infer the likelihood from targets, found {batches.describe(targets)}; a tensor is needed: floats"
-            " for likelihood='gaussian', integers for likelihood='categorical', bool for likelihood='bernoulli'."
+            f"The targets are {batches.describe(targets)}, which says nothing of their likelihood. Pass a tensor: of "
+            "floats for likelihood='gaussian', integers for likelihood='categorical', bool for likelihood='bernoulli'."
         )
     if targets.dtype == torch.bool:
         return Bernoulli()
@@ -49,7 +49,7 @@ def inferred_likelihood(targets: Any, loader: Iterable[Any] = ()) -> Likelihood:
 
 
 def _check_no_labels(targets: Tensor, loader: Iterable[Any]) -> None:
-    """Raises where all floating-point targets that are looked at are labels; ends at the first batch that is real."""
+    """Raises where floating-point targets are labels; stops at the first batch that is real."""
     binary = rows = True
     smallest, largest, count = 1.0, 0.0, 0
     for values in _targets(targets, loader):
@@ -63,7 +63,7 @@ def _check_no_labels(targets: Tensor, loader: Iterable[Any]) -> None:
         if values.numel():
             smallest, largest = min(smallest, float(values.min())), max(largest, float(values.max()))
             count += len(values) if values.ndim else 1
-        if count >= LOOKED_AT:
+        if count >= MAX_SAMPLES:
             break
     dtype = str(targets.dtype).removeprefix("torch.")
     if rows:
@@ -72,7 +72,7 @@ def _check_no_labels(targets: Tensor, loader: Iterable[Any]) -> None:
             f"The targets are {kind} of shape {tuple(targets.shape)} in {dtype}. Give class numbers, y.argmax(1), for "
             "a classification, or pass likelihood='gaussian' for a regression."
         )
-    if smallest < largest:  # zeros alone, or ones, tell nothing
+    if smallest < largest:  # zeros alone, or ones, say nothing
         raise LapwingError(
             f"The targets are all 0 or 1 in {dtype}. Pass likelihood='bernoulli' for binary labels or "
             "likelihood='gaussian' for a regression. Class labels must be integers: y.long()."
@@ -80,7 +80,7 @@ def _check_no_labels(targets: Tensor, loader: Iterable[Any]) -> None:
 
 
 def _targets(first: Tensor, loader: Iterable[Any]) -> Iterator[Any]:
-    """Yields those of the first batch, before the loader is asked for anything, then those of all."""
+    """Yields the first targets before it asks the loader for anything, then those of every batch."""
     yield first
     for batch in loader:
         yield batches.split(batch)[1]
@@ -106,7 +106,7 @@ def check_logits(likelihood: Likelihood, outputs: Tensor, weights: torch.dtype) 
             "inputs: model[:-1](inputs) to leave out a softmax at the end of an nn.Sequential, or forward=lambda model,"
             " inputs: model(inputs).log()."
         )
-    few = outputs.numel() < 16  # which may lie there by chance
+    few = outputs.numel() < 16  # they may lie between 0 and 1 by chance
     if likelihood.activation and not few and bool(((outputs > 0) & (outputs <= 1)).all()):
         log.warning(
             "The outputs of the network all lie between 0 and 1. The %s likelihood takes the %s itself and needs "

@@ -1,7 +1,7 @@
 """Links: pure functions that take the latent Gaussian at the outputs to class probabilities, in log space.
 
-A link reads a latent only through ``mean``, ``variance``, ``covariance``, ``joint``, ``sample`` and, for network
-outputs under weight draws, ``draws``. Probit and the Laplace bridge touch ``mean`` and ``variance`` alone, so no
+A link reads a latent only through `mean`, `variance`, `covariance`, `joint`, `sample` and, for network
+outputs under weight draws, `draws`. Probit and the Laplace bridge touch `mean` and `variance` alone, so no
 (B, C, C) covariance is ever built for them.
 """
 
@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lapwing.errors import LapwingError, shown
-from lapwing.likelihoods import quadrature
+from ..errors import LapwingError, shown
+from . import quadrature
 
-_CHUNK_NUMBERS = 2**23  # latent values held at once while averaging over draws: 64 MiB in float64
+_CHUNK_NUMBERS = 2**23  # latent values in memory at once while averaging over draws: 64 MiB in float64
 
-MOST_DRAWS = 10**9
-"""Of a link that averages over draws."""
+MAX_DRAWS = 10**9
+"""The largest `SampledLink(draws=...)`."""
 
 
 class LatentLike(Protocol):
-    """What links and predictions read of a latent: B inputs, C outputs; optionally also ``draws`` (S, B, C)."""
+    """What links and predictions read of a latent: B inputs, C outputs; optionally also `draws` (S, B, C)."""
 
     @property
     def mean(self) -> Tensor:
@@ -40,28 +40,28 @@ class LatentLike(Protocol):
 
     @property
     def covariance(self) -> Tensor:
-        """Covariance (B, C, C) per input, or (B, C, B, C) when ``joint``."""
+        """Covariance (B, C, C) per input, or (B, C, B, C) when `joint`."""
 
     @property
     def joint(self) -> bool:
         """Whether covariances between inputs are kept."""
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw outputs, (n, B, C)."""
+        """Draws outputs, (n, B, C)."""
 
 
 def weight_draws(latent: LatentLike) -> Tensor | None:
-    """Return the network outputs (S, B, C) under weight draws that the latent holds, or None for a Gaussian latent."""
+    """Returns the network outputs (S, B, C) under weight draws that the latent holds, or None for a Gaussian latent."""
     return getattr(latent, "draws", None)
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Cast half precision to float32 and leave wider types alone: a log of a sum needs the digits."""
+    """Casts half precision to float32 and leave wider types alone: a log of a sum needs the digits."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
 def seeded(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
-    """Return the given generator, or a new one with seed 0 on ``device``: the same call gives the same answer.
+    """Returns the generator, or a new one with seed 0 on `device`: the same call gives the same answer.
 
     Raises:
         LapwingError: for what is no generator.
@@ -74,21 +74,21 @@ def seeded(generator: torch.Generator | None, device: torch.device) -> torch.Gen
 
 
 def draw_chunks(latent: LatentLike, count: int, generator: torch.Generator | None = None) -> Iterator[Tensor]:
-    """Yield latent draws in chunks (s, B, C) with sum of s = ``count``; all the weight draws where the latent has them.
+    """Yields latent draws in chunks (s, B, C) with sum of s = `count`; all the weight draws where the latent has them.
 
     Args:
-        latent: Gaussian over outputs, or network outputs under weight draws (then ``count`` is not used).
+        latent: Gaussian over outputs, or network outputs under weight draws (then `count` is not used).
         count: Number of draws.
         generator: Source of randomness; None takes seed 0 on the latent's device.
 
     Yields:
         Draws of at least float32, (s, B, C).
     """
-    held = weight_draws(latent)
+    draws = weight_draws(latent)
     mean = latent.mean
     step = max(1, _CHUNK_NUMBERS // max(1, mean.numel()))
-    if held is not None:
-        yield from (at_least_float32(chunk) for chunk in held.split(step))
+    if draws is not None:
+        yield from (at_least_float32(chunk) for chunk in draws.split(step))
         return
     generator = seeded(generator, mean.device)
     for start in range(0, count, step):
@@ -96,7 +96,7 @@ def draw_chunks(latent: LatentLike, count: int, generator: torch.Generator | Non
 
 
 def latent_draws(latent: LatentLike, count: int, generator: torch.Generator | None = None) -> Tensor:
-    """Return ``draw_chunks`` as one tensor (S, B, C)."""
+    """Returns `draw_chunks` as one tensor (S, B, C)."""
     return torch.cat(list(draw_chunks(latent, count, generator)))
 
 
@@ -104,7 +104,7 @@ def latent_draws(latent: LatentLike, count: int, generator: torch.Generator | No
 
 
 def probit_log_probs(mean: Tensor, variance: Tensor) -> Tensor:
-    """Return ``log softmax_c(m_c / sqrt(1 + π/8 v_c))``, MacKay's probit approximation with one scale an output.
+    """Returns `log softmax_c(m_c / sqrt(1 + π/8 v_c))`, MacKay's probit approximation with one scale an output.
 
     Args:
         mean: Latent means m, (B, C).
@@ -117,26 +117,26 @@ def probit_log_probs(mean: Tensor, variance: Tensor) -> Tensor:
 
 
 def centred_variance(latent: LatentLike) -> Tensor:
-    """Return the variances of the outputs minus their average, ``diag(H Σ H)`` with ``H = I - 11ᵀ/C``, (B, C).
+    """Returns the variances of the outputs minus their average, `diag(H Σ H)` with `H = I - 11ᵀ/C`, (B, C).
 
     The softmax sees nothing else. A latent that does not offer them is taken to have independent outputs:
-    ``(1 - 2/C) v_c + Σ_l v_l / C²``.
+    `(1 - 2/C) v_c + Σ_l v_l / C²`.
     """
-    given = getattr(latent, "centred_variance", None)
-    if given is not None:
-        return at_least_float32(given)
+    centred = getattr(latent, "centred_variance", None)
+    if centred is not None:
+        return at_least_float32(centred)
     variance = at_least_float32(latent.variance)
     classes = variance.shape[-1]
     return (1.0 - 2.0 / classes) * variance + variance.sum(-1, keepdim=True) / classes**2
 
 
 def laplace_bridge_log_concentration(mean: Tensor, variance: Tensor) -> Tensor:
-    """Return ``log α`` of the Dirichlet that the Laplace bridge fits to a Gaussian over logits.
+    """Returns `log α` of the Dirichlet that the Laplace bridge fits to a Gaussian over logits.
 
-    ``α_c = (1 - 2/C + e^{μ_c} / C² Σ_l e^{-μ_l}) / V_c`` (Hobbhahn, Kristiadi and Hennig 2022, after MacKay 1998),
+    `α_c = (1 - 2/C + e^{μ_c} / C² Σ_l e^{-μ_l}) / V_c` (Hobbhahn, Kristiadi and Hennig 2022, after MacKay 1998),
     where μ and V belong to the logits minus their average, since the bridge lives on vectors that sum to 0 and the
-    softmax sees nothing else: ``μ = m - mean(m)``, V from `centred_variance`. That V inverts the bridge exactly: from a
-    Dirichlet's ``m = log α`` and ``v = 1/α`` it gives back α. (The authors *condition* on the sum being 0 instead,
+    softmax sees nothing else: `μ = m - mean(m)`, V from `centred_variance`. That V inverts the bridge exactly: from a
+    Dirichlet's `m = log α` and `v = 1/α` it gives back α. (The authors *condition* on the sum being 0 instead,
     which changes the distribution of the softmax unless all v are equal, and is several times further from its
     integral.)
 
@@ -158,7 +158,7 @@ def laplace_bridge_log_concentration(mean: Tensor, variance: Tensor) -> Tensor:
 
 
 def averaged_softmax_log_probs(chunks: Iterator[Tensor]) -> Tensor:
-    """Return ``log 1/S Σ_s softmax(f_s)`` from chunks of draws (s, B, C), never leaving log space.
+    """Returns `log 1/S Σ_s softmax(f_s)` from chunks of draws (s, B, C), never leaving log space.
 
     Args:
         chunks: Draws f, chunk by chunk.
@@ -172,12 +172,12 @@ def averaged_softmax_log_probs(chunks: Iterator[Tensor]) -> Tensor:
         total = part if total is None else torch.logaddexp(total, part)
         count += len(draws)
     if total is None:
-        raise LapwingError("An average of softmax over draws needs at least 1 draw, found 0; write SampledLink(512).")
+        raise LapwingError("There are no draws to average the softmax over. Write SampledLink(512).")
     return total - math.log(count)
 
 
 def averaged_sigmoid_log_odds(chunks: Iterator[Tensor]) -> Tensor:
-    """Return ``log Σ_s σ(f_s) - log Σ_s σ(-f_s)`` from chunks of draws (s, B, C), never leaving log space.
+    """Returns `log Σ_s σ(f_s) - log Σ_s σ(-f_s)` from chunks of draws (s, B, C), never leaving log space.
 
     Args:
         chunks: Draws f, chunk by chunk; at least one.
@@ -200,6 +200,8 @@ class Link(ABC):
     """Whether the link works from network outputs under weight draws, which are not Gaussian."""
     reads_covariance: ClassVar[bool] = True
     """Whether the link needs more of a Gaussian latent than its mean and variances."""
+    closed_form: ClassVar[bool] = False
+    """Whether `Prediction.summary` follows from means and variances by tensor operations: what `lw.deploy` needs."""
 
 
 class ClassLink(Link):
@@ -207,7 +209,7 @@ class ClassLink(Link):
 
     @abstractmethod
     def log_probs(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
-        """Return log probabilities (B, C); ``generator`` None means seed 0 where draws are needed."""
+        """Returns log probabilities (B, C); `generator` None means seed 0 where draws are needed."""
 
 
 class BinaryLink(Link):
@@ -215,20 +217,20 @@ class BinaryLink(Link):
 
     @abstractmethod
     def log_odds(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
-        """Return ``log p - log(1 - p)``, (B, C); ``generator`` None means seed 0 where draws are needed."""
+        """Returns `log p - log(1 - p)`, (B, C); `generator` None means seed 0 where draws are needed."""
 
 
 @dataclass(frozen=True)
 class Probit(ClassLink, BinaryLink):
     """Probit link on one-against-the-rest logits, in closed form: time and memory O(B C) beside the variances.
 
-    ``softmax_c(f'_c / sqrt(1 + π/8 v_c))`` with ``f' = f - mean(f)`` and ``v_c = Var[f_c - mean_{k≠c} f_k]``. The
+    `softmax_c(f'_c / sqrt(1 + π/8 v_c))` with `f' = f - mean(f)` and `v_c = Var[f_c - mean_{k≠c} f_k]`. The
     softmax does not see a shift common to all outputs, and the data say nothing of it, so its prior variance must not
     count; for two classes this is the exact binary probit. The textbook form reads the marginal variances Σ_cc instead,
     which include that shift.
 
     Args:
-        marginal: Take the textbook form, ``softmax(f_c / sqrt(1 + π/8 Σ_cc))``.
+        marginal: Take the textbook form, `softmax(f_c / sqrt(1 + π/8 Σ_cc))`.
 
     Example:
         >>> import torch, lapwing as lw
@@ -243,9 +245,10 @@ class Probit(ClassLink, BinaryLink):
     marginal: bool = False
     accepts_draws: ClassVar[bool] = False
     reads_covariance: ClassVar[bool] = False
+    closed_form: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Check the option."""
+        """Checks the option."""
         if not isinstance(self.marginal, bool):
             raise LapwingError(
                 f"Probit(marginal=...) takes True or False, not a {type(self.marginal).__name__}. Write "
@@ -253,7 +256,7 @@ class Probit(ClassLink, BinaryLink):
             )
 
     def log_probs(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
-        """Return log probabilities (B, C); reads the mean and variances only and draws nothing."""
+        """Returns log probabilities (B, C); reads the mean and variances only and draws nothing."""
         mean = at_least_float32(latent.mean)
         if self.marginal:
             return probit_log_probs(mean, at_least_float32(latent.variance))
@@ -262,7 +265,7 @@ class Probit(ClassLink, BinaryLink):
         return probit_log_probs(mean - mean.mean(-1, keepdim=True), contrast)
 
     def log_odds(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
-        """Return ``f / sqrt(1 + π/8 v)``, (B, C); reads the mean and variances only and draws nothing."""
+        """Returns `f / sqrt(1 + π/8 v)`, (B, C); reads the mean and variances only and draws nothing."""
         mean, variance = at_least_float32(latent.mean), at_least_float32(latent.variance)
         return mean * torch.rsqrt(1.0 + (math.pi / 8.0) * variance)
 
@@ -288,21 +291,22 @@ class LaplaceBridge(ClassLink):
 
     accepts_draws: ClassVar[bool] = False
     reads_covariance: ClassVar[bool] = False
+    closed_form: ClassVar[bool] = True
 
     def log_probs(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
-        """Return log probabilities ``log α - log Σ α`` (B, C); reads the mean and variances only."""
+        """Returns log probabilities `log α - log Σ α` (B, C); reads the mean and variances only."""
         mean, variance = at_least_float32(latent.mean), centred_variance(latent)
         return torch.log_softmax(laplace_bridge_log_concentration(mean, variance), -1)
 
     def concentration(self, latent: LatentLike) -> Tensor:
-        """Return the Dirichlet's parameters α, (B, C)."""
+        """Returns the Dirichlet's parameters α, (B, C)."""
         mean, variance = at_least_float32(latent.mean), centred_variance(latent)
         return laplace_bridge_log_concentration(mean, variance).exp()
 
 
 @dataclass(frozen=True)
 class Quadrature(BinaryLink):
-    """The exact probability of a Bernoulli output, ``∫ σ(f) N(f; m, v) df``, by numerical integration.
+    """The exact probability of a Bernoulli output, `∫ σ(f) N(f; m, v) df`, by numerical integration.
 
     A trapezoidal rule in a stretched variable, since Gauss-Hermite rules fail at large variances
     (`lapwing.likelihoods.quadrature`). At every mean and variance the error, of probabilities and of their logarithms,
@@ -312,7 +316,7 @@ class Quadrature(BinaryLink):
         nodes: Number of nodes.
 
     Raises:
-        LapwingError: if ``nodes`` is below 16.
+        LapwingError: if `nodes` is below 16.
 
     Example:
         >>> import torch, lapwing as lw
@@ -327,34 +331,35 @@ class Quadrature(BinaryLink):
     nodes: int = quadrature.NODES
     accepts_draws: ClassVar[bool] = False
     reads_covariance: ClassVar[bool] = False
+    closed_form: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Check the number of nodes."""
+        """Checks the number of nodes."""
         if isinstance(self.nodes, bool) or not isinstance(self.nodes, int) or self.nodes < 16:
             raise LapwingError(
-                f"Quadrature needs at least 16 nodes, found nodes={shown(self.nodes)}; write Quadrature(48)."
+                f"Quadrature(nodes={shown(self.nodes)}) has too few nodes. Pass at least 16: Quadrature(48)."
             )
 
     def log_odds(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
-        """Return log odds (B, C); reads the mean and variances only and draws nothing."""
+        """Returns log odds (B, C); reads the mean and variances only and draws nothing."""
         mean = at_least_float32(latent.mean)
         return quadrature.log_odds(mean, latent.variance, self.nodes).to(mean.dtype)
 
 
 @dataclass(frozen=True)
 class SampledLink(ClassLink, BinaryLink):
-    """Average of the softmax over joint latent draws; over the latent's own weight draws where it has them.
+    """Average of the softmax over joint latent draws; over the latent's weight draws where it has them.
 
     For Bernoulli outputs the average of the sigmoid of each.
 
-    Unbiased, with a standard error of at most ``1 / (2 sqrt(draws))`` a probability. Time O(draws B C) after the
-    latent's own sampling; draws are taken in chunks.
+    Unbiased, with a standard error of at most `1 / (2 sqrt(draws))` a probability. Time O(draws B C) after the
+    sampling of the latent; draws are taken in chunks.
 
     Args:
         draws: Number of draws from a Gaussian latent.
 
     Raises:
-        LapwingError: if ``draws`` is below 1 or above a billion.
+        LapwingError: if `draws` is below 1 or above a billion.
 
     Example:
         >>> import torch, lapwing as lw
@@ -370,24 +375,24 @@ class SampledLink(ClassLink, BinaryLink):
     accepts_draws: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Check the number of draws."""
+        """Checks the number of draws."""
         if isinstance(self.draws, bool) or not isinstance(self.draws, Integral) or self.draws < 1:
             raise LapwingError(
-                f"SampledLink needs a whole number of draws, at least 1, found draws={shown(self.draws)}; write "
+                f"SampledLink(draws={shown(self.draws)}) is no number of draws. Pass a whole number of at least 1: "
                 "SampledLink(512)."
             )
-        if self.draws > MOST_DRAWS:
+        if self.draws > MAX_DRAWS:
             raise LapwingError(
-                f"SampledLink(draws={self.draws}) would run for days. Ask for at most {MOST_DRAWS:,} draws: a "
+                f"SampledLink(draws={self.draws}) would run for days. Ask for at most {MAX_DRAWS:,} draws: a "
                 "probability's error is then below 2e-5."
             )
 
     def log_probs(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
-        """Return log probabilities (B, C); ``generator`` None means seed 0."""
+        """Returns log probabilities (B, C); `generator` None means seed 0."""
         return averaged_softmax_log_probs(draw_chunks(latent, self.draws, generator))
 
     def log_odds(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
-        """Return log odds (B, C); ``generator`` None means seed 0."""
+        """Returns log odds (B, C); `generator` None means seed 0."""
         return averaged_sigmoid_log_odds(draw_chunks(latent, self.draws, generator))
 
 
@@ -396,3 +401,4 @@ class ExactLink(Link):
     """No approximation: the distribution of y is known in closed form (Gaussian noise on a Gaussian latent)."""
 
     accepts_draws: ClassVar[bool] = True
+    closed_form: ClassVar[bool] = True

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from lapwing.errors import LapwingError, shown
-from lapwing.likelihoods.links import seeded
-from lapwing.likelihoods.predictions import Prediction, check_count, check_level
-from lapwing.network import batches
+from ..errors import LapwingError, shown
+from ..network import batches
+from .links import seeded
+from .predictions import RealPrediction, check_count, check_level
 
 
 @dataclass(frozen=True, eq=False)
-class MixturePrediction(Prediction):
-    """An equal mixture over draws of any ``torch.distributions`` family: what a new likelihood can return.
+class MixturePrediction(RealPrediction):
+    """An equal mixture over draws of any `torch.distributions` family: what a new likelihood can return.
 
     Args:
         components: The distribution of y under each draw, batch shape (B, S).
@@ -27,12 +27,13 @@ class MixturePrediction(Prediction):
 
     def __post_init__(self) -> None:
         """Checks that there is a distribution for each input and draw."""
-        found = self.components
-        if not isinstance(found, dist.Distribution) or len(found.batch_shape) < 2:
-            batch = f", of batch shape {tuple(found.batch_shape)}" if isinstance(found, dist.Distribution) else ""
+        components = self.components
+        if not isinstance(components, dist.Distribution) or len(components.batch_shape) < 2:
+            real = isinstance(components, dist.Distribution)
+            batch = f", of batch shape {tuple(components.batch_shape)}" if real else ""
             raise LapwingError(
                 "MixturePrediction takes a distribution of torch.distributions with batch shape (inputs, draws). "
-                f"This is {shown(found)}{batch}. Pass, for example, torch.distributions.Normal(mean, std) with "
+                f"This is {shown(components)}{batch}. Pass, for example, torch.distributions.Normal(mean, std) with "
                 "tensors (inputs, draws)."
             )
 
@@ -40,11 +41,6 @@ class MixturePrediction(Prediction):
     def mean(self) -> Tensor:
         """Mean of y, (B, ...)."""
         return self.components.mean.mean(1)
-
-    @property
-    def variance(self) -> Tensor:
-        """Total variance of y, epistemic plus aleatoric, (B, ...)."""
-        return self.epistemic_variance + self.aleatoric_variance
 
     @property
     def aleatoric_variance(self) -> Tensor:
@@ -56,16 +52,11 @@ class MixturePrediction(Prediction):
         """Variance over draws of the mean of y, (B, ...)."""
         return self.components.mean.var(1, correction=0)
 
-    @property
-    def std(self) -> Tensor:
-        """Total standard deviation of y, (B, ...)."""
-        return self.variance.sqrt()
-
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Return the central interval that holds y with probability ``level``, one output at a time.
+        """Returns the central interval that holds y with probability `level`, one output at a time.
 
-        By bisection of the mixture's distribution function; from 4096 draws of y where the family has none, no finite
-        variance, or a support that ends near.
+        By bisection of the mixture's distribution function. Families without one, with an infinite variance or with a
+        support that ends near the mean take at least 4096 draws of y.
 
         Args:
             level: Probability in (0, 1).
@@ -74,18 +65,21 @@ class MixturePrediction(Prediction):
             Lower and upper ends, each (B, ...).
 
         Raises:
-            LapwingError: if ``level`` is not in (0, 1).
+            LapwingError: if `level` is not in (0, 1).
         """
         check_level(level)
         tail = 0.5 * (1.0 - level)
         try:
             return self._quantile(tail), self._quantile(1.0 - tail)
         except (NotImplementedError, ValueError):  # the latter from a family that checks more than its support
-            low, high = torch.quantile(self.sample(4096).to(self.mean), self.mean.new_tensor([tail, 1.0 - tail]), dim=0)
+            tails = self.mean.new_tensor([tail, 1.0 - tail])
+            draws = self.components.batch_shape[1]
+            y = self._sampled(self.components, math.ceil(4096 / draws))  # (n, B, S, ...): as many of each component
+            low, high = torch.quantile(y.movedim(2, 1).flatten(0, 1).to(self.mean), tails, dim=0)
             return low, high
 
     def _quantile(self, probability: float) -> Tensor:
-        """Return a quantile, (B, ...), within Cantelli's bound of the mean."""
+        """Returns a quantile, (B, ...), within Cantelli's bound of the mean."""
         marginal, std = self.components, self.std
         while isinstance(marginal, dist.Independent):
             marginal = marginal.base_dist
@@ -103,29 +97,33 @@ class MixturePrediction(Prediction):
         return high
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Return the log density of the targets at every input, (B,).
+        """Returns the log density of the targets at every input, (B,).
 
         Raises:
-            LapwingError: for targets that are not one for each value of ``mean``.
+            LapwingError: for targets that are not one for each value of `mean`.
         """
         targets = batches.plain(targets, self.mean.device)
         if targets.numel() != self.mean.numel() or targets.shape[:1] != self.mean.shape[:1]:
             raise LapwingError(
-                f"MixturePrediction.log_prob needs a target for each value of shape {tuple(self.mean.shape)}, found "
-                f"targets of shape {tuple(targets.shape)}; write `y.reshape{tuple(self.mean.shape)}`."
+                f"MixturePrediction.log_prob needs one target for each value of shape {tuple(self.mean.shape)}. "
+                f"The targets have shape {tuple(targets.shape)}. Write `y.reshape{tuple(self.mean.shape)}`."
             )
         return self.distribution().log_prob(targets.reshape(self.mean.shape))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw y, (n, B, ...); ``torch.distributions`` takes no generator, so a fork of the global one is seeded."""
+        """Draws y, (n, B, ...); `torch.distributions` takes no generator, so a fork of the global one is seeded."""
         check_count("sample", "n", n, self.components.mean[..., 0].numel())
+        return self._sampled(self.distribution(), n, generator)
+
+    def _sampled(self, family: dist.Distribution, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws from a distribution under a seed."""
         device = self.components.mean.device
         seed = torch.randint(2**62, (), generator=seeded(generator, device), device=device)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(int(seed))
-            return self.distribution().sample((n,))
+            return family.sample((n,))
 
     def distribution(self) -> dist.MixtureSameFamily:
-        """Return ``torch.distributions.MixtureSameFamily`` with batch shape (B,)."""
+        """Returns `torch.distributions.MixtureSameFamily` with batch shape (B,)."""
         weights = torch.zeros(self.components.batch_shape, device=self.components.mean.device)
         return dist.MixtureSameFamily(dist.Categorical(logits=weights), self.components)

@@ -12,7 +12,7 @@ _HALVINGS = 60  # a float64 bracket shrinks below its rounding in 53
 
 
 def mixture_log_density(draws: Tensor, noise_variance: float, targets: Tensor) -> Tensor:
-    """Return ``log 1/S Σ_s N(y; f_s, σ² I)`` for every input.
+    """Returns `log 1/S Σ_s N(y; f_s, σ² I)` for every input.
 
     Args:
         draws: Component means f, (S, B, C).
@@ -29,9 +29,9 @@ def mixture_log_density(draws: Tensor, noise_variance: float, targets: Tensor) -
 
 
 def mixture_quantile(draws: Tensor, noise_variance: float, probability: float) -> Tensor:
-    """Return the quantile of every output's mixture ``1/S Σ_s N(f_s, σ²)`` by bisection of its distribution function.
+    """Returns the quantile of every output's mixture `1/S Σ_s N(f_s, σ²)` by bisection of its distribution function.
 
-    The quantile lies between the smallest and the largest of the components' own quantiles, which brackets it. A last
+    The quantile lies between the smallest and the largest of the components' quantiles, which brackets it. A final
     Newton step from the detached root makes the result differentiable in the draws (implicit function theorem).
 
     Args:

@@ -29,15 +29,15 @@ _CHUNK_NUMBERS = 2**22
 
 
 def rule(mean: Tensor, variance: Tensor, slope: float = 0.0, nodes: int = NODES) -> tuple[Tensor, Tensor]:
-    """Return nodes f and log weights with ``Σ_k e^{w_k} g(f_k) ≈ E[g(f)]``, f ~ N(m, v).
+    """Returns nodes f and log weights with `Σ_k e^{w_k} g(f_k) ≈ E[g(f)]`, f ~ N(m, v).
 
     With z = (f - m)/s and the kink at κ = -m/s, the trapezoidal rule in u is taken after
-    ``z = κ + h asinh(ω sinh(u))``: steps of ω near the kink, of h away from it.
+    `z = κ + h asinh(ω sinh(u))`: steps of ω near the kink, of h away from it.
 
     Args:
         mean: m, any shape, float64.
         variance: v, of the same shape, at least 0.
-        slope: g grows as ``e^{slope f}`` for f below 0: the nodes follow the integrand's mass to where that puts it, so
+        slope: g grows as `e^{slope f}` for f below 0: the nodes follow the integrand's mass to where that puts it, so
             that logarithms of tiny expectations are right. 0 for bounded g.
         nodes: Number of nodes.
 
@@ -63,7 +63,7 @@ def rule(mean: Tensor, variance: Tensor, slope: float = 0.0, nodes: int = NODES)
 
 
 def expectation(function: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
-    """Return ``E[g(f)]`` of a bounded g, elementwise.
+    """Returns `E[g(f)]` of a bounded g, elementwise.
 
     Args:
         function: g, elementwise.
@@ -83,7 +83,7 @@ def expectation(function: Callable[[Tensor], Tensor], mean: Tensor, variance: Te
 
 
 def log_sigmoid_mean(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
-    """Return ``log E[σ(f)]``, elementwise; arguments as for `expectation`."""
+    """Returns `log E[σ(f)]`, elementwise; arguments as for `expectation`."""
 
     def of(mean: Tensor, variance: Tensor) -> Tensor:
         f, weights = rule(mean, variance, 1.0, nodes)
@@ -93,20 +93,22 @@ def log_sigmoid_mean(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tens
 
 
 def log_odds(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
-    """Return ``log E[σ(f)] - log E[σ(-f)]``, elementwise, from the smaller of the two; as `expectation` otherwise."""
+    """Returns `log E[σ(f)] - log E[σ(-f)]`, elementwise, from the smaller of the two; as `expectation` otherwise."""
     signs = torch.where(mean < 0, -1.0, 1.0).to(mean.dtype)
     smaller = log_sigmoid_mean(-signs * mean, variance, nodes)
     return signs * (torch.log1p(-smaller.exp()) - smaller)
 
 
 def sigmoid_entropy(logits: Tensor) -> Tensor:
-    """Return the entropy of ``y ~ Bernoulli(σ(f))`` in nats, ``log(1 + e^{-|f|}) + |f| σ(-|f|)``, elementwise."""
+    """Returns the entropy of `y ~ Bernoulli(σ(f))` in nats, `log(1 + e^{-|f|}) + |f| σ(-|f|)`, elementwise."""
     size = logits.abs()
     return F.softplus(-size) + size * torch.sigmoid(-size)
 
 
 def _in_chunks(function: Callable[[Tensor, Tensor], Tensor], mean: Tensor, variance: Tensor, nodes: int) -> Tensor:
-    """Apply a function of flat float64 tensors to a few million nodes at a time."""
+    """Applies a function of flat float64 tensors to a few million nodes at a time."""
+    if torch.compiler.is_compiling():  # chunks would fix the batch that an exported program takes
+        return function(mean.double(), variance.double())
     length = max(1, _CHUNK_NUMBERS // nodes)
     parts = zip(mean.double().flatten().split(length), variance.double().flatten().split(length), strict=True)
     return torch.cat([function(m, v) for m, v in parts]).reshape(mean.shape)

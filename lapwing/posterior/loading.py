@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ..contents import Unfit, check_json
 from ..covariance import COVARIANCES
 from ..errors import LapwingError, shown
-from ..likelihoods import BY_NAME, Likelihood, resolve
+from ..likelihoods import Likelihood, resolve
+from ..likelihoods.registry import REGISTERED
 from ..network.batches import Forward
 from ..network.eager import outside_modes
 from ..network.stamp import Stamp, fingerprint
@@ -39,7 +40,7 @@ def load(
     Args:
         path: the file.
         model: the network with the weights of the fit, in eval mode.
-        likelihood: needed for one that is not built in.
+        likelihood: needed for one that is not registered.
         forward: as in `lw.fit`, if it was given there.
         memory: budget in bytes; 1 GiB when None.
 
@@ -111,10 +112,10 @@ def _rebuilt(
         tangent, {k: v.to(device) for k, v in part("covariance/").items()}, header["covariance"]["extra"]
     )
     saved = header["likelihood"]
-    if likelihood is None and saved["name"] not in BY_NAME:
+    if likelihood is None and saved["name"] not in REGISTERED:
         raise LapwingError(
-            f"The fit of {path} had a likelihood of your own, {saved['name']!r}. Pass an instance of it: write "
-            "lw.load(path, model, likelihood=...)."
+            f"The likelihood {saved['name']!r} of {path} is not registered. Import the module that registers it, or "
+            "pass an instance: lw.load(path, model, likelihood=...)."
         )
     likelihood = likelihood or resolve(saved["name"])
     if likelihood.name != saved["name"]:

@@ -156,7 +156,8 @@ def _scores(
 ) -> Tensor:
     """Returns mean held-out log likelihoods (posteriors, precisions, factors); a factor widens all of y."""
     first = posteriors[0]
-    marginal = first.tangent.outputs == 1 or not first.likelihood.default_link.reads_covariance
+    link = first.likelihood.default_link
+    marginal = not link.reads_covariance or (link.closed_form and first.tangent.outputs == 1)
     groups: dict[int, list[int]] = {}
     for i, posterior in enumerate(posteriors):
         assert isinstance(posterior.covariance, PriorCovariance)

@@ -121,7 +121,7 @@ def test_link_of_a_prediction_at_one():
     for link in (Probit(), Probit(marginal=True), LaplaceBridge()):
         found = Categorical().log_power_mean(latent.mean, latent.covariance, labels, 1.0, link=link)
         torch.testing.assert_close(found, link_of(latent, link, labels))
-    with pytest.raises(LapwingError, match=r"alpha=0.5 with link=Probit\(marginal=False\); write link=SampledLink\(\)"):
+    with pytest.raises(LapwingError, match=r"alpha=0.5 with link=Probit\(marginal=False\). Write link=SampledLink\(\)"):
         Categorical().log_power_mean(latent.mean, latent.covariance, labels, 0.5, link=Probit())
     gaussian = Gaussian(0.3)
     density = gaussian.predict(latent).log_prob(latent.mean + 1)
@@ -207,10 +207,10 @@ class TestEveryLikelihood:
         likelihood, size, make = CASES[case]
         latent, targets = random_latent(batch=3, size=size), make(3)
         for alpha in (-0.1, math.inf, math.nan, True, "1"):
-            with pytest.raises(LapwingError, match="finite alpha from 0 up, found alpha="):
+            with pytest.raises(LapwingError, match="finite alpha of at least 0, not alpha="):
                 likelihood.log_power_mean(latent.mean, latent.covariance, targets, alpha)
         if case != "gaussian":
-            with pytest.raises(LapwingError, match="no noise variance, found noise_variance=0.1"):
+            with pytest.raises(LapwingError, match="no noise variance. Leave out noise_variance=0.1"):
                 likelihood.log_power_mean(latent.mean, latent.covariance, targets, 1.0, 0.1)
             with pytest.raises(LapwingError, match=r"power mean .* link=ExactLink\(\)"):
                 likelihood.log_power_mean(latent.mean, latent.covariance, targets, 1.0, link=ExactLink())
@@ -227,7 +227,7 @@ def test_gaussian_noise():
     (slope,) = torch.autograd.grad(found.sum(), noise)
     ends = [Gaussian(0.2 + h).log_power_mean(*arguments).sum() for h in (-1e-6, 1e-6)]
     assert float(slope) == pytest.approx(float(ends[1] - ends[0]) / 2e-6, rel=1e-6)
-    with pytest.raises(LapwingError, match=r"link=Probit\(marginal=False\); write link=ExactLink\(\)"):
+    with pytest.raises(LapwingError, match=r"link=Probit\(marginal=False\). Write link=ExactLink\(\)"):
         Gaussian(0.2).log_power_mean(*arguments, link=Probit())
     one = random_latent(size=1)
     flat, column = (

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lapwing as lw
 from lapwing.evaluation import sensitivity
-from lapwing.likelihoods.inferred import LOOKED_AT, inferred_likelihood
+from lapwing.likelihoods.inferred import MAX_SAMPLES, inferred_likelihood
 
 SOFT = torch.tensor([[0.2, 0.8], [0.5, 0.5], [1.0, 0.0]])
 LABELS = {
@@ -77,7 +77,7 @@ def test_a_stream_without_end_is_looked_at_for_a_while() -> None:
     stream = _Endless()
     with pytest.raises(lw.LapwingError, match="all 0 or 1"):
         lw.fit(nn.Linear(2, 1).eval(), DataLoader(stream, batch_size=None))
-    assert stream.shown < 2 * LOOKED_AT
+    assert stream.shown < 2 * MAX_SAMPLES
 
 
 def test_a_loader_of_real_targets_is_not_gone_through_to_infer() -> None:

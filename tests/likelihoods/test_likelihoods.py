@@ -13,6 +13,7 @@ import torch
 from scipy.integrate import quad
 from torch import distributions as dist
 
+import lapwing as lw
 from lapwing.errors import LapwingError
 from lapwing.likelihoods import (
     Bernoulli,
@@ -22,9 +23,11 @@ from lapwing.likelihoods import (
     MixturePrediction,
     NoiselessLikelihood,
     SampledLink,
+    register,
     resolve,
 )
 from lapwing.likelihoods.links import latent_draws
+from lapwing.likelihoods.registry import REGISTERED
 from lapwing.likelihoods.targets import aligned_targets, check_real_targets
 from tests.likelihoods.fakes import random_latent
 
@@ -35,7 +38,7 @@ F64 = torch.float64
 class Poisson(NoiselessLikelihood):
     """Counts with a log link, ``y ~ Poisson(e^f)``, from the protocol alone."""
 
-    name: ClassVar[str] = "poisson"
+    name: ClassVar[str] = "counts"
     links: ClassVar[tuple] = (SampledLink,)
     default_link: ClassVar[SampledLink] = SampledLink()
 
@@ -63,7 +66,7 @@ def outputs_and_targets(likelihood, batch=5, size=3, seed=0):
         return outputs, torch.randint(size, (batch,), generator=generator)
     if likelihood.name == "bernoulli":
         return outputs, torch.rand(batch, size, generator=generator) < 0.5
-    if likelihood.name == "poisson":
+    if likelihood.name == "counts":
         return outputs, torch.poisson(outputs.exp(), generator)
     return outputs, torch.randn(batch, size, generator=generator, dtype=F64)
 
@@ -87,7 +90,7 @@ def expected_hessian(likelihood, output):
         return sum(
             likelihood.log_prob(output[None], torch.tensor([y]))[0].exp() * hessian(torch.tensor([y])) for y in answers
         )
-    centre = output.exp() if likelihood.name == "poisson" else output
+    centre = output.exp() if likelihood.name == "counts" else output
     # these Hessians are affine in y, so their average over y is their value at its mean, reached here from integers
     low, high = centre.floor(), centre.floor() + 1
     result = torch.zeros(len(output), len(output), dtype=F64)
@@ -195,10 +198,10 @@ def test_noise_variance():
     assert Categorical().noise_variance is None
     assert Categorical().curvature_scale == 1.0
     assert Categorical().with_noise_variance(None) == Categorical()
-    with pytest.raises(LapwingError, match=r"categorical .* no noise variance, found noise_variance=0.1"):
+    with pytest.raises(LapwingError, match=r"categorical .* no noise variance. Leave out noise_variance=0.1"):
         Categorical().with_noise_variance(0.1)
     for bad in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(LapwingError, match=r"positive finite .* write Gaussian\(noise_variance=0.1\)"):
+        with pytest.raises(LapwingError, match=r"positive finite .* Gaussian\(noise_variance=0.1\)"):
             Gaussian(bad)
     assert Gaussian(np.float32(0.5)) == Gaussian(0.5)
     assert type(Gaussian(np.float32(0.5)).noise_variance) is float
@@ -215,7 +218,7 @@ def test_noise_variance():
 )
 def test_untuned_noise_is_refused_where_a_number_is_needed(use):
     with pytest.raises(
-        LapwingError, match=r"noise_variance=None \(to be tuned\); write Gaussian\(noise_variance=0.1\)"
+        LapwingError, match=r"noise_variance=None is still to be tuned. Write Gaussian\(noise_variance=0.1\)"
     ):
         use(Gaussian())
 
@@ -226,12 +229,43 @@ def test_resolve():
     assert resolve("bernoulli") == Bernoulli()
     poisson = Poisson()
     assert resolve(poisson) is poisson
-    with pytest.raises(LapwingError, match=r'"categorical", "bernoulli", "gaussian".*found \'softmax\''):
+    with pytest.raises(LapwingError, match=r"'softmax' is no likelihood.*'categorical'.*'bernoulli'.*'gaussian'"):
         resolve("softmax")
-    with pytest.raises(LapwingError, match=r"found the class Gaussian; write `Gaussian\(\)`"):
+    with pytest.raises(LapwingError, match=r"the class Gaussian\. .*likelihood=Gaussian\(\)"):
         resolve(Gaussian)
-    with pytest.raises(LapwingError, match="found 3"):
+    with pytest.raises(LapwingError, match="3 is no likelihood"):
         resolve(3)
+
+
+def test_a_registered_likelihood_is_found_by_its_name(monkeypatch):
+    monkeypatch.setitem(REGISTERED, Poisson.name, Poisson)
+    assert resolve("counts") == Poisson()
+    assert register(Poisson) is Poisson  # again, as a notebook does
+    model = torch.nn.Linear(2, 1).double().eval()
+    x = torch.randn(9, 2, dtype=F64)
+    fitted = lw.fit(model, [(x, torch.poisson(x[:, :1].exp()))], lw.Diagonal(), likelihood="counts", tune=None)
+    assert fitted.likelihood == Poisson()
+
+
+def test_what_cannot_be_registered():
+    @dataclass(frozen=True)
+    class Shifted(Poisson):
+        name: ClassVar[str] = "shifted"
+        shift: float = 1.0
+
+    @dataclass(frozen=True)
+    class Other(Poisson):
+        name: ClassVar[str] = "categorical"
+
+    for kind, message in (
+        (Shifted, "does not store the options shift of Shifted"),
+        (Other, "'categorical' of Other belongs to lapwing.likelihoods.categorical.Categorical"),
+        (Poisson(), "a frozen dataclass that extends Likelihood"),
+        (int, "a frozen dataclass that extends Likelihood"),
+    ):
+        with pytest.raises(LapwingError, match=message):
+            register(kind)
+    assert list(REGISTERED)[:3] == ["bernoulli", "categorical", "gaussian"]
 
 
 def test_likelihood_is_abstract():

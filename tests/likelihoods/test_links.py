@@ -210,12 +210,12 @@ def test_default_link_and_refused_links():
     latent, draws = random_latent(), FakeDraws(torch.zeros(5, 4, 3))
     assert Categorical().predict(latent).link == Probit()
     with pytest.raises(
-        LapwingError, match=r"categorical .* weight draws .* link=Probit\(marginal=False\); write link=SampledLink\(\)"
+        LapwingError, match=r"categorical .* weight draws .* link=Probit\(marginal=False\). Write link=SampledLink\(\)"
     ):
         Categorical().predict(draws, Probit())
     with pytest.raises(LapwingError, match=r"a Gaussian latent .*Probit\(\) or LaplaceBridge\(\) or SampledLink\(\)"):
         Categorical().predict(latent, ExactLink())
     with pytest.raises(LapwingError, match=r"Probit \(a class, not an instance\)"):
         Categorical().predict(latent, Probit)
-    with pytest.raises(LapwingError, match=r"at least 1, found draws=0"):
+    with pytest.raises(LapwingError, match=r"draws=0"):
         SampledLink(0)

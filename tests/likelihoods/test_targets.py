@@ -1,8 +1,6 @@
-"""Every label and target error: what it counts, where it points, and the line that it tells to write."""
+"""Every label and target error: what it counts, where it points, and what it says to write."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 import torch
@@ -18,12 +16,12 @@ LABELS = [
     ((4, 2), torch.tensor([-1, 1, 1, -1]), ["2 of 4", "index 0: -1", "y = (y + 1) // 2"]),
     ((4, 3), torch.tensor([0, 7, 1, 2], dtype=torch.int32), ["1 of 4", "index 1: 7", "torch.int32", "features, 8)"]),
     ((4, 3), torch.tensor([0, 7, 1, 2], dtype=torch.uint16), ["1 of 4", "index 1: 7", "torch.uint16", "y = y.long()"]),
-    ((4, 3), torch.tensor([0.0, 1.0, 2.0, 0.0]), ["all 4", "torch.float32", "(4,)", "y.long()", '"gaussian"']),
+    ((4, 3), torch.tensor([0.0, 1.0, 2.0, 0.0]), ["torch.float32", "(4,)", "y.long()", '"gaussian"']),
     ((4, 2), torch.tensor([True, False, True, True]), ["torch.bool", "y.long()"]),
     ((4, 3), torch.tensor([0.0, float("nan"), 1.0, float("nan")]), ["2 of 4", "NaN", "index 1", "~y.isnan()"]),
     ((4, 3), torch.tensor([[0], [1], [2], [0]]), ["(4,)", "(4, 1)", "torch.int64", "y.squeeze(1)"]),
     ((4, 3), torch.eye(3)[[0, 1, 2, 0]], ["(4,)", "(4, 3)", "y.argmax(1)"]),
-    ((4, 3), torch.tensor([0, 1]), ["(4,)", "(2,)", "one label an input"]),
+    ((4, 3), torch.tensor([0, 1]), ["(4,)", "(2,)", "one label for each input"]),
     ((4, 1), torch.tensor([0, 1, 0, 1]), ["at least 2 outputs", "(4, 1)", "'bernoulli'", "features, 2)"]),
     ((4, 5, 3), torch.zeros(4, 5, dtype=torch.long), ["(4, 5, 3)", "(4, 5)", "f.reshape(-1, C)"]),
     ((4, 3), torch.zeros(4, dtype=torch.long, device="meta"), ["cpu", "meta", 'y.to("cpu")']),
@@ -38,7 +36,7 @@ TARGETS = [
     ),
     ((4, 2), torch.zeros(4), ["(4, 2)", "(4,)", "torch.float32", "torch.nn.Linear(features, 1)"]),
     ((4, 3), torch.zeros(4, dtype=torch.long), ["(4, 3)", "(4,)", "torch.int64", '"categorical"']),
-    ((4, 1), torch.zeros(3, 1), ["(4, 1) or (4,)", "(3, 1)", "one target an output"]),
+    ((4, 1), torch.zeros(3, 1), ["(4, 1) or (4,)", "(3, 1)", "one target for each output"]),
     ((4, 1), torch.zeros(4, 2), ["(4, 1) or (4,)", "(4, 2)"]),
     ((4, 1), torch.zeros(1, 4), ["(1, 4)", "y.T"]),
     ((4, 2), torch.zeros(2, 4), ["(2, 4)", "y.T"]),
@@ -66,10 +64,6 @@ BINARY = [
 ]
 
 
-def is_one_sentence(message: str) -> bool:
-    return message.endswith(".") and not re.search(r"\. [A-Z]", message)
-
-
 @pytest.mark.parametrize(("shape", "labels", "said"), LABELS)
 def test_label_errors(shape, labels, said):
     with pytest.raises(LapwingError) as caught:
@@ -77,7 +71,6 @@ def test_label_errors(shape, labels, said):
     message = str(caught.value)
     assert message.startswith("Categorical")
     assert all(part in message for part in said), message
-    assert is_one_sentence(message), message
 
 
 @pytest.mark.parametrize(("shape", "targets", "said"), TARGETS)
@@ -87,7 +80,6 @@ def test_target_errors(shape, targets, said):
     message = str(caught.value)
     assert message.startswith("Gaussian")
     assert all(part in message for part in said), message
-    assert is_one_sentence(message), message
 
 
 @pytest.mark.parametrize(("shape", "targets", "said"), BINARY)
@@ -97,7 +89,6 @@ def test_binary_target_errors(shape, targets, said):
     message = str(caught.value)
     assert message.startswith("Bernoulli")
     assert all(part in message for part in said), message
-    assert is_one_sentence(message), message
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.bfloat16, torch.float64])
