@@ -12,10 +12,11 @@ from .blockwise import Blockwise
 from .coordinates import CoordinateBasis
 from .dense import DenseCovariance
 from .draws import Draws
+from .latent import AnyLatent, JointLatent, Latent, LatentDraws
 from .low_rank import LowRank, LowRankWithResidual, Subspace
 from .low_rank_diagonal import LowRankPlusDiagonal
-from .output import AnyLatent, JointLatent, Latent, LatentDraws, MarginalLatent, Term
 from .structures import DenseBlock, DiagonalBlock, KroneckerBlock, Structure
+from .terms import Term
 
 COVARIANCES: dict[str, type[Covariance]] = {
     cls.__name__: cls for cls in (Blockwise, DenseCovariance, Draws, LowRank, LowRankPlusDiagonal, LowRankWithResidual)
@@ -25,6 +26,6 @@ COVARIANCES: dict[str, type[Covariance]] = {
 __all__ = [
     "COVARIANCES", "AnyLatent", "Basis", "Blockwise", "CoordinateBasis", "Covariance", "DenseBlock", "DenseCovariance",
     "DiagonalBlock", "Draws", "ExplicitBasis", "ImplicitBasis", "JointLatent", "KroneckerBlock", "Latent",
-    "LatentDraws", "LayerBlock", "LowRank", "LowRankPlusDiagonal", "LowRankWithResidual", "MarginalLatent",
+    "LatentDraws", "LayerBlock", "LowRank", "LowRankPlusDiagonal", "LowRankWithResidual",
     "PrecisionCovariance", "PriorCovariance", "Structure", "Subspace", "Term",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..contents import Entry, Unfit, largest
 from ..tangent import Block, Record, Tangent, Vectors
-from .output import Marginals, Term
+from .terms import MarginalTerm, Term
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -174,9 +174,11 @@ class PriorCovariance(Covariance):
         """Gives `J Σ_i Jᵀ` for several priors of this curvature (from `with_prior`), sharing what they can."""
         return (candidate.output_covariance(record) for candidate in candidates)
 
-    def output_marginals(self, record: Record, candidates: Sequence[Self]) -> Iterable[Marginals]:
+    def output_marginals(self, record: Record, candidates: Sequence[Self]) -> Iterable[MarginalTerm]:
         """Gives the variances alone for several priors, where matrices arise at less cost."""
-        return (reduce(add, map(Marginals.of, terms)) for terms in self.output_covariances(record, candidates))
+        return (
+            reduce(add, (term.marginals() for term in terms)) for terms in self.output_covariances(record, candidates)
+        )
 
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns `s tr((I - VVᵀ) Δ^(-1/2) G Δ^(-1/2))`, the curvature a subspace does not see; else 0."""

@@ -14,8 +14,8 @@ from ..contents import Entry, check_json, is_positive
 from ..jacobian.jacobian import Weighting
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PrecisionCovariance, precision_entry
-from .output import Dense, Marginals, Term, distinct
 from .structures import STRUCTURES, KroneckerBlock, Structure
+from .terms import MarginalTerm, Term, add_term, unique
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -121,19 +121,13 @@ class Blockwise(PrecisionCovariance):
 
     def output_covariances(self, record: Record, candidates: Sequence[Self]) -> list[tuple[Term, ...]]:
         """Contracts each block once for all candidates."""
-        terms: list[list[Term]] = [[] for _ in candidates]
-        matrices: list[Tensor | None] = [None] * len(candidates)
+        terms: list[tuple[Term, ...]] = [() for _ in candidates]
         for name, structure in self.structures.items():
             for i, term in enumerate(structure.outputs_at(record[name], self._weightings_of(name, candidates))):
-                if isinstance(term, Dense):
-                    added = matrices[i]
-                    matrices[i] = term.matrix if added is None else added + term.matrix
-                else:
-                    terms[i].append(term)
-        dense = [() if matrix is None else (Dense(matrix),) for matrix in matrices]
-        return [(*some, *rest) for some, rest in zip(terms, dense, strict=True)]
+                terms[i] = add_term(terms[i], term)
+        return terms
 
-    def output_marginals(self, record: Record, candidates: Sequence[Self]) -> Iterable[Marginals]:
+    def output_marginals(self, record: Record, candidates: Sequence[Self]) -> Iterable[MarginalTerm]:
         """Contracts each block once for all candidates, to variances that are added up as they come."""
         blocks = (
             list(structure.marginals_at(record[name], self._weightings_of(name, candidates)))
@@ -151,7 +145,7 @@ class Blockwise(PrecisionCovariance):
         """Sums over blocks."""
         matrix: Any = 0
         for name, structure in self.structures.items():
-            jacobians = [one[name] for one in distinct(record, other)]
+            jacobians = [one[name] for one in unique(record, other)]
             matrix = matrix + structure.joint_output(jacobians[0], jacobians[-1], self._weights[name])
         return matrix
 

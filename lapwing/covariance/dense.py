@@ -12,8 +12,8 @@ from ..contents import Entry, check_json, is_positive, largest
 from ..linalg import RESOLVED, cholesky, eigen_in_place, linear, matmul
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PrecisionCovariance, precision_entry
-from .output import Term, across, distinct, smaller
 from .structures import FactorLayer
+from .terms import Term, cross_covariance, factored_or_dense, unique
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -125,7 +125,7 @@ class DenseCovariance(PrecisionCovariance):
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
         """Forms `J Σ^(1/2)` (B, R, P)."""
-        return (smaller(self._rotated(record) * self._weights.sqrt()),)
+        return (factored_or_dense(self._rotated(record) * self._weights.sqrt()),)
 
     def output_covariances(self, record: Record, candidates: Sequence[Self]) -> Iterable[tuple[Term, ...]]:
         """Rotates J once for consecutive candidates whose priors have the same ratios between blocks."""
@@ -134,12 +134,12 @@ class DenseCovariance(PrecisionCovariance):
             if candidate._eigen is not eigen:
                 eigen, rotated, prior_root = candidate._eigen, candidate._rotated(record), candidate._prior_root
             moved = candidate._prior_root[0] / prior_root[0]
-            yield (smaller(rotated * (candidate._weights.sqrt() * moved)),)
+            yield (factored_or_dense(rotated * (candidate._weights.sqrt() * moved)),)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         """Forms `J Σ^(1/2)` (B, R, P)."""
-        factors = [self._rotated(one) * self._weights.sqrt() for one in distinct(record, other)]
-        return across(factors[0], factors[-1])
+        factors = [self._rotated(one) * self._weights.sqrt() for one in unique(record, other)]
+        return cross_covariance(factors[0], factors[-1])
 
     def _rotated(self, record: Record) -> Tensor:
         """Returns `J Δ^(-1/2) U` (B, R, P)."""

@@ -11,8 +11,8 @@ from ..contents import FLOATS, Entry, check_json, is_count, largest
 from ..linalg import total
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import Covariance, LayerBlock, precision_entry
-from .output import Term, Thin, across, distinct
 from .structures import FactorLayer
+from .terms import FactoredTerm, Term, cross_covariance, unique
 
 
 class Draws(Covariance):
@@ -57,12 +57,12 @@ class Draws(Covariance):
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
         """Returns the thin factor `J Zᵀ/√S` (B, R, S)."""
-        return (Thin(record.jvp(self.draws) / self.count**0.5),)
+        return (FactoredTerm(record.jvp(self.draws) / self.count**0.5),)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         """The same across samples."""
-        moved = [one.jvp(self.draws) for one in distinct(record, other)]  # (B, R, S)
-        return across(moved[0], moved[-1]) / self.count
+        moved = [one.jvp(self.draws) for one in unique(record, other)]  # (B, R, S)
+        return cross_covariance(moved[0], moved[-1]) / self.count
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance; correlations with other layers are left out."""

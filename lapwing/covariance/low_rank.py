@@ -22,9 +22,9 @@ from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PrecisionCovariance, PriorCovariance, precision_entry
 from .basis import Basis, ExplicitBasis, ImplicitBasis
 from .coordinates import CoordinateBasis
-from .output import Dense, Marginals, Term, Thin, across, distinct
 from .span import Span
 from .structures import FactorLayer
+from .terms import DenseTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, unique
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -191,12 +191,12 @@ class LowRank(Subspace):
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
         """Returns the thin factor `J W̃ᵀ √w` (B, R, K)."""
-        return (Thin(self.factor(self.basis.project(record))),)
+        return (FactoredTerm(self.factor(self.basis.project(record))),)
 
     def output_covariances(self, record: Record, candidates: Sequence[Self]) -> Iterable[tuple[Term, ...]]:
         """Projects J on the basis once for all candidates."""
         projected = self.basis.project(record)
-        return ((Thin(candidate.factor(projected)),) for candidate in candidates)
+        return ((FactoredTerm(candidate.factor(projected)),) for candidate in candidates)
 
     def factor(self, features: Tensor) -> Tensor:
         """Returns the thin factor `J W̃ᵀ √w` (B, R, k) from features `J Wᵀ` (B, R, K) on the basis."""
@@ -206,8 +206,8 @@ class LowRank(Subspace):
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         """Returns the factors' products across samples."""
         root = self._weights.sqrt().to(record.dtype)
-        factors = [self._at.project(one) * root for one in distinct(record, other)]
-        return across(factors[0], factors[-1])
+        factors = [self._at.project(one) * root for one in unique(record, other)]
+        return cross_covariance(factors[0], factors[-1])
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance; correlations with other layers are left out."""
@@ -337,16 +337,16 @@ class LowRankWithResidual(Subspace, PrecisionCovariance):
         for block, gram in self._grams(record):
             for total, candidate in zip(totals, candidates, strict=True):
                 total += gram / candidate._delta[block.name]
-        return [(Dense(total),) for total in totals]
+        return [(DenseTerm(total),) for total in totals]
 
-    def output_marginals(self, record: Record, candidates: Sequence[Self]) -> Iterable[Marginals]:
+    def output_marginals(self, record: Record, candidates: Sequence[Self]) -> Iterable[MarginalTerm]:
         """The same, to variances that are added up as they come."""
         totals = []
         for factor in self._factors(record, candidates):
-            taken = Marginals.of(Thin(factor))
-            totals.append(Marginals(-taken.plain, -taken.centred))
+            taken = FactoredTerm(factor).marginals()
+            totals.append(MarginalTerm(-taken.plain, -taken.centred))
         for block, gram in self._grams(record):
-            prior = Marginals.of(Dense(gram))
+            prior = DenseTerm(gram).marginals()
             for total, candidate in zip(totals, candidates, strict=True):
                 total.plain.add_(prior.plain, alpha=1 / candidate._delta[block.name])
                 total.centred.add_(prior.centred, alpha=1 / candidate._delta[block.name])
@@ -370,10 +370,10 @@ class LowRankWithResidual(Subspace, PrecisionCovariance):
         """The same across samples, with the NTK for the prior's part."""
         prior = 0
         for block in self.blocks:
-            jacobians = [one[block.name] for one in distinct(record, other)]
+            jacobians = [one[block.name] for one in unique(record, other)]
             prior = prior + jacobians[0].gram(jacobians[-1]) / self._delta[block.name]
-        factors = [self._at.project(one) for one in distinct(record, other)]
-        return prior - across(factors[0] * self._removed.to(factors[0].dtype), factors[-1])
+        factors = [self._at.project(one) for one in unique(record, other)]
+        return prior - cross_covariance(factors[0] * self._removed.to(factors[0].dtype), factors[-1])
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance; correlations with other layers are left out."""

@@ -12,8 +12,8 @@ from ..jacobian.jacobian import Weighting
 from ..linalg import total
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import Covariance, LayerBlock, precision_entry
-from .output import Dense, Term, Thin, across, distinct
 from .structures import DiagonalBlock, FactorLayer
+from .terms import FactoredTerm, Term, add_term, cross_covariance, unique
 
 
 class _Layer(LayerBlock):
@@ -73,30 +73,24 @@ class LowRankPlusDiagonal(Covariance):
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
         """Returns `J D Jᵀ` layer by layer, matrices added up as they come, and the thin factor `J Fᵀ` (B, R, K)."""
-        terms: list[Term] = []
-        matrix: Tensor | None = None
+        terms: tuple[Term, ...] = ()
         for name, variances in self.variances.items():
             weights = variances.to(record.dtype)
             (term,) = DiagonalBlock(weights).outputs_at(record[name], [Weighting(weights)])
-            if isinstance(term, Dense):
-                matrix = term.matrix if matrix is None else matrix + term.matrix
-            else:
-                terms.append(term)
-        if matrix is not None:
-            terms.append(Dense(matrix))
-        if self.rank:
-            terms.append(Thin(record.jvp(self.factor)))  # after the layers, whose gradients it then uses
-        return tuple(terms)
+            terms = add_term(terms, term)
+        if not self.rank:
+            return terms
+        return (*terms, FactoredTerm(record.jvp(self.factor)))  # after the layers, whose gradients it then uses
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         """The same across samples."""
         matrix: Any = 0
         for name, d in self.variances.items():
-            jacobians = [one[name] for one in distinct(record, other)]
+            jacobians = [one[name] for one in unique(record, other)]
             matrix = matrix + jacobians[0].joint_weighted_gram(d.to(record.dtype), jacobians[-1])
         if self.rank:
-            factors = [one.jvp(self.factor) for one in distinct(record, other)]  # (B, R, K)
-            matrix = matrix + across(factors[0], factors[-1])
+            factors = [one.jvp(self.factor) for one in unique(record, other)]  # (B, R, K)
+            matrix = matrix + cross_covariance(factors[0], factors[-1])
         return matrix
 
     def layer_block(self, name: str) -> LayerBlock:

@@ -20,8 +20,8 @@ from ..jacobian.outer import Outer
 from ..linalg import matmul
 from ..tangent import Block, BlockJacobian
 from .base import LayerBlock
-from .output import Dense, Marginals, Rotated, Term, Thin, across, distinct, smaller
 from .spectrum import condensed
+from .terms import DenseTerm, EigenTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, factored_or_dense, unique
 
 MATRIX_SIDE = 4096
 """A layer with at most so many weights may have its covariance written out, 64 MiB, where that spares work."""
@@ -57,9 +57,9 @@ class Structure(ABC):
     def outputs_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
         """Yields `J U diag(w) Uᵀ Jᵀ` of each sample, for several weights w: J is rotated, or its rows formed, once."""
 
-    def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Marginals]:
+    def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[MarginalTerm]:
         """Yields the variances of `outputs_at` alone."""
-        return map(Marginals.of, self.outputs_at(jacobian, candidates))
+        return (term.marginals() for term in self.outputs_at(jacobian, candidates))
 
     @abstractmethod
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
@@ -112,10 +112,10 @@ class DiagonalBlock(Structure):
     def outputs_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
         """Yields diagonals for an output layer, thin factors for one position, else matrices."""
         if isinstance(jacobian, Outer) and jacobian.is_output:
-            return (Rotated(None, jacobian.input_scale(weighting)) for weighting in candidates)
+            return (EigenTerm(None, jacobian.input_scale(weighting)) for weighting in candidates)
         return _weighted(jacobian, candidates)
 
-    def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Marginals]:
+    def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[MarginalTerm]:
         """Yields the variances, from squares taken once."""
         if isinstance(jacobian, Outer) and jacobian.is_output:
             return super().marginals_at(jacobian, candidates)
@@ -195,10 +195,10 @@ class KroneckerBlock(Structure):
         """Rotates a and g, then weights them; an output layer keeps `U_out diag(s) U_outᵀ` as factors."""
         rotated, candidates = self._rotated(jacobian, candidates)
         if isinstance(rotated, Outer) and rotated.is_output:
-            return (Rotated(self.outputs[0], rotated.input_scale(weighting)) for weighting in candidates)
+            return (EigenTerm(self.outputs[0], rotated.input_scale(weighting)) for weighting in candidates)
         return _weighted(rotated, candidates)
 
-    def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Marginals]:
+    def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[MarginalTerm]:
         """Rotates a and g, then takes the variances, from squares taken once."""
         if isinstance(jacobian, Outer) and jacobian.is_output:
             return super().marginals_at(jacobian, candidates)
@@ -241,7 +241,7 @@ class KroneckerBlock(Structure):
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
         """Rotates a and g, then takes the weighted Gram matrix across samples."""
         rotated = []
-        for one in distinct(jacobian, other):
+        for one in unique(jacobian, other):
             assert isinstance(one, MatrixJacobian)
             rotated.append(one.rotate(self.inputs, self.outputs))
         return rotated[0].joint_weighted_gram(weights.flatten(), rotated[-1])
@@ -257,7 +257,7 @@ class KroneckerBlock(Structure):
             moment = moment + (
                 variance @ basis.square() if variance.ndim == 2 else ((variance @ basis) * basis).sum(-2)
             )
-        rotated = Rotated(self.outputs[0], moment @ weights[0].T)
+        rotated = EigenTerm(self.outputs[0], moment @ weights[0].T)
         return rotated.dense() if full else rotated.variance()
 
     def rotation(self, weights: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor | None, Tensor]:
@@ -300,12 +300,12 @@ class DenseBlock(Structure):
     def outputs_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
         """Forms the rows and rotates them."""
         rows = matmul(jacobian.rows(), self.basis)
-        return (smaller(rows * weighting.flat.sqrt()) for weighting in candidates)
+        return (factored_or_dense(rows * weighting.flat.sqrt()) for weighting in candidates)
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
         """Forms the rows."""
-        factors = [matmul(one.rows(), self.basis * weights.sqrt()) for one in distinct(jacobian, other)]
-        return across(factors[0], factors[-1])
+        factors = [matmul(one.rows(), self.basis * weights.sqrt()) for one in unique(jacobian, other)]
+        return cross_covariance(factors[0], factors[-1])
 
     def push(
         self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
@@ -330,17 +330,17 @@ class DenseBlock(Structure):
 def _weighted(jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
     """Yields `J diag(w) Jᵀ` as thin factors where the layer sees one position, else as matrices."""
     if isinstance(jacobian, Outer):
-        return (Thin(jacobian.g, jacobian.input_scale(weighting)) for weighting in candidates)
-    return map(Dense, jacobian.weighted_grams(weighting.flat for weighting in candidates))
+        return (FactoredTerm(jacobian.g, jacobian.input_scale(weighting)) for weighting in candidates)
+    return map(DenseTerm, jacobian.weighted_grams(weighting.flat for weighting in candidates))
 
 
-def _weighted_marginals(jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Marginals]:
+def _weighted_marginals(jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[MarginalTerm]:
     """Yields the variances of `_weighted`."""
     if isinstance(jacobian, Outer):
         norms = jacobian.scaled_norms(map(jacobian.input_scale, candidates))
     else:
         norms = jacobian.weighted_norms(weighting.flat for weighting in candidates)
-    return map(Marginals, *norms)
+    return map(MarginalTerm, *norms)
 
 
 STRUCTURES: dict[str, type[Structure]] = {cls.kind: cls for cls in (DiagonalBlock, KroneckerBlock, DenseBlock)}

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..covariance import MarginalLatent
+from ..covariance import Latent
+from ..covariance.terms import MarginalTerm
 from ..errors import LapwingError, shown
 from ..likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Link, Quadrature, quadrature
-from ..likelihoods.links import BinaryLink, ClassLink, LatentLike, Probit, at_least_float32
+from ..likelihoods.links import BinaryLink, ClassLink, Probit, at_least_float32
 from .tracing import Observe
 
 
@@ -67,15 +66,15 @@ def observing(likelihood: Likelihood, outputs: str, link: Link | None, factor: f
     return answers, False
 
 
-def _none() -> LatentLike:
+def _none() -> Latent:
     """Returns a Gaussian latent without samples, for which links are chosen."""
     empty = torch.empty(0, 1)
     return _latent(empty, empty, empty)
 
 
-def _latent(mean: Tensor, variance: Tensor, centred: Tensor) -> LatentLike:
+def _latent(mean: Tensor, variance: Tensor, centred: Tensor) -> Latent:
     """Returns all that a link in closed form reads."""
-    return cast("LatentLike", MarginalLatent(mean, variance, centred))
+    return Latent(mean, (MarginalTerm(variance, centred),))
 
 
 def _log_odds(mean: Tensor, variance: Tensor, nodes: int) -> Tensor:

@@ -8,7 +8,8 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
-from lapwing.covariance.output import Dense, Latent
+from lapwing.covariance.latent import Latent
+from lapwing.covariance.terms import DenseTerm
 from lapwing.likelihoods import divergence
 from lapwing.likelihoods.base import NoiselessLikelihood
 from lapwing.likelihoods.links import (
@@ -103,5 +104,5 @@ class Categorical(NoiselessLikelihood):
             variance = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) - covariance[:, 0, 1] - covariance[:, 1, 0]
             found = divergence.binary_log_power_mean(gap, variance.clamp_min(0.0), alpha, link.nodes)
             return found.to(mean.dtype)
-        latent = Latent(mean, (Dense(covariance.to(mean.dtype)),))
+        latent = Latent(mean, (DenseTerm(covariance.to(mean.dtype)),))
         return cast("ClassLink", link).log_probs(latent).gather(-1, labels[:, None]).squeeze(-1)

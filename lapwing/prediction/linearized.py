@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..covariance import AnyLatent, Covariance, JointLatent, Latent
-from ..covariance.output import Dense, gathered
+from ..covariance.terms import DenseTerm
 from ..network import batches
 from ..network.tracing import wants_gradient
 from ..tangent import Tangent
@@ -40,12 +40,8 @@ class Linearized(Way):
         mean, added = carried(tangent, values, spreads, wants_gradient(values))
         batches.check_outputs(mean, "these inputs")
         if not tangent.blocks:
-            return Latent(mean, (Dense(added),))
-        latent = _of_weights(tangent, covariance, values, joint)
-        if isinstance(latent, Latent):
-            return Latent(latent.mean, (*latent.terms, Dense(added)))
-        own = torch.eye(len(mean), dtype=mean.dtype, device=mean.device)
-        return JointLatent(latent.mean, latent.covariance + torch.einsum("bcd,be->bced", added, own))
+            return Latent(mean, (DenseTerm(added),))
+        return _of_weights(tangent, covariance, values, joint).plus(added)
 
 
 def _of_weights(tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> Latent | JointLatent:
@@ -57,7 +53,7 @@ def _of_weights(tangent: Tangent, covariance: Covariance, inputs: Any, joint: bo
         Latent(record.outputs, tuple(term.to(tangent.dtype) for term in covariance.output_covariance(record)))
         for _, record in tangent.records(inputs, dtype=dtype, rows_held=tangent.outputs * covariance.held)
     )
-    return gathered(parts, batches.size(inputs))
+    return Latent.gather(parts, batches.size(inputs))
 
 
 def _across(tangent: Tangent, covariance: Covariance, inputs: Any, dtype: torch.dtype | None) -> JointLatent:

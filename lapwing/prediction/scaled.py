@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..covariance import AnyLatent, Covariance, JointLatent, Latent, LatentDraws, Term
-from ..covariance.output import Dense, Rotated, Thin
+from ..covariance import AnyLatent, Covariance
 from ..errors import LapwingError, shown
 from ..tangent import Tangent
 from .way import Way
@@ -60,29 +59,4 @@ class Scaled(Way):
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
         """Returns the other way's latent, scaled."""
-        found = self.via.latent(tangent, covariance, inputs, joint)
-        return scaled(found, self.factor)
-
-
-def scaled(latent: AnyLatent, factor: float) -> AnyLatent:
-    """Returns a latent of the same mean and kind, its covariance times `factor`; draws move along lines to their mean.
-
-    Args:
-        latent: any.
-        factor: s, not negative.
-    """
-    if isinstance(latent, Latent):
-        return Latent(latent.mean, tuple(_scaled(term, factor) for term in latent.terms))
-    if isinstance(latent, JointLatent):
-        return JointLatent(latent.mean, latent.covariance * factor)
-    mean = latent.mean
-    return LatentDraws(mean + (latent.draws - mean) * factor**0.5, latent.joint)
-
-
-def _scaled(term: Term, factor: float) -> Term:
-    """Returns one term of a covariance, scaled."""
-    if isinstance(term, Thin):
-        return Thin(term.factor * factor**0.5, term.scale)
-    if isinstance(term, Rotated):
-        return Rotated(term.basis, term.scale * factor)
-    return Dense(term.matrix * factor)
+        return self.via.latent(tangent, covariance, inputs, joint).scaled(self.factor)

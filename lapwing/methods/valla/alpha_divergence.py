@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...covariance import Latent, LowRankWithResidual
-from ...covariance.output import Dense
+from ...covariance.terms import DenseTerm
 from ...errors import LapwingError, shown
 from ...likelihoods import Probit
 from ...network import batches
@@ -181,7 +181,7 @@ class _AlphaSteps(MovingSteps):
             blocks, factor = self._blocks(state, values, inputs)
             likelihood.check(blocks.outputs, targets)
             spread = remaining(blocks, factor, values["root"].tril()).to(blocks.outputs.dtype)
-            logs.append(likelihood.predict(Latent(blocks.outputs, (Dense(spread),))).log_prob(targets).double())
+            logs.append(likelihood.predict(Latent(blocks.outputs, (DenseTerm(spread),))).log_prob(targets).double())
         value = -float(torch.cat(logs).mean())
         better = not looks or value < float(state["validation"].min())
         state["validation"][looks] = value
