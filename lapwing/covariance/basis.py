@@ -58,7 +58,7 @@ class Basis(ABC):
         """Returns what `tensors()` in a file must be, beside this `extra()`.
 
         Raises:
-            Unfit: where that is no `extra()`.
+            Mismatch: where that is no `extra()`.
         """
 
     @classmethod

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..contents import Entry, check_json, is_positive
 from ..jacobian.jacobian import Weighting
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import LayerBlock, PrecisionCovariance, precision_entry
-from .structures import STRUCTURES, KroneckerBlock, Structure
+from .base import LayerBlock, PriorCovariance, precision_entry, register
+from .structures import STRUCTURES, Structure
 from .terms import MarginalTerm, Term, add_term, unique
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ class _Layer(LayerBlock):
         return self._structure.rotation(self._weights, self._shape)
 
 
-class Blockwise(PrecisionCovariance):
+@register
+class Blockwise(PriorCovariance):
     """`Σ = blockdiag_b (s U_b diag(λ_b) U_bᵀ + δ_b I)⁻¹`, exact in each block's eigenbasis.
 
     Args:
@@ -41,6 +42,8 @@ class Blockwise(PrecisionCovariance):
         precision: δ (n_blocks,).
         scale: s.
     """
+
+    full_rank = True
 
     def __init__(
         self, blocks: tuple[Block, ...], structures: Mapping[str, Structure], precision: Tensor, scale: float
@@ -96,10 +99,6 @@ class Blockwise(PrecisionCovariance):
     def mv(self, vectors: Vectors) -> Vectors:
         """Returns `Σ v`."""
         return self._apply(vectors, self._weights)
-
-    def solve(self, vectors: Vectors) -> Vectors:
-        """Returns `Σ⁻¹ v`."""
-        return self._apply(vectors, {name: 1 / weights for name, weights in self._weights.items()})
 
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns `U √w z`."""
@@ -180,9 +179,8 @@ class Blockwise(PrecisionCovariance):
         structures = {}
         for block in tangent.blocks:
             kind = STRUCTURES[extra["kinds"][block.name]]
-            parts: dict[str, Tensor | None] = {"inputs": None} if kind is KroneckerBlock else {}
-            parts |= {key: tensors[f"{block.name}/{key}"] for key in kind.entries(block, tangent.dtype)}
-            structures[block.name] = kind(**parts)
+            names = kind.entries(block, tangent.dtype)
+            structures[block.name] = kind.from_tensors({name: tensors[f"{block.name}/{name}"] for name in names})
         return cls(tangent.blocks, structures, tensors["precision"], extra["scale"])
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contents import FLOATS, Entry, Unfit, check_json, is_count
+from ..contents import FLOATS, Entry, Mismatch, check_json, is_count
 from ..tangent import Block, BlockJacobian, Outer, Record, Tangent, Vectors
 from .basis import Basis
 
@@ -98,7 +98,7 @@ class CoordinateBasis(Basis):
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> CoordinateBasis:
         """Rebuilds it; the entries tell the dtype."""
         if len(tensors["weights"].unique()) < len(tensors["weights"]):
-            raise Unfit("the tensor covariance/basis/weights names a weight twice")
+            raise Mismatch("the tensor covariance/basis/weights names a weight twice")
         return cls(tangent.blocks, tensors["weights"], tensors["entries"].dtype)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..contents import Entry, check_json, is_positive, largest
 from ..linalg import RESOLVED, cholesky, eigen_in_place, linear, matmul
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import LayerBlock, PrecisionCovariance, precision_entry
+from .base import LayerBlock, PriorCovariance, precision_entry, register
 from .structures import FactorLayer
 from .terms import Term, cross_covariance, factored_or_dense, unique
 
@@ -36,7 +36,8 @@ def cut(blocks: tuple[Block, ...], flat: Tensor) -> Vectors:
     return {block.name: part for block, part in zip(blocks, parts, strict=True)}
 
 
-class DenseCovariance(PrecisionCovariance):
+@register
+class DenseCovariance(PriorCovariance):
     """`Σ = Δ^(-1/2) U diag(1/(s λ + 1)) Uᵀ Δ^(-1/2)` from the eigenpairs of `Δ^(-1/2) G Δ^(-1/2)`.
 
     A scalar prior precision reuses the eigenpairs; one that changes the ratio between blocks refactorises, O(P³). All
@@ -52,6 +53,7 @@ class DenseCovariance(PrecisionCovariance):
     """
 
     record_dtype = torch.float64
+    full_rank = True
 
     def __init__(
         self,
@@ -104,11 +106,6 @@ class DenseCovariance(PrecisionCovariance):
         """Returns `Σ v`."""
         rotated = matmul(concatenate(self.blocks, vectors) * self._prior_root, self._basis)
         return self._back(rotated * self._weights)
-
-    def solve(self, vectors: Vectors) -> Vectors:
-        """Returns `Σ⁻¹ v`."""
-        rotated = matmul(concatenate(self.blocks, vectors) / self._prior_root, self._basis)
-        return cut(self.blocks, linear(rotated / self._weights, self._basis) / self._prior_root)
 
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns `Δ^(-1/2) U √w z`."""

@@ -10,11 +10,12 @@ from torch import Tensor
 from ..contents import FLOATS, Entry, check_json, is_count, largest
 from ..linalg import total
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import Covariance, LayerBlock, precision_entry
+from .base import Covariance, LayerBlock, precision_entry, register
 from .structures import FactorLayer
 from .terms import FactoredTerm, Term, cross_covariance, unique
 
 
+@register
 class Draws(Covariance):
     """`Σ = (1/S) Σ_k z_k z_kᵀ` of draws `z_k ~ N(0, Ψ)`, solved for at one prior, which cannot be changed.
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..contents import Entry, Unfit, check_json, is_count, is_positive, largest
+from ..contents import Entry, Mismatch, check_json, is_count, is_positive, largest
 from ..linalg import RESOLVED, cholesky
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import LayerBlock, PrecisionCovariance, PriorCovariance, precision_entry
+from .base import LayerBlock, PriorCovariance, precision_entry, register
 from .basis import Basis, ExplicitBasis, ImplicitBasis
 from .coordinates import CoordinateBasis
 from .span import Span
@@ -145,7 +145,7 @@ class Subspace(PriorCovariance):
         kind, inner = BASES[extra["basis"]["class"]], extra["basis"]["extra"]
         parts = {f"basis/{name}": entry for name, entry in kind.entries(tangent, inner).items()}
         if extra["rank"] > inner["rank"] or (extra.get("rows") and kind is not ExplicitBasis):
-            raise Unfit("its rank is not that of its basis")
+            raise Mismatch("its rank is not that of its basis")
         size, most = inner["rank"], largest(torch.float64, 1 / 4)
         return {
             **parts,
@@ -167,6 +167,7 @@ class Subspace(PriorCovariance):
         return cls(tangent.blocks, basis, curvature, traces, precision, extra["scale"], extra["rank"])
 
 
+@register
 class LowRank(Subspace):
     """`Σ = W̃ᵀ diag(1/(s h + 1)) W̃`: the subspace alone. Arguments as for `Subspace`."""
 
@@ -216,7 +217,8 @@ class LowRank(Subspace):
         return FactorLayer(factor.reshape(-1, *self.block(name).matrix_shape[1:]))
 
 
-class LowRankWithResidual(Subspace, PrecisionCovariance):
+@register
+class LowRankWithResidual(Subspace):
     """`Σ = Δ⁻¹ - W̃ᵀ diag(s h/(s h + 1)) W̃`: the prior outside the subspace. Arguments as for `Subspace`.
 
     It subtracts nearly equal numbers, so records are contracted in float64. Where the curvature lies in the span of
@@ -224,6 +226,7 @@ class LowRankWithResidual(Subspace, PrecisionCovariance):
     """
 
     record_dtype = torch.float64
+    full_rank = True
     own = {"rows": bool}  # noqa: RUF012 (never written)
     _rows: tuple[ExplicitBasis, Tensor] | None = None
     """U and M with `G = Uᵀ M U`, of which W and H were made for this prior, or None."""
@@ -300,12 +303,6 @@ class LowRankWithResidual(Subspace, PrecisionCovariance):
         """Returns `Σ v`."""
         taken = self._at.weighted(vectors, self._removed)
         return {name: vector / self._delta[name] - taken[name] for name, vector in vectors.items()}
-
-    def solve(self, vectors: Vectors) -> Vectors:
-        """Returns `Δ v + Δ W̃ᵀ diag(s h) W̃ Δ v`."""
-        scaled = {name: vector * self._delta[name] for name, vector in vectors.items()}
-        added = self._at.weighted(scaled, self.scale * self._at.values)
-        return {name: vector + added[name] * self._delta[name] for name, vector in scaled.items()}
 
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns `Δ^(-1/2) z + W̃ᵀ (√w - 1) W̃ Δ^(1/2) z`."""

@@ -11,7 +11,7 @@ from ..contents import FLOATS, Entry, check_json, is_count, largest
 from ..jacobian.jacobian import Weighting
 from ..linalg import total
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import Covariance, LayerBlock, precision_entry
+from .base import Covariance, LayerBlock, precision_entry, register
 from .structures import DiagonalBlock, FactorLayer
 from .terms import FactoredTerm, Term, add_term, cross_covariance, unique
 
@@ -28,6 +28,7 @@ class _Layer(LayerBlock):
         return diagonal + self._factor.push(mean, variance, full)
 
 
+@register
 class LowRankPlusDiagonal(Covariance):
     """`Σ = D + FᵀF` with a diagonal D (P,) and a factor F (K, P) that crosses blocks.
 
@@ -49,6 +50,11 @@ class LowRankPlusDiagonal(Covariance):
     def rank(self) -> int:
         """K."""
         return len(self.factor[self.blocks[0].name])
+
+    @property
+    def full_rank(self) -> bool:  # type: ignore[override]
+        """Whether all of D is positive."""
+        return all(bool((variances > 0).all()) for variances in self.variances.values())
 
     def mv(self, vectors: Vectors) -> Vectors:
         """Returns `Σ v`. Time O(K P)."""

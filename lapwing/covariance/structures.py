@@ -7,14 +7,15 @@ U is orthonormal: the identity, a Kronecker product or a dense matrix. Every fun
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..contents import Entry, Unfit
+from ..contents import Entry, Mismatch, largest
 from ..jacobian.jacobian import SLICE_BYTES, MatrixJacobian, Weighting
 from ..jacobian.outer import Outer
 from ..linalg import matmul
@@ -84,12 +85,17 @@ class Structure(ABC):
         """Returns the tensors that make up the structure."""
 
     @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Structure:
+        """Rebuilds the structure from `tensors()`, which agree with `entries`."""
+        return cls(**tensors)
+
+    @classmethod
     @abstractmethod
     def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, Entry]:
         """Returns what `tensors()` of a block in a file must be.
 
         Raises:
-            Unfit: for a block that cannot have this structure.
+            Mismatch: for a block that cannot have this structure.
         """
 
 
@@ -146,26 +152,62 @@ class DiagonalBlock(Structure):
     @classmethod
     def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, Entry]:
         """One number a weight, none negative."""
-        return {"eigenvalues": Entry((block.size,), (dtype,), least=0.0)}
+        return {"eigenvalues": Entry((block.size,), (dtype,), minimum=0.0)}
+
+
+@dataclass(frozen=True)
+class KroneckerFactors:
+    """The eigenpairs of a layer's two factors, sums over data, and how many positions they were summed over.
+
+    Data can be added to them: `A = U_in diag(α) U_inᵀ` and `Γ = U_out diag(γ) U_outᵀ` are sums themselves.
+
+    Attributes:
+        inputs: U_in (G, I, I), or None where A is diagonal (embeddings).
+        outputs: U_out (G, O, O).
+        input_eigenvalues: α (G, I), float64.
+        output_eigenvalues: γ (G, O), float64.
+        count: # (1,), an integer.
+    """
+
+    inputs: Tensor | None
+    outputs: Tensor
+    input_eigenvalues: Tensor
+    output_eigenvalues: Tensor
+    count: Tensor
+
+    def __post_init__(self) -> None:
+        """Copies bases that are not contiguous: predictions multiply by their rows."""
+        object.__setattr__(self, "inputs", None if self.inputs is None else self.inputs.contiguous())
+        object.__setattr__(self, "outputs", self.outputs.contiguous())
+
+    def products(self) -> Tensor:
+        """Returns `γ_j α_i / #` (G, O, I), the eigenvalues of KFAC's curvature."""
+        products = self.output_eigenvalues[..., :, None] * self.input_eigenvalues[..., None, :] / self.count.double()
+        return products.to(self.outputs.dtype)
 
 
 class KroneckerBlock(Structure):
     """`(U_out ⊗ U_in) diag(λ) (U_out ⊗ U_in)ᵀ` in G groups, with U_in None where A is diagonal (embeddings).
 
-    KFAC has `λ_ji = α_i γ_j`; EKFAC the second moments of the rotated Jacobian.
-
-    Attributes:
-        eigenvalues: λ (G, O, I).
-        inputs: U_in (G, I, I) or None.
-        outputs: U_out (G, O, O).
+    Args:
+        eigenvalues: λ (G, O, I): KFAC's `α_i γ_j / #`, or EKFAC's second moments of the rotated Jacobian.
+        factors: the eigenpairs of the layer's factors.
     """
 
     kind = "kronecker"
 
-    def __init__(self, eigenvalues: Tensor, inputs: Tensor | None, outputs: Tensor) -> None:
-        self.eigenvalues = eigenvalues
-        self.inputs = None if inputs is None else inputs.contiguous()  # its first rows are, too: the last is the bias's
-        self.outputs = outputs.contiguous()  # `Rotated` scales and multiplies rows
+    def __init__(self, eigenvalues: Tensor, factors: KroneckerFactors) -> None:
+        self.eigenvalues, self.factors = eigenvalues, factors
+
+    @property
+    def inputs(self) -> Tensor | None:
+        """U_in (G, I, I), or None."""
+        return self.factors.inputs
+
+    @property
+    def outputs(self) -> Tensor:
+        """U_out (G, O, O)."""
+        return self.factors.outputs
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the columns that predictions cut and keep."""
@@ -265,20 +307,33 @@ class KroneckerBlock(Structure):
         return self.inputs, self.outputs.square() @ weights
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns λ and the bases."""
-        named = {"eigenvalues": self.eigenvalues, "inputs": self.inputs, "outputs": self.outputs}
-        return {key: value for key, value in named.items() if value is not None}
+        """Returns λ, and the factors' eigenpairs and count."""
+        named = {"eigenvalues": self.eigenvalues, **vars(self.factors)}
+        return {name: value for name, value in named.items() if value is not None}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> KroneckerBlock:
+        """Rebuilds the block."""
+        factors: Any = {"inputs": None, **tensors}
+        return cls(factors.pop("eigenvalues"), KroneckerFactors(**factors))
 
     @classmethod
     def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, Entry]:
-        """λ, none negative, and both bases; embeddings have none for their inputs."""
+        """λ, none negative, and both factors' eigenpairs; embeddings have no basis for their inputs."""
         if block.matrix is None:
-            raise Unfit(f"the block of {', '.join(block.parameters)} has no Kronecker factors")
+            raise Mismatch(f"the block of {', '.join(block.parameters)} has no Kronecker factors")
         groups, outputs, inputs = block.matrix_shape
-        named = {"eigenvalues": Entry((groups, outputs, inputs), (dtype,), least=0.0)}
+        most = largest(torch.float64, 1 / 2)
+        named = {
+            "eigenvalues": Entry((groups, outputs, inputs), (dtype,), minimum=0.0),
+            "outputs": Entry((groups, outputs, outputs), (dtype,), orthonormal=True),
+            "input_eigenvalues": Entry((groups, inputs), (torch.float64,), 0.0, most),
+            "output_eigenvalues": Entry((groups, outputs), (torch.float64,), 0.0, most),
+            "count": Entry((1,), (torch.int64,), 1, 2**48),
+        }
         if block.family != "embedding":
             named["inputs"] = Entry((groups, inputs, inputs), (dtype,), orthonormal=True)
-        return {**named, "outputs": Entry((groups, outputs, outputs), (dtype,), orthonormal=True)}
+        return named
 
 
 class DenseBlock(Structure):
@@ -322,7 +377,7 @@ class DenseBlock(Structure):
         """λ, none negative, and U."""
         size = block.size
         return {
-            "eigenvalues": Entry((size,), (dtype,), least=0.0),
+            "eigenvalues": Entry((size,), (dtype,), minimum=0.0),
             "basis": Entry((size, size), (dtype,), orthonormal=True),
         }
 

@@ -10,8 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..covariance import Latent, PrecisionCovariance
-from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
+from ..covariance import Latent
 from ..covariance.terms import DenseTerm
 from ..errors import LapwingError, is_one_of, shown
 from ..likelihoods import LaplaceBridge, Link
@@ -148,10 +147,7 @@ def _divergence(posterior: Posterior) -> tuple[float, float]:
         LapwingError: where `KL(N(θ̂, sΣ) ‖ prior)` does not exist.
     """
     covariance = posterior.covariance
-    whole = isinstance(covariance, (PrecisionCovariance, LowRankPlusDiagonal)) and covariance.precision is not None
-    if isinstance(covariance, LowRankPlusDiagonal):
-        whole = whole and all(bool((value > 0).all()) for value in covariance.variances.values())
-    if not whole:
+    if covariance.precision is None or not covariance.full_rank:
         raise LapwingError(
             f"Asked for a scale factor by the evidence of {posterior.method}, found a {type(covariance).__name__} "
             "without a prior or with directions of variance 0, so that the divergence from the prior is not defined; "
