@@ -12,10 +12,12 @@ from .blockwise import Blockwise
 from .coordinates import CoordinateBasis
 from .dense import DenseCovariance
 from .draws import Draws
+from .kronecker import KroneckerBlock, KroneckerFactors
 from .latent import AnyLatent, JointLatent, Latent, LatentDraws
-from .low_rank import LowRank, LowRankWithResidual, Subspace
+from .low_rank import LowRank, Subspace
 from .low_rank_diagonal import LowRankPlusDiagonal
-from .structures import DenseBlock, DiagonalBlock, KroneckerBlock, KroneckerFactors, Structure
+from .low_rank_with_residual import LowRankWithResidual
+from .structures import DenseBlock, DiagonalBlock, Structure
 from .terms import Term
 
 __all__ = [

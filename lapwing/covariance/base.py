@@ -55,8 +55,8 @@ def register(kind: Registered) -> Registered:
 
 def precision_entry(tangent: Tangent) -> Entry:
     """Returns what precisions δ (n_blocks,) in a file must be: δ² and 1/δ² fit the dtype that sums are kept in."""
-    most = largest(tangent.dtype, 1 / 2)
-    return Entry((len(tangent.blocks),), (torch.float64,), 1 / most, most)
+    bound = largest(tangent.dtype, 1 / 2)
+    return Entry((len(tangent.blocks),), (torch.float64,), 1 / bound, bound)
 
 
 class LayerBlock(ABC):
@@ -153,12 +153,12 @@ class Covariance(ABC):
         return {}
 
     def rounded(self) -> bool:
-        """Whether the rounding of sums exceeds the prior precision, and so decides the least known variances."""
+        """Whether the rounding of sums exceeds the prior precision, so that it decides the largest variances."""
         return False
 
     @property
-    def held(self) -> int:
-        """Numbers that `output_covariance` holds for each row of J, beside what every record does."""
+    def scratch_per_row(self) -> int:
+        """Numbers that `output_covariance` keeps for each row of J while it works, beside those of every record."""
         return 0
 
     def to_dense(self) -> Tensor:
@@ -201,7 +201,7 @@ class PriorCovariance(Covariance):
     @property
     @abstractmethod
     def features(self) -> object:
-        """What J is contracted with: candidates that hold the same object can be given to `output_covariances`."""
+        """What J is contracted with: `output_covariances` takes candidates that share this object."""
 
     def output_covariances(self, record: Record, candidates: Sequence[Self]) -> Iterable[tuple[Term, ...]]:
         """Gives `J Σ_i Jᵀ` for several priors of this curvature (from `with_prior`), sharing what they can."""
@@ -214,5 +214,5 @@ class PriorCovariance(Covariance):
         )
 
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
-        """Returns `s tr((I - VVᵀ) Δ^(-1/2) G Δ^(-1/2))`, the curvature a subspace does not see; else 0."""
+        """Returns `s tr((I - VVᵀ) Δ^(-1/2) G Δ^(-1/2))`, the curvature outside a subspace; else 0."""
         return torch.zeros((), dtype=torch.float64, device=precision.device)

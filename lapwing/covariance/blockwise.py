@@ -14,11 +14,16 @@ from ..contents import Entry, check_json, is_positive
 from ..jacobian.jacobian import Weighting
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PriorCovariance, precision_entry, register
-from .structures import STRUCTURES, Structure
+from .kronecker import KroneckerBlock
+from .structures import DenseBlock, DiagonalBlock, Structure
 from .terms import MarginalTerm, Term, add_term, unique
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+STRUCTURES: dict[str, type[Structure]] = {cls.kind: cls for cls in (DiagonalBlock, KroneckerBlock, DenseBlock)}
+"""Kind -> class, for reading files."""
 
 
 class _Layer(LayerBlock):
@@ -132,7 +137,7 @@ class Blockwise(PriorCovariance):
             list(structure.marginals_at(record[name], self._weightings_of(name, candidates)))
             for name, structure in self.structures.items()
         )
-        return reduce(lambda sums, found: list(map(add, sums, found)), blocks)
+        return reduce(lambda sums, others: list(map(add, sums, others)), blocks)
 
     def _weightings_of(self, name: str, candidates: Sequence[Self]) -> Iterable[Weighting]:
         """Gives one block's weights, those of a single candidate kept for the next record, others made for this one."""

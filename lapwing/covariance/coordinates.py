@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from functools import singledispatch
 from typing import Any
 
 import torch
@@ -33,11 +34,11 @@ class CoordinateBasis(Basis):
         self._index: dict[str, Tensor] = {}  # block -> its picked weights, ascending
         first = 0
         for name, stop in zip(self._sizes, stops.tolist(), strict=True):
-            last = int(torch.searchsorted(ascending, stop))
-            if last > first:
-                self._where[name] = order[first:last]
-                self._index[name] = ascending[first:last] - (stop - self._sizes[name])
-            first = last
+            end = int(torch.searchsorted(ascending, stop))
+            if end > first:
+                self._where[name] = order[first:end]
+                self._index[name] = ascending[first:end] - (stop - self._sizes[name])
+            first = end
         self._places = {name: index.tolist() for name, index in self._index.items()}
 
     @property
@@ -91,24 +92,28 @@ class CoordinateBasis(Basis):
     def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
         """K ones and as many places among all weights."""
         check_json(extra, {"rank": is_count}, "covariance/extra/basis")
-        shape, last = (extra["rank"],), tangent.size - 1
-        return {"entries": Entry(shape, FLOATS, 1.0, 1.0), "weights": Entry(shape, (torch.int64,), 0, last)}
+        shape, ones = (extra["rank"],), Entry((extra["rank"],), FLOATS, 1.0, 1.0)
+        return {"entries": ones, "weights": Entry(shape, (torch.int64,), 0, tangent.size - 1)}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> CoordinateBasis:
-        """Rebuilds it; the entries tell the dtype."""
+        """Rebuilds it, in the dtype of the entries."""
         if len(tensors["weights"].unique()) < len(tensors["weights"]):
             raise Mismatch("the tensor covariance/basis/weights names a weight twice")
         return cls(tangent.blocks, tensors["weights"], tensors["entries"].dtype)
 
 
+@singledispatch
 def _columns(jacobian: BlockJacobian, index: Tensor, places: list[int]) -> Iterator[Tensor]:
-    """Yields `J[:, :, index]` in parts, for ascending indices, given as a list too."""
-    if isinstance(jacobian, Outer):  # one position: J[n, r, (o, i)] = g[n, r, o] a[n, i], its rows never formed
-        outputs, inputs = index // jacobian.inputs, index % jacobian.inputs
-        yield jacobian.g[:, :, outputs] * jacobian.a[:, None, inputs]  # (B, R, k)
-        return
+    """Yields `J[:, :, index]` in parts, for ascending indices as a tensor and as a list."""
     for part, rows in jacobian.row_slices():
-        first, last = bisect_left(places, part.start), bisect_left(places, part.stop)
-        if last > first:
-            yield rows[:, :, index[first:last] - part.start]
+        first, stop = bisect_left(places, part.start), bisect_left(places, part.stop)
+        if stop > first:
+            yield rows[:, :, index[first:stop] - part.start]
+
+
+@_columns.register
+def _(jacobian: Outer, index: Tensor, places: list[int]) -> Iterator[Tensor]:
+    """For one position, `J[n, r, (o, i)] = g[n, r, o] a[n, i]`; the rows are never formed."""
+    outputs, inputs = index // jacobian.inputs, index % jacobian.inputs
+    yield jacobian.g[:, :, outputs] * jacobian.a[:, None, inputs]  # (B, R, k)

@@ -12,7 +12,7 @@ from ..contents import Entry, check_json, is_positive, largest
 from ..linalg import RESOLVED, cholesky, eigen_in_place, linear, matmul
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PriorCovariance, precision_entry, register
-from .structures import FactorLayer
+from .factor_layer import FactorLayer
 from .terms import Term, cross_covariance, factored_or_dense, unique
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class DenseCovariance(PriorCovariance):
         return bool((self._weights * RESOLVED < 1).any())
 
     @property
-    def held(self) -> int:
+    def scratch_per_row(self) -> int:
         """J, whitened and rotated."""
         return 3 * self.size
 

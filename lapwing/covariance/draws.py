@@ -1,4 +1,4 @@
-"""A covariance made of draws from the posterior itself, `Σ = (1/S) Σ_k z_k z_kᵀ`: what sampled LLA finds."""
+"""A covariance made of draws from the posterior itself, `Σ = (1/S) Σ_k z_k z_kᵀ`: as sampled LLA makes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..contents import FLOATS, Entry, check_json, is_count, largest
 from ..linalg import total
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import Covariance, LayerBlock, precision_entry, register
-from .structures import FactorLayer
+from .factor_layer import FactorLayer
 from .terms import FactoredTerm, Term, cross_covariance, unique
 
 
@@ -61,7 +61,7 @@ class Draws(Covariance):
         return (FactoredTerm(record.jvp(self.draws) / self.count**0.5),)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
-        """The same across samples."""
+        """Returns the products of the factors of all pairs of samples."""
         moved = [one.jvp(self.draws) for one in unique(record, other)]  # (B, R, S)
         return cross_covariance(moved[0], moved[-1]) / self.count
 
@@ -83,8 +83,8 @@ class Draws(Covariance):
     def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
         """S draws a block, whose squares have finite sums, and δ."""
         check_json(extra, {"count": lambda count: is_count(count) and count > 0}, "covariance/extra")
-        most = largest(tangent.dtype, 1 / 4)
-        draws = {f"draws/{b.name}": Entry((extra["count"], b.size), FLOATS, -most, most) for b in tangent.blocks}
+        bound = largest(tangent.dtype, 1 / 4)
+        draws = {f"draws/{b.name}": Entry((extra["count"], b.size), FLOATS, -bound, bound) for b in tangent.blocks}
         return {**draws, "precision": precision_entry(tangent)}
 
     @classmethod

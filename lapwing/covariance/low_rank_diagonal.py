@@ -1,4 +1,4 @@
-"""A diagonal plus a low-rank matrix, `Σ = D + FᵀF`, without a prior: what SWAG finds along a training run."""
+"""A diagonal plus a low-rank matrix, `Σ = D + FᵀF`, without a prior: SWAG's, from the iterates of a training run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ..jacobian.jacobian import Weighting
 from ..linalg import total
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import Covariance, LayerBlock, precision_entry, register
-from .structures import DiagonalBlock, FactorLayer
+from .factor_layer import FactorLayer
+from .structures import DiagonalBlock
 from .terms import FactoredTerm, Term, add_term, cross_covariance, unique
 
 
@@ -36,7 +37,7 @@ class LowRankPlusDiagonal(Covariance):
         blocks: the blocks.
         variances: D, not negative, (P_block,) a block.
         factor: F, (K, P_block) a block; K may be 0.
-        precision: δ (n_blocks,) that it was found at, if there was a prior.
+        precision: δ (n_blocks,) of the fit, if there was a prior.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class LowRankPlusDiagonal(Covariance):
         return (*terms, FactoredTerm(record.jvp(self.factor)))  # after the layers, whose gradients it then uses
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
-        """The same across samples."""
+        """Returns the same for all pairs of samples."""
         matrix: Any = 0
         for name, d in self.variances.items():
             jacobians = [one[name] for one in unique(record, other)]
@@ -117,9 +118,9 @@ class LowRankPlusDiagonal(Covariance):
     def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
         """D, not negative, and F, whose squares have finite sums, by block; δ if there is one."""
         check_json(extra, {"rank": is_count, "prior": bool}, "covariance/extra")
-        most = largest(tangent.dtype, 1 / 4)
-        parts = {f"variances/{b.name}": Entry((b.size,), FLOATS, 0.0, most**2) for b in tangent.blocks}
-        parts |= {f"factor/{b.name}": Entry((extra["rank"], b.size), FLOATS, -most, most) for b in tangent.blocks}
+        bound = largest(tangent.dtype, 1 / 4)
+        parts = {f"variances/{b.name}": Entry((b.size,), FLOATS, 0.0, bound**2) for b in tangent.blocks}
+        parts |= {f"factor/{b.name}": Entry((extra["rank"], b.size), FLOATS, -bound, bound) for b in tangent.blocks}
         return {**parts, **({"precision": precision_entry(tangent)} if extra["prior"] else {})}
 
     @classmethod

@@ -116,7 +116,7 @@ class _Projection(CurvaturePass):
         return {"H": zeros(rank, rank, dtype=torch.float64), "traces": zeros(blocks, dtype=torch.float64)}
 
     def update(self, state: State, batch: Batch) -> None:
-        held = self._problem.root.columns * self._basis.held
+        held = self._problem.root.columns * self._basis.scratch_per_row
         for _, record in batch.records(self._problem.root, self._basis.dtype, held):
             projected = self._basis.project(record).flatten(0, 1).double()  # (B R, K)
             state["H"] += projected.T @ projected

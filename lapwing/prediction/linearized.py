@@ -48,19 +48,19 @@ def _of_weights(tangent: Tangent, covariance: Covariance, inputs: Any, joint: bo
     """Returns `N(f(x, θ̂), J Σ Jᵀ)` at certain inputs."""
     dtype = covariance.record_dtype
     if joint:
-        return _across(tangent, covariance, inputs, dtype)
+        return _joint(tangent, covariance, inputs, dtype)
     parts = (
         Latent(record.outputs, tuple(term.to(tangent.dtype) for term in covariance.output_covariance(record)))
-        for _, record in tangent.records(inputs, dtype=dtype, rows_held=tangent.outputs * covariance.held)
+        for _, record in tangent.records(inputs, dtype=dtype, rows_held=tangent.outputs * covariance.scratch_per_row)
     )
     return Latent.gather(parts, batches.size(inputs))
 
 
-def _across(tangent: Tangent, covariance: Covariance, inputs: Any, dtype: torch.dtype | None) -> JointLatent:
-    """Returns `N(f(x, θ̂), J Σ Jᵀ)` of all inputs together, for pairs of chunks that fit the memory budget together."""
+def _joint(tangent: Tangent, covariance: Covariance, inputs: Any, dtype: torch.dtype | None) -> JointLatent:
+    """Returns `N(f(x, θ̂), J Σ Jᵀ)` of all inputs jointly, for pairs of chunks that fit the memory budget."""
     count, outputs = batches.size(inputs), tangent.outputs
     block = tangent.memory // (8 * tangent.dtype.itemsize)  # covariances of a pair, beside sums of a few such
-    length = tangent.chunk_length(dtype=dtype, rows_held=outputs * covariance.held) // 2
+    length = tangent.chunk_length(dtype=dtype, rows_held=outputs * covariance.scratch_per_row) // 2
     length = max(1, min(length, isqrt(block) // outputs))
     if length >= count:
         record = tangent.record(inputs, dtype=dtype)

@@ -24,7 +24,7 @@ class Scaled(Way):
         factor: s, positive.
 
     Raises:
-        LapwingError: for what is no way, or a factor that is not positive and finite.
+        LapwingError: for anything but a way, or a factor that is not positive and finite.
 
     Cost: the way's, and as many multiplications as its latent has numbers.
 
@@ -47,13 +47,13 @@ class Scaled(Way):
         """Checks way and factor."""
         if not isinstance(self.via, Way):
             raise LapwingError(
-                f"Asked for Scaled({shown(self.via)}, {shown(self.factor)}); an instance of a way is needed first: "
-                "write lw.Scaled(lw.Streamlined(), 0.5)."
+                f"Scaled({shown(self.via)}, {shown(self.factor)}) needs an instance of a way as first argument. Write "
+                "lw.Scaled(lw.Streamlined(), 0.5)."
             )
         number = isinstance(self.factor, (int, float)) and not isinstance(self.factor, bool)
         if not (number and 0 < self.factor < math.inf):
             raise LapwingError(
-                f"Asked for Scaled(factor={shown(self.factor)}); a positive finite number is needed: write "
+                f"Scaled(factor={shown(self.factor)}) needs a positive finite number. Write "
                 f"lw.Scaled({self.via!r}, 0.5)."
             )
 

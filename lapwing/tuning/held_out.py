@@ -227,7 +227,7 @@ def _held(posteriors: Sequence[Posterior], priors: int, marginal: bool) -> int:
     """Estimates the numbers that the latents of all candidates hold a sample, on the way to them too."""
     tangent, count = posteriors[0].tangent, len(posteriors) * priors
     widest = max(block.matrix_shape[1] for block in tangent.blocks)
-    one = tangent.outputs * max(posterior.covariance.held for posterior in posteriors)
+    one = tangent.outputs * max(posterior.covariance.scratch_per_row for posterior in posteriors)
     return one + count * (widest + (2 * tangent.outputs if marginal else tangent.outputs**2))
 
 

@@ -20,7 +20,7 @@ from lapwing.covariance import (
     LowRank,
     LowRankWithResidual,
     PriorCovariance,
-    structures,
+    kronecker,
 )
 from lapwing.covariance.dense import concatenate, cut
 from lapwing.covariance.latent import Latent
@@ -312,7 +312,7 @@ class TestKroneckerBlocksOfFewSamples(TestKroneckerBlocks):
 
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch):
-        monkeypatch.setattr(structures, "SPARED", 0)
+        monkeypatch.setattr(kronecker, "MIN_SAVED_COLUMNS", 0)
 
     def structure(self, block, seed):
         structure, dense = super().structure(block, seed)

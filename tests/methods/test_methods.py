@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.covariance import KroneckerBlock, structures
+from lapwing.covariance import KroneckerBlock, kronecker
 from lapwing.methods import passes, subspace
 from tests import oracle
 from tests.conformance import (
@@ -395,7 +395,7 @@ def test_kfac_of_fewer_samples_than_inputs(samples, params, monkeypatch):
 
     No samples: one of zeros, which shows the bias alone.
     """
-    monkeypatch.setattr(structures, "SPARED", 0)
+    monkeypatch.setattr(kronecker, "MIN_SAVED_COLUMNS", 0)
     torch.manual_seed(0)
     trunk = [] if params is lw.last_layer else [nn.Linear(20, 4), nn.Tanh()]
     net = nn.Sequential(*trunk, nn.Linear(4 if trunk else 20, 3)).double().eval()
@@ -403,8 +403,8 @@ def test_kfac_of_fewer_samples_than_inputs(samples, params, monkeypatch):
     fitted = lw.fit(net, [(x, torch.zeros(len(x), dtype=torch.long))], lw.KFAC(), params=params, prior_precision=0.1)
     inputs = 10 * torch.randn(6, 20).double()
     structure = next(iter(fitted.covariance.structures.values()))
-    assert structure._shared == max(1, 21 - max(samples, 1))
-    assert structure._few == (samples < 10)
+    assert structure.null_size == max(1, 21 - max(samples, 1))
+    assert structure.skips_null_space == (samples < 10)
     rows = fitted.tangent.record(inputs).rows()
     wanted = oracle.output_covariance(rows, fitted.covariance.to_dense())
     latent = fitted.latent(inputs)

@@ -216,7 +216,7 @@ class _AlphaSteps(MovingSteps):
         variance = None if noise is None else float(noise)
         basis = span_of_anchors(problem, anchors, len(anchors), "prior")
         seen = torch.zeros(basis.rank, len(anchors), dtype=torch.float64, device=problem.tangent.device)
-        for slots, record in anchors.records(torch.float64, basis.held):
+        for slots, record in anchors.records(torch.float64, basis.scratch_per_row):
             seen[:, slots] = basis.project(record).flatten(0, 1).double().T  # W J̃ᵀ
         root = seen @ values["root"].tril()
         scale = problem.scale_at(variance or problem.likelihood.noise_variance)

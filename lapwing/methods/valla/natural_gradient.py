@@ -125,7 +125,7 @@ class NaturalSteps(IteratePass):
         rate = count / state["samples"] if self._rate is None else self._rate
         state["h"] *= 1 - rate
         state["traces"] *= 1 - rate
-        for _, record in batch.records(problem.root, basis.dtype, problem.root.columns * basis.held):
+        for _, record in batch.records(problem.root, basis.dtype, problem.root.columns * basis.scratch_per_row):
             projected = basis.project(record).flatten(0, 1).double()  # (B R, K)
             state["h"] += rate / count * projected.T @ projected
             if problem.traces_wanted:
