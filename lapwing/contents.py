@@ -1,7 +1,7 @@
-"""What a file must hold, written as data, and the one check of it: anybody may have written the file.
+"""What a file must hold, written as data, and the check of it: anybody may have written the file.
 
-A checksum tells damage, not intent. So nothing in a file is used before it has passed here: JSON against a pattern, and
-tensors against a list of entries.
+A checksum shows damage, not intent. So nothing in a file is used before it has passed this check: JSON against a
+pattern, and tensors against a list of entries.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ import torch
 from torch import Tensor
 
 Pattern = Any
-"""A type, texts of one line and no more than `TEXT` characters, as messages show them; a set of accepted texts; a
-function that tells; `[pattern]` for a list; a tuple of patterns for a list of that length; or `{key: pattern}` for a
-dict of exactly these keys."""
+"""What a JSON value must be: a type (`str` accepts one line of at most `TEXT` characters), a set of accepted texts, a
+function that returns True for an accepted value, `[pattern]` for a list, a tuple of patterns for a list of that length,
+or `{key: pattern}` for a dict of exactly these keys."""
 
 TEXT = 1000
+"""Texts in a file have at most so many characters, so that messages can show them."""
 
 FLOATS = torch.float32, torch.float64
 """The dtypes that sums and directions are kept in."""
 
 
-class Unfit(ValueError):
-    """Tells which part of a file is not what it must be; `posterior/loading.py` makes a `LapwingError` of it."""
+class Mismatch(ValueError):
+    """Says which part of a file is wrong; `posterior/loading.py` makes a `LapwingError` of it."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,15 @@ class Entry:
     Attributes:
         shape: its shape, any when None.
         dtypes: its dtype is one of these, any when there are none.
-        least: its numbers are at least this.
-        most: its numbers are at most this.
+        minimum: the smallest number it may hold.
+        maximum: the largest one.
         orthonormal: its matrices (..., n, n) are.
     """
 
     shape: tuple[int, ...] | None = None
     dtypes: tuple[torch.dtype, ...] = ()
-    least: float = -math.inf
-    most: float = math.inf
+    minimum: float = -math.inf
+    maximum: float = math.inf
     orthonormal: bool = False
 
 
@@ -54,12 +55,12 @@ def largest(dtype: torch.dtype, power: float = 1.0) -> float:
 
 
 def is_positive(value: Any) -> bool:
-    """Tells a number that float32 holds, and its inverse too; torch takes no integers of more than 64 bits."""
+    """Whether float32 can hold a number and its inverse; torch takes no integers of more than 64 bits."""
     return (type(value) is float or is_count(value)) and 1e-37 <= value <= 1e37
 
 
 def is_count(value: Any) -> bool:
-    """Tells a number of things, 0 included."""
+    """Whether a value is a count, 0 included."""
     return type(value) is int and 0 <= value < 2**48
 
 
@@ -72,61 +73,61 @@ def check_json(value: Any, pattern: Pattern, where: str) -> None:
         where: its name, for the message.
 
     Raises:
-        Unfit: where they differ.
+        Mismatch: where they differ.
     """
     if isinstance(pattern, dict):
         if type(value) is not dict or value.keys() - pattern.keys():
-            raise Unfit(f"{where} holds something else than {', '.join(list(pattern)[:10]) or 'nothing'}")
+            raise Mismatch(f"{where} holds something else than {', '.join(list(pattern)[:10]) or 'nothing'}")
         if missing := [key for key in pattern if key not in value]:
-            raise Unfit(f"{where} lacks {', '.join(missing[:10])}")
+            raise Mismatch(f"{where} lacks {', '.join(missing[:10])}")
         for key, inner in pattern.items():
             check_json(value[key], inner, f"{where}/{key}")
     elif isinstance(pattern, (list, tuple)):
         if type(value) is not list or (isinstance(pattern, tuple) and len(value) != len(pattern)):
-            raise Unfit(f"{where} is no list" + (f" of {len(pattern)}" if isinstance(pattern, tuple) else ""))
+            raise Mismatch(f"{where} is no list" + (f" of {len(pattern)}" if isinstance(pattern, tuple) else ""))
         for i, one in enumerate(value):
             check_json(one, pattern[i if isinstance(pattern, tuple) else 0], where)
     elif isinstance(pattern, type):
         if type(value) is not pattern:  # True is no number here
-            raise Unfit(f"{where} is no {pattern.__name__}")
+            raise Mismatch(f"{where} is no {pattern.__name__}")
         if isinstance(value, str) and not (len(value) <= TEXT and value.isprintable()):
-            raise Unfit(f"{where} is no text of one line and at most {TEXT} characters")
+            raise Mismatch(f"{where} is no text of one line and at most {TEXT} characters")
     elif isinstance(pattern, frozenset):
         if type(value) is not str or value not in pattern:
-            raise Unfit(f"{where} is none of {', '.join(sorted(pattern)[:10])}")
+            raise Mismatch(f"{where} is none of {', '.join(sorted(pattern)[:10])}")
     elif not pattern(value):
-        raise Unfit(f"{where} is out of range")
+        raise Mismatch(f"{where} is out of range")
 
 
 def check_tensors(tensors: Mapping[str, Tensor], entries: Mapping[str, Entry]) -> None:
     """Compares tensors with what they must be: exactly these names, and each as its entry says.
 
     Raises:
-        Unfit: where they differ.
+        Mismatch: where they differ.
 
     Cost: one pass over the numbers, and two products of each orthonormal matrix with a vector.
     """
     if missing := [name for name in entries if name not in tensors]:
-        raise Unfit(f"the tensor {missing[0]} is missing")
+        raise Mismatch(f"the tensor {missing[0]} is missing")
     if len(tensors) > len(entries):
-        raise Unfit(f"it holds {len(tensors) - len(entries)} tensors too many")
+        raise Mismatch(f"it holds {len(tensors) - len(entries)} tensors too many")
     for name, entry in entries.items():
         _check_tensor(name, tensors[name], entry)
 
 
 def _check_tensor(name: str, value: Tensor, entry: Entry) -> None:
     if entry.shape is not None and value.shape != entry.shape:
-        raise Unfit(f"the tensor {name} has shape {tuple(value.shape)} in place of {entry.shape}")
+        raise Mismatch(f"the tensor {name} has shape {tuple(value.shape)} in place of {entry.shape}")
     if entry.dtypes and value.dtype not in entry.dtypes:
-        raise Unfit(f"the tensor {name} is of {value.dtype} in place of {' or '.join(map(str, entry.dtypes))}")
+        raise Mismatch(f"the tensor {name} is of {value.dtype} in place of {' or '.join(map(str, entry.dtypes))}")
     if value.is_complex():
         value = torch.view_as_real(value.resolve_conj())
-    if value.numel() and (value.is_floating_point() or not math.isinf(entry.most)):
+    if value.numel() and (value.is_floating_point() or not math.isinf(entry.maximum)):
         low, high = (float(number) for number in value.aminmax())  # both NaN where one number is
         finite = math.isfinite(low) and math.isfinite(high)
-        if not (finite and entry.least <= low and high <= entry.most):
-            raise Unfit(f"the tensor {name} holds numbers out of range")
+        if not (finite and entry.minimum <= low and high <= entry.maximum):
+            raise Mismatch(f"the tensor {name} holds numbers out of range")
     if entry.orthonormal:
         vector = torch.randn(value.shape[-1], 1, generator=torch.Generator().manual_seed(0)).to(value)
         if not ((value.mT @ (value @ vector) - vector).norm(dim=-2) <= 1e-3 * vector.norm()).all():
-            raise Unfit(f"the tensor {name} is no orthonormal matrix")
+            raise Mismatch(f"the tensor {name} is no orthonormal matrix")

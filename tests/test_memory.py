@@ -13,7 +13,7 @@ import lapwing as lw
 from benchmarks.cost import cnn, mlp
 from benchmarks.measure import LiveBytes
 from lapwing.covariance import Latent
-from lapwing.covariance.output import Dense, Rotated, Thin, gathered
+from lapwing.covariance.terms import DenseTerm, EigenTerm, FactoredTerm
 
 BUDGET = 2**24
 METHODS = (
@@ -30,7 +30,7 @@ def storages(value: Any) -> dict[int, int]:
     if isinstance(value, lw.Posterior):
         return storages(list(value.covariance.tensors().values()))
     parts = value if isinstance(value, (list, tuple)) else list(vars(value).values()) if hasattr(value, "terms") else []
-    if type(value) in (Thin, Rotated, Dense):
+    if type(value) in (FactoredTerm, EigenTerm, DenseTerm):
         parts = list(vars(value).values())
     return {key: size for part in parts for key, size in storages(part).items()}
 
@@ -90,13 +90,15 @@ def test_the_measure_counts_what_is_made() -> None:
 def test_chunks_are_gathered(lengths: tuple[int, ...], gradient: bool) -> None:
     torch.manual_seed(0)
     basis = torch.randn(3, 3)
-    whole = Latent(torch.randn(5, 3), (Thin(torch.randn(5, 3, 4), torch.rand(5, 4)), Rotated(basis, torch.rand(5, 3))))
+    whole = Latent(
+        torch.randn(5, 3), (FactoredTerm(torch.randn(5, 3, 4), torch.rand(5, 4)), EigenTerm(basis, torch.rand(5, 3)))
+    )
     if gradient:
         whole.mean.requires_grad_()
-    found = gathered(iter(parts(whole, lengths)), 5)
+    found = Latent.gather(iter(parts(whole, lengths)), 5)
     torch.testing.assert_close(found.mean, whole.mean)
     torch.testing.assert_close(found.covariance, whole.covariance)
-    assert [type(term) for term in found.terms] == [Thin, Rotated]
+    assert [type(term) for term in found.terms] == [FactoredTerm, EigenTerm]
     assert found.mean.requires_grad == gradient
 
 
@@ -104,13 +106,13 @@ def test_chunks_of_other_kinds_are_gathered() -> None:
     """Texts of other lengths: factors of other widths, and matrices, from the second or third chunk on."""
     torch.manual_seed(0)
     first, second = (
-        Latent(torch.randn(4, 3), (Thin(torch.randn(4, 3, 4)),)),
-        Latent(torch.randn(2, 3), (Thin(torch.randn(2, 3, 7)),)),
+        Latent(torch.randn(4, 3), (FactoredTerm(torch.randn(4, 3, 4)),)),
+        Latent(torch.randn(2, 3), (FactoredTerm(torch.randn(2, 3, 7)),)),
     )
-    third = Latent(torch.randn(1, 3), (Dense(torch.eye(3)[None]),))
+    third = Latent(torch.randn(1, 3), (DenseTerm(torch.eye(3)[None]),))
     chunks = [*parts(first, (2, 2)), second, third]
     for some in (chunks, chunks[:3], chunks[2:], [*parts(first, (1, 3)), third]):
-        found = gathered(iter(some), sum(len(part.mean) for part in some))
+        found = Latent.gather(iter(some), sum(len(part.mean) for part in some))
         torch.testing.assert_close(found.covariance, torch.cat([part.covariance for part in some]))
         torch.testing.assert_close(found.mean, torch.cat([part.mean for part in some]))
 
@@ -122,9 +124,9 @@ def parts(whole: Latent, lengths: tuple[int, ...]) -> Iterator[Latent]:
         rows = slice(start, start + length)
         terms = []
         for term in whole.terms:
-            if isinstance(term, Thin):
-                terms.append(Thin(term.factor[rows], None if term.scale is None else term.scale[rows]))
-            elif isinstance(term, Rotated):
-                terms.append(Rotated(term.basis, term.scale[rows]))
+            if isinstance(term, FactoredTerm):
+                terms.append(FactoredTerm(term.factor[rows], None if term.scale is None else term.scale[rows]))
+            elif isinstance(term, EigenTerm):
+                terms.append(EigenTerm(term.basis, term.scale[rows]))
         yield Latent(whole.mean[rows], tuple(terms))
         start += length

@@ -1,4 +1,4 @@
-"""What a covariance over the weights can do: three protocols, each a step more.
+"""What a covariance over the weights can do: `Covariance`, and `PriorCovariance` where the prior can be changed.
 
 A vector over the weights is a dict: block name -> (..., P_block). A structure lacks what it cannot do.
 """
@@ -9,23 +9,54 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..contents import Entry, Unfit, largest
+from ..contents import Entry, Mismatch, largest
+from ..errors import LapwingError
 from ..tangent import Block, Record, Tangent, Vectors
-from .output import Marginals, Term
+from .terms import MarginalTerm, Term
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+COVARIANCES: dict[str, type[Covariance]] = {}
+"""Class name -> class, of all that files may name. `register` fills it; nothing in a file is ever imported."""
+
+Registered = TypeVar("Registered", bound="type[Covariance]")
+
+
+def register(kind: Registered) -> Registered:
+    """Lets files hold a class of covariances: a decorator of the class.
+
+    A file names the class. `lw.load` finds it where the module that defines it has been imported.
+
+    Args:
+        kind: the class, with `entries` and `from_tensors`.
+
+    Returns:
+        The class.
+
+    Raises:
+        LapwingError: for a name that another class has.
+    """
+    other = COVARIANCES.get(kind.__name__, kind)
+    if (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise LapwingError(
+            f"The name {kind.__name__} belongs to a covariance of {other.__module__}. Give the class of "
+            f"{kind.__module__} another name."
+        )
+    COVARIANCES[kind.__name__] = kind
+    return kind
+
+
 def precision_entry(tangent: Tangent) -> Entry:
     """Returns what precisions δ (n_blocks,) in a file must be: δ² and 1/δ² fit the dtype that sums are kept in."""
-    most = largest(tangent.dtype, 1 / 2)
-    return Entry((len(tangent.blocks),), (torch.float64,), 1 / most, most)
+    bound = largest(tangent.dtype, 1 / 2)
+    return Entry((len(tangent.blocks),), (torch.float64,), 1 / bound, bound)
 
 
 class LayerBlock(ABC):
@@ -57,12 +88,14 @@ class Covariance(ABC):
     Attributes:
         blocks: the blocks, in order.
         record_dtype: the dtype records must be contracted in, or None for the usual one.
-        precision: prior precision δ of each block (n_blocks,) float64 that it was found at, or None without a prior.
+        precision: prior precision δ of each block (n_blocks,) float64 of the fit, or None without a prior.
+        full_rank: whether every direction of the weights has a positive variance.
     """
 
     blocks: tuple[Block, ...]
     record_dtype: torch.dtype | None = None
     precision: Tensor | None = None
+    full_rank: bool = False
 
     @property
     def size(self) -> int:
@@ -106,9 +139,9 @@ class Covariance(ABC):
         """Returns what `tensors()` in a file must be, beside this `extra()`.
 
         Raises:
-            Unfit: where that is no `extra()`, and for a structure that files do not hold.
+            Mismatch: where that is no `extra()`, and for a structure that files do not hold.
         """
-        raise Unfit(f"a {cls.__name__} has no form in a file")
+        raise Mismatch(f"a {cls.__name__} has no form in a file")
 
     @classmethod
     @abstractmethod
@@ -120,12 +153,12 @@ class Covariance(ABC):
         return {}
 
     def rounded(self) -> bool:
-        """Whether the rounding of sums exceeds the prior precision, and so decides the least known variances."""
+        """Whether the rounding of sums exceeds the prior precision, so that it decides the largest variances."""
         return False
 
     @property
-    def held(self) -> int:
-        """Numbers that `output_covariance` holds for each row of J, beside what every record does."""
+    def scratch_per_row(self) -> int:
+        """Numbers that `output_covariance` keeps for each row of J while it works, beside those of every record."""
         return 0
 
     def to_dense(self) -> Tensor:
@@ -168,29 +201,18 @@ class PriorCovariance(Covariance):
     @property
     @abstractmethod
     def features(self) -> object:
-        """What J is contracted with: candidates that hold the same object can be given to `output_covariances`."""
+        """What J is contracted with: `output_covariances` takes candidates that share this object."""
 
     def output_covariances(self, record: Record, candidates: Sequence[Self]) -> Iterable[tuple[Term, ...]]:
         """Gives `J Σ_i Jᵀ` for several priors of this curvature (from `with_prior`), sharing what they can."""
         return (candidate.output_covariance(record) for candidate in candidates)
 
-    def output_marginals(self, record: Record, candidates: Sequence[Self]) -> Iterable[Marginals]:
+    def output_marginals(self, record: Record, candidates: Sequence[Self]) -> Iterable[MarginalTerm]:
         """Gives the variances alone for several priors, where matrices arise at less cost."""
-        return (reduce(add, map(Marginals.of, terms)) for terms in self.output_covariances(record, candidates))
+        return (
+            reduce(add, (term.marginals() for term in terms)) for terms in self.output_covariances(record, candidates)
+        )
 
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
-        """Returns `s tr((I - VVᵀ) Δ^(-1/2) G Δ^(-1/2))`, the curvature a subspace does not see; else 0."""
+        """Returns `s tr((I - VVᵀ) Δ^(-1/2) G Δ^(-1/2))`, the curvature outside a subspace; else 0."""
         return torch.zeros((), dtype=torch.float64, device=precision.device)
-
-
-class PrecisionCovariance(PriorCovariance):
-    """A covariance of the form `(s G + Δ)⁻¹`, which can also be solved with."""
-
-    @abstractmethod
-    def solve(self, vectors: Vectors) -> Vectors:
-        """Returns `Σ⁻¹ v`."""
-
-    def logdet(self) -> Tensor:
-        """Returns `logdet Σ`."""
-        sizes = torch.tensor([block.size for block in self.blocks], dtype=torch.float64, device=self.precision.device)
-        return -(sizes * self.precision.log()).sum() - self.log_det_ratio(self.precision, self.scale)

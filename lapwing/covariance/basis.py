@@ -21,14 +21,16 @@ class Basis(ABC):
     Attributes:
         rank: K.
         dtype: the dtype of the directions.
+        record_dtype: the dtype records must be projected in, or None for the usual one.
     """
 
     rank: int
     dtype: torch.dtype
+    record_dtype: torch.dtype | None = None
 
     @property
-    def held(self) -> int:
-        """Numbers that a projection, summed block by block and cast to float64, holds for each row of J."""
+    def scratch_per_row(self) -> int:
+        """Numbers that a projection, summed by blocks and cast to float64, keeps for each row of J while it works."""
         return 3 * self.rank
 
     @property
@@ -58,7 +60,7 @@ class Basis(ABC):
         """Returns what `tensors()` in a file must be, beside this `extra()`.
 
         Raises:
-            Unfit: where that is no `extra()`.
+            Mismatch: where that is no `extra()`.
         """
 
     @classmethod
@@ -117,8 +119,8 @@ class ExplicitBasis(Basis):
     def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
         """K rows a block."""
         check_json(extra, {"rank": is_count}, "covariance/extra/basis")
-        most = largest(torch.float32, 1 / 2)
-        return {block.name: Entry((extra["rank"], block.size), FLOATS, -most, most) for block in tangent.blocks}
+        bound = largest(torch.float32, 1 / 2)
+        return {block.name: Entry((extra["rank"], block.size), FLOATS, -bound, bound) for block in tangent.blocks}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> ExplicitBasis:
@@ -138,7 +140,7 @@ class ImplicitBasis(Basis):
         scales: D, one number a block.
     """
 
-    dtype = torch.float64
+    dtype = record_dtype = torch.float64
 
     def __init__(self, anchors: Anchors, coefficients: Tensor, scales: Mapping[str, float]) -> None:
         self.anchors, self.coefficients, self.scales = anchors, coefficients, dict(scales)
@@ -151,9 +153,9 @@ class ImplicitBasis(Basis):
         return squares[:, None, None] * self.anchors.grams(self.coefficients, self.dtype)
 
     @property
-    def held(self) -> int:
+    def scratch_per_row(self) -> int:
         """M more: products with all anchors come before their combination."""
-        return len(self.anchors) + super().held
+        return len(self.anchors) + super().scratch_per_row
 
     def project(self, record: Record) -> Tensor:
         """Returns NTK blocks between the record and the anchors, combined. Cost: M backward passes a record."""
@@ -161,8 +163,8 @@ class ImplicitBasis(Basis):
 
     def combine(self, coefficients: Tensor) -> Vectors:
         """Returns one weighted backward pass for each row of c."""
-        found = self.anchors.combine(coefficients.to(self.dtype) @ self.coefficients)
-        return {name: self.scales[name] * vectors for name, vectors in found.items()}
+        combined = self.anchors.combine(coefficients.to(self.dtype) @ self.coefficients)
+        return {name: self.scales[name] * vectors for name, vectors in combined.items()}
 
     def inner(self, vectors: Vectors) -> Tensor:
         """Contracts with the anchors' rows."""
@@ -183,9 +185,9 @@ class ImplicitBasis(Basis):
         scales = {block.name: is_positive for block in tangent.blocks}
         pattern = {"rank": is_count, "scales": scales, "rows": is_count, "nests": [str]}
         check_json(extra, pattern, "covariance/extra/basis")
-        most = largest(torch.float64, 1 / 4)
+        bound = largest(torch.float64, 1 / 4)
         parts = {f"anchors/{k}": e for k, e in Anchors.entries(tangent, extra["rows"], extra["nests"]).items()}
-        return {**parts, "coefficients": Entry((extra["rank"], extra["rows"]), (torch.float64,), -most, most)}
+        return {**parts, "coefficients": Entry((extra["rank"], extra["rows"]), (torch.float64,), -bound, bound)}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> ImplicitBasis:

@@ -13,12 +13,17 @@ from torch import Tensor
 from ..contents import Entry, check_json, is_positive
 from ..jacobian.jacobian import Weighting
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import LayerBlock, PrecisionCovariance, precision_entry
-from .output import Dense, Marginals, Term, distinct
-from .structures import STRUCTURES, KroneckerBlock, Structure
+from .base import LayerBlock, PriorCovariance, precision_entry, register
+from .kronecker import KroneckerBlock
+from .structures import DenseBlock, DiagonalBlock, Structure
+from .terms import MarginalTerm, Term, add_term, unique
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+STRUCTURES: dict[str, type[Structure]] = {cls.kind: cls for cls in (DiagonalBlock, KroneckerBlock, DenseBlock)}
+"""Kind -> class, for reading files."""
 
 
 class _Layer(LayerBlock):
@@ -32,7 +37,8 @@ class _Layer(LayerBlock):
         return self._structure.rotation(self._weights, self._shape)
 
 
-class Blockwise(PrecisionCovariance):
+@register
+class Blockwise(PriorCovariance):
     """`Σ = blockdiag_b (s U_b diag(λ_b) U_bᵀ + δ_b I)⁻¹`, exact in each block's eigenbasis.
 
     Args:
@@ -41,6 +47,8 @@ class Blockwise(PrecisionCovariance):
         precision: δ (n_blocks,).
         scale: s.
     """
+
+    full_rank = True
 
     def __init__(
         self, blocks: tuple[Block, ...], structures: Mapping[str, Structure], precision: Tensor, scale: float
@@ -97,10 +105,6 @@ class Blockwise(PrecisionCovariance):
         """Returns `Σ v`."""
         return self._apply(vectors, self._weights)
 
-    def solve(self, vectors: Vectors) -> Vectors:
-        """Returns `Σ⁻¹ v`."""
-        return self._apply(vectors, {name: 1 / weights for name, weights in self._weights.items()})
-
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns `U √w z`."""
         draws = {}
@@ -121,25 +125,19 @@ class Blockwise(PrecisionCovariance):
 
     def output_covariances(self, record: Record, candidates: Sequence[Self]) -> list[tuple[Term, ...]]:
         """Contracts each block once for all candidates."""
-        terms: list[list[Term]] = [[] for _ in candidates]
-        matrices: list[Tensor | None] = [None] * len(candidates)
+        terms: list[tuple[Term, ...]] = [() for _ in candidates]
         for name, structure in self.structures.items():
             for i, term in enumerate(structure.outputs_at(record[name], self._weightings_of(name, candidates))):
-                if isinstance(term, Dense):
-                    added = matrices[i]
-                    matrices[i] = term.matrix if added is None else added + term.matrix
-                else:
-                    terms[i].append(term)
-        dense = [() if matrix is None else (Dense(matrix),) for matrix in matrices]
-        return [(*some, *rest) for some, rest in zip(terms, dense, strict=True)]
+                terms[i] = add_term(terms[i], term)
+        return terms
 
-    def output_marginals(self, record: Record, candidates: Sequence[Self]) -> Iterable[Marginals]:
+    def output_marginals(self, record: Record, candidates: Sequence[Self]) -> Iterable[MarginalTerm]:
         """Contracts each block once for all candidates, to variances that are added up as they come."""
         blocks = (
             list(structure.marginals_at(record[name], self._weightings_of(name, candidates)))
             for name, structure in self.structures.items()
         )
-        return reduce(lambda sums, found: list(map(add, sums, found)), blocks)
+        return reduce(lambda sums, others: list(map(add, sums, others)), blocks)
 
     def _weightings_of(self, name: str, candidates: Sequence[Self]) -> Iterable[Weighting]:
         """Gives one block's weights, those of a single candidate kept for the next record, others made for this one."""
@@ -151,7 +149,7 @@ class Blockwise(PrecisionCovariance):
         """Sums over blocks."""
         matrix: Any = 0
         for name, structure in self.structures.items():
-            jacobians = [one[name] for one in distinct(record, other)]
+            jacobians = [one[name] for one in unique(record, other)]
             matrix = matrix + structure.joint_output(jacobians[0], jacobians[-1], self._weights[name])
         return matrix
 
@@ -186,9 +184,8 @@ class Blockwise(PrecisionCovariance):
         structures = {}
         for block in tangent.blocks:
             kind = STRUCTURES[extra["kinds"][block.name]]
-            parts: dict[str, Tensor | None] = {"inputs": None} if kind is KroneckerBlock else {}
-            parts |= {key: tensors[f"{block.name}/{key}"] for key in kind.entries(block, tangent.dtype)}
-            structures[block.name] = kind(**parts)
+            names = kind.entries(block, tangent.dtype)
+            structures[block.name] = kind.from_tensors({name: tensors[f"{block.name}/{name}"] for name in names})
         return cls(tangent.blocks, structures, tensors["precision"], extra["scale"])
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contents import FLOATS, Entry, Unfit, check_json, is_count
+from ..contents import FLOATS, Entry, Mismatch, check_json, is_count
 from ..tangent import Block, Record, Tangent, Vectors
 from .basis import Basis
 
@@ -32,11 +32,11 @@ class CoordinateBasis(Basis):
         self._index: dict[str, Tensor] = {}  # block -> its picked weights, ascending
         first = 0
         for name, stop in zip(self._sizes, stops.tolist(), strict=True):
-            last = int(torch.searchsorted(ascending, stop))
-            if last > first:
-                self._where[name] = order[first:last]
-                self._index[name] = ascending[first:last] - (stop - self._sizes[name])
-            first = last
+            end = int(torch.searchsorted(ascending, stop))
+            if end > first:
+                self._where[name] = order[first:end]
+                self._index[name] = ascending[first:end] - (stop - self._sizes[name])
+            first = end
         self._places = {name: index.tolist() for name, index in self._index.items()}
 
     @property
@@ -90,12 +90,12 @@ class CoordinateBasis(Basis):
     def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
         """K ones and as many places among all weights."""
         check_json(extra, {"rank": is_count}, "covariance/extra/basis")
-        shape, last = (extra["rank"],), tangent.size - 1
-        return {"entries": Entry(shape, FLOATS, 1.0, 1.0), "weights": Entry(shape, (torch.int64,), 0, last)}
+        shape, ones = (extra["rank"],), Entry((extra["rank"],), FLOATS, 1.0, 1.0)
+        return {"entries": ones, "weights": Entry(shape, (torch.int64,), 0, tangent.size - 1)}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> CoordinateBasis:
-        """Rebuilds it; the entries tell the dtype."""
+        """Rebuilds it, in the dtype of the entries."""
         if len(tensors["weights"].unique()) < len(tensors["weights"]):
-            raise Unfit("the tensor covariance/basis/weights names a weight twice")
+            raise Mismatch("the tensor covariance/basis/weights names a weight twice")
         return cls(tangent.blocks, tensors["weights"], tensors["entries"].dtype)

@@ -11,9 +11,9 @@ from torch import Tensor
 from ..contents import Entry, check_json, is_positive, largest
 from ..linalg import RESOLVED, cholesky, eigen_in_place, linear, matmul
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import LayerBlock, PrecisionCovariance, precision_entry
-from .output import Term, across, distinct, smaller
-from .structures import FactorLayer
+from .base import LayerBlock, PriorCovariance, precision_entry, register
+from .factor_layer import FactorLayer
+from .terms import Term, cross_covariance, factored_or_dense, unique
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,7 +36,8 @@ def cut(blocks: tuple[Block, ...], flat: Tensor) -> Vectors:
     return {block.name: part for block, part in zip(blocks, parts, strict=True)}
 
 
-class DenseCovariance(PrecisionCovariance):
+@register
+class DenseCovariance(PriorCovariance):
     """`Σ = Δ^(-1/2) U diag(1/(s λ + 1)) Uᵀ Δ^(-1/2)` from the eigenpairs of `Δ^(-1/2) G Δ^(-1/2)`.
 
     A scalar prior precision reuses the eigenpairs; one that changes the ratio between blocks refactorises, O(P³). All
@@ -52,6 +53,7 @@ class DenseCovariance(PrecisionCovariance):
     """
 
     record_dtype = torch.float64
+    full_rank = True
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class DenseCovariance(PrecisionCovariance):
         return bool((self._weights * RESOLVED < 1).any())
 
     @property
-    def held(self) -> int:
+    def scratch_per_row(self) -> int:
         """J, whitened and rotated."""
         return 3 * self.size
 
@@ -105,11 +107,6 @@ class DenseCovariance(PrecisionCovariance):
         rotated = matmul(concatenate(self.blocks, vectors) * self._prior_root, self._basis)
         return self._back(rotated * self._weights)
 
-    def solve(self, vectors: Vectors) -> Vectors:
-        """Returns `Σ⁻¹ v`."""
-        rotated = matmul(concatenate(self.blocks, vectors) / self._prior_root, self._basis)
-        return cut(self.blocks, linear(rotated / self._weights, self._basis) / self._prior_root)
-
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns `Δ^(-1/2) U √w z`."""
         noise = torch.randn((count, self.size), generator=generator, dtype=self.dtype, device=self.device)
@@ -125,7 +122,7 @@ class DenseCovariance(PrecisionCovariance):
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
         """Forms `J Σ^(1/2)` (B, R, P)."""
-        return (smaller(self._rotated(record) * self._weights.sqrt()),)
+        return (factored_or_dense(self._rotated(record) * self._weights.sqrt()),)
 
     def output_covariances(self, record: Record, candidates: Sequence[Self]) -> Iterable[tuple[Term, ...]]:
         """Rotates J once for consecutive candidates whose priors have the same ratios between blocks."""
@@ -134,12 +131,12 @@ class DenseCovariance(PrecisionCovariance):
             if candidate._eigen is not eigen:
                 eigen, rotated, prior_root = candidate._eigen, candidate._rotated(record), candidate._prior_root
             moved = candidate._prior_root[0] / prior_root[0]
-            yield (smaller(rotated * (candidate._weights.sqrt() * moved)),)
+            yield (factored_or_dense(rotated * (candidate._weights.sqrt() * moved)),)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         """Forms `J Σ^(1/2)` (B, R, P)."""
-        factors = [self._rotated(one) * self._weights.sqrt() for one in distinct(record, other)]
-        return across(factors[0], factors[-1])
+        factors = [self._rotated(one) * self._weights.sqrt() for one in unique(record, other)]
+        return cross_covariance(factors[0], factors[-1])
 
     def _rotated(self, record: Record) -> Tensor:
         """Returns `J Δ^(-1/2) U` (B, R, P)."""

@@ -1,4 +1,4 @@
-"""A covariance made of draws from the posterior itself, `Σ = (1/S) Σ_k z_k z_kᵀ`: what sampled LLA finds."""
+"""A covariance made of draws from the posterior itself, `Σ = (1/S) Σ_k z_k z_kᵀ`: as sampled LLA makes them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch import Tensor
 from ..contents import FLOATS, Entry, check_json, is_count, largest
 from ..linalg import total
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import Covariance, LayerBlock, precision_entry
-from .output import Term, Thin, across, distinct
-from .structures import FactorLayer
+from .base import Covariance, LayerBlock, precision_entry, register
+from .factor_layer import FactorLayer
+from .terms import FactoredTerm, Term, cross_covariance, unique
 
 
+@register
 class Draws(Covariance):
     """`Σ = (1/S) Σ_k z_k z_kᵀ` of draws `z_k ~ N(0, Ψ)`, solved for at one prior, which cannot be changed.
 
@@ -57,12 +58,12 @@ class Draws(Covariance):
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
         """Returns the thin factor `J Zᵀ/√S` (B, R, S)."""
-        return (Thin(record.jvp(self.draws) / self.count**0.5),)
+        return (FactoredTerm(record.jvp(self.draws) / self.count**0.5),)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
-        """The same across samples."""
-        moved = [one.jvp(self.draws) for one in distinct(record, other)]  # (B, R, S)
-        return across(moved[0], moved[-1]) / self.count
+        """Returns the products of the factors of all pairs of samples."""
+        moved = [one.jvp(self.draws) for one in unique(record, other)]  # (B, R, S)
+        return cross_covariance(moved[0], moved[-1]) / self.count
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance; correlations with other layers are left out."""
@@ -82,8 +83,8 @@ class Draws(Covariance):
     def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
         """S draws a block, whose squares have finite sums, and δ."""
         check_json(extra, {"count": lambda count: is_count(count) and count > 0}, "covariance/extra")
-        most = largest(tangent.dtype, 1 / 4)
-        draws = {f"draws/{b.name}": Entry((extra["count"], b.size), FLOATS, -most, most) for b in tangent.blocks}
+        bound = largest(tangent.dtype, 1 / 4)
+        draws = {f"draws/{b.name}": Entry((extra["count"], b.size), FLOATS, -bound, bound) for b in tangent.blocks}
         return {**draws, "precision": precision_entry(tangent)}
 
     @classmethod

@@ -1,4 +1,4 @@
-"""A diagonal plus a low-rank matrix, `Σ = D + FᵀF`, without a prior: what SWAG finds along a training run."""
+"""A diagonal plus a low-rank matrix, `Σ = D + FᵀF`, without a prior: SWAG's, from the iterates of a training run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from ..contents import FLOATS, Entry, check_json, is_count, largest
 from ..jacobian.jacobian import Weighting
 from ..linalg import total
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import Covariance, LayerBlock, precision_entry
-from .output import Dense, Term, Thin, across, distinct
-from .structures import DiagonalBlock, FactorLayer
+from .base import Covariance, LayerBlock, precision_entry, register
+from .factor_layer import FactorLayer
+from .structures import DiagonalBlock
+from .terms import FactoredTerm, Term, add_term, cross_covariance, unique
 
 
 class _Layer(LayerBlock):
@@ -28,6 +29,7 @@ class _Layer(LayerBlock):
         return diagonal + self._factor.push(mean, variance, full)
 
 
+@register
 class LowRankPlusDiagonal(Covariance):
     """`Σ = D + FᵀF` with a diagonal D (P,) and a factor F (K, P) that crosses blocks.
 
@@ -35,7 +37,7 @@ class LowRankPlusDiagonal(Covariance):
         blocks: the blocks.
         variances: D, not negative, (P_block,) a block.
         factor: F, (K, P_block) a block; K may be 0.
-        precision: δ (n_blocks,) that it was found at, if there was a prior.
+        precision: δ (n_blocks,) of the fit, if there was a prior.
     """
 
     def __init__(
@@ -49,6 +51,11 @@ class LowRankPlusDiagonal(Covariance):
     def rank(self) -> int:
         """K."""
         return len(self.factor[self.blocks[0].name])
+
+    @property
+    def full_rank(self) -> bool:  # type: ignore[override]
+        """Whether all of D is positive."""
+        return all(bool((variances > 0).all()) for variances in self.variances.values())
 
     def mv(self, vectors: Vectors) -> Vectors:
         """Returns `Σ v`. Time O(K P)."""
@@ -73,30 +80,24 @@ class LowRankPlusDiagonal(Covariance):
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
         """Returns `J D Jᵀ` layer by layer, matrices added up as they come, and the thin factor `J Fᵀ` (B, R, K)."""
-        terms: list[Term] = []
-        matrix: Tensor | None = None
+        terms: tuple[Term, ...] = ()
         for name, variances in self.variances.items():
             weights = variances.to(record.dtype)
             (term,) = DiagonalBlock(weights).outputs_at(record[name], [Weighting(weights)])
-            if isinstance(term, Dense):
-                matrix = term.matrix if matrix is None else matrix + term.matrix
-            else:
-                terms.append(term)
-        if matrix is not None:
-            terms.append(Dense(matrix))
-        if self.rank:
-            terms.append(Thin(record.jvp(self.factor)))  # after the layers, whose gradients it then uses
-        return tuple(terms)
+            terms = add_term(terms, term)
+        if not self.rank:
+            return terms
+        return (*terms, FactoredTerm(record.jvp(self.factor)))  # after the layers, whose gradients it then uses
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
-        """The same across samples."""
+        """Returns the same for all pairs of samples."""
         matrix: Any = 0
         for name, d in self.variances.items():
-            jacobians = [one[name] for one in distinct(record, other)]
+            jacobians = [one[name] for one in unique(record, other)]
             matrix = matrix + jacobians[0].joint_weighted_gram(d.to(record.dtype), jacobians[-1])
         if self.rank:
-            factors = [one.jvp(self.factor) for one in distinct(record, other)]  # (B, R, K)
-            matrix = matrix + across(factors[0], factors[-1])
+            factors = [one.jvp(self.factor) for one in unique(record, other)]  # (B, R, K)
+            matrix = matrix + cross_covariance(factors[0], factors[-1])
         return matrix
 
     def layer_block(self, name: str) -> LayerBlock:
@@ -117,9 +118,9 @@ class LowRankPlusDiagonal(Covariance):
     def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
         """D, not negative, and F, whose squares have finite sums, by block; δ if there is one."""
         check_json(extra, {"rank": is_count, "prior": bool}, "covariance/extra")
-        most = largest(tangent.dtype, 1 / 4)
-        parts = {f"variances/{b.name}": Entry((b.size,), FLOATS, 0.0, most**2) for b in tangent.blocks}
-        parts |= {f"factor/{b.name}": Entry((extra["rank"], b.size), FLOATS, -most, most) for b in tangent.blocks}
+        bound = largest(tangent.dtype, 1 / 4)
+        parts = {f"variances/{b.name}": Entry((b.size,), FLOATS, 0.0, bound**2) for b in tangent.blocks}
+        parts |= {f"factor/{b.name}": Entry((extra["rank"], b.size), FLOATS, -bound, bound) for b in tangent.blocks}
         return {**parts, **({"precision": precision_entry(tangent)} if extra["prior"] else {})}
 
     @classmethod

@@ -68,8 +68,8 @@ class Span:
         """
         if self.curvature.any() and not traces.any():
             raise LapwingError(
-                "Asked for the lower bound of a subspace's evidence, found a fit that did not sum the trace of the "
-                "curvature, which it needs; fit with tune=lw.Evidence(), beside prior_precision=... to keep that."
+                "The lower bound of a subspace's evidence needs the trace of the curvature, which this fit did not "
+                "sum. Fit with tune=lw.Evidence(); prior_precision=... beside it keeps the prior."
             )
         if (values := self.values_at(precision)) is not None:
             inside = values.sum()
@@ -96,8 +96,8 @@ class Span:
         dtype, first = self.basis.dtype, next(iter(vectors.values()))
         flat = {name: vector.reshape(-1, vector.shape[-1]) for name, vector in vectors.items()}
         inner = self.basis.inner(flat) @ self.rotation.to(dtype)  # (n, k)
-        found = self.basis.combine((inner * weights.to(dtype)) @ self.rotation.T.to(dtype))
-        return {name: vector.reshape(*first.shape[:-1], -1) for name, vector in found.items()}
+        combined = self.basis.combine((inner * weights.to(dtype)) @ self.rotation.T.to(dtype))
+        return {name: vector.reshape(*first.shape[:-1], -1) for name, vector in combined.items()}
 
     def rescaled(self, precision: Tensor) -> Span:
         """Returns the span at a prior precision of the same ratios between blocks, nothing decomposed again."""

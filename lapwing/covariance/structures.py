@@ -1,4 +1,4 @@
-"""The curvature of one block, `U diag(λ) Uᵀ`: diagonal, Kronecker-factored or dense in its own eigenbasis.
+"""The curvature of one block, `U diag(λ) Uᵀ`: diagonal, or dense in its own eigenbasis; `kronecker.py` has the third.
 
 U is orthonormal: the identity, a Kronecker product or a dense matrix. Every function of the curvature is a weighting
 `w(λ)` of that basis, so a prior never refactorises anything.
@@ -7,26 +7,19 @@ U is orthonormal: the identity, a Kronecker product or a dense matrix. Every fun
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..contents import Entry, Unfit
-from ..jacobian.jacobian import SLICE_BYTES, Weighting, as_matrix
+from ..contents import Entry
+from ..jacobian.jacobian import Weighting
 from ..linalg import matmul
 from ..tangent import Block, BlockJacobian
-from .base import LayerBlock
-from .output import Dense, Marginals, Rotated, Term, Thin, across, distinct, smaller
+from .factor_layer import push_factor
 from .spectrum import condensed
-
-MATRIX_SIDE = 4096
-"""A layer with at most so many weights may have its covariance written out, 64 MiB, where that spares work."""
-
-SPARED = 128
-"""Columns of products that must be spared for input directions to be left out of a rotation: it takes further steps."""
+from .terms import DenseTerm, EigenTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, factored_or_dense, unique
 
 
 class Structure(ABC):
@@ -56,9 +49,9 @@ class Structure(ABC):
     def outputs_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
         """Yields `J U diag(w) Uᵀ Jᵀ` of each sample, for several weights w: J is rotated, or its rows formed, once."""
 
-    def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Marginals]:
+    def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[MarginalTerm]:
         """Yields the variances of `outputs_at` alone."""
-        return map(Marginals.of, self.outputs_at(jacobian, candidates))
+        return (term.marginals() for term in self.outputs_at(jacobian, candidates))
 
     @abstractmethod
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
@@ -83,13 +76,42 @@ class Structure(ABC):
         """Returns the tensors that make up the structure."""
 
     @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Structure:
+        """Rebuilds the structure from `tensors()`, which agree with `entries`."""
+        return cls(**tensors)
+
+    @classmethod
     @abstractmethod
     def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, Entry]:
         """Returns what `tensors()` of a block in a file must be.
 
         Raises:
-            Unfit: for a block that cannot have this structure.
+            Mismatch: for a block that cannot have this structure.
         """
+
+
+def weighted(jacobian: BlockJacobian, candidates: Iterable[Weighting], basis: Tensor | None = None) -> Iterator[Term]:
+    """Yields `J diag(w) Jᵀ` of each sample for several w: factors where the layer sees one position, else matrices.
+
+    Args:
+        jacobian: J, in the basis in which the weights are diagonal.
+        candidates: w.
+        basis: what turns the outputs back, for a layer whose output is the network's; the identity when None.
+    """
+    factors = jacobian.weighted_factors(candidates)
+    if factors is None:
+        return map(DenseTerm, jacobian.weighted_grams(candidates))
+    g, scales = factors
+    return (EigenTerm(basis, scale) if g is None else FactoredTerm(g, scale) for scale in scales)
+
+
+def weighted_marginals(
+    jacobian: BlockJacobian, candidates: Iterable[Weighting], basis: Tensor | None = None
+) -> Iterator[MarginalTerm]:
+    """Yields the variances of `weighted` alone, from squares taken once."""
+    if jacobian.is_output:
+        return (term.marginals() for term in weighted(jacobian, candidates, basis))
+    return map(MarginalTerm, *jacobian.weighted_norms(candidates))
 
 
 class DiagonalBlock(Structure):
@@ -109,17 +131,15 @@ class DiagonalBlock(Structure):
         return weights
 
     def outputs_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
-        """Yields diagonals for an output layer, factors for one position, else matrices."""
-        return _weighted(jacobian, candidates, None)
+        """Yields diagonals for an output layer, thin factors for one position, else matrices."""
+        return weighted(jacobian, candidates)
 
-    def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Marginals]:
+    def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[MarginalTerm]:
         """Yields the variances, from squares taken once."""
-        if jacobian.is_output:
-            return super().marginals_at(jacobian, candidates)
-        return map(Marginals, *jacobian.weighted_norms(candidates))
+        return weighted_marginals(jacobian, candidates)
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
-        """Returns the weighted Gram matrix across samples."""
+        """Returns the weighted Gram matrix of all pairs of samples."""
         return jacobian.joint_weighted_gram(weights, other)
 
     def push(
@@ -143,132 +163,7 @@ class DiagonalBlock(Structure):
     @classmethod
     def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, Entry]:
         """One number a weight, none negative."""
-        return {"eigenvalues": Entry((block.size,), (dtype,), least=0.0)}
-
-
-class KroneckerBlock(Structure):
-    """`(U_out ⊗ U_in) diag(λ) (U_out ⊗ U_in)ᵀ` in G groups, with U_in None where A is diagonal (embeddings).
-
-    KFAC has `λ_ji = α_i γ_j`; EKFAC the second moments of the rotated Jacobian.
-
-    Attributes:
-        eigenvalues: λ (G, O, I).
-        inputs: U_in (G, I, I) or None.
-        outputs: U_out (G, O, O).
-    """
-
-    kind = "kronecker"
-
-    def __init__(self, eigenvalues: Tensor, inputs: Tensor | None, outputs: Tensor) -> None:
-        self.eigenvalues = eigenvalues
-        self.inputs = None if inputs is None else inputs.contiguous()  # its first rows are, too: the last is the bias's
-        self.outputs = outputs.contiguous()  # `Rotated` scales and multiplies rows
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the columns that predictions cut and keep."""
-        return {name: value for name, value in self.__dict__.items() if name != "_seen"}
-
-    def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
-        """Returns `U_outᵀ M U_in` for v seen as M (G, O, I), or its inverse."""
-        matrix = vectors if back else vectors.unflatten(-1, self.eigenvalues.shape)
-        outputs = self.outputs if back else self.outputs.mT
-        matrix = outputs @ matrix
-        if self.inputs is not None:
-            matrix = matrix @ (self.inputs.mT if back else self.inputs)
-        return matrix.flatten(-3) if back else matrix
-
-    def noise(self, precision: float) -> float:
-        """Looks at the eigenvalues beside the largest of the other factor; those of 0 are exact."""
-        largest = torch.cat([self.eigenvalues.amax(1).flatten(), self.eigenvalues.amax(2).flatten()])
-        least = largest[largest > 0].amin() if largest.any() else torch.ones(())
-        return float(torch.finfo(largest.dtype).eps * largest.amax() / (least + precision))
-
-    def diagonal(self, weights: Tensor) -> Tensor:
-        """Returns `U_out² w (U_in²)ᵀ` (P,)."""
-        spread = self.outputs.square() @ weights
-        return (spread if self.inputs is None else spread @ self.inputs.square().mT).flatten()
-
-    def outputs_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
-        """Rotates a and g, then weights them; an output layer keeps `U_out diag(s) U_outᵀ` as factors."""
-        return _weighted(*self._rotated(jacobian, candidates), self.outputs[0])
-
-    def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Marginals]:
-        """Rotates a and g, then takes the variances, from squares taken once."""
-        if jacobian.is_output:
-            return super().marginals_at(jacobian, candidates)
-        rotated, candidates = self._rotated(jacobian, candidates)
-        return map(Marginals, *rotated.weighted_norms(candidates))
-
-    def _rotated(
-        self, jacobian: BlockJacobian, candidates: Iterable[Weighting]
-    ) -> tuple[BlockJacobian, Iterable[Weighting]]:
-        """Returns J in the eigenbasis, an output layer's g as it is, and the weights of its rows."""
-        jacobian = as_matrix(jacobian)
-        outputs = None if jacobian.is_output else self.outputs
-        reduced = jacobian.rotate_inputs(self._seen) if self._few else None
-        if reduced is not None:
-            return reduced.rotate(None, outputs), map(self._of_seen, candidates)
-        return jacobian.rotate(self.inputs, outputs), candidates
-
-    def _of_seen(self, weighting: Weighting) -> Weighting:
-        """Returns the weights of the directions seen, behind the one that stands for all others."""
-        return Weighting(weighting.flat.reshape(self.eigenvalues.shape[1:])[:, self._shared - 1 :])
-
-    @cached_property
-    def _shared(self) -> int:
-        """How many of the first input directions have the same eigenvalues: A's null space, which no sample showed."""
-        same = (self.eigenvalues == self.eigenvalues[..., :1]).flatten(0, 1).all(0)
-        return int(same.cumprod(0).sum())
-
-    @cached_property
-    def _seen(self) -> Tensor:
-        """The other input directions (I, k)."""
-        assert self.inputs is not None
-        return self.inputs[0, :, self._shared :].contiguous()
-
-    @property
-    def _few(self) -> bool:
-        """Whether a product with the other directions, and one back, are less work than one with all of them."""
-        return self.inputs is not None and 2 * self._shared - self.inputs.shape[-1] > SPARED
-
-    def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
-        """Rotates a and g, then takes the weighted Gram matrix across samples."""
-        rotated = [as_matrix(one).rotate(self.inputs, self.outputs) for one in distinct(jacobian, other)]
-        return rotated[0].joint_weighted_gram(weights.flatten(), rotated[-1])
-
-    def push(
-        self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
-    ) -> Tensor:
-        """Returns `U_out diag_j(Σ_i (U_inᵀ M U_in)_ii w_ji) U_outᵀ`: Streamlined Prediction's equation 10, exact."""
-        assert self.inputs is not None  # tokens have no moments
-        basis = self.inputs[0]
-        moment = (mean @ basis).square()
-        if variance is not None:
-            moment = moment + (
-                variance @ basis.square() if variance.ndim == 2 else ((variance @ basis) * basis).sum(-2)
-            )
-        rotated = Rotated(self.outputs[0], moment @ weights[0].T)
-        return rotated.dense() if full else rotated.variance()
-
-    def rotation(self, weights: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor | None, Tensor]:
-        """Returns U_in and `U_out² w`."""
-        return self.inputs, self.outputs.square() @ weights
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns λ and the bases."""
-        named = {"eigenvalues": self.eigenvalues, "inputs": self.inputs, "outputs": self.outputs}
-        return {key: value for key, value in named.items() if value is not None}
-
-    @classmethod
-    def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, Entry]:
-        """λ, none negative, and both bases; embeddings have none for their inputs."""
-        if block.matrix is None:
-            raise Unfit(f"the block of {', '.join(block.parameters)} has no Kronecker factors")
-        groups, outputs, inputs = block.matrix_shape
-        named = {"eigenvalues": Entry((groups, outputs, inputs), (dtype,), least=0.0)}
-        if not block.matrix.one_hot:
-            named["inputs"] = Entry((groups, inputs, inputs), (dtype,), orthonormal=True)
-        return {**named, "outputs": Entry((groups, outputs, outputs), (dtype,), orthonormal=True)}
+        return {"eigenvalues": Entry((block.size,), (dtype,), minimum=0.0)}
 
 
 class DenseBlock(Structure):
@@ -290,12 +185,12 @@ class DenseBlock(Structure):
     def outputs_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
         """Forms the rows and rotates them."""
         rows = matmul(jacobian.rows(), self.basis)
-        return (smaller(rows * weighting.flat.sqrt()) for weighting in candidates)
+        return (factored_or_dense(rows * weighting.flat.sqrt()) for weighting in candidates)
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
         """Forms the rows."""
-        factors = [matmul(one.rows(), self.basis * weights.sqrt()) for one in distinct(jacobian, other)]
-        return across(factors[0], factors[-1])
+        factors = [matmul(one.rows(), self.basis * weights.sqrt()) for one in unique(jacobian, other)]
+        return cross_covariance(factors[0], factors[-1])
 
     def push(
         self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
@@ -312,69 +207,6 @@ class DenseBlock(Structure):
         """λ, none negative, and U."""
         size = block.size
         return {
-            "eigenvalues": Entry((size,), (dtype,), least=0.0),
+            "eigenvalues": Entry((size,), (dtype,), minimum=0.0),
             "basis": Entry((size, size), (dtype,), orthonormal=True),
         }
-
-
-def _weighted(jacobian: BlockJacobian, candidates: Iterable[Weighting], basis: Tensor | None) -> Iterator[Term]:
-    """Yields `J diag(w) Jᵀ` as factors where the layer sees one position, else as matrices.
-
-    An output layer's g is the identity in a basis U_out, None for the identity.
-    """
-    factors = jacobian.weighted_factors(candidates)
-    if factors is None:
-        return map(Dense, jacobian.weighted_grams(candidates))
-    g, scales = factors
-    return (Rotated(basis, scale) if g is None else Thin(g, scale) for scale in scales)
-
-
-STRUCTURES: dict[str, type[Structure]] = {cls.kind: cls for cls in (DiagonalBlock, KroneckerBlock, DenseBlock)}
-
-
-class FactorLayer(LayerBlock):
-    """One layer's `Σ_k F_k F_kᵀ` for rows F (K, O, I)."""
-
-    def __init__(self, factor: Tensor) -> None:
-        self._factor = factor
-
-    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-        rows, outputs, inputs = self._factor.shape
-        fits = outputs * inputs <= max(rows, MATRIX_SIDE)
-        if variance is not None and variance.ndim == 3 and rows >= outputs and fits:
-            return self._push_matrix(mean, variance, full)
-        return push_factor(self._factor.to(mean.dtype), mean, variance, full)
-
-    @cached_property
-    def _matrix(self) -> Tensor:
-        """The layer's own covariance (O, O, I, I)."""
-        rows = self._factor.flatten(1)
-        _, outputs, inputs = self._factor.shape
-        return (rows.T @ rows).reshape(outputs, inputs, outputs, inputs).transpose(1, 2).contiguous()
-
-    def _push_matrix(self, mean: Tensor, variance: Tensor, full: bool) -> Tensor:
-        """Contracts the covariance with `M = m mᵀ + V`: O²I² products a sample, where the rows take K O I²."""
-        moment = (mean[:, :, None] * mean[:, None] + variance).flatten(1)  # (B, I I)
-        matrix = self._matrix.to(mean.dtype)
-        if full:
-            return (moment @ matrix.flatten(2).flatten(0, 1).T).unflatten(1, matrix.shape[:2])  # (B, O, O)
-        return moment @ matrix.diagonal().permute(2, 0, 1).flatten(1).T  # (B, O)
-
-
-def push_factor(factor: Tensor, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-    """Returns `LayerBlock.push` for the covariance `Σ_k F_k F_kᵀ` of F (K, O, I), a slice of F at a time."""
-    covariances = full and variance is not None and variance.ndim == 3
-    numbers = mean.shape[0] * factor.shape[1] * (factor.shape[2] if covariances else 1)
-    pushed = mean.new_zeros(())
-    for rows in factor.split(max(1, SLICE_BYTES // (numbers * mean.element_size()))):
-        means = torch.einsum("koi,bi->bko", rows, mean)
-        pushed = pushed + (means.mT @ means if full else means.square().sum(1))
-        if covariances:
-            pushed = pushed + torch.einsum("bkoj,kpj->bop", torch.einsum("koi,bij->bkoj", rows, variance), rows)
-    if variance is None or covariances:
-        return pushed
-    if full:
-        return pushed + torch.einsum("koi,kpi,bi->bop", factor, factor, variance)
-    if variance.ndim == 2:
-        return pushed + variance @ factor.square().sum(0).T
-    return pushed + torch.einsum("koi,koj,bij->bo", factor, factor, variance)

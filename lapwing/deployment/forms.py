@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import Covariance, LayerBlock
-from ..covariance.output import Dense, Rotated
+from ..covariance.terms import DenseTerm, EigenTerm
 from ..errors import LapwingError
 from ..tangent import Block, Vectors
 
@@ -112,10 +112,10 @@ class Deployed:
 
 def marginals(matrix: Tensor, centred: bool) -> Tensor:
     """Returns the variances of covariances (N, O, O), those of the centred outputs behind them: (N, O) or (N, 2 O)."""
-    dense = Dense(matrix)
+    dense = DenseTerm(matrix)
     return torch.cat([dense.variance(), dense.centred_variance()], -1) if centred else dense.variance()
 
 
 def of_independent(variance: Tensor, centred: bool) -> Tensor:
     """Returns the same for variances (N, O) of independent outputs."""
-    return torch.cat([variance, Rotated(None, variance).centred_variance()], -1) if centred else variance
+    return torch.cat([variance, EigenTerm(None, variance).centred_variance()], -1) if centred else variance

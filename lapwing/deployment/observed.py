@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
-from ..covariance import MarginalLatent
+from ..covariance import Latent
+from ..covariance.terms import MarginalTerm
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, Link
-from ..likelihoods.links import LatentLike
 from .tracing import Observe
 
 
@@ -53,6 +51,6 @@ def observing(
     return (lambda *moments: tuple(summary(*moments).values())), tuple(example), reads
 
 
-def _latent(mean: Tensor, variance: Tensor, centred: Tensor) -> LatentLike:
+def _latent(mean: Tensor, variance: Tensor, centred: Tensor) -> Latent:
     """Returns all that a link in closed form reads."""
-    return cast("LatentLike", MarginalLatent(mean, variance, centred))
+    return Latent(mean, (MarginalTerm(variance, centred),))

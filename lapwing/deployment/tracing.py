@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from ..covariance import Covariance
-from ..covariance.output import Dense, Rotated
+from ..covariance.terms import DenseTerm, EigenTerm
 from ..errors import LapwingError
 from ..network import batches
 from ..network.eager import without_compiled
@@ -237,7 +237,7 @@ def _end(program: Program) -> tuple[Step, ...]:
 
 def _whole(output: Moments) -> tuple[Tensor, Tensor, Tensor]:
     """Returns means, variances and centred variances of an output that is no layer's."""
-    term = Rotated(None, output.variance) if output.covariance is None else Dense(output.covariance)
+    term = EigenTerm(None, output.variance) if output.covariance is None else DenseTerm(output.covariance)
     return output.mean, term.variance(), term.centred_variance()
 
 

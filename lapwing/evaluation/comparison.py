@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..covariance import Latent
-from ..covariance.output import Rotated
+from ..covariance.terms import EigenTerm
 from ..errors import LapwingError, is_one_of, shown
 from ..likelihoods import Likelihood, Prediction
 from ..likelihoods.inferred import inferred_likelihood
@@ -258,7 +258,7 @@ def _network(forward: Callable[[Any], Tensor], likelihood: Likelihood, device: t
 
     def predict(inputs: Any) -> Prediction:
         outputs = forward(inputs)
-        return likelihood.predict(Latent(outputs, (Rotated(None, torch.zeros_like(outputs)),)))
+        return likelihood.predict(Latent(outputs, (EigenTerm(None, torch.zeros_like(outputs)),)))
 
     return _Candidate(predict, forward, device, True)
 

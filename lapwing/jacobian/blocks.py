@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contents import Unfit, check_json, is_count
+from ..contents import Mismatch, check_json, is_count
 
 BLOCK = {
     "name": str, "parameters": [str], "shapes": [[is_count]], "family": str, "bias": bool,
@@ -71,7 +71,7 @@ class Block:
         """Rebuilds a block from `dataclasses.asdict`, with its lists as tuples again.
 
         Raises:
-            Unfit: for JSON of another form, and a layout that the parameters' shapes do not allow.
+            Mismatch: for JSON of another form, and a layout that the parameters' shapes do not allow.
         """
         check_json(data, BLOCK, "blocks")
         if data["matrix"] is not None:
@@ -80,7 +80,7 @@ class Block:
         shapes = tuple(tuple(shape) for shape in data["shapes"])
         block = cls(data["name"], tuple(data["parameters"]), shapes, data["family"], matrix, data["bias"])
         if not (1 <= len(shapes) == len(block.parameters) <= 2 and block._is_consistent()):
-            raise Unfit(f"the layout of the block of {', '.join(block.parameters)} is none of its shapes")
+            raise Mismatch(f"the layout of the block of {', '.join(block.parameters)} is none of its shapes")
         return block
 
     def _is_consistent(self) -> bool:

@@ -8,7 +8,8 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
-from ..covariance.output import Dense, Latent
+from ..covariance.latent import Latent
+from ..covariance.terms import DenseTerm
 from . import divergence
 from .base import NoiselessLikelihood
 from .class_prediction import ClassPrediction
@@ -104,5 +105,5 @@ class Categorical(NoiselessLikelihood):
             gap = (mean[:, 1] - mean[:, 0]) * (2 * labels - 1)
             variance = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) - covariance[:, 0, 1] - covariance[:, 1, 0]
             return divergence.binary_log_power_mean(gap, variance.clamp_min(0.0), alpha, link.nodes).to(mean.dtype)
-        latent = Latent(mean, (Dense(covariance.to(mean.dtype)),))
+        latent = Latent(mean, (DenseTerm(covariance.to(mean.dtype)),))
         return cast("ClassLink", link).log_probs(latent).gather(-1, labels[:, None]).squeeze(-1)

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, Structure
+from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, KroneckerFactors, Structure
 from ..jacobian.jacobian import as_matrix
 from ..linalg import eigen_in_place, symmetric_eigen
 from ..tangent import Block
@@ -133,8 +133,8 @@ def _eigenbasis(state: Factors, name: str) -> KroneckerBlock:
         alpha, inputs = _diagonalised(state.A, name)
         alpha[..., : max(0, alpha.shape[-1] - int(count))] = 0  # its rank is at most #; all else is rounding noise
     gamma, outputs = _diagonalised(state.Gamma, name)
-    eigenvalues = gamma[..., :, None] * alpha[..., None, :] / count.double()
-    return KroneckerBlock(eigenvalues.to(outputs.dtype), inputs, outputs)
+    factors = KroneckerFactors(inputs, outputs, alpha, gamma, count)
+    return KroneckerBlock(factors.products(), factors)
 
 
 def _diagonalised(factors: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
@@ -213,6 +213,6 @@ class _SecondMoments(CurvaturePass[BlockSums]):
                 state.blocks[name] += squares.reshape_as(state.blocks[name])  # (G, O, I)
 
     def finish(self, state: BlockSums) -> Blockwise:
-        corrected = {n: KroneckerBlock(state.blocks[n], old.inputs, old.outputs) for n, old in self._bases.items()}
+        corrected = {n: KroneckerBlock(state.blocks[n], old.factors) for n, old in self._bases.items()}
         problem, structures = self._problem, {**self._structures, **corrected}
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale)

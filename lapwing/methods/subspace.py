@@ -126,7 +126,7 @@ class ProjectedCurvature(State):
 
     def add(self, problem: Problem, basis: Basis, batch: Batch, factor: float = 1.0) -> None:
         """Adds a batch, times a factor."""
-        for _, record in batch.records(problem.root, basis.dtype, problem.root.columns * basis.held):
+        for _, record in batch.records(problem.root, basis.dtype, problem.root.columns * basis.scratch_per_row):
             projected = basis.project(record).flatten(0, 1).double()  # (B R, K)
             self.H.addmm_(projected.T, projected, alpha=factor)
             if problem.traces_wanted:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from ..contents import Unfit, check_json, is_count
+from ..contents import Mismatch, check_json, is_count
 from ..errors import LapwingError
 from ..jacobian.blocks import Block
 from ..jacobian.layers import BatchAxis
@@ -92,7 +92,7 @@ class Plan:
         """Rebuilds the plan of these blocks, with its lists as tuples again.
 
         Raises:
-            Unfit: for JSON of another form, and uses that are not those of the blocks.
+            Mismatch: for JSON of another form, and uses that are not those of the blocks.
         """
         check_json(data, PLAN, "plan")
         order = tuple(tuple(map(tuple, use)) for use in data["order"])
@@ -109,7 +109,7 @@ class Plan:
         watched = tuple(name for block in blocks if not block.is_generic for name in block.parameters)
         known = all(set(watched).issuperset(dict(use).values()) and len(dict(use)) == len(use) > 0 for use in order)
         if not known or not len(order) == len(data["sizes"]) == len(data["kinds"]) > data["last"]:
-            raise Unfit("the plan's uses are not those of the blocks")
+            raise Mismatch("the plan's uses are not those of the blocks")
         sizes, kinds, shared = tuple(map(tuple, data["sizes"])), tuple(data["kinds"]), tuple(data["shared"])
         return cls(
             watched, order, uses, data["single_sample"], sizes, data["spread"], data["last"], kinds, shared,
@@ -209,7 +209,7 @@ def _check_uses(
         complete = {name for role, name in order[i] if role in own} == set(block.parameters)
         fits = block.matrix is None or (own == roles and kinds[i : i + 1] == [block.kind])
         if not (complete and fits):
-            raise Unfit(f"the plan's use {i} is none of the block of {', '.join(block.parameters)}")
+            raise Mismatch(f"the plan's use {i} is none of the block of {', '.join(block.parameters)}")
     first = kinds[uses[0][0]].partition(",")[0] if uses and uses[0][0] < len(kinds) else ""
     if block.family != first:
-        raise Unfit(f"the plan has no use of {', '.join(block.parameters)} in a layer of its family")
+        raise Mismatch(f"the plan has no use of {', '.join(block.parameters)} in a layer of its family")

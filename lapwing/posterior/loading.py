@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..contents import Unfit, check_json
+from ..contents import Mismatch, check_json
 from ..covariance import COVARIANCES
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, resolve
@@ -78,7 +78,7 @@ def load(
     except (LapwingError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # anybody may have written the file
-        what = str(error) if isinstance(error, Unfit) else f"its parts do not go together ({type(error).__name__})"
+        what = str(error) if isinstance(error, Mismatch) else f"its parts do not go together ({type(error).__name__})"
         raise LapwingError(
             f"The file {path} does not make a posterior of this version: {what}. Save it again with "
             "posterior.save(path), or upgrade with pip install -U lapwing."
@@ -104,11 +104,17 @@ def _rebuilt(
             f"The fit of {path} was made {'with' if forward is None else 'without'} forward=, and the network must be "
             f"called as it was there. Write lw.load(path, model{', forward=forward' if forward is None else ''})."
         )
+    kind = header["covariance"]["class"]
+    if kind not in COVARIANCES:
+        raise LapwingError(
+            f"The file {path} holds a covariance of the class {shown(kind)}, which is not registered. Import the "
+            "module that defines it before lw.load, or upgrade with pip install -U lapwing."
+        )
     tangent = Tangent.from_json(header["tangent"], model, forward, memory)
     _check_same(path, tangent, part("weights/"), header["dtypes"])
     check_contents(tangent, tensors, header)
     device = tangent.device
-    covariance = COVARIANCES[header["covariance"]["class"]].from_tensors(
+    covariance = COVARIANCES[kind].from_tensors(
         tangent, {k: v.to(device) for k, v in part("covariance/").items()}, header["covariance"]["extra"]
     )
     saved = header["likelihood"]
@@ -135,7 +141,7 @@ def _rebuilt(
         residual is None or 0 <= residual < math.inf
     )
     if likelihood.needs_noise or not fits:
-        raise Unfit("its statistics or noise variance are not those of a fit")
+        raise Mismatch("its statistics or noise variance are not those of a fit")
     return Posterior(
         tangent, covariance, likelihood, prior, statistics,
         header["samples"], header["data_factor"], header["temperature"], header["method"], noise_given,
@@ -164,7 +170,7 @@ def _check_same(
             )
         now = fingerprint(value)
         if (now.shape, now.dtype) != (prints[name].shape, prints[name].dtype):
-            raise Unfit("the fingerprints of the network's weights are of another kind")
+            raise Mismatch("the fingerprints of the network's weights are of another kind")
         if not torch.allclose(now, prints[name], rtol=1e-6, atol=1e-12, equal_nan=True):
             raise LapwingError(
                 f"{what} of {network} has other values than in the fit of {path}. Load the checkpoint of the fit into "

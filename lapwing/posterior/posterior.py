@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..covariance import AnyLatent, Covariance, Latent, LatentDraws, PriorCovariance
-from ..covariance.output import checked, together
+from ..covariance import AnyLatent, Covariance, PriorCovariance
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, Link, Prediction
 from ..linalg import check_memory, total
@@ -306,7 +305,8 @@ class Posterior:
                     f"Asked for latents of a loader with joint={joint}, found {len(parts)} batches; joint covariances "
                     "need all inputs in one batch, and others at least one batch: pass a tensor."
                 )
-            return checked(_together(parts))
+            kind: Any = type(parts[0])
+            return kind.concatenate(parts).with_checks()
         return self._latent(batches.inputs_of(x) if isinstance(x, Mapping) else x, via, joint)
 
     @outside_modes
@@ -326,7 +326,7 @@ class Posterior:
                 f"{batches.describe(values)}, found outputs of shape {tuple(latent.mean.shape)}; as many as in the fit "
                 "are needed: check the shape of the inputs, and give a single sample as x[None]."
             )
-        return checked(latent)
+        return latent.with_checks()
 
     @full_precision
     def predict(
@@ -428,11 +428,3 @@ class Posterior:
 
 def _inputs_of(batch: Any) -> Any:
     return batch if isinstance(batch, Uncertain) else batches.inputs_of(batch)
-
-
-def _together(parts: list[AnyLatent]) -> AnyLatent:
-    """Joins the latents of consecutive batches."""
-    draws = [part.draws for part in parts if isinstance(part, LatentDraws)]
-    if draws:
-        return LatentDraws(torch.cat(draws, 1))
-    return together([part for part in parts if isinstance(part, Latent)])  # joint ones do not come here

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..contents import Entry, Unfit, check_json, check_tensors, is_count, is_positive, largest
+from ..contents import Entry, Mismatch, check_json, check_tensors, is_count, is_positive, largest
 from ..covariance import COVARIANCES
 from ..errors import LapwingError
 from ..network.stamp import fingerprint
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 HEADER = {
     "format": int, "tangent": dict,
-    "covariance": {"class": frozenset(COVARIANCES), "extra": dict},
+    "covariance": {"class": str, "extra": dict},
     "likelihood": {"name": str, "noise_variance": lambda value: value is None or is_positive(value)},
     "given": (bool, bool),
     "samples": lambda samples: is_count(samples) and samples > 0,
@@ -40,6 +40,12 @@ def write(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     Raises:
         LapwingError: for a path that cannot be written, and for what `load` would refuse, such as NaN.
     """
+    kind = type(posterior.covariance)
+    if COVARIANCES.get(kind.__name__) is not kind:
+        raise LapwingError(
+            f"The covariance class {kind.__name__} is not registered, so files cannot name it. Decorate it with "
+            "@lapwing.covariance.register."
+        )
     tensors = {f"covariance/{name}": tensor for name, tensor in posterior.covariance.tensors().items()}
     tensors |= {f"prior_mean/{name}": tensor for name, tensor in posterior.prior.mean.items()}
     tensors |= {f"statistics/{name}": tensor for name, tensor in posterior.statistics.items()}
@@ -48,7 +54,7 @@ def write(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     tensors |= {f"weights/{name}": fingerprint(value) for name, value in state.items()}
     header = {
         "tangent": posterior.tangent.to_json(),
-        "covariance": {"class": type(posterior.covariance).__name__, "extra": posterior.covariance.extra()},
+        "covariance": {"class": kind.__name__, "extra": posterior.covariance.extra()},
         "likelihood": {"name": posterior.likelihood.name, "noise_variance": posterior.noise_variance},
         "given": [posterior.prior.given, posterior.noise_given],
         "samples": posterior.samples,
@@ -62,7 +68,7 @@ def write(posterior: Posterior, path: str | os.PathLike[str]) -> None:
         read = json.loads(json.dumps({"format": storage.FORMAT, **header}))
         check_json(read, HEADER, "the header")
         check_contents(posterior.tangent, tensors, read)
-    except Unfit as error:
+    except Mismatch as error:
         raise LapwingError(
             f"The posterior cannot be saved, since {error}. Look at posterior.diagnose(), and fit again with other "
             "options."

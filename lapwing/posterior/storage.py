@@ -24,7 +24,9 @@ from torch import Tensor
 
 from ..errors import LapwingError
 
-FORMAT = 2
+FORMAT = 3
+"""The one format that is written and read; docs/file-format.md describes it."""
+
 KEY = "lapwing"
 """The metadata that holds the JSON header."""
 
@@ -160,8 +162,10 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
         header = json.loads(text, parse_constant=_no_number)
         version = header["format"]
         del header["sha256"]
-        if type(version) is not int or version < FORMAT:
+        if type(version) is not int or version < 1:
             raise ValueError("its format is unknown")
+        if version < FORMAT:
+            raise ValueError(f"it has format {version}, and this version reads format {FORMAT}; fit again")
     except LapwingError:
         raise
     except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:

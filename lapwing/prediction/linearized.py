@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..covariance import AnyLatent, Covariance, JointLatent, Latent
-from ..covariance.output import Dense, gathered
+from ..covariance.terms import DenseTerm
 from ..network import batches
 from ..network.gate import Checked
 from ..network.tracing import wants_gradient
@@ -41,31 +41,27 @@ class Linearized(Way):
         mean, added = carried(tangent, values, spreads, wants_gradient(values))
         batches.check_outputs(mean, "these inputs")
         if not tangent.blocks:
-            return Latent(mean, (Dense(added),))
-        latent = _of_weights(tangent, covariance, checked, joint)
-        if isinstance(latent, Latent):
-            return Latent(latent.mean, (*latent.terms, Dense(added)))
-        own = torch.eye(len(mean), dtype=mean.dtype, device=mean.device)
-        return JointLatent(latent.mean, latent.covariance + torch.einsum("bcd,be->bced", added, own))
+            return Latent(mean, (DenseTerm(added),))
+        return _of_weights(tangent, covariance, checked, joint).plus(added)
 
 
 def _of_weights(tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> Latent | JointLatent:
     """Returns `N(f(x, θ̂), J Σ Jᵀ)` at certain inputs."""
     dtype, checked = covariance.record_dtype, tangent.check(inputs)
     if joint:
-        return _across(tangent, covariance, checked, dtype)
+        return _joint(tangent, covariance, checked, dtype)
     parts = (
         Latent(record.outputs, tuple(term.to(tangent.dtype) for term in covariance.output_covariance(record)))
-        for _, record in tangent.records(checked, dtype=dtype, rows_held=tangent.outputs * covariance.held)
+        for _, record in tangent.records(checked, dtype=dtype, rows_held=tangent.outputs * covariance.scratch_per_row)
     )
-    return gathered(parts, checked.samples)
+    return Latent.gather(parts, checked.samples)
 
 
-def _across(tangent: Tangent, covariance: Covariance, inputs: Checked, dtype: torch.dtype | None) -> JointLatent:
-    """Returns `N(f(x, θ̂), J Σ Jᵀ)` of all inputs together, for pairs of chunks that fit the memory budget together."""
+def _joint(tangent: Tangent, covariance: Covariance, inputs: Checked, dtype: torch.dtype | None) -> JointLatent:
+    """Returns `N(f(x, θ̂), J Σ Jᵀ)` of all inputs jointly, for pairs of chunks that fit the memory budget."""
     count, outputs = inputs.samples, tangent.outputs
     block = tangent.memory // (8 * tangent.dtype.itemsize)  # covariances of a pair, beside sums of a few such
-    length = tangent.chunk_length(dtype=dtype, rows_held=outputs * covariance.held) // 2
+    length = tangent.chunk_length(dtype=dtype, rows_held=outputs * covariance.scratch_per_row) // 2
     length = max(1, min(length, isqrt(block) // outputs))
     if length >= count:
         record = tangent.record(inputs, dtype=dtype)

@@ -18,7 +18,7 @@ from ..tangent import Tangent, split
 from .uncertain import drawn, separate
 from .way import Way
 
-_OTHER_STREAM = 0x9E3779B97F4A7C15
+_INPUT_SEED = 0x9E3779B97F4A7C15
 """Added to the seed for draws of inputs, so that those of the weights are the same with and without them."""
 
 
@@ -26,7 +26,7 @@ _OTHER_STREAM = 0x9E3779B97F4A7C15
 class MonteCarlo(Way):
     """`f(x, θ_s)` for draws `θ_s ~ N(θ̂, Σ)`, the weights passed in functionally: the model is never written.
 
-    Every call draws the same weights (same seed), so predictions for different inputs belong together. Uncertain inputs
+    Every call draws the same weights (same seed), so predictions for different inputs are joint. Uncertain inputs
     (`lw.Uncertain`) are drawn too, anew with each draw of the weights.
 
     Args:
@@ -51,12 +51,12 @@ class MonteCarlo(Way):
         """Checks the number of draws."""
         if isinstance(self.draws, bool) or not isinstance(self.draws, int) or self.draws < 2:
             raise LapwingError(
-                f"Asked for MonteCarlo(draws={shown(self.draws)}); a whole number of at least 2 is needed: write "
+                f"MonteCarlo(draws={shown(self.draws)}) needs a whole number of at least 2. Write "
                 "lw.MonteCarlo(draws=50)."
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise LapwingError(
-                f"Asked for MonteCarlo(seed={shown(self.seed)}); a whole number from 0 to 2**63 - 1 is needed: write "
+                f"MonteCarlo(seed={shown(self.seed)}) needs a whole number from 0 to 2**63 - 1. Write "
                 "lw.MonteCarlo(draws=50, seed=0)."
             )
 
@@ -64,23 +64,23 @@ class MonteCarlo(Way):
         """Returns the outputs under each draw; draws are joint across inputs by nature."""
         values, spreads = separate(inputs)
         tangent.check(values)
-        joined = _stacked(self._outputs(tangent, covariance, values, spreads), self.draws)
-        return LatentDraws(joined, joint)
+        draws = _stacked(self._outputs(tangent, covariance, values, spreads), self.draws)
+        return LatentDraws(draws, joint)
 
     def _outputs(self, tangent: Tangent, covariance: Covariance, values: Any, spreads: Any) -> Iterator[Tensor]:
         """Yields the outputs (B, C) under one draw after another."""
         generator = torch.Generator(covariance.device).manual_seed(self.seed)
-        noise = torch.Generator(tangent.device).manual_seed((self.seed + _OTHER_STREAM) % 2**63)
-        own, mean = tangent.parameters, tangent.mean()
+        noise = torch.Generator(tangent.device).manual_seed((self.seed + _INPUT_SEED) % 2**63)
+        parameters, mean = tangent.parameters, tangent.mean()
         for _ in range(self.draws):
             steps = covariance.sample(1, generator)
             moved = {name: mean[name] + step[0].to(mean[name].dtype) for name, step in steps.items()}
             weights = split(tangent.blocks, moved)
-            weights = {name: value.to(own[name].dtype) for name, value in weights.items()}
-            given = drawn(values, spreads, noise) if spreads else values
+            weights = {name: value.to(parameters[name].dtype) for name, value in weights.items()}
+            inputs = drawn(values, spreads, noise) if spreads else values
             parts = [
                 tangent.call_with(weights, chunk).to(tangent.dtype)
-                for _, chunk in batches.chunks(given, tangent.chunk_length(1))
+                for _, chunk in batches.chunks(inputs, tangent.chunk_length(1))
             ]
             yield parts[0] if len(parts) == 1 else torch.cat(parts)
 

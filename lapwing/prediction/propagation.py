@@ -30,7 +30,7 @@ class Untreated(Tangent):
         """Checks the network and its mode.
 
         Raises:
-            LapwingError: no module with weights, or one in training mode.
+            LapwingError: for a module without weights, or one in training mode.
         """
         memory = checked_memory(memory)
         return cls(checked_network(model), forward, (), Plan(), Coverage(()), 0, memory)
@@ -100,14 +100,14 @@ def propagate(
 ) -> AnyLatent:
     """Carries uncertain inputs through a network whose weights are certain: `f(x) ~ N(f(x), J_x Σ_x J_xᵀ)`.
 
-    No fit is needed. For weights and inputs uncertain together give `lw.Uncertain` to `posterior.latent`.
+    No fit is needed. Where weights are uncertain too, pass `lw.Uncertain` to `posterior.latent`.
 
     Args:
         model: the trained network, in eval mode. Outputs (B, C).
         inputs: what the network takes, with `lw.Uncertain` in place of at least one tensor.
         via: `Linearized()`, to first order; `Streamlined()`, layer by layer in one pass, or in full mode, which is the
             same as `Linearized()` for networks that it covers; `MonteCarlo(draws)`, the network itself at draws of x.
-        forward: `forward(model, inputs)` where `model(x)`, `model(*x)` or `model(**x)` does not do.
+        forward: `forward(model, inputs)` where the network is not called as `model(x)`, `model(*x)` or `model(**x)`.
         memory: budget in bytes for one chunk of samples; 1 GiB when None.
 
     Returns:
@@ -115,7 +115,7 @@ def propagate(
         require gradients.
 
     Raises:
-        LapwingError: inputs none of which is uncertain; bad inputs; a network in training mode.
+        LapwingError: if no input is uncertain; for bad inputs, and a network in training mode.
 
     Cost: the way's: C backward passes of activations, one forward pass (after about a second in which each call reads
     the network), or S forward passes.
@@ -139,20 +139,19 @@ def certain_latent(tangent: Untreated, covariance: NoCovariance, inputs: Any, vi
     """Returns what `propagate` does, for a network that is checked."""
     if not isinstance(via, Way):
         raise LapwingError(
-            f"Asked for via={shown(via)}; accepted are lw.Linearized(), lw.MonteCarlo(draws=50) and lw.Streamlined(): "
-            "write via=lw.Linearized()."
+            f"via={shown(via)} is not a way through the network. Write via=lw.Linearized(), lw.MonteCarlo(draws=50) or "
+            "lw.Streamlined()."
         )
     inputs = placed(inputs, tangent.device)
     values, spreads = separate(inputs)
     if not spreads:
         raise LapwingError(
-            f"Asked to propagate uncertain inputs, found {batches.describe(inputs)}, none of them uncertain; at least "
-            "one is needed: write lw.Uncertain(x, variance) in place of x."
+            f"None of the inputs {batches.describe(inputs)} is uncertain. Write lw.Uncertain(x, variance) in "
+            "place of x."
         )
     if not batches.size(values):
         raise LapwingError(
-            f"Asked to propagate {batches.describe(values)}, found no samples in it; at least one is needed: give a "
-            "single sample as x[None]."
+            f"The inputs {batches.describe(values)} contain no samples. Pass at least one; a single sample as x[None]."
         )
     with torch.set_grad_enabled(wants_gradient((values, spreads))):
         return via.latent(tangent, covariance, inputs, False)

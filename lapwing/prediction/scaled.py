@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..covariance import AnyLatent, Covariance, JointLatent, Latent, LatentDraws, Term
-from ..covariance.output import Dense, Rotated, Thin
+from ..covariance import AnyLatent, Covariance
 from ..errors import LapwingError, shown
 from ..tangent import Tangent
 from .way import Way
@@ -25,7 +24,7 @@ class Scaled(Way):
         factor: s, positive.
 
     Raises:
-        LapwingError: for what is no way, or a factor that is not positive and finite.
+        LapwingError: for anything but a way, or a factor that is not positive and finite.
 
     Cost: the way's, and as many multiplications as its latent has numbers.
 
@@ -48,41 +47,16 @@ class Scaled(Way):
         """Checks way and factor."""
         if not isinstance(self.via, Way):
             raise LapwingError(
-                f"Asked for Scaled({shown(self.via)}, {shown(self.factor)}); an instance of a way is needed first: "
-                "write lw.Scaled(lw.Streamlined(), 0.5)."
+                f"Scaled({shown(self.via)}, {shown(self.factor)}) needs an instance of a way as first argument. Write "
+                "lw.Scaled(lw.Streamlined(), 0.5)."
             )
         number = isinstance(self.factor, (int, float)) and not isinstance(self.factor, bool)
         if not (number and 0 < self.factor < math.inf):
             raise LapwingError(
-                f"Asked for Scaled(factor={shown(self.factor)}); a positive finite number is needed: write "
+                f"Scaled(factor={shown(self.factor)}) needs a positive finite number. Write "
                 f"lw.Scaled({self.via!r}, 0.5)."
             )
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
         """Returns the other way's latent, scaled."""
-        found = self.via.latent(tangent, covariance, inputs, joint)
-        return scaled(found, self.factor)
-
-
-def scaled(latent: AnyLatent, factor: float) -> AnyLatent:
-    """Returns a latent of the same mean and kind, its covariance times `factor`; draws move along lines to their mean.
-
-    Args:
-        latent: any.
-        factor: s, not negative.
-    """
-    if isinstance(latent, Latent):
-        return Latent(latent.mean, tuple(_scaled(term, factor) for term in latent.terms))
-    if isinstance(latent, JointLatent):
-        return JointLatent(latent.mean, latent.covariance * factor)
-    mean = latent.mean
-    return LatentDraws(mean + (latent.draws - mean) * factor**0.5, latent.joint)
-
-
-def _scaled(term: Term, factor: float) -> Term:
-    """Returns one term of a covariance, scaled."""
-    if isinstance(term, Thin):
-        return Thin(term.factor * factor**0.5, term.scale)
-    if isinstance(term, Rotated):
-        return Rotated(term.basis, term.scale * factor)
-    return Dense(term.matrix * factor)
+        return self.via.latent(tangent, covariance, inputs, joint).scaled(self.factor)

@@ -1,4 +1,4 @@
-"""Uncertain inputs: `x ~ N(x, Σ_x)`, as a part of what a network is given, beside or within tuples and dicts."""
+"""Uncertain inputs: `x ~ N(x, Σ_x)`, alone or within the tuples and dicts that a network takes."""
 
 from __future__ import annotations
 
@@ -60,95 +60,94 @@ class Uncertain:
             batches.check_dense(x, "The value of lw.Uncertain")
         if not isinstance(x, Tensor) or not x.ndim or not x.is_floating_point():
             raise LapwingError(
-                f"Asked for lw.Uncertain({batches.describe(x)}), found no floating-point tensor with samples first; "
-                "integer inputs, such as tokens, have no variance: give them as they are, and wrap those that are "
-                "measured, lw.Uncertain(x, 0.01)."
+                f"The value of lw.Uncertain is {batches.describe(x)}, not a floating-point tensor with samples first. "
+                "Integer inputs, such as tokens, have no variance: pass them as they are, and wrap measured ones, "
+                "lw.Uncertain(x, 0.01)."
             )
         if (self.variance is None) == (self.covariance is None):
             raise LapwingError(
-                f"Asked for lw.Uncertain({batches.describe(x)}), found "
-                f"{'neither variance nor covariance' if self.variance is None else 'both variance and covariance'}; "
-                "one of them is needed: write lw.Uncertain(x, 0.01)."
+                f"lw.Uncertain({batches.describe(x)}) has "
+                f"{'neither a variance nor a covariance' if self.variance is None else 'a variance and a covariance'}. "
+                "Pass one of them: write lw.Uncertain(x, 0.01)."
             )
-        given = self.variance if self.covariance is None else self.covariance
-        real = not given.is_complex() if isinstance(given, Tensor) else isinstance(given, Real)
-        if not real or isinstance(given, bool):
+        spread = self.variance if self.covariance is None else self.covariance
+        real = not spread.is_complex() if isinstance(spread, Tensor) else isinstance(spread, Real)
+        if not real or isinstance(spread, bool):
             raise LapwingError(
-                f"Asked for lw.Uncertain with {batches.describe(given)} as variance; a number or a tensor is needed: "
-                "write lw.Uncertain(x, 0.01)."
+                f"The variance of lw.Uncertain is {batches.describe(spread)}, not a number or a real tensor. Write "
+                "lw.Uncertain(x, 0.01)."
             )
-        if isinstance(given, Tensor) and given.device != x.device:
+        if isinstance(spread, Tensor) and spread.device != x.device:
             raise LapwingError(
-                f"Asked for lw.Uncertain with x on {x.device}, found its variance on {given.device}; both must be on "
-                f"one device: write variance.to('{x.device}')."
+                f"The value of lw.Uncertain is on {x.device}, and its variance on {spread.device}. Write "
+                f"variance.to('{x.device}')."
             )
-        if isinstance(given, Tensor):
-            batches.check_dense(given, "The variance of lw.Uncertain")
+        if isinstance(spread, Tensor):
+            batches.check_dense(spread, "The variance of lw.Uncertain")
         if self.covariance is None:
             self._check_variance()
         else:
             self._check_covariance(self.covariance)
 
     def _check_variance(self) -> None:
-        shape, given = tuple(self.value.shape), self.variance
-        if isinstance(given, Tensor):
+        shape, spread = tuple(self.value.shape), self.variance
+        if isinstance(spread, Tensor):
             try:
-                fits = torch.broadcast_shapes(given.shape, shape) == shape
+                fits = torch.broadcast_shapes(spread.shape, shape) == shape
             except RuntimeError:
                 fits = False
             if not fits:
                 raise LapwingError(
-                    f"Asked for lw.Uncertain with x of shape {shape}, found variances of shape {tuple(given.shape)}; "
-                    "a number, or a shape that broadcasts to that of x, is needed: write lw.Uncertain(x, 0.01)."
+                    f"The variance of lw.Uncertain has shape {tuple(spread.shape)}, which does not broadcast to "
+                    f"that of x, {shape}. Pass one that does, or a number: write lw.Uncertain(x, 0.01)."
                 )
-        _check_numbers(given)
+        _check_numbers(spread)
 
-    def _check_covariance(self, given: Any) -> None:
+    def _check_covariance(self, spread: Any) -> None:
         count = self.value.shape[0]
         numbers = math.prod(self.value.shape[1:])
-        if not isinstance(given, Tensor) or tuple(given.shape) not in ((numbers, numbers), (count, numbers, numbers)):
+        if not isinstance(spread, Tensor) or tuple(spread.shape) not in ((numbers, numbers), (count, numbers, numbers)):
             raise LapwingError(
-                f"Asked for lw.Uncertain with x of shape {tuple(self.value.shape)}, found a covariance "
-                f"{batches.describe(given)}; ({count}, {numbers}, {numbers}) or ({numbers}, {numbers}) is needed: "
-                "write lw.Uncertain(x, covariance=S), or lw.Uncertain(x, variance) for variances."
+                f"The covariance of lw.Uncertain is {batches.describe(spread)}, and x has shape "
+                f"{tuple(self.value.shape)}. Pass a tensor of shape ({count}, {numbers}, {numbers}) or ({numbers}, "
+                f"{numbers}), or variances with lw.Uncertain(x, variance)."
             )
-        _check_numbers(given.diagonal(dim1=-2, dim2=-1))
-        matrix = given.detach()
+        _check_numbers(spread.diagonal(dim1=-2, dim2=-1))
+        matrix = spread.detach()
         if not torch.allclose(matrix, matrix.mT, rtol=1e-3, atol=1e-6 * float(matrix.abs().max())):
             raise LapwingError(
-                "Asked for lw.Uncertain with a covariance, found one that is not symmetric; a covariance matrix is "
-                "needed: write covariance=(S + S.mT) / 2, if that is meant."
+                "The covariance of lw.Uncertain is not symmetric. Write covariance=(S + S.mT) / 2, if that is meant."
             )
 
     @property
     def spread(self) -> Tensor:
-        """Variances in x's shape, or covariances (B, n, n), in the dtype of x, float32 or wider where given so."""
-        given = self.variance if self.covariance is None else self.covariance
+        """Variances in x's shape, or covariances (B, n, n), in the dtype of x, or float32 or wider."""
+        spread = self.variance if self.covariance is None else self.covariance
         dtype = torch.promote_types(self.value.dtype, torch.float32)
-        if not isinstance(given, Tensor):
-            return torch.full(self.value.shape, float(given or 0.0), dtype=dtype, device=self.value.device)
-        given = given.to(torch.promote_types(given.dtype, dtype))
+        if not isinstance(spread, Tensor):
+            return torch.full(self.value.shape, float(spread or 0.0), dtype=dtype, device=self.value.device)
+        spread = spread.to(torch.promote_types(spread.dtype, dtype))
         if self.covariance is None:
-            return given.expand(self.value.shape)
-        return given.expand(self.value.shape[0], *given.shape[-2:])
+            return spread.expand(self.value.shape)
+        return spread.expand(self.value.shape[0], *spread.shape[-2:])
 
     def __repr__(self) -> str:
         """Shapes rather than numbers."""
         name = "variance" if self.covariance is None else "covariance"
-        given = self.variance if self.covariance is None else self.covariance
-        shown = batches.describe(given) if isinstance(given, Tensor) else given
-        return f"Uncertain({batches.describe(self.value)}, {name}={shown})"
+        spread = self.variance if self.covariance is None else self.covariance
+        text = batches.describe(spread) if isinstance(spread, Tensor) else spread
+        return f"Uncertain({batches.describe(self.value)}, {name}={text})"
 
 
-def _check_numbers(given: Tensor | float | None) -> None:
+def _check_numbers(spread: Tensor | float | None) -> None:
     """Raises for variances that are negative, infinite or NaN."""
-    values = torch.as_tensor(given).detach()
+    values = torch.as_tensor(spread).detach()
     values = values.to(torch.promote_types(values.dtype, torch.float32))
     bad = ~(torch.isfinite(values) & (values >= 0))
     if bool(bad.any()):
         raise LapwingError(
-            f"Asked for lw.Uncertain with variances, found {int(bad.sum())} of {bad.numel()} negative, infinite or "
-            "NaN; finite numbers of at least 0 are needed: write std**2 for standard deviations."
+            f"{int(bad.sum())} of {bad.numel()} variances of lw.Uncertain are negative, infinite or NaN. Pass finite "
+            "numbers of at least 0; for standard deviations write std**2."
         )
 
 
@@ -183,8 +182,8 @@ def separate(inputs: Any) -> tuple[Any, Spreads]:
         length = leaves[place].value.shape[0]
         if length != samples:
             raise LapwingError(
-                f"Asked for uncertain inputs of {samples} samples, found lw.Uncertain of {length}; one value a sample "
-                "is needed: expand what the samples share, x.expand(samples, ...)."
+                f"The inputs have {samples} samples, and lw.Uncertain has {length}. Expand what the samples share: "
+                f"x.expand({samples}, ...)."
             )
     return values, batches.plain(spreads)
 
@@ -229,14 +228,14 @@ def carried(tangent: Tangent, values: Any, spreads: Spreads, differentiable: boo
     for rows, chunk in batches.chunks(values, _length(tangent, values, spreads)):
         outputs, jacobians = _jacobians(tangent, chunk, list(spreads), differentiable)
         dtype = tangent.dtype
-        found: Any = 0
+        added: Any = 0
         for (place, spread), jacobian in zip(spreads.items(), jacobians, strict=True):
-            given, j = spread[rows].to(dtype), jacobian.to(dtype)  # (B, C, n)
-            flat = given.shape == leaves_of(chunk)[place].shape
-            half = j * given.flatten(1)[:, None] if flat else j @ given
-            found = found + half @ j.mT
+            spread, j = spread[rows].to(dtype), jacobian.to(dtype)  # (B, C, n)
+            diagonal = spread.shape == leaves_of(chunk)[place].shape
+            half = j * spread.flatten(1)[:, None] if diagonal else j @ spread
+            added = added + half @ j.mT
         means.append(outputs.to(dtype))
-        parts.append(found)
+        parts.append(added)
     return torch.cat(means), torch.cat(parts)
 
 
@@ -273,8 +272,8 @@ def _length(tangent: Tangent, values: Any, spreads: Spreads) -> int:
         at = {place: leaves_of(few)[place].detach().requires_grad_() for place in spreads}
         with eager_math():
             outputs = batches.call(tangent.model, with_leaves(few, at), tangent.forward).shape[1]
-    own = {x.untyped_storage().data_ptr() for x in tangent.model.parameters()}
-    graph = sum(size for place, size in kept.items() if place not in own)
+    weights = {x.untyped_storage().data_ptr() for x in tangent.model.parameters()}
+    graph = sum(size for place, size in kept.items() if place not in weights)
     numbers = sum(leaves_of(values)[place][0].numel() for place in spreads)
     return max(1, int(tangent.memory // (2 * graph // samples + 4 * outputs * (numbers + outputs) * 8)))
 

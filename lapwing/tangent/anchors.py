@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contents import Entry, Unfit
+from ..contents import Entry, Mismatch
 from ..jacobian.blocks import Vectors
 from ..linalg import total
 from ..network import batches
@@ -151,7 +151,7 @@ class Anchors:
             leaves = (tensors[f"inputs/{i}/{j}"] for j in range(batches.count_tensors(nest)))
             groups.append(batches.unflatten(leaves, nest))
         if len(tensors["samples"]) and int(tensors["samples"].max()) >= sum(map(batches.size, groups)):
-            raise Unfit("the tensor covariance/basis/anchors/samples counts more samples than there are")
+            raise Mismatch("the tensor covariance/basis/anchors/samples counts more samples than there are")
         return cls(tangent, tuple(groups), tensors["samples"], tensors["outputs"])
 
     @cached_property

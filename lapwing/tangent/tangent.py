@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..contents import Unfit, check_json, is_count
+from ..contents import Mismatch, check_json, is_count
 from ..errors import LapwingError
 from ..jacobian.blocks import Block
 from ..linalg import accumulation_dtype
@@ -118,7 +118,7 @@ class Tangent:
         """Rebuilds the tangent around a network, without running it.
 
         Raises:
-            Unfit: for JSON of another form, or of parts that do not belong together.
+            Mismatch: for JSON of another form, or of parts that do not belong together.
             LapwingError: if the network lacks one of the parameters, or has it in another shape.
         """
         memory = checked_memory(memory)
@@ -130,7 +130,7 @@ class Tangent:
         if not len(data["reasons"]) == len(blocks) == len({block.name for block in blocks}) or len(set(names)) < len(
             names
         ):
-            raise Unfit("the blocks share names or parameters")
+            raise Mismatch("the blocks share names or parameters")
         for block in blocks:
             for name, shape in zip(block.parameters, block.shapes, strict=True):
                 found = tuple(named[name].shape) if name in named else "no such parameter"

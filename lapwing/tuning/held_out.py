@@ -7,15 +7,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..covariance import Latent, MarginalLatent, PriorCovariance, Subspace
+from ..covariance import Latent, PriorCovariance, Subspace
 from ..errors import LapwingError, shown
 from ..likelihoods import Prediction
-from ..likelihoods.links import LatentLike
 from ..network import batches
 from ..posterior import Posterior
 from ..tangent import Record
@@ -180,7 +179,7 @@ def _scores(
                     ]
                     latents = _latents(record, [candidate for _, _, candidate in candidates], marginal)
                     for (i, j, candidate), latent in zip(candidates, latents, strict=True):
-                        prediction = candidate.likelihood.predict(cast(LatentLike, latent))
+                        prediction = candidate.likelihood.predict(latent)
                         totals[i, j] += _log_probs(prediction, record.outputs, labels, factors)
     if not count:
         raise LapwingError(
@@ -229,14 +228,14 @@ def _held(posteriors: Sequence[Posterior], priors: int, marginal: bool) -> int:
     """Estimates the numbers that the latents of all candidates hold a sample, on the way to them too."""
     tangent, count = posteriors[0].tangent, len(posteriors) * priors
     widest = max(block.matrix_shape[1] for block in tangent.blocks)
-    one = tangent.outputs * max(posterior.covariance.held for posterior in posteriors)
+    one = tangent.outputs * max(posterior.covariance.scratch_per_row for posterior in posteriors)
     return one + count * (widest + (2 * tangent.outputs if marginal else tangent.outputs**2))
 
 
-def _latents(record: Record, candidates: Sequence[Posterior], marginal: bool) -> Iterable[Latent | MarginalLatent]:
+def _latents(record: Record, candidates: Sequence[Posterior], marginal: bool) -> Iterable[Latent]:
     """Gives the latent of each candidate, with variances alone where that is all the link reads."""
     structures = [c.covariance for c in candidates if isinstance(c.covariance, PriorCovariance)]
     if marginal:
         found = structures[0].output_marginals(record, structures)
-        return (MarginalLatent.of(record.outputs, marginals) for marginals in found)
+        return (Latent(record.outputs, (marginals,)) for marginals in found)
     return (Latent(record.outputs, terms) for terms in structures[0].output_covariances(record, structures))

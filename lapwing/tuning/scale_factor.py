@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..covariance import AnyLatent, Latent, LatentDraws, MarginalLatent, PrecisionCovariance
-from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
-from ..covariance.output import Dense
+from ..covariance import Latent
+from ..covariance.terms import DenseTerm
 from ..errors import LapwingError, is_one_of, shown
 from ..likelihoods import LaplaceBridge, Link
 from ..network import batches
 from ..posterior import Posterior
 from ..prediction import Scaled, Streamlined, Way
-from ..prediction.scaled import scaled
 from .evidence import maximise
 from .held_out import Grid
 
@@ -97,7 +95,12 @@ def scale_factor(
                     "Asked for a scale factor with link=LaplaceBridge(), whose probabilities stay as they are when all "
                     "variances are scaled; the other links are accepted: write link=lw.Probit()."
                 )
-            kept.append((_known(latent, read), targets))
+            if read is None:  # expectations take all moments
+                mean, covariance = latent.mean.detach().double(), latent.covariance.detach().double()
+                latent = Latent(mean, (DenseTerm(covariance),))
+            else:
+                latent = latent.compact(read.reads_covariance)
+            kept.append((latent, targets))
             count += len(latent.mean)
         if not count:
             raise LapwingError(
@@ -108,7 +111,7 @@ def scale_factor(
 
         def score(exponent: float) -> float:
             factor = 10**exponent
-            fit = sum(term(posterior, at(factor), targets, link) for at, targets in kept) / count
+            fit = sum(term(posterior, latent.scaled(factor), targets, link) for latent, targets in kept) / count
             return fit - (factor * trace - size * math.log(factor)) / 2
 
         exponent = maximise(score, *decades, points)
@@ -144,10 +147,7 @@ def _divergence(posterior: Posterior) -> tuple[float, float]:
         LapwingError: where `KL(N(θ̂, sΣ) ‖ prior)` does not exist.
     """
     covariance = posterior.covariance
-    whole = isinstance(covariance, (PrecisionCovariance, LowRankPlusDiagonal)) and covariance.precision is not None
-    if isinstance(covariance, LowRankPlusDiagonal):
-        whole = whole and all(bool((value > 0).all()) for value in covariance.variances.values())
-    if not whole:
+    if covariance.precision is None or not covariance.full_rank:
         raise LapwingError(
             f"Asked for a scale factor by the evidence of {posterior.method}, found a {type(covariance).__name__} "
             "without a prior or with directions of variance 0, so that the divergence from the prior is not defined; "
@@ -158,19 +158,6 @@ def _divergence(posterior: Posterior) -> tuple[float, float]:
     trace = sum(delta * float(variances[block.name].double().sum()) for block, delta in named)
     data = posterior.samples * posterior.data_factor / posterior.temperature
     return trace / data, covariance.size / data
-
-
-def _known(latent: AnyLatent, link: Link | None) -> Callable[[float], AnyLatent | MarginalLatent]:
-    """Returns the latent as a function of s, with what a link reads of it in float64; all moments without a link."""
-    mean = latent.mean.detach().double()
-    if isinstance(latent, LatentDraws) and link is not None:
-        draws = LatentDraws(latent.draws.detach().double())
-        return lambda factor: scaled(draws, factor)
-    if isinstance(latent, Latent) and link is not None and not link.reads_covariance:
-        plain, centred = latent.variance.detach().double(), latent.centred_variance.detach().double()
-        return lambda factor: MarginalLatent(mean, factor * plain, factor * centred)
-    matrix = latent.covariance.detach().double()
-    return lambda factor: Latent(mean, (Dense(factor * matrix),))
 
 
 def _predicted(posterior: Posterior, latent: Any, targets: Tensor, link: Link | None) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 import lapwing as lw
 from lapwing.covariance import Latent, LowRank
 from lapwing.covariance.basis import ExplicitBasis
-from lapwing.covariance.output import Thin
+from lapwing.covariance.terms import FactoredTerm
 from lapwing.likelihoods import ClassPrediction
 from lapwing.tuning import Training, Tuning
 from papers.common.cifar import Cifar
@@ -57,7 +57,7 @@ class Features:
 
     def predict(self, covariance: LowRank) -> ClassPrediction:
         """Returns the predictions of a posterior on this basis."""
-        return lw.Categorical().predict(Latent(self.outputs, (Thin(covariance.factor(self.values)),)))
+        return lw.Categorical().predict(Latent(self.outputs, (FactoredTerm(covariance.factor(self.values)),)))
 
 
 def features(posterior: lw.Posterior, loader: Iterable[tuple[Tensor, Tensor]]) -> Features:

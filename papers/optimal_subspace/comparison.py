@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.covariance import Latent, Subspace
-from lapwing.covariance.output import Dense
+from lapwing.covariance.terms import DenseTerm
 from lapwing.evaluation.measures import relative_error
 from papers.common import drawing
 from papers.common.data import Batches, batched, images
@@ -152,7 +152,7 @@ def _optimal_nll(posterior: lw.Posterior, x: Tensor, y: Tensor, sigma: Tensor) -
         mean = posterior.tangent.outputs_of(x)
     count, width = mean.shape
     blocks = sigma.reshape(count, width, count, width).diagonal(dim1=0, dim2=2).movedim(-1, 0)  # (n, C, C)
-    latent = Latent(mean, (Dense(blocks.to(mean.dtype)),))
+    latent = Latent(mean, (DenseTerm(blocks.to(mean.dtype)),))
     return -float(posterior.likelihood.predict(latent).log_prob(y).double().mean())
 
 

@@ -11,7 +11,6 @@ import lapwing as lw
 from lapwing.evaluation import metrics
 from lapwing.evaluation.rotations import rotate
 from lapwing.prediction import Way
-from lapwing.prediction.scaled import scaled
 from papers.common import drawing
 from papers.common.results import Rows, once
 from papers.common.scores import probabilities
@@ -53,7 +52,7 @@ def rotations(task: MLPTask, posterior: lw.Posterior | None, way: Way, shown: in
         with torch.no_grad():
             probs = task.model(turned).softmax(-1)
     else:
-        probs = probabilities(posterior, scaled(task.latent(posterior, turned, way), factor))
+        probs = probabilities(posterior, task.latent(posterior, turned, way).scaled(factor))
     parts = probs.split(len(x))
     return {
         "accuracy": [float(f"{metrics.accuracy(part, y):.4g}") for part in parts],

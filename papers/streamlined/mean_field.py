@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 import lapwing as lw
 from lapwing.prediction import Way
-from lapwing.prediction.scaled import scaled
 from papers.common.cifar import Cifar
 from papers.common.data import Batches
 from papers.common.results import Rows, once
@@ -76,5 +75,5 @@ def scaled_row(posterior: lw.Posterior, way: Way, val: Batches, test: Batches) -
     latent = posterior.latent(test, way)
     found: dict[str, Any] = {"factor": factor}
     for name, multiple in (("plain", 1.0), ("scaled", factor)):
-        found[name] = scores(probabilities(posterior, scaled(latent, multiple)), labels(test))
+        found[name] = scores(probabilities(posterior, latent.scaled(multiple)), labels(test))
     return found

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 import lapwing as lw
-from lapwing.prediction.scaled import scaled
 from papers.common.results import Rows
 from papers.streamlined.table1 import RegressionTask, points_of
 
@@ -55,6 +54,6 @@ def where_the_variance_is(task: RegressionTask) -> dict[str, Any]:
             "evidence": lw.scale_factor(posterior, task.loader, way, by="evidence").factor,
         }
         for kind, factor in factors.items():
-            nlpd = float(points_of(posterior, scaled(latent, factor), y)[0].mean())
+            nlpd = float(points_of(posterior, latent.scaled(factor), y)[0].mean())
             found[f"{name}, {kind}"] = {"factor": float(f"{factor:.4g}"), "nlpd": float(f"{nlpd:.5g}")}
     return found

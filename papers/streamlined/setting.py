@@ -19,7 +19,6 @@ from torch.nn import functional as F
 import lapwing as lw
 from lapwing.evaluation import metrics
 from lapwing.prediction import Way
-from lapwing.prediction.scaled import scaled
 from papers.common.data import Batches, Part
 from papers.common.networks import mlp
 from papers.common.scores import entropy, probabilities
@@ -142,7 +141,7 @@ class Setting:
         if posterior.prior_precision is not None:
             found["prior_precision"] = posterior.prior_precision
         for name, multiple in (("plain", 1.0), ("scaled", factor)):
-            probs, foreign = (probabilities(posterior, scaled(part, multiple)) for part in (inside, outside))
+            probs, foreign = (probabilities(posterior, part.scaled(multiple)) for part in (inside, outside))
             found[name] = {**scores(probs, labels(self.test)), **apart(probs, foreign)}
             if curves:
                 found[name]["curve of entropy"] = [histogram(entropy(part), part.shape[1]) for part in (probs, foreign)]

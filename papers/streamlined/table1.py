@@ -12,10 +12,9 @@ from torch.nn import functional as F
 
 import lapwing as lw
 from lapwing.covariance import AnyLatent, Latent
-from lapwing.covariance.output import Thin
+from lapwing.covariance.terms import FactoredTerm
 from lapwing.likelihoods import RegressionPrediction
 from lapwing.prediction import Way
-from lapwing.prediction.scaled import scaled
 from lapwing.tangent import Tangent
 from papers.common.data import Batches, Table, batched, rows_and_targets, standardised
 from papers.common.networks import mlp
@@ -198,9 +197,9 @@ class RegressionTask:
         for name, way in ways.items():
             factor = lw.scale_factor(posterior, self.val, way).factor
             latent = posterior.latent(x, via=way)
-            ours = row(scaled(latent, factor))
+            ours = row(latent.scaled(factor))
             found[name] = {"plain": row(latent), "scaled": ours, "factor": float(f"{factor:.4g}")}
-        certain = Latent(posterior.tangent.outputs_of(x), (Thin(torch.zeros(len(x), 1, 1)),))
+        certain = Latent(posterior.tangent.outputs_of(x), (FactoredTerm(torch.zeros(len(x), 1, 1)),))
         facts = {"noise": posterior.noise_variance, "δ": float(posterior.prior.precision[0])}
         return {**found, "no spread": {"plain": row(certain)}, **facts}
 

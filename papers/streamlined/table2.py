@@ -16,7 +16,6 @@ import lapwing as lw
 from lapwing.covariance import AnyLatent
 from lapwing.evaluation import metrics
 from lapwing.prediction import Way
-from lapwing.prediction.scaled import scaled
 from lapwing.tuning import Tuning
 from papers.common import drawing
 from papers.common.data import Pictures, pictures
@@ -156,7 +155,7 @@ class MLPTask:
             inside, outside = (self.latent(posterior, x, way) for x in (self.tested[0], self.data.foreign[:2000]))
             found[name] = {
                 "plain": self._row(posterior, inside, outside),
-                "scaled": self._row(posterior, scaled(inside, factor), scaled(outside, factor)),
+                "scaled": self._row(posterior, inside.scaled(factor), outside.scaled(factor)),
                 "factor": float(f"{factor:.4g}"),
             }
         delta = posterior.covariance.precision

@@ -11,8 +11,8 @@ from scipy.integrate import quad
 from torch import distributions as dist
 
 import lapwing as lw
-from lapwing.covariance import Latent, MarginalLatent
-from lapwing.covariance.output import Dense
+from lapwing.covariance import Latent
+from lapwing.covariance.terms import DenseTerm, MarginalTerm
 from lapwing.errors import LapwingError
 from lapwing.likelihoods import (
     Bernoulli,
@@ -41,10 +41,14 @@ def integral(function, mean: float, std: float) -> float:
     return sum(quad(density, a, b, epsabs=1e-13, limit=200)[0] for a, b in pairwise(breaks))
 
 
-def marginal(mean, std) -> MarginalLatent:
+def of_variances(mean, variance) -> Latent:
+    return Latent(mean, (MarginalTerm(variance, variance),))
+
+
+def marginal(mean, std) -> Latent:
     """One output an input, of these means and standard deviations."""
     mean, variance = torch.tensor(mean, dtype=F64)[:, None], torch.tensor(std, dtype=F64)[:, None] ** 2
-    return MarginalLatent(mean, variance, torch.zeros_like(variance))
+    return of_variances(mean, variance)
 
 
 GRID = [(m, s) for s in (1e-3, 0.3, 1.0, 3.0, 10.0, 100.0, 1000.0) for m in (0.0, 0.7, -2.0, 3.0 * s, -1.5 * s)]
@@ -98,7 +102,7 @@ class TestQuadrature:
     def test_no_variance_is_the_sigmoid(self):
         mean = torch.linspace(-700, 700, 29, dtype=F64)[:, None].requires_grad_()
         variance = torch.zeros(29, 1, dtype=F64, requires_grad=True)
-        odds = Quadrature().log_odds(MarginalLatent(mean, variance, variance))
+        odds = Quadrature().log_odds(of_variances(mean, variance))
         torch.testing.assert_close(odds, mean, rtol=1e-9, atol=1e-7)
         odds.sum().backward()
         torch.testing.assert_close(mean.grad, torch.ones_like(mean), rtol=1e-6, atol=1e-6)
@@ -116,7 +120,7 @@ class TestQuadrature:
         mean = torch.tensor([[0.0], [0.4], [-2.0], [3.0]], dtype=F64, requires_grad=True)
         variance = torch.tensor([[0.5], [1e-3], [30.0], [4.0]], dtype=F64, requires_grad=True)
         link = Quadrature(100)
-        assert torch.autograd.gradcheck(lambda m, v: link.log_odds(MarginalLatent(m, v, v)), (mean, variance))
+        assert torch.autograd.gradcheck(lambda m, v: link.log_odds(of_variances(m, v)), (mean, variance))
 
     def test_derivative_in_the_variance_where_it_is_zero(self):
         """``∂/∂v E[σ(f)] = 1/2 E[σ''(f)]``."""
@@ -133,12 +137,12 @@ class TestQuadrature:
         monkeypatch.setattr(quadrature, "_CHUNK_NUMBERS", 5 * 48)
         torch.testing.assert_close(Quadrature().log_odds(latent), whole, rtol=0, atol=0)
         empty = torch.zeros(0, 2)
-        assert Quadrature().log_odds(MarginalLatent(empty, empty, empty)).shape == (0, 2)
+        assert Quadrature().log_odds(of_variances(empty, empty)).shape == (0, 2)
 
     def test_half_precision_becomes_float32(self):
         mean = torch.randn(4, 2).bfloat16()
         for link in (Quadrature(), Probit()):
-            assert link.log_odds(MarginalLatent(mean, mean.abs(), mean.abs())).dtype == torch.float32
+            assert link.log_odds(of_variances(mean, mean.abs())).dtype == torch.float32
 
     @pytest.mark.parametrize("nodes", [0, 15, True, 20.0])
     def test_too_few_nodes(self, nodes):
@@ -154,7 +158,7 @@ class TestTwoClasses:
         mean = torch.cat([torch.zeros_like(latent.mean), latent.mean], 1)
         covariance = torch.zeros(6, 2, 2, dtype=F64)
         covariance[:, 1, 1] = latent.variance[:, 0]
-        return Latent(latent.mean, (Dense(latent.covariance),)), Latent(mean, (Dense(covariance),))
+        return Latent(latent.mean, (DenseTerm(latent.covariance),)), Latent(mean, (DenseTerm(covariance),))
 
     @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
     def test_probit(self, scale):

@@ -135,9 +135,9 @@ def test_link_of_a_prediction_at_one():
 
 def link_of(latent, link, labels):
     from lapwing.covariance import Latent
-    from lapwing.covariance.output import Dense
+    from lapwing.covariance.terms import DenseTerm
 
-    return Categorical().predict(Latent(latent.mean, (Dense(latent.covariance),)), link).log_prob(labels)
+    return Categorical().predict(Latent(latent.mean, (DenseTerm(latent.covariance),)), link).log_prob(labels)
 
 
 CASES = {

@@ -9,7 +9,7 @@ import torch
 from scipy.integrate import quad
 
 from lapwing.covariance import Latent
-from lapwing.covariance.output import Dense, Rotated, Thin
+from lapwing.covariance.terms import DenseTerm, EigenTerm, FactoredTerm
 from lapwing.errors import LapwingError
 from lapwing.likelihoods import Categorical, ExactLink, LaplaceBridge, Probit, SampledLink
 from lapwing.likelihoods import links as links_module
@@ -73,7 +73,9 @@ def correlated(size: int, shift: float) -> Latent:
     generator = torch.Generator().manual_seed(3)
     factor = 0.7 * torch.randn(6, size, size, generator=generator, dtype=F64)
     common = torch.full((6, size, 1), math.sqrt(shift), dtype=F64)
-    return Latent(torch.randn(6, size, generator=generator, dtype=F64), (Thin(torch.cat([factor, common], -1)),))
+    return Latent(
+        torch.randn(6, size, generator=generator, dtype=F64), (FactoredTerm(torch.cat([factor, common], -1)),)
+    )
 
 
 @pytest.mark.parametrize("link", [Probit(), LaplaceBridge()])
@@ -104,8 +106,8 @@ def test_centred_variance_of_every_term(terms):
     )
     basis = torch.linalg.qr(torch.randn(5, 5, generator=generator, dtype=F64))[0]
     term = {
-        "thin": Thin(factor), "rotated": Rotated(basis, scale), "diagonal": Rotated(None, scale),
-        "dense": Dense(factor @ factor.mT),
+        "thin": FactoredTerm(factor), "rotated": EigenTerm(basis, scale), "diagonal": EigenTerm(None, scale),
+        "dense": DenseTerm(factor @ factor.mT),
     }[terms]  # fmt: skip
     centre = torch.eye(5, dtype=F64) - 0.2
     expected = (centre @ term.dense() @ centre).diagonal(dim1=1, dim2=2)

@@ -13,6 +13,7 @@ from lapwing.covariance import (
     DiagonalBlock,
     ExplicitBasis,
     KroneckerBlock,
+    KroneckerFactors,
     LowRank,
     LowRankWithResidual,
 )
@@ -66,7 +67,8 @@ def structure(block, kind):
     if kind == "dense block" or block.matrix is None:
         return DenseBlock(*torch.linalg.eigh(psd(block.size)))
     bases = [torch.linalg.qr(torch.randn(groups, n, n, dtype=F64))[0] for n in (inputs, outputs)]
-    return KroneckerBlock(torch.rand(groups, outputs, inputs, dtype=F64), *bases)
+    ones = torch.ones(groups, inputs, dtype=F64), torch.ones(groups, outputs, dtype=F64), torch.tensor([1])
+    return KroneckerBlock(torch.rand(groups, outputs, inputs, dtype=F64), KroneckerFactors(*bases, *ones))
 
 
 def build(tangent, kind, scale=3.0):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lapwing import tangent as tn
-from lapwing.covariance import Blockwise, KroneckerBlock
+from lapwing.covariance import Blockwise, KroneckerBlock, KroneckerFactors
 from lapwing.prediction.streamlined import Streamlined
 from tests.prediction.streamlined_oracle import F64, mlp_by_loops
 
@@ -19,7 +19,8 @@ def factored(tangent, precision=0.7, scale=2.0):
         _, outputs, inputs = block.matrix_shape
         alpha, gamma = torch.rand(1, inputs, dtype=F64), torch.rand(1, outputs, dtype=F64)
         bases = [torch.linalg.qr(torch.randn(1, n, n, dtype=F64))[0] for n in (inputs, outputs)]
-        structures[block.name] = KroneckerBlock(gamma[..., :, None] * alpha[..., None, :], *bases)
+        kronecker = KroneckerFactors(*bases, alpha, gamma, torch.ones(1, dtype=torch.int64))
+        structures[block.name] = KroneckerBlock(kronecker.products(), kronecker)
         level = (alpha.mean() * gamma.mean() * scale).sqrt()
         diagonals = (alpha[0] / alpha.mean() * level).diag(), (gamma[0] / gamma.mean() * level).diag()
         factors[block.name] = [b[0] @ d @ b[0].T for b, d in zip(bases, diagonals, strict=True)]

@@ -312,27 +312,27 @@ class TestRefusals:
             lw.Uncertain(*args, **options)
 
     def test_values(self):
-        self.refuse("integer inputs, such as tokens, have no variance", torch.ones(3, 4, dtype=torch.long), 0.1)
-        self.refuse("no floating-point tensor", [1.0, 2.0], 0.1)
+        self.refuse("Integer inputs, such as tokens, have no variance", torch.ones(3, 4, dtype=torch.long), 0.1)
+        self.refuse("not a floating-point tensor", [1.0, 2.0], 0.1)
         self.refuse("samples first", torch.tensor(1.0), 0.1)
 
     def test_variances(self):
-        self.refuse("found neither variance nor covariance", self.x)
-        self.refuse("found both variance and covariance", self.x, 0.1, torch.eye(4))
-        self.refuse("1 of 1 negative, infinite or NaN", self.x, -0.1)
-        self.refuse("2 of 4 negative, infinite or NaN", self.x, torch.tensor([0.1, -1.0, torch.nan, 0.0]))
-        self.refuse("1 of 1 negative", self.x, float("inf"))
-        self.refuse(r"found variances of shape \(3,\)", self.x, torch.ones(3))
-        self.refuse(r"found variances of shape \(2, 3, 4\)", self.x, torch.ones(2, 3, 4))
-        self.refuse("a number or a tensor is needed", self.x, "0.1")
-        self.refuse("a number or a tensor is needed", self.x, True)
-        self.refuse("a number or a tensor is needed", self.x, torch.ones(4, dtype=torch.complex64))
+        self.refuse("neither a variance nor a covariance", self.x)
+        self.refuse("a variance and a covariance", self.x, 0.1, torch.eye(4))
+        self.refuse("1 of 1 variances of lw.Uncertain are negative, infinite or NaN", self.x, -0.1)
+        self.refuse("2 of 4 variances of lw.Uncertain are negative", self.x, torch.tensor([0.1, -1.0, torch.nan, 0.0]))
+        self.refuse("1 of 1 variances", self.x, float("inf"))
+        self.refuse(r"has shape \(3,\)", self.x, torch.ones(3))
+        self.refuse(r"has shape \(2, 3, 4\)", self.x, torch.ones(2, 3, 4))
+        self.refuse("not a number or a real tensor", self.x, "0.1")
+        self.refuse("not a number or a real tensor", self.x, True)
+        self.refuse("not a number or a real tensor", self.x, torch.ones(4, dtype=torch.complex64))
         self.refuse("The variance of lw.Uncertain.*sparse_coo", self.x, torch.ones(4).to_sparse())
-        self.refuse("both must be on one device", self.x, torch.ones(4, device="meta"))
+        self.refuse("its variance on meta", self.x, torch.ones(4, device="meta"))
 
     def test_covariances(self):
-        self.refuse(r"\(3, 4, 4\) or \(4, 4\) is needed", self.x, covariance=torch.ones(3, 4))
-        self.refuse(r"\(3, 4, 4\) or \(4, 4\) is needed", self.x, covariance=0.5)
+        self.refuse(r"of shape \(3, 4, 4\) or \(4, 4\)", self.x, covariance=torch.ones(3, 4))
+        self.refuse(r"of shape \(3, 4, 4\) or \(4, 4\)", self.x, covariance=0.5)
         self.refuse("not symmetric", self.x, covariance=torch.eye(4) + torch.ones(4, 4).triu(1))
         self.refuse("negative", self.x, covariance=-torch.eye(4))
 
@@ -340,8 +340,8 @@ class TestRefusals:
         model = nn.Sequential(nn.Linear(4, 2), nn.Dropout()).eval()
         u = lw.Uncertain(self.x, 0.1)
         cases = [
-            (model, self.x, {}, "none of them uncertain"),
-            (model, u, {"via": "linearized"}, "accepted are lw.Linearized"),
+            (model, self.x, {}, "None of the inputs"),
+            (model, u, {"via": "linearized"}, "is not a way"),
             (model, lw.Uncertain(self.x / 0, 0.1), {}, "NaN or infinite"),
             (model, lw.Uncertain(self.x[:0], 0.1), {}, "no samples"),
             (lambda x: x, u, {}, "a torch.nn.Module"),
@@ -351,7 +351,7 @@ class TestRefusals:
                 {"via": lw.Streamlined()},
                 r"lw.Streamlined\('full'\)",
             ),
-            (Two().eval(), (self.x, lw.Uncertain(torch.ones(1, 2), 0.1)), {}, "3 samples, found lw.Uncertain of 1"),
+            (Two().eval(), (self.x, lw.Uncertain(torch.ones(1, 2), 0.1)), {}, "3 samples, and lw.Uncertain has 1"),
         ]
         for network, inputs, options, message in cases:
             with pytest.raises(LapwingError, match=message):

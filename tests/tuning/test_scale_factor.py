@@ -122,7 +122,7 @@ def test_a_loaded_posterior_predicts_the_same_through_the_scaled_way(tmp_path):
 
 @pytest.mark.parametrize("factor", [0, -1.0, math.inf, math.nan, True, "2", None])
 def test_bad_factors(factor):
-    with pytest.raises(LapwingError, match=r"positive finite number is needed: write"):
+    with pytest.raises(LapwingError, match=r"needs a positive finite number. Write"):
         lw.Scaled(lw.Streamlined(), factor)
 
 

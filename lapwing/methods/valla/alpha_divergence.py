@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...covariance import Latent, LowRankWithResidual
-from ...covariance.output import Dense
+from ...covariance.terms import DenseTerm
 from ...errors import LapwingError, shown
 from ...likelihoods import Probit
 from ...network import batches
@@ -191,7 +191,7 @@ class _AlphaSteps(MovingSteps[AlphaState]):
             blocks, factor = self._blocks(state, values, inputs)
             likelihood.check(blocks.outputs, targets)
             spread = remaining(blocks, factor, values["root"].tril()).to(blocks.outputs.dtype)
-            logs.append(likelihood.predict(Latent(blocks.outputs, (Dense(spread),))).log_prob(targets).double())
+            logs.append(likelihood.predict(Latent(blocks.outputs, (DenseTerm(spread),))).log_prob(targets).double())
         value = -float(torch.cat(logs).mean())
         better = not state.looks or value < float(state.validation.min())
         state.validation[state.looks] = value
@@ -224,7 +224,7 @@ class _AlphaSteps(MovingSteps[AlphaState]):
         variance = None if noise is None else float(noise)
         basis = span_of_anchors(problem, anchors, len(anchors), "prior")
         projected = problem.zeros(basis.rank, len(anchors), dtype=torch.float64)  # W J̃ᵀ
-        for slots, record in anchors.records(torch.float64, basis.held):
+        for slots, record in anchors.records(torch.float64, basis.scratch_per_row):
             projected[:, slots] = basis.project(record).flatten(0, 1).double().T
         root = projected @ values["root"].tril()
         scale = problem.scale_at(variance or problem.likelihood.noise_variance)

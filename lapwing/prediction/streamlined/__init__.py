@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...covariance import Covariance, Latent
-from ...covariance.output import Dense
+from ...covariance.terms import DenseTerm
 from ...errors import LapwingError, is_one_of, shown
 from ...network import batches
 from ...network.eager import outside_modes, without_compiled
@@ -191,7 +191,7 @@ class Streamlined(Way):
                 "infinite: this posterior is so wide that they overflow between the layers. Take one with a larger "
                 "prior precision, such as posterior.with_prior(100.0). Or predict with via=lw.Linearized()."
             )
-        return Latent(mean.to(tangent.dtype), (Dense(matrix.to(tangent.dtype)),))
+        return Latent(mean.to(tangent.dtype), (DenseTerm(matrix.to(tangent.dtype)),))
 
     def _check_inputs(self, tangent: Tangent, inputs: Any, variances: Mapping[int, Tensor]) -> None:
         check_mode(tangent.model)

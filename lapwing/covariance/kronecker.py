@@ -1,0 +1,191 @@
+"""The curvature of one layer in the eigenbasis of its Kronecker factors: KFAC and EKFAC."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..contents import Entry, Mismatch, largest
+from ..jacobian.jacobian import Weighting, as_matrix
+from ..tangent import Block, BlockJacobian
+from .structures import Structure, weighted, weighted_marginals
+from .terms import EigenTerm, MarginalTerm, Term, unique
+
+MIN_SAVED_COLUMNS = 128
+"""Columns of products that must be saved for a rotation to leave the null space out: it takes further steps."""
+
+
+@dataclass(frozen=True)
+class KroneckerFactors:
+    """The eigenpairs of a layer's two factors, sums over data, and how many positions they were summed over.
+
+    Data can be added to them: `A = U_in diag(α) U_inᵀ` and `Γ = U_out diag(γ) U_outᵀ` are sums themselves.
+
+    Attributes:
+        inputs: U_in (G, I, I), or None where A is diagonal (embeddings).
+        outputs: U_out (G, O, O).
+        input_eigenvalues: α (G, I), float64.
+        output_eigenvalues: γ (G, O), float64.
+        count: # (1,), an integer.
+    """
+
+    inputs: Tensor | None
+    outputs: Tensor
+    input_eigenvalues: Tensor
+    output_eigenvalues: Tensor
+    count: Tensor
+
+    def __post_init__(self) -> None:
+        """Copies bases that are not contiguous: predictions multiply by their rows."""
+        object.__setattr__(self, "inputs", None if self.inputs is None else self.inputs.contiguous())
+        object.__setattr__(self, "outputs", self.outputs.contiguous())
+
+    def products(self) -> Tensor:
+        """Returns `γ_j α_i / #` (G, O, I), the eigenvalues of KFAC's curvature."""
+        products = self.output_eigenvalues[..., :, None] * self.input_eigenvalues[..., None, :] / self.count.double()
+        return products.to(self.outputs.dtype)
+
+
+class KroneckerBlock(Structure):
+    """`(U_out ⊗ U_in) diag(λ) (U_out ⊗ U_in)ᵀ` in G groups, with U_in None where A is diagonal (embeddings).
+
+    Args:
+        eigenvalues: λ (G, O, I): KFAC's `α_i γ_j / #`, or EKFAC's second moments of the rotated Jacobian.
+        factors: the eigenpairs of the layer's factors.
+    """
+
+    kind = "kronecker"
+
+    def __init__(self, eigenvalues: Tensor, factors: KroneckerFactors) -> None:
+        self.eigenvalues, self.factors = eigenvalues, factors
+
+    @property
+    def inputs(self) -> Tensor | None:
+        """U_in (G, I, I), or None."""
+        return self.factors.inputs
+
+    @property
+    def outputs(self) -> Tensor:
+        """U_out (G, O, O)."""
+        return self.factors.outputs
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out the columns that predictions cut and keep."""
+        return {name: value for name, value in self.__dict__.items() if name != "_range"}
+
+    def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
+        """Returns `U_outᵀ M U_in` for v as a matrix M (G, O, I), or its inverse."""
+        matrix = vectors if back else vectors.unflatten(-1, self.eigenvalues.shape)
+        outputs = self.outputs if back else self.outputs.mT
+        matrix = outputs @ matrix
+        if self.inputs is not None:
+            matrix = matrix @ (self.inputs.mT if back else self.inputs)
+        return matrix.flatten(-3) if back else matrix
+
+    def noise(self, precision: float) -> float:
+        """Compares the largest eigenvalues of each row and column; those of 0 are exact."""
+        largest = torch.cat([self.eigenvalues.amax(1).flatten(), self.eigenvalues.amax(2).flatten()])
+        smallest = largest[largest > 0].amin() if largest.any() else torch.ones(())
+        return float(torch.finfo(largest.dtype).eps * largest.amax() / (smallest + precision))
+
+    def diagonal(self, weights: Tensor) -> Tensor:
+        """Returns `U_out² w (U_in²)ᵀ` (P,)."""
+        spread = self.outputs.square() @ weights
+        return (spread if self.inputs is None else spread @ self.inputs.square().mT).flatten()
+
+    def outputs_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
+        """Rotates a and g, then weights them; an output layer keeps `U_out diag(s) U_outᵀ` as factors."""
+        return weighted(*self._rotated(jacobian, candidates), self.outputs[0])
+
+    def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[MarginalTerm]:
+        """Rotates a and g, then takes the variances, from squares taken once."""
+        return weighted_marginals(*self._rotated(jacobian, candidates), self.outputs[0])
+
+    def _rotated(
+        self, jacobian: BlockJacobian, candidates: Iterable[Weighting]
+    ) -> tuple[BlockJacobian, Iterable[Weighting]]:
+        """Returns J in the eigenbasis, an output layer's g as it is, and the weights of its rows."""
+        jacobian = as_matrix(jacobian)
+        outputs = None if jacobian.is_output else self.outputs
+        reduced = jacobian.rotate_inputs(self._range) if self.skips_null_space else None
+        if reduced is not None:
+            return reduced.rotate(None, outputs), map(self._range_weights, candidates)
+        return jacobian.rotate(self.inputs, outputs), candidates
+
+    @cached_property
+    def null_size(self) -> int:
+        """How many of the first input directions have the same eigenvalues: A's null space, orthogonal to all data."""
+        same = (self.eigenvalues == self.eigenvalues[..., :1]).flatten(0, 1).all(0)
+        return int(same.cumprod(0).sum())
+
+    @property
+    def skips_null_space(self) -> bool:
+        """Whether a product with the other directions, and one back, are less work than one with all of them."""
+        return self.inputs is not None and 2 * self.null_size - self.inputs.shape[-1] > MIN_SAVED_COLUMNS
+
+    @cached_property
+    def _range(self) -> Tensor:
+        """The other input directions (I, k)."""
+        assert self.inputs is not None
+        return self.inputs[0, :, self.null_size :].contiguous()
+
+    def _range_weights(self, weighting: Weighting) -> Weighting:
+        """Returns the weights of the other directions, behind one that stands for all of the null space."""
+        return Weighting(weighting.flat.reshape(self.eigenvalues.shape[1:])[:, self.null_size - 1 :])
+
+    def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
+        """Rotates a and g, then takes the weighted Gram matrix of all pairs of samples."""
+        rotated = [as_matrix(one).rotate(self.inputs, self.outputs) for one in unique(jacobian, other)]
+        return rotated[0].joint_weighted_gram(weights.flatten(), rotated[-1])
+
+    def push(
+        self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
+    ) -> Tensor:
+        """Returns `U_out diag_j(Σ_i (U_inᵀ M U_in)_ii w_ji) U_outᵀ`: Streamlined Prediction's equation 10, exact."""
+        assert self.inputs is not None  # tokens have no moments
+        basis = self.inputs[0]
+        moment = (mean @ basis).square()
+        if variance is not None:
+            moment = moment + (
+                variance @ basis.square() if variance.ndim == 2 else ((variance @ basis) * basis).sum(-2)
+            )
+        rotated = EigenTerm(self.outputs[0], moment @ weights[0].T)
+        return rotated.dense() if full else rotated.variance()
+
+    def rotation(self, weights: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor | None, Tensor]:
+        """Returns U_in and `U_out² w`."""
+        return self.inputs, self.outputs.square() @ weights
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns λ, and the factors' eigenpairs and count."""
+        named = {"eigenvalues": self.eigenvalues, **vars(self.factors)}
+        return {name: value for name, value in named.items() if value is not None}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> KroneckerBlock:
+        """Rebuilds the block."""
+        factors: Any = {"inputs": None, **tensors}
+        return cls(factors.pop("eigenvalues"), KroneckerFactors(**factors))
+
+    @classmethod
+    def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, Entry]:
+        """λ, none negative, and both factors' eigenpairs; embeddings have no basis for their inputs."""
+        if block.matrix is None:
+            raise Mismatch(f"the block of {', '.join(block.parameters)} has no Kronecker factors")
+        groups, outputs, inputs = block.matrix_shape
+        bound = largest(torch.float64, 1 / 2)
+        named = {
+            "eigenvalues": Entry((groups, outputs, inputs), (dtype,), minimum=0.0),
+            "outputs": Entry((groups, outputs, outputs), (dtype,), orthonormal=True),
+            "input_eigenvalues": Entry((groups, inputs), (torch.float64,), 0.0, bound),
+            "output_eigenvalues": Entry((groups, outputs), (torch.float64,), 0.0, bound),
+            "count": Entry((1,), (torch.int64,), 1, 2**48),
+        }
+        if not block.matrix.one_hot:
+            named["inputs"] = Entry((groups, inputs, inputs), (dtype,), orthonormal=True)
+        return named

@@ -1,0 +1,274 @@
+"""Latents: the distribution of the network's outputs, before a link turns it into one of y.
+
+A way through the network returns one of three: a Gaussian for each input (`Latent`), one Gaussian over all inputs
+(`JointLatent`), or outputs under draws of the weights (`LatentDraws`). All have `mean`, `variance`, `std`,
+`covariance`, `sample`, and the methods `scaled`, `compact` and `with_checks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from numbers import Integral
+
+import torch
+from torch import Tensor
+
+from ..errors import LapwingError, shown
+from ..linalg import check_memory, is_finite, nonnegative, psd_root, total
+from ..network.autocast import full_precision
+from .terms import DenseTerm, FactoredTerm, MarginalTerm, Term, concatenate, standard_deviation
+
+
+@dataclass(frozen=True)
+class Latent:
+    """`f(x) ~ N(mean, Σ_terms)` independently for each of B inputs.
+
+    Attributes:
+        mean: (B, C), the network's outputs.
+        terms: what the covariance is the sum of.
+        checked: whether variances that are not finite are refused; tuning passes over candidates that have them.
+    """
+
+    mean: Tensor
+    terms: tuple[Term, ...]
+    checked: bool = False
+    joint = False
+
+    @cached_property
+    @full_precision
+    def variance(self) -> Tensor:
+        """Marginal variances (B, C); the covariance is not expanded for them."""
+        return self._finite(nonnegative(total(term.variance() for term in self.terms)))
+
+    @property
+    def std(self) -> Tensor:
+        """Marginal standard deviations (B, C)."""
+        return standard_deviation(self.variance)
+
+    @cached_property
+    @full_precision
+    def centred_variance(self) -> Tensor:
+        """Variances (B, C) of the outputs minus their average, all that a softmax sees; not expanded either."""
+        return self._finite(nonnegative(total(term.centred_variance() for term in self.terms)))
+
+    @cached_property
+    @full_precision
+    def covariance(self) -> Tensor:
+        """Covariances of each input's outputs (B, C, C), expanded on first reading."""
+        return self._finite(total(term.dense() for term in self.terms))
+
+    def _finite(self, values: Tensor) -> Tensor:
+        return check_finite(values) if self.checked else values
+
+    @full_precision
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws outputs (n, B, C), inputs independent of each other; `generator=None` means seed 0."""
+        generator = _generator(n, generator, self.mean)
+        return self._finite(self.mean + total(term.sample(n, generator) for term in self.terms))
+
+    def plus(self, covariance: Tensor) -> Latent:
+        """Returns the latent with a further covariance (B, C, C) of each input's outputs."""
+        return Latent(self.mean, (*self.terms, DenseTerm(covariance)))
+
+    def scaled(self, factor: float) -> Latent:
+        """Returns the latent with its covariance times a number >= 0."""
+        return Latent(self.mean, tuple(term.scaled(factor) for term in self.terms))
+
+    def compact(self, covariances: bool) -> Latent:
+        """Returns a detached float64 copy that keeps covariances, or variances alone."""
+        if covariances:
+            term: Term = DenseTerm(self.covariance.detach().double())
+        else:
+            term = MarginalTerm(self.variance.detach().double(), self.centred_variance.detach().double())
+        return Latent(self.mean.detach().double(), (term,))
+
+    def with_checks(self) -> Latent:
+        """Returns the latent for the user: moments that are not finite are refused when they are read."""
+        return replace(self, checked=True)
+
+    @staticmethod
+    def concatenate(parts: Sequence[Latent]) -> Latent:
+        """Joins the latents of consecutive batches."""
+        return Latent(torch.cat([part.mean for part in parts]), concatenate([part.terms for part in parts]))
+
+    @staticmethod
+    def gather(parts: Iterator[Latent], samples: int) -> Latent:
+        """Joins the latents of consecutive chunks, written into tensors of all samples as they come."""
+        whole: Latent | None = None
+        start = 0
+        for part in parts:
+            count = len(part.mean)
+            if count == samples:
+                return part
+            if whole is None and not any(rows.requires_grad for rows in part._rows):
+                whole = part._with_rows([rows.new_empty(samples, *rows.shape[1:]) for rows in part._rows])
+            if whole is None or [term.layout for term in whole.terms] != [term.layout for term in part.terms]:
+                done = [] if whole is None else [whole._with_rows([rows[:start] for rows in whole._rows])]
+                return Latent.concatenate([*done, part, *parts])  # gradients, or texts of other lengths
+            for all_rows, rows in zip(whole._rows, part._rows, strict=True):
+                all_rows[start : start + count] = rows
+            start += count
+            del part, rows  # before the next one is made
+        assert whole is not None
+        return whole
+
+    @property
+    def _rows(self) -> list[Tensor]:
+        """All tensors with one row per sample."""
+        return [self.mean, *(rows for term in self.terms for rows in term.rows)]
+
+    def _with_rows(self, rows: Sequence[Tensor]) -> Latent:
+        """Returns the latent with other tensors in place of `_rows`."""
+        mean, *others = rows
+        remaining = iter(others)
+        return Latent(mean, tuple(term.with_rows(*[next(remaining) for _ in term.rows]) for term in self.terms))
+
+
+@dataclass(frozen=True)
+class JointLatent:
+    """`f(x_1..B) ~ N(mean, covariance)` with the covariances between inputs.
+
+    Attributes:
+        mean: (B, C).
+        covariance: (B, C, B, C).
+    """
+
+    mean: Tensor
+    covariance: Tensor
+    joint = True
+
+    @property
+    def variance(self) -> Tensor:
+        """Marginal variances (B, C)."""
+        size = self.mean.numel()
+        return nonnegative(self.covariance.reshape(size, size).diagonal().reshape(self.mean.shape))
+
+    @property
+    def centred_variance(self) -> Tensor:
+        """Variances (B, C) of the outputs minus their average, all that a softmax sees."""
+        blocks = self.covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0)  # (B, C, C)
+        return nonnegative(DenseTerm(blocks).centred_variance())
+
+    @property
+    def std(self) -> Tensor:
+        """Marginal standard deviations (B, C)."""
+        return standard_deviation(self.variance)
+
+    @full_precision
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws outputs (n, B, C), joint across inputs and outputs; `generator=None` means seed 0."""
+        size = self.mean.numel()
+        root = FactoredTerm(psd_root(self.covariance.reshape(1, size, size)))
+        draws = root.sample(n, _generator(n, generator, self.mean))
+        return self.mean + draws.reshape(n, *self.mean.shape)
+
+    def plus(self, covariance: Tensor) -> JointLatent:
+        """Returns the latent with a further covariance (B, C, C) of each input's outputs."""
+        eye = torch.eye(len(self.mean), dtype=self.mean.dtype, device=self.mean.device)
+        return JointLatent(self.mean, self.covariance + torch.einsum("bcd,be->bced", covariance, eye))
+
+    def scaled(self, factor: float) -> JointLatent:
+        """Returns the latent with its covariance times a number >= 0."""
+        return JointLatent(self.mean, self.covariance * factor)
+
+    def compact(self, covariances: bool) -> JointLatent:
+        """Returns a detached float64 copy."""
+        return JointLatent(self.mean.detach().double(), self.covariance.detach().double())
+
+    def with_checks(self) -> JointLatent:
+        """Returns the latent itself, or refuses one that is not finite."""
+        check_finite(self.covariance)
+        return self
+
+
+@dataclass(frozen=True)
+class LatentDraws:
+    """Network outputs under S draws of the weights.
+
+    Attributes:
+        draws: (S, B, C).
+    """
+
+    draws: Tensor
+    joint: bool = False
+
+    def __post_init__(self) -> None:
+        if self.draws.shape[0] < 2:
+            raise LapwingError(
+                f"{self.draws.shape[0]} weight draw has no variance. Take at least two: write "
+                "via=lw.MonteCarlo(draws=50)."
+            )
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean over draws (B, C)."""
+        return self.draws.mean(0)
+
+    @property
+    def variance(self) -> Tensor:
+        """Unbiased variance over draws (B, C)."""
+        return self.draws.var(0)
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviation over draws (B, C)."""
+        return self.draws.std(0)
+
+    @property
+    @full_precision
+    def covariance(self) -> Tensor:
+        """Unbiased covariance over draws: (B, C, C), or (B, C, B, C) when joint."""
+        centred = self.draws - self.mean
+        if self.joint:
+            flat = centred.flatten(1)  # (S, B C)
+            shape = (*self.mean.shape, *self.mean.shape)
+            return (flat.T @ flat / (len(flat) - 1)).reshape(shape)
+        return torch.einsum("sbc,sbd->bcd", centred, centred) / (len(centred) - 1)
+
+    @full_precision
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Returns n of the draws, picked with replacement (n, B, C)."""
+        generator = _generator(n, generator, self.draws[0])
+        picked = torch.randint(len(self.draws), (n,), generator=generator, device=self.draws.device)
+        return self.draws[picked]
+
+    def scaled(self, factor: float) -> LatentDraws:
+        """Returns draws moved along lines to their mean, so that the covariance is multiplied by a number >= 0."""
+        mean = self.mean
+        return LatentDraws(mean + (self.draws - mean) * factor**0.5, self.joint)
+
+    def compact(self, covariances: bool) -> LatentDraws:
+        """Returns a detached float64 copy: predictions average over the draws themselves."""
+        return LatentDraws(self.draws.detach().double())
+
+    def with_checks(self) -> LatentDraws:
+        """Returns the latent itself, or refuses one that is not finite."""
+        check_finite(self.draws)
+        return self
+
+    @staticmethod
+    def concatenate(parts: Sequence[LatentDraws]) -> LatentDraws:
+        """Joins the latents of consecutive batches."""
+        return LatentDraws(torch.cat([part.draws for part in parts], 1))
+
+
+AnyLatent = Latent | JointLatent | LatentDraws
+
+
+def check_finite(values: Tensor) -> Tensor:
+    """Returns variances, covariances or draws of the outputs, refusing those that are not finite."""
+    if is_finite(values):
+        return values
+    raise LapwingError(
+        f"The latent {tuple(values.shape)} is not finite: it exceeds the range of {values.dtype}. Scale the inputs and "
+        "the targets to about 1, raise the prior precision, or fit the network in float64 with model.double()."
+    )
+
+
+def _generator(n: int, generator: torch.Generator | None, mean: Tensor) -> torch.Generator:
+    if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
+        raise LapwingError(f"sample({shown(n)}) needs a whole number of draws, at least 1. Write sample(5).")
+    check_memory(f"sample({n})", n, mean.numel())
+    return torch.Generator(mean.device).manual_seed(0) if generator is None else generator

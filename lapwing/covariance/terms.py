@@ -1,0 +1,289 @@
+"""The terms that a covariance of the network's outputs is a sum of: factors, expanded only when they are read.
+
+Every structure gives its `J Σ Jᵀ` as the terms that suit it. A term knows its own algebra: it is scaled, joined with
+those of other samples and reduced to variances by its methods.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import LapwingError
+from ..linalg import SLICE_NUMBERS, linear, psd_root, total
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Term(ABC):
+    """A covariance (B, C, C) of the outputs of each of B samples. Subclasses are frozen dataclasses of tensors."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> tuple[Tensor, ...]:
+        """The tensors with one row per sample."""
+
+    @abstractmethod
+    def with_rows(self, *rows: Tensor) -> Self:
+        """Returns the same kind of term with these tensors in place of `rows`."""
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """What two terms must share for the rows of one to go below those of the other."""
+        return type(self), *((rows.dtype, rows.shape[1:]) for rows in self.rows)
+
+    def to(self, dtype: torch.dtype) -> Self:
+        """Returns the term in another dtype: some structures are contracted in float64."""
+        return self if self.rows[0].dtype == dtype else self.with_rows(*(rows.to(dtype) for rows in self.rows))
+
+    def marginals(self) -> MarginalTerm:
+        """Returns the variances alone, not as a view that would keep the term's matrix."""
+        return MarginalTerm(self.variance().clone(), self.centred_variance())
+
+    @abstractmethod
+    def variance(self) -> Tensor:
+        """Returns the diagonal (B, C)."""
+
+    @abstractmethod
+    def centred_variance(self) -> Tensor:
+        """Returns the diagonal (B, C) of `H Σ H`, `H = I - 11ᵀ/C`: variances of the outputs minus their average."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """Returns the covariance (B, C, C)."""
+
+    @abstractmethod
+    def scaled(self, factor: float) -> Self:
+        """Returns the covariance times a number >= 0."""
+
+    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+        """Returns draws (n, B, C), by default through an eigendecomposition, which takes singular matrices too."""
+        return FactoredTerm(psd_root(self.dense())).sample(count, generator)
+
+
+@dataclass(frozen=True)
+class FactoredTerm(Term):
+    """`F diag(s) Fᵀ` for a factor F (B, C, K) and s (B, K), ones when None."""
+
+    factor: Tensor
+    scale: Tensor | None = None
+
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """F, and s if there is one."""
+        return (self.factor,) if self.scale is None else (self.factor, self.scale)
+
+    def with_rows(self, *rows: Tensor) -> FactoredTerm:
+        """Returns another F, and s."""
+        return FactoredTerm(*rows)
+
+    def variance(self) -> Tensor:
+        """Returns `Σ_k s_k F_ck²`."""
+        return self._by_slices(lambda part: part._sums(part.factor.square()))
+
+    def centred_variance(self) -> Tensor:
+        """Returns the same for F minus its average over outputs."""
+        return self._by_slices(lambda part: part._sums((part.factor - part.factor.mean(1, keepdim=True)).square()))
+
+    def dense(self) -> Tensor:
+        """Multiplies out."""
+        return self._by_slices(lambda part: torch.bmm(part._weighted(part.factor), part.factor.mT))
+
+    def scaled(self, factor: float) -> FactoredTerm:
+        """Scales F."""
+        return FactoredTerm(self.factor * factor**0.5, self.scale)
+
+    def _weighted(self, values: Tensor) -> Tensor:
+        """Returns `X diag(s)` for X (B, C, K)."""
+        return values if self.scale is None else values * self.scale.unsqueeze(1)
+
+    def _sums(self, squares: Tensor) -> Tensor:
+        """Returns `Σ_k s_k q_k` (B, C)."""
+        return self._weighted(squares).sum(-1)
+
+    def _by_slices(self, function: Callable[[FactoredTerm], Tensor]) -> Tensor:
+        """Applies a function to slices of samples, so that no second factor of all of them is made."""
+        samples, outputs, columns = self.factor.shape
+        length = max(1, SLICE_NUMBERS // max(1, outputs * columns))
+        if length >= samples:
+            return function(self)
+        slices = zip(*(rows.split(length) for rows in self.rows), strict=True)
+        return torch.cat([function(FactoredTerm(*rows)) for rows in slices])
+
+    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+        """Returns draws from K normals each."""
+        shape = (count, self.factor.shape[0], self.factor.shape[-1])
+        noise = torch.randn(shape, generator=generator, dtype=self.factor.dtype, device=self.factor.device)
+        if self.scale is not None:
+            noise = noise * standard_deviation(self.scale).unsqueeze(0)
+        return torch.einsum("bck,sbk->sbc", self.factor, noise)  # one product a sample, not one a draw
+
+
+@dataclass(frozen=True)
+class EigenTerm(Term):
+    """`U diag(s) Uᵀ` for one U (C, C), the identity when None, and s (B, C): a last layer of any number of classes."""
+
+    basis: Tensor | None
+    scale: Tensor
+
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """s; all samples share U."""
+        return (self.scale,)
+
+    def with_rows(self, *rows: Tensor) -> EigenTerm:
+        """Returns another s."""
+        return EigenTerm(self.basis, *rows)
+
+    def to(self, dtype: torch.dtype) -> EigenTerm:
+        """Returns U and s in another dtype."""
+        if self.scale.dtype == dtype:
+            return self
+        return EigenTerm(None if self.basis is None else self.basis.to(dtype), self.scale.to(dtype))
+
+    def variance(self) -> Tensor:
+        """Returns the diagonal: time O(B C²), or nothing without U."""
+        return self.scale if self.basis is None else linear(self.scale, self.basis.square())
+
+    def centred_variance(self) -> Tensor:
+        """Returns the same for U minus its average over outputs."""
+        if self.basis is None:
+            classes = self.scale.shape[-1]
+            return (1 - 2 / classes) * self.scale + self.scale.sum(-1, keepdim=True) / classes**2
+        return linear(self.scale, (self.basis - self.basis.mean(0)).square())
+
+    def dense(self) -> Tensor:
+        """Multiplies out: time O(B C³) with U."""
+        if self.basis is None:
+            return torch.diag_embed(self.scale)
+        return linear(self.basis * self.scale.unsqueeze(1), self.basis)
+
+    def scaled(self, factor: float) -> EigenTerm:
+        """Scales s."""
+        return EigenTerm(self.basis, self.scale * factor)
+
+    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+        """Returns draws from C normals each."""
+        shape = (count, *self.scale.shape)
+        noise = torch.randn(shape, generator=generator, dtype=self.scale.dtype, device=self.scale.device)
+        noise = noise * self.scale.sqrt()
+        return noise if self.basis is None else linear(noise, self.basis)
+
+
+@dataclass(frozen=True)
+class DenseTerm(Term):
+    """A matrix (B, C, C)."""
+
+    matrix: Tensor
+
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """The matrix."""
+        return (self.matrix,)
+
+    def with_rows(self, *rows: Tensor) -> DenseTerm:
+        """Returns another matrix."""
+        return DenseTerm(*rows)
+
+    def variance(self) -> Tensor:
+        """Returns the diagonal, a view."""
+        return self.matrix.diagonal(dim1=-2, dim2=-1)
+
+    def centred_variance(self) -> Tensor:
+        """Returns the diagonal, less twice the mean of each row, and the mean of all."""
+        rows = self.matrix.mean(-1)  # (B, C)
+        return self.variance() - 2 * rows + rows.mean(-1, keepdim=True)
+
+    def dense(self) -> Tensor:
+        """Returns the matrix."""
+        return self.matrix
+
+    def scaled(self, factor: float) -> DenseTerm:
+        """Scales the matrix."""
+        return DenseTerm(self.matrix * factor)
+
+
+@dataclass(frozen=True)
+class MarginalTerm(Term):
+    """Variances alone (B, C), of the outputs and of the outputs minus their average: what a closed-form link reads."""
+
+    plain: Tensor
+    centred: Tensor
+
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """Both variances."""
+        return self.plain, self.centred
+
+    def with_rows(self, *rows: Tensor) -> MarginalTerm:
+        """Returns other variances."""
+        return MarginalTerm(*rows)
+
+    def variance(self) -> Tensor:
+        """Returns the variances of the outputs."""
+        return self.plain
+
+    def centred_variance(self) -> Tensor:
+        """Returns those of the outputs minus their average."""
+        return self.centred
+
+    def dense(self) -> Tensor:
+        """Raises: covariances between outputs are not known."""
+        raise LapwingError("This latent has variances alone. Use a link in closed form: write link=lw.Probit().")
+
+    def scaled(self, factor: float) -> MarginalTerm:
+        """Scales both."""
+        return MarginalTerm(self.plain * factor, self.centred * factor)
+
+    def __add__(self, other: MarginalTerm) -> MarginalTerm:
+        return MarginalTerm(self.plain + other.plain, self.centred + other.centred)
+
+
+def add_term(terms: tuple[Term, ...], term: Term) -> tuple[Term, ...]:
+    """Returns a sum with one more term; matrices are added up, so that there is never more than one, at the end."""
+    if not terms or not isinstance(terms[-1], DenseTerm):
+        return (*terms, term)
+    others, dense = terms[:-1], terms[-1]
+    if isinstance(term, DenseTerm):
+        return (*others, DenseTerm(dense.matrix + term.matrix))
+    return (*others, term, dense)
+
+
+def concatenate(parts: Sequence[Sequence[Term]]) -> tuple[Term, ...]:
+    """Joins the terms of consecutive chunks of samples; where the kinds differ, as for shorter texts, to a matrix."""
+    if len({tuple(type(term) for term in terms) for terms in parts}) > 1:
+        return (DenseTerm(torch.cat([total(term.dense() for term in terms) for terms in parts])),)
+    return tuple(map(_joined, zip(*parts, strict=True)))
+
+
+def _joined(terms: Sequence[Term]) -> Term:
+    """Joins one term of each chunk."""
+    if len({term.layout for term in terms}) > 1:  # factors of other widths
+        return DenseTerm(torch.cat([term.dense() for term in terms]))
+    return terms[0].with_rows(*map(torch.cat, zip(*(term.rows for term in terms), strict=True)))
+
+
+def factored_or_dense(factor: Tensor) -> Term:
+    """Returns `F Fᵀ` as the factor (B, C, K), or multiplied out where the matrix has fewer numbers."""
+    return DenseTerm(factor @ factor.mT) if factor.shape[-1] > factor.shape[-2] else FactoredTerm(factor)
+
+
+def unique(first: Any, second: Any) -> tuple[Any, ...]:
+    """Returns both, or one where they are the same object, so that nothing is computed twice."""
+    return (first,) if second is first else (first, second)
+
+
+def cross_covariance(left: Tensor, right: Tensor) -> Tensor:
+    """Returns `F F'ᵀ` (B, R, B', R') of factors (B, R, k) and (B', R', k)."""
+    return linear(left.flatten(0, 1), right.flatten(0, 1)).view(*left.shape[:2], *right.shape[:2])
+
+
+def standard_deviation(variance: Tensor) -> Tensor:
+    """Returns the root of variances, without slope at 0."""
+    return variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()

@@ -1,0 +1,127 @@
+"""A covariance that is defined outside the package is saved, and loads where its class is registered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.contents import Entry, check_json
+from lapwing.covariance import COVARIANCES, Covariance, LayerBlock, register
+from lapwing.covariance.terms import FactoredTerm, Term
+from lapwing.tangent import Record, Tangent, Vectors
+
+X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
+
+
+class SameEverywhere(Covariance):
+    """`Σ = v I`."""
+
+    full_rank = True
+
+    def __init__(self, tangent: Tangent, variance: Tensor) -> None:
+        self.blocks, self.variance = tangent.blocks, variance
+
+    def mv(self, vectors: Vectors) -> Vectors:
+        return {name: self.variance * vector for name, vector in vectors.items()}
+
+    def sample(self, count: int, generator: torch.Generator) -> Vectors:
+        noise = {block.name: torch.randn(count, block.size, generator=generator) for block in self.blocks}
+        return {name: self.variance.sqrt() * values for name, values in noise.items()}
+
+    def diagonal(self) -> Vectors:
+        return {block.name: self.variance.expand(block.size) for block in self.blocks}
+
+    def output_covariance(self, record: Record) -> tuple[Term, ...]:
+        return (FactoredTerm(record.rows() * self.variance.sqrt()),)
+
+    def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
+        return self.variance * torch.einsum("brp,csp->brcs", record.rows(), other.rows())
+
+    def layer_block(self, name: str) -> LayerBlock:
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"variance": self.variance}
+
+    @classmethod
+    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
+        check_json(extra, {}, "covariance/extra")
+        return {"variance": Entry((), (torch.float32,), minimum=0.0)}
+
+    @classmethod
+    def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> SameEverywhere:
+        return cls(tangent, tensors["variance"])
+
+
+@pytest.fixture
+def posterior() -> lw.Posterior:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).eval()
+    fitted = lw.fit(model, [(X, Y)], lw.Diagonal(), prior_precision=1.0)
+    return replace(fitted, covariance=SameEverywhere(fitted.tangent, torch.tensor(0.3)))
+
+
+@pytest.fixture
+def names() -> Iterator[None]:
+    """Leaves the registry as it was."""
+    before = dict(COVARIANCES)
+    yield
+    COVARIANCES.clear()
+    COVARIANCES.update(before)
+
+
+@pytest.mark.usefixtures("names")
+def test_a_registered_class_is_saved_and_loaded(posterior: lw.Posterior, tmp_path: Path) -> None:
+    assert register(SameEverywhere) is SameEverywhere
+    posterior.save(tmp_path / "p")
+    again = lw.load(tmp_path / "p", posterior.model)
+    assert type(again.covariance) is SameEverywhere
+    assert again.prior_precision is None
+    torch.testing.assert_close(again.latent(X).covariance, posterior.latent(X).covariance)
+    torch.testing.assert_close(again.predict(X).probs, posterior.predict(X).probs)
+
+
+@pytest.mark.usefixtures("names")
+def test_a_class_that_is_not_registered(posterior: lw.Posterior, tmp_path: Path) -> None:
+    with pytest.raises(lw.LapwingError, match="SameEverywhere is not registered.*@lapwing.covariance.register"):
+        posterior.save(tmp_path / "p")
+    assert not list(tmp_path.iterdir())
+    register(SameEverywhere)
+    posterior.save(tmp_path / "p")
+    del COVARIANCES["SameEverywhere"]
+    with pytest.raises(lw.LapwingError, match="class 'SameEverywhere', which is not registered. Import the module"):
+        lw.load(tmp_path / "p", posterior.model)
+
+
+@pytest.mark.usefixtures("names")
+def test_a_name_belongs_to_one_class() -> None:
+    register(SameEverywhere)
+    register(SameEverywhere)  # as when a notebook runs a cell again
+    taken = type("Blockwise", (SameEverywhere,), {})
+    with pytest.raises(lw.LapwingError, match=r"Blockwise belongs to a covariance of lapwing\.covariance\.blockwise"):
+        register(taken)
+    assert COVARIANCES["Blockwise"] is not taken
+
+
+def test_kronecker_files_keep_factors_and_count(tmp_path: Path) -> None:
+    """`A = U diag(α) Uᵀ` is the sum over inputs itself, so that data can be added to it."""
+    model = nn.Sequential(nn.Linear(4, 3)).double().eval()
+    fitted = lw.fit(model, [(X.double(), Y)], lw.EKFAC(), prior_precision=1.0)
+    fitted.save(tmp_path / "p")
+    factors = lw.load(tmp_path / "p", model).covariance.structures["0"].factors
+    inputs = torch.cat([X.double(), torch.ones(8, 1)], 1)
+    basis = factors.inputs[0]
+    torch.testing.assert_close(basis * factors.input_eigenvalues[0] @ basis.T, inputs.T @ inputs)
+    assert factors.count.tolist() == [8]
+    root = fitted.likelihood.fisher_root(model(X.double()).detach())
+    torch.testing.assert_close(
+        factors.outputs[0] * factors.output_eigenvalues[0] @ factors.outputs[0].T, (root @ root.mT).sum(0)
+    )
