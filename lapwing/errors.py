@@ -1,4 +1,4 @@
-"""The one exception that lapwing raises for input it cannot use, and what its messages are made with."""
+"""The one exception that lapwing raises, and the helpers that its messages are written with."""
 
 from __future__ import annotations
 
@@ -8,17 +8,10 @@ from typing import Any
 
 
 class LapwingError(ValueError):
-    """Raise when lapwing cannot do what it was asked to do with what it was given.
+    """The one exception of lapwing: input that it cannot use, or a network that it cannot describe.
 
-    Every message is one clear sentence (or two short ones) with four parts, in this order:
-
-    1. what was asked, in the words of the call;
-    2. what was found, with the user's own names, shapes, dtypes or values;
-    3. what is accepted;
-    4. the line to write instead.
-
-    For example: "accuracy needs one label for each of the 32 rows of probs, and labels has shape (31,); pass labels of
-    shape (32,), e.g. labels[:32]." A message without part 4 is a riddle; a message without part 2 is an accusation.
+    A message says what is wrong, then what to do: "The model is in training mode. Call model.eval() first." It names
+    shapes and dtypes where they help, and prints no tensor. docs/errors.md groups the refusals that users meet.
 
     It is a ``ValueError``, so code that guards a call with ``except ValueError`` keeps working.
 
@@ -49,8 +42,8 @@ class _Short(reprlib.Repr):
 _SHORT = _Short()
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
@@ -59,7 +52,7 @@ def is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Returns how a message names a value that a user gave: never longer than a line, and no array's numbers."""
+    """Returns a user's value as messages show it: at most one line, and no numbers of an array."""
     try:
         return _cut(_SHORT.repr(value), 160)
     except Exception:  # of a class that cannot write itself, or of a number too large for it
@@ -78,7 +71,7 @@ PACKAGES = {
 
 
 def extra(module: str) -> Any:
-    """Returns a module of a package that comes with an extra.
+    """Returns a module of an optional package.
 
     Args:
         module: its full name, of one of `PACKAGES`.

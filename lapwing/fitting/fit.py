@@ -21,6 +21,7 @@ from ..network import batches
 from ..network.batches import Forward
 from ..network.eager import outside_modes
 from ..network.loaders import check_progress, check_seed, first_batch, known_size, warn_of_unseen_samples
+from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.prior import Prior, check_range, is_positive
 from ..tangent import LastLayer, Predicate, Tangent, everything, last_layer
@@ -138,10 +139,12 @@ def fit(
     def posterior(
         covariance: Covariance, statistics: Mapping[str, Tensor], samples: int, size: float | None
     ) -> Posterior:
-        return Posterior.assemble(
-            tangent, covariance, likelihood, prior, dict(statistics), samples, size, float(temperature), method,
-            result.history,
+        fitted = Posterior(
+            tangent, covariance, likelihood, prior, dict(statistics), samples, 1.0 if size is None else size / samples,
+            float(temperature), repr(method), not likelihood.needs_noise, Stamp.of(tangent.state()), result.history,
         )  # fmt: skip
+        settled = fitted.noise_given and isinstance(covariance, PriorCovariance)
+        return fitted.at(prior.precision, likelihood.noise_variance) if settled else fitted
 
     whole = posterior(result.covariance, summary.statistics, summary.samples, size)
     if result.precision is not None or not isinstance(result.covariance, PriorCovariance):

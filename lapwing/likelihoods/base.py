@@ -59,8 +59,13 @@ class Likelihood(ABC):
         """Returns float64 scalars that add over data and suffice for `log_likelihood` at any noise."""
 
     @abstractmethod
-    def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
-        """Returns the sum over data of `log p(y|f)` from added statistics, a float64 scalar."""
+    def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:
+        """Returns the sum over data of `log p(y|f)` from added statistics, a float64 scalar.
+
+        Args:
+            statistics: sums of what `statistics` returns.
+            noise_variance: σ² in place of the likelihood's own, a scalar in which the result is differentiable.
+        """
 
     @abstractmethod
     def fisher_root(self, outputs: Tensor) -> Tensor:
@@ -221,7 +226,7 @@ class NoiselessLikelihood(Likelihood):
         """Returns `{"log_likelihood": Σ log p(y|f)}`, a float64 scalar."""
         return {"log_likelihood": self.log_prob(outputs.double(), targets).sum()}
 
-    def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
+    def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:
         """Returns the sum itself."""
         return statistics["log_likelihood"]
 

@@ -84,14 +84,15 @@ class Gaussian(Likelihood):
             "squared_target": values.square().sum(),
         }
 
-    def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
+    def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:
         """Returns `-1/2 [Σ (y - f)²/σ² + count log(2πσ²)]`, a float64 scalar.
 
         Raises:
             LapwingError: if σ² is not set.
         """
-        variance = self._set_noise("log_likelihood()")
-        constant = statistics["count"] * math.log(2.0 * math.pi * variance)
+        variance = self._set_noise("log_likelihood()") if noise_variance is None else noise_variance
+        variance = torch.as_tensor(variance, dtype=torch.float64)
+        constant = statistics["count"] * (2.0 * math.pi * variance).log()
         return -0.5 * (statistics["squared_error"] / variance + constant)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:

@@ -1,8 +1,12 @@
-"""What `Posterior.diagnose` returns: a posterior in numbers, and the small report they print as."""
+"""A posterior in words: the report that `Posterior.diagnose` returns, and the line that a posterior prints as."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .posterior import Posterior
 
 
 @dataclass(frozen=True)
@@ -40,3 +44,21 @@ class Diagnosis:
             lines.append(f"log evidence {self.log_evidence:.2f}")
             lines.append(f"effective number of parameters {self.effective_parameters:.1f}")
         return "\n".join([*lines, self.coverage])
+
+
+def summary(posterior: Posterior) -> str:
+    """Returns what a posterior is in one line."""
+    precision, parameters = posterior.prior_precision, list(posterior.tangent.parameters)
+    names = ", ".join(parameters[:4]) + (f", ... {len(parameters)} parameters" if len(parameters) > 4 else "")
+    facts = [repr(posterior.likelihood)]
+    if isinstance(precision, float):
+        facts.append(f"prior_precision={precision:.4g}")
+    elif precision is not None:
+        facts.append(f"prior_precision=one for each of {len(precision)} blocks")
+    for name in ("data_factor", "temperature"):
+        if getattr(posterior, name) != 1:
+            facts.append(f"{name}={getattr(posterior, name):g}")
+    return (
+        f"<Posterior by {posterior.method} over {posterior.tangent.size:,} weights of "
+        f"{type(posterior.model).__name__} ({names}), {posterior.samples:,} samples, {', '.join(facts)}>"
+    )

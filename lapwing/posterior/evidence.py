@@ -1,26 +1,107 @@
-"""The gradient of the log joint at the trained weights, which the evidence at the linearised model's mode needs."""
+"""The Laplace evidence of a fit, and what its exact form at the linearised model's mode adds to it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..covariance import Covariance, PriorCovariance
 from ..errors import LapwingError
+from ..likelihoods import Likelihood
+from ..linalg import total
 from ..network import batches
-from ..tangent import Vectors
-
-if TYPE_CHECKING:
-    from .posterior import Posterior
+from ..tangent import Tangent, Vectors
+from .prior import Prior
 
 
-def log_joint_gradient(posterior: Posterior, loader: Iterable[Any]) -> Vectors:
-    """Returns the gradient of `log p(y|θ) + log p(θ)` at θ̂, (P_block,) a block.
+@dataclass(frozen=True)
+class LogEvidence:
+    """`log Z` of one fit as a function of prior precision and noise variance.
+
+    `log Z = k log p(y|θ̂) - 1/2 (θ̂-μ0)ᵀΔ(θ̂-μ0) - 1/2 logdet(I + s Δ^(-1/2) G Δ^(-1/2))`, s = k/σ².
+
+    Attributes:
+        covariance: Σ, of which the curvature G counts.
+        likelihood: p(y|f).
+        statistics: sums over the data that give the log likelihood at any noise.
+        data_weight: k = N/(n τ), how often each of the n samples counts.
+        distance: `|θ̂ - μ0|²` of each block (n_blocks,).
+    """
+
+    covariance: PriorCovariance
+    likelihood: Likelihood
+    statistics: dict[str, Tensor]
+    data_weight: float
+    distance: Tensor
+
+    def __call__(
+        self,
+        precision: Tensor,
+        noise_variance: Tensor | float | None,
+        factor: Tensor | float = 1.0,
+        lower_bound: bool = True,
+    ) -> Tensor:
+        """Returns `log Z`, a float64 scalar that is differentiable in every argument.
+
+        Args:
+            precision: δ of each block (n_blocks,), float64.
+            noise_variance: σ², None where the likelihood has none.
+            factor: multiplies all δ. Its gradient needs eigenvalues alone; that of `precision` may take a Cholesky
+                factor.
+            lower_bound: subtract half the trace of the curvature outside a subspace.
+        """
+        noise = None if noise_variance is None else torch.as_tensor(noise_variance, dtype=torch.float64)
+        fit = self.data_weight * self.likelihood.log_likelihood(self.statistics, noise)
+        scale = self.data_weight / factor if noise is None else self.data_weight / (factor * noise)
+        value = fit - factor * (precision * self.distance).sum() / 2
+        value = value - self.covariance.log_det_ratio(precision, scale) / 2
+        return value - self.covariance.evidence_gap(precision, scale) / 2 if lower_bound else value
+
+
+def squared_distance(tangent: Tangent, prior: Prior) -> Tensor:
+    """Returns `|θ̂ - μ0|²`, how far the weights of each block are from the prior's mean, (n_blocks,)."""
+    means = tangent.mean().items()
+    return torch.stack([(mean - prior.mean[name]).double().square().sum() for name, mean in means])
+
+
+def effective_parameters(covariance: PriorCovariance, prior: Prior) -> float:
+    """Returns `Σ s λ/(s λ + δ)`, MacKay's γ: the derivative of the log determinant by log s."""
+    scale = torch.tensor(covariance.scale, dtype=torch.float64, requires_grad=True)
+    with torch.enable_grad():
+        ratio = covariance.log_det_ratio(prior.precision, scale)
+    return float(torch.autograd.grad(ratio, scale)[0]) * covariance.scale
+
+
+def gain_at_linearised_mode(covariance: Covariance, gradient: Vectors) -> Tensor:
+    """Returns `1/2 gᵀΣg`, by which the evidence at the linearised model's mode exceeds that at θ̂."""
+    product = covariance.mv(gradient)
+    return total((gradient[name] * product[name]).sum() for name in gradient).double() / 2
+
+
+def log_joint_gradient(
+    tangent: Tangent,
+    prior: Prior,
+    likelihood: Likelihood,
+    loader: Iterable[Any],
+    *,
+    samples: int,
+    data_weight: float,
+    dtype: torch.dtype,
+) -> Vectors:
+    """Returns the gradient of `k log p(y|θ) + log p(θ)` at θ̂, (P_block,) a block.
 
     Args:
-        posterior: any with a prior.
-        loader: the training data of its fit.
+        tangent: the network and its treated blocks.
+        prior: δ and μ0.
+        likelihood: with its noise variance.
+        loader: the training data of the fit.
+        samples: n, how many samples the fit saw.
+        data_weight: k = N/(n τ).
+        dtype: of the sums.
 
     Raises:
         LapwingError: where the loader is none, or shows another number of samples.
@@ -28,13 +109,11 @@ def log_joint_gradient(posterior: Posterior, loader: Iterable[Any]) -> Vectors:
     Cost: one pass of one backward pass a batch.
     """
     batches.check_loader(loader, "The evidence at the linearised mode")
-    tangent, likelihood, prior = posterior.tangent, posterior.likelihood, posterior.prior
-    dtype, mean = posterior.covariance.dtype, tangent.mean()
+    mean, count = tangent.mean(), 0
     gradient = {
         block.name: -delta * (mean[block.name] - prior.mean[block.name]).to(dtype)
         for block, delta in zip(tangent.blocks, prior.precision.tolist(), strict=True)
     }
-    factor, samples = posterior.data_factor / posterior.temperature, 0
     length = tangent.chunk_length(1, dtype)
     for batch in loader:
         inputs, targets = batches.split(batch, tangent.device)
@@ -44,13 +123,12 @@ def log_joint_gradient(posterior: Posterior, loader: Iterable[Any]) -> Vectors:
                 return likelihood.score(outputs, targets).unsqueeze(-1)  # (B, C, 1)
 
             record = tangent.record(chunk, score, dtype)
-            samples += record.samples
+            count += record.samples
             for name in gradient:
-                gradient[name] = gradient[name] + factor * record[name].sum_rows()[0]
-    if samples != posterior.samples:
+                gradient[name] = gradient[name] + data_weight * record[name].sum_rows()[0]
+    if count != samples:
         raise LapwingError(
-            f"Asked for the evidence at the linearised mode, found {samples} samples in the loader, after "
-            f"{posterior.samples} in the fit; the training data of the fit are needed: pass the same loader, one that "
-            "can be gone through again."
+            f"The loader shows {count} samples, and the fit saw {samples}. Pass the training data of the fit, in a "
+            "loader that can be gone through again."
         )
     return gradient

@@ -15,20 +15,24 @@ from torch import Tensor
 from ..covariance import AnyLatent, Covariance, PriorCovariance
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, Link, Prediction
-from ..linalg import check_memory, total
-from ..network import batches
+from ..linalg import check_memory
 from ..network.autocast import full_precision
 from ..network.eager import outside_modes
 from ..network.gate import check_mode
 from ..network.module_state import walked_once
 from ..network.stamp import Stamp
-from ..network.tracing import wants_gradient
-from ..prediction import Linearized, Uncertain, Way
-from ..prediction.uncertain import placed, separate
+from ..prediction import Linearized, Way
 from ..tangent import Tangent, split
-from .diagnosis import Diagnosis
-from .evidence import log_joint_gradient
-from .prior import Prior, check_range, is_positive
+from .diagnosis import Diagnosis, summary
+from .evidence import (
+    LogEvidence,
+    effective_parameters,
+    gain_at_linearised_mode,
+    log_joint_gradient,
+    squared_distance,
+)
+from .latents import latent_of
+from .prior import Prior, check_positive, check_range
 from .saving import write
 
 
@@ -77,51 +81,9 @@ class Posterior:
     stamp: Stamp = field(repr=False)
     history: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
-    @classmethod
-    def assemble(
-        cls,
-        tangent: Tangent,
-        covariance: Covariance,
-        likelihood: Likelihood,
-        prior: Prior,
-        statistics: dict[str, Tensor],
-        samples: int,
-        data_size: float | None,
-        temperature: float,
-        method: object,
-        history: Mapping[str, Tensor],
-    ) -> Posterior:
-        """Puts a fit's results together; δ and σ² that are None are still to be tuned."""
-        factor = 1.0 if data_size is None else data_size / samples
-        if factor < 1:
-            raise LapwingError(
-                f"Asked for data_size={data_size}, found {samples} samples in the loader; N must be at least as many: "
-                "leave data_size out, or give the size of the whole training set."
-            )
-        given = not likelihood.needs_noise
-        posterior = cls(
-            tangent, covariance, likelihood, prior, statistics, samples, factor, temperature, repr(method), given,
-            Stamp.of(tangent.state()), history,
-        )  # fmt: skip
-        settled = given and isinstance(covariance, PriorCovariance)
-        return posterior.at(prior.precision, likelihood.noise_variance) if settled else posterior
-
     def __repr__(self) -> str:
         """One line; the network and its blocks are under `model` and `print(posterior.tangent.coverage)`."""
-        named, delta = [repr(self.likelihood)], self.prior_precision
-        treated = list(self.tangent.parameters)
-        shown = ", ".join(treated[:4]) + (f", ... {len(treated)} parameters" if len(treated) > 4 else "")
-        if isinstance(delta, float):
-            named.append(f"prior_precision={delta:.4g}")
-        elif delta is not None:
-            named.append(f"prior_precision=one for each of {len(delta)} blocks")
-        named += [
-            f"{name}={getattr(self, name):g}" for name in ("data_factor", "temperature") if getattr(self, name) != 1
-        ]
-        return (
-            f"<Posterior by {self.method} over {self.tangent.size:,} weights of {type(self.model).__name__} ({shown}), "
-            f"{self.samples:,} samples, {', '.join(named)}>"
-        )
+        return summary(self)
 
     @property
     def tuned(self) -> bool:
@@ -148,6 +110,11 @@ class Posterior:
         """σ² of a Gaussian likelihood, else None."""
         return self.likelihood.noise_variance
 
+    @property
+    def data_weight(self) -> float:
+        """How often each of the n samples counts, k = N/(n τ)."""
+        return self.data_factor / self.temperature
+
     def scale_at(self, likelihood: Likelihood) -> float:
         """Returns s, what multiplies the curvature of unit noise: `N/(n σ² τ)`."""
         return likelihood.curvature_scale * self.data_factor / self.temperature
@@ -155,13 +122,8 @@ class Posterior:
     @outside_modes
     def at(self, precision: Tensor, noise_variance: float | None) -> Posterior:
         """Returns the posterior at another prior precision (n_blocks,) and noise; the curvature is kept."""
-        if not isinstance(self.covariance, PriorCovariance):
-            raise LapwingError(
-                f"Asked for another prior of a {type(self.covariance).__name__}, found that it has none; fit anew with "
-                "prior_precision=..., or use lw.KFAC()."
-            )
         likelihood = self.likelihood.with_noise_variance(noise_variance)
-        covariance = self.covariance.with_prior(precision, self.scale_at(likelihood))
+        covariance = self._prior_covariance("prior precision").with_prior(precision, self.scale_at(likelihood))
         return replace(
             self, covariance=covariance, likelihood=likelihood, prior=replace(self.prior, precision=precision)
         )
@@ -185,16 +147,10 @@ class Posterior:
             LapwingError: for numbers that are not positive, or weights that changed since the fit.
         """
         self._check_network()
-        if not isinstance(prior_precision, Mapping) and not is_positive(prior_precision):
-            raise LapwingError(
-                f"Asked for with_prior({shown(prior_precision)}); a positive finite number is needed: write "
-                "with_prior(10.0)."
-            )
-        if noise_variance is not None and not is_positive(noise_variance):
-            raise LapwingError(
-                f"Asked for with_prior(noise_variance={shown(noise_variance)}); a positive finite number is needed: "
-                f"write with_prior({shown(prior_precision)}, noise_variance=0.1), or leave it out to keep it."
-            )
+        if not isinstance(prior_precision, Mapping):
+            check_positive("prior_precision", prior_precision, "with_prior(10.0)")
+        if noise_variance is not None:
+            check_positive("noise_variance", noise_variance, "with_prior(10.0, noise_variance=0.1)")
         prior = Prior.read(self.tangent, prior_precision)
         noise = self.noise_variance if noise_variance is None else noise_variance
         if noise is not None:
@@ -207,22 +163,15 @@ class Posterior:
         return self.at(self.prior.precision, noise)
 
     @cached_property
-    def _distance(self) -> Tensor:
-        """How far the weights are from the prior's mean, `|θ̂ - μ0|²` (n_blocks,)."""
-        means = self.tangent.mean().items()
-        return torch.stack([(mean - self.prior.mean[name]).double().square().sum() for name, mean in means])
+    def log_evidence(self) -> LogEvidence:
+        """The evidence as a function of prior precision and noise variance, which tuning maximises.
 
-    def log_evidence(self, precision: Tensor, likelihood: Likelihood, lower_bound: bool) -> Tensor:
-        """Returns `log Z` at any prior precision (n_blocks,) and noise; differentiable in the precision.
-
-        See `log_marginal_likelihood`; this is the function that tuning maximises.
+        Raises:
+            LapwingError: if the structure has no prior.
         """
-        covariance = self.covariance
-        assert isinstance(covariance, PriorCovariance)
-        scale = self.scale_at(likelihood)
-        fit = self.data_factor / self.temperature * likelihood.log_likelihood(self.statistics)
-        value = fit - (precision * self._distance).sum() / 2 - covariance.log_det_ratio(precision, scale) / 2
-        return value - covariance.evidence_gap(precision, scale) / 2 if lower_bound else value
+        covariance = self._prior_covariance("evidence")
+        distance = squared_distance(self.tangent, self.prior)
+        return LogEvidence(covariance, self.likelihood, self.statistics, self.data_weight, distance)
 
     @outside_modes
     def log_marginal_likelihood(
@@ -254,21 +203,18 @@ class Posterior:
         Cost: O(P) or less; one pass over the data with `linearised_mode`.
         """
         self._check_network()
-        if not isinstance(self.covariance, PriorCovariance):
-            raise LapwingError(
-                f"Asked for the evidence of a {type(self.covariance).__name__}, found no prior in it; fit with "
-                "lw.KFAC()."
-            )
-        value = self.log_evidence(self.prior.precision, self.likelihood, lower_bound)
+        value = self.log_evidence(self.prior.precision, self.noise_variance, lower_bound=lower_bound)
         if linearised_mode:
             if loader is None:
                 raise LapwingError(
-                    "Asked for the evidence at the linearised mode, found no loader; the training data are needed: "
-                    "write posterior.log_marginal_likelihood(linearised_mode=True, loader=loader)."
+                    "The evidence at the linearised mode needs the training data. Write "
+                    "posterior.log_marginal_likelihood(linearised_mode=True, loader=loader)."
                 )
-            gradient = log_joint_gradient(self, loader)
-            moved = self.covariance.mv(gradient)
-            value = value + total((gradient[name] * moved[name]).sum() for name in gradient).double() / 2
+            gradient = log_joint_gradient(
+                self.tangent, self.prior, self.likelihood, loader,
+                samples=self.samples, data_weight=self.data_weight, dtype=self.covariance.dtype,
+            )  # fmt: skip
+            value = value + gain_at_linearised_mode(self.covariance, gradient)
         return float(value)
 
     def latent(self, x: Any, via: Way = Linearized(), joint: bool = False) -> AnyLatent:  # noqa: B008 (frozen)
@@ -288,45 +234,9 @@ class Posterior:
 
         Cost: the way's.
         """
-        if not isinstance(via, Way):
-            raise LapwingError(
-                f"Asked for via={shown(via)}; accepted are lw.Linearized(), lw.MonteCarlo(draws=50) and "
-                "lw.Streamlined(): write via=lw.Linearized()."
-            )
         with walked_once(self.tangent.model):
             self._check_network()
-            return self._latents(x, via, joint)
-
-    def _latents(self, x: Any, via: Way, joint: bool) -> AnyLatent:
-        if batches.is_loader(x):
-            parts = [self._latent(_inputs_of(batch), via, False) for batch in x]
-            if joint or not parts:
-                raise LapwingError(
-                    f"Asked for latents of a loader with joint={joint}, found {len(parts)} batches; joint covariances "
-                    "need all inputs in one batch, and others at least one batch: pass a tensor."
-                )
-            kind: Any = type(parts[0])
-            return kind.concatenate(parts).with_checks()
-        return self._latent(batches.inputs_of(x) if isinstance(x, Mapping) else x, via, joint)
-
-    @outside_modes
-    def _latent(self, inputs: Any, via: Way, joint: bool) -> AnyLatent:
-        inputs = placed(inputs, self.tangent.device)
-        values, spreads = separate(inputs)
-        if (isinstance(values, Tensor) and not values.ndim) or batches.size(values) == 0:
-            raise LapwingError(
-                f"Asked for the latent at {batches.describe(values)}, found no samples in it; at least one is needed: "
-                "give a single sample as x[None], and leave empty batches out."
-            )
-        with torch.set_grad_enabled(wants_gradient((values, spreads) if spreads else values)):
-            latent = via.latent(self.tangent, self.covariance, inputs, joint)
-        if latent.mean.shape[1] != self.tangent.outputs:
-            raise LapwingError(
-                f"Asked for the {self.tangent.outputs} outputs of {type(self.tangent.model).__name__} at "
-                f"{batches.describe(values)}, found outputs of shape {tuple(latent.mean.shape)}; as many as in the fit "
-                "are needed: check the shape of the inputs, and give a single sample as x[None]."
-            )
-        return latent.with_checks()
+            return latent_of(self.tangent, self.covariance, x, via, joint)
 
     @full_precision
     def predict(
@@ -355,7 +265,7 @@ class Posterior:
         """
         if generator is not None and not isinstance(generator, torch.Generator):
             raise LapwingError(
-                f"Asked for predict(generator={shown(generator)}); a torch.Generator is needed: write "
+                f"generator={shown(generator)} is no torch.Generator. Write "
                 "generator=torch.Generator().manual_seed(0), or leave it out for seed 0."
             )
         return self.likelihood.predict(self.latent(x, via), link, generator)
@@ -374,29 +284,26 @@ class Posterior:
         Raises:
             LapwingError: for numbers that are not whole, or weights that changed since the fit.
         """
-        for name, value, least in (("n", n, 1), ("seed", seed, 0)):
-            if isinstance(value, bool) or not isinstance(value, Integral) or not least <= value < 2**63:
+        for name, value, low in (("n", n, 1), ("seed", seed, 0)):
+            if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value < 2**63:
                 raise LapwingError(
-                    f"Asked for sample({name}={shown(value)}); a whole number from {least} to 2**63 - 1 is needed: "
-                    "write posterior.sample(5, seed=0)."
+                    f"{name}={shown(value)} is not a whole number from {low} to 2**63 - 1. Write "
+                    "posterior.sample(5, seed=0)."
                 )
         self._check_network()
         check_memory(f"posterior.sample({n})", n, self.tangent.size)
         generator = torch.Generator(self.covariance.device).manual_seed(int(seed))
-        mean, own = self.tangent.mean(), self.tangent.parameters
-        drawn = self.covariance.sample(n, generator)
-        vectors = {name: mean[name] + draw.to(mean[name].dtype) for name, draw in drawn.items()}
-        return {name: value.to(own[name].dtype) for name, value in split(self.tangent.blocks, vectors).items()}
+        mean, parameters = self.tangent.mean(), self.tangent.parameters
+        deviations = self.covariance.sample(n, generator)
+        draws = {name: mean[name] + deviation.to(mean[name].dtype) for name, deviation in deviations.items()}
+        return {name: draw.to(parameters[name].dtype) for name, draw in split(self.tangent.blocks, draws).items()}
 
     @outside_modes
     def diagnose(self) -> Diagnosis:
         """Returns what was fitted, in numbers: sizes, coverage, prior, noise, evidence, effective parameters."""
         effective = evidence = None
         if isinstance(self.covariance, PriorCovariance):
-            scale = torch.tensor(self.covariance.scale, dtype=torch.float64, requires_grad=True)
-            with torch.enable_grad():
-                ratio = self.covariance.log_det_ratio(self.prior.precision, scale)
-            effective = float(torch.autograd.grad(ratio, scale)[0]) * self.covariance.scale
+            effective = effective_parameters(self.covariance, self.prior)
             evidence = self.log_marginal_likelihood()
         return Diagnosis(
             self.method, self.tangent.size, self.samples, self.prior_precision, self.noise_variance,
@@ -420,11 +327,11 @@ class Posterior:
         changed = self.stamp.changed(self.tangent.state())
         if changed is not None:
             raise LapwingError(
-                f"Asked to use a posterior around {type(self.tangent.model).__name__}, found that {changed} was "
-                "written, replaced or added after the fit; a posterior describes the weights it was fitted with: fit "
-                "again, or load them back into the model and use lw.load(path, model)."
+                f"{changed} of {type(self.tangent.model).__name__} was written, replaced or added after the fit. Fit "
+                "again, or load the weights of the fit into the model and use lw.load(path, model)."
             )
 
-
-def _inputs_of(batch: Any) -> Any:
-    return batch if isinstance(batch, Uncertain) else batches.inputs_of(batch)
+    def _prior_covariance(self, what: str) -> PriorCovariance:
+        if not isinstance(self.covariance, PriorCovariance):
+            raise LapwingError(f"A posterior by {self.method} has no {what}. Fit again with lw.KFAC().")
+        return self.covariance

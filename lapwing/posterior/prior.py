@@ -57,38 +57,44 @@ def is_positive(value: Any) -> bool:
         return False
 
 
+def check_positive(name: str, value: Any, example: str) -> None:
+    """Raises for an argument that is not a positive finite number, with the line to write."""
+    if not is_positive(value):
+        raise LapwingError(f"{name}={shown(value)} is not a positive finite number. Write {example}.")
+
+
 def check_range(what: str, values: Tensor, dtype: torch.dtype) -> None:
     """Raises for precisions or variances that are 0 or infinite in a dtype, or whose inverses are."""
     rounded = torch.stack([values, 1 / values]).to(dtype)
     if not ((rounded > 0) & (rounded < inf)).all():
-        least, most = values.min().item(), values.max().item()
-        shown = f"{least:.3g}" if least == most else f"{least:.3g} to {most:.3g}"
+        low, high = values.min().item(), values.max().item()
+        numbers = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
         raise LapwingError(
-            f"A {what} of {shown} or its inverse is 0 or infinite in {dtype}. Use one between 1e-30 and 1e30: scale "
+            f"A {what} of {numbers} or its inverse is 0 or infinite in {dtype}. Use one between 1e-30 and 1e30: scale "
             "the inputs and the targets to about 1."
         )
 
 
 def _by_pattern(tangent: Tangent, precision: Mapping[str, float], values: Tensor) -> Tensor:
+    names = ", ".join(block.name for block in tangent.blocks)
     for pattern, value in precision.items():
         hits = [
             i
             for i, block in enumerate(tangent.blocks)
             if isinstance(pattern, str) and any(fnmatchcase(name, pattern) for name in (block.name, *block.parameters))
         ]
-        if not hits or not is_positive(value):
+        if not hits:
             raise LapwingError(
-                f"Asked for prior_precision={{{shown(pattern)}: {shown(value)}}}, found {len(hits)} treated blocks "
-                "that match; a "
-                "pattern must match a block or parameter and its number be positive and finite: the blocks are "
-                f"{', '.join(block.name for block in tangent.blocks)}, write {{{tangent.blocks[0].name!r}: 1.0}}."
+                f"prior_precision={{{shown(pattern)}: {shown(value)}}} matches no block or parameter: the blocks are "
+                f"{names}. Write prior_precision={{{tangent.blocks[0].name!r}: 1.0}}."
             )
+        check_positive(f"prior_precision[{shown(pattern)}]", value, "prior_precision={'*': 1.0}")
         values[hits] = float(value)
     missing = [block.name for block, value in zip(tangent.blocks, values.tolist(), strict=True) if value != value]
     if missing:
         raise LapwingError(
-            f"Asked for prior_precision by block, found none for {', '.join(missing)}; every treated block needs one: "
-            "add '*': 1.0 first, later patterns override it."
+            f"prior_precision has no number for {', '.join(missing)}. Add '*': 1.0 as its first entry; later patterns "
+            "override it."
         )
     return values
 
@@ -99,22 +105,30 @@ def _fits(value: Any, parameter: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _prior_mean(tangent: Tangent, mean: float | Mapping[str, Tensor]) -> Vectors:
-    own = tangent.parameters
+    parameters, dtype = tangent.parameters, tangent.dtype
     if isinstance(mean, Mapping):
-        unknown = [str(name) for name in mean if name not in own]
-        wrong = [name for name, value in mean.items() if name in own and not _fits(value, own[name], tangent.dtype)]
-        if unknown or wrong:
-            accepted = ", ".join(f"{name} {tuple(value.shape)}" for name, value in list(own.items())[:4])
+        wrong = [
+            str(name) for name, value in mean.items()
+            if name not in parameters or not _fits(value, parameters[name], dtype)
+        ]  # fmt: skip
+        if wrong:
+            accepted = ", ".join(f"{name} {tuple(value.shape)}" for name, value in list(parameters.items())[:4])
             raise LapwingError(
-                f"Asked for prior_mean of {', '.join(unknown + wrong)}, found no treated parameter of that name and "
-                f"shape, or values that are not finite; accepted are {accepted}...: write prior_mean={{name: tensor}}."
+                f"prior_mean of {', '.join(wrong)} has the name and shape of no treated parameter, or is not finite. "
+                f"The parameters are {accepted}, ... Write prior_mean={{name: tensor}}."
             )
-        full = {n: mean.get(n, torch.zeros_like(p)).detach().to(p.device, tangent.dtype) for n, p in own.items()}
-    elif isinstance(mean, Real) and not isinstance(mean, bool) and abs(mean) <= torch.finfo(tangent.dtype).max:
-        full = {n: torch.full_like(p, float(mean), dtype=tangent.dtype, requires_grad=False) for n, p in own.items()}
+        values = {
+            name: mean.get(name, torch.zeros_like(value)).detach().to(value.device, dtype)
+            for name, value in parameters.items()
+        }
+    elif isinstance(mean, Real) and not isinstance(mean, bool) and abs(mean) <= torch.finfo(dtype).max:
+        values = {
+            name: torch.full_like(value, float(mean), dtype=dtype, requires_grad=False)
+            for name, value in parameters.items()
+        }
     else:
         raise LapwingError(
-            f"Asked for prior_mean={shown(mean)}; a finite number in the range of {tangent.dtype} "
-            "or {parameter: tensor} is accepted: write prior_mean=0.0."
+            f"prior_mean={shown(mean)} is neither a finite number in the range of {dtype} nor {{parameter: tensor}}. "
+            "Write prior_mean=0.0."
         )
-    return join(tangent.blocks, full)
+    return join(tangent.blocks, values)

@@ -17,7 +17,7 @@ from ..network.eager import parameters_of
 from ..posterior import Posterior
 from ..tangent import Tangent
 from ..tangent.anchors import Anchors
-from .evidence import maximise
+from .search import ascend, best_of_grid
 
 ROWS = 1000
 """The most pairs of a sample and an output that the kernel is built of."""
@@ -30,6 +30,9 @@ WORK = 2**33
 
 EXPLICIT = 1000
 """Weights without a layer family, whose rows are gradients of one sample after another."""
+
+RANGE = (-10.0, 6.0)
+"""Decades of δσ², relative to the mean eigenvalue of the kernel, that are searched."""
 
 ALIKE = 0.98
 """Cosine between the gradients of two samples from which on one tells the other's target, and is left out with it."""
@@ -108,20 +111,24 @@ def _left_out(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any,
     values, squares = values.clamp_min(0), (vectors.T @ labels).square()
     unit = float(values.mean()) or 1.0
 
-    def at(log10: float) -> tuple[Tensor, float]:
+    def at(log10: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the eigenvalues of `δC` where `δσ² = 10^log10` of the kernel's mean, and the best 1/δ there."""
         spectrum = values + unit * 10**log10
-        return spectrum, 1.0 if given else max(float((squares / spectrum).mean()), 1e-100)  # 0: nothing to explain
+        if given:
+            return spectrum, torch.ones_like(log10)
+        return spectrum, (squares / spectrum).mean().clamp_min(1e-100)  # 0: nothing to explain
 
-    def evidence(log10: float) -> float:
+    def evidence(log10: Tensor) -> Tensor:
         spectrum, scale = at(log10)
-        return -0.5 * float((squares / (scale * spectrum) + (scale * spectrum).log()).sum())
+        return -0.5 * (squares / (scale * spectrum) + (scale * spectrum).log()).sum()
 
-    best = maximise(evidence, -10.0, 6.0, 65)
-    spectrum, scale = at(best)
+    grid, best = best_of_grid(lambda log10: float(evidence(values.new_tensor(log10))), *RANGE, 65)
+    start = values.new_tensor(grid[best : best + 1])
+    log10 = ascend(lambda point: evidence(point[0]), start, RANGE[:1], RANGE[1:])[0]
+    spectrum, scale = at(log10)
     inverse = (vectors / (scale * spectrum)) @ vectors.T
     width = _width(gram, inverse, labels, times, times == outputs)
-    return LeaveOneOut(width, 1 / scale, scale * unit * 10**best, count, not own)
+    return LeaveOneOut(width, 1 / float(scale), float(scale * unit * 10**log10), count, not own)
 
 
 def _trained(posterior: Posterior, inputs: Any, samples: int) -> Tangent | None:

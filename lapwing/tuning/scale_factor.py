@@ -17,8 +17,8 @@ from ..likelihoods import LaplaceBridge, Link
 from ..network import batches
 from ..posterior import Posterior
 from ..prediction import Scaled, Streamlined, Way
-from .evidence import maximise
 from .held_out import Grid
+from .search import golden_section
 
 log = logging.getLogger("lapwing")
 
@@ -114,7 +114,7 @@ def scale_factor(
             fit = sum(term(posterior, latent.scaled(factor), targets, link) for latent, targets in kept) / count
             return fit - (factor * trace - size * math.log(factor)) / 2
 
-        exponent = maximise(score, *decades, points)
+        exponent = golden_section(score, *decades, points)
         best = score(exponent)
         exponent = next((end for end in decades if score(end) >= best - 1e-12 * abs(best)), exponent)  # on a plateau
     low, high = decades

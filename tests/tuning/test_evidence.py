@@ -13,7 +13,7 @@ from torch.distributions import MultivariateNormal
 
 import lapwing as lw
 from lapwing.errors import LapwingError
-from lapwing.tuning.evidence import maximise
+from lapwing.tuning.search import golden_section
 from tests import oracle
 from tests.conformance import NOISE, Setup, close, cut, picked_rows, setup, subspace
 
@@ -366,11 +366,13 @@ def test_effective_parameters_are_mackays_gamma():
 
 
 @pytest.mark.parametrize("top", [-3.2, 0.123456, 3.9])
-def test_maximise_finds_the_top(top):
-    assert maximise(lambda x: -((x - top) ** 2), -5, 5, 11) == pytest.approx(top, abs=1e-5)
-    assert maximise(lambda x: x, -5, 5, 11) == 5
-    assert maximise(lambda x: -x, -5, 5, 11) == -5
-    assert maximise(lambda x: math.nan if x < -4 else -((x - top) ** 2), -5, 5, 11) == pytest.approx(top, abs=1e-5)
+def test_golden_sections_find_the_top(top):
+    assert golden_section(lambda x: -((x - top) ** 2), -5, 5, 11) == pytest.approx(top, abs=1e-5)
+    assert golden_section(lambda x: x, -5, 5, 11) == 5
+    assert golden_section(lambda x: -x, -5, 5, 11) == -5
+    assert golden_section(lambda x: math.nan if x < -4 else -((x - top) ** 2), -5, 5, 11) == pytest.approx(
+        top, abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("unit", [1e-9, 1e-6, 1e-3, 1e5])

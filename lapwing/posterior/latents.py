@@ -1,0 +1,61 @@
+"""The latent distribution of a batch or a loader: a way through the network between checks of inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..covariance import AnyLatent, Covariance
+from ..errors import LapwingError, shown
+from ..network import batches
+from ..network.eager import outside_modes
+from ..network.tracing import wants_gradient
+from ..prediction import Uncertain, Way
+from ..prediction.uncertain import placed, separate
+from ..tangent import Tangent
+
+
+def latent_of(tangent: Tangent, covariance: Covariance, x: Any, via: Way, joint: bool) -> AnyLatent:
+    """Returns the latent distribution of the outputs at a batch of inputs or at a loader: see `Posterior.latent`."""
+    if not isinstance(via, Way):
+        raise LapwingError(
+            f"via={shown(via)} is no way through the network. Write via=lw.Linearized(), lw.MonteCarlo(draws=50) or "
+            "lw.Streamlined()."
+        )
+    if not batches.is_loader(x):
+        return _latent_of_batch(tangent, covariance, batches.inputs_of(x) if isinstance(x, Mapping) else x, via, joint)
+    parts = [
+        _latent_of_batch(
+            tangent, covariance, batch if isinstance(batch, Uncertain) else batches.inputs_of(batch), via, False
+        )
+        for batch in x
+    ]
+    if joint or not parts:
+        raise LapwingError(
+            f"A loader of {len(parts)} batches has no {'joint ' if joint else ''}latent. Pass a tensor of all inputs."
+        )
+    kind: Any = type(parts[0])
+    return kind.concatenate(parts).with_checks()
+
+
+@outside_modes
+def _latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via: Way, joint: bool) -> AnyLatent:
+    inputs = placed(inputs, tangent.device)
+    values, spreads = separate(inputs)
+    if (isinstance(values, Tensor) and not values.ndim) or batches.size(values) == 0:
+        raise LapwingError(
+            f"{batches.describe(values)} holds no samples. Write a single sample as x[None], and leave empty batches "
+            "out."
+        )
+    with torch.set_grad_enabled(wants_gradient((values, spreads) if spreads else values)):
+        latent = via.latent(tangent, covariance, inputs, joint)
+    if latent.mean.shape[1] != tangent.outputs:
+        raise LapwingError(
+            f"The fit had {tangent.outputs} outputs of {type(tangent.model).__name__}, and these inputs, "
+            f"{batches.describe(values)}, give outputs of shape {tuple(latent.mean.shape)}. Check the shape of the "
+            "inputs, and write a single sample as x[None]."
+        )
+    return latent.with_checks()
