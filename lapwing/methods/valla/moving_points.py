@@ -61,7 +61,7 @@ def remaining(kernel: Kernel, factor: Tensor, root: Tensor) -> Tensor:
     batch, columns = kernel.cross.shape[:2]
     taken = torch.linalg.solve_triangular(factor, root.T @ kernel.cross.flatten(0, 1).T, upper=False)  # (M, B R)
     taken = taken.T.reshape(batch, columns, -1)
-    return kernel.own - taken @ taken.mT
+    return kernel.within - taken @ taken.mT
 
 
 def inner_factor(inner: Tensor, root: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def finished(values: State) -> State:
 
 def scaled(kernel: Kernel, precision: Tensor) -> Kernel:
     """Returns the blocks with the prior, `κ/δ`."""
-    return Kernel(kernel.inner / precision, kernel.cross / precision, kernel.own / precision, kernel.outputs)
+    return Kernel(kernel.inner / precision, kernel.cross / precision, kernel.within / precision, kernel.outputs)
 
 
 def note_outputs(problem: Problem, batch: Batch, outputs: Tensor) -> Any:
