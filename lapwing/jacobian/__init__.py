@@ -2,4 +2,14 @@
 
 It works on tensors alone and knows no network; it imports `linalg`, `contents` and `errors`. Begin with `jacobian.py`
 (what every block can do), then `outer.py` (sums of `g aᵀ`, which most layers are) and `layers/` (one file a family).
+What a layer from outside needs is exported here: docs/extending.md has an example.
 """
+
+from __future__ import annotations
+
+from .blocks import Matrix
+from .jacobian import BlockJacobian, Rows
+from .layers import Use, register
+from .outer import Outer, SharedOuter
+
+__all__ = ["BlockJacobian", "Matrix", "Outer", "Rows", "SharedOuter", "Use", "register"]

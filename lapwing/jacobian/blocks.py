@@ -160,12 +160,11 @@ def kind_of(family: str, matrix: Matrix | None) -> str:
     """Returns a family's name and what is special about a layout, such as "conv, 2 groups"."""
     if matrix is None:
         return family
-    traits = (
-        "transposed" * matrix.transposed,
-        "one-hot" * matrix.one_hot,
-        f"{matrix.groups} groups" * (matrix.groups > 1),
-    )
-    return ", ".join(filter(None, (family, *traits)))
+    if matrix.transposed:
+        family += ", transposed"
+    if matrix.one_hot:
+        family += ", one-hot"
+    return family if matrix.groups == 1 else f"{family}, {matrix.groups} groups"
 
 
 def join(blocks: Sequence[Block], parameters: Mapping[str, Tensor]) -> Vectors:

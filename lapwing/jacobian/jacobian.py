@@ -25,10 +25,10 @@ SLICE_BYTES = 16 * 2**20
 
 
 class Weighting:
-    """`diag(w)` of one block: w, and the layouts of it that products have taken, kept for the next ones.
+    """`diag(w)` of one block, with the layouts that products need, made once.
 
     Attributes:
-        flat: w (P,); for `matrix` alone, in any shape of as many entries as the inputs and outputs at hand.
+        flat: w (P,). A weighting that only `matrix` reads may have another shape.
     """
 
     def __init__(self, flat: Tensor) -> None:
@@ -36,7 +36,7 @@ class Weighting:
         self._layouts: dict[tuple[int, int, bool], tuple[Tensor, Tensor | None]] = {}
 
     def matrix(self, outputs: int, inputs: int, bias: bool) -> tuple[Tensor, Tensor | None]:
-        """Returns w as a matrix (O, I), its last column, where that is the bias's, apart from the others (O,)."""
+        """Returns w as a matrix (O, I) without the column of the bias, and that column (O,), if there is a bias."""
         layout = outputs, inputs, bias
         if layout not in self._layouts:
             whole = self.flat.reshape(outputs, inputs)
@@ -51,7 +51,7 @@ class BlockJacobian(ABC):
         batch: B.
         cotangents: R.
         size: P.
-        slice_bytes: aim for the size of one slice.
+        slice_bytes: the size of one slice that is aimed at.
     """
 
     batch: int
@@ -173,8 +173,8 @@ def aligned(mine: BlockJacobian, theirs: BlockJacobian) -> Iterator[tuple[slice,
             if there.stop == start:
                 there, other = next(others)
             stop = min(here.stop, there.stop)
-            own, their = slice(start - here.start, stop - here.start), slice(start - there.start, stop - there.start)
-            yield slice(start, stop), rows[..., own], other[..., their]
+            left, right = (slice(start - part.start, stop - part.start) for part in (here, there))
+            yield slice(start, stop), rows[..., left], other[..., right]
             start = stop
 
 

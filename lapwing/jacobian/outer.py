@@ -27,8 +27,8 @@ REDUCTION = 40
 class Outer(MatrixJacobian):
     """One position a sample: inputs a (B, I) and output gradients g (B, R, O).
 
-    `g=None` says that the layer's output *is* the network's output, so that g is the identity and R = O. `bias` says
-    that one more input, 1, follows those given; it is written out where a product needs it.
+    `g=None` says that the layer's output *is* the network's output, so that g is the identity and R = O. `bias` appends
+    an input of ones; it is written out where a product needs it.
     """
 
     groups = 1
@@ -285,22 +285,22 @@ class SharedOuter(MatrixJacobian):
         """
         (a, g), (b, h) = mine, theirs
         here, there, columns = a.shape[1], b.shape[1], h.shape[1]
-        one = here * columns * there * a.element_size()  # a row beside a sample of theirs
-        beside = self.step(one, len(b))
-        rows = self.step(one * beside, self.batch * self.cotangents)
+        pair = here * columns * there * a.element_size()  # of one row with one sample of theirs
+        count = self.step(pair, len(b))
+        rows = self.step(pair * count, self.batch * self.cotangents)
         samples, some = max(1, rows // self.cotangents), min(rows, self.cotangents)
         gram = a.new_empty(self.batch, self.cotangents, len(b), columns)
-        for m in range(0, len(b), beside):
-            far, near = h[m : m + beside].flatten(0, 2), b[m : m + beside].flatten(0, 1)
+        for m in range(0, len(b), count):
+            far, near = h[m : m + count].flatten(0, 2), b[m : m + count].flatten(0, 1)
             for n in range(0, self.batch, samples):
                 inputs = a[n : n + samples].flatten(0, 1) @ near.T
-                inputs = inputs.reshape(-1, 1, here, len(b[m : m + beside]), 1, there)
+                inputs = inputs.reshape(-1, 1, here, len(b[m : m + count]), 1, there)
                 for r in range(0, self.cotangents, some):
                     left = g[n : n + samples, r : r + some]
                     products = (left.flatten(0, 2) @ far.T).reshape(
                         *left.shape[:3], -1, columns, there
                     )  # (b, r, t, b', R', t')
-                    gram[n : n + samples, r : r + some, m : m + beside] = (products * inputs).sum((2, 5))
+                    gram[n : n + samples, r : r + some, m : m + count] = (products * inputs).sum((2, 5))
         return gram
 
     def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:

@@ -15,44 +15,44 @@ from .jacobian import BlockJacobian, MatrixJacobian, as_matrix
 
 
 def grouped(loads: Sequence[tuple[int, int]], limit: int) -> list[range]:
-    """Cuts blocks into consecutive groups with `Σ held + max extra <= limit`; one that never fits is a group alone.
+    """Cuts blocks into consecutive groups with `Σ gradients + max scratch <= limit`; a larger block is a group alone.
 
     Args:
-        loads: numbers (held, extra) of each block: its gradients, and what a contraction needs beside them.
+        loads: numbers (gradients, scratch) of each block, scratch being what a contraction needs beside the gradients.
         limit: numbers that fit.
     """
-    groups, start, held, extra = [], 0, 0, 0
-    for i, (more, beside) in enumerate(loads):
-        held, extra = held + more, max(extra, beside)
-        if i > start and held + extra > limit:
+    groups, start, gradients, scratch = [], 0, 0, 0
+    for i, (more, extra) in enumerate(loads):
+        gradients, scratch = gradients + more, max(scratch, extra)
+        if i > start and gradients + scratch > limit:
             groups.append(range(start, i))
-            start, held, extra = i, more, beside
+            start, gradients, scratch = i, more, extra
     return [*groups, range(start, len(loads))]
 
 
 class Sliced(MatrixJacobian):
     """`J = [J_1; J_2; ...]`, one block in slices of its cotangents, each computed when needed and freed after use.
 
-    What adds or joins over cotangents takes one sweep over the slices. What needs all of them together forms rows, of
-    as many weights at a time as may be held: one sweep for each such part of the weights, mostly a single one.
+    Products that add or join over cotangents take one sweep over the slices. Others form rows of all cotangents, for as
+    many weights as the limit allows: one sweep for each such part of the weights, usually a single one.
 
     Args:
         part: gives the Jacobian of a slice of the cotangents.
         shape: (B, R, P).
         step: how many cotangents make a slice.
-        held: how many numbers of rows may be held.
+        limit: how many numbers the rows may have at once.
     """
 
     def __init__(
-        self, part: Callable[[slice], BlockJacobian], shape: tuple[int, int, int], step: int, held: int
+        self, part: Callable[[slice], BlockJacobian], shape: tuple[int, int, int], step: int, limit: int
     ) -> None:
         self.batch, self.cotangents, self.size = shape
-        self._part, self._step, self._held = part, step, held
+        self._part, self._step, self._limit = part, step, limit
         self._cuts = [slice(r, min(r + step, self.cotangents)) for r in range(0, self.cotangents, step)]
 
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yields copies of the rows held, so that whoever keeps the last slice does not keep them all."""
-        width = max(1, min(self.size, self._held // (self.batch * self.cotangents)))
+        """Yields copies of parts of the rows, so that a caller who keeps one part does not keep all rows."""
+        width = max(1, min(self.size, self._limit // (self.batch * self.cotangents)))
         for start in range(0, self.size, width):
             rows = self._rows(start, min(start + width, self.size))
             step = self.step(self.batch * self.cotangents * rows.element_size(), rows.shape[-1])
@@ -68,7 +68,7 @@ class Sliced(MatrixJacobian):
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> Sliced:
         """Returns J in another basis, each slice rotated when it is needed."""
         shape = self.batch, self.cotangents, self.size
-        rotated = Sliced(lambda cut: as_matrix(self._part(cut)).rotate(inputs, outputs), shape, self._step, self._held)
+        rotated = Sliced(lambda cut: as_matrix(self._part(cut)).rotate(inputs, outputs), shape, self._step, self._limit)
         return rotated.within(self.slice_bytes)
 
     def squared_sum(self) -> Tensor:

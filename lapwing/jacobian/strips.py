@@ -22,14 +22,14 @@ Strip = tuple[Tensor, Tensor]
 """Inputs a (B, t, G, I) and output gradients g (B, R, t, G, O) at t positions."""
 
 
-def boxes(grid: Sequence[int], most: int) -> list[Box]:
-    """Cuts a grid of positions into boxes of at most so many, at least one; the first dimensions are cut first."""
+def boxes(grid: Sequence[int], limit: int) -> list[Box]:
+    """Cuts a grid into boxes of at most `limit` positions, at least one; the first dimensions are cut first."""
     if not grid:
         return [()]
     first, inner = grid[0], max(1, prod(grid[1:]))
-    step = max(1, min(first, most // inner))
+    step = max(1, min(first, limit // inner))
     starts = range(0, max(1, first), step)
-    rest = boxes(grid[1:], most)
+    rest = boxes(grid[1:], limit)
     return [(slice(start, min(start + step, first)), *box) for start in starts for box in rest]
 
 
@@ -39,7 +39,7 @@ def at(values: Tensor, box: Box, lead: int) -> Tensor:
 
 
 class Strips:
-    """a and g of all positions: one strip, which is held, or several, made anew in each sweep and freed after use.
+    """a and g of all positions: one strip, which is kept, or several, computed in each sweep and freed after use.
 
     Args:
         makers: gives each strip.
@@ -52,8 +52,8 @@ class Strips:
     ) -> None:
         self._makers, self.shape, self.dtype = makers, shape, dtype
         if len(makers) == 1:
-            held = makers[0]()
-            self._makers = [lambda: held]
+            strip = makers[0]()
+            self._makers = [lambda: strip]
 
     @classmethod
     def whole(cls, a: Tensor, g: Tensor) -> Strips:
@@ -67,25 +67,25 @@ class Strips:
         grid: Sequence[int],
         shape: tuple[int, int, int, int, int],
         dtype: torch.dtype,
-        most: int,
+        limit: int,
     ) -> Strips:
-        """Strips of so many numbers: a and its rotation, g and its rotation in another layout.
+        """Cuts positions into strips. A strip needs a and its rotation, g and its rotation in another layout.
 
         Args:
             part: gives a and g at a box of positions.
             grid: the positions.
             shape: (B, R, G, O, I).
             dtype: of both.
-            most: numbers that a strip may need; one position at least makes a strip.
+            limit: how many numbers a strip may need. It has one position at least.
         """
         batch, cotangents, groups, outputs, inputs = shape
         numbers = batch * groups * (2 * inputs + 3 * cotangents * outputs)
-        makers = [partial(part, box) for box in boxes(grid, most // max(1, numbers))]
+        makers = [partial(part, box) for box in boxes(grid, limit // max(1, numbers))]
         return cls(makers, (batch, cotangents, prod(grid), groups, outputs, inputs), dtype)
 
     @classmethod
     def joined(cls, several: Sequence[Strips]) -> Strips:
-        """The positions of several uses of a layer, copied into one strip where each of them is one."""
+        """Joins the positions of several uses of a layer, in one strip where each of them has one."""
         if all(len(strips) == 1 for strips in several):
             pairs = [strip for strips in several for strip in strips]
             return cls.whole(torch.cat([a for a, _ in pairs], 1), torch.cat([g for _, g in pairs], 2))
@@ -103,7 +103,7 @@ class Strips:
         return (make() for make in self._makers)
 
     def finer(self, length: int) -> Iterator[Strip]:
-        """Yields views of at most so many positions."""
+        """Yields views of at most `length` positions."""
         for a, g in self:
             for start in range(0, a.shape[1], length):
                 yield a[:, start : start + length], g[:, :, start : start + length]

@@ -1,4 +1,4 @@
-"""Anchors: M rows of the Jacobian at chosen (input, output) pairs, seen chunk by chunk and never stored together.
+"""Anchors: M rows of the Jacobian at chosen (input, output) pairs, computed chunk by chunk and never stored at once.
 
 Nyström features, optimal subspaces, inducing points and subsets of data are all made of such rows; `methods` and the
 implicit basis of `covariance` use them.
@@ -156,8 +156,8 @@ class Anchors:
 
     @cached_property
     def _groups(self) -> list[tuple[int, Any, list[tuple[Tensor, Tensor]]]]:
-        """For each group its picks, by how often a sample is picked: (samples (B,), slots (B, r))."""
-        found, first = [], 0
+        """Each group with its anchors, one entry (samples (B,), slots (B, r)) for each number r of outputs a sample."""
+        groups, first = [], 0
         for group in self.inputs:
             stop = first + batches.size(group)
             here = ((self.samples >= first) & (self.samples < stop)).nonzero()[:, 0]
@@ -169,41 +169,46 @@ class Anchors:
                 which = (counts == times).nonzero()[:, 0]
                 slots = here[starts[which, None] + torch.arange(times, device=here.device)]
                 picks.append((samples[which] - first, slots))
-            found.append((first, group, picks))
+            groups.append((first, group, picks))
             first = stop
-        return found
+        return groups
 
-    def requests(self, dtype: torch.dtype, held: int, share: int = 1) -> Iterator[tuple[Tensor, Any, Tensor]]:
-        """Yields `(slots, inputs, cotangents)` of chunks; `held` numbers a row, and a share of the budget each.
+    def requests(self, dtype: torch.dtype, scratch: int, share: int = 1) -> Iterator[tuple[Tensor, Any, Tensor]]:
+        """Yields `(slots, inputs, cotangents)` of chunks. A sample whose outputs do not fit is in several chunks.
 
-        A sample whose picked outputs do not fit comes several times, with some of them each.
+        Args:
+            dtype: of the records.
+            scratch: how many numbers the caller keeps for each row.
+            share: each chunk takes one part of so many of the memory budget.
         """
         tangent = self.tangent
         for _, group, picks in self._groups:
             for samples, slots in picks:
-                for columns in slots.split(self._columns(slots.shape[1], dtype, held, tangent.memory // share), 1):
+                for columns in slots.split(self._columns(slots.shape[1], dtype, scratch, tangent.memory // share), 1):
                     times = columns.shape[1]
-                    length = max(1, tangent.chunk_length(times, dtype, times * held) // share)
+                    length = max(1, tangent.chunk_length(times, dtype, times * scratch) // share)
                     for mine, where in zip(samples.split(length), columns.split(length), strict=True):
                         u = torch.zeros(len(mine), tangent.outputs, times, device=tangent.device)
                         u.scatter_(1, self.outputs[where][:, None].to(u.device), 1.0)
                         yield where.flatten(), batches.take(group, mine), u
 
-    def _columns(self, times: int, dtype: torch.dtype, held: int, most: int) -> int:
-        """Returns how many of the outputs picked of one sample fit so many bytes together, at least one."""
-        one, every = (self.tangent.bytes_per_sample(n, dtype, n * held) for n in (1, times))
-        if every <= most or times == 1:
+    def _columns(self, times: int, dtype: torch.dtype, scratch: int, limit: int) -> int:
+        """Returns how many of a sample's `times` outputs fit the limit in bytes, at least one."""
+        first, whole = (self.tangent.bytes_per_sample(n, dtype, n * scratch) for n in (1, times))
+        if whole <= limit or times == 1:
             return times
-        return 1 + max(0, most - one) * (times - 1) // max(1, every - one)
+        return 1 + max(0, limit - first) * (times - 1) // max(1, whole - first)
 
-    def records(self, dtype: torch.dtype, held: int = 0) -> Iterator[tuple[Tensor, Record]]:
+    def records(self, dtype: torch.dtype, scratch: int = 0) -> Iterator[tuple[Tensor, Record]]:
         """Yields `(slots, record)` of chunks, slots in the order of the record's flattened (B, R)."""
-        for slots, _, _, record in self._recorded(dtype, held):
+        for slots, _, _, record in self._recorded(dtype, scratch):
             yield slots, record
 
-    def _recorded(self, dtype: torch.dtype, held: int, share: int = 1) -> Iterator[tuple[Tensor, Any, Tensor, Record]]:
-        """Yields requests with their records, sample by sample where layers do not hold those of a chunk as known."""
-        for slots, inputs, u in self.requests(dtype, held, share):
+    def _recorded(
+        self, dtype: torch.dtype, scratch: int, share: int = 1
+    ) -> Iterator[tuple[Tensor, Any, Tensor, Record]]:
+        """Yields requests with their records, one sample at a time where a layer's samples are not where they were."""
+        for slots, inputs, u in self.requests(dtype, scratch, share):
             try:
                 record = self.tangent.record(inputs, u, dtype)
             except SampleAxisMoved as error:

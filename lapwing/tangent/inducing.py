@@ -22,7 +22,7 @@ from .record import Record
 from .tangent import Cotangents, Tangent
 
 GRAPH = 5
-"""How many times what a plain record holds a differentiable one may hold, with its graph and that of a contraction."""
+"""A differentiable record may need so many times the memory of a plain one, for its graph and a contraction's."""
 
 
 class Kernel(NamedTuple):
@@ -31,13 +31,13 @@ class Kernel(NamedTuple):
     Attributes:
         inner: K_Z (M, M), among the anchors; differentiable in their inputs.
         cross: K_xZ (B, R, M), between the batch and the anchors; differentiable in the anchors' inputs.
-        own: K_x (B, R, R), of each sample of the batch.
+        within: K_x (B, R, R), within each sample of the batch.
         outputs: f (B, C) of the batch.
     """
 
     inner: Tensor
     cross: Tensor
-    own: Tensor
+    within: Tensor
     outputs: Tensor
 
 
@@ -59,7 +59,7 @@ def kernel(anchors: Anchors, weights: Weights, inputs: Any, cotangents: Cotangen
 
 
 class _Chunks:
-    """Records of consecutive chunks and the places of their rows: held where it is one, else made when asked for.
+    """Records of consecutive chunks and the places of their rows: kept where it is one, else made at each access.
 
     Args:
         makers: `(places, function that makes the record)` of each chunk.
@@ -67,7 +67,7 @@ class _Chunks:
 
     def __init__(self, makers: Sequence[tuple[Any, Callable[[], Record]]]) -> None:
         self._makers = makers
-        self._held: Record | None = None
+        self._only: Record | None = None
 
     def __len__(self) -> int:
         """Number of chunks."""
@@ -78,22 +78,22 @@ class _Chunks:
         places, make = self._makers[i]
         if len(self) > 1:
             return places, make()
-        self._held = make() if self._held is None else self._held
-        return places, self._held
+        self._only = make() if self._only is None else self._only
+        return places, self._only
 
 
-def _anchor_chunks(anchors: Anchors, held: int) -> _Chunks:
-    """Anchors that fit half the budget with `held` numbers each; places are slots."""
+def _anchor_chunks(anchors: Anchors, scratch: int) -> _Chunks:
+    """Cuts anchors into chunks that fit half the budget with `scratch` numbers a row; places are slots."""
 
     def maker(inputs: Any, u: Tensor) -> Callable[[], Record]:
         return lambda: anchors.tangent.record(inputs, u, torch.float64)
 
-    requests = anchors.requests(torch.float64, held, share=2)
+    requests = anchors.requests(torch.float64, scratch, share=2)
     return _Chunks([(slots, maker(inputs, u)) for slots, inputs, u in requests])
 
 
-def _batch_chunks(tangent: Tangent, inputs: Any, cotangents: Cotangents, held: int) -> _Chunks:
-    """Samples that fit half the budget with `held` numbers for each row; places are slices."""
+def _batch_chunks(tangent: Tangent, inputs: Any, cotangents: Cotangents, scratch: int) -> _Chunks:
+    """Cuts samples into chunks that fit half the budget with `scratch` numbers a row; places are slices."""
 
     def maker(part: slice, chunk: Any) -> Callable[[], Record]:
         u = cotangents[part] if isinstance(cotangents, Tensor) else cotangents
@@ -101,7 +101,7 @@ def _batch_chunks(tangent: Tangent, inputs: Any, cotangents: Cotangents, held: i
 
     drawn = cotangents.shape[-1] if isinstance(cotangents, Tensor) else None
     columns: int = getattr(cotangents, "columns", tangent.outputs) if drawn is None else drawn
-    length = max(1, tangent.chunk_length(columns, torch.float64, columns * held) // 2)
+    length = max(1, tangent.chunk_length(columns, torch.float64, columns * scratch) // 2)
     return _Chunks([(part, maker(part, chunk)) for part, chunk in tangent.check(inputs).chunks(length)])
 
 
@@ -114,14 +114,14 @@ class _Blocks(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         drawn: list[Tensor] = []
 
-        def noted(outputs: Tensor) -> Tensor:
+        def drawing(outputs: Tensor) -> Tensor:
             assert callable(cotangents)
             drawn.append(cotangents(outputs))
             return drawn[-1]
 
-        noted.columns = getattr(cotangents, "columns", anchors.tangent.outputs)  # type: ignore[attr-defined]
+        drawing.columns = getattr(cotangents, "columns", anchors.tangent.outputs)  # type: ignore[attr-defined]
         there = _anchor_chunks(_detached(anchors), 0)
-        batch = _batch_chunks(anchors.tangent, inputs, noted if callable(cotangents) else cotangents, len(anchors))
+        batch = _batch_chunks(anchors.tangent, inputs, drawing if callable(cotangents) else cotangents, len(anchors))
         inner = torch.zeros(len(anchors), len(anchors), dtype=torch.float64, device=anchors.tangent.device)
         for i in range(len(there)):
             mine, record = there[i]
@@ -134,15 +134,15 @@ class _Blocks(torch.autograd.Function):
         ctx.anchors, ctx.weights, ctx.inputs, ctx.cotangents = anchors, weights, inputs, cotangents
         if callable(cotangents):
             ctx.cotangents = torch.cat(drawn)
-        ctx.held = there, batch
-        cross, own, outputs = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.mark_non_differentiable(own, outputs)
-        return inner, cross, own, outputs
+        ctx.chunks = there, batch
+        cross, within, outputs = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.mark_non_differentiable(within, outputs)
+        return inner, cross, within, outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, inner: Tensor, cross: Tensor, *rest: Any) -> tuple[Any, ...]:
-        anchors, (there, batch) = ctx.anchors, ctx.held
+        anchors, (there, batch) = ctx.anchors, ctx.chunks
         size = anchors.tangent.size  # rows of one side are kept for the gradients of the other
         again = _anchor_chunks(_detached(anchors), size)
         there = there if len(again) == len(there) == 1 else again
@@ -155,15 +155,15 @@ def _beside(record: Record, there: _Chunks, weights: Weights, count: int) -> tup
     """Returns K_xZ, K_x and f of one chunk of the batch."""
     outputs, columns = record.outputs, record.cotangents
     cross = outputs.new_zeros(record.samples, columns, count, dtype=torch.float64)
-    own = outputs.new_zeros(record.samples, columns, columns, dtype=torch.float64)
+    within = outputs.new_zeros(record.samples, columns, columns, dtype=torch.float64)
     for i in range(len(there)):
         slots, anchors = there[i]
         for name, weight in weights.items():
             block = record[name]
             cross[:, :, slots] += weight * block.gram(anchors[name]).flatten(2)
             if not i:
-                own += block.weighted_gram(outputs.new_full((block.size,), weight, dtype=torch.float64))
-    return cross, own, outputs
+                within += block.weighted_gram(outputs.new_full((block.size,), weight, dtype=torch.float64))
+    return cross, within, outputs
 
 
 def _gram(mine: Record, theirs: Record, weights: Weights) -> Tensor:
@@ -178,12 +178,12 @@ def _gram(mine: Record, theirs: Record, weights: Weights) -> Tensor:
 def _push_back(
     anchors: Anchors, weights: Weights, there: _Chunks, batch: _Chunks, inner: Tensor, cross: Tensor
 ) -> list[Tensor]:
-    """Returns the gradients of the anchors' inputs, given those of K_Z (M, M) and K_xZ (B, R, M)."""
+    """Returns the gradients of the anchors' inputs from those of K_Z (M, M) and K_xZ (B, R, M)."""
     flags = [leaf.requires_grad for leaf in _leaves(anchors)]
     free = _detached(anchors, moving=True)
     leaves = [leaf for leaf, moves in zip(_leaves(free), flags, strict=True) if moves]
-    found = [torch.zeros_like(leaf) for leaf in leaves]
-    sides, together = len(there) + len(batch), len(there) == len(batch) == 1
+    sums = [torch.zeros_like(leaf) for leaf in leaves]
+    sides, at_once = len(there) + len(batch), len(there) == len(batch) == 1
     for slots, chunk, u in free.requests(torch.float64, 0, share=GRAPH):
         record, values = free.tangent.record(chunk, u, torch.float64), []
         for i in range(sides):
@@ -194,14 +194,14 @@ def _push_back(
                 places, other = batch[i - len(there)]
                 weighting = cross[places].flatten(0, 1).T[slots]
             values.append((_gram(record, other, weights).reshape(weighting.shape) * weighting).sum())
-            if together and i + 1 < sides:
+            if at_once and i + 1 < sides:
                 continue
             grads = torch.autograd.grad(total(values), leaves, retain_graph=i + 1 < sides, allow_unused=True)
             values = []
-            for sum_, grad in zip(found, grads, strict=True):
+            for sum_, grad in zip(sums, grads, strict=True):
                 if grad is not None:
                     sum_ += grad
-    return found
+    return sums
 
 
 def _leaves(anchors: Anchors) -> list[Tensor]:

@@ -1,9 +1,9 @@
-"""One chunk of samples seen through the network's Jacobian: outputs, and the block Jacobians all else is made of.
+"""One chunk of samples seen through the network's Jacobian: its outputs, and the Jacobians of its blocks.
 
-Gradients are taken when the first block is asked for, so a product `J V` that forward mode gives more cheaply never
-pays for the C backward passes. Where those of all blocks do not fit the memory budget together, consecutive blocks make
-groups that do, and the gradients of a group replace the former one's; so go through the blocks in order. A block that
-does not fit alone comes in slices of its cotangents. What a block builds of its positions comes in strips of them.
+The C backward passes run when the first block is asked for; a product `J V` may go by forward mode without them. The
+memory budget is kept in three steps. Consecutive blocks form groups whose gradients fit, and the gradients of one group
+replace those of the group before: go through the blocks in order. A block too large for that is cut into slices of its
+cotangents (`sliced.py`). What a block builds of its positions is cut into strips (`strips.py`).
 """
 
 from __future__ import annotations
@@ -109,37 +109,38 @@ class Record(Mapping[str, BlockJacobian]):
         taken = False in self._taken and len(self._groups) == 1
         fewer = 2 * count < self.cotangents and not taken
         if fewer and not self._differentiable and self.dtype == self._tangent.dtype:
-            found = forward_products(
+            products = forward_products(
                 self._tangent.call_with, self._tangent.parameters, split(self._tangent.blocks, vectors), self._inputs
             )  # (B, C, K), or None where the network has no forward mode
-            if found is not None:
-                return found.to(self.dtype) if self._u is None else self._u.mT.to(self.dtype) @ found.to(self.dtype)
+            if products is not None:
+                products = products.to(self.dtype)
+                return products if self._u is None else self._u.mT.to(self.dtype) @ products
         return total(self[name].jvp(vectors[name].to(self.dtype)) for name in self if name in vectors)
 
     @cached_property
     def _groups(self) -> list[Group]:
         """One group of all blocks where that fits, or where a graph keeps everything anyway."""
         blocks, count = self._tangent.blocks, self.cotangents
-        most = 5 * sum([use.out.numel() for use in self._noted]) + 3 * self.samples * self._tangent.explicit_size
-        if self._differentiable or count * most <= self._limit:
+        numbers = 5 * sum([use.out.numel() for use in self._noted]) + 3 * self.samples * self._tangent.explicit_size
+        if self._differentiable or count * numbers <= self._limit:
             return [Group(blocks, count)]
-        loads, found = [self._load(block) for block in blocks], []
+        loads, groups = [self._load(block) for block in blocks], []
         for part in grouped(loads, self._limit):
             step, needed = count, sum(loads[part.start])
             if len(part) == 1 and needed > self._limit:
                 step = max(1, self._limit // 2 * count // needed)
-            found.append(Group(blocks[part.start : part.stop], step))
-        return found
+            groups.append(Group(blocks[part.start : part.stop], step))
+        return groups
 
     def _load(self, block: Block) -> tuple[int, int]:
-        """Returns how many numbers a block's gradients hold, and how many a contraction needs beside them."""
+        """Returns how many numbers a block's gradients have, and how many a contraction needs beside them."""
         rows = self.samples * self.cotangents * block.size
         if block.is_generic:
             return rows, 2 * rows
         assert self._graph is not None  # nothing is taken yet
         uses = [self._noted[i] for i, _, _ in self._uses[block.name]]
-        held = self.cotangents * sum(use.out.numel() for use in uses if not use.is_output(self._graph))
-        return held, 4 * held + 2 * rows * self._tangent.plan.is_explicit(block)
+        gradients = self.cotangents * sum(use.out.numel() for use in uses if not use.is_output(self._graph))
+        return gradients, 4 * gradients + 2 * rows * self._tangent.plan.is_explicit(block)
 
     def _take(self, group: Group, block: Block, cut: slice | None = None) -> dict[Any, Tensor | None]:
         """Takes the rows of a group's generic parameters by name, or the gradients of its other uses by index.
@@ -183,21 +184,23 @@ class Record(Mapping[str, BlockJacobian]):
         """Builds a block's Jacobian from what was taken."""
         if block.is_generic:
             return Rows(torch.cat([taken[name] for name in block.parameters], -1).to(self.dtype))
-        forms: list[BlockJacobian] = []
+        jacobians: list[BlockJacobian] = []
         limit = sys.maxsize if self._differentiable else self._limit // 2
         for i, axis, roles in self._uses[block.name]:
             use = self._noted[i].use
-            form = use.jacobian(taken[i], axis, self.samples, roles, self.dtype, limit)
-            forms.append(form if block.matrix is not None else _row_major(form, block, use.matrix(), roles))
-        first, *others = forms
+            jacobian = use.jacobian(taken[i], axis, self.samples, roles, self.dtype, limit)
+            if block.matrix is None:
+                jacobian = _row_major(jacobian, block, use.matrix(), roles)
+            jacobians.append(jacobian)
+        first, *others = jacobians
         if others:
-            first = SumOfUses(forms) if block.matrix is None else first.plus(others)
+            first = SumOfUses(jacobians) if block.matrix is None else first.plus(others)
         return first.within(self._slice_bytes)
 
 
-def _row_major(form: BlockJacobian, block: Block, matrix: Matrix | None, roles: frozenset[str]) -> BlockJacobian:
+def _row_major(jacobian: BlockJacobian, block: Block, matrix: Matrix | None, roles: frozenset[str]) -> BlockJacobian:
     """Returns rows in the parameters' row-major order, for a block whose uses disagree about the matrix layout."""
     if matrix is None or (len(roles) == 1 and not matrix.transposed):
-        return form
-    parts = replace(block, matrix=matrix, bias="bias" in roles).split(form.rows())
+        return jacobian
+    parts = replace(block, matrix=matrix, bias="bias" in roles).split(jacobian.rows())
     return Rows(torch.cat([parts[name].flatten(2) for name in block.parameters], -1))

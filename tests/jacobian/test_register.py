@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.jacobian.blocks import Matrix
-from lapwing.jacobian.jacobian import BlockJacobian, Rows, SumOfUses, Weighting
-from lapwing.jacobian.layers import READERS, BatchAxis, Use, register
-from lapwing.jacobian.outer import Outer
+from lapwing.jacobian import BlockJacobian, Matrix, Outer, Rows, Use, register
+from lapwing.jacobian.jacobian import SumOfUses, Weighting
+from lapwing.jacobian.layers import READERS, BatchAxis
 from lapwing.tangent import Tangent
 from tests import oracle
 

@@ -46,7 +46,7 @@ def test_blocks_equal_the_oracle(name, small):
     D = diagonal(problem)
     close(found.inner, (rows * D) @ rows.T)
     close(found.cross, problem.J_test @ (rows * D).T)
-    close(found.own, (problem.J_test * D) @ problem.J_test.mT)
+    close(found.within, (problem.J_test * D) @ problem.J_test.mT)
     close(found.outputs, oracle.outputs(problem.model, problem.test))
 
 
@@ -101,7 +101,7 @@ def test_cotangents_are_those_of_the_root():
     rows = jacobian(problem.model, anchors.inputs[0], problem.blocks)[anchors.samples, anchors.outputs]
     found = kernel(anchors, dict.fromkeys(weights(problem), 1.0), problem.x, Categorical().fisher_root)
     close(found.cross, root.mT @ problem.J @ rows.T)
-    close(found.own, root.mT @ problem.J @ problem.J.mT @ root)
+    close(found.within, root.mT @ problem.J @ problem.J.mT @ root)
     leaf = anchors.inputs[0].clone().requires_grad_()
     grads = []
     for small in (False, True):

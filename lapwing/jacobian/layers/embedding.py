@@ -17,8 +17,8 @@ from .use import BatchAxis, Use, Watched, by_name, register
 class OneHot(MatrixJacobian):
     """`J[n, r] = Σ_t g[n, r, t] e_token(n, t)ᵀ` for tokens (B, T) and g (B, R, T, O).
 
-    Laid out as (O = width, I = vocabulary). Repeated tokens of a sample are merged, so that positions never share a
-    weight; no more of them are left than the vocabulary holds.
+    The layout is (O = width, I = vocabulary). Repeated tokens of a sample are merged, so that no two positions share a
+    weight, and a sample has at most V positions.
     """
 
     groups = 1
@@ -42,7 +42,7 @@ class OneHot(MatrixJacobian):
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> OneHot:
         """Returns J with g in another basis (1, O, O); the one-hot inputs are in A's eigenbasis already."""
         if inputs is not None:
-            raise ValueError("one-hot inputs are not rotated")
+            raise ValueError("one-hot inputs are in their eigenbasis: pass None for the inputs' basis")
         if outputs is None:
             return self
         return OneHot(self.tokens, self.g @ outputs[0], self.vocabulary).within(self.slice_bytes)
@@ -124,17 +124,17 @@ class OneHot(MatrixJacobian):
 
 
 def _merged(tokens: Tensor, g: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Adds up g (B, R, T, O) where a sample's tokens (B, T) agree; leaves at most V positions, g zero at spare ones."""
-    samples, kept = tokens.shape[0], min(tokens.shape[1], vocabulary)
+    """Sums g (B, R, T, O) over equal tokens (B, T) of a sample; at most V positions are left, g zero at unused ones."""
+    samples, length = tokens.shape[0], min(tokens.shape[1], vocabulary)
     ordered, order = tokens.sort(1)
     new = torch.ones_like(tokens, dtype=torch.bool)
     new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    place = torch.empty_like(order).scatter_(1, order, new.cumsum(1) - 1)  # of each position among the kept ones
-    first = kept * torch.arange(samples, device=tokens.device)[:, None]
-    table = g.new_zeros(g.shape[1], samples * kept, g.shape[-1])
+    place = torch.empty_like(order).scatter_(1, order, new.cumsum(1) - 1)  # of each token among the distinct ones
+    first = length * torch.arange(samples, device=tokens.device)[:, None]
+    table = g.new_zeros(g.shape[1], samples * length, g.shape[-1])
     merged = table.index_add(1, (first + place).flatten(), g.transpose(0, 1).flatten(1, 2))  # (R, B V, O)
-    distinct = order.new_zeros(samples, kept).scatter_(1, place, tokens)
-    return distinct, merged.unflatten(1, (samples, kept)).transpose(0, 1)
+    distinct = order.new_zeros(samples, length).scatter_(1, place, tokens)
+    return distinct, merged.unflatten(1, (samples, length)).transpose(0, 1)
 
 
 class EmbeddingUse(Use):

@@ -46,7 +46,7 @@ def remaining(kernel: Kernel, factor: Tensor, root: Tensor) -> Tensor:
     batch, columns = kernel.cross.shape[:2]
     taken = torch.linalg.solve_triangular(factor, root.T @ kernel.cross.flatten(0, 1).T, upper=False)  # (M, B R)
     taken = taken.T.reshape(batch, columns, -1)
-    return kernel.own - taken @ taken.mT
+    return kernel.within - taken @ taken.mT
 
 
 def inner_factor(inner: Tensor, root: Tensor) -> Tensor:
@@ -212,4 +212,4 @@ def _spread(leaf: Tensor) -> Tensor:
 
 def scaled(kernel: Kernel, precision: Tensor) -> Kernel:
     """Returns the blocks with the prior, `κ/δ`."""
-    return Kernel(kernel.inner / precision, kernel.cross / precision, kernel.own / precision, kernel.outputs)
+    return Kernel(kernel.inner / precision, kernel.cross / precision, kernel.within / precision, kernel.outputs)

@@ -126,7 +126,7 @@ class _BoundSteps(MovingSteps[BoundState]):
         weight = self.data_size / problem.temperature
         factor = cholesky(self.check_finite(state, eye + h * (weight * unit / precision)))
         shrunk = torch.linalg.solve_triangular(factor, features, upper=False)
-        spread = blocks.own.diagonal(dim1=-2, dim2=-1).sum() - features.square().sum() + shrunk.square().sum()
+        spread = blocks.within.diagonal(dim1=-2, dim2=-1).sum() - features.square().sum() + shrunk.square().sum()
         outputs = blocks.outputs.double()
         if noise is None:
             logs = likelihood.log_prob(outputs, batch.targets).sum()
