@@ -129,7 +129,7 @@ def probe(
     plan = Plan(
         watched,
         order,
-        {name: [(i, axes[i] or BatchAxis(), roles) for i, roles in found] for name, found in roles_of.items()},
+        {name: [(i, axes[i] or BatchAxis(), roles) for i, roles in used] for name, used in roles_of.items()},
         samples == 1,
         tuple(_numbers(use, samples) for use in uses),
         any(use.spread for use in uses),
@@ -330,8 +330,8 @@ def _compare_with_autograd(
     for name in truth:
         total = torch.zeros_like(truth[name], dtype=accumulation_dtype(truth[name].dtype))
         for use, g, axis in zip(noted, gradients, axes, strict=True):
-            for role, found in use.names.items():
-                if found == name and axis is not None:
+            for role, used in use.names.items():
+                if used == name and axis is not None:
                     jacobian = use.use.jacobian(g[2:], axis, samples, frozenset((role,)), total.dtype, most)
                     single = _single(name, use, role, tuple(total.shape))
                     total = total + single.split(jacobian.sum_rows()[0])[name]

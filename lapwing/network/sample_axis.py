@@ -68,8 +68,8 @@ class SampleAxisCheck:
 
     def _check_dimensions(self, noted: Sequence[RecordedUse], uses: Uses, name: str) -> None:
         """Raises where a layer's tensors lack the dimension that held the samples, which single samples show too."""
-        for block, found in uses.items():
-            for i, axis, _ in found:
+        for block, block_uses in uses.items():
+            for i, axis, _ in block_uses:
                 if axis.axis >= noted[i].use.sample_dims:
                     raise LapwingError(
                         f"The layer {block} of {name} held the samples on dimension {axis.axis} in the fit, and now "
@@ -105,7 +105,7 @@ def moved_layer(outputs: Tensor, noted: Sequence[RecordedUse], uses: Uses) -> tu
         pair = torch.stack([torch.ones_like(powers), powers], 1)
         gradients = None  # the former ones are freed first
         gradients = output_gradients(outputs, noted, u[None, :, None] * pair[:, None], False, batched=False)
-        for i, axis in {i: axis for found in uses.values() for i, axis, _ in found}.items():
+        for i, axis in {i: axis for block_uses in uses.values() for i, axis, _ in block_uses}.items():
             g, name = gradients[i], next(iter(noted[i].names.values()))
             assert g is not None  # cotangents were given
             if not axis.fits(g.shape[1:], samples):

@@ -163,7 +163,7 @@ class Recorder(EagerMode):
 
 def graph_leaves(outputs: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], set[Node | None]]:
     """Returns the tensors at which the graph of the outputs ends, and its nodes, but for what made the inputs."""
-    found: list[Tensor] = []
+    leaves: list[Tensor] = []
     left, met = [outputs.grad_fn], {leaf.grad_fn for leaf in inputs}
     while left:
         node = left.pop()
@@ -172,9 +172,9 @@ def graph_leaves(outputs: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor
         met.add(node)
         after = node.next_functions
         if not after and (leaf := getattr(node, "variable", None)) is not None:
-            found.append(leaf)
+            leaves.append(leaf)
         left += [node for node, _ in after]
-    return found, met
+    return leaves, met
 
 
 def run(

@@ -133,10 +133,10 @@ class Tangent:
             raise Unfit("the blocks share names or parameters")
         for block in blocks:
             for name, shape in zip(block.parameters, block.shapes, strict=True):
-                found = tuple(named[name].shape) if name in named else "no such parameter"
-                if found != shape or not named[name].is_floating_point():
+                actual = tuple(named[name].shape) if name in named else "no such parameter"
+                if actual != shape or not named[name].is_floating_point():
                     raise LapwingError(
-                        f"The posterior is over a parameter {name} {shape}, and {type(model).__name__} has {found}. "
+                        f"The posterior is over a parameter {name} {shape}, and {type(model).__name__} has {actual}. "
                         "Build the network with the same options as in the fit."
                     )
         lines = tuple(
@@ -260,7 +260,7 @@ class Tangent:
         kinds = tuple([use.use.kind for use in noted])
         uses = self.plan.uses_in([use.names for use in noted], kinds, samples, name)
         if not all(use.reached for use in noted):  # no gradient there, of whatever shape
-            uses = {key: [use for use in found if noted[use[0]].reached] or found for key, found in uses.items()}
+            uses = {key: [use for use in every if noted[use[0]].reached] or every for key, every in uses.items()}
         self._sample_axis.check(recording, uses, name)
         if callable(cotangents):
             cotangents = cotangents(outputs if differentiable else outputs.detach())
@@ -309,13 +309,13 @@ class Tangent:
         The network's own activations, and their gradients for one output, are not counted: no choice here changes them.
         """
         name, budget = type(self.model).__name__, self.memory / 2**20
-        least, whole = self.plan.least(self.blocks) * self.dtype.itemsize, self.bytes_per_sample()
-        if least > self.memory:
+        smallest, whole = self.plan.least(self.blocks) * self.dtype.itemsize, self.bytes_per_sample()
+        if smallest > self.memory:
             log.warning(
                 "One sample of %s needs about %.0f MiB even for one output and one position at a time, more than the "
                 "budget of %.0f MiB, and will exceed it; pass memory=%d, or fewer parameters, such as "
                 "params=lw.last_layer.",
-                name, least / 2**20, budget, 2 ** (least - 1).bit_length(),
+                name, smallest / 2**20, budget, 2 ** (smallest - 1).bit_length(),
             )  # fmt: skip
         elif whole > self.memory:
             log.info(
