@@ -366,7 +366,7 @@ def matching_line(names: Set[str], parameters: Mapping[str, Tensor]) -> str:
 def _refused_scripted(module: nn.Module, what: str) -> LapwingError:
     how = "traced" if isinstance(module, torch.jit.TopLevelTracedModule) else "scripted"
     return LapwingError(
-        f"{what} is {how}, so its layers cannot be told apart and none can be taken for the last. Treat all weights: "
+        f"{what} is {how}, so it shows no layers and none can be taken for the last. Treat all weights: "
         f"write lw.fit(model, loader, lw.Diagonal(), params=lw.everything), or fit the network before it is {how}."
     )
 

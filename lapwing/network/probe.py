@@ -34,8 +34,8 @@ from .tracing import RecordedUse, output_gradients, run, run_spread
 log = logging.getLogger("lapwing")
 
 PROBED_SAMPLES = 4
-MIXED = "its samples cannot be told apart"
-UNSEEN = "no layer family saw it"
+MIXED = "no dimension of its layer holds the samples"
+UNSEEN = "no layer family covers it"
 CONDITIONAL = "layers of its shape do not run on every sample"
 IDLE = (
     "no output of the first batch has a gradient for it: it is not used there, within torch.no_grad(), or in what the "
@@ -48,7 +48,7 @@ _WARNED_IDLE: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyD
 
 @dataclass(frozen=True)
 class Survey:
-    """What the probe found."""
+    """What the probe learned about a network."""
 
     blocks: tuple[Block, ...]
     plan: Plan
@@ -62,7 +62,7 @@ def probe(
     inputs: Any,
     params: Predicate | LastLayer,
     forward: Forward | None,
-    most: int,
+    max_numbers: int,
     warn: bool = True,
 ) -> Survey:
     """Surveys a network on a few samples.
@@ -73,7 +73,7 @@ def probe(
         inputs: a first batch; at most four samples of it are used.
         params: the selection.
         forward: how the network is called.
-        most: how many numbers may be built for a strip of positions beside the activations.
+        max_numbers: how many numbers may be built for a strip of positions beside the activations.
         warn: warn of idle parameters.
 
     Returns:
@@ -119,7 +119,7 @@ def probe(
             reasons[name] = CONDITIONAL
     if warn:
         _warn_of_idle(model, [name for name in names if reasons[name] == IDLE])
-    _compare_with_autograd(treated, gradients, axes, samples, truth, reasons, most)
+    _compare_with_autograd(treated, gradients, axes, samples, truth, reasons, max_numbers)
     covered = [name for name in names if not reasons[name]]
     kept = [i for i, use in enumerate(treated) if set(use.names.values()) & set(covered)]
     uses, axes = [treated[i] for i in kept], [axes[i] for i in kept]
@@ -154,7 +154,7 @@ def _reasons(
         names: of the parameters to treat.
         used: of those among them that the outputs depend on.
         noted: the uses of them.
-        axes: where each use holds the samples; None where that cannot be told.
+        axes: where each use holds the samples; None where no dimension does.
     """
     reasons = {name: UNSEEN if name in used else IDLE for name in names}
     for use, axis in zip(noted, axes, strict=True):
@@ -173,7 +173,10 @@ def _reasons(
 def _conditional(
     noted: Sequence[RecordedUse], gradients: Sequence[Tensor], parameters: Mapping[str, Tensor]
 ) -> list[str]:
-    """Returns the names in layers of a shape of which one saw not every sample: another sample may not reach these."""
+    """Returns the names in layers of a shape of which one did not get every sample, as experts do.
+
+    Another sample may not reach these.
+    """
     partial: set[str] = set()
     for use, (first, last, whole) in zip(noted, gradients, strict=True):
         if whole.any() and not (first.any() and last.any()):
@@ -199,9 +202,9 @@ def _warn_of_idle(model: nn.Module, idle: list[str]) -> None:
 
 @contextlib.contextmanager
 def _explained(model: nn.Module) -> Iterator[None]:
-    """Says what to do where no gradient can be taken.
+    """Raises errors of autograd again as messages that say what to do.
 
-    The network may overwrite what gradients need, or call parts of itself again on the way back, unseen by a recording.
+    The network may overwrite what gradients need, or call parts of itself again on the way back, unrecorded.
     """
     try:
         yield
@@ -324,7 +327,7 @@ def _compare_with_autograd(
     samples: int,
     truth: dict[str, Tensor],
     reasons: dict[str, str],
-    most: int,
+    max_numbers: int,
 ) -> None:
     """Marks parameters whose recorded uses do not add up to autograd's gradient."""
     for name in truth:
@@ -332,7 +335,7 @@ def _compare_with_autograd(
         for use, g, axis in zip(noted, gradients, axes, strict=True):
             for role, used in use.names.items():
                 if used == name and axis is not None:
-                    jacobian = use.use.jacobian(g[2:], axis, samples, frozenset((role,)), total.dtype, most)
+                    jacobian = use.use.jacobian(g[2:], axis, samples, frozenset((role,)), total.dtype, max_numbers)
                     single = _single(name, use, role, tuple(total.shape))
                     total = total + single.split(jacobian.sum_rows()[0])[name]
         eps = torch.finfo(truth[name].dtype).eps

@@ -1,7 +1,7 @@
 """One forward pass that notes, for every use of every watched parameter, the layer's input and its place in the graph.
 
-Calls are seen as torch functions (`F.linear(x, W, b)`, `conv2d`, ...), not as modules: functional reuse of a weight,
-attention projections and modules without a hook are seen like any other. Parameters are recognised by identity. The
+Calls of torch functions (`F.linear(x, W, b)`, `conv2d`, ...) are recorded, not those of modules: functional reuse of a
+weight and attention projections count like any other layer. Parameters are recognised by identity. The
 graph starts at the first watched output, so a frozen or unselected trunk costs a plain forward pass. A table read once
 for the whole batch, such as positions, is spread over the samples, so that its gradients arrive sample by sample.
 """
@@ -34,7 +34,7 @@ DIFFERENTIATES = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor
 
 @dataclass
 class RecordedUse:
-    """One watched use: what the layer saw, its parameters' names by role, and where it lies in the graph.
+    """One use of watched parameters: what the layer got, its parameters' names by role, and where it lies in the graph.
 
     Attributes:
         versions: how often input, output and weight had been written.
@@ -64,7 +64,7 @@ class RecordedUse:
 
 
 class Recording(NamedTuple):
-    """What one forward pass left.
+    """One recorded forward pass.
 
     Attributes:
         outputs: f (B, C), with their graph.

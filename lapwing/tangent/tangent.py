@@ -1,4 +1,4 @@
-"""The tangent: a network surveyed once, then seen through its Jacobian chunk by chunk.
+"""The tangent: a network that is surveyed once, then read through its Jacobian chunk by chunk.
 
 `Tangent.survey` runs the network on the first batch, finds which parameters the layer families cover, checks them
 against autograd (the probe), and lays them out as blocks. `Tangent.records` then gives `Record`s: outputs and the block
@@ -101,7 +101,7 @@ class Tangent:
         batches.check_inputs(inputs, "the inputs of the first batch")
         batches.check_lists(inputs)
         before = Stamp.of(state_of(model))
-        surveyed = probe(model, parameters, inputs, params, forward, most=memory // 16, warn=warn)
+        surveyed = probe(model, parameters, inputs, params, forward, max_numbers=memory // 16, warn=warn)
         check_constant(model, before.changed(state_of(model)))
         tangent = cls(model, forward, surveyed.blocks, surveyed.plan, surveyed.coverage, surveyed.outputs, memory)
         if warn:
