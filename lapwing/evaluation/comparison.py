@@ -27,6 +27,7 @@ from ..likelihoods import (
     RegressionPrediction,
 )
 from ..network import batches
+from ..network.calling import call
 from ..posterior import Posterior
 from ..prediction import Linearized, Way
 from . import metrics
@@ -262,7 +263,7 @@ def _network(forward: Callable[[Any], Tensor], likelihood: Likelihood, device: t
 
 def _call(model: nn.Module, inputs: Any) -> Tensor:
     with torch.no_grad():
-        return batches.call(model, inputs)
+        return call(model, inputs)
 
 
 def _likelihood(loader: Iterable[Any]) -> Likelihood:

@@ -20,7 +20,8 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .batches import Forward, call, tensors
+from .batches import Forward, tensors
+from .calling import call
 from .eager import EagerMode, eager_math, without_compiled
 from .module_state import preserved_state
 from .tracing import graph_leaves

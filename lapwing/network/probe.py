@@ -24,6 +24,7 @@ from ..jacobian.layers import BatchAxis
 from ..linalg import accumulation_dtype
 from . import batches
 from .batches import Forward
+from .calling import call
 from .eager import Draws, without_compiled
 from .functional import FirstCall, first_call
 from .output_layers import output_layers
@@ -88,9 +89,9 @@ def probe(
     recording = run_spread(model, few, forward, parameters, list(frozen.values()))
     outputs, noted, routed, differentiated, elsewhere = recording
     batches.check_outputs(outputs, "the first batch")
-    names, call = chosen, None
+    names, first = chosen, None
     if isinstance(params, LastLayer):
-        names, call = output_layers(model, few, forward, parameters, recording, warn)
+        names, first = output_layers(model, few, forward, parameters, recording, warn)
         frozen = {name: parameters[name] for name in names if not parameters[name].requires_grad}
         if frozen:  # not known before, and others, masks and tables, need not take gradients
             elsewhere = elsewhere | run(model, few, forward, frozen, frozen=list(frozen.values())).elsewhere
@@ -104,8 +105,8 @@ def probe(
     treated = [use for use in noted if set(use.names.values()) & set(names)]
     with _explained(model):
         gradients = [g for g in output_gradients(outputs, treated, u, differentiable=False) if g is not None]  # all
-        call = call or _call_with_leaves(model, forward, {n: parameters[n] for n in names}, few)
-        truth = _autograd_rows(call, names, u[:, :, 2], type(model).__name__)
+        first = first or _call_with_leaves(model, forward, {n: parameters[n] for n in names}, few)
+        truth = _autograd_rows(first, names, u[:, :, 2], type(model).__name__)
     axes = [_batch_axis(use, g, samples) if use.reached else None for use, g in zip(treated, gradients, strict=True)]
 
     reasons = _reasons(names, truth.keys(), treated, axes)
@@ -136,7 +137,7 @@ def probe(
         next((i for i, use in enumerate(uses) if use.is_output(outputs)), -1),
         tuple(use.use.kind for use in uses),
         batches.shared(inputs),
-        not call.unseen.isdisjoint(names),
+        not first.unseen.isdisjoint(names),
     )
     lines = tuple(
         Covered(block.name, block.parameters, block.size, block.family, reasons[block.parameters[0]])
@@ -232,7 +233,7 @@ def _few(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
     twice = batches.take(inputs, torch.tensor([0, 0]))
     try:
         with torch.no_grad(), without_compiled():
-            batches.call(model, twice, forward)
+            call(model, twice, forward)
     except (RuntimeError, TypeError, ValueError, IndexError):  # for instance a text model without padding
         return inputs
     return twice
@@ -243,14 +244,14 @@ def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, ou
     versions = [leaf._version for leaf in batches.tensors(inputs)]
     with torch.no_grad(), without_compiled():
         before = _generator_state(outputs.device)
-        again = third = batches.call(model, inputs, forward)
+        again = third = call(model, inputs, forward)
         drew = not torch.equal(before, _generator_state(outputs.device))
         ends = [
-            (batches.call(model, batches.take(inputs, slice(i, i + 1)), forward), outputs[i])
+            (call(model, batches.take(inputs, slice(i, i + 1)), forward), outputs[i])
             for i in sorted({0, outputs.shape[0] - 1})
         ]
         if drew:
-            third = batches.call(model, inputs, forward)
+            third = call(model, inputs, forward)
     eps, scale = torch.finfo(outputs.dtype).eps, outputs.abs().max().clamp_min(1.0)
     tolerance = 3 * eps**0.5 * scale  # fused kernels differ; identical calls do not, unless random numbers are drawn
     shapes = {again.shape, third.shape, outputs.shape}
@@ -263,7 +264,7 @@ def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, ou
                 "in forward()."
             )
         with torch.no_grad(), Draws() as draws:
-            batches.call(model, inputs, forward)
+            call(model, inputs, forward)
         named = f"; it calls {', '.join(draws.functions)}" if draws.functions else ""
         raise LapwingError(
             f"Two calls of {type(model).__name__} on the same batch give outputs that differ by "
@@ -308,15 +309,15 @@ def _call_with_leaves(
         return first_call(model, forward, parameters, leaves, inputs)
 
 
-def _autograd_rows(call: FirstCall, names: Sequence[str], u: Tensor, model: str) -> dict[str, Tensor]:
+def _autograd_rows(first: FirstCall, names: Sequence[str], u: Tensor, model: str) -> dict[str, Tensor]:
     """Returns autograd's `Jᵀu`, name -> the parameter's shape, of the parameters that the outputs depend on."""
-    if not call.outputs.requires_grad:
+    if not first.outputs.requires_grad:
         raise LapwingError(
             f"The outputs have no gradient for any of the {len(names)} parameters of {model} "
             f"({', '.join(names[:3])}) to treat. Take @torch.no_grad() off forward(), or choose other "
             "parameters with params=."
         )
-    gradients = torch.autograd.grad(call.outputs, [call.leaves[name] for name in names], u, allow_unused=True)
+    gradients = torch.autograd.grad(first.outputs, [first.leaves[name] for name in names], u, allow_unused=True)
     return {name: g for name, g in zip(names, gradients, strict=True) if g is not None}
 
 

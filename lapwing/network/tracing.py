@@ -20,7 +20,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from ..errors import LapwingError
 from ..jacobian.layers import HANDLERS, Use
 from ..jacobian.plain_functions import transformed
-from .batches import Forward, call, size, tensors
+from .batches import Forward, size, tensors
+from .calling import call
 from .chain import chain_gradients
 from .eager import EagerMode, without_compiled
 from .routing import routes

@@ -22,6 +22,7 @@ from ..jacobian.blocks import Block
 from ..linalg import accumulation_dtype
 from ..network import batches
 from ..network.batches import Forward
+from ..network.calling import call
 from ..network.eager import LOCK, outside_modes, parameters_of, without_compiled
 from ..network.functional import call_with
 from ..network.gate import Checked, check_constant, check_inputs, check_recording, checked_memory, checked_network
@@ -203,7 +204,7 @@ class Tangent:
         parts = []
         with torch.no_grad(), without_compiled():
             for _, chunk in batches.chunks(inputs, self.chunk_length(1)):
-                outputs = batches.call(self.model, chunk, self.forward)
+                outputs = call(self.model, chunk, self.forward)
                 parts.append(outputs.detach().to(self.dtype))  # a scripted network may give them a graph all the same
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
