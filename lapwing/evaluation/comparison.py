@@ -20,6 +20,7 @@ from ..errors import LapwingError, is_one_of, shown
 from ..likelihoods import Likelihood, Prediction
 from ..likelihoods.inferred import inferred_likelihood
 from ..network import batches
+from ..network.calling import call
 from ..posterior import Posterior
 from ..prediction import Linearized, Way
 from . import metrics
@@ -265,7 +266,7 @@ def _network(forward: Callable[[Any], Tensor], likelihood: Likelihood, device: t
 
 def _call(model: nn.Module, inputs: Any) -> Tensor:
     with torch.no_grad():
-        return batches.call(model, inputs)
+        return call(model, inputs)
 
 
 def _likelihood(loader: Iterable[Any]) -> Likelihood:

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import update_bn
 from ..errors import LapwingError
 from ..network import batches
 from ..network.batches import Forward
+from ..network.calling import call
 from ..network.eager import without_compiled
 from ..network.loaders import checked_batches
 
@@ -25,7 +26,7 @@ class _OnInputs(nn.Module):
 
     def forward(self, inputs: Any) -> Tensor:
         try:
-            return batches.call(self.network, inputs, self.called)
+            return call(self.network, inputs, self.called)
         except (LapwingError, ValueError) as error:
             if "more than 1 value per channel" not in str(error):
                 raise

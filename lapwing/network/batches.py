@@ -1,10 +1,9 @@
-"""What a batch is: pairs, dictionaries and Hugging Face batches in, an output matrix (B, C) out."""
+"""What a batch is: pairs, dictionaries and Hugging Face batches, taken apart, cut and checked."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,10 +12,10 @@ from torch.utils import _pytree as pytree
 
 from ..errors import LapwingError, shown
 from ..linalg import is_finite
-from .autocast import network_precision
-from .module_state import preserved_state
 
 Forward = Callable[[nn.Module, Any], Any]
+"""`forward(model, inputs)`, in place of `model(inputs)`."""
+
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 
 _DTYPES = frozenset({
@@ -30,7 +29,7 @@ _DTYPES = frozenset({
 def describe(value: Any) -> str:
     """Names a value by its structure and shapes, for error messages: `tuple(Tensor (8, 3) float32, ...)`."""
     if isinstance(value, Tensor):
-        return f"Tensor {'nested' if value.is_nested else tuple(value.shape)} {_short(value.dtype)}"
+        return f"Tensor {'nested' if value.is_nested else tuple(value.shape)} {short(value.dtype)}"
     if isinstance(value, Mapping):
         named = [f"{key}={describe(item)}" for key, item in list(value.items())[:8]]
         return f"dict({', '.join(named)}{', ...' if len(value) > 8 else ''})"
@@ -62,7 +61,7 @@ def check_dense(x: Tensor, subject: str) -> None:
         )
     if x.dtype not in _DTYPES:
         raise LapwingError(
-            f"{subject}, of shape {tuple(x.shape)}, has the dtype {_short(x.dtype)}. Pass it in float32 or another "
+            f"{subject}, of shape {tuple(x.shape)}, has the dtype {short(x.dtype)}. Pass it in float32 or another "
             "dtype that torch computes with."
         )
 
@@ -302,133 +301,8 @@ def unflatten(leaves: Iterable[Tensor], nest: str) -> Any:
     return inputs
 
 
-def call(
-    model: nn.Module, inputs: Any, forward: Forward | None = None, mode: AbstractContextManager | None = None
-) -> Tensor:
-    """Runs the network and returns its outputs as a matrix (B, C).
-
-    Args:
-        model: the network.
-        inputs: a tensor `model(x)`, a tuple `model(*x)` or a mapping `model(**x)`.
-        forward: replaces that call: `forward(model, inputs)`.
-        mode: entered for the network alone, since a function mode would also see the checks of its outputs.
-
-    Returns:
-        Outputs (B, C); (B,) becomes (B, 1); `.logits` of a Hugging Face output is taken.
-
-    Raises:
-        LapwingError: for inputs that the model cannot be called with, inputs of a shape or dtype that it does not take,
-            and outputs that are no (B, C) matrix.
-    """
-    try:
-        with network_precision(), preserved_state(model):
-            with mode or nullcontext():
-                out = _called(model, inputs, forward)
-            if not isinstance(out, Tensor):  # which may be the network's own attribute
-                out = getattr(out, "logits", out["logits"] if isinstance(out, Mapping) and "logits" in out else None)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        if _blames_inputs(error):
-            raise _refused(model, inputs, forward, error) from error
-        raise
-    if isinstance(out, Tensor) and out.ndim == 1:
-        out = out[:, None]
-    if isinstance(out, Tensor) and out.ndim in (3, 4) and out.is_floating_point():
-        raise _with_positions(model, out)
-    if not isinstance(out, Tensor) or out.ndim != 2 or not out.is_floating_point():
-        returned = "no tensor and no .logits" if not isinstance(out, Tensor) else describe(out)
-        if isinstance(out, Tensor) and out.ndim == 0:
-            returned += " (squeeze() also takes the batch away where it is one sample: write squeeze(-1))"
-        raise LapwingError(
-            f"{type(model).__name__} returns {returned}, and must return a floating-point tensor of shape (batch, "
-            "outputs). Pass forward=lambda model, inputs: model(inputs)... to return one."
-        )
-    if out.shape[0] != size(inputs):
-        raise LapwingError(
-            f"The outputs of {type(model).__name__} have the shape {tuple(out.shape)} at {size(inputs)} samples, "
-            f"{describe(inputs)}, and must have one row for each sample, with the batch first in inputs and outputs. "
-            "Pass a single sample as x[None], or pass forward=lambda model, inputs: model(inputs)... to return such a "
-            "matrix, of outputs with positions at one position for each sample."
-        )
-    return out
-
-
-def _with_positions(model: nn.Module, out: Tensor) -> LapwingError:
-    """Says how outputs at many positions of a sample are treated: at one position for each sample."""
-    image = out.ndim == 4
-    places, names = ("[torch.arange(len(inputs[1])), :, inputs[1], inputs[2]]", "rows, columns") if image else (
-        "[torch.arange(len(inputs[1])), inputs[1]]", "positions"
-    )  # fmt: skip
-    meant = "(batch, outputs, rows, columns)" if image else "(batch, positions, outputs)"
-    return LapwingError(
-        f"The outputs of {type(model).__name__} have the shape {tuple(out.shape)} and must have the shape (batch, "
-        f"outputs). If that is {meant}, treat each position as a sample: pass forward=lambda model, inputs: "
-        f"model(inputs[0]){places} and batches ((x, {names}), y) with one position and one target for each sample: see "
-        "'Outputs with positions' in docs/gotchas.md. To treat their mean, average over the positions in forward=."
-    )
-
-
-def _called(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
-    if forward is not None and not callable(forward):
-        raise LapwingError(
-            f"forward={shown(forward)} is no function of the model and a batch's inputs. Write forward=lambda model, "
-            "inputs: model(inputs)."
-        )
-    if forward is not None:
-        return forward(model, inputs)
-    if isinstance(inputs, Tensor):
-        return model(inputs)
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    if isinstance(inputs, (tuple, list)):
-        return model(*inputs)
-    raise LapwingError(
-        f"The inputs have the type {type(inputs).__name__}, and {type(model).__name__} is called with a tensor, a "
-        "tuple or a dict of tensors. Pass forward=lambda model, inputs: model(...) to say how it is called."
-    )
-
-
-def _blames_inputs(error: Exception) -> bool:
-    """Whether an exception out of the network is about how it was called, or about shapes, dtypes and indices."""
-    if isinstance(error, (LapwingError, torch.OutOfMemoryError, NotImplementedError)):
-        return False
-    words = (
-        ("argument",)
-        if isinstance(error, TypeError)
-        else ("shape", "size", "dtype", "scalar type", "dimension", "Dimension", "index")
-    )
-    return any(word in str(error) for word in words)
-
-
-def _refused(model: nn.Module, inputs: Any, forward: Forward | None, error: Exception) -> LapwingError:
-    """Says what the network did not take: how it was called, or what it was given."""
-    call_of = {True: "model(x)", False: "model(*inputs)"}[isinstance(inputs, Tensor)]
-    how = (
-        "forward(model, inputs)"
-        if forward is not None
-        else "model(**inputs)"
-        if isinstance(inputs, Mapping)
-        else call_of
-    )
-    weight = next((value.dtype for value in model.parameters() if value.is_floating_point()), torch.float32)
-    leaves = tensors(inputs)
-    other = any(leaf.dtype != weight for leaf in leaves if leaf.is_floating_point() or len(leaves) == 1)
-    if isinstance(error, TypeError):
-        line = "Pass what this call takes, without targets, or forward=lambda model, inputs: model(...)."
-    elif other and ("dtype" in str(error) or "scalar type" in str(error)):
-        line = f"Its weights have the dtype {_short(weight)}. Pass inputs of the same dtype: write x.to({weight})."
-    else:
-        line = (
-            "Pass inputs of the shape and range that it was trained with, the batch first: check what the loader "
-            "yields, and pass a single sample as x[None]."
-        )
-    first = str(error).strip().partition("\n")[0].rstrip(".")
-    return LapwingError(
-        f"{type(model).__name__}, called as {how} on {describe(inputs)}, raised {type(error).__name__} ({first}). "
-        f"{line}"
-    )
-
-
-def _short(dtype: torch.dtype) -> str:
+def short(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 

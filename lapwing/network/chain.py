@@ -73,13 +73,13 @@ def _path(above: Node | None, use: RecordedUse) -> list[Node] | None:
         return None
     if weight.dtype not in EXACT or weight._version != use.versions[2]:
         return None
-    found: list[Node] = []
+    path: list[Node] = []
     while above is not use.edge.node:
         if above is None or above.name() not in ELEMENTWISE:
             return None
-        found.append(above)
+        path.append(above)
         ((above, _),) = above.next_functions
-    return found
+    return path
 
 
 def _slope(path: list[Node], out: Tensor) -> Tensor | None:

@@ -57,23 +57,23 @@ def forward_products(
     values = {name: value.detach() for name, value in parameters.items()}
     directions = {name: vectors[name].to(value.dtype) for name, value in values.items()}
 
-    def outputs(given: dict[str, Tensor]) -> Tensor:
-        return network(given, inputs)
+    def outputs(weights: dict[str, Tensor]) -> Tensor:
+        return network(weights, inputs)
 
     def product(direction: dict[str, Tensor]) -> Tensor:
         return jvp(outputs, (values,), (direction,))[1]
 
     try:
         with batching_quiet(), torch.no_grad():
-            found = vmap(product, chunk_size=8, out_dims=-1, randomness="error")(directions)  # (B, C, K)
+            products = vmap(product, chunk_size=8, out_dims=-1, randomness="error")(directions)  # (B, C, K)
     except (RuntimeError, ValueError, TypeError, NotImplementedError):
         return None
-    return found if _agrees(outputs, values, directions, found) else None
+    return products if _agrees(outputs, values, directions, products) else None
 
 
-def _agrees(outputs: Any, values: dict[str, Tensor], directions: dict[str, Tensor], found: Tensor) -> bool:
+def _agrees(outputs: Any, values: dict[str, Tensor], directions: dict[str, Tensor], products: Tensor) -> bool:
     """Compares `uᵀ J V` for a random u with one backward pass."""
-    u = torch.randn(found.shape[:2], generator=torch.Generator().manual_seed(0)).to(found)
+    u = torch.randn(products.shape[:2], generator=torch.Generator().manual_seed(0)).to(products)
     leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
     with torch.enable_grad():
         gradients = torch.autograd.grad(
@@ -82,7 +82,7 @@ def _agrees(outputs: Any, values: dict[str, Tensor], directions: dict[str, Tenso
     wanted = total(
         directions[name].flatten(1) @ gradient.flatten() for name, gradient in zip(leaves, gradients, strict=True)
     )  # (K,)
-    mine = torch.einsum("bc,bck->k", u, found)
-    eps = torch.finfo(found.dtype).eps
-    allowed = 3 * eps**0.5 * wanted.norm() + 100 * eps * found.abs().sum() / found.shape[-1]
-    return bool((mine - wanted).norm() <= allowed)
+    contracted = torch.einsum("bc,bck->k", u, products)
+    eps = torch.finfo(products.dtype).eps
+    allowed = 3 * eps**0.5 * wanted.norm() + 100 * eps * products.abs().sum() / products.shape[-1]
+    return bool((contracted - wanted).norm() <= allowed)

@@ -20,7 +20,8 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .batches import Forward, call, tensors
+from .batches import Forward, tensors
+from .calling import call
 from .eager import EagerMode, eager_math, without_compiled
 from .module_state import preserved_state
 from .tracing import graph_leaves
@@ -32,13 +33,13 @@ class StandIns(EagerMode):
     """Hands other tensors to every function that the network calls with some of its parameters.
 
     Args:
-        own: name -> the network's parameter.
+        parameters: name -> the network's parameter.
         values: name -> what stands in for it.
     """
 
-    def __init__(self, own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._values = {id(own[name]): value for name, value in values.items()}
+        self._values = {id(parameters[name]): value for name, value in values.items()}
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs the function with the stand-ins, also those in lists and tuples."""
@@ -57,8 +58,8 @@ class StandIns(EagerMode):
 class _WithoutGradients(StandIns):
     """Notes the parameters used where gradients are off, as the forward of an `autograd.Function` is run."""
 
-    def __init__(self, own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-        super().__init__(own, values)
+    def __init__(self, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        super().__init__(parameters, values)
         self.used: set[int] = set()
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
@@ -90,7 +91,7 @@ class _Reads(TorchDispatchMode):
 def call_with(
     model: nn.Module,
     forward: Forward | None,
-    own: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
     values: Mapping[str, Tensor],
     inputs: Any,
     unseen: bool = False,
@@ -100,7 +101,7 @@ def call_with(
     Args:
         model: the network.
         forward: how it is called.
-        own: name -> its own parameters, these and maybe others.
+        parameters: name -> its own parameters, these and maybe others.
         values: name -> other values of some.
         inputs: B samples.
         unseen: whether the network takes parameters past function modes, so that the values must be set in the module
@@ -111,7 +112,7 @@ def call_with(
     """
     if not unseen:
         with without_compiled():
-            return call(model, inputs, forward, StandIns(own, values))
+            return call(model, inputs, forward, StandIns(parameters, values))
     wrapped = _Wrapped.__new__(_Wrapped)  # no registration: the user's module is only looked through
     nn.Module.__init__(wrapped)
     wrapped._modules["model"], wrapped._forward, wrapped.training = model, forward, model.training
@@ -146,22 +147,26 @@ class FirstCall(NamedTuple):
 
 
 def first_call(
-    model: nn.Module, forward: Forward | None, own: Mapping[str, Tensor], leaves: Mapping[str, Tensor], inputs: Any
+    model: nn.Module,
+    forward: Forward | None,
+    parameters: Mapping[str, Tensor],
+    leaves: Mapping[str, Tensor],
+    inputs: Any,
 ) -> FirstCall:
     """Runs the network with leaves in the place of some parameters, and finds out how it must be run from now on.
 
     Args:
         model: the network.
         forward: how it is called.
-        own: name -> parameters.
+        parameters: name -> parameters.
         leaves: name -> copies of them, nearly all of which require gradients.
         inputs: B samples.
     """
-    mode, reads = _WithoutGradients(own, leaves), _Reads(own.values())
+    mode, reads = _WithoutGradients(parameters, leaves), _Reads(parameters.values())
     with without_compiled(), reads:
         outputs = call(model, inputs, forward, mode)
     past = reads.read | mode.used | {id(leaf) for leaf in graph_leaves(outputs, tensors(inputs))[0]}
-    unseen = {name for name, parameter in own.items() if id(parameter) in past}
+    unseen = {name for name, parameter in parameters.items() if id(parameter) in past}
     if unseen:
-        outputs = call_with(model, forward, own, leaves, inputs, unseen=True)
+        outputs = call_with(model, forward, parameters, leaves, inputs, unseen=True)
     return FirstCall(outputs, leaves, unseen)

@@ -214,7 +214,7 @@ def check_recording(model: nn.Module, inputs: Any, recording: Recording, outputs
 
     Raises:
         LapwingError: for outputs that are not finite or of another shape; where covered parameters, or what their
-            layers saw, count in ways that the first batch did not show.
+            layers got, count in ways that the first batch did not show.
     """
     batches.check_outputs(recording.outputs, "these inputs")
     name = type(model).__name__

@@ -79,13 +79,13 @@ def _agrees_with_autograd(
         truth = _gradients(out, leaves.values(), u)
     eps = eps or torch.finfo(cotangents.dtype).eps
     largest = max(float(wanted.detach().norm()) for wanted in truth)  # beside it others may be nothing but rounding
-    for found, wanted in zip(rows.values(), truth, strict=True):
-        if found.shape != (*signs.shape, wanted.numel()):
+    for row, wanted in zip(rows.values(), truth, strict=True):
+        if row.shape != (*signs.shape, wanted.numel()):
             return False
-        found, wanted = found.detach(), wanted.flatten()
-        allowed = 3 * eps**0.5 * wanted.norm() + 100 * eps * (signs.abs() @ found.abs().amax((0, 2))).sum()
+        row, wanted = row.detach(), wanted.flatten()
+        allowed = 3 * eps**0.5 * wanted.norm() + 100 * eps * (signs.abs() @ row.abs().amax((0, 2))).sum()
         allowed += 100 * eps * largest
-        if not (torch.einsum("br,brp->p", signs, found) - wanted).norm() <= allowed:
+        if not (torch.einsum("br,brp->p", signs, row) - wanted).norm() <= allowed:
             return False
     return True
 
@@ -118,7 +118,7 @@ def _looped(network: Network, parameters: dict[str, Tensor], sample: Any, cotang
 
 def _gradients(out: Tensor, leaves: Iterable[Tensor], u: Tensor, **options: bool) -> tuple[Tensor, ...]:
     """Returns `uᵀ ∂out/∂leaf`, zeros where the outputs do not depend on it."""
-    given = tuple(leaves)
+    wanted = tuple(leaves)
     if not out.requires_grad:
-        return tuple(map(torch.zeros_like, given))
-    return torch.autograd.grad(out, given, u, allow_unused=True, materialize_grads=True, **options)
+        return tuple(map(torch.zeros_like, wanted))
+    return torch.autograd.grad(out, wanted, u, allow_unused=True, materialize_grads=True, **options)

@@ -1,8 +1,8 @@
-"""What modules hold beside the values of their tensors is put back after our forward passes.
+"""Restores what modules hold beside the values of their tensors, after our forward passes.
 
 Networks keep activations, weights made by hooks, tables that they derive from weights in eval mode, and flags that say
-what was set up. Left behind, these would hold a pass's graph or, after a pass with drawn weights, change what the
-network answers; half of them put back would be worse, so hooks that a pass registers go as well.
+what was set up. If these stayed, they would hold a pass's graph or, after a pass with drawn weights, change the outputs
+of the network. If only some were restored, the others would contradict them, so hooks that a pass registers go as well.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
-
-MANY = 1000
-"""Entries above which containers within a container are not looked for: that would take longer than the pass."""
 
 CONTAINERS = (dict, list, tuple, deque, set)
 
@@ -49,7 +46,7 @@ def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    found, met, left = [], set(), [("", model)]
+    modules, met, left = [], set(), [("", model)]
     while left:
         prefix, module = left.pop()
         if type(module).named_modules is not nn.Module.named_modules:
@@ -57,57 +54,57 @@ def _walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
         if module in met:
             continue
         met.add(module)
-        found.append((prefix, module))
+        modules.append((prefix, module))
         if module._modules:
             below = [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
             left += reversed(below)
-    return found
+    return modules
 
 
 @contextlib.contextmanager
 def preserved_state(model: nn.Module) -> Iterator[None]:
-    """Puts back what the network's modules hold: their attributes, and the entries of containers among these.
+    """Restores what the network's modules hold: their attributes, and the entries of containers among these.
 
     Cost: some microseconds a module.
     """
-    attributes = [(own, own.copy()) for own in [vars(module) for _, module in modules_of(model)]]
+    attributes = [(current, current.copy()) for current in [vars(module) for _, module in modules_of(model)]]
     empty: list[Any] = []  # nearly all are: hooks that nobody registered
     filled: list[tuple[Any, Any]] = []
-    _look([own.values() for _, own in attributes], empty, filled)
+    _collect_containers([former.values() for _, former in attributes], empty, filled)
     try:
         yield
     finally:
-        for own, former in attributes:
-            if not _same(own, former):
-                _put(own, former)
+        for current, former in attributes:
+            if not _same(current, former):
+                _restore_attributes(current, former)
         filled += [(container, []) for container in empty if len(container)]
         for container, former in filled:
             if not _same(container, former):
-                with contextlib.suppress(Exception):  # of a class that refuses: the others are put back all the same
-                    _refill(container, former)
+                with contextlib.suppress(Exception):  # of a class that refuses: the others are restored all the same
+                    _restore_container(container, former)
 
 
-def _look(left: list[Iterable[Any]], empty: list[Any], filled: list[tuple[Any, Any]]) -> None:
+def _collect_containers(left: list[Iterable[Any]], empty: list[Any], filled: list[tuple[Any, Any]]) -> None:
     """Finds the containers among some values and within them, the filled ones with copies of what they hold."""
     met: set[int] = set()
     while left:
         for value in left.pop():
             if value.__class__ in PLAIN or not isinstance(value, CONTAINERS):
                 continue
-            if isinstance(value, tuple):
-                if 0 < tuple.__len__(value) <= MANY and id(value) not in met:  # a class of its own may refuse len()
-                    met.add(id(value))
-                    left.append(tuple.__iter__(value))
-                continue
-            if not len(value):
+            if not isinstance(value, tuple) and not len(value):
                 empty.append(value)
+            elif id(value) in met:
                 continue
-            if id(value) in met:
-                continue
-            met.add(id(value))
-            filled.append((value, dict(value) if isinstance(value, dict) else list(value)))
-            if len(value) <= MANY:
-                left.append(list(value.values()) if isinstance(value, dict) else value)
+            elif isinstance(value, tuple):
+                met.add(id(value))
+                left.append(tuple.__iter__(value))  # a class of its own may refuse iter()
+            else:
+                met.add(id(value))
+                copy = dict(value) if isinstance(value, dict) else list(value)
+                filled.append((value, copy))
+                entries = copy.values() if isinstance(copy, dict) else copy
+                if not PLAIN.issuperset(map(type, entries)):  # such as a vocabulary, which is long
+                    left.append(entries)
 
 
 def _same(container: Any, former: Any) -> bool:
@@ -117,16 +114,16 @@ def _same(container: Any, former: Any) -> bool:
     return not isinstance(former, dict) or all(map(is_, container.values(), former.values()))
 
 
-def _put(own: dict, former: dict) -> None:
-    """Puts back what differs alone: other threads may read the rest."""
-    for name in [name for name in own if name not in former]:
-        del own[name]
+def _restore_attributes(current: dict, former: dict) -> None:
+    """Writes only what differs: other threads may read the rest."""
+    for name in [name for name in current if name not in former]:
+        del current[name]
     for name, value in former.items():
-        if name not in own or own[name] is not value:
-            own[name] = value
+        if name not in current or current[name] is not value:
+            current[name] = value
 
 
-def _refill(container: Any, former: Any) -> None:
+def _restore_container(container: Any, former: Any) -> None:
     container.clear()
     if not former:
         return

@@ -99,12 +99,12 @@ def output_layers(
     owners = {id(tensor): name for named in (parameters, leaves) for name, tensor in named.items()}
     reached = {owners[id(leaf)] for leaf in graph_leaves(outputs, batches.tensors(inputs))[0] if id(leaf) in owners}
     graph = _Graph(outputs.grad_fn, origins.nodes(), batches.tensors(inputs), parameters, owners, origins.gradients())
-    found, product = graph.last()
-    names = tuple(name for name in parameters if name in found & reached)  # an energy's bias has no force
+    layer, product = graph.last()
+    names = tuple(name for name in parameters if name in layer & reached)  # an energy's bias has no force
     for prefix, module in scripted:
         if any(name.startswith(prefix) for name in names):
             raise _refused_scripted(module, f"The part {prefix[:-1]} of {kind}")
-    idle = _siblings(product or found, parameters, reached) if recording.routed and graph.assembled else []
+    idle = _siblings(product or layer, parameters, reached) if recording.routed and graph.assembled else []
     if product:
         raise LapwingError(
             f"The outputs of {kind} are a product of what several of its weights give, so no layer is the last. Name "
@@ -114,7 +114,7 @@ def output_layers(
         raise LapwingError(
             f"{kind} chooses layers by its inputs, and {idle[0]}, in a layer of the shape of its last one, was not "
             "used on the first batch. Put a batch first that uses all such layers (its first four samples count), or "
-            f"name the weights to treat: write {matching_line({*found, *idle}, parameters)}."
+            f"name the weights to treat: write {matching_line({*layer, *idle}, parameters)}."
         )
     check_real(names, parameters)
     if warn:
@@ -155,13 +155,13 @@ class _Origins(EagerMode):
         made = _tensors(args[0] if out is None and args else out)
         if not made:
             return out
-        given = _tensors(*args, *kwargs.values())
+        arguments = _tensors(*args, *kwargs.values())
         if function is torch.autograd.grad:
             self._note_gradients(made, _tensors(args[0], kwargs.get("grad_outputs")))
-        if any(self._varies(tensor) for tensor in given):
+        if any(self._varies(tensor) for tensor in arguments):
             self._data.update((id(tensor), tensor) for tensor in made)
             self._nodes += [tensor.grad_fn for tensor in made]
-        elif any(id(tensor) in self._weights for tensor in given):
+        elif any(id(tensor) in self._weights for tensor in arguments):
             self._weights.update((id(tensor), tensor) for tensor in made)
         return out
 
@@ -184,15 +184,15 @@ class _Origins(EagerMode):
 
 def _tensors(*values: Any) -> list[Tensor]:
     """Lists the tensors among arguments or results; of those within a transformation, what they wrap."""
-    found = []
+    tensors = []
     for value in values:
         leaves = pytree.tree_leaves(value) if isinstance(value, (tuple, list, dict)) else (value,)
         for tensor in leaves:
             if isinstance(tensor, Tensor):
                 while _functorch.is_functorch_wrapped_tensor(tensor):
                     tensor = _functorch.get_unwrapped(tensor)
-                found.append(tensor)
-    return found
+                tensors.append(tensor)
+    return tensors
 
 
 class _Step(NamedTuple):
@@ -277,7 +277,7 @@ class _Graph:
                 left += missing
                 continue
             left.pop()
-            factors = {found for found in (step.weights, *(names[branch] for branch in step.onward)) if found}
+            factors = {layers for layers in (step.weights, *(names[branch] for branch in step.onward)) if layers}
             names[node] = factors.pop() if len(factors) == 1 else frozenset().union(*factors)
             if step.product and len(factors) > 1:
                 products[node] = names[node]
@@ -291,9 +291,9 @@ class _Graph:
                 summed = summed or (len(steps[node].onward) > 1 and _kind(node) in ADDING | SUMMED_FIRST)
                 ways += [(branch, summed) for branch in steps[node].onward]
         self.assembled = any(_kind(node) in ASSEMBLING for node in steps)
-        found = [steps[node].weights for node, summed in met if not (summed and node in behind)]
+        layers = [steps[node].weights for node, summed in met if not (summed and node in behind)]
         product = [made for node, made in products.items() if node not in behind]
-        return set().union(*found), set().union(*product)
+        return set().union(*layers), set().union(*product)
 
     def _step(self, node: Node) -> _Step:
         kind = "" if node in self._gradients else _kind(node)
@@ -366,7 +366,7 @@ def matching_line(names: Set[str], parameters: Mapping[str, Tensor]) -> str:
 def _refused_scripted(module: nn.Module, what: str) -> LapwingError:
     how = "traced" if isinstance(module, torch.jit.TopLevelTracedModule) else "scripted"
     return LapwingError(
-        f"{what} is {how}, so its layers cannot be told apart and none can be taken for the last. Treat all weights: "
+        f"{what} is {how}, so it shows no layers and none can be taken for the last. Treat all weights: "
         f"write lw.fit(model, loader, lw.Diagonal(), params=lw.everything), or fit the network before it is {how}."
     )
 

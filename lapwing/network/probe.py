@@ -24,6 +24,7 @@ from ..jacobian.layers import BatchAxis
 from ..linalg import accumulation_dtype
 from . import batches
 from .batches import Forward
+from .calling import call
 from .eager import Draws, without_compiled
 from .functional import FirstCall, first_call
 from .output_layers import output_layers
@@ -34,8 +35,8 @@ from .tracing import RecordedUse, output_gradients, run, run_spread
 log = logging.getLogger("lapwing")
 
 PROBED_SAMPLES = 4
-MIXED = "its samples cannot be told apart"
-UNSEEN = "no layer family saw it"
+MIXED = "no dimension of its layer holds the samples"
+UNSEEN = "no layer family covers it"
 CONDITIONAL = "layers of its shape do not run on every sample"
 IDLE = (
     "no output of the first batch has a gradient for it: it is not used there, within torch.no_grad(), or in what the "
@@ -48,7 +49,7 @@ _WARNED_IDLE: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyD
 
 @dataclass(frozen=True)
 class Survey:
-    """What the probe found."""
+    """What the probe learned about a network."""
 
     blocks: tuple[Block, ...]
     plan: Plan
@@ -62,7 +63,7 @@ def probe(
     inputs: Any,
     params: Predicate | LastLayer,
     forward: Forward | None,
-    most: int,
+    max_numbers: int,
     warn: bool = True,
 ) -> Survey:
     """Surveys a network on a few samples.
@@ -73,7 +74,7 @@ def probe(
         inputs: a first batch; at most four samples of it are used.
         params: the selection.
         forward: how the network is called.
-        most: how many numbers may be built for a strip of positions beside the activations.
+        max_numbers: how many numbers may be built for a strip of positions beside the activations.
         warn: warn of idle parameters.
 
     Returns:
@@ -88,9 +89,9 @@ def probe(
     recording = run_spread(model, few, forward, parameters, list(frozen.values()))
     outputs, noted, routed, differentiated, elsewhere = recording
     batches.check_outputs(outputs, "the first batch")
-    names, call = chosen, None
+    names, first = chosen, None
     if isinstance(params, LastLayer):
-        names, call = output_layers(model, few, forward, parameters, recording, warn)
+        names, first = output_layers(model, few, forward, parameters, recording, warn)
         frozen = {name: parameters[name] for name in names if not parameters[name].requires_grad}
         if frozen:  # not known before, and others, masks and tables, need not take gradients
             elsewhere = elsewhere | run(model, few, forward, frozen, frozen=list(frozen.values())).elsewhere
@@ -104,8 +105,8 @@ def probe(
     treated = [use for use in noted if set(use.names.values()) & set(names)]
     with _explained(model):
         gradients = [g for g in output_gradients(outputs, treated, u, differentiable=False) if g is not None]  # all
-        call = call or _call_with_leaves(model, forward, {n: parameters[n] for n in names}, few)
-        truth = _autograd_rows(call, names, u[:, :, 2], type(model).__name__)
+        first = first or _call_with_leaves(model, forward, {n: parameters[n] for n in names}, few)
+        truth = _autograd_rows(first, names, u[:, :, 2], type(model).__name__)
     axes = [_batch_axis(use, g, samples) if use.reached else None for use, g in zip(treated, gradients, strict=True)]
 
     reasons = _reasons(names, truth.keys(), treated, axes)
@@ -119,7 +120,7 @@ def probe(
             reasons[name] = CONDITIONAL
     if warn:
         _warn_of_idle(model, [name for name in names if reasons[name] == IDLE])
-    _compare_with_autograd(treated, gradients, axes, samples, truth, reasons, most)
+    _compare_with_autograd(treated, gradients, axes, samples, truth, reasons, max_numbers)
     covered = [name for name in names if not reasons[name]]
     kept = [i for i, use in enumerate(treated) if set(use.names.values()) & set(covered)]
     uses, axes = [treated[i] for i in kept], [axes[i] for i in kept]
@@ -129,14 +130,14 @@ def probe(
     plan = Plan(
         watched,
         order,
-        {name: [(i, axes[i] or BatchAxis(), roles) for i, roles in found] for name, found in roles_of.items()},
+        {name: [(i, axes[i] or BatchAxis(), roles) for i, roles in used] for name, used in roles_of.items()},
         samples == 1,
         tuple(_numbers(use, samples) for use in uses),
         any(use.spread for use in uses),
         next((i for i, use in enumerate(uses) if use.is_output(outputs)), -1),
         tuple(use.use.kind for use in uses),
         batches.shared(inputs),
-        not call.unseen.isdisjoint(names),
+        not first.unseen.isdisjoint(names),
     )
     lines = tuple(
         Covered(block.name, block.parameters, block.size, block.family, reasons[block.parameters[0]])
@@ -154,7 +155,7 @@ def _reasons(
         names: of the parameters to treat.
         used: of those among them that the outputs depend on.
         noted: the uses of them.
-        axes: where each use holds the samples; None where that cannot be told.
+        axes: where each use holds the samples; None where no dimension does.
     """
     reasons = {name: UNSEEN if name in used else IDLE for name in names}
     for use, axis in zip(noted, axes, strict=True):
@@ -173,7 +174,10 @@ def _reasons(
 def _conditional(
     noted: Sequence[RecordedUse], gradients: Sequence[Tensor], parameters: Mapping[str, Tensor]
 ) -> list[str]:
-    """Returns the names in layers of a shape of which one saw not every sample: another sample may not reach these."""
+    """Returns the names in layers of a shape of which one did not get every sample, as experts do.
+
+    Another sample may not reach these.
+    """
     partial: set[str] = set()
     for use, (first, last, whole) in zip(noted, gradients, strict=True):
         if whole.any() and not (first.any() and last.any()):
@@ -199,9 +203,9 @@ def _warn_of_idle(model: nn.Module, idle: list[str]) -> None:
 
 @contextlib.contextmanager
 def _explained(model: nn.Module) -> Iterator[None]:
-    """Says what to do where no gradient can be taken.
+    """Raises errors of autograd again as messages that say what to do.
 
-    The network may overwrite what gradients need, or call parts of itself again on the way back, unseen by a recording.
+    The network may overwrite what gradients need, or call parts of itself again on the way back, unrecorded.
     """
     try:
         yield
@@ -229,7 +233,7 @@ def _few(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
     twice = batches.take(inputs, torch.tensor([0, 0]))
     try:
         with torch.no_grad(), without_compiled():
-            batches.call(model, twice, forward)
+            call(model, twice, forward)
     except (RuntimeError, TypeError, ValueError, IndexError):  # for instance a text model without padding
         return inputs
     return twice
@@ -240,14 +244,14 @@ def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, ou
     versions = [leaf._version for leaf in batches.tensors(inputs)]
     with torch.no_grad(), without_compiled():
         before = _generator_state(outputs.device)
-        again = third = batches.call(model, inputs, forward)
+        again = third = call(model, inputs, forward)
         drew = not torch.equal(before, _generator_state(outputs.device))
         ends = [
-            (batches.call(model, batches.take(inputs, slice(i, i + 1)), forward), outputs[i])
+            (call(model, batches.take(inputs, slice(i, i + 1)), forward), outputs[i])
             for i in sorted({0, outputs.shape[0] - 1})
         ]
         if drew:
-            third = batches.call(model, inputs, forward)
+            third = call(model, inputs, forward)
     eps, scale = torch.finfo(outputs.dtype).eps, outputs.abs().max().clamp_min(1.0)
     tolerance = 3 * eps**0.5 * scale  # fused kernels differ; identical calls do not, unless random numbers are drawn
     shapes = {again.shape, third.shape, outputs.shape}
@@ -260,7 +264,7 @@ def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, ou
                 "in forward()."
             )
         with torch.no_grad(), Draws() as draws:
-            batches.call(model, inputs, forward)
+            call(model, inputs, forward)
         named = f"; it calls {', '.join(draws.functions)}" if draws.functions else ""
         raise LapwingError(
             f"Two calls of {type(model).__name__} on the same batch give outputs that differ by "
@@ -305,15 +309,15 @@ def _call_with_leaves(
         return first_call(model, forward, parameters, leaves, inputs)
 
 
-def _autograd_rows(call: FirstCall, names: Sequence[str], u: Tensor, model: str) -> dict[str, Tensor]:
+def _autograd_rows(first: FirstCall, names: Sequence[str], u: Tensor, model: str) -> dict[str, Tensor]:
     """Returns autograd's `Jᵀu`, name -> the parameter's shape, of the parameters that the outputs depend on."""
-    if not call.outputs.requires_grad:
+    if not first.outputs.requires_grad:
         raise LapwingError(
             f"The outputs have no gradient for any of the {len(names)} parameters of {model} "
             f"({', '.join(names[:3])}) to treat. Take @torch.no_grad() off forward(), or choose other "
             "parameters with params=."
         )
-    gradients = torch.autograd.grad(call.outputs, [call.leaves[name] for name in names], u, allow_unused=True)
+    gradients = torch.autograd.grad(first.outputs, [first.leaves[name] for name in names], u, allow_unused=True)
     return {name: g for name, g in zip(names, gradients, strict=True) if g is not None}
 
 
@@ -324,15 +328,15 @@ def _compare_with_autograd(
     samples: int,
     truth: dict[str, Tensor],
     reasons: dict[str, str],
-    most: int,
+    max_numbers: int,
 ) -> None:
     """Marks parameters whose recorded uses do not add up to autograd's gradient."""
     for name in truth:
         total = torch.zeros_like(truth[name], dtype=accumulation_dtype(truth[name].dtype))
         for use, g, axis in zip(noted, gradients, axes, strict=True):
-            for role, found in use.names.items():
-                if found == name and axis is not None:
-                    jacobian = use.use.jacobian(g[2:], axis, samples, frozenset((role,)), total.dtype, most)
+            for role, used in use.names.items():
+                if used == name and axis is not None:
+                    jacobian = use.use.jacobian(g[2:], axis, samples, frozenset((role,)), total.dtype, max_numbers)
                     single = _single(name, use, role, tuple(total.shape))
                     total = total + single.split(jacobian.sum_rows()[0])[name]
         eps = torch.finfo(truth[name].dtype).eps

@@ -1,7 +1,7 @@
-"""Whether the layers of a recording hold the samples where the survey found them, asked of every new shape.
+"""Checks, once for every new shape, that the layers of a recording hold the samples where the survey found them.
 
 A network may sort its samples, leave out padded positions, or send some of them through a branch. What is in a layer
-then depends on the batch, and the survey saw but a few samples of one. Cotangents that are multiplied sample by sample
+then depends on the batch, and the survey ran on a few samples of one. Cotangents that are multiplied sample by sample
 by powers of two show it: gradients at a layer must follow. The powers are the digits of the sample's number, so that no
 two samples have the same.
 """
@@ -29,7 +29,7 @@ class SampleAxisMoved(LapwingError):
 
 
 class SampleAxisCheck:
-    """Of one network: the shapes of recordings whose layers hold the samples where the survey found them."""
+    """Remembers, for one network, the shapes at which its layers hold the samples where the survey found them."""
 
     def __init__(self) -> None:
         self._known: set[tuple[torch.Size, ...]] = set()
@@ -68,8 +68,8 @@ class SampleAxisCheck:
 
     def _check_dimensions(self, noted: Sequence[RecordedUse], uses: Uses, name: str) -> None:
         """Raises where a layer's tensors lack the dimension that held the samples, which single samples show too."""
-        for block, found in uses.items():
-            for i, axis, _ in found:
+        for block, block_uses in uses.items():
+            for i, axis, _ in block_uses:
                 if axis.axis >= noted[i].use.sample_dims:
                     raise LapwingError(
                         f"The layer {block} of {name} held the samples on dimension {axis.axis} in the fit, and now "
@@ -94,7 +94,7 @@ def moved_layer(outputs: Tensor, noted: Sequence[RecordedUse], uses: Uses) -> tu
 
     Returns:
         The name of a parameter of such a layer, "" where there is none; and whether that holds for all batches of these
-        shapes in which no value decides what lies where: not if a layer had no gradient to tell by.
+        shapes in which no value decides what lies where: not if a layer had no gradient.
 
     Cost: two backward passes of activations for each digit of B in base 8.
     """
@@ -105,7 +105,7 @@ def moved_layer(outputs: Tensor, noted: Sequence[RecordedUse], uses: Uses) -> tu
         pair = torch.stack([torch.ones_like(powers), powers], 1)
         gradients = None  # the former ones are freed first
         gradients = output_gradients(outputs, noted, u[None, :, None] * pair[:, None], False, batched=False)
-        for i, axis in {i: axis for found in uses.values() for i, axis, _ in found}.items():
+        for i, axis in {i: axis for block_uses in uses.values() for i, axis, _ in block_uses}.items():
             g, name = gradients[i], next(iter(noted[i].names.values()))
             assert g is not None  # cotangents were given
             if not axis.fits(g.shape[1:], samples):

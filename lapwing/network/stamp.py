@@ -92,7 +92,7 @@ class Stamp:
 
 
 def fingerprint(value: Tensor) -> Tensor:
-    """Returns three float64 sums that tell a tensor from another one, also across devices and files.
+    """Returns three float64 sums that differ between tensors, and not between devices or files.
 
     Imaginary parts count as further entries.
     """
@@ -101,7 +101,7 @@ def fingerprint(value: Tensor) -> Tensor:
         value = torch.view_as_real(value.resolve_conj())
     value = value.double().flatten()
     spread = (torch.arange(len(value), dtype=torch.float64, device=value.device) * 0.6180339887498949).frac()
-    return torch.stack([value.sum(), value.square().sum(), value @ spread]).cpu()  # the last one tells permutations
+    return torch.stack([value.sum(), value.square().sum(), value @ spread]).cpu()  # the third changes with the order
 
 
 def _versions(state: Mapping[str, Tensor]) -> tuple[int, ...]:

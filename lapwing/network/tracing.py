@@ -1,7 +1,7 @@
 """One forward pass that notes, for every use of every watched parameter, the layer's input and its place in the graph.
 
-Calls are seen as torch functions (`F.linear(x, W, b)`, `conv2d`, ...), not as modules: functional reuse of a weight,
-attention projections and modules without a hook are seen like any other. Parameters are recognised by identity. The
+Calls of torch functions (`F.linear(x, W, b)`, `conv2d`, ...) are recorded, not those of modules: functional reuse of a
+weight and attention projections count like any other layer. Parameters are recognised by identity. The
 graph starts at the first watched output, so a frozen or unselected trunk costs a plain forward pass. A table read once
 for the whole batch, such as positions, is spread over the samples, so that its gradients arrive sample by sample.
 """
@@ -20,7 +20,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from ..errors import LapwingError
 from ..jacobian.layers import READERS, Use
 from ..jacobian.plain_functions import transformed
-from .batches import Forward, call, size, tensors
+from .batches import Forward, size, tensors
+from .calling import call
 from .chain import chain_gradients
 from .eager import EagerMode, without_compiled
 from .routing import routes
@@ -34,7 +35,7 @@ DIFFERENTIATES = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor
 
 @dataclass
 class RecordedUse:
-    """One watched use: what the layer saw, its parameters' names by role, and where it lies in the graph.
+    """One use of watched parameters: what the layer got, its parameters' names by role, and where it lies in the graph.
 
     Attributes:
         versions: how often input, output and weight had been written.
@@ -64,7 +65,7 @@ class RecordedUse:
 
 
 class Recording(NamedTuple):
-    """What one forward pass left.
+    """One recorded forward pass.
 
     Attributes:
         outputs: f (B, C), with their graph.
@@ -169,7 +170,7 @@ def _is_lookup(use: Use) -> bool:
 
 def graph_leaves(outputs: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], set[Node | None]]:
     """Returns the tensors at which the graph of the outputs ends, and its nodes, but for what made the inputs."""
-    found: list[Tensor] = []
+    leaves: list[Tensor] = []
     left, met = [outputs.grad_fn], {leaf.grad_fn for leaf in inputs}
     while left:
         node = left.pop()
@@ -178,9 +179,9 @@ def graph_leaves(outputs: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor
         met.add(node)
         after = node.next_functions
         if not after and (leaf := getattr(node, "variable", None)) is not None:
-            found.append(leaf)
+            leaves.append(leaf)
         left += [node for node, _ in after]
-    return found, met
+    return leaves, met
 
 
 def run(

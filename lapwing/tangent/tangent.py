@@ -1,4 +1,4 @@
-"""The tangent: a network surveyed once, then seen through its Jacobian chunk by chunk.
+"""The tangent: a network that is surveyed once, then read through its Jacobian chunk by chunk.
 
 `Tangent.survey` runs the network on the first batch, finds which parameters the layer families cover, checks them
 against autograd (the probe), and lays them out as blocks. `Tangent.records` then gives `Record`s: outputs and the block
@@ -22,6 +22,7 @@ from ..jacobian.blocks import Block
 from ..linalg import accumulation_dtype
 from ..network import batches
 from ..network.batches import Forward
+from ..network.calling import call
 from ..network.eager import LOCK, outside_modes, parameters_of, without_compiled
 from ..network.functional import call_with
 from ..network.gate import Checked, check_constant, check_inputs, check_recording, checked_memory, checked_network
@@ -101,7 +102,7 @@ class Tangent:
         batches.check_inputs(inputs, "the inputs of the first batch")
         batches.check_lists(inputs)
         before = Stamp.of(state_of(model))
-        surveyed = probe(model, parameters, inputs, params, forward, most=memory // 16, warn=warn)
+        surveyed = probe(model, parameters, inputs, params, forward, max_numbers=memory // 16, warn=warn)
         check_constant(model, before.changed(state_of(model)))
         tangent = cls(model, forward, surveyed.blocks, surveyed.plan, surveyed.coverage, surveyed.outputs, memory)
         if warn:
@@ -133,10 +134,10 @@ class Tangent:
             raise Mismatch("the blocks share names or parameters")
         for block in blocks:
             for name, shape in zip(block.parameters, block.shapes, strict=True):
-                found = tuple(named[name].shape) if name in named else "no such parameter"
-                if found != shape or not named[name].is_floating_point():
+                actual = tuple(named[name].shape) if name in named else "no such parameter"
+                if actual != shape or not named[name].is_floating_point():
                     raise LapwingError(
-                        f"The posterior is over a parameter {name} {shape}, and {type(model).__name__} has {found}. "
+                        f"The posterior is over a parameter {name} {shape}, and {type(model).__name__} has {actual}. "
                         "Build the network with the same options as in the fit."
                     )
         lines = tuple(
@@ -203,7 +204,7 @@ class Tangent:
         parts = []
         with torch.no_grad(), without_compiled():
             for _, chunk in batches.chunks(inputs, self.chunk_length(1)):
-                outputs = batches.call(self.model, chunk, self.forward)
+                outputs = call(self.model, chunk, self.forward)
                 parts.append(outputs.detach().to(self.dtype))  # a scripted network may give them a graph all the same
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -260,7 +261,7 @@ class Tangent:
         kinds = tuple([use.use.kind for use in noted])
         uses = self.plan.uses_in([use.names for use in noted], kinds, samples, name)
         if not all(use.reached for use in noted):  # no gradient there, of whatever shape
-            uses = {key: [use for use in found if noted[use[0]].reached] or found for key, found in uses.items()}
+            uses = {key: [use for use in every if noted[use[0]].reached] or every for key, every in uses.items()}
         self._sample_axis.check(recording, uses, name)
         if callable(cotangents):
             cotangents = cotangents(outputs if differentiable else outputs.detach())
@@ -309,13 +310,13 @@ class Tangent:
         The network's own activations, and their gradients for one output, are not counted: no choice here changes them.
         """
         name, budget = type(self.model).__name__, self.memory / 2**20
-        least, whole = self.plan.least(self.blocks) * self.dtype.itemsize, self.bytes_per_sample()
-        if least > self.memory:
+        smallest, whole = self.plan.least(self.blocks) * self.dtype.itemsize, self.bytes_per_sample()
+        if smallest > self.memory:
             log.warning(
                 "One sample of %s needs about %.0f MiB even for one output and one position at a time, more than the "
                 "budget of %.0f MiB, and will exceed it; pass memory=%d, or fewer parameters, such as "
                 "params=lw.last_layer.",
-                name, least / 2**20, budget, 2 ** (least - 1).bit_length(),
+                name, smallest / 2**20, budget, 2 ** (smallest - 1).bit_length(),
             )  # fmt: skip
         elif whole > self.memory:
             log.info(

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lapwing as lw
 from lapwing.network import batches
+from lapwing.network.calling import call
 from tests import oracle
 from tests.zoo import ZOO
 
@@ -168,8 +169,8 @@ def test_call_by_structure() -> None:
             return left[:, :2] - right
 
     for inputs in ((X, Z), [X, Z], {"left": X, "right": Z}, {"right": Z, "left": X}):
-        assert torch.equal(batches.call(Two(), inputs), X[:, :2] - Z)
-    assert torch.equal(batches.call(Two(), X, lambda model, x: model(x, Z)), X[:, :2] - Z)
+        assert torch.equal(call(Two(), inputs), X[:, :2] - Z)
+    assert torch.equal(call(Two(), X, lambda model, x: model(x, Z)), X[:, :2] - Z)
 
 
 def test_call_reads_outputs() -> None:
@@ -178,8 +179,8 @@ def test_call_reads_outputs() -> None:
 
     model = nn.Identity()
     for out in (X, Out(), {"logits": X, "loss": None}):
-        assert batches.call(model, X, lambda model, x, out=out: out) is X
-    assert batches.call(model, X, lambda model, x: x[:, 0]).shape == (6, 1)
+        assert call(model, X, lambda model, x, out=out: out) is X
+    assert call(model, X, lambda model, x: x[:, 0]).shape == (6, 1)
 
 
 # --- the same posterior however the data come ------------------------------------------------------------------------

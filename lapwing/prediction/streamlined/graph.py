@@ -21,6 +21,7 @@ from ...covariance import Covariance
 from ...errors import LapwingError
 from ...network import batches
 from ...network.batches import Forward
+from ...network.calling import call
 from ...tangent import Tangent
 from ..uncertain import leaves_of
 
@@ -116,7 +117,7 @@ class _Outputs(nn.Module):
         self.model, self.call = model, forward
 
     def forward(self, inputs: Any) -> Tensor:
-        return batches.call(self.model, inputs, self.call)
+        return call(self.model, inputs, self.call)
 
 
 _GRAPHS: dict[int, list[tuple[Any, Graph]]] = {}
@@ -293,7 +294,7 @@ def _agrees(tangent: Tangent, graph: Graph, inputs: Any) -> bool:
     """Whether the graph gives the network's outputs."""
     with torch.no_grad():
         copy = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, inputs)  # it may write to them
-        expected = batches.call(tangent.model, copy, tangent.forward)
+        expected = call(tangent.model, copy, tangent.forward)
         outputs = graph.run(inputs)[graph.output]
     tolerance = torch.finfo(expected.dtype).eps ** 0.5 * expected.abs().max().clamp_min(1.0)
     return outputs.shape == expected.shape and bool((outputs - expected).abs().max() <= tolerance)
