@@ -191,7 +191,7 @@ def _size_for(summary: DataSummary, factor: float, shown: int, data_size: int | 
 
 
 def _check_data_size(data_size: int, shown: int) -> None:
-    """Raises for fewer training points than the loader shows (case 15)."""
+    """Raises for fewer training points than the loader shows."""
     if data_size < shown:
         raise LapwingError(
             f"data_size={data_size} is below the {shown} samples that the loader shows. Leave data_size out, or give "
@@ -233,7 +233,7 @@ def _method_and_params(method: Any, params: Any) -> tuple[Method, Predicate | La
 def _check_numbers(
     prior_precision: Any, weight_decay: float | None, temperature: float, data_size: int | None, seed: Any
 ) -> None:
-    """Raises for numbers out of range (case 15)."""
+    """Raises for numbers out of range."""
     numbers = {"weight_decay": weight_decay, "temperature": temperature}
     if not isinstance(prior_precision, Mapping):
         numbers["prior_precision"] = prior_precision
@@ -257,7 +257,7 @@ def _check_numbers(
 
 
 def _check_tuning(tune: Any) -> None:
-    """Raises for a tuning that is none (case 15)."""
+    """Raises for a tuning that is none."""
     if tune is not None and not isinstance(tune, Tuning):
         raise LapwingError(
             f"tune={shown(tune)} is not a tuning. Pass lw.BoundedEvidence(), lw.Evidence(), lw.Validation(loader), "

@@ -82,8 +82,8 @@ class _DenseCurvature(CurvaturePass[DenseSum]):
         return DenseSum(self._problem.zeros(size, size, dtype=torch.float64))
 
     def update(self, state: DenseSum, batch: Batch) -> None:
-        held = 2 * self._problem.root.columns * self._problem.tangent.size
-        for _, record in batch.records(self._problem.root, torch.float64, held):
+        scratch = 2 * self._problem.root.columns * self._problem.tangent.size
+        for _, record in batch.records(self._problem.root, torch.float64, scratch):
             rows = record.rows().flatten(0, 1)
             add_squares(state.matrix[None], rows[None])
 
@@ -105,8 +105,8 @@ class _AllRows(CurvaturePass[DenseSum]):
 
     def update(self, state: DenseSum, batch: Batch) -> None:
         columns = self._problem.root.columns
-        held = 2 * columns * self._problem.tangent.size
-        for part, record in batch.records(self._problem.root, torch.float64, held):
+        scratch = 2 * columns * self._problem.tangent.size
+        for part, record in batch.records(self._problem.root, torch.float64, scratch):
             first = (batch.start + part.start) * columns
             rows = record.rows().flatten(0, 1)
             state.matrix[first : first + len(rows)] += rows

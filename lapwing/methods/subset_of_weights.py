@@ -149,8 +149,8 @@ def _check_same_weights(mine: tuple[Block, ...], theirs: tuple[Block, ...]) -> N
     """Raises where a posterior is not over the weights of this fit, laid out alike."""
     if _layouts(mine) == _layouts(theirs):
         return
-    found, wanted = _layouts(theirs), _layouts(mine)
-    odd = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
+    other, expected = _layouts(theirs), _layouts(mine)
+    odd = [name for name in {**expected, **other} if expected.get(name) != other.get(name)]
     raise LapwingError(
         f"SubsetOfWeights(by=posterior) needs a posterior over the {sum(block.size for block in mine)} weights of this "
         f"fit. This one is over {sum(block.size for block in theirs)} weights and differs in {', '.join(odd[:4])}: "

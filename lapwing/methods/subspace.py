@@ -61,8 +61,8 @@ def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Res
     if not explicit:
         return ImplicitBasis(anchors, coefficients, scales)
     fits = rank * tangent.size * torch.float64.itemsize <= tangent.memory
-    found = anchors.combine(coefficients if fits else coefficients.to(dtype))
-    return ExplicitBasis({name: directions.mul_(scales[name]).to(dtype) for name, directions in found.items()})
+    combined = anchors.combine(coefficients if fits else coefficients.to(dtype))
+    return ExplicitBasis({name: directions.mul_(scales[name]).to(dtype) for name, directions in combined.items()})
 
 
 def orthonormal_span(rows: Tensor, memory: int, rank: int | None = None) -> Tensor:
@@ -128,10 +128,10 @@ class ProjectedCurvature(State):
         """Adds a batch, times a factor."""
         for _, record in batch.records(problem.root, basis.dtype, problem.root.columns * basis.held):
             projected = basis.project(record).flatten(0, 1).double()  # (B R, K)
-            self.H.addmm_(projected.T, projected, alpha=factor)
+            self.H += (factor * projected.T) @ projected
             if problem.traces_wanted:
                 traces = torch.stack([record[name].squared_norm() for name in record])
-                self.traces.add_(traces.double(), alpha=factor)
+                self.traces += factor * traces.double()
 
 
 class _Projection(CurvaturePass[ProjectedCurvature]):

@@ -115,13 +115,13 @@ class SampledLLA(Method):
         if self.em_steps:
             _start(system, steps, mode.distance(system.features))
             steps = replace(steps, moving_mode=mode.wanted, _before=None)
-        found = [{block.name: problem.zeros(rows, block.size) for block in blocks} for _ in range(2)]
+        vectors = [{block.name: problem.zeros(rows, block.size) for block in blocks} for _ in range(2)]
         history: dict[str, list[Tensor]] = {}
         for left in reversed(range(self.em_steps + 1)):
             system = system.at(steps.precision, problem.scale_at(steps.noise_variance))
-            solved = yield from self._solve(system, steps.noise_variance, mode, found.pop(0), found.pop())
-            found = [solved.solution, solved.products]
-            solution, products = ({name: v[: self.draws] for name, v in part.items()} for part in found)
+            solved = yield from self._solve(system, steps.noise_variance, mode, vectors.pop(0), vectors.pop())
+            vectors = [solved.solution, solved.products]
+            solution, products = ({name: v[: self.draws] for name, v in part.items()} for part in vectors)
             effective = system.scale * inner_by_block(solution, products).mean(1)
             _note(history, steps, effective, solved)
             if not left or not steps.step(effective, mode.distance(system.features)):
@@ -179,9 +179,9 @@ class SampledLLA(Method):
 
 def _features(problem: Problem) -> Generator[Pass, Any, Vectors]:
     """Yields a pass; returns `g_p = G_pp / mean(G_pp)`, 1 for weights that the data do not move."""
-    found = yield from Diagonal().passes(problem)
-    assert isinstance(found, Blockwise)
-    diagonals = {name: structure.eigenvalues.flatten() for name, structure in found.structures.items()}
+    diagonal = yield from Diagonal().passes(problem)
+    assert isinstance(diagonal, Blockwise)
+    diagonals = {name: structure.eigenvalues.flatten() for name, structure in diagonal.structures.items()}
     mean = total(d.double().sum() for d in diagonals.values()) / problem.tangent.size
     ratios = {name: d / mean.clamp_min(torch.finfo(d.dtype).tiny).to(d.dtype) for name, d in diagonals.items()}
     return {name: torch.where(ratio > NO_CURVATURE, ratio, 1.0) for name, ratio in ratios.items()}

@@ -94,21 +94,21 @@ class ConjugateGradients:
             start: the first Z; its tensors are written.
             products: `G Z` of that; likewise.
         """
-        solution, taken, last = start, 0, torch.full((), torch.inf, dtype=torch.float64)
+        solution, taken, before = start, 0, torch.full((), torch.inf, dtype=torch.float64)
         while True:
             residual, norms = residual_of(system, solution, products)
             relative = inner(residual, residual).sqrt() / norms
             _check_finite(relative)
             worst = relative.max()
-            if worst <= self.tolerance or taken >= self.iterations or worst > last / 2:
+            if worst <= self.tolerance or taken >= self.iterations or worst > before / 2:
                 return Solved(solution, products, relative, taken)
             del products
-            last = worst
+            before = worst
             taken += yield from self._iterate(system, solution, residual, norms, self.iterations - taken)
             products = yield from system.products(solution)
 
     def _iterate(
-        self, system: LinearSystem, solution: Vectors, residual: Vectors, norms: Tensor, most: int
+        self, system: LinearSystem, solution: Vectors, residual: Vectors, norms: Tensor, limit: int
     ) -> Generator[Pass, Any, int]:
         """Takes at most so many iterations, in place; returns how many.
 
@@ -122,7 +122,7 @@ class ConjugateGradients:
         recombine(inverse, residual)
         directions = recombine(inverse, moved)
         del moved
-        for taken in range(most):
+        for taken in range(limit):
             squares = torch.einsum("rs,rq,qs->s", mixing, gram(residual, residual), mixing)
             relative = squares.clamp_min(0).sqrt() / norms
             _check_finite(relative)
@@ -142,7 +142,7 @@ class ConjugateGradients:
             for name, value in recombine(change, directions).items():
                 value.addmm_(inverse.to(value.dtype), moved[name])
             del moved
-        return most
+        return limit
 
 
 def residual_of(system: LinearSystem, solution: Vectors, products: Vectors) -> tuple[Vectors, Tensor]:
@@ -181,7 +181,7 @@ def _check_finite(relative: Tensor) -> None:
 
 
 def check_tolerance(solver: str, tolerance: object) -> None:
-    """Raises for a tolerance that is not between 0 and 1 (case 15)."""
+    """Raises for a tolerance that is not between 0 and 1."""
     if not is_positive(tolerance) or not float(tolerance) < 1:  # type: ignore[arg-type]
         raise LapwingError(
             f"{solver}(tolerance={shown(tolerance)}) needs a number between 0 and 1. Write {solver}(tolerance=0.01)."
@@ -189,7 +189,7 @@ def check_tolerance(solver: str, tolerance: object) -> None:
 
 
 def check_preconditioner(solver: str, method: object) -> None:
-    """Raises for a preconditioner that is no method (case 15)."""
+    """Raises for a preconditioner that is no method."""
     if method is not None and not isinstance(method, Method):
         raise LapwingError(
             f"{solver}(preconditioner={shown(method)}) needs a method with a prior, or None. Write "

@@ -92,8 +92,8 @@ class PositionedRoot:
         columns = []
         for i, output in enumerate(outputs):  # a generator on the device, seeded by the position's own
             seed = torch.randint(2**62, (), generator=generator_at(self._problem.seed, start + i, ROOT))
-            own = torch.Generator(outputs.device).manual_seed(int(seed))
-            columns.append(self._problem.likelihood.sampled_fisher_root(output[None], own))
+            generator = torch.Generator(outputs.device).manual_seed(int(seed))
+            columns.append(self._problem.likelihood.sampled_fisher_root(output[None], generator))
         return torch.cat(columns)
 
     def _check_order(self, outputs: Tensor, before: Tensor) -> None:
@@ -174,6 +174,8 @@ def prior_noise(problem: Problem, count: int) -> Iterator[tuple[str, Tensor]]:
     """Yields standard normal ε₀ (S, P_block) block by block, the same at every call."""
     for index, block in enumerate(problem.tangent.blocks):
         seed = torch.randint(2**62, (), generator=generator_at(problem.seed, index, PRIOR))
-        own = torch.Generator(problem.tangent.device).manual_seed(int(seed))
-        noise = torch.randn((count, block.size), generator=own, dtype=problem.tangent.dtype, device=own.device)
+        generator = torch.Generator(problem.tangent.device).manual_seed(int(seed))
+        noise = torch.randn(
+            (count, block.size), generator=generator, dtype=problem.tangent.dtype, device=generator.device
+        )
         yield block.name, noise

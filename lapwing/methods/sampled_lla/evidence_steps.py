@@ -16,7 +16,7 @@ from torch import Tensor
 TOLERANCE = 0.01
 """Steps end where no hyper-parameter would move by more than this, relatively."""
 
-_MOST = 20.0
+MAX_LOG_STEP = 20.0
 """A step changes no logarithm by more."""
 
 
@@ -63,7 +63,7 @@ class EvidenceSteps:
         if not moves or torch.cat(moves).abs().max() <= TOLERANCE:
             return False
         if self.open_precision:
-            self.precision = self.precision * moves[0].clamp(-_MOST, _MOST).exp()
+            self.precision = self.precision * moves[0].clamp(-MAX_LOG_STEP, MAX_LOG_STEP).exp()
         if self.noise_variance is not None:
             self.noise_variance *= float(torch.tensor(noise).exp())
         return True

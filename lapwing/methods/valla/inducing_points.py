@@ -114,20 +114,20 @@ class _Pool(SumPass[KeptInputs]):
 
     Args:
         limit: how many samples are shown.
-        least: how many samples are kept whatever they take.
+        minimum: how many samples are kept whatever they take.
         memory: bytes beyond which no more are kept.
     """
 
     label = "inducing points"
 
-    def __init__(self, limit: int, least: int, memory: int) -> None:
-        self.limit, self._least, self._memory = limit, least, memory
+    def __init__(self, limit: int, minimum: int, memory: int) -> None:
+        self.limit, self._minimum, self._memory = limit, minimum, memory
 
     def init(self) -> KeptInputs:
         return KeptInputs()
 
     def update(self, state: KeptInputs, batch: Batch) -> None:
-        if batch.start >= self._least and sum(leaf.nbytes for leaf in state.leaves.values()) > self._memory:
+        if batch.start >= self._minimum and sum(leaf.nbytes for leaf in state.leaves.values()) > self._memory:
             return
         leaves, nest = batches.flatten(batch.inputs)
         labels = class_labels(batch.inputs, batch.targets)
@@ -212,7 +212,7 @@ def _clustered(problem: Problem, inputs: Any, labels: Tensor, wanted: int) -> An
         for kind, share in zip(kinds, shares, strict=True)
     ]
     widths = [leaf[0].numel() for leaf in leaves]
-    found = torch.cat(centres).split(widths, 1)
-    moved = (x.reshape(-1, *leaf.shape[1:]).to(leaf) for x, leaf in zip(found, leaves, strict=True))
+    coordinates = torch.cat(centres).split(widths, 1)
+    moved = (x.reshape(-1, *leaf.shape[1:]).to(leaf) for x, leaf in zip(coordinates, leaves, strict=True))
     classes = torch.cat([labels[kind[:share]] for kind, share in zip(kinds, shares, strict=True)])
     return _pairs(problem, (batches.unflatten(moved, nest),), torch.arange(len(classes)), classes, wanted)
