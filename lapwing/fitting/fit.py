@@ -53,8 +53,8 @@ def fit(
 
     Args:
         model: the trained network, in eval mode. Outputs (B, C).
-        loader: the training data: an iterable of (inputs, targets) batches that can be gone through several times.
-        method: the structure of Σ and how it is found; KFAC when None.
+        loader: the training data: an iterable of (inputs, targets) batches that can be read several times.
+        method: the structure of Σ and how it is fitted; KFAC when None.
         likelihood: "categorical", "gaussian" or an instance; None infers it from the targets' dtype, and
             refuses floats that are labels all the same.
         params: which parameters to treat; None means the last layer where `method` is None, else everything.
@@ -68,7 +68,7 @@ def fit(
         forward: `forward(model, inputs)` where `model(x)`, `model(*x)` or `model(**x)` does not do.
         memory: budget in bytes, 1 GiB when None; up to twice as much is held beside the posterior and the network's own
             activations. One layer is never cut: its Kronecker factor of n inputs takes 12 n² bytes while it is
-            decomposed in float64, and the workspace of LAPACK 16 n²; tuning takes a number a candidate for each weight.
+            decomposed in float64, and the workspace of LAPACK 16 n²; tuning takes one number per candidate and weight.
         seed: of every random choice.
         progress: show a bar; None shows one on a terminal.
 
@@ -76,7 +76,7 @@ def fit(
         An immutable posterior.
 
     Raises:
-        LapwingError: for bad input, in one sentence; nothing is left half-written.
+        LapwingError: for bad input, says what is wrong and what to do; the network stays as it was.
 
     Cost: the method's passes over the data, each about 1 + C passes of the network; see the method. Then the tuning's,
         which exceeds that where there are many weights and few data: see `BoundedEvidence`.
@@ -114,7 +114,7 @@ def fit(
     generator = torch.Generator(tangent.device).manual_seed(seed)
     root = FisherRoot(likelihood, tangent.outputs, generator)
     if tangent.outputs > root.columns:
-        log.info("%d outputs: the Fisher information is sampled, one draw an input", tangent.outputs)
+        log.info("%d outputs: the Fisher information is sampled, one draw per input", tangent.outputs)
     traces = tune is not None and tune.reads_evidence(not prior.given, likelihood.needs_noise)
     problem = Problem(
         tangent, likelihood, root, prior, traces, seed, runner.labels, runner.count, runner.summary, float(temperature),
@@ -162,7 +162,7 @@ def _checked(posterior: Posterior) -> Posterior:
     if posterior.covariance.rounded():
         log.warning(
             "The curvature of %s spans more digits than its sums resolve beside a prior precision of %.3g: variances "
-            "in directions that the data show least are rounding noise. Scale the inputs to about 1, raise the prior "
+            "in directions of least curvature are rounding noise. Scale the inputs to about 1, raise the prior "
             "precision, or fit the network in float64 with model.double().",
             posterior.method, posterior.prior.precision.min().item(),
         )  # fmt: skip

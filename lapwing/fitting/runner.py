@@ -1,4 +1,4 @@
-"""Drives a method's passes over a loader: the one place that knows batches consumed and states. `fit` runs it.
+"""Runs a method's passes over a loader: the one place that holds states and counts batches. `fit` calls it.
 
 So checkpoints and several processes belong here and nowhere else.
 """

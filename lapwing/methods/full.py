@@ -33,7 +33,7 @@ class Full(Method):
         LapwingError: for another label.
 
     Both forms sum and decompose in float64, whatever the model's dtype: where features are not scaled or the prior
-    precision is small, sums in float32 would lose the directions that the data show least.
+    precision is small, sums in float32 would lose the directions of least curvature.
 
     Cost: one pass. Primal: time O(P³) once, memory 16 P² bytes and twice that meanwhile. Dual: memory O(NC P), time
     O((NC)² P) once.
@@ -51,7 +51,7 @@ class Full(Method):
         check_choice("Full", "form", self.form, ("auto", "primal", "dual"))
 
     def passes(self, problem: Problem) -> Passes:
-        """One sum pass: the GGN, or all rows."""
+        """Yields one pass, for the GGN or for all rows."""
         size = problem.tangent.size
         rows = problem.count() * problem.root.columns
         if self.form == "primal" or (self.form == "auto" and rows >= size):

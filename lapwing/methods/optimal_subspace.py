@@ -74,7 +74,7 @@ class OptimalSubspace(Method):
             )
 
     def passes(self, problem: Problem) -> Passes:
-        """Ψ_approx, the inputs of the subset, then the curvature on their span."""
+        """Yields the passes of Ψ_approx, one for the inputs of the subset, and one for the curvature on their span."""
         approximate = None
         if isinstance(self.curvature, Method):
             result = yield from self.curvature.passes(problem)
@@ -107,7 +107,7 @@ class OptimalSubspace(Method):
         return (yield from anchors_at(problem, chosen.repeat_interleave(width), torch.arange(width).repeat(count)))
 
     def _directions(self, problem: Problem, anchors: Anchors, approximate: Covariance | None) -> dict[str, Tensor]:
-        """Returns `λ^(-1/2) U_sᵀ J Ψ_approx`, from rows held together where they fit, else written out again and again.
+        """Returns `λ^(-1/2) U_sᵀ J Ψ_approx`, from rows in memory if they fit, else written out chunk by chunk.
 
         In float64 where the rows fit: the leading eigenvectors of thousands of rows spread over many decades.
         """
@@ -140,7 +140,7 @@ def _gram(
     all_rows: list[tuple[Tensor, Tensor]] | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns `J Ψ_approx Jᵀ` (M, M), from rows held all_rows or written out for each pair of chunks."""
+    """Returns `J Ψ_approx Jᵀ` (M, M), from rows in memory or written out for each pair of chunks."""
     gram = torch.zeros(len(anchors), len(anchors), dtype=torch.float64, device=problem.tangent.device)
     for slots, rows in all_rows or anchors.row_chunks(dtype):
         mine = rows.clone() if all_rows else rows

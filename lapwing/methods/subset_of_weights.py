@@ -23,7 +23,7 @@ LABELS = ("diagonal", "magnitude", "random")
 
 
 class HasCovariance(Protocol):
-    """A posterior, as far as its marginal variances are asked for."""
+    """Anything with a covariance, such as a posterior."""
 
     @property
     def covariance(self) -> Covariance:
@@ -100,7 +100,7 @@ class SubsetOfWeights(Method):
         return f"SubsetOfWeights(size={self.size}, by={by}, residual={self.residual!r})"
 
     def passes(self, problem: Problem) -> Passes:
-        """The diagonal of G where weights are chosen by it, then the curvature on the chosen ones."""
+        """Yields a pass for the diagonal of G if that chooses the weights, then one for their curvature."""
         tangent, size = problem.tangent, self.size
         if size > tangent.size:
             raise LapwingError(

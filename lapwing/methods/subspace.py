@@ -1,4 +1,4 @@
-"""What all subspace methods share: rows of the Jacobian to make directions of, and the pass that sums the curvature."""
+"""What the subspace methods share: directions from rows of the Jacobian, and the pass for the curvature on them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _fit(count: int, size: int, dtype: torch.dtype, memory: int) -> bool:
 
 
 def leading_of(gram: Callable[[torch.dtype], Tensor], rank: int, dtype: torch.dtype) -> Tensor:
-    """Returns `leading` of a Gram matrix summed in a dtype, again in float64 where its noise hides asked directions."""
+    """Returns `leading` of a Gram matrix summed in a dtype, again in float64 if rounding noise hides some of them."""
     coefficients = leading(gram(dtype), rank, dtype)
     if len(coefficients) == rank or dtype == torch.float64:
         return coefficients
@@ -91,7 +91,7 @@ def leading(gram: Tensor, rank: int | None, dtype: torch.dtype) -> Tensor:
     Args:
         gram: (M, M) float64, of rows whose products were summed in `dtype`; used up.
         rank: at most this many.
-        dtype: tells what rounding noise is.
+        dtype: whose rounding noise is cut.
     """
     values, vectors = eigen_in_place(gram)
     kept = _kept(values, rank, dtype)

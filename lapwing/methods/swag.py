@@ -55,7 +55,7 @@ class SWAG:
     """
 
     def __new__(cls, *arguments: Any, **options: Any) -> SWAG:
-        """Says how it is made: not by `lw.fit`.
+        """Refuses to make an instance, and says what to call instead.
 
         Raises:
             LapwingError: always.
@@ -81,7 +81,7 @@ class SWAG:
         Raises:
             LapwingError: for a rank below 2 and not 0, or a selection that selects nothing.
 
-        Cost: memory of 16 bytes a weight, and K numbers a treated weight.
+        Cost: memory of 16 bytes per weight, and K numbers per treated weight.
         """
         return SnapshotCollector(model, rank, params)
 
@@ -108,7 +108,7 @@ class SWAG:
 
         Args:
             snapshots: a collector; or state dicts of `model`, read one by one.
-            loader: the training data, (inputs, targets) batches that can be gone through several times.
+            loader: the training data, (inputs, targets) batches that can be read several times.
             likelihood: "categorical", "gaussian" or an instance; None infers it from the targets' dtype. A noise
                 variance that is None becomes the mean squared residual of the averaged network.
             scale: what multiplies the sum of both parts of Σ; 1/2 in the paper, which uses 1 for the diagonal alone.

@@ -68,9 +68,9 @@ class FineTuningState(State):
 class FineTuning(IteratePass[FineTuningState]):
     """Minimises `1/τ Σ_n -E_q[log p(y_n | f(x_n, θ))] + KL(q ‖ N(μ0, Δ⁻¹))` over m and log σ.
 
-    One draw a sample and step. The log likelihood of a batch is scaled to all N samples, and its gradient taken through
-    the draws; that of the divergence is exact. δ, where it is open, is the best one at every step; so is σ², from
-    recent batches.
+    One draw per sample and step. The log likelihood of a batch is scaled to all N samples, and its gradient taken
+    through the draws; that of the divergence is exact. δ, where it is open, is the best one at every step; so is σ²,
+    from recent batches.
 
     Args:
         problem: the fit.

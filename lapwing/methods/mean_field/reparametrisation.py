@@ -2,10 +2,10 @@
 
 Three ways to draw, all of them exact: each sample's outputs have the distribution that one draw of the weights gives.
 
-- **local** (Kingma et al. 2015, section 2.2): a linear layer or convolution with one position a sample. Its output is
+- **local** (Kingma et al. 2015, section 2.2): a linear layer or convolution with one position per sample. Its output is
   `N(a Mᵀ, a² (σ²)ᵀ)`, and is drawn itself, sample by sample.
 - **flipped** (Wen et al. 2018, equation 4): one with several positions, whose outputs share the weights and so are not
-  independent. One draw serves the batch, with random signs a sample, `W_n = M + ΔW ∘ r_n s_nᵀ`.
+  independent. One draw serves the batch, with random signs per sample, `W_n = M + ΔW ∘ r_n s_nᵀ`.
 - **shared**: everything else, one draw for the batch.
 """
 

@@ -51,7 +51,7 @@ class SampledLLA(Method):
     `prior_precision=` on held-out data for classifiers; solves are quick there (7 iterations in place of 45).
 
     Source: Antorán et al. 2023, Sampling-based Inference for Large Linear Models, with Application to Linearised
-    Laplace, sections 3 and 4, where draws are found by stochastic gradients, one by one.
+    Laplace, sections 3 and 4, which solves for the draws by stochastic gradients, one by one.
 
     Args:
         draws: S.
@@ -61,17 +61,17 @@ class SampledLLA(Method):
         prior: "isotropic", or "g" for `Δ = δ g`, `g_p = G_pp / mean(G_pp)`: isotropic over features of equal second
             moment, so that the scale of a weight does not matter (below batch or layer norm, it has no meaning). A
             weight whose curvature is below a millionth of the mean keeps `g_p = 1`.
-        per_block: find a δ for each block.
-        linearised_mode: measure δ by the mode of the linearised model instead of θ̂, which is not its optimum at the δ
-            found; takes two passes more a solve. Where δ is given it changes nothing: means of predictions stay the
+        per_block: a δ for each block.
+        linearised_mode: measure δ by the mode of the linearised model instead of θ̂, which is not its optimum at that
+            δ; takes two more passes per solve. Where δ is given it changes nothing: means of predictions stay the
             network's.
 
     Raises:
         LapwingError: for numbers out of range, another label or solver, or draws that do not fit the memory budget.
 
     Cost: a pass for the right-hand sides, then about as many as the solver has iterations, for each of the solves (3 to
-    6 where δ is open); a pass is C backward passes and products of S vectors with J. Memory of six numbers a weight and
-    draw while fitting, one afterwards: 11 million weights in float32 take 1.4 GB a copy for 32 draws. A prediction
+    6 where δ is open); a pass is C backward passes and products of S vectors with J. Memory of six numbers per weight
+    and draw while fitting, one afterwards: 11 million weights in float32 take 1.4 GB a copy for 32 draws. A prediction
     takes S products with J.
 
     Example:
@@ -106,7 +106,7 @@ class SampledLLA(Method):
         check_choice("SampledLLA", "prior", self.prior, ("isotropic", "g"))
 
     def passes(self, problem: Problem) -> Passes:
-        """The right-hand sides, what approximates the curvature, then solves and steps of EM in turn."""
+        """Yields passes for right-hand sides and preconditioner, then solves and steps of EM in turn."""
         self._check_memory(problem)
         system = yield from self._system(problem)
         mode, steps = LinearisedMode(problem), _steps(problem, self.per_block)
@@ -141,7 +141,7 @@ class SampledLLA(Method):
     def _solve(
         self, system: LinearSystem, noise: float | None, mode: LinearisedMode, start: Vectors, products: Vectors
     ) -> Solving:
-        """Solves for the draws, and with them for the linearised model's mode where that is asked for."""
+        """Solves for the draws, and with them for the linearised model's mode if it is wanted."""
         if not mode.wanted:
             return (yield from self.solver.solve(system, start, products))
         gradient = yield from mode.gradient(system, noise)

@@ -1,4 +1,4 @@
-"""Preconditioned conjugate gradients for many right-hand sides: one pass over the data an iteration serves them all."""
+"""Preconditioned conjugate gradients for many right-hand sides: each iteration is one pass for them all."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Solved(NamedTuple):
     """What a solver returns.
 
     Attributes:
-        solution: Z (S, P_block) a block.
-        products: `G Z` (S, P_block) a block, from a pass of its own.
+        solution: Z (S, P_block) by block.
+        products: `G Z` (S, P_block) by block, from a separate pass.
         residuals: `‖b - A z‖ / ‖b‖` (S,) float64, of these products.
         iterations: products or steps that it took.
     """
@@ -45,10 +45,10 @@ Solving = Generator[Pass, Any, Solved]
 
 @dataclass(frozen=True)
 class ConjugateGradients:
-    """Solves `(s G + Δ) z = b` for all draws together, until each has `‖b - (s G + Δ) z‖ ≤ tolerance ‖b‖`.
+    """Solves `(s G + Δ) z = b` for all draws at once, until each has `‖b - (s G + Δ) z‖ ≤ tolerance ‖b‖`.
 
     The draws are one block: each iteration gives S directions, and every draw goes along all of them, so that S times
-    as much of the curvature is met a pass as by draws on their own. (O'Leary 1980; the residual's factors are kept
+    as much of the curvature is used per pass as by separate draws. (O'Leary 1980; the residual's factors are kept
     orthonormal as in Dubrulle 2001.) At the end the residual is computed anew from the solution, which takes one more
     pass; where rounding has driven it from the recurrence's, iterations go on from it.
 
@@ -56,7 +56,7 @@ class ConjugateGradients:
         iterations: at most; each is a pass over the data.
         tolerance: of the relative residual.
         preconditioner: a method with a prior, such as `KFAC()`, `Diagonal()` or `ELLA(residual="prior")`, whose
-            covariance stands for the inverse; None takes the prior's. Where the data fix far fewer directions than
+            covariance replaces the inverse; None takes the prior's. Where the data fix far fewer directions than
             there are weights, A is the prior plus a low rank, which the draws find by themselves and other structures
             blur: for 400 images and the 29 034 weights of an MNIST network, 32 draws took 19 iterations to 1e-3 with
             None and 42 with ELLA of rank 100, and were above 2e-2 after 60 with `KFAC()`, `EKFAC()` and `Diagonal()`.
@@ -64,7 +64,7 @@ class ConjugateGradients:
     Raises:
         LapwingError: for numbers out of range, or a preconditioner that is no method.
 
-    Cost: a pass an iteration, memory of about six numbers a weight and draw.
+    Cost: one pass per iteration, memory of about six numbers per weight and draw.
 
     Example:
         >>> import lapwing as lw

@@ -1,4 +1,4 @@
-"""Products with the curvature for many vectors at once, `G Z = Σ_n JᵀR (RᵀJ Z)`, and `JᵀR ε`: one pass each, no matrix.
+"""Products with the curvature for many vectors, `G Z = Σ_n JᵀR (RᵀJ Z)`, and `JᵀR ε`: one pass each, no matrix.
 
 One record of `RᵀJ` (R backward passes) serves product and transposed product. Where the outputs outnumber the vectors
 twice, forward mode and a record of S cotangents are cheaper (about 2 S forward and S backward passes).
@@ -110,7 +110,7 @@ class PositionedRoot:
 
 
 class _Products(SumPass[BlockSums]):
-    """What both passes share: records of `RᵀJ`, and the transposed products that are added up, (S, P_block) a block."""
+    """What both passes share: records of `RᵀJ`, and sums of transposed products, (S, P_block) by block."""
 
     def __init__(self, problem: Problem, root: PositionedRoot, count: int) -> None:
         self._problem, self._root, self._count = problem, root, count
@@ -142,7 +142,7 @@ class _Products(SumPass[BlockSums]):
 
 
 class CurvatureProducts(_Products):
-    """`G Z` at unit noise, (S, P_block) a block, for Z (S, P_block) a block."""
+    """`G Z` at unit noise, (S, P_block) by block, for Z (S, P_block) by block."""
 
     label = "products with the curvature"
 
@@ -158,7 +158,7 @@ class CurvatureProducts(_Products):
 
 
 class DataNoise(_Products):
-    """`JᵀR ε` (S, P_block) a block, for standard normal ε: one a sample position, column of R and right-hand side."""
+    """`JᵀR ε` (S, P_block) by block, for standard normal ε: one a sample position, column of R and right-hand side."""
 
     label = "right-hand sides"
 

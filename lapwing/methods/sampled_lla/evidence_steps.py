@@ -1,4 +1,4 @@
-"""MacKay's fixed point for prior precision and noise, from the effective dimension γ, however that was found.
+"""MacKay's fixed point for prior precision and noise, from the effective dimension γ, however it was computed.
 
     δ ← γ / ‖θ̂ - μ0‖²        σ² ← Σ r² / (n C - γ τ n/N)
 
@@ -29,7 +29,7 @@ class EvidenceSteps:
         noise_variance: σ², None where there is none.
         squared_error: `Σ r²/(n C)` at the network's outputs, None where σ² is not open.
         count: `n C N/(n τ)`, the number of observed values, as much as they count.
-        open_precision: whether δ is to be found.
+        open_precision: whether δ is open.
         per_block: whether each block has its own δ.
         moving_mode: whether `‖θ̂ - μ0‖²` follows δ too, which then may fall more slowly than δ grows.
     """

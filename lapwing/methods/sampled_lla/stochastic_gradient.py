@@ -28,8 +28,8 @@ class StochasticGradient:
     """Solves `(s G + Δ) z = b` by preconditioned Nesterov steps on batches, `G ≈ n/B G_batch`, and averages the last.
 
     The objective is `1/2 zᵀ(s G)z + 1/2 ‖Δ^(1/2)(z - z₀)‖²`, `z₀ = Δ⁻¹ b`, whose gradient noise vanishes with z in the
-    directions that the data fix (Antorán et al. 2023, section 3); z₀ takes one pass. For data of which a pass is
-    dear: `ConjugateGradients` is exact, and mostly faster. The loader's batches should be in random order.
+    directions that the data fix (Antorán et al. 2023, section 3); z₀ takes one pass. It suits data of which a pass is
+    expensive; `ConjugateGradients` is exact, and mostly faster. The loader's batches should be in random order.
 
     Args:
         steps: batches.
@@ -43,7 +43,7 @@ class StochasticGradient:
     Raises:
         LapwingError: for numbers out of range, a preconditioner that is no method, or steps that diverge.
 
-    Cost: `steps` batches, and a pass for the residual; memory of about seven numbers a weight and draw.
+    Cost: `steps` batches, and a pass for the residual; memory of about seven numbers per weight and draw.
 
     Example:
         >>> import lapwing as lw
