@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
-from ..errors import LapwingError, shown
+from ..errors import LapwingError
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
 from ..network import batches
@@ -18,11 +18,10 @@ from ..network.batches import Forward
 from ..network.eager import outside_modes
 from ..network.loaders import check_progress, check_seed, first_batch, shows_bar
 from ..posterior import Posterior
-from ..posterior.prior import is_positive
 from ..tangent import LastLayer, Predicate, Tangent, everything
 from .batch_norm import refresh
 from .constructed import constructed, copied, put
-from .options import check_choice
+from .options import check_choice, check_positive
 from .snapshots import SnapshotCollector
 
 
@@ -134,10 +133,7 @@ class SWAG:
         collector = _collected(snapshots, model, rank, params)
         check_choice("SWAG.from_snapshots", "batch_norm", batch_norm, ("refresh", "keep"))
         check_seed(seed)
-        if not is_positive(scale):
-            raise LapwingError(
-                f"scale={shown(scale)} of SWAG is not a positive finite number. Write scale=0.5, or leave it out."
-            )
+        check_positive("SWAG.from_snapshots", "scale", scale, 0.5)
         inputs, targets = batches.split(first_batch(loader))
         likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
         network = _averaged(collector)

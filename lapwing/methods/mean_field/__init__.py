@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import LapwingError, shown
+from ...errors import LapwingError
 from ...likelihoods import Likelihood, resolve
 from ...likelihoods.inferred import inferred_likelihood
 from ...network import batches
@@ -18,7 +18,6 @@ from ...network.eager import outside_modes, parameters_of, uncompiled
 from ...network.loaders import check_progress, first_batch
 from ...network.selection import select
 from ...posterior import Posterior
-from ...posterior.prior import is_positive
 from ...tangent import LastLayer, Predicate, Tangent, everything
 from ..constructed import constructed, copied, diagonal, put
 from ..options import check_count, check_positive
@@ -242,10 +241,7 @@ def _around(
 ) -> Posterior:
     """Returns the posterior of given variances around a network as it is."""
     check_progress(progress)
-    if not is_positive(scale):
-        raise LapwingError(
-            f"scale={shown(scale)} of MeanField is not a positive finite number. Write scale=1.0, or leave it out."
-        )
+    check_positive(method.partition("(")[0], "scale", scale, 1.0)
     inputs, targets = batches.split(first_batch(loader))
     likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(model, inputs, lambda name, _: name in variances, forward, memory)

@@ -12,7 +12,7 @@ from ...errors import LapwingError, is_one_of, shown
 from ...network import batches
 from ...posterior.prior import is_positive
 from ...tangent import Vectors
-from ..options import check_count
+from ..options import check_count, check_positive
 from ..passes import Batch, IteratePass, Method
 from ..state import State
 from .conjugate_gradients import Solved, Solving, check_preconditioner, check_tolerance, residual_of
@@ -65,18 +65,13 @@ class StochasticGradient:
         check_count(name, "steps", self.steps)
         check_tolerance(name, self.tolerance)
         check_preconditioner(name, self.preconditioner)
-        accepted = {
-            "learning_rate": is_positive(self.learning_rate),
-            "momentum": is_one_of(self.momentum, (0, 0.0)) or (is_positive(self.momentum) and self.momentum < 1),
-            "average": is_positive(self.average) and self.average <= 1,
-            "clip": is_positive(self.clip),
-        }
-        for option, fine in accepted.items():
-            if not fine:
-                raise LapwingError(
-                    f"{name}({option}={shown(getattr(self, option))}) needs a positive number; momentum is below 1 and "
-                    f"average at most 1. Write {name}(steps=1000), or leave {option} out."
-                )
+        check_positive(name, "learning_rate", self.learning_rate, 0.3)
+        check_positive(name, "average", self.average, 0.5, limit=1.0)
+        check_positive(name, "clip", self.clip, 10.0)
+        if not is_one_of(self.momentum, (0, 0.0)) and not (is_positive(self.momentum) and self.momentum < 1):
+            raise LapwingError(
+                f"{name}(momentum={shown(self.momentum)}) needs a number from 0 to below 1. Write {name}(momentum=0.9)."
+            )
 
     def more(self) -> str:
         """Returns what to write for a smaller residual."""
