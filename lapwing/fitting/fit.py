@@ -5,27 +5,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..covariance import Covariance, PriorCovariance
-from ..errors import LapwingError, shown
+from ..errors import LapwingError
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import check_logits, inferred_likelihood
 from ..linalg import is_finite
-from ..methods import KFAC, DataSummary, FisherRoot, FitResult, Method, Problem
+from ..methods import DataSummary, FisherRoot, FitResult, Method, Problem
 from ..network import batches
 from ..network.batches import Forward
 from ..network.eager import outside_modes
-from ..network.loaders import check_progress, check_seed, first_batch, known_size, warn_of_unseen_samples
+from ..network.loaders import check_progress, first_batch, known_size, warn_of_unseen_samples
 from ..network.stamp import Stamp
 from ..posterior import Posterior
-from ..posterior.prior import Prior, check_range, is_positive
-from ..tangent import LastLayer, Predicate, Tangent, everything, last_layer
+from ..posterior.prior import Prior, check_range
+from ..tangent import LastLayer, Predicate, Tangent
 from ..tuning import BoundedEvidence, Training, Tuning
+from .arguments import check_data_size, check_numbers, check_tuning, method_and_params
 from .runner import Runner
 
 log = logging.getLogger("lapwing")
@@ -54,8 +54,8 @@ def fit(
 
     Args:
         model: the trained network, in eval mode. Outputs (B, C).
-        loader: the training data: an iterable of (inputs, targets) batches that can be gone through several times.
-        method: the structure of Σ and how it is found; KFAC when None.
+        loader: the training data: an iterable of (inputs, targets) batches that can be read several times.
+        method: the structure of Σ and how it is fitted; KFAC when None.
         likelihood: "categorical", "gaussian" or an instance; None infers it from the targets' dtype, and
             refuses floats that are labels all the same.
         params: which parameters to treat; None means the last layer where `method` is None, else everything.
@@ -69,7 +69,7 @@ def fit(
         forward: `forward(model, inputs)` where `model(x)`, `model(*x)` or `model(**x)` does not do.
         memory: budget in bytes, 1 GiB when None; up to twice as much is held beside the posterior and the network's own
             activations. One layer is never cut: its Kronecker factor of n inputs takes 12 n² bytes while it is
-            decomposed in float64, and the workspace of LAPACK 16 n²; tuning takes a number a candidate for each weight.
+            decomposed in float64, and the workspace of LAPACK 16 n²; tuning takes one number per candidate and weight.
         seed: of every random choice.
         progress: show a bar; None shows one on a terminal.
 
@@ -77,7 +77,7 @@ def fit(
         An immutable posterior.
 
     Raises:
-        LapwingError: for bad input, in one sentence; nothing is left half-written.
+        LapwingError: for bad input, says what is wrong and what to do; the network stays as it was.
 
     Cost: the method's passes over the data, each about 1 + C passes of the network; see the method. Then the tuning's,
         which exceeds that where there are many weights and few data: see `BoundedEvidence`.
@@ -89,14 +89,14 @@ def fit(
         >>> lw.fit(model, [(x, y)]).predict(x).probs.shape
         torch.Size([32, 3])
     """
-    method, params = _method_and_params(method, params)
-    _check_numbers(prior_precision, weight_decay, temperature, data_size, seed)
-    _check_tuning(tune)
+    method, params = method_and_params(method, params)
+    check_numbers(prior_precision, weight_decay, temperature, data_size, seed)
+    check_tuning(tune)
     check_progress(progress)
     seed = int(seed)
     first = first_batch(loader)
     if data_size is not None:
-        _check_data_size(data_size, known_size(loader) or 0)
+        check_data_size(data_size, known_size(loader) or 0)
     inputs, targets = batches.split(first)
     likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(model, inputs, params, forward, memory)
@@ -115,7 +115,7 @@ def fit(
     generator = torch.Generator(tangent.device).manual_seed(seed)
     root = FisherRoot(likelihood, tangent.outputs, generator)
     if tangent.outputs > root.columns:
-        log.info("%d outputs: the Fisher information is sampled, one draw an input", tangent.outputs)
+        log.info("%d outputs: the Fisher information is sampled, one draw per input", tangent.outputs)
     traces = tune is not None and tune.reads_evidence(not prior.given, likelihood.needs_noise)
     problem = Problem(
         tangent, likelihood, root, prior, traces, seed, runner.labels, runner.count, runner.summary, float(temperature),
@@ -127,14 +127,7 @@ def fit(
     if data_size is None and drawn is None:
         warn_of_unseen_samples(loader, runner.shown())
     likelihood, prior = _settled(result, likelihood, prior)
-    summary, size = runner.summary(), None if data_size is None else float(data_size)
-    if data_size is not None:
-        _check_data_size(data_size, summary.samples)
-    if result.summary is not None:
-        summary = result.summary
-        size = _size_for(summary, result.data_factor, runner.count(), data_size)
-    elif data_size is None and not runner.whole:
-        size = runner.count()
+    summary, size = _part(runner, result, data_size)
 
     def posterior(
         covariance: Covariance, statistics: Mapping[str, Tensor], samples: int, size: float | None
@@ -172,7 +165,7 @@ def _checked(posterior: Posterior) -> Posterior:
     if posterior.covariance.rounded():
         log.warning(
             "The curvature of %s spans more digits than its sums resolve beside a prior precision of %.3g: variances "
-            "in directions that the data show least are rounding noise. Scale the inputs to about 1, raise the prior "
+            "in directions of least curvature are rounding noise. Scale the inputs to about 1, raise the prior "
             "precision, or fit the network in float64 with model.double().",
             posterior.method, posterior.prior.precision.min().item(),
         )  # fmt: skip
@@ -185,21 +178,23 @@ def _check_noise(likelihood: Likelihood, tangent: Tangent) -> None:
         check_range("noise variance", torch.tensor(likelihood.noise_variance, dtype=torch.float64), tangent.dtype)
 
 
-def _size_for(summary: DataSummary, factor: float, shown: int, data_size: int | None) -> float | None:
-    """Returns the data size that scales a chosen part of the data as its method and the user ask."""
+def _part(runner: Runner, result: FitResult, data_size: int | None) -> tuple[DataSummary, float | None]:
+    """Returns the summary of the samples that the curvature is of, and the N that it is scaled to; None for no scale.
+
+    Raises:
+        LapwingError: for a data size below the number of samples that the loader shows.
+    """
+    if result.summary is None:
+        summary = runner.summary()
+        if data_size is None:
+            return summary, None if runner.whole else runner.count()
+        check_data_size(data_size, summary.samples)
+        return summary, float(data_size)
+    factor = result.data_factor
     if data_size is not None:
-        _check_data_size(data_size, shown)
-    factor *= 1.0 if data_size is None else data_size / shown
-    return None if factor == 1.0 else factor * summary.samples
-
-
-def _check_data_size(data_size: int, shown: int) -> None:
-    """Raises for fewer training points than the loader shows (case 15)."""
-    if data_size < shown:
-        raise LapwingError(
-            f"data_size={data_size} is below the {shown} samples that the loader shows. Leave data_size out, or give "
-            "the size of the whole training set."
-        )
+        check_data_size(data_size, runner.count())
+        factor *= data_size / runner.count()
+    return result.summary, None if factor == 1.0 else factor * result.summary.samples
 
 
 def _settled(result: FitResult, likelihood: Likelihood, prior: Prior) -> tuple[Likelihood, Prior]:
@@ -209,64 +204,3 @@ def _settled(result: FitResult, likelihood: Likelihood, prior: Prior) -> tuple[L
     if result.precision is not None:
         prior = replace(prior, precision=result.precision, given=True)
     return likelihood, prior
-
-
-def _method_and_params(method: Any, params: Any) -> tuple[Method, Predicate | LastLayer]:
-    if isinstance(method, type) and issubclass(method, Method):
-        raise LapwingError(
-            f"method={method.__name__} is the class. Pass an instance with its options: lw.{method.__name__}()."
-        )
-    if hasattr(method, "shape") and hasattr(method, "dtype"):
-        raise LapwingError(
-            f"lw.fit takes a loader and then a method, and the third argument is {shown(method)}. Write lw.fit(model, "
-            "[(x, y)]) to fit on inputs x and targets y."
-        )
-    if method is not None and not isinstance(method, Method):
-        raise LapwingError(
-            f"method={shown(method)} is not a method. Pass lw.Full(), lw.Diagonal(), lw.KFAC(), lw.EKFAC(), "
-            "lw.ELLA(rank=20, rows=200), lw.OptimalSubspace(rank=20), lw.SubsetOfWeights(size=100), lw.VaLLA(), "
-            "lw.SubsetOfData(size=500), lw.SampledLLA() or lw.MeanField(): write method=lw.KFAC(). lw.SWAG is made by "
-            "lw.SWAG.from_snapshots."
-        )
-    if params is None:
-        params = last_layer if method is None else everything
-    return method or KFAC(), params
-
-
-def _check_numbers(
-    prior_precision: Any, weight_decay: float | None, temperature: float, data_size: int | None, seed: Any
-) -> None:
-    """Raises for numbers out of range (case 15)."""
-    numbers = {"weight_decay": weight_decay, "temperature": temperature}
-    if not isinstance(prior_precision, Mapping):
-        numbers["prior_precision"] = prior_precision
-    for name, value in numbers.items():
-        if not (is_positive(value) or (value is None and name != "temperature")):
-            raise LapwingError(
-                f"{name}={shown(value)} is not a positive finite number. Write "
-                f"{name}={1e-4 if name == 'weight_decay' else 1.0}, or leave it out."
-            )
-    if data_size is not None and not (is_positive(data_size) and isinstance(data_size, Integral)):
-        raise LapwingError(
-            f"data_size={shown(data_size)} is not a whole number, the size of the training set. Write "
-            "data_size=len(dataset), or leave it out."
-        )
-    if prior_precision is not None and weight_decay is not None:
-        raise LapwingError(
-            f"prior_precision={prior_precision} and weight_decay={weight_decay} exclude each other, since weight_decay "
-            "sets the prior precision to N times itself. Leave one out."
-        )
-    check_seed(seed)
-
-
-def _check_tuning(tune: Any) -> None:
-    """Raises for a tuning that is none (case 15)."""
-    if tune is not None and not isinstance(tune, Tuning):
-        raise LapwingError(
-            f"tune={shown(tune)} is not a tuning. Pass lw.BoundedEvidence(), lw.Evidence(), lw.Validation(loader), "
-            "lw.EarlyStopping(loader) or None: write tune=lw.BoundedEvidence()."
-        )
-    if torch.get_default_device().type == "meta":
-        raise LapwingError(
-            "torch's default device is meta, whose tensors hold no numbers. Call torch.set_default_device('cpu') first."
-        )

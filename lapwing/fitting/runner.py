@@ -1,4 +1,4 @@
-"""Drives a method's passes over a loader: the one place that knows batches consumed and states. `fit` runs it.
+"""Runs a method's passes over a loader: the one place that holds states and counts batches. `fit` calls it.
 
 So checkpoints and several processes belong here and nowhere else.
 """
@@ -179,7 +179,7 @@ class Runner:
                 return
 
     def _check_size(self, samples: int, to: str) -> None:
-        """Notes n the first time; raises when the loader shows nothing, or another number (case 9)."""
+        """Notes n the first time; raises when the loader shows nothing, or another number."""
         if not samples or samples != (self._expected or samples):
             raise other_size(samples, to, self._expected)
         self._expected = samples

@@ -47,7 +47,7 @@ def refresh(network: nn.Module, loader: Iterable[Any], forward: Forward | None, 
         seed: of dropout; torch's generators are left as they were.
 
     Raises:
-        LapwingError: for a batch with one value a channel, or bad inputs.
+        LapwingError: for a batch with one value per channel, or bad inputs.
     """
     device = next(network.parameters()).device
     devices = [device] if device.type == "cuda" else []

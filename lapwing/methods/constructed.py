@@ -44,9 +44,9 @@ def copied(model: nn.Module, method: str) -> nn.Module:
 @torch.no_grad()
 def put(network: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Writes parameters and buffers, by name, into a network: a copy, never the user's."""
-    own = {**dict(network.named_buffers()), **parameters_of(network)}
+    tensors = {**dict(network.named_buffers()), **parameters_of(network)}
     for name, value in values.items():
-        own[name].copy_(value)
+        tensors[name].copy_(value)
 
 
 def diagonal(tangent: Tangent, variances: Mapping[str, Tensor], precision: Tensor | None = None) -> LowRankPlusDiagonal:
@@ -89,8 +89,8 @@ def constructed(
         summary.add(likelihood, outputs, targets)
     if not summary.samples:
         raise other_size(0, f"to {method.partition('(')[0]}", None)
-    given = not likelihood.needs_noise
-    if not given:
+    noise_known = not likelihood.needs_noise
+    if not noise_known:
         likelihood = likelihood.with_noise_variance(likelihood.residual_variance(summary.statistics))
     blocks, device = tangent.blocks, tangent.device
     flat = Prior(
@@ -99,6 +99,6 @@ def constructed(
         given=True,
     )
     return Posterior(
-        tangent, covariance, likelihood, flat, summary.statistics, summary.samples, 1.0, 1.0, method, given,
+        tangent, covariance, likelihood, flat, summary.statistics, summary.samples, 1.0, 1.0, method, noise_known,
         Stamp.of(tangent.state()),
     )  # fmt: skip

@@ -23,7 +23,7 @@ class Diagonal(Method):
     """
 
     def passes(self, problem: Problem) -> Passes:
-        """One sum pass."""
+        """Yields one pass."""
         return (yield from run_curvature_pass(_SquaredSums(problem)))
 
 

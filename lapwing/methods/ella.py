@@ -36,8 +36,8 @@ class ELLA(Method):
     Cost: M backward passes, memory O(M P); where that exceeds the budget, about M²/m more for chunks of m rows, memory
     O(M² + K P), and again in float64 where rounding hides some of the K directions; where K P exceeds it too, V stays
     implicit, memory O(M²), every chunk of the curvature's pass and of a prediction takes M backward passes more, and a
-    saved posterior holds the sampled training inputs. The loader is gone through to count samples, to collect the rows'
-    inputs, and to sum the curvature by C backward passes a sample.
+    saved posterior holds the sampled training inputs. The loader is read to count samples, to collect the rows'
+    inputs, and to sum the curvature by C backward passes per sample.
 
     Example:
         >>> import lapwing as lw
@@ -64,7 +64,7 @@ class ELLA(Method):
             )
 
     def passes(self, problem: Problem) -> Passes:
-        """The inputs of the rows, then the curvature on their span."""
+        """Yields a pass for the inputs of the rows, then one for the curvature on their span."""
         anchors = yield from sampled_anchors(problem, self.rows, self.sampling)
         basis = span_of_anchors(problem, anchors, self.rank, self.residual)
         return (yield from on_basis(problem, basis, self.residual))

@@ -33,7 +33,7 @@ class Full(Method):
         LapwingError: for another label.
 
     Both forms sum and decompose in float64, whatever the model's dtype: where features are not scaled or the prior
-    precision is small, sums in float32 would lose the directions that the data show least.
+    precision is small, sums in float32 would lose the directions of least curvature.
 
     Cost: one pass. Primal: time O(P³) once, memory 16 P² bytes and twice that meanwhile. Dual: memory O(NC P), time
     O((NC)² P) once.
@@ -51,7 +51,7 @@ class Full(Method):
         check_choice("Full", "form", self.form, ("auto", "primal", "dual"))
 
     def passes(self, problem: Problem) -> Passes:
-        """One sum pass: the GGN, or all rows."""
+        """Yields one pass, for the GGN or for all rows."""
         size = problem.tangent.size
         rows = problem.count() * problem.root.columns
         if self.form == "primal" or (self.form == "auto" and rows >= size):
@@ -82,8 +82,8 @@ class _DenseCurvature(CurvaturePass[DenseSum]):
         return DenseSum(self._problem.zeros(size, size, dtype=torch.float64))
 
     def update(self, state: DenseSum, batch: Batch) -> None:
-        held = 2 * self._problem.root.columns * self._problem.tangent.size
-        for _, record in batch.records(self._problem.root, torch.float64, held):
+        scratch = 2 * self._problem.root.columns * self._problem.tangent.size
+        for _, record in batch.records(self._problem.root, torch.float64, scratch):
             rows = record.rows().flatten(0, 1)
             add_squares(state.matrix[None], rows[None])
 
@@ -105,8 +105,8 @@ class _AllRows(CurvaturePass[DenseSum]):
 
     def update(self, state: DenseSum, batch: Batch) -> None:
         columns = self._problem.root.columns
-        held = 2 * columns * self._problem.tangent.size
-        for part, record in batch.records(self._problem.root, torch.float64, held):
+        scratch = 2 * columns * self._problem.tangent.size
+        for part, record in batch.records(self._problem.root, torch.float64, scratch):
             first = (batch.start + part.start) * columns
             rows = record.rows().flatten(0, 1)
             state.matrix[first : first + len(rows)] += rows

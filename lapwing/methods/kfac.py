@@ -58,9 +58,9 @@ class KFAC(_Kronecker):
     Raises:
         LapwingError: for another label.
 
-    Cost: one pass of C backward passes of activations; memory O(D_in² + D_out²) a layer; time O(D³) a layer at the end.
-    A prediction rotates each layer's inputs, O(D_in²) a position; O(D_in n) a layer of one position where the fit saw
-    far fewer samples, n.
+    Cost: one pass of C backward passes of activations; memory O(D_in² + D_out²) and at the end time O(D³) per layer.
+    A prediction rotates each layer's inputs, O(D_in²) per position; O(D_in n) for a layer with one position if
+    the fit had far fewer samples, n.
 
     Example:
         >>> import lapwing as lw
@@ -69,7 +69,7 @@ class KFAC(_Kronecker):
     """
 
     def passes(self, problem: Problem) -> Passes:
-        """One sum pass."""
+        """Yields one pass."""
         return (yield from run_curvature_pass(self._factor_pass(problem)))
 
 
@@ -86,7 +86,7 @@ class EKFAC(_Kronecker):
     Raises:
         LapwingError: for another label.
 
-    Cost: two passes of C backward passes of activations each; memory O(D_in² + D_out² + P) a layer.
+    Cost: two passes of C backward passes of activations each; memory O(D_in² + D_out² + P) per layer.
 
     Example:
         >>> import lapwing as lw
@@ -95,7 +95,7 @@ class EKFAC(_Kronecker):
     """
 
     def passes(self, problem: Problem) -> Passes:
-        """KFAC's pass, then one for the second moments."""
+        """Yields KFAC's pass, then one for the second moments."""
         factors = self._factor_pass(problem)
         structures = factors.finish((yield factors)).structures
         return (yield from run_curvature_pass(_SecondMoments(problem, structures)))

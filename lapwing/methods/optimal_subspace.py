@@ -74,7 +74,7 @@ class OptimalSubspace(Method):
             )
 
     def passes(self, problem: Problem) -> Passes:
-        """Ψ_approx, the inputs of the subset, then the curvature on their span."""
+        """Yields the passes of Ψ_approx, one for the inputs of the subset, and one for the curvature on their span."""
         approximate = None
         if isinstance(self.curvature, Method):
             result = yield from self.curvature.passes(problem)
@@ -107,7 +107,7 @@ class OptimalSubspace(Method):
         return (yield from anchors_at(problem, chosen.repeat_interleave(width), torch.arange(width).repeat(count)))
 
     def _directions(self, problem: Problem, anchors: Anchors, approximate: Covariance | None) -> dict[str, Tensor]:
-        """Returns `λ^(-1/2) U_sᵀ J Ψ_approx`, from rows held together where they fit, else written out again and again.
+        """Returns `λ^(-1/2) U_sᵀ J Ψ_approx`, from rows in memory if they fit, else written out chunk by chunk.
 
         In float64 where the rows fit: the leading eigenvectors of thousands of rows spread over many decades.
         """
@@ -119,33 +119,33 @@ class OptimalSubspace(Method):
         problem.require(name, gram_bytes, "the rows' Gram matrix", "ask for fewer rows")
         fits = 2 * len(anchors) * tangent.size * torch.float64.itemsize <= tangent.memory
         precise = torch.float64 if fits else dtype
-        together = [(torch.arange(len(anchors)), anchors.rows(precise))] if fits else None
+        all_rows = [(torch.arange(len(anchors)), anchors.rows(precise))] if fits else None
         rank = min(self.rank, len(anchors))
-        grams = partial(_gram, problem, anchors, approximate, together)
+        grams = partial(_gram, problem, anchors, approximate, all_rows)
         coefficients = leading_of(grams, rank, precise).to(precise)  # (s, M)
-        if together is None:
-            found = anchors.combine(coefficients)
-            _weight(problem, approximate, found)
+        if all_rows is None:
+            directions = anchors.combine(coefficients)
+            _weight(problem, approximate, directions)
         else:  # orthonormal before they are float32, since Ψ may leave them nearly dependent
-            rows = coefficients @ together[0][1]
+            rows = coefficients @ all_rows[0][1]
             _weight(problem, approximate, cut(blocks, rows))
-            found = cut(blocks, torch.linalg.qr(rows.T)[0].T)
-        return {name: directions.to(dtype) for name, directions in found.items()}
+            directions = cut(blocks, torch.linalg.qr(rows.T)[0].T)
+        return {name: vectors.to(dtype) for name, vectors in directions.items()}
 
 
 def _gram(
     problem: Problem,
     anchors: Anchors,
     approximate: Covariance | None,
-    together: list[tuple[Tensor, Tensor]] | None,
+    all_rows: list[tuple[Tensor, Tensor]] | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns `J Ψ_approx Jᵀ` (M, M), from rows held together or written out for each pair of chunks."""
+    """Returns `J Ψ_approx Jᵀ` (M, M), from rows in memory or written out for each pair of chunks."""
     gram = torch.zeros(len(anchors), len(anchors), dtype=torch.float64, device=problem.tangent.device)
-    for slots, rows in together or anchors.row_chunks(dtype):
-        mine = rows.clone() if together else rows
+    for slots, rows in all_rows or anchors.row_chunks(dtype):
+        mine = rows.clone() if all_rows else rows
         _weight(problem, approximate, cut(problem.tangent.blocks, mine))
-        for others, theirs in together or anchors.row_chunks(dtype):
+        for others, theirs in all_rows or anchors.row_chunks(dtype):
             gram[slots[:, None], others] = (mine @ theirs.T).double()
     return gram
 
@@ -159,6 +159,6 @@ def _weight(problem: Problem, approximate: Covariance | None, vectors: Vectors) 
     dtype, tangent = approximate.dtype, problem.tangent
     length = max(1, tangent.memory // (8 * dtype.itemsize * tangent.size))  # a product takes several times its rows
     for parts in zip(*(vector.split(length) for vector in vectors.values()), strict=True):
-        found = approximate.mv({name: part.to(dtype) for name, part in zip(vectors, parts, strict=True)})
+        products = approximate.mv({name: part.to(dtype) for name, part in zip(vectors, parts, strict=True)})
         for part, name in zip(parts, vectors, strict=True):
-            part.copy_(found[name])
+            part.copy_(products[name])

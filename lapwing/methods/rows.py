@@ -1,4 +1,4 @@
-"""Which rows of the Jacobian a subspace is made of: their choice, and the pass that collects their inputs."""
+"""The choice of the rows of the Jacobian that span a subspace, and the pass that collects their inputs."""
 
 from __future__ import annotations
 

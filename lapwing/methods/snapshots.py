@@ -24,7 +24,7 @@ def welford(mean: Tensor, squares: Tensor | None, value: Tensor, count: int) -> 
 
     Args:
         mean: θ̄ of the values before, float64.
-        squares: `Σ (θ_i - θ̄)²` of the values before, or None where it is not wanted.
+        squares: `Σ (θ_i - θ̄)²` of the values before, or None to leave it out.
         value: θ_n.
         count: n, this value included.
     """

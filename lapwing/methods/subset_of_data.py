@@ -1,4 +1,4 @@
-"""Subset of data: the exact posterior of some of the training points, found by another method on them alone."""
+"""Subset of data: the exact posterior of some of the training points, by another method on these alone."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ class SubsetOfData(Method):
 
     In function space the exact Gaussian process of these points (Immer et al. 2021, section 3.3): all their rows of J
     are directions, and the rest of the weights keeps the prior. It is what `Full` fitted on the subset alone gives;
-    it knows less than all of the data tell, so `Full ≼ SubsetOfData ≼ prior`. Evidence and noise variance are those of
-    the subset too, and `posterior.samples` is n.
+    it has less information than all of the data, so `Full ≼ SubsetOfData ≼ prior`. Evidence and noise variance are
+    those of the subset too, and `posterior.samples` is n.
 
     Args:
         size: n, the most points taken.
         sampling: "uniform", or "balanced", as many points of each class.
         rescale: let the subset stand for all N points: curvature and likelihood are multiplied by N/n, which no longer
-            errs on the side of too wide. Without it the subset stands for itself, as published.
+            errs on the side of too wide. Without it the subset counts as n points, as published.
 
     Raises:
         LapwingError: for a size below 1, another label, or a budget that does not hold the rows' Gram matrix.
 
-    Cost: the loader is gone through to count its samples where it does not say, then once, as far as the last chosen
-    point; C backward passes for each point; memory and time as for `Full` on n points, O(n C P) and O((n C)² P), or
-    O(P²) and O(P³) where n C > P. Where that exceeds the budget the directions stay implicit: two passes, memory
-    O((n C)²), every chunk of a prediction takes n C backward passes more, and a saved posterior holds the chosen
-    points' inputs.
+    Cost: the loader is read to count its samples if it has no length, then once, up to the last chosen point; C
+    backward passes for each point; memory and time as for `Full` on n points, O(n C P) and O((n C)² P), or O(P²) and
+    O(P³) where n C > P. Where that exceeds the budget the directions stay implicit: two passes, memory O((n C)²), every
+    chunk of a prediction takes n C backward passes more, and a saved posterior holds the chosen points' inputs.
 
     Example:
         >>> import lapwing as lw
@@ -62,7 +61,7 @@ class SubsetOfData(Method):
         check_choice("SubsetOfData", "rescale", self.rescale, (False, True))
 
     def passes(self, problem: Problem) -> Passes:
-        """Those of another method on the subset."""
+        """Yields the passes of another method on the subset."""
         shown = problem.count()
         labels = _class_labels(problem) if self.sampling == "balanced" else None
         places = chosen_places(shown, min(self.size, shown), problem.generator(), labels)
@@ -70,7 +69,7 @@ class SubsetOfData(Method):
         return FitResult(covariance, summary=summary, data_factor=shown / len(places) if self.rescale else 1.0)
 
     def _exact(self, problem: Problem, count: int) -> Method:
-        """Returns the way to the exact posterior of so many points that fits the memory budget."""
+        """Returns the method that gives the exact posterior of `count` points within the memory budget."""
         rows, size, budget = count * problem.root.columns, problem.tangent.size, problem.tangent.memory
         if rows >= size and 24 * size**2 <= budget:
             return Full(form="primal")

@@ -23,7 +23,7 @@ LABELS = ("diagonal", "magnitude", "random")
 
 
 class HasCovariance(Protocol):
-    """A posterior, as far as its marginal variances are asked for."""
+    """Anything with a covariance, such as a posterior."""
 
     @property
     def covariance(self) -> Covariance:
@@ -100,7 +100,7 @@ class SubsetOfWeights(Method):
         return f"SubsetOfWeights(size={self.size}, by={by}, residual={self.residual!r})"
 
     def passes(self, problem: Problem) -> Passes:
-        """The diagonal of G where weights are chosen by it, then the curvature on the chosen ones."""
+        """Yields a pass for the diagonal of G if that chooses the weights, then one for their curvature."""
         tangent, size = problem.tangent, self.size
         if size > tangent.size:
             raise LapwingError(
@@ -149,8 +149,8 @@ def _check_same_weights(mine: tuple[Block, ...], theirs: tuple[Block, ...]) -> N
     """Raises where a posterior is not over the weights of this fit, laid out alike."""
     if _layouts(mine) == _layouts(theirs):
         return
-    found, wanted = _layouts(theirs), _layouts(mine)
-    odd = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
+    other, expected = _layouts(theirs), _layouts(mine)
+    odd = [name for name in {**expected, **other} if expected.get(name) != other.get(name)]
     raise LapwingError(
         f"SubsetOfWeights(by=posterior) needs a posterior over the {sum(block.size for block in mine)} weights of this "
         f"fit. This one is over {sum(block.size for block in theirs)} weights and differs in {', '.join(odd[:4])}: "

@@ -1,4 +1,4 @@
-"""What all subspace methods share: rows of the Jacobian to make directions of, and the pass that sums the curvature."""
+"""What the subspace methods share: directions from rows of the Jacobian, and the pass for the curvature on them."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Res
     if not explicit:
         return ImplicitBasis(anchors, coefficients, scales)
     fits = rank * tangent.size * torch.float64.itemsize <= tangent.memory
-    found = anchors.combine(coefficients if fits else coefficients.to(dtype))
-    return ExplicitBasis({name: directions.mul_(scales[name]).to(dtype) for name, directions in found.items()})
+    combined = anchors.combine(coefficients if fits else coefficients.to(dtype))
+    return ExplicitBasis({name: directions.mul_(scales[name]).to(dtype) for name, directions in combined.items()})
 
 
 def orthonormal_span(rows: Tensor, memory: int, rank: int | None = None) -> Tensor:
@@ -78,7 +78,7 @@ def _fit(count: int, size: int, dtype: torch.dtype, memory: int) -> bool:
 
 
 def leading_of(gram: Callable[[torch.dtype], Tensor], rank: int, dtype: torch.dtype) -> Tensor:
-    """Returns `leading` of a Gram matrix summed in a dtype, again in float64 where its noise hides asked directions."""
+    """Returns `leading` of a Gram matrix summed in a dtype, again in float64 if rounding noise hides some of them."""
     coefficients = leading(gram(dtype), rank, dtype)
     if len(coefficients) == rank or dtype == torch.float64:
         return coefficients
@@ -91,7 +91,7 @@ def leading(gram: Tensor, rank: int | None, dtype: torch.dtype) -> Tensor:
     Args:
         gram: (M, M) float64, of rows whose products were summed in `dtype`; used up.
         rank: at most this many.
-        dtype: tells what rounding noise is.
+        dtype: whose rounding noise is cut.
     """
     values, vectors = eigen_in_place(gram)
     kept = _kept(values, rank, dtype)
@@ -128,10 +128,10 @@ class ProjectedCurvature(State):
         """Adds a batch, times a factor."""
         for _, record in batch.records(problem.root, basis.dtype, problem.root.columns * basis.scratch_per_row):
             projected = basis.project(record).flatten(0, 1).double()  # (B R, K)
-            self.H.addmm_(projected.T, projected, alpha=factor)
+            self.H += (factor * projected.T) @ projected
             if problem.traces_wanted:
                 traces = torch.stack([record[name].squared_norm() for name in record])
-                self.traces.add_(traces.double(), alpha=factor)
+                self.traces += factor * traces.double()
 
 
 class _Projection(CurvaturePass[ProjectedCurvature]):

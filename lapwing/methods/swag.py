@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
-from ..errors import LapwingError, shown
+from ..errors import LapwingError
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
 from ..network import batches
@@ -18,11 +18,10 @@ from ..network.batches import Forward
 from ..network.eager import outside_modes
 from ..network.loaders import check_progress, check_seed, first_batch, shows_bar
 from ..posterior import Posterior
-from ..posterior.prior import is_positive
 from ..tangent import LastLayer, Predicate, Tangent, everything
 from .batch_norm import refresh
 from .constructed import constructed, copied, put
-from .options import check_choice
+from .options import check_choice, check_positive
 from .snapshots import SnapshotCollector
 
 
@@ -55,7 +54,7 @@ class SWAG:
     """
 
     def __new__(cls, *arguments: Any, **options: Any) -> SWAG:
-        """Says how it is made: not by `lw.fit`.
+        """Refuses to make an instance, and says what to call instead.
 
         Raises:
             LapwingError: always.
@@ -81,7 +80,7 @@ class SWAG:
         Raises:
             LapwingError: for a rank below 2 and not 0, or a selection that selects nothing.
 
-        Cost: memory of 16 bytes a weight, and K numbers a treated weight.
+        Cost: memory of 16 bytes per weight, and K numbers per treated weight.
         """
         return SnapshotCollector(model, rank, params)
 
@@ -108,7 +107,7 @@ class SWAG:
 
         Args:
             snapshots: a collector; or state dicts of `model`, read one by one.
-            loader: the training data, (inputs, targets) batches that can be gone through several times.
+            loader: the training data, (inputs, targets) batches that can be read several times.
             likelihood: "categorical", "gaussian" or an instance; None infers it from the targets' dtype. A noise
                 variance that is None becomes the mean squared residual of the averaged network.
             scale: what multiplies the sum of both parts of Σ; 1/2 in the paper, which uses 1 for the diagonal alone.
@@ -134,10 +133,7 @@ class SWAG:
         collector = _collected(snapshots, model, rank, params)
         check_choice("SWAG.from_snapshots", "batch_norm", batch_norm, ("refresh", "keep"))
         check_seed(seed)
-        if not is_positive(scale):
-            raise LapwingError(
-                f"scale={shown(scale)} of SWAG is not a positive finite number. Write scale=0.5, or leave it out."
-            )
+        check_positive("SWAG.from_snapshots", "scale", scale, 0.5)
         inputs, targets = batches.split(first_batch(loader))
         likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
         network = _averaged(collector)

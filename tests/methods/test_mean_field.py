@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.covariance.dense import concatenate
 from lapwing.methods.mean_field.fine_tuning import best_precision, divergence
-from lapwing.methods.mean_field.reparametrisation import drawn_outputs, own_draws
+from lapwing.methods.mean_field.reparametrisation import drawn_outputs, per_sample_axes
 from lapwing.tangent import Tangent
 from tests import oracle
 from tests.conformance import EVERY, close, jacobian, pack, sampled_from
@@ -109,7 +109,7 @@ def test_draws_of_one_layer_have_the_moments_of_shared_weights(case):
     model = build().double().eval()
     x = torch.randn(shape, dtype=torch.float64)
     tangent, means, stds = problem(model, x)
-    axes, source = own_draws(tangent), generator(2)
+    axes, source = per_sample_axes(tangent), generator(2)
     assert set(axes) == set(means)
     with torch.no_grad():
         draws = torch.stack([drawn_outputs(tangent, x, means, stds, axes, source) for _ in range(3000)])
@@ -129,7 +129,7 @@ def test_draws_of_a_network_have_the_distribution_of_shared_weights():
     model = Positions().double().eval()
     x = torch.randn(2, 2, 3, dtype=torch.float64)
     tangent, means, stds = problem(model, x, 0.3)
-    axes = own_draws(tangent)
+    axes = per_sample_axes(tangent)
     assert set(axes) == {"tokens.weight", "tokens.bias", "conv.weight", "conv.bias", "head.weight", "head.bias"}
     with torch.no_grad():
         source = generator(3)
@@ -162,7 +162,7 @@ def test_gradients_agree_with_shared_weights_in_expectation(case):
             found.append(torch.cat([g.flatten() for g in grads]))
         return torch.stack(found)
 
-    own, plain = gradients(own_draws(tangent), 3000), gradients({}, 3000)
+    own, plain = gradients(per_sample_axes(tangent), 3000), gradients({}, 3000)
     error = ((own.var(0) + plain.var(0)) / 3000).sqrt()
     assert ((own.mean(0) - plain.mean(0)).abs() <= 5 * error).all()
     half = own.shape[1] // 2  # those of m
@@ -174,7 +174,7 @@ def test_what_is_used_twice_shares_its_draw():
         model, batches, _ = loader_of(name)
         tangent = Tangent.survey(model, batches[0][0], EVERY)
         names = [n for use in tangent.plan.order for _, n in use]
-        assert not {n for n in own_draws(tangent) if names.count(n) > 1}
+        assert not {n for n in per_sample_axes(tangent) if names.count(n) > 1}
         assert any(names.count(n) > 1 for n in names)
 
 
@@ -183,7 +183,7 @@ def test_dead_inputs_have_finite_gradients():
     x = torch.zeros(2, 3)
     tangent = Tangent.survey(model, x, EVERY)
     m, s = torch.randn(2, 3, requires_grad=True), torch.rand(2, 3, requires_grad=True)
-    out = drawn_outputs(tangent, x, {"0.weight": m}, {"0.weight": s}, own_draws(tangent), generator())
+    out = drawn_outputs(tangent, x, {"0.weight": m}, {"0.weight": s}, per_sample_axes(tangent), generator())
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (m, s)))
 
 

@@ -293,7 +293,7 @@ def test_large_networks_cost_no_rows(monkeypatch):
         ({"size": 0}, "size=0"),
         ({"size": 2.5}, "size=2.5"),
         ({"size": True}, "size=True"),
-        ({"size": 5, "by": "variance"}, "'diagonal', 'magnitude', 'random' and a posterior"),
+        ({"size": 5, "by": "variance"}, "'diagonal', 'magnitude', 'random' or a posterior"),
         ({"size": 5, "by": None}, "by=None"),
         ({"size": 5, "by": lw.KFAC()}, r"by=KFAC\("),
         ({"size": 5, "residual": "none"}, "residual='none'"),

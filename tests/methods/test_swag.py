@@ -533,7 +533,7 @@ def test_selections_and_networks():
 @pytest.mark.parametrize("count", [0, 1])
 def test_fewer_than_two_snapshots(count):
     problem = setup("mlp")
-    with pytest.raises(lw.LapwingError, match=f"SWAG of {count} snapshots of Sequential; at least 2"):
+    with pytest.raises(lw.LapwingError, match=f"SWAG of {count} snapshots of Sequential .* at least 2"):
         posterior_of(problem, wander(problem.model, count))
 
 
@@ -543,11 +543,11 @@ def test_snapshots_of_another_network():
     good = model.state_dict()
     before = {name: value.clone() for name, value in collector.mean.items()}
     for bad, said in (
-        ({**good, "6.weight": torch.ones(2)}, "6.weight only in the snapshot"),
-        ({name: value for name, value in good.items() if name != "2.bias"}, "2.bias only in the network"),
+        ({**good, "6.weight": torch.ones(2)}, "6.weight is only in the snapshot"),
+        ({name: value for name, value in good.items() if name != "2.bias"}, "2.bias is only in the network"),
         ({**good, "2.weight": torch.ones(5, 7)}, r"shape \(5, 7\) in its 2.weight \(5, 6\)"),
         ({**good, "2.bias": torch.full((5,), torch.nan)}, "NaN or infinite values in its 2.bias"),
-        (model, "found Sequential"),
+        (model, "not Sequential"),
     ):
         with pytest.raises(lw.LapwingError, match=said):
             collector.add(bad)
@@ -575,8 +575,8 @@ def test_options_out_of_range():
         ({"scale": 0.0}, "scale=0.0"),
         ({"scale": "half"}, "scale='half'"),
         ({"batch_norm": "update"}, "batch_norm='update'"),
-        ({"model": problem.model}, "found that these are the collector's own"),
-        ({"rank": 3}, "found that these are the collector's own"),
+        ({"model": problem.model}, "for state dicts only"),
+        ({"rank": 3}, "for state dicts only"),
         ({"likelihood": "poisson"}, "likelihood"),
     ):
         with pytest.raises(lw.LapwingError, match=said):

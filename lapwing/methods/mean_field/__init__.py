@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import LapwingError, shown
+from ...errors import LapwingError
 from ...likelihoods import Likelihood, resolve
 from ...likelihoods.inferred import inferred_likelihood
 from ...network import batches
@@ -18,7 +18,6 @@ from ...network.eager import outside_modes, parameters_of, uncompiled
 from ...network.loaders import check_progress, first_batch
 from ...network.selection import select
 from ...posterior import Posterior
-from ...posterior.prior import is_positive
 from ...tangent import LastLayer, Predicate, Tangent, everything
 from ..constructed import constructed, copied, diagonal, put
 from ..options import check_count, check_positive
@@ -39,7 +38,7 @@ class MeanField(Method):
     The mean moves, so the posterior is around a copy of the network, `posterior.model`: save its `state_dict()` beside
     the posterior. Yours is only read, and batch norm keeps its statistics. A prior precision that is None is the best
     one at every step, `δ = P / (‖m - μ0‖² + Σ σ²)`; a noise variance likewise. `posterior.history` holds `objective`
-    (nats over all data, minus a lower bound of the evidence at τ = 1), `log_likelihood` (a sample), `divergence`, and
+    (nats over all data, minus a lower bound of the evidence at τ = 1), `log_likelihood` (per sample), `divergence`, and
     where they are learned `prior_precision` and `noise_variance`, step by step. The result has no evidence and no
     other prior.
 
@@ -51,7 +50,7 @@ class MeanField(Method):
     (the draws).
 
     Args:
-        steps: how many batches are seen, the loader being gone through again where it ends.
+        steps: how many batches; the loader begins again where it ends.
         learning_rate: of the mean, Adam's.
         std_rate: of log σ, Adam's: it moves by at most about half of `std_rate * steps`.
         initial_std: σ of every weight at the start, in units of the weights.
@@ -60,7 +59,7 @@ class MeanField(Method):
         LapwingError: for numbers out of range; in `lw.fit`, for an objective that is no longer finite.
 
     Cost: a step is a forward and a backward pass of the batch, with linear layers and convolutions run twice; memory
-    O(P) for seven vectors. At the end one forward pass over the data that were seen.
+    O(P) for seven vectors. At the end one forward pass over the data of the steps.
 
     Example:
         >>> import torch, lapwing as lw
@@ -83,7 +82,7 @@ class MeanField(Method):
             check_positive("MeanField", name, getattr(self, name), getattr(type(self), name))
 
     def passes(self, problem: Problem) -> Passes:
-        """The steps, then the likelihood at the moved mean."""
+        """Yields the steps, then a pass for the likelihood at the moved mean."""
         tangent = problem.tangent
         network = copied(tangent.model, "MeanField")
         tuning = FineTuning(problem, self.steps, self.learning_rate, self.std_rate, self.initial_std)
@@ -126,7 +125,7 @@ class MeanField(Method):
         Args:
             model: the trained network, in eval mode. It is used, not copied.
             optimizer: what trained it.
-            loader: the training data, (inputs, targets) batches that can be gone through several times.
+            loader: the training data, (inputs, targets) batches that can be read several times.
             likelihood: "categorical", "gaussian" or an instance; None infers it from the targets' dtype. A noise
                 variance that is None becomes the mean squared residual.
             scale: what multiplies Σ.
@@ -180,7 +179,7 @@ class MeanField(Method):
         memory: int | None = None,
         progress: bool | None = None,
     ) -> Posterior:
-        """Returns the posterior `N(θ̂, diag σ²)` of variances found elsewhere.
+        """Returns the posterior `N(θ̂, diag σ²)` of variances from elsewhere.
 
         Args:
             model: the trained network, in eval mode. It is used, not copied.
@@ -242,10 +241,7 @@ def _around(
 ) -> Posterior:
     """Returns the posterior of given variances around a network as it is."""
     check_progress(progress)
-    if not is_positive(scale):
-        raise LapwingError(
-            f"scale={shown(scale)} of MeanField is not a positive finite number. Write scale=1.0, or leave it out."
-        )
+    check_positive(method.partition("(")[0], "scale", scale, 1.0)
     inputs, targets = batches.split(first_batch(loader))
     likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(model, inputs, lambda name, _: name in variances, forward, memory)

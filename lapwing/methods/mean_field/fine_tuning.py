@@ -17,7 +17,7 @@ from ..adam import AdamState
 from ..passes import Batch, IteratePass
 from ..problem import Problem
 from ..state import DataSummary, State
-from .reparametrisation import drawn_outputs, own_draws
+from .reparametrisation import drawn_outputs, per_sample_axes
 
 NOISE_DECAY = 0.99
 """The factor of each step on the sums of squared residuals that give σ²: about the last hundred batches count."""
@@ -68,9 +68,9 @@ class FineTuningState(State):
 class FineTuning(IteratePass[FineTuningState]):
     """Minimises `1/τ Σ_n -E_q[log p(y_n | f(x_n, θ))] + KL(q ‖ N(μ0, Δ⁻¹))` over m and log σ.
 
-    One draw a sample and step. The log likelihood of a batch is scaled to all N samples, and its gradient taken through
-    the draws; that of the divergence is exact. δ, where it is open, is the best one at every step; so is σ², from
-    recent batches.
+    One draw per sample and step. The log likelihood of a batch is scaled to all N samples, and its gradient taken
+    through the draws; that of the divergence is exact. δ, where it is open, is the best one at every step; so is σ²,
+    from recent batches.
 
     Args:
         problem: the fit.
@@ -87,8 +87,8 @@ class FineTuning(IteratePass[FineTuningState]):
         self._problem, self._tangent, self._initial_std = problem, problem.tangent, initial_std
         self._rates = {"mean": learning_rate, "log_std": std_rate}
         self._size = problem.data_size or problem.count()
-        self._own = {name: (value.shape, value.dtype) for name, value in self._tangent.parameters.items()}
-        self._axes = own_draws(self._tangent)
+        self._layout = {name: (value.shape, value.dtype) for name, value in self._tangent.parameters.items()}
+        self._axes = per_sample_axes(self._tangent)
         self._centre = self._flat(split(self._tangent.blocks, problem.prior.mean))
 
     def init(self) -> FineTuningState:
@@ -138,8 +138,8 @@ class FineTuning(IteratePass[FineTuningState]):
 
     def by_parameter(self, flat: Tensor) -> dict[str, Tensor]:
         """Cuts a vector (P,) into parameters."""
-        parts = flat.split([math.prod(shape) for shape, _ in self._own.values()])
-        return {name: part.reshape(shape) for part, (name, (shape, _)) in zip(parts, self._own.items(), strict=True)}
+        parts = flat.split([math.prod(shape) for shape, _ in self._layout.values()])
+        return {name: part.reshape(shape) for part, (name, (shape, _)) in zip(parts, self._layout.items(), strict=True)}
 
     def _log_likelihood(
         self, state: FineTuningState, batch: Batch, generator: torch.Generator
@@ -189,8 +189,8 @@ class FineTuning(IteratePass[FineTuningState]):
 
     def _in_model(self, flat: Tensor) -> dict[str, Tensor]:
         """Cuts a vector into parameters of the model's dtypes."""
-        return {name: part.to(self._own[name][1]) for name, part in self.by_parameter(flat).items()}
+        return {name: part.to(self._layout[name][1]) for name, part in self.by_parameter(flat).items()}
 
     def _flat(self, values: Mapping[str, Tensor]) -> Tensor:
         """Joins parameters, in the accumulation dtype."""
-        return torch.cat([values[name].detach().flatten().to(self._tangent.dtype) for name in self._own])
+        return torch.cat([values[name].detach().flatten().to(self._tangent.dtype) for name in self._layout])

@@ -2,10 +2,10 @@
 
 Three ways to draw, all of them exact: each sample's outputs have the distribution that one draw of the weights gives.
 
-- **local** (Kingma et al. 2015, section 2.2): a linear layer or convolution with one position a sample. Its output is
+- **local** (Kingma et al. 2015, section 2.2): a linear layer or convolution with one position per sample. Its output is
   `N(a Mᵀ, a² (σ²)ᵀ)`, and is drawn itself, sample by sample.
 - **flipped** (Wen et al. 2018, equation 4): one with several positions, whose outputs share the weights and so are not
-  independent. One draw serves the batch, with random signs a sample, `W_n = M + ΔW ∘ r_n s_nᵀ`.
+  independent. One draw serves the batch, with random signs per sample, `W_n = M + ΔW ∘ r_n s_nᵀ`.
 - **shared**: everything else, one draw for the batch, also for a layer that does not say where its features are.
 """
 
@@ -23,7 +23,7 @@ from ...network.eager import EagerMode
 from ...tangent import Tangent
 
 
-def own_draws(tangent: Tangent) -> dict[str, BatchAxis]:
+def per_sample_axes(tangent: Tangent) -> dict[str, BatchAxis]:
     """Returns which parameters can be drawn for each sample alone, and on which axis their layer holds the samples.
 
     They are weights and biases of linear layers and convolutions that the network uses once: two uses share a draw.
@@ -32,7 +32,7 @@ def own_draws(tangent: Tangent) -> dict[str, BatchAxis]:
     if plan.single_sample:  # the axes are guesses
         return {}
     names = [name for use in plan.order for _, name in use]
-    found: dict[str, BatchAxis] = {}
+    axes: dict[str, BatchAxis] = {}
     for block in tangent.blocks:
         uses = plan.uses.get(block.name, [])
         if block.matrix is None or block.matrix.one_hot or len(uses) != 1:
@@ -40,8 +40,8 @@ def own_draws(tangent: Tangent) -> dict[str, BatchAxis]:
         ((index, axis, _),) = uses
         weight = dict(plan.order[index]).get("weight")
         if weight is not None and names.count(weight) == 1:  # so that the recorded call is the weight's only one
-            found |= {name: axis for name in block.parameters if names.count(name) == 1}
-    return found
+            axes |= {name: axis for name in block.parameters if names.count(name) == 1}
+    return axes
 
 
 class Drawing(EagerMode):
@@ -50,7 +50,7 @@ class Drawing(EagerMode):
     Args:
         means: name -> m, the tensors that the network is called with.
         stds: name -> σ.
-        axes: what `own_draws` returns.
+        axes: what `per_sample_axes` returns.
         samples: B.
         generator: of the draws.
     """
@@ -90,8 +90,8 @@ class Drawing(EagerMode):
     ) -> Tensor:
         """Returns `√(a² (σ²)ᵀ + σ_b²) ε`."""
         squares = _called(function, args, kwargs, use, use.inputs.square(), weight.square(), _square(bias))
-        least = torch.finfo(squares.dtype).tiny  # a variance of 0 has a root without a slope
-        return squares.clamp_min(least).sqrt() * self._normal(squares)
+        tiny = torch.finfo(squares.dtype).tiny  # a variance of 0 has a root without a slope
+        return squares.clamp_min(tiny).sqrt() * self._normal(squares)
 
     def _shared(
         self, function: Callable, args: tuple, kwargs: dict, use: Use, weight: Tensor, bias: Tensor | None
@@ -171,7 +171,7 @@ def drawn_outputs(
         inputs: B samples.
         means: name -> m of every treated parameter, in the parameter's dtype.
         stds: name -> σ, likewise.
-        axes: what `own_draws` returns, or {} for one draw of everything.
+        axes: what `per_sample_axes` returns, or {} for one draw of everything.
         generator: of the draws.
 
     Returns:

@@ -51,7 +51,7 @@ class SampledLLA(Method):
     `prior_precision=` on held-out data for classifiers; solves are quick there (7 iterations in place of 45).
 
     Source: Antorán et al. 2023, Sampling-based Inference for Large Linear Models, with Application to Linearised
-    Laplace, sections 3 and 4, where draws are found by stochastic gradients, one by one.
+    Laplace, sections 3 and 4, which solves for the draws by stochastic gradients, one by one.
 
     Args:
         draws: S.
@@ -61,17 +61,17 @@ class SampledLLA(Method):
         prior: "isotropic", or "g" for `Δ = δ g`, `g_p = G_pp / mean(G_pp)`: isotropic over features of equal second
             moment, so that the scale of a weight does not matter (below batch or layer norm, it has no meaning). A
             weight whose curvature is below a millionth of the mean keeps `g_p = 1`.
-        per_block: find a δ for each block.
-        linearised_mode: measure δ by the mode of the linearised model instead of θ̂, which is not its optimum at the δ
-            found; takes two passes more a solve. Where δ is given it changes nothing: means of predictions stay the
+        per_block: a δ for each block.
+        linearised_mode: measure δ by the mode of the linearised model instead of θ̂, which is not its optimum at that
+            δ; takes two more passes per solve. Where δ is given it changes nothing: means of predictions stay the
             network's.
 
     Raises:
         LapwingError: for numbers out of range, another label or solver, or draws that do not fit the memory budget.
 
     Cost: a pass for the right-hand sides, then about as many as the solver has iterations, for each of the solves (3 to
-    6 where δ is open); a pass is C backward passes and products of S vectors with J. Memory of six numbers a weight and
-    draw while fitting, one afterwards: 11 million weights in float32 take 1.4 GB a copy for 32 draws. A prediction
+    6 where δ is open); a pass is C backward passes and products of S vectors with J. Memory of six numbers per weight
+    and draw while fitting, one afterwards: 11 million weights in float32 take 1.4 GB a copy for 32 draws. A prediction
     takes S products with J.
 
     Example:
@@ -106,7 +106,7 @@ class SampledLLA(Method):
         check_choice("SampledLLA", "prior", self.prior, ("isotropic", "g"))
 
     def passes(self, problem: Problem) -> Passes:
-        """The right-hand sides, what approximates the curvature, then solves and steps of EM in turn."""
+        """Yields passes for right-hand sides and preconditioner, then solves and steps of EM in turn."""
         self._check_memory(problem)
         system = yield from self._system(problem)
         mode, steps = LinearisedMode(problem), _steps(problem, self.per_block)
@@ -115,13 +115,13 @@ class SampledLLA(Method):
         if self.em_steps:
             _start(system, steps, mode.distance(system.features))
             steps = replace(steps, moving_mode=mode.wanted, _before=None)
-        found = [{block.name: problem.zeros(rows, block.size) for block in blocks} for _ in range(2)]
+        vectors = [{block.name: problem.zeros(rows, block.size) for block in blocks} for _ in range(2)]
         history: dict[str, list[Tensor]] = {}
         for left in reversed(range(self.em_steps + 1)):
             system = system.at(steps.precision, problem.scale_at(steps.noise_variance))
-            solved = yield from self._solve(system, steps.noise_variance, mode, found.pop(0), found.pop())
-            found = [solved.solution, solved.products]
-            solution, products = ({name: v[: self.draws] for name, v in part.items()} for part in found)
+            solved = yield from self._solve(system, steps.noise_variance, mode, vectors.pop(0), vectors.pop())
+            vectors = [solved.solution, solved.products]
+            solution, products = ({name: v[: self.draws] for name, v in part.items()} for part in vectors)
             effective = system.scale * inner_by_block(solution, products).mean(1)
             _note(history, steps, effective, solved)
             if not left or not steps.step(effective, mode.distance(system.features)):
@@ -141,7 +141,7 @@ class SampledLLA(Method):
     def _solve(
         self, system: LinearSystem, noise: float | None, mode: LinearisedMode, start: Vectors, products: Vectors
     ) -> Solving:
-        """Solves for the draws, and with them for the linearised model's mode where that is asked for."""
+        """Solves for the draws, and with them for the linearised model's mode if it is wanted."""
         if not mode.wanted:
             return (yield from self.solver.solve(system, start, products))
         gradient = yield from mode.gradient(system, noise)
@@ -179,9 +179,9 @@ class SampledLLA(Method):
 
 def _features(problem: Problem) -> Generator[Pass, Any, Vectors]:
     """Yields a pass; returns `g_p = G_pp / mean(G_pp)`, 1 for weights that the data do not move."""
-    found = yield from Diagonal().passes(problem)
-    assert isinstance(found, Blockwise)
-    diagonals = {name: structure.eigenvalues.flatten() for name, structure in found.structures.items()}
+    diagonal = yield from Diagonal().passes(problem)
+    assert isinstance(diagonal, Blockwise)
+    diagonals = {name: structure.eigenvalues.flatten() for name, structure in diagonal.structures.items()}
     mean = total(d.double().sum() for d in diagonals.values()) / problem.tangent.size
     ratios = {name: d / mean.clamp_min(torch.finfo(d.dtype).tiny).to(d.dtype) for name, d in diagonals.items()}
     return {name: torch.where(ratio > NO_CURVATURE, ratio, 1.0) for name, ratio in ratios.items()}

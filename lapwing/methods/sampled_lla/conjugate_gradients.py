@@ -1,4 +1,4 @@
-"""Preconditioned conjugate gradients for many right-hand sides: one pass over the data an iteration serves them all."""
+"""Preconditioned conjugate gradients for many right-hand sides: each iteration is one pass for them all."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Solved(NamedTuple):
     """What a solver returns.
 
     Attributes:
-        solution: Z (S, P_block) a block.
-        products: `G Z` (S, P_block) a block, from a pass of its own.
+        solution: Z (S, P_block) by block.
+        products: `G Z` (S, P_block) by block, from a separate pass.
         residuals: `‖b - A z‖ / ‖b‖` (S,) float64, of these products.
         iterations: products or steps that it took.
     """
@@ -45,10 +45,10 @@ Solving = Generator[Pass, Any, Solved]
 
 @dataclass(frozen=True)
 class ConjugateGradients:
-    """Solves `(s G + Δ) z = b` for all draws together, until each has `‖b - (s G + Δ) z‖ ≤ tolerance ‖b‖`.
+    """Solves `(s G + Δ) z = b` for all draws at once, until each has `‖b - (s G + Δ) z‖ ≤ tolerance ‖b‖`.
 
     The draws are one block: each iteration gives S directions, and every draw goes along all of them, so that S times
-    as much of the curvature is met a pass as by draws on their own. (O'Leary 1980; the residual's factors are kept
+    as much of the curvature is used per pass as by separate draws. (O'Leary 1980; the residual's factors are kept
     orthonormal as in Dubrulle 2001.) At the end the residual is computed anew from the solution, which takes one more
     pass; where rounding has driven it from the recurrence's, iterations go on from it.
 
@@ -56,7 +56,7 @@ class ConjugateGradients:
         iterations: at most; each is a pass over the data.
         tolerance: of the relative residual.
         preconditioner: a method with a prior, such as `KFAC()`, `Diagonal()` or `ELLA(residual="prior")`, whose
-            covariance stands for the inverse; None takes the prior's. Where the data fix far fewer directions than
+            covariance replaces the inverse; None takes the prior's. Where the data fix far fewer directions than
             there are weights, A is the prior plus a low rank, which the draws find by themselves and other structures
             blur: for 400 images and the 29 034 weights of an MNIST network, 32 draws took 19 iterations to 1e-3 with
             None and 42 with ELLA of rank 100, and were above 2e-2 after 60 with `KFAC()`, `EKFAC()` and `Diagonal()`.
@@ -64,7 +64,7 @@ class ConjugateGradients:
     Raises:
         LapwingError: for numbers out of range, or a preconditioner that is no method.
 
-    Cost: a pass an iteration, memory of about six numbers a weight and draw.
+    Cost: one pass per iteration, memory of about six numbers per weight and draw.
 
     Example:
         >>> import lapwing as lw
@@ -94,21 +94,21 @@ class ConjugateGradients:
             start: the first Z; its tensors are written.
             products: `G Z` of that; likewise.
         """
-        solution, taken, last = start, 0, torch.full((), torch.inf, dtype=torch.float64)
+        solution, taken, before = start, 0, torch.full((), torch.inf, dtype=torch.float64)
         while True:
             residual, norms = residual_of(system, solution, products)
             relative = inner(residual, residual).sqrt() / norms
             _check_finite(relative)
             worst = relative.max()
-            if worst <= self.tolerance or taken >= self.iterations or worst > last / 2:
+            if worst <= self.tolerance or taken >= self.iterations or worst > before / 2:
                 return Solved(solution, products, relative, taken)
             del products
-            last = worst
+            before = worst
             taken += yield from self._iterate(system, solution, residual, norms, self.iterations - taken)
             products = yield from system.products(solution)
 
     def _iterate(
-        self, system: LinearSystem, solution: Vectors, residual: Vectors, norms: Tensor, most: int
+        self, system: LinearSystem, solution: Vectors, residual: Vectors, norms: Tensor, limit: int
     ) -> Generator[Pass, Any, int]:
         """Takes at most so many iterations, in place; returns how many.
 
@@ -122,7 +122,7 @@ class ConjugateGradients:
         recombine(inverse, residual)
         directions = recombine(inverse, moved)
         del moved
-        for taken in range(most):
+        for taken in range(limit):
             squares = torch.einsum("rs,rq,qs->s", mixing, gram(residual, residual), mixing)
             relative = squares.clamp_min(0).sqrt() / norms
             _check_finite(relative)
@@ -142,7 +142,7 @@ class ConjugateGradients:
             for name, value in recombine(change, directions).items():
                 value.addmm_(inverse.to(value.dtype), moved[name])
             del moved
-        return most
+        return limit
 
 
 def residual_of(system: LinearSystem, solution: Vectors, products: Vectors) -> tuple[Vectors, Tensor]:
@@ -181,7 +181,7 @@ def _check_finite(relative: Tensor) -> None:
 
 
 def check_tolerance(solver: str, tolerance: object) -> None:
-    """Raises for a tolerance that is not between 0 and 1 (case 15)."""
+    """Raises for a tolerance that is not between 0 and 1."""
     if not is_positive(tolerance) or not float(tolerance) < 1:  # type: ignore[arg-type]
         raise LapwingError(
             f"{solver}(tolerance={shown(tolerance)}) needs a number between 0 and 1. Write {solver}(tolerance=0.01)."
@@ -189,7 +189,7 @@ def check_tolerance(solver: str, tolerance: object) -> None:
 
 
 def check_preconditioner(solver: str, method: object) -> None:
-    """Raises for a preconditioner that is no method (case 15)."""
+    """Raises for a preconditioner that is no method."""
     if method is not None and not isinstance(method, Method):
         raise LapwingError(
             f"{solver}(preconditioner={shown(method)}) needs a method with a prior, or None. Write "

@@ -1,4 +1,4 @@
-"""Products with the curvature for many vectors at once, `G Z = Σ_n JᵀR (RᵀJ Z)`, and `JᵀR ε`: one pass each, no matrix.
+"""Products with the curvature for many vectors, `G Z = Σ_n JᵀR (RᵀJ Z)`, and `JᵀR ε`: one pass each, no matrix.
 
 One record of `RᵀJ` (R backward passes) serves product and transposed product. Where the outputs outnumber the vectors
 twice, forward mode and a record of S cotangents are cheaper (about 2 S forward and S backward passes).
@@ -57,8 +57,8 @@ class PositionedRoot:
         columns = []
         for i, output in enumerate(outputs):  # a generator on the device, seeded by the position's own
             seed = torch.randint(2**62, (), generator=generator_at(self._problem.seed, start + i, ROOT))
-            own = torch.Generator(outputs.device).manual_seed(int(seed))
-            columns.append(self._problem.likelihood.sampled_fisher_root(output[None], own))
+            generator = torch.Generator(outputs.device).manual_seed(int(seed))
+            columns.append(self._problem.likelihood.sampled_fisher_root(output[None], generator))
         return torch.cat(columns)
 
     def _check_order(self, outputs: Tensor, before: Tensor) -> None:
@@ -75,7 +75,7 @@ class PositionedRoot:
 
 
 class _Products(SumPass[BlockSums]):
-    """What both passes share: records of `RᵀJ`, and the transposed products that are added up, (S, P_block) a block."""
+    """What both passes share: records of `RᵀJ`, and sums of transposed products, (S, P_block) by block."""
 
     def __init__(self, problem: Problem, root: PositionedRoot, count: int) -> None:
         self._problem, self._root, self._count = problem, root, count
@@ -107,7 +107,7 @@ class _Products(SumPass[BlockSums]):
 
 
 class CurvatureProducts(_Products):
-    """`G Z` at unit noise, (S, P_block) a block, for Z (S, P_block) a block."""
+    """`G Z` at unit noise, (S, P_block) by block, for Z (S, P_block) by block."""
 
     label = "products with the curvature"
 
@@ -123,7 +123,7 @@ class CurvatureProducts(_Products):
 
 
 class DataNoise(_Products):
-    """`JᵀR ε` (S, P_block) a block, for standard normal ε: one a sample position, column of R and right-hand side."""
+    """`JᵀR ε` (S, P_block) by block, for standard normal ε: one a sample position, column of R and right-hand side."""
 
     label = "right-hand sides"
 
@@ -139,6 +139,8 @@ def prior_noise(problem: Problem, count: int) -> Iterator[tuple[str, Tensor]]:
     """Yields standard normal ε₀ (S, P_block) block by block, the same at every call."""
     for index, block in enumerate(problem.tangent.blocks):
         seed = torch.randint(2**62, (), generator=generator_at(problem.seed, index, PRIOR))
-        own = torch.Generator(problem.tangent.device).manual_seed(int(seed))
-        noise = torch.randn((count, block.size), generator=own, dtype=problem.tangent.dtype, device=own.device)
+        generator = torch.Generator(problem.tangent.device).manual_seed(int(seed))
+        noise = torch.randn(
+            (count, block.size), generator=generator, dtype=problem.tangent.dtype, device=generator.device
+        )
         yield block.name, noise

@@ -1,4 +1,4 @@
-"""MacKay's fixed point for prior precision and noise, from the effective dimension γ, however that was found.
+"""MacKay's fixed point for prior precision and noise, from the effective dimension γ, however it was computed.
 
     δ ← γ / ‖θ̂ - μ0‖²        σ² ← Σ r² / (n C - γ τ n/N)
 
@@ -16,7 +16,7 @@ from torch import Tensor
 TOLERANCE = 0.01
 """Steps end where no hyper-parameter would move by more than this, relatively."""
 
-_MOST = 20.0
+MAX_LOG_STEP = 20.0
 """A step changes no logarithm by more."""
 
 
@@ -29,7 +29,7 @@ class EvidenceSteps:
         noise_variance: σ², None where there is none.
         squared_error: `Σ r²/(n C)` at the network's outputs, None where σ² is not open.
         count: `n C N/(n τ)`, the number of observed values, as much as they count.
-        open_precision: whether δ is to be found.
+        open_precision: whether δ is open.
         per_block: whether each block has its own δ.
         moving_mode: whether `‖θ̂ - μ0‖²` follows δ too, which then may fall more slowly than δ grows.
     """
@@ -63,7 +63,7 @@ class EvidenceSteps:
         if not moves or torch.cat(moves).abs().max() <= TOLERANCE:
             return False
         if self.open_precision:
-            self.precision = self.precision * moves[0].clamp(-_MOST, _MOST).exp()
+            self.precision = self.precision * moves[0].clamp(-MAX_LOG_STEP, MAX_LOG_STEP).exp()
         if self.noise_variance is not None:
             self.noise_variance *= float(torch.tensor(noise).exp())
         return True

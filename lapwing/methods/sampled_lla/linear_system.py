@@ -1,6 +1,6 @@
 """The system that posterior draws solve, `(s G + Δ) z = √s JᵀRε + Δ^(1/2) ε₀`, for S right-hand sides at once.
 
-Then `Cov[z] = (sG + Δ)⁻¹ (sG + Δ) (sG + Δ)⁻¹ = Ψ`: z is an exact draw. G is met only in products.
+Then `Cov[z] = (sG + Δ)⁻¹ (sG + Δ) (sG + Δ)⁻¹ = Ψ`: z is an exact draw. G is used in products alone.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class LinearSystem:
     Attributes:
         problem: the fit's.
         root: R.
-        noise: `JᵀRε` (S, P_block) a block.
-        features: g (P_block,) a block with `Δ = δ g`, or None for ones.
+        noise: `JᵀRε` (S, P_block) by block.
+        features: g (P_block,) by block with `Δ = δ g`, or None for ones.
         curvature: an approximation of G from another method, or None.
         precision: δ (n_blocks,) float64.
         scale: s.
-        extra: a further right-hand side (1, P_block) a block, or None.
+        extra: a further right-hand side (1, P_block) by block, or None.
     """
 
     problem: Problem
@@ -83,7 +83,7 @@ class LinearSystem:
         return replace(self, precision=precision, scale=scale)
 
     def prior(self) -> Vectors:
-        """Returns Δ, (P_block,) or (1,) a block."""
+        """Returns Δ, (P_block,) or (1,) by block."""
         dtype, names = self.problem.tangent.dtype, list(self.noise)
         deltas = {name: delta[None] for name, delta in zip(names, self.precision, strict=True)}
         if self.features is not None:
@@ -118,7 +118,7 @@ class LinearSystem:
     def preconditioner(self) -> Callable[[Vectors], Vectors]:
         """Returns multiplication by `(s G̃ + Δ)⁻¹`; by Δ⁻¹ where there is no G̃.
 
-        G̃ knows one precision a block; beside features it is the mean.
+        G̃ has one precision per block; beside features it is the mean.
         """
         if self.curvature is None:
             prior = self.prior()

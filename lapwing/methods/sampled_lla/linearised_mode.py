@@ -1,4 +1,4 @@
-"""The mode of the linearised model `f + J m`, found by Newton steps of which a system's further right-hand side is one.
+"""The mode of the linearised model `f + J m`, by Newton steps: each is one more right-hand side of the system.
 
 `(sG + Δ) step = ∇_m [log p(y | f + J m)/τ - 1/2 ‖Δ^(1/2)(θ̂ + m - μ0)‖²]`: for Gaussian noise the whole way, otherwise
 G stands for the Hessian and a search along the step keeps the log joint from falling.
@@ -28,8 +28,8 @@ class LinearisedMode:
     """`θ_lin = θ̂ + m`, at first θ̂.
 
     Attributes:
-        offset: m (1, P_block) a block.
-        wanted: whether it is looked for; else it stays θ̂.
+        offset: m (1, P_block) by block.
+        wanted: whether it is computed; else it stays θ̂.
     """
 
     wanted = True
@@ -46,7 +46,7 @@ class LinearisedMode:
         return inner_by_block(apart, weighted)[:, 0]
 
     def gradient(self, system: LinearSystem, noise_variance: float | None) -> Generator[Pass, Any, Vectors]:
-        """Yields a pass; returns the gradient of the log joint at m, (1, P_block) a block."""
+        """Yields a pass; returns the gradient of the log joint at m, (1, P_block) by block."""
         likelihood = self._problem.likelihood.with_noise_variance(noise_variance)
         state = yield _Score(self._problem, likelihood, self.offset)
         factor, prior, apart = system.scale / likelihood.curvature_scale, system.prior(), self._apart()
@@ -71,7 +71,7 @@ class LinearisedMode:
 
 
 class _Score(SumPass[BlockSums]):
-    """`Σ_n J_nᵀ ∇_f log p(y_n | f_n + J_n m)`, (1, P_block) a block."""
+    """`Σ_n J_nᵀ ∇_f log p(y_n | f_n + J_n m)`, (1, P_block) by block."""
 
     label = "gradient of the linearised model"
 

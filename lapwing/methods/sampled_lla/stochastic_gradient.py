@@ -12,7 +12,7 @@ from ...errors import LapwingError, is_one_of, shown
 from ...network import batches
 from ...posterior.prior import is_positive
 from ...tangent import Vectors
-from ..options import check_count
+from ..options import check_count, check_positive
 from ..passes import Batch, IteratePass, Method
 from ..state import State
 from .conjugate_gradients import Solved, Solving, check_preconditioner, check_tolerance, residual_of
@@ -28,8 +28,8 @@ class StochasticGradient:
     """Solves `(s G + Δ) z = b` by preconditioned Nesterov steps on batches, `G ≈ n/B G_batch`, and averages the last.
 
     The objective is `1/2 zᵀ(s G)z + 1/2 ‖Δ^(1/2)(z - z₀)‖²`, `z₀ = Δ⁻¹ b`, whose gradient noise vanishes with z in the
-    directions that the data fix (Antorán et al. 2023, section 3); z₀ takes one pass. For data of which a pass is
-    dear: `ConjugateGradients` is exact, and mostly faster. The loader's batches should be in random order.
+    directions that the data fix (Antorán et al. 2023, section 3); z₀ takes one pass. It suits data of which a pass is
+    expensive; `ConjugateGradients` is exact, and mostly faster. The loader's batches should be in random order.
 
     Args:
         steps: batches.
@@ -43,7 +43,7 @@ class StochasticGradient:
     Raises:
         LapwingError: for numbers out of range, a preconditioner that is no method, or steps that diverge.
 
-    Cost: `steps` batches, and a pass for the residual; memory of about seven numbers a weight and draw.
+    Cost: `steps` batches, and a pass for the residual; memory of about seven numbers per weight and draw.
 
     Example:
         >>> import lapwing as lw
@@ -65,18 +65,13 @@ class StochasticGradient:
         check_count(name, "steps", self.steps)
         check_tolerance(name, self.tolerance)
         check_preconditioner(name, self.preconditioner)
-        accepted = {
-            "learning_rate": is_positive(self.learning_rate),
-            "momentum": is_one_of(self.momentum, (0, 0.0)) or (is_positive(self.momentum) and self.momentum < 1),
-            "average": is_positive(self.average) and self.average <= 1,
-            "clip": is_positive(self.clip),
-        }
-        for option, fine in accepted.items():
-            if not fine:
-                raise LapwingError(
-                    f"{name}({option}={shown(getattr(self, option))}) needs a positive number; momentum is below 1 and "
-                    f"average at most 1. Write {name}(steps=1000), or leave {option} out."
-                )
+        check_positive(name, "learning_rate", self.learning_rate, 0.3)
+        check_positive(name, "average", self.average, 0.5, limit=1.0)
+        check_positive(name, "clip", self.clip, 10.0)
+        if not is_one_of(self.momentum, (0, 0.0)) and not (is_positive(self.momentum) and self.momentum < 1):
+            raise LapwingError(
+                f"{name}(momentum={shown(self.momentum)}) needs a number from 0 to below 1. Write {name}(momentum=0.9)."
+            )
 
     def more(self) -> str:
         """Returns what to write for a smaller residual."""

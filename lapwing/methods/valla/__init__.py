@@ -28,7 +28,7 @@ class VaLLA(Method):
 
     Args:
         inducing_points: M, or `InducingPoints` of your own.
-        fit: how A, and what else is open, is found.
+        fit: the way to fit A, and what else is open.
         initial: where M points are, or begin: "kmeans", centres of clusters of the first `max(2000, 20 M)` samples
             shown, class by class; or "data", some of these samples. Discrete inputs are always samples.
 
@@ -63,6 +63,6 @@ class VaLLA(Method):
             )
 
     def passes(self, problem: Problem) -> Passes:
-        """Some samples for the inducing points, then those of the fit."""
+        """Yields a pass for the inducing points, then those of the fit."""
         anchors = yield from inducing_points(problem, self.inducing_points, self.initial)
         return (yield from self.fit.passes(problem, anchors))

@@ -1,4 +1,4 @@
-"""VaLLA as published: inducing points, A, δ and σ² together by Adam on an α-divergence, with early stopping."""
+"""VaLLA as published: inducing points, A, δ and σ² jointly by Adam on an α-divergence, with early stopping."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class AlphaDivergence(VallaFit):
         steps: mini-batches at most.
         learning_rate: Adam's, for inducing inputs in units of their spread.
         validation: held-out batches: their NLL is taken every `every` steps, steps end when it has not improved
-            `patience` times in a row, and the best is returned; None returns the last.
-        every: steps between two looks at it.
-        patience: looks without improvement.
+            `patience` times in a row, and the best is returned; None returns the final ones.
+        every: steps between two evaluations.
+        patience: evaluations without improvement.
 
     Raises:
         LapwingError: for numbers out of range; where the objective diverges; where a batch's output covariances
             (B, C, C) do not fit the memory budget.
 
-    Cost: a step takes C backward passes a sample and about six an inducing point, with O(M³); memory one chunk of each.
-    A look at the validation data costs as much as its samples in a prediction.
+    Cost: a step takes C backward passes per sample and about six per inducing point, with O(M³); memory one chunk of
+    each. An evaluation costs as much as its samples in a prediction.
 
     Example:
         >>> import lapwing as lw
@@ -83,7 +83,7 @@ class AlphaDivergence(VallaFit):
             )
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
-        """The residuals where σ² is open, then the steps."""
+        """Yields a pass for the residuals if σ² is open, then the steps."""
         steps = _AlphaSteps(self, problem, anchors, (yield from initial_noise(problem)))
         return steps.finish((yield steps))
 
@@ -95,13 +95,13 @@ class AlphaState(MovingState):
     Attributes:
         validation: NLL of each evaluation.
         best: the values of the lowest one.
-        looks: how many evaluations.
+        evaluations: how many evaluations.
         worse: how many evaluations since the lowest one.
     """
 
     validation: Tensor
     best: dict[str, Tensor]
-    looks: int = 0
+    evaluations: int = 0
     worse: int = 0
 
 
@@ -121,8 +121,8 @@ class _AlphaSteps(MovingSteps[AlphaState]):
         return {"root": torch.eye(len(self.anchors), dtype=torch.float64, device=self.problem.tangent.device)}
 
     def start(self, state: MovingState) -> AlphaState:
-        looks = 1 + -(-self.steps // self._fit.every) if self._fit.validation is not None else 0
-        return AlphaState(**vars(state), validation=torch.full((looks,), inf, dtype=torch.float64), best={})
+        evaluations = 1 + -(-self.steps // self._fit.every) if self._fit.validation is not None else 0
+        return AlphaState(**vars(state), validation=torch.full((evaluations,), inf, dtype=torch.float64), best={})
 
     def width(self, name: str) -> Tensor | float:
         """For L so that all of its entries together reach `A = N/(M σ² τ)` in the time of one `1/learning_rate`."""
@@ -134,10 +134,10 @@ class _AlphaSteps(MovingSteps[AlphaState]):
     def step(self, state: AlphaState, batch: Batch, generator: torch.Generator) -> None:
         if not state.taken:
             self._check_memory(batches.size(batch.inputs))
-            self._look(state)
+            self._evaluate(state)
         super().step(state, batch, generator)
         if state.taken % self._fit.every == 0 or state.taken == self.steps:
-            self._look(state)
+            self._evaluate(state)
 
     def _check_memory(self, samples: int) -> None:
         outputs = self.problem.tangent.outputs
@@ -178,8 +178,8 @@ class _AlphaSteps(MovingSteps[AlphaState]):
         return state.worse >= self._fit.patience
 
     @torch.no_grad()
-    def _look(self, state: AlphaState) -> None:
-        """Notes the validation NLL and what was best."""
+    def _evaluate(self, state: AlphaState) -> None:
+        """Evaluates the validation NLL; keeps the best values."""
         if self._fit.validation is None:
             return
         values = state.values
@@ -193,9 +193,9 @@ class _AlphaSteps(MovingSteps[AlphaState]):
             spread = remaining(blocks, factor, values["root"].tril()).to(blocks.outputs.dtype)
             logs.append(likelihood.predict(Latent(blocks.outputs, (DenseTerm(spread),))).log_prob(targets).double())
         value = -float(torch.cat(logs).mean())
-        better = not state.looks or value < float(state.validation.min())
-        state.validation[state.looks] = value
-        state.looks += 1
+        better = not state.evaluations or value < float(state.validation.min())
+        state.validation[state.evaluations] = value
+        state.evaluations += 1
         state.worse = 0 if better else state.worse + 1
         if better:
             state.best = {name: value.clone() for name, value in values.items()}
@@ -230,5 +230,5 @@ class _AlphaSteps(MovingSteps[AlphaState]):
         scale = problem.scale_at(variance or problem.likelihood.noise_variance)
         zeros = torch.zeros(len(problem.tangent.blocks), dtype=torch.float64, device=problem.tangent.device)
         covariance = LowRankWithResidual(problem.tangent.blocks, basis, root @ root.T / scale, zeros, precision, scale)
-        history = {"objective": state.objective[: state.taken], "validation": state.validation[: state.looks]}
+        history = {"objective": state.objective[: state.taken], "validation": state.validation[: state.evaluations]}
         return FitResult(covariance, precision, variance, {k: v for k, v in history.items() if len(v)})

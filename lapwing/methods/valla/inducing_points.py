@@ -1,4 +1,4 @@
-"""Inducing points: M (input, output) pairs, clustered or drawn from the first samples shown, or given."""
+"""Inducing points: M (input, output) pairs, clustered or drawn from the first samples, or the user's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Initial = Literal["kmeans", "data"]
 INITIALS: tuple[Initial, ...] = ("kmeans", "data")
 
 POOL = 2000
-"""Clusters are found among this many of the first samples shown, or 20 M if that is more: no cost grows with N."""
+"""Clusters are found among this many of the first samples, or 20 M if that is more: no cost grows with N."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class InducingPoints:
 def inducing_points(problem: Problem, wanted: int | InducingPoints, initial: Initial) -> Generator[Pass, Any, Anchors]:
     """Yields the pass that shows some samples, where points are not given; returns rows of J at M pairs."""
     if isinstance(wanted, InducingPoints):
-        return _given(problem, wanted)
+        return _of_user(problem, wanted)
     pool = _Pool(max(POOL, 20 * wanted), wanted, problem.tangent.memory)
     groups, labels = pool.shown((yield pool))
     classes = problem.tangent.outputs
@@ -91,7 +91,7 @@ def movable(anchors: Anchors) -> bool:
     return all(leaf.is_floating_point() for group in anchors.inputs for leaf in batches.tensors(group))
 
 
-def _given(problem: Problem, points: InducingPoints) -> Anchors:
+def _of_user(problem: Problem, points: InducingPoints) -> Anchors:
     """Returns anchors at points that the user gave, checked against the network."""
     tangent, outputs = problem.tangent, points.outputs
     leaves, nest = batches.flatten(batches.plain(points.inputs, tangent.device))
@@ -114,20 +114,20 @@ class _Pool(SumPass[KeptInputs]):
 
     Args:
         limit: how many samples are shown.
-        least: how many samples are kept whatever they take.
+        minimum: how many samples are kept whatever they take.
         memory: bytes beyond which no more are kept.
     """
 
     label = "inducing points"
 
-    def __init__(self, limit: int, least: int, memory: int) -> None:
-        self.limit, self._least, self._memory = limit, least, memory
+    def __init__(self, limit: int, minimum: int, memory: int) -> None:
+        self.limit, self._minimum, self._memory = limit, minimum, memory
 
     def init(self) -> KeptInputs:
         return KeptInputs()
 
     def update(self, state: KeptInputs, batch: Batch) -> None:
-        if batch.start >= self._least and sum(leaf.nbytes for leaf in state.leaves.values()) > self._memory:
+        if batch.start >= self._minimum and sum(leaf.nbytes for leaf in state.leaves.values()) > self._memory:
             return
         leaves, nest = batches.flatten(batch.inputs)
         labels = class_labels(batch.inputs, batch.targets)
@@ -212,7 +212,7 @@ def _clustered(problem: Problem, inputs: Any, labels: Tensor, wanted: int) -> An
         for kind, share in zip(kinds, shares, strict=True)
     ]
     widths = [leaf[0].numel() for leaf in leaves]
-    found = torch.cat(centres).split(widths, 1)
-    moved = (x.reshape(-1, *leaf.shape[1:]).to(leaf) for x, leaf in zip(found, leaves, strict=True))
+    coordinates = torch.cat(centres).split(widths, 1)
+    moved = (x.reshape(-1, *leaf.shape[1:]).to(leaf) for x, leaf in zip(coordinates, leaves, strict=True))
     classes = torch.cat([labels[kind[:share]] for kind, share in zip(kinds, shares, strict=True)])
     return _pairs(problem, (batches.unflatten(moved, nest),), torch.arange(len(classes)), classes, wanted)

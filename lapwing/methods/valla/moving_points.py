@@ -1,4 +1,4 @@
-"""What the fits share that move the inducing points: Adam on all that is open, with divergence told."""
+"""What the fits with moving inducing points share: Adam on the points, δ and σ², with a check for divergence."""
 
 from __future__ import annotations
 

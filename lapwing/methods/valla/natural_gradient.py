@@ -17,11 +17,11 @@ from ..subspace import ProjectedCurvature, on_basis, span_of_anchors
 
 
 class VallaFit(ABC):
-    """How A, and with it what else is open, is found: `ClosedForm`, `NaturalGradient`, ..."""
+    """A way to fit A, and what else is open: `ClosedForm`, `NaturalGradient`, ..."""
 
     @abstractmethod
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
-        """Yields passes, given the rows of J at the inducing points; returns the covariance or what was found."""
+        """Yields passes, from the rows of J at the inducing points; returns the covariance or a `FitResult`."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ClosedForm(VallaFit):
 
     For Gaussian noise this is the optimum of Titsias (equation 37), and with every output at every training point Full.
 
-    Cost: one pass over the data, C backward passes a sample.
+    Cost: one pass over the data, C backward passes per sample.
 
     Example:
         >>> import lapwing as lw
@@ -39,7 +39,7 @@ class ClosedForm(VallaFit):
     """
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
-        """The curvature on the span of the rows."""
+        """Yields a pass for the curvature on the span of the rows."""
         basis = span_of_anchors(problem, anchors, len(anchors), "prior")
         return (yield from on_basis(problem, basis, "prior"))
 
@@ -48,8 +48,8 @@ class ClosedForm(VallaFit):
 class NaturalGradient(VallaFit):
     """The same optimum at fixed Z by mini-batches, `H ← (1-ρ_t) H + ρ_t (N/B) Σ_batch φᵀΛφ`; the cost is free of N.
 
-    Natural gradients of the bound (5) in the precision. By `ρ_t = B_t/(B_1 + ... + B_t)` H is that of the samples seen,
-    scaled to N, and after one pass over the data, where it ends, `ClosedForm`'s. The loader should be shuffled.
+    Natural gradients of the bound (5) in the precision. By `ρ_t = B_t/(B_1 + ... + B_t)` H is that of the samples so
+    far, scaled to N, and after one pass over the data, where it ends, `ClosedForm`'s. The loader should be shuffled.
 
     Args:
         steps: batches at most.
@@ -76,7 +76,7 @@ class NaturalGradient(VallaFit):
             check_positive("NaturalGradient", "rate", self.rate, 0.05, limit=1.0)
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
-        """Steps on the span of the rows."""
+        """Yields the steps on the span of the rows."""
         basis = span_of_anchors(problem, anchors, len(anchors), "prior")
         steps = NaturalSteps(problem, basis, self.steps, self.rate)
         return steps.finish((yield steps))

@@ -20,10 +20,10 @@ from .moving_points import MovingState, MovingSteps, divergence, initial_noise
 from .natural_gradient import ClosedForm, NaturalGradient, VallaFit
 
 FORGET = 0.05
-"""What a step counts in the mean that A is made of, at least: older samples were seen at other points."""
+"""The lowest weight of a step in the running mean that gives A: older steps had other inducing points."""
 
 JITTER = 1e-8
-"""Relative, for the NTK among points that move together; the final covariance has none."""
+"""Relative, on the diagonal of the NTK among moving points; the final covariance has none."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class VariationalBound(VallaFit):
     which δ would run to infinity (appendix D). A follows by natural gradients over recent mini-batches. This is the
     lower bound of the evidence, so moving Z makes it tight.
 
-    Only the points are kept: A is found once more at the end, by `then`, and `tune` sets δ and σ² as for any method. By
-    `tune=lw.Evidence()` these are the bound's own, on all data that `then` saw; by `tune=lw.Validation(loader)` it is
-    appendix D's other way, δ by held-out data. `history` holds the
-    negative bound and both numbers step by step.
+    Only the points are kept: `then` computes A once more at the end, and `tune` sets δ and σ² as for any method. By
+    `tune=lw.Evidence()` these are the bound's own, on all data that `then` goes through; by
+    `tune=lw.Validation(loader)` it is appendix D's other way, δ by held-out data. `history` has the negative bound and
+    both numbers step by step.
 
     Args:
         steps: mini-batches.
@@ -47,8 +47,8 @@ class VariationalBound(VallaFit):
     Raises:
         LapwingError: for numbers out of range; where the bound diverges.
 
-    Cost: a step takes C backward passes a sample and about six an inducing point, with O(M³); memory one chunk of each;
-    and what `then` costs.
+    Cost: a step takes C backward passes per sample and about six per inducing point, with O(M³); memory one chunk of
+    each; and what `then` costs.
 
     Example:
         >>> import lapwing as lw
@@ -71,7 +71,7 @@ class VariationalBound(VallaFit):
             )
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
-        """The residuals where σ² is open, the steps, then A at the points found."""
+        """Yields a pass for the residuals if σ² is open, the steps, then the passes for A."""
         steps = _BoundSteps(problem, anchors, self.steps, self.learning_rate, (yield from initial_noise(problem)))
         if not steps.moves:
             return (yield from self.then.passes(problem, anchors))
