@@ -32,8 +32,8 @@ def check_labels(name: str, outputs_shape: torch.Size, device: torch.device, lab
     if classes < 2:
         raise LapwingError(
             f"{name} needs at least 2 outputs, one for each class. The outputs have shape {tuple(outputs_shape)}, "
-            f"the labels {shape}. Write `likelihood='bernoulli'` for yes or no, `likelihood='gaussian'` and `y.float()` "
-            "for numbers, or give the network more outputs: `torch.nn.Linear(features, 2)`."
+            f"the labels {shape}. Write `likelihood='bernoulli'` for yes or no, `likelihood='gaussian'` and "
+            "`y.float()` for numbers, or give the network more outputs: `torch.nn.Linear(features, 2)`."
         )
     if shape != (batch,):
         if shape == (batch, 1):

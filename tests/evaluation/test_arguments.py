@@ -98,7 +98,7 @@ def test_posteriors_loaders_and_numbers(posterior: lw.Posterior) -> None:
         (lambda: lw.compare({"a": posterior}, [(x, y.to_sparse())]), "A tensor of the targets.*sparse_coo"),
         (lambda: lw.compare({"a": posterior}, (x, y)), r"Write \[\(x, y\)\] for one batch"),
         (lambda: lw.compare({"a": posterior}, list), "batches, not <class 'list'>"),
-        (lambda: lw.compare({"a": posterior}, [(x[:0], y[:0])]), "no samples in the loader"),
+        (lambda: lw.compare({"a": posterior}, [(x[:0], y[:0])]), "loader of compare has no samples"),
         (lambda: lw.compare({"a": posterior}, [(x, y)], fit_seconds={"a": "1 s"}), "fit_seconds is {'a': '1 s'}"),
         (lambda: lw.compare({1: posterior}, [(x, y)]), "A name of the posteriors is 1"),
         (lambda: RotatedLoader(3, 10.0), "RotatedLoader needs an iterable"),

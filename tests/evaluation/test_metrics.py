@@ -222,7 +222,7 @@ class TestRegression:
         with pytest.raises(LapwingError, match=r"^gaussian_nll needs a positive variance, and 3 of 3.*smallest is 0"):
             metrics.gaussian_nll(good, torch.zeros(3), good)
         for metric in (metrics.crps_gaussian, metrics.cqm):
-            with pytest.raises(LapwingError, match=r"needs a positive std, and 3 of 3.*prediction.std"):
+            with pytest.raises(LapwingError, match=r"needs a positive std, and 3 of 3.*predict\(x\).std"):
                 metric(good, -good, good)
         with pytest.raises(LapwingError, match=r"3 of 3 intervals"):
             metrics.interval_coverage(good, -good, good)
