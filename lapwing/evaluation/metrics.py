@@ -260,38 +260,6 @@ def crps_gaussian(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
     return (std * (z * torch.erf(z * _SQRT_HALF) + 2.0 * density - 1.0 / math.sqrt(math.pi))).mean()
 
 
-def cqm(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
-    """Returns the centred quantile metric `∫₀¹ |P(y ∈ I(x, α)) - α| dα` of Gaussian predictions, in [0, 1/2].
-
-    `I(x, α)` is the open interval around the mean with probability α (VaLLA, equations 51 and 60), so 0 is perfect
-    calibration and 1/2 is intervals that are far too wide or far too narrow. A target lies inside for every α above its
-    level `|2Φ(z) - 1| = erf(|z|/√2)`, so P is the distribution function of the levels, a staircase, and the integral
-    is computed exactly: no grid. At α = 1 the interval is the whole line and the integrand is 0; the paper's published
-    values, on a grid of 11 points, took it as 1 there and are 0.05 too high. Samples and outputs are pooled. Sorts the
-    levels.
-
-    Args:
-        mean: predictive means (N,) or (N, C).
-        std: predictive standard deviations of y, positive, shape of `mean`.
-        y: targets, shape of `mean`.
-
-    Raises:
-        LapwingError: shapes or values are not as above.
-
-    Example:
-        >>> round(cqm(torch.zeros(2), torch.full((2,), 1e9), torch.tensor([-1.0, 1.0])).item(), 4)
-        0.5
-    """
-    mean, std, y = _regression("cqm", mean=mean, std=std, y=y)
-    _check_positive("cqm", "std", std)
-    levels = torch.erf((y - mean).abs() / std * _SQRT_HALF).flatten().sort().values
-    count = levels.numel()
-    edges = torch.cat([torch.zeros_like(levels[:1]), levels, torch.ones_like(levels[:1])])  # (count + 2,)
-    height = torch.arange(count + 1, dtype=torch.float64) / count  # P between two edges
-    above, below = edges[1:] - height, edges[:-1] - height
-    return 0.5 * (above * above.abs() - below * below.abs()).sum()  # ∫|α - h| dα = (α - h)|α - h|/2
-
-
 def interval_coverage(lower: Tensor, upper: Tensor, y: Tensor) -> Tensor:
     """Returns the fraction of targets with `lower ≤ y ≤ upper`, over all samples and outputs.
 
@@ -353,10 +321,10 @@ def _classification(function: str, probs: Tensor, labels: Tensor) -> tuple[Tenso
     wrong = ~((probs >= 0.0).all(1) & (probs <= 1.0 + tolerance).all(1) & ((probs.sum(1) - 1.0).abs() <= tolerance))
     if wrong.any():
         first = int(wrong.nonzero()[0, 0])
+        low, total = float(probs[first].min()), float(probs[first].sum())
         raise LapwingError(
             f"{function} needs probabilities, and {int(wrong.sum())} of {rows} rows of probs are not between 0 and 1 "
-            f"with sum 1 (row {first} has minimum {float(probs[first].min()):.4g} and sum {float(probs[first].sum()):.4g}). "
-            "Pass logits.softmax(1) for logits."
+            f"with sum 1 (row {first} has minimum {low:.4g} and sum {total:.4g}). Pass logits.softmax(1) for logits."
         )
     return probs, labels
 
