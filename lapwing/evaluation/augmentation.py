@@ -79,7 +79,7 @@ class StrongAugmentation:
         strength: multiplies every magnitude, from 0 (none but the flip) to 2.
         flip: mirror half of the images; False for digits and text.
         operations: how many random operations an image gets.
-        normalise: `(mean, std)`, a number a channel each, of images that come normalised as `(pixels - mean) / std`;
+        normalise: `(mean, std)`, one number of each for each channel, of images normalised as `(pixels - mean) / std`;
             None for images in [0, 1].
 
     Raises:

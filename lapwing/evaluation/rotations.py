@@ -28,7 +28,7 @@ def rotate(images: Tensor, degrees: float, fill: Fill = 0.0) -> Tensor:
     Args:
         images: floating-point (B, C, H, W), in any range.
         degrees: φ, in degrees.
-        fill: the value outside the images, a number or one a channel; for images normalised as `(x - mean) / std`
+        fill: value outside the images, one number or one for each channel; for images normalised as `(x - mean) / std`
             black is `-mean / std`.
 
     Returns:
@@ -119,12 +119,12 @@ def rotation_curves(
         fill: the value outside the images, as in `rotate`.
 
     Returns:
-        name -> metric -> one number an angle.
+        name -> metric -> one number for each angle.
 
     Raises:
         LapwingError: for no angle, or what `compare` and `rotate` refuse.
 
-    Cost: an angle as `compare` with one prediction of every batch.
+    Cost: for each angle that of `compare` with one prediction of every batch.
 
     Example:
         >>> import torch, lapwing as lw

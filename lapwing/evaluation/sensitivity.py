@@ -70,7 +70,7 @@ class Sensitivities:
         """Draws maps over images, a column each, or bars over tabular features: mean and quartiles over the samples.
 
         Args:
-            axes: matplotlib axes to draw in, one an image, or one for bars; a new figure when None.
+            axes: matplotlib axes to draw in, one for each image, or one for bars; a new figure when None.
             features: names of tabular features.
             shape: height and width, or channels first, of images whose inputs are flat.
             low: sensitivities below are drawn as it: the paper's figures show 0.5 to 1.
@@ -106,44 +106,44 @@ def sensitivity(
     steps: int = 2000,
     forward: Forward | None = None,
 ) -> Sensitivities:
-    """Learns for each sample how much noise its inputs bear: the widest Gaussian around x that costs little.
+    """Learns for each sample how much noise its inputs tolerate: the widest Gaussian around x that costs little.
 
         ℓ(v) = λ NLPD(y | N(x, diag v)) - H(N(x, diag v)),    gradient steps on log v, until NLPD rises by `rise`
 
     Where v_i ∂NLPD/∂v_i is the same for all i, nothing can be gained by moving noise from one input to another; for a
-    linear network with weights w_i that is `v_i ∝ 1/w_i²`, so that the sensitivities are `|w_i| / max_j |w_j|`. An
-    input that the network ignores has no loss against its entropy: its variance grows by `e^rate` each step for ever.
+    linear network with weights w_i that is `v_i ∝ 1/w_i²`, so that the sensitivities are `|w_i| / max_j |w_j|`. The
+    variance of an input that the network ignores grows by `e^rate` in each step, for nothing limits it.
 
-    The paper has λ = 1. A sum over many inputs of entropies then outweighs a loss of a fraction of a nat, and what the
-    variances are equal but for little when the rule stops them. By default λ follows the loss, for each sample: with
-    `p_i = v_i ∂NLPD/∂v_i` it is `3/8 |Σ p| / Σ p²`, so that the NLPD grows at a quarter of the speed that it would have
-    at λ = 0, and the noise moves to where it costs least on the way.
+    The paper has λ = 1. The sum of the entropies of many inputs then outweighs a loss of a fraction of a nat, and the
+    variances are still nearly equal when the rule stops them. By default λ is chosen in each step and sample: with
+    `p_i = v_i ∂NLPD/∂v_i` it is `3/8 |Σ p| / Σ p²`. The NLPD then grows at a quarter of its speed at λ = 0, while the
+    noise moves to the inputs where it costs little.
 
     Args:
         candidate: a posterior; or a network, whose weights are then certain.
-        inputs: B samples; or what the network takes, with `lw.Uncertain` in place of the one tensor in
-            question, whose variances are the start.
-        targets: y; the network's own predictions when None.
-        via: the way through the network. `Linearized()` is exact to first order. `Streamlined("full")` also has what
-            uncertain weights make of uncertain inputs, for small networks; `Streamlined()` is the cheapest, and can
-            have far too little of the noise in deep networks, whose hidden units share it.
+        inputs: B samples; or several inputs, one of them an `lw.Uncertain` whose variances are the start.
+        targets: y; the predictions of the candidate when None.
+        via: the way through the network. `Linearized()` is exact to first order. `Streamlined("full")` adds products of
+            uncertain weights and uncertain inputs, for small networks. `Streamlined()` is the cheapest; it can
+            understate the noise of deep networks, whose hidden units share it.
         likelihood: for a network: "categorical", "bernoulli" or an instance, such as `lw.Gaussian(noise_variance)`;
-            None infers it from the targets. A posterior has its own.
+            None infers it from the targets. Leave it out for a posterior.
         rise: by how many nats the NLPD of a sample may change.
-        weight: λ; None for one that follows the loss.
+        weight: λ; None chooses it in each step.
         variance: where variances start, in squared units of x.
         rate: step on log v.
         steps: the largest number of steps.
-        forward: for a network: `forward(model, inputs)` where `model(x)` does not do.
+        forward: for a network: `forward(model, inputs)` where the network is not called as `model(x)`.
 
     Returns:
         Sensitivities in [0, 1] and variances in the shape of x: those of the last step within the rule. Samples are
         independent.
 
     Raises:
-        LapwingError: numbers out of range; no likelihood, or one that is a posterior's; more than one uncertain input.
+        LapwingError: numbers out of range; a network without likelihood, or a posterior with one; several uncertain
+            inputs.
 
-    Cost: the way's, a step, and a pass back through it; about 400 steps from 1e-5 to 0.1.
+    Cost: in each step that of the way and a backward pass through it; about 400 steps from 1e-5 to 0.1.
 
     Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, equation 11 and appendix B.3, which steps by
     Adam and does not say on which function of the variance.

@@ -27,7 +27,7 @@ def maps(
     Args:
         values: sensitivities (B, ...).
         inputs: images, in the same shape.
-        axes: one an image; a new figure when None.
+        axes: one for each image; a new figure when None.
         shape: (height, width) or (channels, height, width) of a sample, where it is flat.
         low: where the colours begin; below, the image shows.
         labels: titles.
