@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError, extra, shown
-from ..likelihoods.targets import check_binary_targets
 from .arguments import real_tensor
 
 _SQRT_HALF = math.sqrt(0.5)
@@ -105,28 +104,6 @@ def brier(probs: Tensor, labels: Tensor) -> Tensor:
     distance = probs.clone()
     distance[torch.arange(len(labels)), labels] -= 1.0  # (N, C)
     return distance.square().sum(1).mean()
-
-
-def as_classes(probs: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
-    """Writes Bernoulli outputs as two classes each, `(1 - p, p)`: probabilities (N·C, 2) and labels (N·C,).
-
-    Args:
-        probs: probabilities of yes (N, C), as `posterior.predict(x).probs` gives them.
-        answers: 0 and 1, bool, integers or floats, (N, C), or (N,) when C = 1.
-
-    Raises:
-        LapwingError: shapes or values are not as above.
-
-    Example:
-        >>> probs, labels = as_classes(torch.tensor([[0.25], [0.75]]), torch.tensor([False, False]))
-        >>> accuracy(probs, labels).item()
-        0.5
-    """
-    probs = _double("as_classes", "probs", probs)
-    answers = real_tensor("as_classes", "answers", answers).cpu()
-    check_binary_targets("as_classes", probs.shape, probs.device, answers)
-    yes = probs.flatten()
-    return torch.stack([1.0 - yes, yes], 1), answers.flatten().long()
 
 
 def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:

@@ -20,7 +20,6 @@ FUNCTIONS: dict[Callable[..., Any], dict[str, Tensor]] = {
     metrics.nll: {"log_prob": S},
     metrics.negative_log_likelihood: {"probs": P, "labels": Y},
     metrics.brier: {"probs": P, "labels": Y},
-    metrics.as_classes: {"probs": P, "answers": P > 0.5},
     metrics.expected_calibration_error: {"probs": P, "labels": Y},
     metrics.auroc: {"scores_in": S, "scores_out": S},
     metrics.gaussian_nll: {"mean": S, "variance": S + 1, "y": S},
