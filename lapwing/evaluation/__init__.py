@@ -6,7 +6,7 @@ methods side by side, and `metrics.py`.
 
 from __future__ import annotations
 
-from . import measures, metrics
+from . import metrics
 from .augmentation import AugmentedLoader, StrongAugmentation
 from .comparison import Comparison, compare
 from .corruptions import COMMON, CORRUPTIONS, DIGITS, corrupt
@@ -15,5 +15,5 @@ from .sensitivity import Sensitivities, sensitivity
 
 __all__ = [
     "COMMON", "CORRUPTIONS", "DIGITS", "AugmentedLoader", "Comparison", "RotatedLoader", "Sensitivities",
-    "StrongAugmentation", "compare", "corrupt", "measures", "metrics", "rotate", "rotation_curves", "sensitivity",
+    "StrongAugmentation", "compare", "corrupt", "metrics", "rotate", "rotation_curves", "sensitivity",
 ]  # fmt: skip

@@ -17,17 +17,17 @@ def real_tensor(asked: str, name: str, value: Any) -> Tensor:
     Args:
         asked: the function that the user called.
         name: the argument.
-        value: what was given.
+        value: its value.
 
     Raises:
         LapwingError: for anything else: complex tensors and those that `check_dense` refuses included.
     """
     try:
-        found = torch.as_tensor(value).detach()
+        tensor = torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError):
-        found = None
-    if found is not None:
-        check_dense(found, f"The argument {name} of {asked}")
-    if found is None or found.is_complex():
+        tensor = None
+    if tensor is not None:
+        check_dense(tensor, f"The argument {name} of {asked}")
+    if tensor is None or tensor.is_complex():
         raise LapwingError(f"{asked} takes a dense tensor of real numbers as {name}. {name} is {shown(value)}.")
-    return found
+    return tensor

@@ -63,7 +63,7 @@ def _holed(x: Tensor, centres: Tensor, share: float) -> Tensor:
 _OPERATIONS: tuple[Callable[[Tensor, Tensor], Tensor] | None, ...] = (
     None, None, None, _brightness, _contrast, _saturation, _solarise,
 )  # fmt: skip
-"""What is done to pixels; the first three, rotate, shear and zoom, are sampled together with the crop."""
+"""Operations on pixels; the first three, rotate, shear and zoom, are sampled in one step with the crop."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class StrongAugmentation:
     For each image: a crop after padding by 1/8 of the side and a flip; `operations` of rotation (30°), shear (0.3),
     zoom (a third), brightness, contrast, saturation (each halved to doubled) and solarising (inverting what is above
     0.3); a hole of half the side, filled with the image's mean colour. In brackets are the limits at strength 1, up to
-    which magnitudes are drawn uniformly. Geometry is sampled once, together with the crop; the rest is in random order.
+    which magnitudes are drawn uniformly. Geometry is sampled once, with the crop; the rest is in random order.
 
     Args:
         strength: multiplies every magnitude, from 0 (none but the flip) to 2.
         flip: mirror half of the images; False for digits and text.
         operations: how many random operations an image gets.
-        normalise: `(mean, std)`, a number a channel each, of images that come normalised as `(pixels - mean) / std`;
+        normalise: `(mean, std)`, one number of each for each channel, of images normalised as `(pixels - mean) / std`;
             None for images in [0, 1].
 
     Raises:
@@ -102,13 +102,12 @@ class StrongAugmentation:
         strength, count = self.strength, self.operations
         if isinstance(strength, bool) or not isinstance(strength, Real) or not 0 <= strength <= 2:
             raise LapwingError(
-                f"Asked for StrongAugmentation(strength={shown(strength)}); a number from 0 to 2 is accepted: write "
-                "strength=0.5."
+                f"StrongAugmentation(strength={shown(strength)}) is out of range. Pass a number from 0 to 2."
             )
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= len(_OPERATIONS):
             raise LapwingError(
-                f"Asked for StrongAugmentation(operations={shown(count)}); a whole number from 0 to "
-                f"{len(_OPERATIONS)} is accepted: write operations=2."
+                f"StrongAugmentation(operations={shown(count)}) is out of range. Pass a whole number from 0 to "
+                f"{len(_OPERATIONS)}: operations=2."
             )
         if not isinstance(self.flip, bool):
             raise LapwingError(f"flip of StrongAugmentation is {shown(self.flip)}. Pass True or False.")
@@ -139,7 +138,7 @@ class StrongAugmentation:
         exact = images.detach().to(torch.float64 if images.dtype == torch.float64 else torch.float32)
         mean, std = self._normalisation(exact)
         eps = torch.finfo(images.dtype).eps
-        x = in_range(exact * std + mean, "StrongAugmentation", eps, "pass normalise=(mean, std)")
+        x = in_range(exact * std + mean, "StrongAugmentation", eps, "Pass normalise=(mean, std)")
         count = len(x)
 
         def draw(*shape: int) -> Tensor:
@@ -176,9 +175,8 @@ class StrongAugmentation:
         right = len(mean) == len(std) == images.shape[1] and bool(mean.isfinite().all()) and bool((std > 0).all())
         if not right:
             raise LapwingError(
-                f"Asked to undo normalise={shown(self.normalise)} of images of shape {tuple(images.shape)}; a "
-                "finite mean "
-                "and a positive std for each channel are accepted: write normalise=([0.5], [0.25]) for one channel."
+                f"normalise={shown(self.normalise)} does not fit images of shape {tuple(images.shape)}. Pass a finite "
+                "mean and a positive std for each channel: normalise=([0.5], [0.25]) for one channel."
             )
         return mean, std
 
@@ -220,15 +218,15 @@ class AugmentedLoader:
         _check_seeded(self.augment)
         if not batches.is_loader(self.loader) or isinstance(self.loader, Iterator):
             raise LapwingError(
-                f"Asked to augment a loader, found {batches.describe(self.loader)}; batches that can be gone through "
-                "again are needed: pass a DataLoader or a list of (images, labels) batches."
+                f"The loader {batches.describe(self.loader)} cannot be iterated again. Pass a DataLoader or a list of "
+                "(images, labels) batches."
             )
         samplers = (getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None))
         drawn = (sampler for each in samplers for sampler in (each, getattr(each, "sampler", None)))
         if any(isinstance(s, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)) for s in drawn):
             raise LapwingError(
-                "Asked to augment the same images the same way on every pass, found a DataLoader that shuffles; one "
-                "that repeats its order is needed: write DataLoader(dataset, batch_size=..., shuffle=False)."
+                "The DataLoader shuffles, so images would be augmented in another way on every pass. Write "
+                "DataLoader(dataset, batch_size=..., shuffle=False)."
             )
 
     def __len__(self) -> int:
@@ -246,8 +244,7 @@ class AugmentedLoader:
             images = images if key is None else images[key]
             if not isinstance(images, Tensor):
                 raise LapwingError(
-                    f"Asked to augment the images of a batch, found {batches.describe(batch)}; one tensor of images "
-                    "beside the targets is needed: let the loader yield (images, labels)."
+                    f"The batch {batches.describe(batch)} has no tensor of images. Yield (images, labels)."
                 )
             images = self.augment(images, seed=(self.seed + 1_000_003 * number) % 2**63)
             if isinstance(batch, Mapping):

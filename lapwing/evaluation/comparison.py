@@ -123,7 +123,7 @@ def compare(
             from the loader's inputs.
         score: the uncertainty that AUROC ranks by: "entropy" of the class probabilities, or "confidence", 1 minus the
             largest of them. For regression it is the predictive standard deviation of the first output.
-        fit_seconds: name -> seconds that the fit took, for a column of their own.
+        fit_seconds: name -> seconds that the fit took, for the column "fit s".
         repeats: timings of each batch; the fastest counts.
 
     Returns:
@@ -175,7 +175,7 @@ def compare(
 def _check(posteriors: Any, score: str, repeats: Any, fit_seconds: Any) -> None:
     if not isinstance(posteriors, Mapping) or not posteriors:
         raise LapwingError(
-            f"Asked to compare {batches.describe(posteriors)}; a dict of at least one posterior is needed: write "
+            f"The posteriors of compare are {batches.describe(posteriors)}. Pass a dict of at least one: "
             'compare({"KFAC": posterior}, loader).'
         )
     for name, candidate in posteriors.items():
@@ -187,20 +187,17 @@ def _check(posteriors: Any, score: str, repeats: Any, fit_seconds: Any) -> None:
             or (pair and isinstance(candidate[0], Posterior) and isinstance(candidate[1], Way))
         ):
             raise LapwingError(
-                f"Asked to compare {shown(name)}, found {batches.describe(candidate)}; accepted are a posterior, a "
-                "pair "
-                f"(posterior, way) and a network: write compare({{{shown(name)}: lw.fit(model, loader)}}, test_loader)."
+                f"The candidate {shown(name)} of compare is {batches.describe(candidate)}. Pass a posterior, a pair "
+                "(posterior, way) or a network."
             )
     if not is_one_of(score, ("entropy", "confidence")):
-        raise LapwingError(
-            f"Asked for score={shown(score)}; accepted are 'entropy' and 'confidence': write score='entropy'."
-        )
+        raise LapwingError(f"score={shown(score)} is unknown. Write score='entropy' or score='confidence'.")
     real = isinstance(fit_seconds, Mapping) and all(isinstance(value, Real) for value in fit_seconds.values())
     if fit_seconds is not None and not real:
         raise LapwingError(f"fit_seconds is {shown(fit_seconds)}. Pass a dict of seconds by name, or leave it out.")
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise LapwingError(
-            f"Asked for repeats={shown(repeats)}; a whole number of at least 1 is needed: write repeats=3."
+            f"repeats={shown(repeats)} is no number of timings. Pass a whole number of at least 1: repeats=3."
         )
 
 
@@ -229,26 +226,26 @@ class _Candidate:
 
 
 def _candidates(posteriors: Mapping[str, Candidate], loader: Iterable[Any]) -> dict[str, _Candidate]:
-    """Reads what the user gave; adds the network alone where no network is given and there is one only."""
+    """Returns the rows of the table; adds the network alone where all posteriors are around one, and none is a row."""
     around = [c[0] if isinstance(c, tuple) else c for c in posteriors.values()]
     fitted = [posterior for posterior in around if isinstance(posterior, Posterior)]
-    likelihood = _own_noise(fitted[0]) if fitted else _likelihood(loader)
-    found: dict[str, _Candidate] = {}
+    likelihood = _with_noise(fitted[0]) if fitted else _likelihood(loader)
+    rows: dict[str, _Candidate] = {}
     if len(fitted) == len(around) and len({id(posterior.tangent.model) for posterior in fitted}) == 1:
-        found["MAP"] = _network(fitted[0].tangent.outputs_of, likelihood, fitted[0].tangent.device)
+        rows["MAP"] = _network(fitted[0].tangent.outputs_of, likelihood, fitted[0].tangent.device)
     for name, candidate in posteriors.items():
         if isinstance(candidate, nn.Module):
             device = next((parameter.device for parameter in candidate.parameters()), None)
-            found[name] = _network(partial(_call, candidate), likelihood, device)
+            rows[name] = _network(partial(_call, candidate), likelihood, device)
         else:
             posterior, way = candidate if isinstance(candidate, tuple) else (candidate, Linearized())
             predict = partial(posterior.predict, via=way)
-            found[name] = _Candidate(predict, posterior.tangent.outputs_of, posterior.tangent.device, False)
-    return found
+            rows[name] = _Candidate(predict, posterior.tangent.outputs_of, posterior.tangent.device, False)
+    return rows
 
 
-def _own_noise(posterior: Posterior) -> Likelihood:
-    """Returns the likelihood with the mean squared residual as noise, unless σ² was given."""
+def _with_noise(posterior: Posterior) -> Likelihood:
+    """Returns the likelihood with the mean squared residual as noise, unless σ² is fixed."""
     likelihood = posterior.likelihood
     residual = likelihood.residual_variance(posterior.statistics)
     return likelihood if residual is None or posterior.noise_given else likelihood.with_noise_variance(residual)
@@ -297,8 +294,8 @@ def _run(candidate: _Candidate, loader: Iterable[Any], repeats: int) -> tuple[li
         spent += min(predict for _, _, predict in runs)
     if not parts:
         raise LapwingError(
-            "Asked to compare on held-out data, found no samples in the loader; (inputs, targets) batches are needed, "
-            "and a loader that can be gone through for every candidate: write compare(posteriors, [(x_test, y_test)])."
+            "The loader of compare has no samples. Pass (inputs, targets) batches that can be iterated for every "
+            "candidate: compare(posteriors, [(x_test, y_test)])."
         )
     return parts, targets, spent / plain
 

@@ -56,7 +56,7 @@ def corrupt(images: Tensor, name: str, severity: int, seed: int = 0) -> Tensor:
     """Corrupts images, `x → clamp(c_name(x; strength(severity), seed))`.
 
     Random choices are made for each image, and are the same on every device and, shot noise apart, at every severity.
-    They depend on the place in the batch: corrupt a whole test set at once, or give each batch a seed of its own.
+    They depend on the place in the batch: corrupt a whole test set at once, or give each batch another seed.
 
     Args:
         images: floating-point (B, 1, H, W) or (B, 3, H, W) in [0, 1], at least 8 x 8. Undo a normalisation first.
@@ -80,19 +80,15 @@ def corrupt(images: Tensor, name: str, severity: int, seed: int = 0) -> Tensor:
     """
     images = checked(images, "corrupt")
     if not isinstance(name, str) or name not in CORRUPTIONS:
-        raise LapwingError(
-            f"Asked for the corruption {shown(name)}; accepted are {', '.join(CORRUPTIONS)}: write corrupt(images, "
-            '"gaussian_noise", severity=3).'
-        )
+        raise LapwingError(f"The corruption {shown(name)} is unknown. Choose one of {', '.join(CORRUPTIONS)}.")
     corruption = CORRUPTIONS[name]
     if corruption.colour and images.shape[1] != 3:
         raise LapwingError(
-            f"Asked for the corruption {shown(name)} of images of shape {tuple(images.shape)}, found one channel; "
-            "it needs "
-            'three: for grey images choose another, such as "contrast".'
+            f"The corruption {shown(name)} needs three channels, and the images have one channel. Choose another for "
+            'grey images, such as "contrast".'
         )
     if isinstance(severity, bool) or not isinstance(severity, Real) or severity not in (1, 2, 3, 4, 5):
-        raise LapwingError(f"Asked for severity={shown(severity)}; 1, 2, 3, 4 and 5 are accepted: write severity=3.")
+        raise LapwingError(f"severity={shown(severity)} is out of range. Pass 1, 2, 3, 4 or 5.")
     if not len(images):
         return images.clone()
     exact = images.to(torch.float64 if images.dtype == torch.float64 else torch.float32)
@@ -102,7 +98,7 @@ def corrupt(images: Tensor, name: str, severity: int, seed: int = 0) -> Tensor:
 def checked(images: Tensor, asked: str) -> Tensor:
     """Returns images without their graph if they are (B, 1 or 3, H, W) in [0, 1], rounding clamped; raises if not."""
     check_form(images, asked)
-    return in_range(images.detach(), asked, torch.finfo(images.dtype).eps, "write images * std + mean first")
+    return in_range(images.detach(), asked, torch.finfo(images.dtype).eps, "Write images * std + mean")
 
 
 def check_form(images: Tensor, asked: str) -> None:
@@ -110,14 +106,14 @@ def check_form(images: Tensor, asked: str) -> None:
     if isinstance(images, Tensor):
         check_dense(images, f"The tensor of images for {asked}")
     if not isinstance(images, Tensor) or images.ndim != 4 or images.shape[1] not in (1, 3) or min(images.shape[2:]) < 8:
-        found = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+        form = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
         raise LapwingError(
-            f"{asked} takes images as a tensor (B, 1, H, W) or (B, 3, H, W) with H and W at least 8, and found "
-            f"{found}; for a single image write x[None], for channels last x.movedim(-1, 1)."
+            f"{asked} takes images as a tensor (B, 1, H, W) or (B, 3, H, W) with H and W at least 8, not {form}. Write "
+            "x[None] for a single image, x.movedim(-1, 1) for channels last."
         )
     if not images.is_floating_point():
         raise LapwingError(
-            f"{asked} takes floating-point images, and found {images.dtype}; for bytes write images.float() / 255."
+            f"{asked} takes floating-point images, not {images.dtype}. Write images.float() / 255 for bytes."
         )
 
 
@@ -126,8 +122,8 @@ def in_range(images: Tensor, asked: str, eps: float, remedy: str) -> Tensor:
     wrong = ~((images >= -8 * eps) & (images <= 1 + 8 * eps))  # NaN is wrong too
     if wrong.any():
         raise LapwingError(
-            f"{asked} takes images in [0, 1], and found {int(wrong.sum())} of {images.numel()} values outside or NaN "
-            f"(least {float(images.min()):.4g}, largest {float(images.max()):.4g}); for normalised images {remedy}."
+            f"{asked} takes images in [0, 1], and {int(wrong.sum())} of {images.numel()} values are outside or NaN "
+            f"(smallest {float(images.min()):.4g}, largest {float(images.max()):.4g}). {remedy} for normalised images."
         )
     return images.clamp(0.0, 1.0)
 
@@ -135,9 +131,7 @@ def in_range(images: Tensor, asked: str, eps: float, remedy: str) -> Tensor:
 def seeded(seed: int) -> Generator:
     """Returns a generator on the CPU; raises for a seed that is none."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise LapwingError(
-            f"Asked for seed={shown(seed)}; a whole number from 0 to 2**63 - 1 is accepted: write seed=0."
-        )
+        raise LapwingError(f"seed={shown(seed)} is out of range. Pass a whole number from 0 to 2**63 - 1: seed=0.")
     return Generator().manual_seed(seed)
 
 

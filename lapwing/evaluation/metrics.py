@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError, extra, shown
-from ..likelihoods.targets import check_binary_targets
 from .arguments import real_tensor
 
 _SQRT_HALF = math.sqrt(0.5)
@@ -52,14 +51,14 @@ def nll(log_prob: Tensor) -> Tensor:
     log_prob = _double("nll", "log_prob", log_prob)
     if log_prob.ndim != 1 or log_prob.numel() == 0:
         raise LapwingError(
-            f"nll averages one log-probability a sample, and log_prob has shape {tuple(log_prob.shape)}; it takes "
+            f"nll averages one log-probability for each sample, and log_prob has shape {tuple(log_prob.shape)}. Pass "
             "shape (N,) with N > 0: nll(prediction.log_prob(y))."
         )
     bad = int((log_prob.isnan() | (log_prob == math.inf)).sum())
     if bad:
         raise LapwingError(
-            f"nll averages log-probabilities, and {bad} of {log_prob.numel()} values of log_prob are NaN or +inf; "
-            "finite values and -inf are accepted: find the samples with log_prob.isnan() | log_prob.isposinf()."
+            f"nll averages log-probabilities, and {bad} of {log_prob.numel()} values of log_prob are NaN or +inf. "
+            "Find the samples with log_prob.isnan() | log_prob.isposinf()."
         )
     return -log_prob.mean()
 
@@ -107,28 +106,6 @@ def brier(probs: Tensor, labels: Tensor) -> Tensor:
     return distance.square().sum(1).mean()
 
 
-def as_classes(probs: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
-    """Writes Bernoulli outputs as two classes each, `(1 - p, p)`: probabilities (N·C, 2) and labels (N·C,).
-
-    Args:
-        probs: probabilities of yes (N, C), as `posterior.predict(x).probs` gives them.
-        answers: 0 and 1, bool, integers or floats, (N, C), or (N,) when C = 1.
-
-    Raises:
-        LapwingError: shapes or values are not as above.
-
-    Example:
-        >>> probs, labels = as_classes(torch.tensor([[0.25], [0.75]]), torch.tensor([False, False]))
-        >>> accuracy(probs, labels).item()
-        0.5
-    """
-    probs = _double("as_classes", "probs", probs)
-    answers = real_tensor("as_classes", "answers", answers).cpu()
-    check_binary_targets("as_classes", probs.shape, probs.device, answers)
-    yes = probs.flatten()
-    return torch.stack([1.0 - yes, yes], 1), answers.flatten().long()
-
-
 def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
     """Returns the expected calibration error `Σ_b |B_b|/N · |accuracy(B_b) - confidence(B_b)|`.
 
@@ -152,10 +129,10 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
     probs, labels = _classification("expected_calibration_error", probs, labels)
     if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
         raise LapwingError(
-            f"expected_calibration_error sorts confidences into bins, and bins is {shown(bins)}; it takes an "
+            f"expected_calibration_error sorts confidences into bins, and bins is {shown(bins)}. Pass an "
             "integer of at least 1: expected_calibration_error(probs, labels, bins=15)."
         )
-    # torchmetrics takes values above 1 for logits, and gives a confidence of exactly 1 a bin of its own
+    # torchmetrics takes values above 1 for logits, and puts a confidence of exactly 1 into another bin
     probs = probs.clamp(0.0, 1.0 - 2.0**-24)
     error = torchmetrics.multiclass_calibration_error(probs, labels, num_classes=probs.shape[1], n_bins=bins, norm="l1")
     return error.double()
@@ -184,7 +161,7 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
         scores[name] = value = _double("auroc", name, scores[name])
         if value.ndim != 1 or value.numel() == 0:
             raise LapwingError(
-                f"auroc compares one score a sample, and {name} has shape {tuple(value.shape)}; it takes shape (N,) "
+                f"auroc compares one score for each sample, and {name} has shape {tuple(value.shape)}. Pass shape (N,) "
                 "with N > 0: auroc(posterior.predict(x_in).entropy(), posterior.predict(x_out).entropy())."
             )
         _check_finite("auroc", name, value)
@@ -260,38 +237,6 @@ def crps_gaussian(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
     return (std * (z * torch.erf(z * _SQRT_HALF) + 2.0 * density - 1.0 / math.sqrt(math.pi))).mean()
 
 
-def cqm(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
-    """Returns the centred quantile metric `∫₀¹ |P(y ∈ I(x, α)) - α| dα` of Gaussian predictions, in [0, 1/2].
-
-    `I(x, α)` is the open interval around the mean with probability α (VaLLA, equations 51 and 60), so 0 is perfect
-    calibration and 1/2 is intervals that are far too wide or far too narrow. A target lies inside for every α above its
-    level `|2Φ(z) - 1| = erf(|z|/√2)`, so P is the distribution function of the levels, a staircase, and the integral
-    is computed exactly: no grid. At α = 1 the interval is the whole line and the integrand is 0; the paper's published
-    values, on a grid of 11 points, took it as 1 there and are 0.05 too high. Samples and outputs are pooled. Sorts the
-    levels.
-
-    Args:
-        mean: predictive means (N,) or (N, C).
-        std: predictive standard deviations of y, positive, shape of `mean`.
-        y: targets, shape of `mean`.
-
-    Raises:
-        LapwingError: shapes or values are not as above.
-
-    Example:
-        >>> round(cqm(torch.zeros(2), torch.full((2,), 1e9), torch.tensor([-1.0, 1.0])).item(), 4)
-        0.5
-    """
-    mean, std, y = _regression("cqm", mean=mean, std=std, y=y)
-    _check_positive("cqm", "std", std)
-    levels = torch.erf((y - mean).abs() / std * _SQRT_HALF).flatten().sort().values
-    count = levels.numel()
-    edges = torch.cat([torch.zeros_like(levels[:1]), levels, torch.ones_like(levels[:1])])  # (count + 2,)
-    height = torch.arange(count + 1, dtype=torch.float64) / count  # P between two edges
-    above, below = edges[1:] - height, edges[:-1] - height
-    return 0.5 * (above * above.abs() - below * below.abs()).sum()  # ∫|α - h| dα = (α - h)|α - h|/2
-
-
 def interval_coverage(lower: Tensor, upper: Tensor, y: Tensor) -> Tensor:
     """Returns the fraction of targets with `lower ≤ y ≤ upper`, over all samples and outputs.
 
@@ -312,90 +257,88 @@ def interval_coverage(lower: Tensor, upper: Tensor, y: Tensor) -> Tensor:
     if crossed:
         raise LapwingError(
             f"interval_coverage counts the targets in [lower, upper], and {crossed} of {y.numel()} intervals have a "
-            "NaN end or lower > upper; it takes lower <= upper: interval_coverage(*prediction.interval(0.9), y)."
+            "NaN end or lower > upper. Pass lower <= upper: interval_coverage(*prediction.interval(0.9), y)."
         )
     return ((lower <= y) & (y <= upper)).double().mean()
 
 
-def _double(asked: str, name: str, value: Tensor) -> Tensor:
+def _double(function: str, name: str, value: Tensor) -> Tensor:
     """Returns the values without their graph, as float64 on the CPU."""
-    return real_tensor(asked, name, value).cpu().double()
+    return real_tensor(function, name, value).cpu().double()
 
 
-def _classification(asked: str, probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Checks probabilities (N, C) and labels (N,); return them as float64 and int64 on the CPU."""
-    probs, labels = real_tensor(asked, "probs", probs), real_tensor(asked, "labels", labels).cpu()
+def _classification(function: str, probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Checks probabilities (N, C) and labels (N,); returns them as float64 and int64 on the CPU."""
+    probs, labels = real_tensor(function, "probs", probs), real_tensor(function, "labels", labels).cpu()
     half = probs.dtype in (torch.float16, torch.bfloat16)
     probs = probs.cpu().double()
     if probs.ndim != 2 or probs.shape[0] == 0 or probs.shape[1] < 2:
         raise LapwingError(
-            f"{asked} needs a probability for each class, and probs has shape {tuple(probs.shape)}; it takes shape "
-            "(N, C) with N > 0 and C > 1: for one column p of two classes pass torch.stack([1 - p, p], dim=1)."
+            f"{function} needs a probability for each class, and probs has shape {tuple(probs.shape)}. Pass shape "
+            "(N, C) with N > 0 and C > 1: torch.stack([1 - p, p], dim=1) for one column p of two classes."
         )
     rows, classes = probs.shape
     if labels.shape != (rows,):
         raise LapwingError(
-            f"{asked} needs one label for each of the {rows} rows of probs, and labels has shape {tuple(labels.shape)}"
-            f"; it takes shape ({rows},): for one-hot labels pass labels.argmax(1), for a column labels[:, 0]."
+            f"{function} needs one label for each of the {rows} rows of probs, and labels has shape "
+            f"{tuple(labels.shape)}. Pass labels.argmax(1) for one-hot labels, labels[:, 0] for a column."
         )
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise LapwingError(
-            f"{asked} needs labels as class numbers, and labels has dtype {labels.dtype}; it takes an integer dtype: "
-            "pass labels.long()."
+            f"{function} needs labels as class numbers, and labels has dtype {labels.dtype}. Pass labels.long()."
         )
     labels = labels.long()
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
         raise LapwingError(
-            f"{asked} needs labels in 0..{classes - 1} for the {classes} columns of probs, and labels go from "
-            f"{int(labels.min())} to {int(labels.max())}; leave the others out: keep = (labels >= 0) & (labels < "
+            f"{function} needs labels in 0..{classes - 1} for the {classes} columns of probs, and labels go from "
+            f"{int(labels.min())} to {int(labels.max())}. Leave the others out: keep = (labels >= 0) & (labels < "
             f"{classes})."
         )
     tolerance = 0.05 if half else 1e-3
     wrong = ~((probs >= 0.0).all(1) & (probs <= 1.0 + tolerance).all(1) & ((probs.sum(1) - 1.0).abs() <= tolerance))
     if wrong.any():
         first = int(wrong.nonzero()[0, 0])
+        low, total = float(probs[first].min()), float(probs[first].sum())
         raise LapwingError(
-            f"{asked} needs probabilities, and {int(wrong.sum())} of {rows} rows of probs are not between 0 and 1 with "
-            f"sum 1 (row {first} has minimum {float(probs[first].min()):.4g} and sum {float(probs[first].sum()):.4g}); "
-            "for logits pass logits.softmax(1)."
+            f"{function} needs probabilities, and {int(wrong.sum())} of {rows} rows of probs are not between 0 and 1 "
+            f"with sum 1 (row {first} has minimum {low:.4g} and sum {total:.4g}). Pass logits.softmax(1) for logits."
         )
     return probs, labels
 
 
-def _regression(asked: str, finite: tuple[str, ...] | None = None, **values: Tensor) -> list[Tensor]:
-    """Checks that all values have one shape, (N,) or (N, C), and are finite (those named); return them as float64."""
-    found = {name: _double(asked, name, value) for name, value in values.items()}
-    shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in found.items())
-    y = found["y"]
-    if len({value.shape for value in found.values()}) > 1:
+def _regression(function: str, finite: tuple[str, ...] | None = None, **values: Tensor) -> list[Tensor]:
+    """Checks that all values have one shape, (N,) or (N, C), and are finite (those named); returns them as float64."""
+    tensors = {name: _double(function, name, value) for name, value in values.items()}
+    shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items())
+    y = tensors["y"]
+    if len({value.shape for value in tensors.values()}) > 1:
         raise LapwingError(
-            f"{asked} compares its arguments entry by entry, and their shapes differ: {shapes}; one shape is accepted, "
-            "(N,) or (N, C), and nothing is broadcast: for a column of outputs pass y[:, None]."
+            f"{function} compares its arguments entry by entry, and their shapes differ: {shapes}. Pass one shape, "
+            "(N,) or (N, C), for nothing is broadcast: y[:, None] for a column of outputs."
         )
     if y.ndim not in (1, 2) or y.numel() == 0:
         raise LapwingError(
-            f"{asked} averages over samples, and the shapes are {shapes}; it takes (N,) or (N, C) with N > 0: for "
-            "several positions a sample pass y.flatten(1), and the others likewise."
+            f"{function} averages over samples, and the shapes are {shapes}. Pass (N,) or (N, C) with N > 0: "
+            "y.flatten(1), and the others likewise, for several positions in each sample."
         )
-    for name in found if finite is None else finite:
-        _check_finite(asked, name, found[name])
-    return list(found.values())
+    for name in tensors if finite is None else finite:
+        _check_finite(function, name, tensors[name])
+    return list(tensors.values())
 
 
-def _check_finite(asked: str, name: str, value: Tensor) -> None:
+def _check_finite(function: str, name: str, value: Tensor) -> None:
     bad = int((~value.isfinite()).sum())
     if bad:
         raise LapwingError(
-            f"{asked} needs finite values, and {bad} of {value.numel()} values of {name} are NaN or infinite; find "
+            f"{function} needs finite values, and {bad} of {value.numel()} values of {name} are NaN or infinite. Find "
             f"them with (~{name}.isfinite()).nonzero()."
         )
 
 
-def _check_positive(asked: str, name: str, value: Tensor) -> None:
+def _check_positive(function: str, name: str, value: Tensor) -> None:
     bad = int((value <= 0.0).sum())
     if bad:
         raise LapwingError(
-            f"{asked} needs a positive {name}, and {bad} of {value.numel()} values are 0 or less (the smallest is "
-            f"{float(value.min()):.4g}); the {name} of y holds the noise: pass that of posterior.predict(x): "
-            f"prediction.{name}."
+            f"{function} needs a positive {name}, and {bad} of {value.numel()} values are 0 or less (the smallest is "
+            f"{float(value.min()):.4g}). Pass the {name} of y, noise included: posterior.predict(x).{name}."
         )

@@ -28,7 +28,7 @@ def rotate(images: Tensor, degrees: float, fill: Fill = 0.0) -> Tensor:
     Args:
         images: floating-point (B, C, H, W), in any range.
         degrees: φ, in degrees.
-        fill: the value outside the images, a number or one a channel; for images normalised as `(x - mean) / std`
+        fill: value outside the images, one number or one for each channel; for images normalised as `(x - mean) / std`
             black is `-mean / std`.
 
     Returns:
@@ -49,18 +49,16 @@ def rotate(images: Tensor, degrees: float, fill: Fill = 0.0) -> Tensor:
         batches.check_dense(images, "The tensor of images for rotate")
     if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point():
         raise LapwingError(
-            f"Asked to rotate {batches.describe(images)}; floating-point images (B, C, H, W) are needed: for a single "
-            "image write x[None], for bytes x.float() / 255, for channels last x.movedim(-1, 1)."
+            f"rotate takes floating-point images (B, C, H, W), not {batches.describe(images)}. Write x[None] for a "
+            "single image, x.float() / 255 for bytes, x.movedim(-1, 1) for channels last."
         )
     if isinstance(degrees, bool) or not isinstance(degrees, (int, float)) or not math.isfinite(degrees):
-        raise LapwingError(
-            f"Asked to rotate by degrees={shown(degrees)}; a finite number is needed: write rotate(x, 30)."
-        )
+        raise LapwingError(f"The angle degrees={shown(degrees)} is no finite number. Write rotate(x, 30).")
     value = real_tensor("rotate", "fill", fill).to(images)
     if value.shape not in ((), (1,), (images.shape[1],)):
         raise LapwingError(
-            f"Asked to rotate images of {images.shape[1]} channels with a fill of shape {tuple(value.shape)}; a number "
-            "or one a channel is needed: write fill=0.0."
+            f"The fill has shape {tuple(value.shape)}, and the images have {images.shape[1]} channels. Pass one "
+            "number, or one for each channel: fill=0.0."
         )
     turns = round(degrees / 90)
     rest = degrees - 90 * turns
@@ -121,12 +119,12 @@ def rotation_curves(
         fill: the value outside the images, as in `rotate`.
 
     Returns:
-        name -> metric -> one number an angle.
+        name -> metric -> one number for each angle.
 
     Raises:
         LapwingError: for no angle, or what `compare` and `rotate` refuse.
 
-    Cost: an angle as `compare` with one prediction of every batch.
+    Cost: for each angle that of `compare` with one prediction of every batch.
 
     Example:
         >>> import torch, lapwing as lw
@@ -142,8 +140,8 @@ def rotation_curves(
     tables = [compare(posteriors, RotatedLoader(loader, angle, fill), repeats=1) for angle in degrees]
     if not tables:
         raise LapwingError(
-            "Asked for metrics of rotated images, found no angle; at least one is needed: write "
-            "rotation_curves(posteriors, loader, degrees=range(0, 181, 15))."
+            "There is no angle to rotate by. Pass at least one: rotation_curves(posteriors, loader, degrees=range(0, "
+            "181, 15))."
         )
     columns = [column for column in tables[0].columns if column != "passes"]
     return {name: {column: [table[name][column] for table in tables] for column in columns} for name in tables[0].rows}

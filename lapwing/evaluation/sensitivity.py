@@ -25,15 +25,15 @@ from ..prediction.propagation import NoCovariance, Untreated, certain_latent
 from ..prediction.uncertain import leaves_of, placed, with_leaves
 
 _SLOWED = 0.75
-"""θ: where `weight` is None, the loss grows at 1 - θ of the speed that it would have without a pull back."""
+"""θ: where `weight` is None, the loss grows at 1 - θ of its speed without the pull towards smaller variances."""
 
 _LARGEST = math.log(1e20)
-"""Where variances of inputs that the network ignores end."""
+"""The largest log variance, which inputs that the network ignores reach."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sensitivities:
-    """What `sensitivity` found at B inputs.
+    """The result of `sensitivity` at B inputs.
 
     Attributes:
         values: `min_j σ_j / σ_i` in (0, 1], in the shape of the inputs: 1 for the input of each sample that bears the
@@ -43,7 +43,7 @@ class Sensitivities:
         stopped: whether the rule ended a sample, rather than the number of steps (B,).
         steps: how many steps each sample took (B,).
         history: "nlpd", "entropy": negative log predictive density, and entropy of the input, both in nats, at the
-            start and after each step (steps + 1, B); a sample that has stopped keeps its last.
+            start and after each step (steps + 1, B); a sample that has stopped keeps its values.
     """
 
     values: Tensor
@@ -70,7 +70,7 @@ class Sensitivities:
         """Draws maps over images, a column each, or bars over tabular features: mean and quartiles over the samples.
 
         Args:
-            axes: matplotlib axes to draw in, one an image, or one for bars; a new figure when None.
+            axes: matplotlib axes to draw in, one for each image, or one for bars; a new figure when None.
             features: names of tabular features.
             shape: height and width, or channels first, of images whose inputs are flat.
             low: sensitivities below are drawn as it: the paper's figures show 0.5 to 1.
@@ -106,43 +106,44 @@ def sensitivity(
     steps: int = 2000,
     forward: Forward | None = None,
 ) -> Sensitivities:
-    """Learns for each sample how much noise its inputs bear: the widest Gaussian around x that costs little.
+    """Learns for each sample how much noise its inputs tolerate: the widest Gaussian around x that costs little.
 
         ℓ(v) = λ NLPD(y | N(x, diag v)) - H(N(x, diag v)),    gradient steps on log v, until NLPD rises by `rise`
 
     Where v_i ∂NLPD/∂v_i is the same for all i, nothing can be gained by moving noise from one input to another; for a
-    linear network with weights w_i that is `v_i ∝ 1/w_i²`, so that the sensitivities are `|w_i| / max_j |w_j|`. An
-    input that the network ignores has no loss against its entropy: its variance grows by `e^rate` each step for ever.
+    linear network with weights w_i that is `v_i ∝ 1/w_i²`, so that the sensitivities are `|w_i| / max_j |w_j|`. The
+    variance of an input that the network ignores grows by `e^rate` in each step, for nothing limits it.
 
-    The paper has λ = 1. A sum over many inputs of entropies then outweighs a loss of a fraction of a nat, and what the
-    variances are equal but for little when the rule stops them. By default λ follows the loss, for each sample: with
-    `p_i = v_i ∂NLPD/∂v_i` it is `3/8 |Σ p| / Σ p²`, so that the NLPD grows at a quarter of the speed that it would have
-    at λ = 0, and the noise moves to where it costs least on the way.
+    The paper has λ = 1. The sum of the entropies of many inputs then outweighs a loss of a fraction of a nat, and the
+    variances are still nearly equal when the rule stops them. By default λ is chosen in each step and sample: with
+    `p_i = v_i ∂NLPD/∂v_i` it is `3/8 |Σ p| / Σ p²`. The NLPD then grows at a quarter of its speed at λ = 0, while the
+    noise moves to the inputs where it costs little.
 
     Args:
         candidate: a posterior; or a network, whose weights are then certain.
-        inputs: B samples; or what the network takes, with `lw.Uncertain` in place of the one tensor that is asked
-            about, whose variance is where it starts.
-        targets: y; the network's own predictions when None.
-        via: the way through the network. `Linearized()` is exact to first order. `Streamlined("full")` also has what
-            uncertain weights make of uncertain inputs, for small networks; `Streamlined()` is the cheapest, and can
-            have far too little of the noise in deep networks, whose hidden units share it.
+        inputs: B samples; or several inputs, one of them an `lw.Uncertain` whose variances are the start.
+        targets: y; the predictions of the candidate when None.
+        via: the way through the network. `Linearized()` is exact to first order. `Streamlined("full")` adds products of
+            uncertain weights and uncertain inputs, for small networks. `Streamlined()` is the cheapest; it can
+            understate the noise of deep networks, whose hidden units share it.
         likelihood: for a network: "categorical", "bernoulli" or an instance, such as `lw.Gaussian(noise_variance)`;
-            None infers it from the targets. A posterior has its own.
+            None infers it from the targets. Leave it out for a posterior.
         rise: by how many nats the NLPD of a sample may change.
-        weight: λ; None for one that follows the loss.
+        weight: λ; None chooses it in each step.
         variance: where variances start, in squared units of x.
         rate: step on log v.
-        steps: at most so many.
-        forward: for a network: `forward(model, inputs)` where `model(x)` does not do.
+        steps: the largest number of steps.
+        forward: for a network: `forward(model, inputs)` where the network is not called as `model(x)`.
 
     Returns:
-        Sensitivities in [0, 1] and variances in the shape of x: the last within the rule. Each sample is on its own.
+        Sensitivities in [0, 1] and variances in the shape of x: those of the last step within the rule. Samples are
+        independent.
 
     Raises:
-        LapwingError: numbers out of range; no likelihood, or one that is a posterior's; more than one uncertain input.
+        LapwingError: numbers out of range; a network without likelihood, or a posterior with one; several uncertain
+            inputs.
 
-    Cost: the way's, a step, and a pass back through it; about 400 steps from 1e-5 to 0.1.
+    Cost: in each step that of the way and a backward pass through it; about 400 steps from 1e-5 to 0.1.
 
     Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, equation 11 and appendix B.3, which steps by
     Adam and does not say on which function of the variance.
@@ -152,8 +153,8 @@ def sensitivity(
         >>> from lapwing.evaluation import sensitivity
         >>> model = torch.nn.Linear(3, 1, bias=False).eval()
         >>> _ = model.weight.data.copy_(torch.tensor([[2.0, -1.0, 0.0]]))
-        >>> found = sensitivity(model, torch.zeros(1, 3), likelihood=lw.Gaussian(0.5))
-        >>> [round(float(value), 2) for value in found.values[0]]
+        >>> result = sensitivity(model, torch.zeros(1, 3), likelihood=lw.Gaussian(0.5))
+        >>> [round(float(value), 2) for value in result.values[0]]
         [1.0, 0.5, 0.0]
     """
     _check(rise=rise, variance=variance, rate=rate, steps=steps, weight=1.0 if weight is None else weight)
@@ -193,22 +194,23 @@ def _learn(
     active = torch.ones(samples, dtype=torch.bool, device=x.device)
     history = [(nlpd, _entropy(log_v))]
     for _ in range(steps):
-        moved = 1 - (_followed(pull) if weight is None else 2 * weight * pull)
+        moved = 1 - (_adaptive_pull(pull) if weight is None else 2 * weight * pull)
         step = rate * moved.clamp(-4.0, 4.0).reshape(x.shape)
         trial = (log_v + step).clamp_max(_LARGEST)
-        found, slope = _slope(nlpd_of, trial)
-        active = active & ((found - first).abs() <= rise)
+        risen, slope = _slope(nlpd_of, trial)
+        active = active & ((risen - first).abs() <= rise)
         where = active.reshape(-1, *[1] * (x.ndim - 1))
         log_v = torch.where(where, trial, log_v)
-        nlpd, pull = torch.where(active, found, nlpd), torch.where(active[:, None], slope, pull)
+        nlpd, pull = torch.where(active, risen, nlpd), torch.where(active[:, None], slope, pull)
         taken = taken + active
         history.append((nlpd, _entropy(log_v)))
         if not active.any():
             break
     smallest = log_v.flatten(1).amin(1).reshape(-1, *[1] * (x.ndim - 1))
     values = ((smallest - log_v) / 2).exp()
-    told = {name: torch.stack(part) for name, part in zip(("nlpd", "entropy"), zip(*history, strict=True), strict=True)}
-    return Sensitivities(values, log_v.exp(), x.detach(), ~active, taken, told)
+    nlpds, entropies = (torch.stack(part) for part in zip(*history, strict=True))
+    curves = {"nlpd": nlpds, "entropy": entropies}
+    return Sensitivities(values, log_v.exp(), x.detach(), ~active, taken, curves)
 
 
 def _slope(nlpd_of: Callable[[Tensor], Tensor], log_v: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,8 +222,8 @@ def _slope(nlpd_of: Callable[[Tensor], Tensor], log_v: Tensor) -> tuple[Tensor, 
     return nlpd.detach(), slope.flatten(1).nan_to_num(0.0)
 
 
-def _followed(pull: Tensor) -> Tensor:
-    """Returns `2 λ p` (B, n) for slopes p and the λ that follows them, `2 λ = θ |Σ p| / Σ p²`; no matter how small."""
+def _adaptive_pull(pull: Tensor) -> Tensor:
+    """Returns `2 λ p` (B, n) for slopes p with `2 λ = θ |Σ p| / Σ p²`, scaled so that tiny slopes do not underflow."""
     unit = pull / pull.abs().amax(1, keepdim=True).clamp_min(torch.finfo(pull.dtype).tiny)
     square = unit.square().sum(1, keepdim=True).clamp_min(torch.finfo(pull.dtype).tiny)
     return _SLOWED * unit.sum(1, keepdim=True).abs() / square * unit
@@ -233,23 +235,23 @@ def _entropy(log_v: Tensor) -> Tensor:
 
 
 def _parts(inputs: Any, variance: float) -> tuple[Any, int, Tensor]:
-    """Returns inputs without uncertainty, the place of the one that is asked about, and its variances at the start."""
+    """Returns inputs without uncertainty, the place of the uncertain one, and its variances at the start."""
     leaves = leaves_of(inputs)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Uncertain)]
     if isinstance(inputs, Tensor):
         leaves, places = [Uncertain(inputs, variance)], [0]
     if len(places) != 1 or leaves[places[0]].covariance is not None:
         raise LapwingError(
-            f"Asked for sensitivities at {batches.describe(inputs)}, found {len(places)} uncertain inputs; one tensor, "
-            "or one lw.Uncertain with variances among the inputs, is needed: write lw.Uncertain(x, 1e-5) in its place."
+            f"The inputs {batches.describe(inputs)} hold {len(places)} uncertain ones with variances. Pass one tensor, "
+            "or write lw.Uncertain(x, 1e-5) in place of one of the inputs."
         )
     (place,) = places
     chosen: Uncertain = leaves[place]
     start = chosen.spread.detach().clone()
     if not chosen.value.numel() or not bool((start > 0).all()):
         raise LapwingError(
-            f"Asked for sensitivities at {batches.describe(chosen.value)}, found no samples, or variances of 0 to "
-            "start from; samples and positive variances are needed: write sensitivity(posterior, x, variance=1e-5)."
+            f"The inputs {batches.describe(chosen.value)} have no samples, or start from variances of 0. Pass samples "
+            "and positive variances: sensitivity(posterior, x, variance=1e-5)."
         )
     return with_leaves(inputs, {place: chosen.value.detach()}), place, start
 
@@ -261,25 +263,24 @@ def _predictor(
     if isinstance(candidate, Posterior):
         if likelihood is not None or forward is not None:
             raise LapwingError(
-                "Asked for sensitivities of a posterior with a likelihood or forward; it has its own, and they are for "
-                "networks alone: leave them out."
+                "A posterior has a likelihood and a forward. Leave out likelihood= and forward=: they are for networks."
             )
         return lambda inputs: candidate.predict(inputs, via)
     if not isinstance(candidate, nn.Module):
         raise LapwingError(
-            f"Asked for sensitivities of {type(candidate).__name__}; a posterior or a network is needed: write "
+            f"The candidate of sensitivity is a {type(candidate).__name__}. Pass a posterior or a network: "
             "sensitivity(lw.fit(model, loader), x)."
         )
     if likelihood is None and targets is None:
         raise LapwingError(
-            "Asked for sensitivities of a network, found neither targets nor a likelihood, which says what its outputs "
-            "mean; one of them is needed: write sensitivity(model, x, likelihood='categorical')."
+            "There are neither targets nor a likelihood, so it is unknown what the outputs of the network mean. Write "
+            "sensitivity(model, x, likelihood='categorical')."
         )
     chosen = inferred_likelihood(targets) if likelihood is None else resolve(likelihood)
     if chosen.needs_noise:
         raise LapwingError(
-            "Asked for sensitivities of a network under a Gaussian likelihood, found no noise variance; it is needed: "
-            "write likelihood=lw.Gaussian(noise_variance=0.1), the mean squared residual of held-out data."
+            "The Gaussian likelihood of a network has no noise variance here. Pass the mean squared residual of "
+            "held-out data: likelihood=lw.Gaussian(noise_variance=0.1)."
         )
     tangent = Untreated.of(candidate, forward, None)
     covariance = NoCovariance(tangent)
@@ -297,8 +298,8 @@ def _check(**numbers: Any) -> None:
         if not is_positive(value) or not whole:
             kind = "whole" if name == "steps" else "finite"
             raise LapwingError(
-                f"Asked for sensitivity({name}={shown(value)}); a positive {kind} number is needed: leave it out, "
-                f"or write {name}={2000 if name == 'steps' else 0.1}."
+                f"sensitivity({name}={shown(value)}) is out of range. Pass a positive {kind} number: "
+                f"{name}={2000 if name == 'steps' else 0.1}."
             )
 
 

@@ -27,7 +27,7 @@ def maps(
     Args:
         values: sensitivities (B, ...).
         inputs: images, in the same shape.
-        axes: one an image; a new figure when None.
+        axes: one for each image; a new figure when None.
         shape: (height, width) or (channels, height, width) of a sample, where it is flat.
         low: where the colours begin; below, the image shows.
         labels: titles.
@@ -40,7 +40,7 @@ def maps(
     """
     plt = extra("matplotlib.pyplot")
     if isinstance(low, bool) or not isinstance(low, Real) or not 0 <= low < 1:
-        raise LapwingError(f"Asked for plot(low={shown(low)}); a number from 0 to below 1 is needed: write low=0.5.")
+        raise LapwingError(f"plot(low={shown(low)}) is out of range. Pass a number from 0 to below 1: low=0.5.")
     maps, images = (_images(part, shape) for part in (values, inputs))
     flat = _axes(axes, len(maps), lambda: plt.subplots(1, len(maps), figsize=(1.6 * len(maps), 1.8), squeeze=False)[1])
     titles = None if labels is None else _names(labels, len(maps), "labels")
@@ -85,42 +85,42 @@ def bars(values: Tensor, axes: Any = None, features: Sequence[str] | None = None
 
 def _images(values: Tensor, shape: tuple[int, ...] | None) -> Any:
     """Returns (B, height, width) as an array, channels averaged."""
-    found = values.detach().float()
+    images = values.detach().float()
     if shape is not None:
         whole = isinstance(shape, (tuple, list)) and all(isinstance(side, int) for side in shape)
-        if not whole or math.prod(shape) != found[0].numel():
+        if not whole or math.prod(shape) != images[0].numel():
             raise LapwingError(
-                f"A sample has {found[0].numel()} numbers, and shape is {shown(shape)}. Pass a tuple of whole numbers "
+                f"A sample has {images[0].numel()} numbers, and shape is {shown(shape)}. Pass a tuple of whole numbers "
                 "whose product is that, such as plot(shape=(28, 28))."
             )
-        found = found.reshape(len(values), *shape)
-    if found.ndim == 4:
-        found = found.mean(1)
-    if found.ndim != 3:
+        images = images.reshape(len(values), *shape)
+    if images.ndim == 4:
+        images = images.mean(1)
+    if images.ndim != 3:
         raise LapwingError(
-            f"Asked to draw images, found {batches.describe(values)}; (B, height, width) or (B, channels, height, "
-            "width) is needed: write plot(shape=(28, 28)) for flat ones."
+            f"The inputs {batches.describe(values)} are no images (B, height, width) or (B, channels, height, width). "
+            "Write plot(shape=(28, 28)) for flat ones."
         )
-    return found.cpu().numpy()
+    return images.cpu().numpy()
 
 
-def _names(given: Any, count: int, kind: str) -> list[Any]:
+def _names(names: Any, count: int, kind: str) -> list[Any]:
     """Returns names as a list, one for each thing that is drawn."""
-    names = list(given) if isinstance(given, Iterable) else None
-    if names is None or len(names) != count:
+    listed = list(names) if isinstance(names, Iterable) else None
+    if listed is None or len(listed) != count:
         raise LapwingError(
-            f"The plot needs {count} {kind}, and {shown(given) if names is None else len(names)} were passed. Pass "
+            f"The plot needs {count} {kind}, and {shown(names) if listed is None else len(listed)} were passed. Pass "
             f"{kind} as a list with one each."
         )
-    return names
+    return listed
 
 
 def _axes(axes: Any, count: int, make: Any) -> list[Any]:
-    """Returns a list of axes, those given or new ones."""
-    found = list(np.ravel(make() if axes is None else axes))
-    if len(found) != count:
-        raise LapwingError(f"Asked to draw {count} pictures, found {len(found)} axes; one each is needed.")
-    return found
+    """Returns the axes as a list, new ones for None."""
+    flat = list(np.ravel(make() if axes is None else axes))
+    if len(flat) != count:
+        raise LapwingError(f"There are {count} pictures and {len(flat)} axes. Pass one axis for each.")
+    return flat
 
 
 __all__ = ["bars", "maps"]

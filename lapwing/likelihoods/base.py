@@ -1,6 +1,6 @@
 """The likelihood protocol: all that fitting, tuning and prediction ask of p(y | f).
 
-A new likelihood without a noise variance extends `NoiselessLikelihood` with a name, its links and six functions; one
+A new likelihood without a noise variance extends `NoiselessLikelihood` with a name, its links and five functions; one
 with a noise variance extends `Likelihood`. Both are abstract, and what extends them is final: a frozen dataclass.
 """
 
@@ -34,11 +34,11 @@ class Likelihood(ABC):
     """
 
     name: ClassVar[str]
-    """The plain label, such as "categorical"."""
+    """What users call it, such as "categorical"; `lapwing.likelihoods.register` makes it known by it."""
     links: ClassVar[tuple[type[Link], ...]]
     """The link classes that `predict` accepts."""
     default_link: ClassVar[Link]
-    """The link of a Gaussian latent when none is asked for."""
+    """The link of a Gaussian latent where `predict` gets None."""
     activation: ClassVar[str | None] = None
     """What turns outputs into probabilities, "softmax" or "sigmoid"; None where outputs are no logits."""
 

@@ -87,7 +87,7 @@ def _targets(first: Tensor, loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def check_logits(likelihood: Likelihood, outputs: Tensor, weights: torch.dtype) -> None:
-    """Refuses outputs that a softmax has made already where the likelihood takes one; warns of those of a sigmoid.
+    """Raises for probabilities in place of logits under a softmax; warns of outputs that look like those of a sigmoid.
 
     Log-softmax outputs are fine: they have the same probabilities and the same Fisher information as logits.
 

@@ -148,13 +148,13 @@ class RealPrediction(Prediction):
 
 
 def check_level(level: float) -> None:
-    """Refuses what is no probability between 0 and 1."""
+    """Raises where the level of an interval is no number between 0 and 1."""
     if not (isinstance(level, Real) and 0.0 < level < 1.0):
         raise LapwingError(f"The level of interval() is {shown(level)}. Pass a number between 0 and 1: interval(0.9).")
 
 
 def check_count(asked: str, name: str, count: int, numbers: int = 0) -> None:
-    """Refuses what is no whole number, fewer than one draw, or more draws of so many numbers than memory holds."""
+    """Raises where a count is no positive whole number, or where so many draws do not fit into memory."""
     if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
         raise LapwingError(
             f"{asked}({name}={shown(count)}) is no number of draws. Pass a whole number of at least 1: "

@@ -12,7 +12,7 @@ from lapwing.network.batches import check_dense
 from ..errors import LapwingError
 
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-"""Integers that few operations of torch know."""
+"""Integers that few operations of torch support."""
 
 
 def check_labels(name: str, outputs_shape: torch.Size, device: torch.device, labels: Tensor) -> None:
@@ -162,7 +162,7 @@ def aligned_targets(
 
 
 def check_target_shape(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:
-    """Refuses what is not one target an output: (B, C), or (B,) when C = 1."""
+    """Raises unless there is one target for each output: (B, C), or (B,) when C = 1."""
     batch, outputs = _batch_and_outputs(name, outputs_shape, device, targets, "targets")
     shape, dtype = tuple(targets.shape), targets.dtype
     if shape != (batch, outputs) and not (outputs == 1 and shape == (batch,)):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.evaluation.measures import gaussian_kl
+from papers.common.measures import gaussian_kl
 from papers.common.networks import mlp
 from papers.common.scores import averaged
 from papers.common.training import seeded, train

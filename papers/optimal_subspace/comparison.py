@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.covariance import Latent, Subspace
 from lapwing.covariance.terms import DenseTerm
-from lapwing.evaluation.measures import relative_error
 from papers.common import drawing
 from papers.common.data import Batches, batched, images
+from papers.common.measures import relative_error
 from papers.common.networks import cifar_resnet20, mnist_cnn
 from papers.common.training import train
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.evaluation.measures import gaussian_kl
 from papers.common import drawing
 from papers.common.data import Part, random_rows, rows_and_targets
+from papers.common.measures import gaussian_kl
 from papers.common.results import Rows, once
 from papers.valla.training import TOY, trained
 

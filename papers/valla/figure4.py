@@ -16,6 +16,7 @@ from lapwing.evaluation import metrics
 from lapwing.tuning import Training, Tuning
 from papers.common import drawing
 from papers.common.data import Batches, Part, Table, arrays, batched, random_rows, rows_and_targets, split
+from papers.common.measures import cqm
 from papers.common.results import Rows, once
 from papers.valla.training import TABLE, Untuned, trained
 
@@ -99,7 +100,7 @@ def regression_scores(mean: Tensor, latent: Tensor, noise: float, y: Tensor, sca
     nll = float(metrics.gaussian_nll(mean, variance, y))
     return {
         "nll": nll, "nll, unit": nll + math.log(scale), "crps": scale * float(metrics.crps_gaussian(mean, std, y)),
-        "cqm": float(metrics.cqm(mean, std, y)), "coverage 0.9": float((levels <= 0.9).double().mean()),
+        "cqm": float(cqm(mean, std, y)), "coverage 0.9": float((levels <= 0.9).double().mean()),
         "latent share": float((latent / variance).mean()), "spread": float(variance.log().std()),
         "noise": noise, "curve": [float((levels <= level).double().mean()) for level in LEVELS],
     }  # fmt: skip

@@ -217,12 +217,12 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("images", "message"),
         [
-            (torch.rand(28, 28), r"found \(28, 28\); for a single image write x\[None\]"),
-            (torch.rand(4, 28, 28, 3), r"found \(4, 28, 28, 3\).*movedim"),
-            (torch.rand(4, 2, 28, 28), r"found \(4, 2, 28, 28\)"),
+            (torch.rand(28, 28), r"not \(28, 28\)\. Write x\[None\] for a single image"),
+            (torch.rand(4, 28, 28, 3), r"not \(4, 28, 28, 3\).*movedim"),
+            (torch.rand(4, 2, 28, 28), r"not \(4, 2, 28, 28\)"),
             (torch.rand(4, 1, 7, 28), "at least 8"),
-            ([1.0], "found list"),
-            (torch.zeros(1, 1, 9, 9, dtype=torch.uint8), r"found torch.uint8; .*/ 255"),
+            ([1.0], "not list"),
+            (torch.zeros(1, 1, 9, 9, dtype=torch.uint8), r"not torch.uint8\. .*/ 255"),
             (torch.full((1, 1, 9, 9), 1.1), r"81 of 81 values .*largest 1.1.*std \+ mean"),
             (torch.full((1, 1, 9, 9), -0.1), "81 of 81"),
             (torch.full((1, 1, 9, 9), math.nan), "81 of 81"),
@@ -233,7 +233,7 @@ class TestRefusals:
             corrupt(images, "fog", 1)
 
     def test_other_names_severities_and_seeds(self):
-        with pytest.raises(LapwingError, match=r"corruption 'rain'; accepted are gaussian_noise.*edges"):
+        with pytest.raises(LapwingError, match=r"corruption 'rain' is unknown\. Choose one of gaussian_noise.*edges"):
             corrupt(GREY, "rain", 1)
         with pytest.raises(LapwingError, match="one channel"):
             corrupt(GREY, "saturate", 1)

@@ -101,7 +101,7 @@ def test_the_images_are_left_alone():
         (([1, 2], 30), "list"),
         ((torch.zeros(1, 3, 8, 8), math.nan), "degrees=nan"),
         ((torch.zeros(1, 3, 8, 8), "30"), "degrees='30'"),
-        ((torch.zeros(1, 3, 8, 8), 30, [0.0, 1.0]), "3 channels with a fill of shape (2,)"),
+        ((torch.zeros(1, 3, 8, 8), 30, [0.0, 1.0]), "fill has shape (2,), and the images have 3 channels"),
     ],
 )
 def test_bad_arguments(arguments, said):

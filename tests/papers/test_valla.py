@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional as F
 
 import lapwing as lw
-from lapwing.evaluation.metrics import cqm
 from papers.common import data
 from papers.common.cifar import Cifar
+from papers.common.measures import cqm
 from papers.common.networks import mlp
 from papers.common.training import Recipe
 from papers.valla import cost, figure1, figure4

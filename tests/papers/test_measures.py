@@ -1,0 +1,176 @@
+"""Measures between posteriors against dense algebra, torch.distributions, scipy and explicit Jacobians."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+from torch.distributions import MultivariateNormal, kl_divergence
+
+import lapwing as lw
+from lapwing.errors import LapwingError
+from papers.common import measures
+from papers.common.measures import relative_error
+from tests import oracle
+from tests.zoo import ZOO
+
+
+def psd(*shape: int, rank: int | None = None) -> Tensor:
+    """Random covariances (*shape, shape[-1]) of unit scale."""
+    size = shape[-1]
+    factor = torch.randn(*shape, size if rank is None else rank, dtype=torch.float64)
+    return factor @ factor.mT / size
+
+
+def random_regression() -> tuple[Tensor, Tensor, Tensor]:
+    mean, std = torch.randn(60, dtype=torch.float64), torch.rand(60, dtype=torch.float64) + 0.1
+    return mean, std, mean + 1.7 * std * torch.randn(60, dtype=torch.float64)
+
+
+class TestRelativeError:
+    @pytest.mark.parametrize("shape", [(6, 6), (4, 3, 3), (4, 3, 4, 3), (5, 1, 1)])
+    def test_is_the_frobenius_ratio_of_the_matrix_they_stand_for(self, shape):
+        found, exact = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+
+        def matrix(value: Tensor) -> Tensor:
+            if value.ndim == 3:
+                return torch.block_diag(*value)
+            return value.reshape(math.isqrt(value.numel()), -1)
+
+        by_hand = torch.linalg.matrix_norm(matrix(found) - matrix(exact)) / torch.linalg.matrix_norm(matrix(exact))
+        assert relative_error(found, exact).item() == pytest.approx(by_hand.item(), rel=1e-12)
+        assert relative_error(exact, exact).item() == 0.0
+
+    def test_the_optimal_subspace_has_the_eckart_young_error(self):
+        G, J = psd(12) + 0.1 * torch.eye(12, dtype=torch.float64), torch.randn(4, 2, 12, dtype=torch.float64)
+        Sigma = oracle.laplace_covariance(G, 1.0)
+        exact = oracle.joint_output_covariance(J, Sigma)
+        values, vectors = torch.linalg.eigh(exact.reshape(8, 8))
+        P = Sigma @ J.flatten(0, 1).T @ vectors[:, -3:]  # (12, 3), equation 23
+        optimal = oracle.joint_output_covariance(J, P @ torch.linalg.inv(P.T @ torch.linalg.inv(Sigma) @ P) @ P.T)
+        by_hand = values[:-3].norm() / values.norm()
+        assert relative_error(optimal, exact).item() == pytest.approx(by_hand.item(), rel=1e-9)
+        other = torch.randn(12, 3, dtype=torch.float64)
+        subspace = other @ torch.linalg.inv(other.T @ torch.linalg.inv(Sigma) @ other) @ other.T
+        worse = oracle.joint_output_covariance(J, subspace)
+        assert relative_error(worse, exact) > relative_error(optimal, exact)
+
+    def test_posteriors_of_the_library(self):
+        model, x = ZOO["mlp"].build(), ZOO["mlp"].inputs(10, 0)
+        loader, x = [(x, ZOO["mlp"].targets(10, 0))], ZOO["mlp"].inputs(3, 1)
+        exact = lw.fit(model, loader, lw.Full(), prior_precision=1.0).latent(x, joint=True)
+        near = lw.fit(model, loader, lw.ELLA(rank=30, rows="all"), prior_precision=1.0).latent(x, joint=True)
+        far = lw.fit(model, loader, lw.ELLA(rank=2, rows="all"), prior_precision=1.0).latent(x, joint=True)
+        errors = [relative_error(found.covariance, exact.covariance).item() for found in (near, far)]
+        assert errors[0] < errors[1]
+
+    @pytest.mark.parametrize(
+        ("call", "message"),
+        [
+            (
+                lambda: relative_error(torch.ones(2, 2), torch.ones(3, 3)),
+                r"approximate \(2, 2\), exact \(3, 3\)",
+            ),
+            (lambda: relative_error(torch.ones(2, 3), torch.ones(2, 3)), r"of shape \(n, n\)"),
+            (lambda: relative_error(torch.ones(2, 3, 3, 2), torch.ones(2, 3, 3, 2)), r"\(B, C, B, C\)"),
+            (lambda: relative_error(torch.ones(0, 2, 2), torch.ones(0, 2, 2)), r"\(0, 2, 2\)"),
+            (lambda: relative_error(torch.ones(3), torch.ones(3)), r"approximate \(3,\)"),
+            (lambda: relative_error(torch.ones(2, 2), torch.zeros(2, 2)), r"1 of 1 are 0"),
+            (
+                lambda: relative_error(torch.full((2, 2), math.nan), torch.ones(2, 2)),
+                r"4 of 4 .*approximate.*NaN",
+            ),
+        ],
+    )
+    def test_other_arguments_are_refused(self, call, message):
+        with pytest.raises(LapwingError, match=message):
+            call()
+
+
+class TestGaussianKL:
+    @pytest.mark.parametrize("outputs", [1, 4])
+    @pytest.mark.parametrize("noise", [0.0, 0.3])
+    def test_is_that_of_torch_distributions(self, outputs, noise):
+        means = torch.randn(2, 6, outputs, dtype=torch.float64)
+        covariances = [psd(6, outputs) + 0.05 * torch.eye(outputs, dtype=torch.float64) for _ in range(2)]
+        full = [c + noise * torch.eye(outputs, dtype=torch.float64) for c in covariances]
+        expected = kl_divergence(MultivariateNormal(means[0], full[0]), MultivariateNormal(means[1], full[1]))
+        found = measures.gaussian_kl(means[0], covariances[0], means[1], covariances[1], noise)
+        assert found.shape == (6,)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+    @pytest.mark.parametrize("size", [1e-3, 1e-6, 1e-9])
+    def test_keeps_its_digits_for_nearly_equal_arguments(self, size):
+        base, turn = psd(3, 4) + torch.eye(4, dtype=torch.float64), torch.randn(3, 4, 4, dtype=torch.float64)
+        near = base + size * (turn + turn.mT)
+        mean = torch.randn(3, 4, dtype=torch.float64)
+        ratio = torch.linalg.solve(near, base - near)  # the difference as it was rounded
+        series = ratio @ ratio / 4 - ratio @ ratio @ ratio / 6 + ratio @ ratio @ ratio @ ratio / 8
+        expected = series.diagonal(dim1=1, dim2=2).sum(-1)
+        torch.testing.assert_close(measures.gaussian_kl(mean, base, mean, near), expected, rtol=1e-5, atol=0.0)
+        assert (measures.gaussian_kl(mean, base, mean, base) == 0).all()
+
+    def test_low_rank_covariances_need_noise_and_the_noise_cancels_in_their_difference(self):
+        mean, low, other = torch.zeros(3, 5), psd(3, 5, rank=2), psd(3, 5, rank=2)
+        with pytest.raises(LapwingError, match="3 of 3 are singular"):
+            measures.gaussian_kl(mean, other, mean, low)
+        noise = 1e-3 * torch.eye(5, dtype=torch.float64)
+        expected = kl_divergence(
+            MultivariateNormal(mean.double(), other + noise), MultivariateNormal(mean.double(), low + noise)
+        )
+        torch.testing.assert_close(measures.gaussian_kl(mean, other, mean, low, 1e-3), expected, rtol=1e-8, atol=0.0)
+        assert (measures.gaussian_kl(mean, low, mean, psd(3, 5)) == math.inf).all()
+        with pytest.raises(LapwingError, match="3 of 3 are singular"):  # its rounding noise is no variance
+            measures.gaussian_kl(mean, psd(3, 5).float(), mean, low.float())
+        assert (measures.gaussian_kl(mean, low.float(), mean, psd(3, 5).float()) == math.inf).all()
+
+    def test_many_classes_in_half_precision(self):
+        mean, factor = torch.randn(1, 1000).bfloat16(), torch.randn(1, 1000, 3).bfloat16()
+        covariance = factor @ factor.mT
+        found = measures.gaussian_kl(mean, covariance, mean, covariance, noise_variance=1.0)
+        assert found.dtype == torch.float64
+        assert found.item() == 0.0
+
+
+class TestCqm:
+    def test_is_the_integral_of_the_definition(self):
+        mean, std, y = random_regression()
+        grid = (np.arange(200_000) + 0.5) / 200_000  # midpoints: the integrand jumps
+        half = stats.norm.ppf((1 + grid) / 2)
+        distance = ((y - mean).abs() / std).numpy()
+        inside = np.searchsorted(np.sort(distance), half) / len(distance)  # P(y in I(x, alpha))
+        assert measures.cqm(mean, std, y).item() == pytest.approx(np.abs(inside - grid).mean(), abs=1e-5)
+
+    def test_calibrated_is_near_zero_and_exact_quantiles_reach_the_least_a_staircase_can(self):
+        y = torch.randn(50_000, dtype=torch.float64)
+        assert measures.cqm(torch.zeros_like(y), torch.ones_like(y), y).item() < 0.01
+        n = 100
+        y = torch.from_numpy(stats.norm.ppf((1 + (np.arange(n) + 0.5) / n) / 2))
+        assert measures.cqm(torch.zeros_like(y), torch.ones_like(y), y).item() == pytest.approx(1 / (4 * n), abs=1e-12)
+
+    def test_far_too_wide_and_far_too_narrow_are_one_half(self):
+        y = torch.randn(100, dtype=torch.float64)
+        for std in (1e-9, 1e9):
+            value = measures.cqm(torch.zeros_like(y), torch.full_like(y, std), y).item()
+            assert value == pytest.approx(0.5, abs=1e-6)
+
+    def test_grows_with_the_error_of_the_scale_on_both_sides(self):
+        y = torch.randn(5000, dtype=torch.float64)
+        widths = (0.25, 0.5, 1.0, 2.0, 4.0)
+        values = [measures.cqm(torch.zeros_like(y), torch.full_like(y, s), y).item() for s in widths]
+        assert values[0] > values[1] > values[2] < values[3] < values[4]
+
+    def test_the_papers_grid_of_eleven_points_with_the_last_point_wrong_is_a_twentieth_higher(self):
+        y = torch.randn(50_000, dtype=torch.float64)
+        alpha = np.linspace(0, 1, 11)
+        half = stats.norm.ppf((1 + alpha) / 2) * 1.5  # std 1.5: too wide
+        gap = np.abs((y.abs().numpy()[:, None] < half).mean(0) - alpha)
+        assert gap[-1] == 0.0
+        ours = measures.cqm(torch.zeros_like(y), torch.full_like(y, 1.5), y).item()
+        assert ours == pytest.approx(np.trapezoid(gap, alpha), abs=2e-3)
+        gap[-1] = 1.0
+        assert np.trapezoid(gap, alpha) - ours == pytest.approx(0.05, abs=2e-3)
