@@ -241,7 +241,7 @@ class LatentDraws:
 
     def compact(self, covariances: bool) -> LatentDraws:
         """Returns a detached float64 copy: predictions average over the draws themselves."""
-        return LatentDraws(self.draws.detach().double())
+        return LatentDraws(self.draws.detach().double(), self.joint)
 
     def with_checks(self) -> LatentDraws:
         """Returns the latent itself, or refuses one that is not finite."""
