@@ -77,24 +77,24 @@ def check_json(value: Any, pattern: Pattern, where: str) -> None:
     """
     if isinstance(pattern, dict):
         if type(value) is not dict or value.keys() - pattern.keys():
-            raise Mismatch(f"{where} holds something else than {', '.join(list(pattern)[:10]) or 'nothing'}")
+            raise Mismatch(f"{where} contains something other than {', '.join(list(pattern)[:10]) or 'nothing'}")
         if missing := [key for key in pattern if key not in value]:
             raise Mismatch(f"{where} lacks {', '.join(missing[:10])}")
         for key, inner in pattern.items():
             check_json(value[key], inner, f"{where}/{key}")
     elif isinstance(pattern, (list, tuple)):
         if type(value) is not list or (isinstance(pattern, tuple) and len(value) != len(pattern)):
-            raise Mismatch(f"{where} is no list" + (f" of {len(pattern)}" if isinstance(pattern, tuple) else ""))
+            raise Mismatch(f"{where} is not a list" + (f" of {len(pattern)}" if isinstance(pattern, tuple) else ""))
         for i, one in enumerate(value):
             check_json(one, pattern[i if isinstance(pattern, tuple) else 0], where)
     elif isinstance(pattern, type):
-        if type(value) is not pattern:  # True is no number here
-            raise Mismatch(f"{where} is no {pattern.__name__}")
+        if type(value) is not pattern:  # True is not a number here
+            raise Mismatch(f"{where} is not of type {pattern.__name__}")
         if isinstance(value, str) and not (len(value) <= TEXT and value.isprintable()):
-            raise Mismatch(f"{where} is no text of one line and at most {TEXT} characters")
+            raise Mismatch(f"{where} is not a text of one line and at most {TEXT} characters")
     elif isinstance(pattern, frozenset):
         if type(value) is not str or value not in pattern:
-            raise Mismatch(f"{where} is none of {', '.join(sorted(pattern)[:10])}")
+            raise Mismatch(f"{where} is not one of {', '.join(sorted(pattern)[:10])}")
     elif not pattern(value):
         raise Mismatch(f"{where} is out of range")
 
@@ -110,7 +110,7 @@ def check_tensors(tensors: Mapping[str, Tensor], entries: Mapping[str, Entry]) -
     if missing := [name for name in entries if name not in tensors]:
         raise Mismatch(f"the tensor {missing[0]} is missing")
     if len(tensors) > len(entries):
-        raise Mismatch(f"it holds {len(tensors) - len(entries)} tensors too many")
+        raise Mismatch(f"it contains {len(tensors) - len(entries)} tensors too many")
     for name, entry in entries.items():
         _check_tensor(name, tensors[name], entry)
 
@@ -126,8 +126,8 @@ def _check_tensor(name: str, value: Tensor, entry: Entry) -> None:
         low, high = (float(number) for number in value.aminmax())  # both NaN where one number is
         finite = math.isfinite(low) and math.isfinite(high)
         if not (finite and entry.minimum <= low and high <= entry.maximum):
-            raise Mismatch(f"the tensor {name} holds numbers out of range")
+            raise Mismatch(f"the tensor {name} contains numbers out of range")
     if entry.orthonormal:
         vector = torch.randn(value.shape[-1], 1, generator=torch.Generator().manual_seed(0)).to(value)
         if not ((value.mT @ (value @ vector) - vector).norm(dim=-2) <= 1e-3 * vector.norm()).all():
-            raise Mismatch(f"the tensor {name} is no orthonormal matrix")
+            raise Mismatch(f"the tensor {name} is not an orthonormal matrix")

@@ -204,11 +204,11 @@ class PriorCovariance(Covariance):
         """What J is contracted with: `output_covariances` takes candidates that share this object."""
 
     def output_covariances(self, record: Record, candidates: Sequence[Self]) -> Iterable[tuple[Term, ...]]:
-        """Gives `J Σ_i Jᵀ` for several priors of this curvature (from `with_prior`), sharing what they can."""
+        """Returns `J Σ_i Jᵀ` for several priors of this curvature (from `with_prior`), sharing what they can."""
         return (candidate.output_covariance(record) for candidate in candidates)
 
     def output_marginals(self, record: Record, candidates: Sequence[Self]) -> Iterable[MarginalTerm]:
-        """Gives the variances alone for several priors, where matrices arise at less cost."""
+        """Returns the variances alone for several priors, where matrices arise at less cost."""
         return (
             reduce(add, (term.marginals() for term in terms)) for terms in self.output_covariances(record, candidates)
         )

@@ -140,7 +140,7 @@ class Blockwise(PriorCovariance):
         return reduce(lambda sums, others: list(map(add, sums, others)), blocks)
 
     def _weightings_of(self, name: str, candidates: Sequence[Self]) -> Iterable[Weighting]:
-        """Gives one block's weights, those of a single candidate kept for the next record, others made for this one."""
+        """Returns one block's weights; those of a single candidate are kept for the next record."""
         if len(candidates) == 1:
             return [candidates[0]._weightings[name]]
         return (Weighting(candidate._weight(name).flatten()) for candidate in candidates)

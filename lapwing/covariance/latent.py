@@ -2,7 +2,7 @@
 
 A way through the network returns one of three: a Gaussian for each input (`Latent`), one Gaussian over all inputs
 (`JointLatent`), or outputs under draws of the weights (`LatentDraws`). All have `mean`, `variance`, `std`,
-`covariance`, `sample`, and the methods `scaled`, `compact` and `with_checks`.
+`covariance`, `sample`, `scaled`, `compact` and `with_checks`.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class LatentDraws:
 
     def compact(self, covariances: bool) -> LatentDraws:
         """Returns a detached float64 copy: predictions average over the draws themselves."""
-        return LatentDraws(self.draws.detach().double())
+        return LatentDraws(self.draws.detach().double(), self.joint)
 
     def with_checks(self) -> LatentDraws:
         """Returns the latent itself, or refuses one that is not finite."""

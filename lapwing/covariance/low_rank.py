@@ -60,11 +60,11 @@ class Subspace(PriorCovariance):
     ) -> None:
         self.blocks, self.basis, self.curvature, self.traces = blocks, basis, curvature, traces
         self.precision, self.scale = precision, scale
-        self._at = Span(basis, curvature, precision, rank) if span is None else span
-        self._weights = 1 / (scale * self._at.values + 1)
+        self._span = Span(basis, curvature, precision, rank) if span is None else span
+        self._weights = 1 / (scale * self._span.values + 1)
 
     further_extra: ClassVar[dict[str, Any]] = {}
-    """The patterns of what a subclass adds to `extra()`."""
+    """Patterns of what a subclass adds to `extra()`."""
 
     @property
     def scratch_per_row(self) -> int:
@@ -74,7 +74,7 @@ class Subspace(PriorCovariance):
     @property
     def rank(self) -> int:
         """How many directions count."""
-        return self._at.rank
+        return self._span.rank
 
     @property
     def features(self) -> object:
@@ -90,7 +90,7 @@ class Subspace(PriorCovariance):
     def with_prior(self, precision: Tensor, scale: float) -> Self:
         """Returns the covariance on the same span under another prior, K x K work; only a new fit chooses it anew."""
         same = torch.equal(precision / precision[0], self.precision / self.precision[0])
-        span = self._at.rescaled(precision) if same else None
+        span = self._span.rescaled(precision) if same else None
         return type(self)(self.blocks, self.basis, self.curvature, self.traces, precision, scale, self.rank, span)
 
     @property
@@ -105,11 +105,11 @@ class Subspace(PriorCovariance):
 
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns the log determinant on the subspace; outside it the posterior has no curvature."""
-        return self._at.log_det_ratio(precision, scale)
+        return self._span.log_det_ratio(precision, scale)
 
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns the trace of the curvature outside the subspace."""
-        return self._at.gap(precision, scale, self.traces)
+        return self._span.gap(precision, scale, self.traces)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the basis, the curvature on it, the traces and the prior."""
@@ -164,17 +164,17 @@ class LowRank(Subspace):
 
     def mv(self, vectors: Vectors) -> Vectors:
         """Returns `Σ v`."""
-        return self._at.weighted(vectors, self._weights)
+        return self._span.weighted(vectors, self._weights)
 
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns `W̃ᵀ √w ε` with ε in R^K."""
         shape = (count, len(self._weights))
         noise = torch.randn(shape, generator=generator, dtype=torch.float64, device=self._weights.device)
-        return self.basis.combine((noise * self._weights.sqrt()) @ self._at.rotation.T)
+        return self.basis.combine((noise * self._weights.sqrt()) @ self._span.rotation.T)
 
     def diagonal(self) -> Vectors:
         """Returns the marginal variances."""
-        return {n: (w.square() * self._weights[:, None].to(w.dtype)).sum(0) for n, w in self._at.directions().items()}
+        return {n: (w.square() * self._weights[:, None].to(w.dtype)).sum(0) for n, w in self._span.directions().items()}
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
         """Returns the thin factor `J W̃ᵀ √w` (B, R, K)."""
@@ -187,17 +187,17 @@ class LowRank(Subspace):
 
     def factor(self, features: Tensor) -> Tensor:
         """Returns the thin factor `J W̃ᵀ √w` (B, R, k) from features `J Wᵀ` (B, R, K) on the basis."""
-        root = self._at.rotation * self._weights.sqrt()  # (K, k)
+        root = self._span.rotation * self._weights.sqrt()  # (K, k)
         return features @ root.to(features.dtype)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         """Returns the products of the factors of all pairs of samples."""
         root = self._weights.sqrt().to(record.dtype)
-        factors = [self._at.project(one) * root for one in unique(record, other)]
+        factors = [self._span.project(one) * root for one in unique(record, other)]
         return cross_covariance(factors[0], factors[-1])
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance; correlations with other layers are left out."""
-        rows = self._at.directions()[name]
+        rows = self._span.directions()[name]
         factor = rows * self._weights.sqrt()[:, None].to(rows.dtype)
         return FactorLayer(factor.reshape(-1, *self.block(name).matrix_shape[1:]))

@@ -1,4 +1,4 @@
-"""A subspace of the weights with what the data say of it, and the prior in all other directions."""
+"""A subspace covariance whose directions outside the subspace keep the prior: `LowRankWithResidual`."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, register
 from .basis import Basis, ExplicitBasis
 from .factor_layer import FactorLayer
+from .low_rank import Subspace
 from .terms import DenseTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, unique
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-from .low_rank import Subspace
 
 
 class _LayerWithResidual(LayerBlock):
-    """One layer's prior variance less what the data took from it, F (K, O, I)."""
+    """One layer's prior variance minus `Σ_k F_k F_kᵀ`, what the data removed, F (K, O, I)."""
 
-    def __init__(self, prior_variance: float, taken: Tensor) -> None:
-        self._prior_variance, self._outputs, self._taken = prior_variance, taken.shape[1], FactorLayer(taken)
+    def __init__(self, prior_variance: float, removed: Tensor) -> None:
+        self._prior_variance, self._outputs = prior_variance, removed.shape[1]
+        self._removed = FactorLayer(removed)
 
     def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
         moment = mean.square().sum(-1)  # (B,), the trace of M
         if variance is not None:
             moment = moment + (variance if variance.ndim == 2 else variance.diagonal(dim1=-2, dim2=-1)).sum(-1)
         prior = (self._prior_variance * moment)[:, None].expand(-1, self._outputs)
-        taken = self._taken.push(mean, variance, full)
-        return torch.diag_embed(prior) - taken if full else (prior - taken).clamp_min(0)
+        removed = self._removed.push(mean, variance, full)
+        return torch.diag_embed(prior) - removed if full else (prior - removed).clamp_min(0)
 
 
 @register
@@ -51,7 +52,7 @@ class LowRankWithResidual(Subspace):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._removed = self.scale * self._at.values * self._weights
+        self._removed = self.scale * self._span.values * self._weights
         self._delta = {block.name: delta for block, delta in zip(self.blocks, self.precision.tolist(), strict=True)}
 
     @classmethod
@@ -100,8 +101,8 @@ class LowRankWithResidual(Subspace):
 
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns the log determinant on the subspace; outside it the posterior is the prior."""
-        if self._rows is None or self._at.values_at(precision) is not None:
-            return self._at.log_det_ratio(precision, scale)
+        if self._rows is None or self._span.values_at(precision) is not None:
+            return self._span.log_det_ratio(precision, scale)
         rows, curvature = self._rows
         root = cholesky(rows.prior_gram(1 / precision))
         eye = torch.eye(len(root), dtype=root.dtype, device=root.device)
@@ -115,12 +116,12 @@ class LowRankWithResidual(Subspace):
         """Returns the trace of the curvature outside the subspace."""
         if self._rows is not None:
             return torch.zeros((), dtype=torch.float64, device=precision.device)
-        return self._at.gap(precision, scale, self.traces)
+        return self._span.gap(precision, scale, self.traces)
 
     def mv(self, vectors: Vectors) -> Vectors:
         """Returns `Σ v`."""
-        taken = self._at.weighted(vectors, self._removed)
-        return {name: vector / self._delta[name] - taken[name] for name, vector in vectors.items()}
+        removed = self._span.weighted(vectors, self._removed)
+        return {name: vector / self._delta[name] - removed[name] for name, vector in vectors.items()}
 
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns `Δ^(-1/2) z + W̃ᵀ (√w - 1) W̃ Δ^(1/2) z`."""
@@ -131,14 +132,14 @@ class LowRankWithResidual(Subspace):
             )
             for block in self.blocks
         }
-        moved = self._at.weighted({n: z * roots[n] for n, z in noise.items()}, self._weights.sqrt() - 1)
+        moved = self._span.weighted({n: z * roots[n] for n, z in noise.items()}, self._weights.sqrt() - 1)
         return {name: z / roots[name] + moved[name] for name, z in noise.items()}
 
     def diagonal(self) -> Vectors:
         """Returns the marginal variances."""
         return {
             name: 1 / self._delta[name] - (w.square() * self._removed[:, None].to(w.dtype)).sum(0)
-            for name, w in self._at.directions().items()
+            for name, w in self._span.directions().items()
         }
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
@@ -158,8 +159,8 @@ class LowRankWithResidual(Subspace):
         """The same, to variances that are added up as they come."""
         totals = []
         for factor in self._factors(record, candidates):
-            taken = FactoredTerm(factor).marginals()
-            totals.append(MarginalTerm(-taken.plain, -taken.centred))
+            removed = FactoredTerm(factor).marginals()
+            totals.append(MarginalTerm(-removed.plain, -removed.centred))
         for block, gram in self._grams(record):
             prior = DenseTerm(gram).marginals()
             for total, candidate in zip(totals, candidates, strict=True):
@@ -173,7 +174,7 @@ class LowRankWithResidual(Subspace):
         for candidate in candidates:
             if candidate.basis is not basis:
                 basis, projected = candidate.basis, candidate.basis.project(record)
-            yield projected @ (candidate._at.rotation * candidate._removed.sqrt()).to(projected.dtype)
+            yield projected @ (candidate._span.rotation * candidate._removed.sqrt()).to(projected.dtype)
 
     def _grams(self, record: Record) -> Iterator[tuple[Block, Tensor]]:
         """Yields `J Jᵀ` (B, R, R) of each block."""
@@ -187,12 +188,12 @@ class LowRankWithResidual(Subspace):
         for block in self.blocks:
             jacobians = [one[block.name] for one in unique(record, other)]
             prior = prior + jacobians[0].gram(jacobians[-1]) / self._delta[block.name]
-        factors = [self._at.project(one) for one in unique(record, other)]
+        factors = [self._span.project(one) for one in unique(record, other)]
         return prior - cross_covariance(factors[0] * self._removed.to(factors[0].dtype), factors[-1])
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance; correlations with other layers are left out."""
-        rows = self._at.directions()[name]
+        rows = self._span.directions()[name]
         factor = rows * self._removed.sqrt()[:, None].to(rows.dtype)
         return _LayerWithResidual(1 / self._delta[name], factor.reshape(-1, *self.block(name).matrix_shape[1:]))
 

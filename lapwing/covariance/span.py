@@ -42,12 +42,12 @@ class Span:
         self.values, rotation = symmetric_eigen(whitened)
         rotation = torch.linalg.solve_triangular(root.T, rotation, upper=True)  # Q = L⁻ᵀ U
         self._rotation = torch.nn.functional.pad(rotation, (0, 0, 0, basis.rank - self.rank))
-        self._wider = 1.0
+        self._rotation_scale = 1.0
 
     @property
     def rotation(self) -> Tensor:
         """Q, made of the one that all rescaled spans share."""
-        return self._rotation if self._wider == 1.0 else self._rotation * self._wider
+        return self._rotation if self._rotation_scale == 1.0 else self._rotation * self._rotation_scale
 
     def _prior(self, precision: Tensor) -> Tensor:
         return self.basis.prior_gram(precision)[: self.rank, : self.rank]
@@ -103,5 +103,9 @@ class Span:
         """Returns the span at a prior precision of the same ratios between blocks, nothing decomposed again."""
         again = copy.copy(self)
         factor = float(self.precision[0] / precision[0])
-        again.precision, again.values, again._wider = precision, self.values * factor, self._wider * factor**0.5
+        again.precision, again.values, again._rotation_scale = (
+            precision,
+            self.values * factor,
+            self._rotation_scale * factor**0.5,
+        )
         return again

@@ -25,13 +25,14 @@ class Term(ABC):
     """A covariance (B, C, C) of the outputs of each of B samples. Subclasses are frozen dataclasses of tensors."""
 
     @property
-    @abstractmethod
     def rows(self) -> tuple[Tensor, ...]:
-        """The tensors with one row per sample."""
+        """The tensors with one row per sample: all fields, unless a subclass says otherwise."""
+        return tuple(value for value in vars(self).values() if value is not None)
 
-    @abstractmethod
     def with_rows(self, *rows: Tensor) -> Self:
         """Returns the same kind of term with these tensors in place of `rows`."""
+        kind: Any = type(self)
+        return kind(*rows)
 
     @property
     def layout(self) -> tuple[Any, ...]:
@@ -74,22 +75,17 @@ class FactoredTerm(Term):
     factor: Tensor
     scale: Tensor | None = None
 
-    @property
-    def rows(self) -> tuple[Tensor, ...]:
-        """F, and s if there is one."""
-        return (self.factor,) if self.scale is None else (self.factor, self.scale)
-
-    def with_rows(self, *rows: Tensor) -> FactoredTerm:
-        """Returns another F, and s."""
-        return FactoredTerm(*rows)
-
     def variance(self) -> Tensor:
         """Returns `Σ_k s_k F_ck²`."""
-        return self._by_slices(lambda part: part._sums(part.factor.square()))
+        return self._by_slices(lambda part: part._weighted(part.factor.square()).sum(-1))
 
     def centred_variance(self) -> Tensor:
         """Returns the same for F minus its average over outputs."""
-        return self._by_slices(lambda part: part._sums((part.factor - part.factor.mean(1, keepdim=True)).square()))
+
+        def sums(part: FactoredTerm) -> Tensor:
+            return part._weighted((part.factor - part.factor.mean(1, keepdim=True)).square()).sum(-1)
+
+        return self._by_slices(sums)
 
     def dense(self) -> Tensor:
         """Multiplies out."""
@@ -102,10 +98,6 @@ class FactoredTerm(Term):
     def _weighted(self, values: Tensor) -> Tensor:
         """Returns `X diag(s)` for X (B, C, K)."""
         return values if self.scale is None else values * self.scale.unsqueeze(1)
-
-    def _sums(self, squares: Tensor) -> Tensor:
-        """Returns `Σ_k s_k q_k` (B, C)."""
-        return self._weighted(squares).sum(-1)
 
     def _by_slices(self, function: Callable[[FactoredTerm], Tensor]) -> Tensor:
         """Applies a function to slices of samples, so that no second factor of all of them is made."""
@@ -182,15 +174,6 @@ class DenseTerm(Term):
 
     matrix: Tensor
 
-    @property
-    def rows(self) -> tuple[Tensor, ...]:
-        """The matrix."""
-        return (self.matrix,)
-
-    def with_rows(self, *rows: Tensor) -> DenseTerm:
-        """Returns another matrix."""
-        return DenseTerm(*rows)
-
     def variance(self) -> Tensor:
         """Returns the diagonal, a view."""
         return self.matrix.diagonal(dim1=-2, dim2=-1)
@@ -215,15 +198,6 @@ class MarginalTerm(Term):
 
     plain: Tensor
     centred: Tensor
-
-    @property
-    def rows(self) -> tuple[Tensor, ...]:
-        """Both variances."""
-        return self.plain, self.centred
-
-    def with_rows(self, *rows: Tensor) -> MarginalTerm:
-        """Returns other variances."""
-        return MarginalTerm(*rows)
 
     def variance(self) -> Tensor:
         """Returns the variances of the outputs."""

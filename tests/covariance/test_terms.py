@@ -1,0 +1,87 @@
+"""Terms of a covariance and latents: each method against the dense matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import lapwing as lw
+from lapwing.covariance import JointLatent, Latent, LatentDraws
+from lapwing.covariance.terms import DenseTerm, EigenTerm, FactoredTerm, MarginalTerm, Term, add_term
+
+F64 = torch.float64
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=F64)
+
+
+def close(one: Tensor, other: Tensor) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+TERMS = {
+    "factored": FactoredTerm(normal(4, 3, 2)),
+    "factored and scaled": FactoredTerm(normal(4, 3, 5), normal(4, 5).abs()),
+    "eigen": EigenTerm(torch.linalg.qr(normal(3, 3))[0], normal(4, 3).abs()),
+    "diagonal": EigenTerm(None, normal(4, 3).abs()),
+    "dense": DenseTerm(normal(4, 3, 3) @ normal(4, 3, 3).mT),
+    "one output": FactoredTerm(normal(1, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("term", TERMS.values(), ids=TERMS)
+class TestTerms:
+    def test_variances(self, term: Term) -> None:
+        classes = term.dense().shape[-1]
+        centring = torch.eye(classes, dtype=F64) - 1 / classes
+        variance, centred = (m.diagonal(dim1=1, dim2=2) for m in (term.dense(), centring @ term.dense() @ centring))
+        close(term.variance(), variance)
+        close(term.centred_variance(), centred)
+        close(term.marginals().variance(), variance)
+        close(term.marginals().centred_variance(), centred)
+
+    def test_scaled(self, term: Term) -> None:
+        close(term.scaled(0.3).dense(), 0.3 * term.dense())
+        close(term.marginals().scaled(0.3).variance(), 0.3 * term.variance())
+        close(term.scaled(0.0).dense(), torch.zeros_like(term.dense()))
+
+    def test_rows(self, term: Term) -> None:
+        close(term.with_rows(*(rows[:1] for rows in term.rows)).dense(), term.dense()[:1])
+        assert term.with_rows(*term.rows).layout == term.layout
+        assert term.to(torch.float32).dense().dtype == torch.float32
+        assert term.to(F64) is term
+
+
+def test_matrices_are_added_up_at_the_end() -> None:
+    dense, factored = TERMS["dense"], TERMS["factored"]
+    terms: tuple[Term, ...] = ()
+    for term in (dense, factored, dense, factored):
+        terms = add_term(terms, term)
+    assert [type(term) for term in terms] == [FactoredTerm, FactoredTerm, DenseTerm]
+    close(terms[-1].dense(), 2 * dense.dense())
+
+
+def test_marginals_have_no_covariance() -> None:
+    latent = Latent(normal(4, 3), (MarginalTerm(normal(4, 3), normal(4, 3)),))
+    assert (latent.variance >= 0).all()  # rounding below zero is cut off
+    for read in (lambda: latent.covariance, lambda: latent.sample(2)):
+        with pytest.raises(lw.LapwingError, match=r"has variances alone\. Use a link in closed form"):
+            read()
+
+
+def test_latents_are_scaled_and_widened_alike() -> None:
+    terms, added = (TERMS["factored"], TERMS["eigen"]), TERMS["dense"].dense()
+    latent = Latent(normal(4, 3), terms)
+    blocks = torch.einsum("bcd,be->bced", latent.covariance, torch.eye(4, dtype=F64))
+    joint = JointLatent(latent.mean, blocks)
+    for one in (latent, joint):
+        moved = one.plus(added).scaled(0.5)
+        close(moved.variance, 0.5 * (latent.covariance + added).diagonal(dim1=1, dim2=2))
+    draws = LatentDraws(normal(6, 4, 3), joint=True)
+    close(draws.scaled(4.0).covariance, 4 * draws.covariance)
+    close(draws.scaled(4.0).mean, draws.mean)
+    for one in (latent, joint, draws):
+        close(one.compact(True).covariance, one.covariance)
+    close(latent.compact(False).centred_variance, latent.centred_variance)
