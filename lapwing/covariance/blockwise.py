@@ -13,7 +13,7 @@ from torch import Tensor
 from ..contents import Entry, check_json, is_positive
 from ..jacobian.jacobian import Weighting
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import LayerBlock, PrecisionCovariance, precision_entry
+from .base import LayerBlock, PrecisionCovariance, PriorCovariance, precision_entry
 from .output import Dense, Marginals, Term, distinct
 from .structures import STRUCTURES, KroneckerBlock, Structure
 
@@ -82,10 +82,9 @@ class Blockwise(PrecisionCovariance):
         """Whether the noise of some structure's eigenvalues exceeds the curvature and prior precision they meet."""
         return any(s.noise(1 / self.scale * self._delta[name]) > 1 for name, s in self.structures.items())
 
-    @property
-    def features(self) -> object:
-        """The eigenbases."""
-        return self.structures
+    def is_contracted_with(self, other: PriorCovariance) -> bool:
+        """Whether both have the same eigenbases."""
+        return isinstance(other, Blockwise) and other.structures is self.structures
 
     def _apply(self, vectors: Vectors, weights: Vectors) -> Vectors:
         return {

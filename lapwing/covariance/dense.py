@@ -11,7 +11,7 @@ from torch import Tensor
 from ..contents import Entry, check_json, is_positive, largest
 from ..linalg import RESOLVED, cholesky, eigen_in_place, linear, matmul
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import LayerBlock, PrecisionCovariance, precision_entry
+from .base import LayerBlock, PrecisionCovariance, PriorCovariance, precision_entry
 from .output import Term, across, distinct, smaller
 from .structures import FactorLayer
 
@@ -78,10 +78,9 @@ class DenseCovariance(PrecisionCovariance):
         """J, whitened and rotated."""
         return 3 * self.size
 
-    @property
-    def features(self) -> object:
-        """The curvature, of whose rows all candidates are made."""
-        return self.curvature
+    def is_contracted_with(self, other: PriorCovariance) -> bool:
+        """Whether both are made of the rows of the same curvature."""
+        return isinstance(other, DenseCovariance) and other.curvature is self.curvature
 
     def with_prior(self, precision: Tensor, scale: float) -> DenseCovariance:
         """Returns the covariance under another prior; see the class for what refactorises."""
