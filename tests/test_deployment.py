@@ -519,7 +519,7 @@ def test_ways_that_cannot_be_deployed() -> None:
 
 def test_links_and_outputs_that_cannot_be_deployed() -> None:
     posterior, inputs = fitted("mlp")
-    with pytest.raises(lw.LapwingError, match=r"SampledLink.*draws samples.*link=lw\.Probit\(\)"):
+    with pytest.raises(lw.LapwingError, match=r"SampledLink.*found that it draws.*link=lw\.Probit\(\)"):
         lw.deploy(posterior, inputs(2), link=lw.SampledLink(5))
     with pytest.raises(lw.LapwingError, match=r"outputs='both' is neither 'prediction' nor 'latent'"):
         lw.deploy(posterior, inputs(2), outputs="both")  # type: ignore[arg-type]

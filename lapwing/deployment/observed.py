@@ -39,14 +39,14 @@ def observing(likelihood: Likelihood, outputs: str, link: Link | None, factor: f
         return (lambda mean, plain, centred: (mean, scaled(plain) + noise)), False
     if not isinstance(likelihood, (Categorical, Bernoulli)):
         raise LapwingError(
-            f"Predictions of the {likelihood.name} likelihood have no closed form that lw.deploy knows. Write "
-            "lw.deploy(posterior, x, outputs='latent')."
+            f"Asked to deploy predictions of the {likelihood.name} likelihood, found no closed form; accepted are "
+            "Gaussian, Categorical and Bernoulli: write lw.deploy(posterior, x, outputs='latent')."
         )
     chosen = likelihood.choose_link(_none(), link)
     if chosen.reads_covariance:
         raise LapwingError(
-            f"link={shown(chosen)} draws samples, and lw.deploy needs a closed form. Write link=lw.Probit(), or leave "
-            "link=None."
+            f"Asked to deploy link={shown(chosen)}, found that it draws; accepted are closed forms: write "
+            "link=lw.Probit(), or leave link=None."
         )
     if isinstance(likelihood, Categorical):
         assert isinstance(chosen, ClassLink)
