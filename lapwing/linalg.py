@@ -1,4 +1,4 @@
-"""The only Cholesky, eigendecomposition, QR and large products of the library, with their repairs said aloud."""
+"""The library's Cholesky factors, eigendecompositions, QR and large products; what they repair is logged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SLICE_NUMBERS = 2**19  # of a tensor, taken at once where its copy in another fo
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**40
 """Bytes of the machine's memory, 1 TiB where the system does not say."""
 
-RESOLVED = 1e14  # curvature over prior precision, above which float64 sums and float32 Jacobians lose what is least
+RESOLVED = 1e14  # curvature over prior precision above which float64 sums of float32 Jacobians lose small curvatures
 
 RANK_CUT = 1e-11  # relative singular value below which a direction of explicit float64 rows is rounding noise
 
@@ -38,9 +38,9 @@ def check_memory(what: str, count: int, numbers: int) -> None:
     """Raises where so many float32 tensors of so many numbers exceed the machine's memory."""
     needed = 4 * int(count) * numbers
     if needed > MEMORY:
-        gigabytes, most = min(needed, 2**99) / 2**30, MEMORY / 2**30
         raise LapwingError(
-            f"{what} takes {gigabytes:.3g} GiB, and this machine has {most:.3g} GiB. Ask for fewer draws at a time."
+            f"{what} takes {min(needed, 2**99) / 2**30:.3g} GiB, and this machine has {MEMORY / 2**30:.3g} GiB. Ask "
+            "for fewer draws at a time."
         )
 
 
@@ -174,8 +174,8 @@ def cholesky(matrix: Tensor) -> Tensor:
             return factor
         jitter *= 10
     raise LapwingError(
-        f"Asked for the Cholesky factor of a matrix of shape {tuple(matrix.shape)}, found it not positive definite "
-        "even with a relative jitter of 1e-4; a positive prior precision makes it so: pass prior_precision=1.0."
+        f"A matrix of shape {tuple(matrix.shape)} is not positive definite, even with a relative jitter of 1e-4. Pass "
+        "a larger prior precision: prior_precision=1.0."
     )
 
 
@@ -212,11 +212,11 @@ def orthonormal_rows(rows: Tensor, rank: int | None = None, whole: bool = True) 
         _, values, basis = torch.linalg.svd(_triangle(rows))
         return basis[: _kept(values, rank)]
     coefficients = _leading_combinations(rows, rank)
-    found = rows.new_empty(len(coefficients), rows.shape[1])
+    basis = rows.new_empty(len(coefficients), rows.shape[1])
     length = max(1, SLICE_NUMBERS // max(1, len(rows)))
-    for part, out in zip(rows.split(length, -1), found.split(length, -1), strict=True):
+    for part, out in zip(rows.split(length, -1), basis.split(length, -1), strict=True):
         out.copy_(coefficients @ part.double())
-    return _orthonormalised(found)
+    return _orthonormalised(basis)
 
 
 def _leading_combinations(rows: Tensor, rank: int | None) -> Tensor:
@@ -227,9 +227,9 @@ def _leading_combinations(rows: Tensor, rank: int | None) -> Tensor:
 
 
 def _kept(values: Tensor, rank: int | None) -> int:
-    """Returns how many singular values count, at most so many."""
-    least = torch.finfo(torch.float64).tiny
-    keep = int((values > RANK_CUT * values[0].clamp_min(least)).sum()) if values.numel() else 0
+    """Returns how many singular values are above rounding, at most `rank`."""
+    tiny = torch.finfo(torch.float64).tiny
+    keep = int((values > RANK_CUT * values[0].clamp_min(tiny)).sum()) if values.numel() else 0
     return keep if rank is None else min(rank, keep)
 
 
@@ -252,8 +252,8 @@ def _orthonormalised(rows: Tensor) -> Tensor:
 
 # Products with a large float32 matrix. On a CPU torch multiplies float32 matrices by Intel's MKL, which leaves half of
 # the AVX-512 of other makers' processors unused. oneDNN, which torch carries for convolutions and half precision, does
-# not. Its product is reached by an operator that torch's compiler uses and that promises nothing, so it is tried once,
-# and without it all is as it was.
+# not. Its product is reached by an operator of torch's compiler that has no guarantee, so it is tried once; where it
+# fails, products go to torch.
 
 
 def matmul(x: Tensor, matrix: Tensor) -> Tensor:
@@ -274,9 +274,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _suits(x: Tensor, weight: Tensor) -> bool:
-    """Says whether oneDNN takes these: it has no derivatives, and takes a thousand times as long for parts of rows.
+    """Whether oneDNN takes these: it has no derivatives, and is a thousand times slower for slices of rows.
 
-    What is compiled or exported keeps to public operators.
+    Code that is compiled or exported keeps to public operators.
     """
     if x.dtype != torch.float32 or weight.dtype != torch.float32 or x.device.type != "cpu":
         return False

@@ -239,7 +239,7 @@ def test_onnx_export_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         raise torch.onnx.OnnxExporterError("no such call\nmore")
 
     monkeypatch.setattr(torch.onnx, "export", failing)
-    with pytest.raises(lw.LapwingError, match=r"torch\.onnx cannot: no such call; .*torch\.export"):
+    with pytest.raises(lw.LapwingError, match=r"torch\.onnx cannot write .*: no such call\. .*torch\.export"):
         predictor.to_onnx(tmp_path / "network.onnx", inputs(2))
 
 
@@ -478,7 +478,7 @@ def test_its_dtype_stays() -> None:
     predictor = lw.deploy(posterior, inputs(2))
     wanted = predictor(inputs(3))
     for change in (predictor.double, predictor.half, lambda: nn.Sequential(predictor).to(torch.bfloat16)):
-        with pytest.raises(lw.LapwingError, match="another device is accepted"):
+        with pytest.raises(lw.LapwingError, match="cannot be turned into"):
             change()
     assert torch.equal(predictor.float().to("cpu", torch.float32)(inputs(3)), wanted)
 
@@ -506,10 +506,10 @@ def test_two_tensors() -> None:
 
 def test_ways_that_cannot_be_deployed() -> None:
     posterior, inputs = fitted("mlp")
-    with pytest.raises(lw.LapwingError, match=r"deploy Sequential; a posterior is needed"):
+    with pytest.raises(lw.LapwingError, match=r"takes a posterior first, not Sequential"):
         lw.deploy(posterior.model, inputs(2))  # type: ignore[arg-type]
     for via in (lw.Streamlined("full"), lw.MonteCarlo(5), lw.Streamlined(residual="correlated"), "streamlined"):
-        with pytest.raises(lw.LapwingError, match=r"Asked to deploy via=.*accepted are lw\.Streamlined\(\)"):
+        with pytest.raises(lw.LapwingError, match=r"via=.* cannot be deployed\. .*via=lw\.Streamlined\(\)"):
             lw.deploy(posterior, inputs(2), via=via)  # type: ignore[arg-type]
     with pytest.raises(
         lw.LapwingError, match=r"lw\.Linearized\(\) deploys .* one linear layer at the end.*via=lw\.Streamlined\(\)"
@@ -521,7 +521,7 @@ def test_links_and_outputs_that_cannot_be_deployed() -> None:
     posterior, inputs = fitted("mlp")
     with pytest.raises(lw.LapwingError, match=r"SampledLink.*has no closed form.*link=lw\.Probit\(\)"):
         lw.deploy(posterior, inputs(2), link=lw.SampledLink(5))
-    with pytest.raises(lw.LapwingError, match=r"outputs='both'.*'prediction' and 'latent'"):
+    with pytest.raises(lw.LapwingError, match=r"outputs='both' is neither 'prediction' nor 'latent'"):
         lw.deploy(posterior, inputs(2), outputs="both")  # type: ignore[arg-type]
 
 
@@ -537,9 +537,9 @@ def test_inputs_of_another_form() -> None:
     posterior, inputs = fitted("mlp")
     predictor = lw.deploy(posterior, inputs(4))
     for x in (torch.randn(3, 6), inputs(3).double(), (inputs(3),), {"x": inputs(3)}, torch.randn(5), inputs(3)[:0]):
-        with pytest.raises(lw.LapwingError, match=r"found inputs of another form.*Tensor \(batch, 5\) float32"):
+        with pytest.raises(lw.LapwingError, match=r"another form than the inputs Tensor \(batch, 5\) float32"):
             predictor(x)
-    with pytest.raises(lw.LapwingError, match="a flat tuple or dict of tensors, is accepted"):
+    with pytest.raises(lw.LapwingError, match="neither a tensor nor a flat tuple or dict of tensors"):
         lw.deploy(posterior, [inputs(3)])
     _, texts_of = deployed("bert", "latent")
     ids = texts(3)["input_ids"]

@@ -198,10 +198,9 @@ class PriorCovariance(Covariance):
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns `logdet(I + s Δ^(-1/2) G Δ^(-1/2))` at any prior precision, differentiable in both arguments."""
 
-    @property
     @abstractmethod
-    def features(self) -> object:
-        """What J is contracted with: `output_covariances` takes candidates that share this object."""
+    def is_contracted_with(self, other: PriorCovariance) -> bool:
+        """Whether both can be candidates of one `output_covariances`: they multiply J by the same matrices."""
 
     def output_covariances(self, record: Record, candidates: Sequence[Self]) -> Iterable[tuple[Term, ...]]:
         """Returns `J Σ_i Jᵀ` for several priors of this curvature (from `with_prior`), sharing what they can."""

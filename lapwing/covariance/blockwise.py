@@ -90,10 +90,9 @@ class Blockwise(PriorCovariance):
         """Whether the noise of some structure's eigenvalues exceeds the curvature and prior precision they meet."""
         return any(s.noise(1 / self.scale * self._delta[name]) > 1 for name, s in self.structures.items())
 
-    @property
-    def features(self) -> object:
-        """The eigenbases."""
-        return self.structures
+    def is_contracted_with(self, other: PriorCovariance) -> bool:
+        """Whether both have the same eigenbases."""
+        return isinstance(other, Blockwise) and other.structures is self.structures
 
     def _apply(self, vectors: Vectors, weights: Vectors) -> Vectors:
         return {

@@ -80,10 +80,9 @@ class DenseCovariance(PriorCovariance):
         """J, whitened and rotated."""
         return 3 * self.size
 
-    @property
-    def features(self) -> object:
-        """The curvature, of whose rows all candidates are made."""
-        return self.curvature
+    def is_contracted_with(self, other: PriorCovariance) -> bool:
+        """Whether both are made of the rows of the same curvature."""
+        return isinstance(other, DenseCovariance) and other.curvature is self.curvature
 
     def with_prior(self, precision: Tensor, scale: float) -> DenseCovariance:
         """Returns the covariance under another prior; see the class for what refactorises."""

@@ -76,10 +76,9 @@ class Subspace(PriorCovariance):
         """How many directions count."""
         return self._span.rank
 
-    @property
-    def features(self) -> object:
-        """The basis: J is projected on it once for all priors, ranks and curvatures."""
-        return self.basis
+    def is_contracted_with(self, other: PriorCovariance) -> bool:
+        """Whether both have the same basis: J is projected on it once for all priors, ranks and curvatures."""
+        return isinstance(other, Subspace) and other.basis is self.basis
 
     def with_rank(self, rank: int) -> Self:
         """Returns the covariance on the first directions alone, K x K work."""

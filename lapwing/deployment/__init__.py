@@ -25,11 +25,11 @@ from .tracing import trace
 
 log = logging.getLogger("lapwing")
 
-WIDE = 100.0
-"""Times the linearised variances, above which streamlined ones are worth a word."""
+WARN_FACTOR = 100.0
+"""Streamlined variances of more than so many times the linearised ones are warned of."""
 
 _SAMPLES = 4
-"""Of the example, that the network is read with."""
+"""So many samples of the example are used to read the network."""
 
 
 @outside_modes
@@ -78,38 +78,38 @@ def deploy(
     """
     if not isinstance(posterior, Posterior):
         raise LapwingError(
-            f"Asked to deploy {batches.describe(posterior)}; a posterior is needed: write lw.deploy(lw.fit(model, "
-            "loader), x)."
+            f"lw.deploy takes a posterior first, not {batches.describe(posterior)}. Write "
+            "lw.deploy(lw.fit(model, loader), x)."
         )
     inner, factor = _unscaled(via)
     streamlined = _streamlined(inner, via)
     if not is_one_of(outputs, ("prediction", "latent")):
         raise LapwingError(
-            f"Asked to deploy outputs={shown(outputs)}; accepted are 'prediction' and 'latent': write "
+            f"outputs={shown(outputs)} is neither 'prediction' nor 'latent'. Write "
             "lw.deploy(posterior, x, outputs='latent')."
         )
     x = batches.inputs_of(x) if isinstance(x, Mapping) else x
     names, keys = _named(x)
-    _tell_width(posterior, batches.take(x, slice(0, 2)), via)
+    _check_way(posterior, batches.take(x, slice(0, 2)), via)
     observe, returns, centred = observing(posterior.likelihood, posterior.tangent.outputs, outputs, link, factor)
-    given = batches.take(dict(x) if keys else x, slice(0, _SAMPLES))
+    example = batches.take(dict(x) if keys else x, slice(0, _SAMPLES))
     traced = trace(
-        posterior.tangent, posterior.covariance, streamlined, given, observe, centred, isinstance(inner, Linearized)
+        posterior.tangent, posterior.covariance, streamlined, example, observe, centred, isinstance(inner, Linearized)
     )
     return Predictor(traced, names, keys, returns)
 
 
-def _tell_width(posterior: Posterior, x: Any, via: Way) -> None:
-    """Refuses what the way refuses, in its words; warns where it is far wider than what tuning mostly looks at."""
-    found = posterior.latent(x, via=via).variance.mean()
+def _check_way(posterior: Posterior, x: Any, via: Way) -> None:
+    """Refuses what the way refuses; warns where it is far wider than linearisation, by which tuning mostly goes."""
+    variance = posterior.latent(x, via=via).variance.mean()
     if isinstance(via, Streamlined):
         linearised = posterior.latent(x).variance.mean()
-        if found > WIDE * linearised:
+        if variance > WARN_FACTOR * linearised:
             log.warning(
                 "Streamlined variances are %.1e times the linearised ones: products of uncertain weights and inputs, "
                 "which linearisation leaves out, exceed it. Compare both ways, and write "
                 "via=lw.scale_factor(posterior, loader), or fit with a larger prior_precision.",
-                float(found / linearised.clamp_min(torch.finfo(linearised.dtype).tiny)),
+                float(variance / linearised.clamp_min(torch.finfo(linearised.dtype).tiny)),
             )
 
 
@@ -128,9 +128,9 @@ def _streamlined(inner: Way, via: Way) -> Streamlined:
     if isinstance(inner, Streamlined) and inner.covariance == "diagonal" and inner.residual != "correlated":
         return inner
     raise LapwingError(
-        f"Asked to deploy via={shown(via)}; accepted are lw.Streamlined() in diagonal mode with independent residuals, "
-        "lw.Linearized() where the last layer alone is treated, and lw.Scaled(...) of them: write "
-        "lw.deploy(posterior, x, via=lw.Streamlined())."
+        f"via={shown(via)} cannot be deployed. Write lw.deploy(posterior, x, via=lw.Streamlined()), in diagonal mode "
+        "with independent residuals; via=lw.Linearized() where the last layer alone is treated; or lw.Scaled(...) of "
+        "one of them."
     )
 
 
@@ -142,8 +142,8 @@ def _named(x: Any) -> tuple[tuple[str, ...], bool]:
     leaves = list(dict(x).values()) if keys else list(x) if isinstance(x, tuple) else [None]
     if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
         raise LapwingError(
-            f"Asked to deploy at inputs {batches.describe(x)}; a tensor, or a flat tuple or dict of tensors, is "
-            "accepted: give such an example, with forward=lambda model, inputs: model(...) in lw.fit."
+            f"The inputs {batches.describe(x)} are neither a tensor nor a flat tuple or dict of tensors. Pass such an "
+            "example to lw.deploy, with forward=lambda model, inputs: model(...) in lw.fit."
         )
     return (tuple(dict(x)) if keys else tuple(f"x{place}" for place in range(len(leaves)))), keys
 

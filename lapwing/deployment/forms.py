@@ -1,4 +1,4 @@
-"""The covariances of weights as sums of squares, the form in which they take few plain products at run time."""
+"""Covariances of weights as sums of squares, a form that takes few plain products at run time."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ..covariance.terms import DenseTerm, EigenTerm
 from ..errors import LapwingError
 from ..tangent import Block, Vectors
 
-MOST = 2**27
-"""Numbers of a basis that is found from quadratic forms."""
+MAX_NUMBERS = 2**27
+"""Matrices of quadratic forms that are diagonalised have at most so many entries."""
 
 _ROWS = 2**22
 
 
-def forms(spread: Callable[[Tensor], Tensor], inputs: int, like: Tensor, where: str) -> tuple[Tensor, Tensor]:
-    """Returns V (I, Q) and s (R, Q) with `q_r(a) = Σ_q (Vᵀ a)_q² s_rq` for quadratic forms q_r known by their values.
+def squares_of(spread: Callable[[Tensor], Tensor], inputs: int, like: Tensor, where: str) -> tuple[Tensor, Tensor]:
+    """Returns V (I, Q) and s (R, Q) with `q_r(a) = Σ_q (Vᵀ a)_q² s_rq` for quadratic forms q_r that can be evaluated.
 
     The matrix of each is read off at unit vectors and sums of two, and diagonalised.
 
     Args:
-        spread: rows (N, I) -> values (N, R).
+        spread: rows (N, I) -> values of the forms (N, R).
         inputs: I.
         like: gives dtype and device.
         where: whose forms they are, for messages.
@@ -35,19 +35,19 @@ def forms(spread: Callable[[Tensor], Tensor], inputs: int, like: Tensor, where: 
     Cost: I²/2 evaluations, time O(R I³), memory O(R I²).
     """
     eye = torch.eye(inputs, dtype=like.dtype, device=like.device)
-    own = spread(eye)  # (I, R)
-    outputs = own.shape[1]
-    if outputs * inputs**2 > MOST:
+    diagonal = spread(eye)  # (I, R)
+    outputs = diagonal.shape[1]
+    if outputs * inputs**2 > MAX_NUMBERS:
         raise LapwingError(
-            f"Asked to deploy a posterior whose weights of {where} are correlated without a common basis, found "
-            f"{outputs} x {inputs}² numbers in their covariances; at most {MOST} are accepted: fit with lw.KFAC() or "
+            f"The weights of {where} are correlated without a common basis, and their {outputs} x {inputs}² "
+            f"covariances exceed the {MAX_NUMBERS} numbers that lw.deploy can decompose. Fit with lw.KFAC() or "
             "lw.Diagonal(), or with params=lw.last_layer."
         )
-    matrices = torch.diag_embed(own.T).double()  # (R, I, I)
+    matrices = torch.diag_embed(diagonal.T).double()  # (R, I, I)
     first, second = torch.triu_indices(inputs, inputs, 1, device=like.device)
     for some in torch.arange(len(first), device=like.device).split(max(1, _ROWS // max(1, inputs))):
         i, j = first[some], second[some]
-        both = (spread(eye[i] + eye[j]) - own[i] - own[j]).T.double() / 2  # (R, n)
+        both = (spread(eye[i] + eye[j]) - diagonal[i] - diagonal[j]).T.double() / 2  # (R, n)
         matrices[:, i, j] = matrices[:, j, i] = both
     values, vectors = torch.linalg.eigh(matrices)
     kept = values.abs() > 1e-12 * values.abs().amax().clamp_min(torch.finfo(values.dtype).tiny)  # (R, I)
@@ -57,29 +57,29 @@ def forms(spread: Callable[[Tensor], Tensor], inputs: int, like: Tensor, where: 
     return basis.to(like.dtype).contiguous(), scale.to(like.dtype).contiguous()
 
 
-class Rotating(LayerBlock):
-    """A layer's covariance with a basis, found by `forms` where the structure has none.
+class WithBasis(LayerBlock):
+    """A layer's covariance with a basis, by `squares_of` where the structure has none.
 
     Args:
         block: the layer's weights.
-        covariance: their covariance, kept as `inner`.
+        covariance: their covariance.
         like: gives the device and the dtype of rows.
     """
 
     def __init__(self, block: Block, covariance: LayerBlock, like: Tensor) -> None:
-        self._block, self.inner, self._like = block, covariance, like
+        self._block, self._covariance, self._like = block, covariance, like
 
     def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
         """Returns what the covariance gives."""
-        return self.inner.push(mean, variance, full)
+        return self._covariance.push(mean, variance, full)
 
     def rotation(self) -> tuple[Tensor | None, Tensor] | None:
-        """Returns the covariance's own basis, or the one of its forms."""
-        found = self.inner.rotation()
-        if found is not None or self._block.matrix is None or self._block.matrix_shape[0] > 1:
-            return found
-        basis, scale = forms(
-            lambda rows: self.inner.push(rows, None, False),
+        """Returns the basis of the covariance, or one of its quadratic forms."""
+        rotation = self._covariance.rotation()
+        if rotation is not None or self._block.matrix is None or self._block.matrix_shape[0] > 1:
+            return rotation
+        basis, scale = squares_of(
+            lambda rows: self._covariance.push(rows, None, False),
             self._block.matrix_shape[2],
             self._like,
             repr(self._block.name),
@@ -87,8 +87,8 @@ class Rotating(LayerBlock):
         return basis[None], scale[None]
 
 
-class Deployed:
-    """A covariance as a program of moments reads it, with a basis for every layer.
+class CovarianceWithBases:
+    """What a program of moments reads of a covariance, with a basis for every layer.
 
     Args:
         covariance: Σ.
@@ -107,7 +107,7 @@ class Deployed:
         """Returns one block's covariance."""
         block = next(block for block in self.blocks if block.name == name)
         like = torch.empty(0, dtype=self._dtype, device=self._covariance.device)
-        return Rotating(block, self._covariance.layer_block(name), like)
+        return WithBasis(block, self._covariance.layer_block(name), like)
 
 
 def marginals(matrix: Tensor, centred: bool) -> Tensor:

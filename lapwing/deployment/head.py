@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..covariance import LayerBlock
+from ..covariance import Covariance, LayerBlock
 from ..prediction.streamlined.moments import Moments, Value, mean_of, total_of, variance_of
 from ..prediction.streamlined.operations import Kind, is_a
 from ..prediction.streamlined.program import Program
 from ..prediction.streamlined.rules.linear import Layer, bias_alone, has_one_position
 from ..prediction.streamlined.schedule import Step
 from ..prediction.streamlined.sites import resolve
-from .forms import forms, marginals, of_independent
+from .forms import marginals, of_independent, squares_of
 
 _NUMBERS = 2**24
 
@@ -67,17 +67,20 @@ def _flat(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def read_head(program: Program, step: Step, values: Mapping[str, Any], samples: int, centred: bool) -> Head | None:
+def read_head(
+    program: Program, covariance: Covariance, step: Step, values: Mapping[str, Any], samples: int, centred: bool
+) -> Head | None:
     """Reads the last layer of a program, None where it has several positions a sample or weights of no layer.
 
     Args:
         program: the network's moments.
+        covariance: Σ.
         step: the layer.
         values: those before it, at an example.
         samples: B of the example.
         centred: whether centred outputs are asked for too.
 
-    Cost: for weights with a common basis I products (O, O); else see `forms`.
+    Cost: for weights with a common basis I products (O, O); else see `squares_of`.
     """
     if not is_a(step.node, Kind.LINEAR) or step.node.name not in program.sites:
         return None
@@ -86,11 +89,13 @@ def read_head(program: Program, step: Step, values: Mapping[str, Any], samples: 
     layer = Layer.of(site, site.named(*resolve(step.node, read, program.dtype)))
     if not has_one_position(layer, samples):
         return None
-    treated, shared = layer.treated, layer.bias_is_shared
+    shared, weights = layer.bias_is_shared, None
+    if layer.treated is not None:
+        weights = covariance.layer_block(layer.treated.block.name)
     w = layer.matrix.contiguous()  # (O, I)
     basis = offset = scale = shift = through = None
-    if treated is not None:
-        basis, scale = _rotation(treated.covariance, w, shared, centred)
+    if weights is not None:
+        basis, scale = _rotation(weights, w, shared, centred)
         if shared and basis is None:
             shift, scale = scale[:, -1].contiguous(), scale[:, :-1].contiguous()
         elif shared and basis is not None:
@@ -105,9 +110,9 @@ def read_head(program: Program, step: Step, values: Mapping[str, Any], samples: 
     if variance_of(layer.x) is not None:
         units = (w - w.mean(0)).square()
         through = torch.cat([w.square(), units]) if centred else w.square()  # (R, I)
-        if treated is not None:
+        if weights is not None:
             eye = torch.eye(w.shape[1] + shared, dtype=w.dtype, device=w.device)[: w.shape[1]]
-            through = through + _spread(treated.covariance, eye, w.shape[0], centred).T
+            through = through + _spread(weights, eye, w.shape[0], centred).T
     source = next(name for name in step.sources if read[name] is layer.x)
     return Head(source, w, mean_of(layer.bias), basis, offset, scale, shift, through)
 
@@ -116,8 +121,8 @@ def _spread(covariance: LayerBlock, rows: Tensor, outputs: int, centred: bool) -
     """Returns the variances (N, R) of `W a` at rows a, some rows at a time."""
     if not centred:
         return covariance.push(rows, None, False)
-    found = getattr(covariance, "inner", covariance).rotation()
-    if found is not None and found[0] is None:  # diagonal: the outputs are independent
+    rotation = covariance.rotation()
+    if rotation is not None and rotation[0] is None:  # diagonal: the outputs are independent
         return of_independent(covariance.push(rows, None, False), centred)
     parts = rows.split(max(1, _NUMBERS // outputs**2))
     return torch.cat([marginals(covariance.push(part, None, True), centred) for part in parts])
@@ -126,17 +131,14 @@ def _spread(covariance: LayerBlock, rows: Tensor, outputs: int, centred: bool) -
 def _rotation(covariance: LayerBlock, w: Tensor, bias: bool, centred: bool) -> tuple[Tensor | None, Tensor]:
     """Returns Vᵀ (Q, I) and s (R, Q), the bias column included."""
     inputs = w.shape[1] + bias
-    inner = getattr(covariance, "inner", covariance)
-    found = inner.rotation()
-    if found is None:
-
-        def spread(rows: Tensor) -> Tensor:
-            return _spread(inner, rows, w.shape[0], centred)
-
-        vectors, scale = forms(spread, inputs, w, "the last layer")
+    rotation = covariance.rotation()
+    if rotation is None:
+        vectors, scale = squares_of(
+            lambda rows: _spread(covariance, rows, w.shape[0], centred), inputs, w, "the last layer"
+        )
         return vectors.mT.contiguous(), scale
-    basis, variances = found
+    basis, variances = rotation
     if basis is None:
         return None, of_independent(variances[0].T, centred).T.to(w.dtype).contiguous()
     rows = basis[0].mT.to(w.dtype).contiguous()  # (Q, I), orthonormal: each gives one column of s
-    return rows, _spread(inner, rows, w.shape[0], centred).T.contiguous()
+    return rows, _spread(covariance, rows, w.shape[0], centred).T.contiguous()

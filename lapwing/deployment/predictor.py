@@ -79,9 +79,8 @@ class Predictor(nn.Module):
             wrong = wrong or any(n is not None and n != m for n, m in zip(shape, leaf.shape, strict=False))
         if wrong:
             raise LapwingError(
-                f"Asked a deployed network for predictions at {batches.describe(x)}, found inputs of another form than "
-                f"it was deployed with; {self._accepted()} is accepted: give such inputs, or write "
-                "lw.deploy(posterior, x) with inputs like these."
+                f"{batches.describe(x)} has another form than the inputs {self._accepted()} that the network was "
+                "deployed with. Pass such inputs, or write lw.deploy(posterior, x) with inputs like these."
             )
 
     def _accepted(self) -> str:
@@ -110,9 +109,8 @@ class Predictor(nn.Module):
             wanted = fn(torch.empty(0, dtype=dtype)).dtype
             if wanted != dtype:
                 raise LapwingError(
-                    f"Asked to turn a deployed network from {dtype} into {wanted}, found calls that have their dtypes "
-                    f"written in; another device is accepted: write lw.deploy(...) for a posterior of the network in "
-                    f"{wanted}."
+                    f"A deployed network stays in {dtype}, and cannot be turned into {wanted}. Write lw.deploy(...) "
+                    f"for a posterior of the network in {wanted}."
                 )
         super()._apply(fn, recurse)
         device = next((buffer.device for buffer in self.buffers()), None)
@@ -154,7 +152,7 @@ class Predictor(nn.Module):
         except torch.onnx.OnnxExporterError as error:
             reason = str(error.__cause__ or error).strip().splitlines()[0]
             raise LapwingError(
-                f"Asked to write ONNX, found that torch.onnx cannot: {reason}; calls that ONNX has are accepted: write "
+                f"torch.onnx cannot write this network: {reason}. Write "
                 "torch.export.export(predictor, (x,), dynamic_shapes=predictor.dynamic_shapes) instead."
             ) from error
         assert program is not None

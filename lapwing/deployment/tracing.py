@@ -26,7 +26,7 @@ from ..prediction.streamlined.program import Program
 from ..prediction.streamlined.schedule import Step
 from ..prediction.streamlined.sites import run as run_call
 from ..tangent import Tangent
-from .forms import Deployed
+from .forms import CovarianceWithBases
 from .head import Head, read_head
 
 aten = torch.ops.aten
@@ -53,7 +53,13 @@ class Traced:
 
 
 def trace(
-    tangent: Tangent, covariance: Covariance, via: Streamlined, inputs: Any, observe: Observe, centred: bool, last: bool
+    tangent: Tangent,
+    covariance: Covariance,
+    via: Streamlined,
+    inputs: Any,
+    observe: Observe,
+    centred: bool,
+    linearised: bool,
 ) -> Traced:
     """Exports the moments at the outputs as calls on tensors.
 
@@ -64,23 +70,24 @@ def trace(
         inputs: an example, of any number of samples.
         observe: what is made of the moments.
         centred: whether it reads the variances of centred outputs.
-        last: whether the last layer alone must be uncertain.
+        linearised: whether the last layer alone must be uncertain, as for `Linearized`.
 
     Raises:
-        LapwingError: calls without a rule or without closed slopes; with `last`, uncertain values before the last
+        LapwingError: calls without a rule or without closed slopes; with `linearised`, uncertain values before the last
             layer.
 
     Cost: a few times what the first batch of the way takes; a copy of the network's weights and a few constants of
     their size.
     """
-    inputs = _lengths_apart(pytree.tree_map(lambda x: x.detach(), batches.plain(inputs, tangent.device)))
+    inputs = _with_distinct_lengths(pytree.tree_map(lambda x: x.detach(), batches.plain(inputs, tangent.device)))
     with torch.no_grad(), without_compiled():
         graph = read(tangent, inputs)
         if not graph.accepts(batches.take(inputs, slice(0, 1))):
             raise _one_size(tangent)
-        program = _program(tangent, Deployed(covariance, covariance.record_dtype or tangent.dtype), graph, via, inputs)
-        run = Run.of(program, inputs, observe, centred, tangent.dtype)
-        if last:
+        with_bases = CovarianceWithBases(covariance, covariance.record_dtype or tangent.dtype)
+        program = _program(tangent, with_bases, graph, via, inputs)
+        run = Run.of(program, covariance, inputs, observe, centred, tangent.dtype)
+        if linearised:
             _check_last(program, run, tangent)
         with quiet():
             exported = _exported(run, inputs, graph)
@@ -89,8 +96,8 @@ def trace(
     return Traced(module, graph, inputs, _free(exported, graph))
 
 
-def _lengths_apart(inputs: Any) -> Any:
-    """Repeats samples until their number is no other length: equal lengths are taken for one."""
+def _with_distinct_lengths(inputs: Any) -> Any:
+    """Repeats samples until their number differs from every other length: the export takes equal ones for the same."""
     count = batches.size(inputs)
     others = {length for leaf in batches.tensors(inputs) for length in leaf.shape[1:]}
     wanted = next(n for n in range(max(2, count), max(2, count) + len(others) + 1) if n not in others)
@@ -136,9 +143,9 @@ def _check_last(program: Program, run: Run, tangent: Tangent) -> None:
 def _compare(run: Run, module: fx.GraphModule, inputs: Any, tangent: Tangent) -> None:
     """Checks the calls at another number of samples than the one they were traced with."""
     leaves = pytree.tree_leaves(batches.take(inputs, slice(0, 1)))
-    wanted, found = run(*leaves), module(*leaves)
-    found = found if isinstance(found, tuple) else (found,)
-    for ours, theirs in zip(found, wanted, strict=True):
+    expected, actual = run(*leaves), module(*leaves)
+    actual = actual if isinstance(actual, tuple) else (actual,)
+    for ours, theirs in zip(actual, expected, strict=True):
         tolerance = torch.finfo(theirs.dtype).eps ** 0.5 * theirs.abs().max().clamp_min(1e-6)
         if ours.shape != theirs.shape or not bool((ours - theirs).abs().max() <= tolerance):
             raise _one_size(tangent)
@@ -183,7 +190,15 @@ class Run(nn.Module):
         self.complete = head is not None
 
     @classmethod
-    def of(cls, program: Program, inputs: Any, observe: Observe, centred: bool, dtype: torch.dtype) -> Run:
+    def of(
+        cls,
+        program: Program,
+        covariance: Covariance,
+        inputs: Any,
+        observe: Observe,
+        centred: bool,
+        dtype: torch.dtype,
+    ) -> Run:
         """Runs the program once, which fills its constants, and keeps what does not depend on the inputs."""
         samples = batches.size(inputs)
         fixed = program.weights()
@@ -193,7 +208,7 @@ class Run(nn.Module):
         for step in program.schedule.steps:
             name = step.node.name
             if end and step is end[0]:
-                head = read_head(program, step, values, samples, centred)
+                head = read_head(program, covariance, step, values, samples, centred)
             values[name] = program.step(step, values, samples)
             if all(source in fixed for source in step.sources) and step.sources:
                 fixed[name] = values[name]
@@ -254,13 +269,13 @@ def _free(exported: ExportedProgram, graph: Graph) -> tuple[dict[int, str], ...]
     placeholders = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
     free = []
     for name in exported.graph_signature.user_inputs:
-        found: dict[int, str] = {}
+        labels: dict[int, str] = {}
         value = placeholders[str(name)].meta["val"]
         for dim, length in enumerate(value.shape):
             if not isinstance(length, int):
                 label = "batch" if dim == 0 else f"length{len(names) if 'batch' in names.values() else len(names) + 1}"
-                found[dim] = names.setdefault(str(length), label)
-        free.append(found)
+                labels[dim] = names.setdefault(str(length), label)
+        free.append(labels)
     return tuple(free)
 
 
@@ -279,7 +294,7 @@ def _flat(exported: ExportedProgram) -> fx.GraphModule:
             attributes[name] = value.detach().clone()
         return graph.get_attr(known[key])
 
-    held: dict[fx.Node, Any] = {}
+    constants: dict[fx.Node, Any] = {}
     for node in exported.graph.nodes:
         if node.op == "placeholder":
             spec = kinds[node.name]
@@ -287,21 +302,21 @@ def _flat(exported: ExportedProgram) -> fx.GraphModule:
                 new[node] = graph.placeholder(node.name)
             else:
                 value = {**exported.state_dict, **exported.constants}[spec.target or ""]
-                held[node] = value
+                constants[node] = value
         elif node.op == "output":
             places = [s.kind for s in signature.output_specs]
             outs = [out for out, kind in zip(node.args[0], places, strict=True) if kind == OutputKind.USER_OUTPUT]
-            outs = [new[out] if out in new else keep(held[out], out.name) for out in outs]
+            outs = [new[out] if out in new else keep(constants[out], out.name) for out in outs]
             graph.output(tuple(outs) if len(outs) > 1 else outs[0])
         elif node.target in _CHECKS:
             continue
-        elif _fixed(node, held):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: held[n])
-            held[node] = node.target(*args, **kwargs)
+        elif _fixed(node, constants):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: constants[n])
+            constants[node] = node.target(*args, **kwargs)
         else:
             for source in node.all_input_nodes:
                 if source not in new:
-                    value = held[source]
+                    value = constants[source]
                     name = f"constant_{len(attributes)}"
                     new[source] = keep(value, name) if isinstance(value, Tensor) else value
             new[node] = graph.node_copy(node, lambda n: new[n])
@@ -325,9 +340,9 @@ _CHECKS = frozenset(
 """Calls that check what was true at the trace."""
 
 
-def _fixed(node: fx.Node, held: Mapping[fx.Node, Any]) -> bool:
+def _fixed(node: fx.Node, constants: Mapping[fx.Node, Any]) -> bool:
     """Whether a call is a function of constants alone, or of nothing."""
-    return all(source in held for source in node.all_input_nodes)
+    return all(source in constants for source in node.all_input_nodes)
 
 
 __all__ = ["Observe", "Run", "Traced", "trace"]

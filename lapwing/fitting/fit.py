@@ -30,6 +30,9 @@ from .runner import Runner
 
 log = logging.getLogger("lapwing")
 
+DEFAULT_TUNING = BoundedEvidence()
+"""What tunes where the user says nothing: a method that chooses its own prior leaves it out without a warning."""
+
 
 @outside_modes
 def fit(
@@ -41,7 +44,7 @@ def fit(
     params: Predicate | LastLayer | None = None,
     prior_precision: float | Mapping[str, float] | None = None,
     prior_mean: float | Mapping[str, Tensor] = 0.0,
-    tune: Tuning | None = BoundedEvidence(),  # noqa: B008 (frozen)
+    tune: Tuning | None = DEFAULT_TUNING,
     data_size: int | None = None,
     weight_decay: float | None = None,
     temperature: float = 1.0,
@@ -141,7 +144,7 @@ def fit(
 
     whole = posterior(result.covariance, summary.statistics, summary.samples, size)
     if result.precision is not None or not isinstance(result.covariance, PriorCovariance):
-        if not given and tune not in (None, BoundedEvidence()):
+        if not given and tune is not None and tune is not DEFAULT_TUNING:
             log.warning("%s chooses its own prior; tune=%s was not used", type(method).__name__, type(tune).__name__)
         return _checked(whole)
     if tune is None:

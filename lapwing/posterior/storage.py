@@ -132,8 +132,8 @@ def _replacing(target: Path, mode: int | None) -> Iterator[BinaryIO]:
 
 def _remove_abandoned(folder: Path) -> None:
     """Removes temporary files that killed processes left."""
-    with contextlib.suppress(OSError), os.scandir(folder) as found:
-        for entry in found:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
             if entry.name.startswith(PREFIX) and entry.name.endswith(".tmp") and entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(OSError):
                     if time.time() - entry.stat().st_mtime > ABANDONED:
@@ -184,11 +184,11 @@ def _check_sum(path: Path, file: BinaryIO) -> None:
     """Raises for a file whose checksum is missing or does not agree with its bytes."""
     start = file.read(8)
     head = file.read(min(int.from_bytes(start, "little"), HEAD_BYTES))
-    found = CHECKSUM.findall(head)
-    if len(found) != 1:
+    checksums = CHECKSUM.findall(head)
+    if len(checksums) != 1:
         origin = "has another origin than posterior.save(path), or is damaged. Pass the path of a saved posterior to "
         origin += "lw.load(path, model)."
-        if b'"lapwing":' in head and not found:
+        if b'"lapwing":' in head and not checksums:
             origin = (
                 "was written by lapwing 0.1 before it had a checksum, or is damaged. Save the posterior again with "
             )
@@ -199,7 +199,7 @@ def _check_sum(path: Path, file: BinaryIO) -> None:
     piece = bytearray(PIECE)
     while count := file.readinto(piece):  # type: ignore[attr-defined]
         digest.update(memoryview(piece)[:count])
-    if digest.hexdigest().encode() != found[0]:
+    if digest.hexdigest().encode() != checksums[0]:
         raise LapwingError(
             f"The file {_shown(path)} is damaged or truncated: its checksum does not agree with its contents. Save the "
             "posterior again with posterior.save(path)."

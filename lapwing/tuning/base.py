@@ -1,4 +1,4 @@
-"""The contract between a tuning and `fitting/fit.py`: what a tuning is given, and what it returns."""
+"""The contract between a tuning and `fitting/fit.py`: what goes into a tuning, and what it returns."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..posterior import Posterior
 
 @dataclass(frozen=True)
 class Training:
-    """What a tuning may know of the fit beside its posterior.
+    """What a tuning gets of a fit, beside the posterior.
 
     Attributes:
         loader: the training data.
-        prefixes: posteriors of the first samples alone, by rising number, where the tuning asks for them; with
-            `data_size`, that of all samples too, not scaled.
-        shown: how many samples the loader shows, where that is known: the posterior may be one of fewer.
+        prefixes: posteriors of the first samples alone, by rising number, if the tuning asks for them; with
+            `data_size`, the posterior of all samples too, not scaled.
+        shown: how many samples the loader shows, or None if unknown. The posterior may be of fewer.
     """
 
     loader: Iterable[Any] = ()
@@ -27,16 +27,16 @@ class Training:
 
 
 class Tuning(ABC):
-    """How prior precision and noise variance are chosen where they were not given.
+    """How prior precision and noise variance are chosen where the user gave none.
 
     Attributes:
-        prefixes: how many posteriors of first parts of the data (a half, a quarter, ...) the tuning wants.
+        prefixes: for how many first parts of the data (a half, a quarter, ...) the tuning needs posteriors.
     """
 
     prefixes: int = 0
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
-        """Whether the evidence's lower bound will be asked for, given what is left to tune."""
+        """Whether the tuning reads the lower bound of the evidence, by what is open."""
         return prior_open or noise_open
 
     @abstractmethod

@@ -23,8 +23,8 @@ from .leave_one_out import leave_one_out
 
 log = logging.getLogger("lapwing")
 
-TOLD = 2.0
-"""Times the evidence's noise variance, above which a raised one is worth a word."""
+WARN_FACTOR = 2.0
+"""A noise variance that is raised to more than so many times the evidence's is warned of."""
 
 POINTS = 13
 """Noise variances that are looked at between the residuals' and the evidence's."""
@@ -32,29 +32,29 @@ POINTS = 13
 
 @dataclass(frozen=True)
 class BoundedEvidence(Tuning):
-    """Holds the evidence to what the training data bear: the spread of a classifier, the noise of a regression.
+    """The maximum of the evidence, moved where the training data refute it: by default, what `lw.fit` tunes with.
 
     `δ = max(δ_evidence, min{δ : mean_n [log p(y_n|f_n) - log p(y_n|N(f_n, J_n Σ_δ J_nᵀ))] <= nats})`, or
     `σ² = max(r², {σ² : σ² + mean_n J_n Σ J_nᵀ = s})` and δ of the evidence at that σ² (where all weights are treated,
     not above the evidence's σ²).
 
-    The evidence takes the loss for a quadratic. A classifier sure of its training labels lies where the loss is flat,
-    with a slope not far away: its curvature says little, and the evidence (of Evidence, with one δ) spreads the weights
-    too wide. Spread that the training predictions notice is cut back.
+    The evidence takes the loss for a quadratic. A classifier that is sure of its training labels lies where the loss is
+    flat, beside a slope. Its curvature is small there, and the evidence (of Evidence, with one δ) spreads the weights
+    too wide. The prior precision is raised until the spread costs the training data no more than `nats` a sample.
 
-    In a regression Diagonal, KFAC and subspaces overrate the effective number of weights γ in `σ² = Σ r²/(NC - γ)`
-    (MacKay 1992), or take for noise the curvature that they leave out: σ² can be a thousand times the mean squared
-    residual r². It is lowered until predictions of the training data are as wide as s, what the exact linearised model
-    says of samples left out, never below r². A posterior of some weights alone, such as the last layer, does not know
-    what the others have memorised: for it σ² is also raised, to the s of all trained weights (`requires_grad`: freeze
-    those that other data trained), where at least half the data are looked at (fewer tell less than the network knows)
-    and the network has at most a million weights, few of them without a layer family.
+    In a regression Diagonal, KFAC and subspaces overestimate the effective number of weights γ in `σ² = Σ r²/(NC - γ)`
+    (MacKay 1992), or count as noise the curvature that they leave out: σ² can be a thousand times the mean squared
+    residual r². It is lowered until predictions of the training data are as wide as s, the leave-one-out variance of
+    the exact linearised model, but never below r². A posterior of some weights alone, such as the last layer, does not
+    see what the other weights have memorised. For it σ² is also raised, to the s of all trained weights
+    (`requires_grad`: freeze those that other data trained). This needs at least half the data, since s of fewer
+    samples is too large, and a network of at most a million weights, few of them without a layer family.
 
     Args:
         nats: what the spread may cost, in nats a training sample, with the default link.
-        samples: training samples at most, twice as many for a regression, in whole batches spread evenly over the
-            loader, which should not be sorted.
-        decades: how far above the evidence's δ to look, in powers of ten.
+        samples: how many training samples are used at most, twice as many for a regression, in whole batches spread
+            evenly over the loader, which should not be sorted.
+        decades: how far above the evidence's δ to search, in powers of ten.
         points: candidates in that range; between them the cost is interpolated.
 
     Raises:
@@ -81,65 +81,65 @@ class BoundedEvidence(Tuning):
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
-        for name, value, least in (("samples", self.samples, 1), ("points", self.points, 3)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        for name, value, low in (("samples", self.samples, 1), ("points", self.points, 3)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise LapwingError(
-                    f"Asked for BoundedEvidence({name}={shown(value)}); a whole number of at least {least} is needed: "
-                    "write BoundedEvidence(samples=500, points=17)."
+                    f"{name}={shown(value)} is not a whole number from {low} up. Write "
+                    "lw.BoundedEvidence(samples=500, points=17)."
                 )
         for name, number in (("nats", self.nats), ("decades", self.decades)):
             real = isinstance(number, (int, float)) and not isinstance(number, bool)
             if not (real and 0 < number < math.inf):
                 raise LapwingError(
-                    f"Asked for BoundedEvidence({name}={shown(number)}); a positive finite number is needed: write "
-                    "BoundedEvidence(nats=0.005, decades=8.0)."
+                    f"{name}={shown(number)} is not a positive finite number. Write "
+                    "lw.BoundedEvidence(nats=0.005, decades=8.0)."
                 )
 
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
-        """Returns the posterior at the maximum of the evidence, or at the nearest point that keeps within the bound."""
+        """Returns the posterior at the maximum of the evidence, or at the nearest point within the bound."""
         tuned = self._with_bounded_noise(posterior, Evidence().tune(posterior), training)
-        given = posterior.prior.given or tuned.noise_variance is not None
-        if given or not isinstance(tuned.covariance, PriorCovariance):
+        is_bounded = posterior.prior.given or tuned.noise_variance is not None
+        if is_bounded or not isinstance(tuned.covariance, PriorCovariance):
             return tuned
         exponents = [self.decades * i / (self.points - 1) for i in range(self.points)]
         candidates = [_raised(tuned, exponent) for exponent in exponents]
-        found = self.costs(candidates, training.loader, training.shown)
-        exponent = crossing(exponents, found, self.nats)
+        costs = self.costs(candidates, training.loader, training.shown)
+        exponent = crossing(exponents, costs, self.nats)
         if exponent == 0:
             return tuned
         log.info(
             "The spread at the evidence's prior precision %.3g costs %.3g nats a training sample: raised to %.3g",
-            float(tuned.prior.precision[0]), found[0], float(tuned.prior.precision[0]) * 10**exponent,
+            float(tuned.prior.precision[0]), costs[0], float(tuned.prior.precision[0]) * 10**exponent,
         )  # fmt: skip
         if exponent == exponents[-1]:
             log.warning(
                 "BoundedEvidence of %s reached the end of its range, prior precision %.0e, where the spread still "
                 "costs the training data %.1g nats a sample; BoundedEvidence(decades=%g) looks further.",
-                tuned.method, float(tuned.prior.precision[0]) * 10**exponent, found[-1], self.decades + 4,
+                tuned.method, float(tuned.prior.precision[0]) * 10**exponent, costs[-1], self.decades + 4,
             )  # fmt: skip
         return _raised(tuned, exponent)
 
     def _with_bounded_noise(self, posterior: Posterior, tuned: Posterior, training: Training) -> Posterior:
-        """Returns the maximum of the evidence, or that at the noise with which predictions are as wide as left out."""
-        least, best = posterior.likelihood.residual_variance(posterior.statistics), tuned.noise_variance
-        if posterior.noise_given or not isinstance(posterior.likelihood, Gaussian) or least is None or best is None:
+        """Returns the maximum of the evidence, or that at the σ² with which predictions have the width s."""
+        residual, best = posterior.likelihood.residual_variance(posterior.statistics), tuned.noise_variance
+        if posterior.noise_given or not isinstance(posterior.likelihood, Gaussian) or residual is None or best is None:
             return tuned
         shown = training.shown or posterior.samples
         parts = list(self._parts(posterior, training.loader, training.shown, 2 * self.samples))
         if not parts:
             raise other_size(0, "to the tuning", posterior.samples)
-        known = leave_one_out(posterior, parts)
+        exact = leave_one_out(posterior, parts)
         inputs = [part for part, _ in parts]
-        bound = known.width
+        bound = exact.width
         if best + mean_variances([tuned], inputs)[0] > bound:  # too wide: lower σ², if the residual leaves room
-            if best <= least:
+            if best <= residual:
                 return tuned
-            most = min(best, bound)
-        else:  # too narrow: raise it, if the samples that were left out tell more than the posterior knows
-            if not known.beyond or 2 * known.samples < shown * posterior.data_factor:
+            top = min(best, bound)
+        else:  # too narrow: raise it, if s comes from more weights than the posterior treats and from enough samples
+            if not exact.more_weights or 2 * exact.samples < shown * posterior.data_factor:
                 return tuned
-            most = bound
-        low, high = math.log(least), math.log(max(least, most))
+            top = bound
+        low, high = math.log(residual), math.log(max(residual, top))
         logs = [low + (high - low) * i / (POINTS - 1) for i in range(POINTS)]
         ends = [_at_noise(posterior, math.exp(x)) for x in (low, (low + high) / 2, high)]
         candidates = [posterior.at(_between(ends, i / (POINTS - 1)), math.exp(x)) for i, x in enumerate(logs)]
@@ -151,17 +151,17 @@ class BoundedEvidence(Tuning):
             "linearised model on samples left out, %.3g",
             best, "lowered" if chosen < best else "raised", chosen, posterior.method, bound,
         )  # fmt: skip
-        if chosen > TOLD * best:
+        if chosen > WARN_FACTOR * best:
             log.warning(
                 "The noise variance is %.3g, the mean squared residual %.3g: %s seems to have memorised its training "
                 "targets. If the weights that %s leaves out were trained on other data, freeze them before the fit: "
                 "parameter.requires_grad_(False).",
-                chosen, least, type(posterior.tangent.model).__name__, posterior.method,
+                chosen, residual, type(posterior.tangent.model).__name__, posterior.method,
             )  # fmt: skip
         return _at_noise(posterior, chosen)
 
     def costs(self, candidates: Sequence[Posterior], loader: Iterable[Any], shown: int | None = None) -> list[float]:
-        """Returns what the spread of each candidate costs, in nats a training sample; below 0 where it helps.
+        """Returns what the spread of each candidate costs, in nats a training sample; negative where it helps.
 
         Args:
             candidates: posteriors of one fit.
@@ -176,24 +176,24 @@ class BoundedEvidence(Tuning):
         for inputs, targets in self._parts(first, loader, shown, self.samples):
             size = batches.size(inputs)
             scores = held_out_scores(candidates, None, [(inputs, targets)])  # checks the targets
-            own = float(first.likelihood.log_prob(first.tangent.outputs_of(inputs), targets).double().sum())
-            totals = [cost + own - size * score for cost, (score,) in zip(totals, scores, strict=True)]
+            certain = float(first.likelihood.log_prob(first.tangent.outputs_of(inputs), targets).double().sum())
+            totals = [cost + certain - size * score for cost, (score,) in zip(totals, scores, strict=True)]
             count += size
         if not count:
             raise other_size(0, "to the tuning", first.samples)
         return [cost / count for cost in totals]
 
     def _parts(
-        self, posterior: Posterior, loader: Iterable[Any], shown: int | None, most: int
+        self, posterior: Posterior, loader: Iterable[Any], shown: int | None, limit: int
     ) -> Iterator[tuple[Any, Tensor]]:
         """Yields batches spread over the loader, which must show as many samples as a fit that saw all of it."""
         whole, exact = shown or posterior.samples, shown == posterior.samples
-        for inputs, targets in self._spread(loader, whole, most, exact):
+        for inputs, targets in self._spread(loader, whole, limit, exact):
             yield batches.plain(inputs, posterior.tangent.device), batches.plain(targets, posterior.tangent.device)
 
     @staticmethod
-    def _spread(loader: Iterable[Any], whole: int, most: int, exact: bool = False) -> Iterator[tuple[Any, Tensor]]:
-        """Yields whole batches evenly over the loader, until there are as many samples as asked for.
+    def _spread(loader: Iterable[Any], whole: int, limit: int, exact: bool = False) -> Iterator[tuple[Any, Tensor]]:
+        """Yields whole batches spread evenly over the loader, up to a number of samples.
 
         Raises:
             LapwingError: if exact, where the loader ends after another number of samples.
@@ -201,15 +201,15 @@ class BoundedEvidence(Tuning):
         start = taken = 0
         for batch in loader:
             inputs, targets = batches.split(batch)
-            size, left = batches.size(inputs), most - taken
-            if size and left > 0 and taken * whole <= start * most:
+            size, left = batches.size(inputs), limit - taken
+            if size and left > 0 and taken * whole <= start * limit:
                 if size > left:  # every so many of its samples
                     rows = slice(0, left * (size // left), size // left)
                     inputs, targets = batches.take(inputs, rows), targets[rows]
                 taken += batches.size(inputs)
                 yield inputs, targets
             start += size
-            if taken >= most:
+            if taken >= limit:
                 return
         if exact and start != whole:
             raise other_size(start, "to the tuning", whole)

@@ -65,13 +65,13 @@ class EarlyStopping(Tuning):
         Grid(self.decades, self.points).check("EarlyStopping")
         if not is_one_of(self.form, ("published", "scaled")):
             raise LapwingError(
-                f"Asked for EarlyStopping(form={shown(self.form)}); accepted are 'published' and 'scaled': write "
-                "form='published'."
+                f"form={shown(self.form)} is neither 'published' nor 'scaled'. Write "
+                "lw.EarlyStopping(loader, form='published')."
             )
         if isinstance(self.prefixes, bool) or not isinstance(self.prefixes, int) or self.prefixes < 1:
             raise LapwingError(
-                f"Asked for EarlyStopping(prefixes={shown(self.prefixes)}); a whole number of at least 1 is needed: "
-                "write prefixes=10."
+                f"prefixes={shown(self.prefixes)} is not a whole number from 1 up. Write "
+                "lw.EarlyStopping(loader, prefixes=10)."
             )
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
@@ -82,9 +82,8 @@ class EarlyStopping(Tuning):
         """Returns the posterior of the best part of the data, at the best δ and rank."""
         if not training.prefixes:
             raise LapwingError(
-                f"Asked to stop the fit of {posterior.method} early, found no sums on the way; a method that sums a "
-                "curvature over data, and a fit that is told beforehand, are needed: write lw.fit(model, loader, "
-                "lw.ELLA(), tune=lw.EarlyStopping(validation_loader))."
+                f"The fit of {posterior.method} kept no sums of the first samples. Use a method that sums a curvature "
+                "over data: write lw.fit(model, loader, lw.ELLA(), tune=lw.EarlyStopping(validation_loader))."
             )
         whole = posterior.samples * posterior.data_factor
         candidates = []

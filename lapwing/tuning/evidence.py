@@ -28,8 +28,8 @@ BEYOND = 5.0
 class Evidence(Tuning):
     """Maximises the Laplace evidence over δ and σ² (MacKay 1992; Immer et al. 2021, section 3).
 
-    Subspace posteriors maximise its lower bound, which charges them for the curvature they do not see: their own
-    evidence would tune δ wrongly.
+    Subspace posteriors maximise its lower bound, which subtracts the curvature outside the subspace: without it the
+    evidence would favour a δ for that subspace alone.
 
     Args:
         per_layer: one δ for each block instead of one for all.
@@ -64,7 +64,7 @@ class Evidence(Tuning):
             )
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
-        """Asked for by name, always: `log_marginal_likelihood(lower_bound=True)` may follow."""
+        """True: `log_marginal_likelihood(lower_bound=True)` may follow."""
         return True
 
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)

@@ -40,8 +40,8 @@ class Grid:
         rising = pair and all(isinstance(end, Real) for end in self.decades) and self.decades[0] < self.decades[1]
         if not (rising and isinstance(self.points, int) and self.points >= 3):
             raise LapwingError(
-                f"Asked for {tuning}(decades={shown(self.decades)}, points={shown(self.points)}); a rising "
-                "range and at least 3 points are needed: write decades=(-5, 7), points=25."
+                f"{tuning} needs a rising range and at least 3 points, and has decades={shown(self.decades)}, "
+                f"points={shown(self.points)}. Write decades=(-5, 7), points=25."
             )
 
     @property
@@ -63,15 +63,17 @@ def with_ranks(posterior: Posterior, ranks: Sequence[int]) -> list[Posterior]:
     numbers = isinstance(ranks, (tuple, list)) and all(isinstance(rank, int) and rank > 0 for rank in ranks)
     if not numbers or not isinstance(covariance, Subspace):
         raise LapwingError(
-            f"Asked to choose among ranks={shown(ranks)} for {posterior.method}; a subspace method and ranks of at "
-            "least 1 are needed: leave ranks out, or fit lw.ELLA(rank=20) with ranks=(5, 10)."
+            f"ranks={shown(ranks)} of {posterior.method} are not ranks from 1 up of a subspace. Leave ranks out, or "
+            "fit lw.ELLA(rank=20) with ranks=(5, 10)."
         )
     shorter = [rank for rank in sorted(set(ranks)) if rank < covariance.rank]
     return [*(replace(posterior, covariance=covariance.with_rank(rank)) for rank in shorter), posterior]
 
 
 def best_of(posteriors: Sequence[Posterior], grid: Grid, loader: Iterable[Any]) -> Posterior:
-    """Returns the posterior, scalar δ and noise variance with the best held-out log likelihood; what is given is kept.
+    """Returns the posterior with the best held-out log likelihood, at its best scalar δ and noise variance.
+
+    What the user gave is kept.
 
     All pairs of a grid are compared, and the best is refined by parabolas through its neighbours. Raising σ² by a
     factor q at δ/q multiplies the whole covariance of y by q, so a candidate for σ² needs no contraction:
@@ -90,17 +92,17 @@ def best_of(posteriors: Sequence[Posterior], grid: Grid, loader: Iterable[Any]) 
     factor = 10 ** _refined(factors, table[which, at].tolist(), k)
     if at in (0, len(deltas) - 1):
         row = table[which, :, k].tolist()
-        alike = sum(row[at] - score < PLATEAU for score in row)
+        tied = sum(row[at] - score < PLATEAU for score in row)
         low, high = grid.decades
-        if alike > 1:
-            told = f"{alike} candidates there are alike within {PLATEAU:g} nats, so that it matters little"
+        if tied > 1:
+            advice = f"{tied} candidates there differ by less than {PLATEAU:g} nats, so that it matters little"
         else:
-            meaning = "no spread in the weights at all" if at else "the widest spread it was offered"
-            told = f"the held-out data ask for {meaning}; decades=({low - 3:g}, {high + 3:g}) looks further"
+            meaning = "no spread in the weights at all" if at else "the widest spread in the range"
+            advice = f"the held-out data ask for {meaning}; decades=({low - 3:g}, {high + 3:g}) looks further"
         log.warning(
             "Validation of %s chose the edge of its range, prior precision %.3g%s: %s.",
             posteriors[which].method, 10**delta / factor,
-            f" (1e{delta:g} at the evidence's noise)" if open_noise else "", told,
+            f" (1e{delta:g} at the evidence's noise)" if open_noise else "", advice,
         )  # fmt: skip
     best = posteriors[which]
     noise = None if best.noise_variance is None else best.noise_variance * factor
@@ -108,7 +110,7 @@ def best_of(posteriors: Sequence[Posterior], grid: Grid, loader: Iterable[Any]) 
 
 
 PLATEAU = 1e-4
-"""Held-out nats a sample below which candidates are alike."""
+"""Candidates whose scores differ by less are tied, in nats a sample."""
 
 NOISE_EXPONENTS = [i / 4 for i in range(-12, 13)]
 """Candidates for log10 of σ² relative to the evidence's."""
@@ -157,21 +159,18 @@ def _scores(
     first = posteriors[0]
     link = first.likelihood.default_link
     marginal = not link.reads_covariance or (link.closed_form and first.tangent.outputs == 1)
-    groups: dict[int, list[int]] = {}
-    for i, posterior in enumerate(posteriors):
-        assert isinstance(posterior.covariance, PriorCovariance)
-        groups.setdefault(id(posterior.covariance.features), []).append(i)
-    held = _held(posteriors, len(precisions or [0]), marginal)
+    groups = _contraction_groups(posteriors)
+    scratch = _numbers_per_sample(posteriors, len(precisions or [0]), marginal)
     count = 0
     totals = torch.zeros(len(posteriors), len(precisions or [0]), len(factors), dtype=torch.float64)
     with torch.no_grad():
         for batch in loader:
             inputs, targets = batches.split(batch, first.tangent.device)
-            for part, record in first.tangent.records(inputs, None, first.covariance.record_dtype, held):
+            for part, record in first.tangent.records(inputs, None, first.covariance.record_dtype, scratch):
                 labels = targets[part]
                 first.likelihood.check(record.outputs, labels)
                 count += record.samples
-                for members in groups.values():
+                for members in groups:
                     candidates = [
                         (i, j, posteriors[i] if precisions is None else _at(posteriors[i], precisions[j]))
                         for i in members
@@ -183,8 +182,8 @@ def _scores(
                         totals[i, j] += _log_probs(prediction, record.outputs, labels, factors)
     if not count:
         raise LapwingError(
-            "Asked to tune on validation data, found no batch in the loader; held-out (inputs, targets) batches "
-            "are needed, and a loader that can be gone through twice: write lw.Validation([(x_val, y_val)])."
+            "The loader of validation data shows no batch. Write lw.Validation([(x_val, y_val)]), with held-out "
+            "batches in a loader that can be gone through twice."
         )
     return totals / count
 
@@ -193,15 +192,15 @@ def mean_variances(posteriors: Sequence[Posterior], parts: Iterable[Any]) -> lis
     """Returns the mean of `J_n Σ J_nᵀ` over inputs and outputs, linearised, for posteriors of one fit.
 
     Args:
-        posteriors: at different priors and noises.
+        posteriors: from one by `at`, so that they differ in prior and noise alone.
         parts: batches of inputs.
     """
     first = posteriors[0]
     totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0
-    held = _held(posteriors, 1, marginal=True)
+    scratch = _numbers_per_sample(posteriors, 1, marginal=True)
     with torch.no_grad():
         for inputs in parts:
-            for _, record in first.tangent.records(inputs, None, first.covariance.record_dtype, held):
+            for _, record in first.tangent.records(inputs, None, first.covariance.record_dtype, scratch):
                 latents = _latents(record, posteriors, marginal=True)
                 totals += torch.stack([latent.variance.double().sum().cpu() for latent in latents])
                 count += record.outputs.numel()
@@ -224,8 +223,27 @@ def _at(posterior: Posterior, precision: float) -> Posterior:
     return posterior.at(torch.full_like(posterior.prior.precision, precision), posterior.noise_variance)
 
 
-def _held(posteriors: Sequence[Posterior], priors: int, marginal: bool) -> int:
-    """Estimates the numbers that the latents of all candidates hold a sample, on the way to them too."""
+def _contraction_groups(posteriors: Sequence[Posterior]) -> list[list[int]]:
+    """Returns the indices of posteriors whose covariances one contraction of J gives."""
+    groups: list[list[int]] = []
+    for i, posterior in enumerate(posteriors):
+        covariance = _prior_covariance(posterior)
+        for group in groups:
+            if covariance.is_contracted_with(_prior_covariance(posteriors[group[0]])):
+                group.append(i)
+                break
+        else:
+            groups.append([i])
+    return groups
+
+
+def _prior_covariance(posterior: Posterior) -> PriorCovariance:
+    assert isinstance(posterior.covariance, PriorCovariance)  # others are not tuned
+    return posterior.covariance
+
+
+def _numbers_per_sample(posteriors: Sequence[Posterior], priors: int, marginal: bool) -> int:
+    """Estimates how many numbers a sample takes in the latents of all candidates, and on the way to them."""
     tangent, count = posteriors[0].tangent, len(posteriors) * priors
     widest = max(block.matrix_shape[1] for block in tangent.blocks)
     one = tangent.outputs * max(posterior.covariance.scratch_per_row for posterior in posteriors)
@@ -233,9 +251,9 @@ def _held(posteriors: Sequence[Posterior], priors: int, marginal: bool) -> int:
 
 
 def _latents(record: Record, candidates: Sequence[Posterior], marginal: bool) -> Iterable[Latent]:
-    """Gives the latent of each candidate, with variances alone where that is all the link reads."""
-    structures = [c.covariance for c in candidates if isinstance(c.covariance, PriorCovariance)]
+    """Returns the latent of each candidate of one contraction, with variances alone where the link reads no more."""
+    covariances = [_prior_covariance(candidate) for candidate in candidates]
     if marginal:
-        found = structures[0].output_marginals(record, structures)
-        return (Latent(record.outputs, (marginals,)) for marginals in found)
-    return (Latent(record.outputs, terms) for terms in structures[0].output_covariances(record, structures))
+        variances = covariances[0].output_marginals(record, covariances)
+        return (Latent(record.outputs, (marginals,)) for marginals in variances)
+    return (Latent(record.outputs, terms) for terms in covariances[0].output_covariances(record, covariances))

@@ -1,4 +1,4 @@
-"""What the exact linearised model says of samples that it has not seen; `BoundedEvidence` holds a regression to it."""
+"""Leave-one-out predictions of the exact linearised model, by which `BoundedEvidence` bounds a regression."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from ..tangent import Tangent
 from ..tangent.anchors import Anchors
 from .search import ascend, best_of_grid
 
-ROWS = 1000
-"""The most pairs of a sample and an output that the kernel is built of."""
+MAX_ROWS = 1000
+"""The kernel is built of at most so many pairs of a sample and an output."""
 
-LARGE = 1_000_000
-"""Weights of a network, all of them, up to which a kernel of them takes no longer than most fits."""
+MAX_WEIGHTS = 1_000_000
+"""All trained weights count where a network has at most so many: their kernel then takes no longer than most fits."""
 
-WORK = 2**33
-"""Multiply-adds that the rows of all samples may take for the same reason."""
+MAX_MULTIPLY_ADDS = 2**33
+"""The rows of all samples may take so many, for the same reason."""
 
-EXPLICIT = 1000
+MAX_EXPLICIT_WEIGHTS = 1000
 """Weights without a layer family, whose rows are gradients of one sample after another."""
 
 RANGE = (-10.0, 6.0)
 """Decades of δσ², relative to the mean eigenvalue of the kernel, that are searched."""
 
-ALIKE = 0.98
-"""Cosine between the gradients of two samples from which on one tells the other's target, and is left out with it."""
+SAME_SAMPLE = 0.98
+"""Cosine between the gradients of two samples from which on they are left out at once: each predicts the other."""
 
 
 log = logging.getLogger("lapwing")
@@ -49,15 +49,15 @@ class LeaveOneOut:
         width: s, the mean variance of a target given the other samples, or its mean squared error if that is more.
         precision: δ, as a multiple of the given one where there was one.
         noise_variance: σ².
-        samples: how many samples it knows.
-        beyond: whether weights count that the posterior leaves out.
+        samples: how many samples it is built of.
+        more_weights: whether it counts weights that the posterior leaves out.
     """
 
     width: float
     precision: float
     noise_variance: float
     samples: int
-    beyond: bool
+    more_weights: bool
 
 
 @torch.no_grad()
@@ -67,19 +67,18 @@ def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, Tensor]]) -> 
     The linearised network is a Gaussian process, `r = y - f + J(θ̂ - μ0) ~ N(0, C)`, whose marginal likelihood and
     leave-one-out predictions are exact (Rasmussen & Williams 2006, equations 5.8, 5.10 to 5.12, for blocks), at its own
     mode and not at the network's weights, which need not be one. A sample is left out with all its outputs, and with
-    samples like it: duplicates would tell its target. Errors count besides variances, since noise that outputs share is
-    none of the model's.
+    samples like it, since duplicates would predict its target. Errors count besides variances, since the model has no
+    noise that outputs share.
 
-    All trained weights count (`requires_grad`), also where the posterior treats only some: the layers before the last
-    one have seen the targets too. Where they are too many, or something in their layers refuses, those that are treated
-    count alone.
+    All trained weights count (`requires_grad`), also where the posterior treats only some: the layers before the
+    treated ones were trained on the targets too. Where they are too many, or a layer among them is refused, only the
+    treated weights count.
 
     Args:
-        posterior: of a regression with noise σ²; of it count the network and, where all its weights are treated, the
-            prior.
+        posterior: of a regression with noise σ². Its network is used, and its prior where all weights are treated.
         parts: batches of inputs and targets. Of many samples with many outputs some are taken.
 
-    Cost: M = N C backward passes, at most ROWS, `JJᵀ` of all pairs, and time O(M³).
+    Cost: M = N C backward passes, at most MAX_ROWS, `JJᵀ` of all pairs, and time O(M³).
     """
     parts = [part for part in parts if batches.size(part[0])]
     try:
@@ -87,25 +86,25 @@ def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, Tensor]]) -> 
         if tangent is not None:
             return _left_out(posterior, tangent, parts)
     except (LapwingError, RuntimeError) as error:  # of layers that the fit has nothing to do with
-        log.info("The trained weights that %s leaves out cannot be looked at: %s", posterior.method, error)
+        log.info("The trained weights that %s leaves out do not count: %s", posterior.method, error)
     return _left_out(posterior, posterior.tangent, parts)
 
 
 def _left_out(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, Tensor]]) -> LeaveOneOut:
     """Returns what `leave_one_out` does, for these weights."""
     residuals = torch.cat([_residuals(posterior, inputs, targets) for inputs, targets in parts])  # (N, C)
-    own = tangent is posterior.tangent
-    outputs, given = residuals.shape[1], posterior.prior.given and own
-    count = min(len(residuals), max(20, ROWS // outputs))
-    times = min(outputs, ROWS // count)
+    treated = tangent is posterior.tangent
+    outputs, given = residuals.shape[1], posterior.prior.given and treated
+    count = min(len(residuals), max(20, MAX_ROWS // outputs))
+    times = min(outputs, MAX_ROWS // count)
     samples = (torch.arange(count) * len(residuals) // count).repeat_interleave(times)
     turns = torch.arange(len(samples)) % outputs
     anchors = Anchors(tangent, tuple(inputs for inputs, _ in parts), samples, turns)
     precision = posterior.prior.precision if given else torch.ones(len(tangent.blocks), dtype=torch.float64)
     weights = {block.name: 1 / value for block, value in zip(tangent.blocks, precision.tolist(), strict=True)}
-    mean = posterior.prior.mean if own else {}
-    moved = {name: (value - mean.get(name, 0.0)).double()[None] for name, value in tangent.mean().items()}
-    labels = residuals[samples, turns] + anchors.inner(moved)[0].double()
+    mean = posterior.prior.mean if treated else {}
+    offset = {name: (value - mean.get(name, 0.0)).double()[None] for name, value in tangent.mean().items()}
+    labels = residuals[samples, turns] + anchors.inner(offset)[0].double()
     gram = anchors.gram(weights, torch.float64)
     values, vectors = torch.linalg.eigh(gram)
     values, squares = values.clamp_min(0), (vectors.T @ labels).square()
@@ -128,32 +127,34 @@ def _left_out(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any,
     spectrum, scale = at(log10)
     inverse = (vectors / (scale * spectrum)) @ vectors.T
     width = _width(gram, inverse, labels, times, times == outputs)
-    return LeaveOneOut(width, 1 / float(scale), float(scale * unit * 10**log10), count, not own)
+    return LeaveOneOut(width, 1 / float(scale), float(scale * unit * 10**log10), count, not treated)
 
 
 def _trained(posterior: Posterior, inputs: Any, samples: int) -> Tangent | None:
     """Returns the tangent of all trained weights; None where the posterior treats them, or they take too long."""
-    own = posterior.tangent
-    treated = {name for block in own.blocks for name in block.parameters}
-    missing = {
+    tangent = posterior.tangent
+    treated = {name for block in tangent.blocks for name in block.parameters}
+    others = {
         name: value.numel()
-        for name, value in parameters_of(own.model).items()
+        for name, value in parameters_of(tangent.model).items()
         if value.requires_grad and name not in treated and value.is_floating_point()
     }
-    if not missing or own.size + sum(missing.values()) > LARGE:
+    if not others or tangent.size + sum(others.values()) > MAX_WEIGHTS:
         return None
-    wanted = treated | missing.keys()
-    found = Tangent.survey(own.model, inputs, lambda name, _: name in wanted, own.forward, own.memory, warn=False)
-    if found.explicit_size > EXPLICIT or samples * found.plan.work(found.blocks) > WORK:
+    names = treated | others.keys()
+    whole = Tangent.survey(
+        tangent.model, inputs, lambda name, _: name in names, tangent.forward, tangent.memory, warn=False
+    )
+    if whole.explicit_size > MAX_EXPLICIT_WEIGHTS or samples * whole.plan.work(whole.blocks) > MAX_MULTIPLY_ADDS:
         return None
-    return found
+    return whole
 
 
 def _width(gram: Tensor, inverse: Tensor, labels: Tensor, times: int, whole: bool) -> float:
     """Returns s.
 
     Args:
-        gram: `JJᵀ` (M, M), the pairs of a sample together.
+        gram: `JJᵀ` (M, M), the pairs of a sample side by side.
         inverse: C⁻¹ (M, M).
         labels: r (M,).
         times: how many pairs a sample has.
@@ -162,17 +163,17 @@ def _width(gram: Tensor, inverse: Tensor, labels: Tensor, times: int, whole: boo
     count = len(labels) // times
     kernel = gram.unflatten(0, (count, times)).unflatten(2, (count, times)).diagonal(dim1=1, dim2=3).sum(-1)  # (N, N)
     size = kernel.diagonal().clamp_min(torch.finfo(kernel.dtype).tiny).sqrt()
-    alike = kernel >= ALIKE * size * size[:, None] if whole else torch.zeros_like(kernel, dtype=torch.bool)
-    alike.fill_diagonal_(True)
+    same = kernel >= SAME_SAMPLE * size * size[:, None] if whole else torch.zeros_like(kernel, dtype=torch.bool)
+    same.fill_diagonal_(True)
     weighted, inside = inverse @ labels, torch.arange(times, device=labels.device)
     variance = error = 0.0
-    for group in alike.unique(dim=0):  # samples that are left out together
+    for group in same.unique(dim=0):  # samples that are left out at once
         rows = (group.nonzero() * times + inside).flatten()
         left = torch.linalg.inv(inverse[rows][:, rows])
-        own = (alike == group).all(1).nonzero() * times + inside  # those with exactly this company
-        mine = torch.isin(rows, own)
-        variance += float(left.diagonal()[mine].sum())
-        error += float((left @ weighted[rows])[mine].square().sum())
+        members = (same == group).all(1).nonzero() * times + inside  # of the samples with exactly this group
+        counted = torch.isin(rows, members)
+        variance += float(left.diagonal()[counted].sum())
+        error += float((left @ weighted[rows])[counted].square().sum())
     return max(variance, error) / len(labels)
 
 

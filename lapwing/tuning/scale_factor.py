@@ -46,7 +46,8 @@ def scale_factor(
     basis. So the bound corrects what is approximate in the covariance's structure, in the way, or in a likelihood that
     is not Gaussian, and nothing else; validation also makes up for a wrong model.
 
-    Means and covariances are found once; candidates cost no more than predictions from them. The noise variance stays.
+    Means and covariances are computed once; a candidate costs no more than predictions from them. The noise variance
+    stays. The score has no gradient without the memory of all predictions, so the search goes by its values.
 
     Args:
         posterior: the posterior.
@@ -92,8 +93,8 @@ def scale_factor(
             read = None if by == "evidence" else posterior.likelihood.choose_link(latent, link)
             if isinstance(read, LaplaceBridge):
                 raise LapwingError(
-                    "Asked for a scale factor with link=LaplaceBridge(), whose probabilities stay as they are when all "
-                    "variances are scaled; the other links are accepted: write link=lw.Probit()."
+                    "The probabilities of link=LaplaceBridge() stay as they are when all variances are scaled, so that "
+                    "no scale factor is best. Write link=lw.Probit()."
                 )
             if read is None:  # expectations take all moments
                 mean, covariance = latent.mean.detach().double(), latent.covariance.detach().double()
@@ -104,8 +105,7 @@ def scale_factor(
             count += len(latent.mean)
         if not count:
             raise LapwingError(
-                "Asked for a scale factor, found no sample in the loader; (inputs, targets) batches are needed: write "
-                "lw.scale_factor(posterior, [(x_val, y_val)])."
+                "The loader of lw.scale_factor shows no sample. Write lw.scale_factor(posterior, [(x_val, y_val)])."
             )
         term = _expected if by == "evidence" else _predicted
 
@@ -131,12 +131,14 @@ def _check(posterior: Any, loader: Any, by: Any) -> None:
     """Refuses what is no posterior, no loader, or no known label."""
     if not isinstance(posterior, Posterior) or not hasattr(loader, "__iter__") or isinstance(loader, Tensor):
         raise LapwingError(
-            f"Asked for scale_factor({batches.describe(posterior)}, {batches.describe(loader)}); a posterior and a "
-            "loader of (inputs, targets) batches are needed: write lw.scale_factor(posterior, [(x_val, y_val)])."
+            "lw.scale_factor takes a posterior and a loader of (inputs, targets) batches, not "
+            f"{batches.describe(posterior)} and {batches.describe(loader)}. Write "
+            "lw.scale_factor(posterior, [(x_val, y_val)])."
         )
     if not is_one_of(by, ("validation", "evidence")):
         raise LapwingError(
-            f"Asked for scale_factor(by={shown(by)}); accepted are 'validation' and 'evidence': write by='validation'."
+            f"by={shown(by)} is neither 'validation' nor 'evidence'. Write "
+            "lw.scale_factor(posterior, loader, by='validation')."
         )
 
 
@@ -149,9 +151,8 @@ def _divergence(posterior: Posterior) -> tuple[float, float]:
     covariance = posterior.covariance
     if covariance.precision is None or not covariance.full_rank:
         raise LapwingError(
-            f"Asked for a scale factor by the evidence of {posterior.method}, found a {type(covariance).__name__} "
-            "without a prior or with directions of variance 0, so that the divergence from the prior is not defined; "
-            "lw.KFAC()'s is accepted, or a subspace's with residual='prior': write by='validation' for this one."
+            f"A posterior by {posterior.method} has no prior or has directions of variance 0, so that its divergence "
+            "from the prior is infinite. Write by='validation', or fit lw.KFAC() or a subspace with residual='prior'."
         )
     variances, deltas = covariance.diagonal(), posterior.prior.precision.tolist()
     named = zip(covariance.blocks, deltas, strict=True)

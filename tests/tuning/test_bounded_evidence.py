@@ -154,7 +154,7 @@ def test_noise_of_the_last_layer_is_raised_to_what_the_whole_network_left_out(me
     options = {"params": lw.last_layer, "likelihood": "gaussian"}
     plain = lw.fit(model, loader, method, tune=lw.Evidence(), **options)
     known, whole = leave_one_out(plain, loader), leave_one_out(lw.fit(model, loader, lw.Diagonal(), tune=None), loader)
-    assert (known.beyond, whole.beyond, known.samples) == (True, False, 60)
+    assert (known.more_weights, whole.more_weights, known.samples) == (True, False, 60)
     assert known.width == pytest.approx(whole.width, rel=1e-9)
     with caplog.at_level(logging.INFO, "lapwing"):
         tuned = lw.fit(model, loader, method, **options)
@@ -176,7 +176,7 @@ def test_noise_is_not_raised_by_fewer_samples_than_half_nor_for_many_weights(mon
     for samples, rises in ((14, False), (15, True)):
         tuned = lw.fit(model, loader, tune=BoundedEvidence(samples=samples), **options).noise_variance
         assert (tuned > 2 * plain) is rises
-    for name in ("LARGE", "WORK"):
+    for name in ("MAX_WEIGHTS", "MAX_MULTIPLY_ADDS"):
         with monkeypatch.context() as patch:
             patch.setattr(f"lapwing.tuning.leave_one_out.{name}", 100)
             assert lw.fit(model, loader, **options).noise_variance <= plain
@@ -198,8 +198,8 @@ def test_a_trunk_that_cannot_be_looked_at_is_left_out(caplog):
     model, x, y = Odd().eval(), torch.randn(40, 3), torch.randn(40, 1)
     posterior = lw.fit(model, [(x, y)], params=lw.last_layer, tune=None, likelihood="gaussian")
     with caplog.at_level(logging.INFO, "lapwing"):
-        assert not leave_one_out(posterior, [(x, y)]).beyond
-    assert "cannot be looked at" in caplog.text
+        assert not leave_one_out(posterior, [(x, y)]).more_weights
+    assert "do not count" in caplog.text
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert lw.fit(model, [(x, y)], likelihood="gaussian").noise_variance > 0
 
@@ -209,7 +209,7 @@ def test_frozen_layers_have_not_seen_the_targets():
     for layer in model[:-1]:
         layer.requires_grad_(False)
     posterior = lw.fit(model, loader, params=lw.last_layer, likelihood="gaussian", tune=None)
-    assert not leave_one_out(posterior, loader).beyond
+    assert not leave_one_out(posterior, loader).more_weights
 
 
 def test_noise_is_never_below_the_residual():
@@ -284,7 +284,7 @@ def process(model, loader, pairs, mean):
     ("outputs", "most", "twice"), [(1, 1000, 0), (2, 1000, 0), (3, 1000, 9), (3, 45, 0), (3, 60, 0)]
 )
 def test_left_out_width_against_a_process_refitted_without_each_sample(outputs, most, twice, delta, monkeypatch):
-    monkeypatch.setattr("lapwing.tuning.leave_one_out.ROWS", most)
+    monkeypatch.setattr("lapwing.tuning.leave_one_out.MAX_ROWS", most)
     torch.manual_seed(0)
     x = torch.randn(30, 4, dtype=torch.float64)
     x[30 - twice :] = x[:twice]  # samples that tell each other's targets
@@ -451,7 +451,7 @@ def test_no_training_data_is_one_sentence():
     ids=str,
 )
 def test_numbers_out_of_range(options):
-    with pytest.raises(LapwingError, match="write BoundedEvidence"):
+    with pytest.raises(LapwingError, match="Write lw.BoundedEvidence"):
         BoundedEvidence(**options)
 
 

@@ -33,8 +33,8 @@ def test_prefixes_are_fits_on_the_first_samples(name, method):
     assert [part.samples for part in keep.training.prefixes] == [1, 2, 4, 9]
     for part in keep.training.prefixes:
         if isinstance(method, lw.ELLA):  # its span is that of rows of all data
-            close(part.covariance.with_prior(whole.prior.precision, 0.5).features.rows()[problem.blocks[0].name],
-                  whole.covariance.features.rows()[problem.blocks[0].name])  # fmt: skip
+            close(part.covariance.with_prior(whole.prior.precision, 0.5).basis.rows()[problem.blocks[0].name],
+                  whole.covariance.basis.rows()[problem.blocks[0].name])  # fmt: skip
             if method.residual is None:
                 V = torch.cat([*whole.covariance.basis.rows().values()], -1)
                 G = oracle.ggn(problem.J[: part.samples], problem.fisher[: part.samples])
@@ -104,7 +104,7 @@ def test_an_early_stopped_posterior_is_saved_and_loaded(tmp_path):
 
 def test_bad_options():
     held_out = [(torch.zeros(1, 4), torch.zeros(1, dtype=torch.long))]
-    with pytest.raises(lw.LapwingError, match="'published' and 'scaled'"):
+    with pytest.raises(lw.LapwingError, match="neither 'published' nor 'scaled'"):
         lw.EarlyStopping(held_out, form="authors")
     with pytest.raises(lw.LapwingError, match="prefixes"):
         lw.EarlyStopping(held_out, prefixes=0)
@@ -112,5 +112,5 @@ def test_bad_options():
         with pytest.raises(lw.LapwingError, match=r"EarlyStopping needs an iterable.*Write \[\(x, y\)\]"):
             lw.EarlyStopping(loader)
     problem = setup("mlp")
-    with pytest.raises(lw.LapwingError, match="told beforehand"):
+    with pytest.raises(lw.LapwingError, match="kept no sums"):
         lw.EarlyStopping(held_out).tune(problem.fit(lw.KFAC()))

@@ -13,7 +13,7 @@ from torch.distributions import MultivariateNormal
 
 import lapwing as lw
 from lapwing.errors import LapwingError
-from lapwing.tuning.search import golden_section
+from lapwing.tuning.search import ascend, golden_section
 from tests import oracle
 from tests.conformance import NOISE, Setup, close, cut, picked_rows, setup, subspace
 
@@ -363,6 +363,32 @@ def test_effective_parameters_are_mackays_gamma():
         fitted = problem.fit(method, prior_precision=0.4)
         wanted = len(problem.theta) - 0.4 * float(oracle.laplace_covariance(problem.G, 0.4).trace())
         assert fitted.diagnose().effective_parameters == pytest.approx(wanted, rel=1e-8)
+
+
+@every(METHODS)
+def test_gradients_of_the_evidence(method):
+    """In the precision of each block, in σ² and in the factor of all precisions."""
+    options = {"likelihood": lw.Gaussian(), "prior_precision": None, "tune": lw.Evidence()}
+    evidence = setup("deep_linear").fit(method, **options).log_evidence
+    precision = torch.linspace(0.4, 1.3, len(evidence.distance), dtype=torch.float64, requires_grad=True)
+    noise, factor = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (0.3, 1.7))
+    assert torch.autograd.gradcheck(evidence, (precision, noise, factor))
+    for bound in (False, True):
+        ours = evidence(precision, 0.3, 1.7, lower_bound=bound).detach()
+        close(ours, evidence(1.7 * precision, 0.3, lower_bound=bound).detach(), 1e-10)
+
+
+def test_ascents_end_at_the_top_or_at_an_end_of_the_box():
+    top = torch.tensor([0.3, -2.0], dtype=torch.float64)
+    start = torch.zeros(2, dtype=torch.float64)
+
+    def hill(point: Tensor) -> Tensor:
+        return -((point - top).square() * torch.tensor([1.0, 30.0])).sum() + 0.1 * point.prod()
+
+    best = ascend(hill, start, (-5, -5), (5, 5))
+    assert all(hill(best) >= hill(best + step) for step in 1e-3 * torch.eye(2).double().repeat(2, 1))
+    assert float(ascend(hill, start, (-5, -1), (5, 5))[1]) == -1
+    assert torch.equal(ascend(lambda point: point.sum() * math.nan, start, (-5, -5), (5, 5)), start)
 
 
 @pytest.mark.parametrize("top", [-3.2, 0.123456, 3.9])

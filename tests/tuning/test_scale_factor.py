@@ -288,7 +288,7 @@ def test_mean_field_has_a_bound_where_it_has_a_prior():
     posterior = lw.fit(model, loader, lw.MeanField(steps=20, initial_std=0.1))
     assert 1e-3 < lw.scale_factor(posterior, loader, by="evidence").factor < 1e3
     flat = lw.MeanField.from_variances(model, {"2.weight": torch.full((3, 8), 0.1)}, loader)
-    with pytest.raises(LapwingError, match="without a prior or with directions of variance 0"):
+    with pytest.raises(LapwingError, match="no prior or has directions of variance 0"):
         lw.scale_factor(flat, loader, by="evidence")
 
 
@@ -296,7 +296,7 @@ def test_mean_field_has_a_bound_where_it_has_a_prior():
 def test_structures_of_less_than_full_rank_have_no_bound(method):
     model, loader, held_out = classification()
     posterior = lw.fit(model, loader, method, prior_precision=1.0)
-    with pytest.raises(LapwingError, match="write by='validation'"):
+    with pytest.raises(LapwingError, match="Write by='validation'"):
         lw.scale_factor(posterior, loader, lw.Linearized(), by="evidence")
     assert lw.scale_factor(posterior, held_out, lw.Linearized()).factor > 0
 
@@ -343,7 +343,7 @@ def test_a_link_that_does_not_see_the_factor_is_refused():
 def test_bad_input():
     model, loader, held_out = regression()
     posterior = lw.fit(model, loader, lw.Diagonal(), likelihood=lw.Gaussian(0.02), prior_precision=1.0)
-    with pytest.raises(LapwingError, match="no sample in the loader"):
+    with pytest.raises(LapwingError, match="shows no sample"):
         lw.scale_factor(posterior, [])
     with pytest.raises(LapwingError, match="leave empty batches out"):
         lw.scale_factor(posterior, [(held_out[0][0][:0], held_out[0][1][:0])])
@@ -351,7 +351,7 @@ def test_bad_input():
         lw.scale_factor(model, held_out)
     with pytest.raises(LapwingError, match="a posterior and a loader"):
         lw.scale_factor(posterior, held_out[0][0])
-    with pytest.raises(LapwingError, match=r"accepted are 'validation' and 'evidence'"):
+    with pytest.raises(LapwingError, match="neither 'validation' nor 'evidence'"):
         lw.scale_factor(posterior, held_out, by="bound")
     with pytest.raises(LapwingError, match="rising range"):
         lw.scale_factor(posterior, held_out, decades=(1.0, -1.0))

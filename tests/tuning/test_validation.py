@@ -80,8 +80,8 @@ def test_open_noise_is_chosen_on_held_out_data_too(method, prior):
 @pytest.mark.parametrize(
     ("decades", "told"),
     [
-        ((0.0, 2.0), r"the widest spread it was offered; decades=\(-3, 5\) looks further\."),
-        ((9.0, 11.0), r"3 candidates there are alike within 0.0001 nats, so that it matters little\."),
+        ((0.0, 2.0), r"the widest spread in the range; decades=\(-3, 5\) looks further\."),
+        ((9.0, 11.0), r"3 candidates there differ by less than 0.0001 nats, so that it matters little\."),
         ((-4.0, 2.0), None),
     ],
 )
