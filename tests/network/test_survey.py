@@ -678,7 +678,7 @@ def test_a_shared_input_as_long_as_the_batch_is_refused_not_cut() -> None:
     posterior = lw.fit(model, [((x, table), torch.arange(8) % 3)][:1], lw.Full(), params=lw.matching("scale"),
                        forward=lambda model, inputs: model(*inputs), prior_precision=1.0)  # fmt: skip
     four = posterior.latent((x[:4], table)).variance
-    with pytest.raises(lw.LapwingError, match="Pass what samples share in another shape"):
+    with pytest.raises(lw.LapwingError, match="Pass it in another shape"):
         _ = posterior.latent((x[:3], table)).variance
     assert torch.allclose(posterior.latent((x[:3], table[None])).variance, four[:3])
 
