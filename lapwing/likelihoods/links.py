@@ -100,9 +100,6 @@ def latent_draws(latent: LatentLike, count: int, generator: torch.Generator | No
     return torch.cat(list(draw_chunks(latent, count, generator)))
 
 
-# ---- the maths
-
-
 def probit_log_probs(mean: Tensor, variance: Tensor) -> Tensor:
     """Returns `log softmax_c(m_c / sqrt(1 + π/8 v_c))`, MacKay's probit approximation with one scale an output.
 
@@ -188,9 +185,6 @@ def averaged_sigmoid_log_odds(chunks: Iterator[Tensor]) -> Tensor:
     sums = [torch.stack([F.logsigmoid(f), F.logsigmoid(-f)]).logsumexp(1) for f in chunks]  # (2, s, B, C) -> (2, B, C)
     both = torch.stack(sums).logsumexp(0)
     return both[0] - both[1]
-
-
-# ---- the options
 
 
 class Link(ABC):
