@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import json
@@ -95,3 +96,18 @@ def test_costs_in_the_readme_are_those_measured() -> None:
     section = (ROOT / "README.md").read_text().partition("## Cost")[2].partition("Memory beside")[0]
     missing = [ratio for ratio in (f"{entry['ratio']:.1f}" for entry in wanted) if ratio not in section]
     assert not missing
+
+
+def test_messages_that_the_errors_page_quotes_exist() -> None:
+    """Each quotation, cut where it leaves words out, is part of a text of the package."""
+    texts = []
+    for path in Path(lapwing.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    quoted = re.findall(r'^\| "(.+?)" \|', (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"), re.MULTILINE)
+    parts = [part.strip() for words in quoted for part in words.split("…") if part.strip()]
+    assert len(quoted) > 30
+    assert [part for part in parts if not any(part in text for text in texts)] == []
