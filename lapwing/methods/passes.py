@@ -50,10 +50,10 @@ class Batch:
         return Checked(self.inputs, batches.size(self.inputs))
 
     def records(
-        self, cotangents: Any = None, dtype: torch.dtype | None = None, rows_held: int = 0
+        self, cotangents: Any = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
     ) -> Iterator[tuple[slice, Record]]:
         """Yields records of the batch's chunks, as `Tangent.records` does."""
-        for part, record in self.tangent.records(self.checked, cotangents, dtype, rows_held):
+        for part, record in self.tangent.records(self.checked, cotangents, dtype, scratch_per_sample):
             self.note(record.outputs, part)
             yield part, record
 

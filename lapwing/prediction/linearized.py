@@ -52,7 +52,9 @@ def _of_weights(tangent: Tangent, covariance: Covariance, inputs: Any, joint: bo
         return _joint(tangent, covariance, checked, dtype)
     parts = (
         Latent(record.outputs, tuple(term.to(tangent.dtype) for term in covariance.output_covariance(record)))
-        for _, record in tangent.records(checked, dtype=dtype, rows_held=tangent.outputs * covariance.scratch_per_row)
+        for _, record in tangent.records(
+            checked, dtype=dtype, scratch_per_sample=tangent.outputs * covariance.scratch_per_row
+        )
     )
     return Latent.gather(parts, checked.samples)
 
@@ -61,7 +63,7 @@ def _joint(tangent: Tangent, covariance: Covariance, inputs: Checked, dtype: tor
     """Returns `N(f(x, θ̂), J Σ Jᵀ)` of all inputs jointly, for pairs of chunks that fit the memory budget."""
     count, outputs = inputs.samples, tangent.outputs
     block = tangent.memory // (8 * tangent.dtype.itemsize)  # covariances of a pair, beside sums of a few such
-    length = tangent.chunk_length(dtype=dtype, rows_held=outputs * covariance.scratch_per_row) // 2
+    length = tangent.chunk_length(dtype=dtype, scratch_per_sample=outputs * covariance.scratch_per_row) // 2
     length = max(1, min(length, isqrt(block) // outputs))
     if length >= count:
         record = tangent.record(inputs, dtype=dtype)

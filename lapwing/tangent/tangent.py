@@ -276,7 +276,7 @@ class Tangent:
         return SampleAxisCheck()
 
     def records(
-        self, inputs: Any, cotangents: Cotangents = None, dtype: torch.dtype | None = None, rows_held: int = 0
+        self, inputs: Any, cotangents: Cotangents = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
     ) -> Iterator[tuple[slice, Record]]:
         """Yields records of consecutive chunks of samples that fit the memory budget.
 
@@ -284,9 +284,9 @@ class Tangent:
             inputs: B samples, checked or not.
             cotangents: as in `record`; a function, or None (a tensor cannot be cut along).
             dtype: as in `record`.
-            rows_held: further numbers that the caller holds a sample, in units of `dtype`.
+            scratch_per_sample: further numbers that the caller holds a sample, in units of `dtype`.
         """
-        for part, chunk in self.check(inputs).chunks(self.chunk_length(cotangents, dtype, rows_held)):
+        for part, chunk in self.check(inputs).chunks(self.chunk_length(cotangents, dtype, scratch_per_sample)):
             try:
                 record = self._record(chunk, cotangents, dtype or self.dtype)
             except SampleAxisMoved as error:
@@ -299,10 +299,10 @@ class Tangent:
                 yield slice(part.start + n, part.start + n + 1), alone
 
     def chunk_length(
-        self, cotangents: Cotangents | int = None, dtype: torch.dtype | None = None, rows_held: int = 0
+        self, cotangents: Cotangents | int = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
     ) -> int:
         """Returns how many samples fit the memory budget at once, at least one; `cotangents` may be their count."""
-        return max(1, self.memory // self.bytes_per_sample(cotangents, dtype, rows_held))
+        return max(1, self.memory // self.bytes_per_sample(cotangents, dtype, scratch_per_sample))
 
     def _warn_of_memory(self) -> None:
         """Warns where one output at one position of a sample exceeds the budget; mentions where the whole sample does.
@@ -326,12 +326,14 @@ class Tangent:
             )  # fmt: skip
 
     def bytes_per_sample(
-        self, cotangents: Cotangents | int = None, dtype: torch.dtype | None = None, rows_held: int = 0
+        self, cotangents: Cotangents | int = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
     ) -> int:
         """Estimates the bytes held for one sample of a record and its largest contraction; arguments as above."""
         count = cotangents if isinstance(cotangents, int) else getattr(cotangents, "columns", self.outputs)
         numbers = (
-            self.plan.numbers_per_sample(count, cotangents is not None) + 3 * count * self.explicit_size + rows_held
+            self.plan.numbers_per_sample(count, cotangents is not None)
+            + 3 * count * self.explicit_size
+            + scratch_per_sample
         )
         return numbers * (dtype or self.dtype).itemsize
 

@@ -113,7 +113,7 @@ def test_chunks_shrink_with_the_budget(name: str) -> None:
     assert 1 <= lengths[0] < lengths[-1]
     tangent = Tangent.survey(model, x, EVERY, memory=SMALL)
     assert tangent.chunk_length(dtype=torch.float64) <= max(1, tangent.chunk_length() // 2 + 1)
-    assert tangent.chunk_length(rows_held=10**12) == 1
+    assert tangent.chunk_length(scratch_per_sample=10**12) == 1
     parts = [rows for rows, _ in batches.chunks(NETWORKS[name][1](9), 4)]
     assert [(part.start, part.stop) for part in parts] == [(0, 4), (4, 8), (8, 9)]
 

@@ -94,7 +94,7 @@ class _Products(SumPass[BlockSums]):
 
     def update(self, state: BlockSums, batch: Batch) -> None:
         self._root.position = batch.start
-        for part, record in batch.records(self._root, rows_held=self._held):
+        for part, record in batch.records(self._root, scratch_per_sample=self._held):
             u = self.cotangents(record, batch.start + part.start)
             if self._either_mode and 2 * self._count < record.cotangents:
                 weighted = self._problem.root(record.outputs) @ u  # (B, C, S)
