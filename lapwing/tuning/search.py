@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+
+class _LBFGS(torch.optim.LBFGS):
+    """L-BFGS that does not import torch's compiler, which takes a second, to keep it from compiling `__init__`."""
+
+    add_param_group = inspect.unwrap(torch.optim.LBFGS.add_param_group)
 
 
 def best_of_grid(function: Callable[[float], float], low: float, high: float, points: int) -> tuple[list[float], int]:
@@ -30,14 +37,13 @@ def ascend(function: Callable[[Tensor], Tensor], start: Tensor, low: Sequence[fl
     """
     lower, upper = start.new_tensor(low), start.new_tensor(high)
     point = start.clone().requires_grad_()
-    optimiser = torch.optim.LBFGS(
+    optimiser = _LBFGS(
         [point], max_iter=200, tolerance_grad=1e-9, tolerance_change=1e-10, line_search_fn="strong_wolfe"
     )
 
     def loss() -> Tensor:
-        optimiser.zero_grad()
         value = -function(point.clamp(lower, upper))
-        value.backward()
+        (point.grad,) = torch.autograd.grad(value, point)
         return value.detach()
 
     with torch.enable_grad():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -389,6 +391,21 @@ def test_ascents_end_at_the_top_or_at_an_end_of_the_box():
     assert all(hill(best) >= hill(best + step) for step in 1e-3 * torch.eye(2).double().repeat(2, 1))
     assert float(ascend(hill, start, (-5, -1), (5, 5))[1]) == -1
     assert torch.equal(ascend(lambda point: point.sum() * math.nan, start, (-5, -5), (5, 5)), start)
+
+
+@pytest.mark.slow
+def test_a_fit_does_not_import_the_compiler():
+    code = (
+        "import sys, torch, lapwing as lw; lw.fit(torch.nn.Linear(2, 1).eval(), [(torch.randn(8, 2), torch.randn(8))]);"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_ascents_leave_the_gradients_of_what_they_read_alone():
+    other = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    ascend(lambda point: -(point - other).square().sum(), torch.zeros(1, dtype=torch.float64), [-5], [5])
+    assert other.grad is None
 
 
 @pytest.mark.parametrize("top", [-3.2, 0.123456, 3.9])
