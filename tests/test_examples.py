@@ -88,7 +88,7 @@ def test_compare_prints_with_rich(problem) -> None:
 
 @pytest.mark.parametrize(
     ("posteriors", "words"),
-    [({}, "at least one posterior"), ({"a": 3}, "found int"), ([], "a dict")],
+    [({}, "a dict of at least one"), ({"a": 3}, "is int"), ([], "a dict")],
 )
 def test_compare_refuses(posteriors, words: str, problem) -> None:
     with pytest.raises(lw.LapwingError, match=words):
@@ -99,7 +99,7 @@ def test_compare_refuses_an_empty_loader_and_a_score(problem) -> None:
     model, loader = problem
     with pytest.raises(lw.LapwingError, match="no samples"):
         compare({"net": lw.fit(model, loader)}, [])
-    with pytest.raises(lw.LapwingError, match="'entropy' and 'confidence'"):
+    with pytest.raises(lw.LapwingError, match="score='entropy' or score='confidence'"):
         compare({"net": model}, loader, score="entropie")
 
 

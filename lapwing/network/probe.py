@@ -273,7 +273,7 @@ def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, ou
         )
     for alone, in_batch in ends:  # the first and the last sample: a recurrence along the batch spares the first
         fits = alone.shape[1:] == in_batch.shape
-        distance = float((alone[0] - in_batch).abs().max()) if fits else math.inf
+        distance = float((alone[0] - in_batch).detach().abs().max()) if fits else math.inf
         if not distance <= tolerance:
             raise LapwingError(
                 f"The output of {type(model).__name__} at one sample changes with the rest of the batch"

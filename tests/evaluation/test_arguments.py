@@ -94,7 +94,7 @@ def test_posteriors_loaders_and_numbers(posterior: lw.Posterior) -> None:
         (lambda: RotatedLoader(3, 10.0), "RotatedLoader needs an iterable"),
         (lambda: rotate(images.to_sparse(), 10.0), "sparse_coo.*to_dense"),
         (lambda: corrupt(images.to("meta"), "fog", 1), "images for corrupt.*meta device"),
-        (lambda: posterior_of_images().predict(torch.rand(5)), r"Sequential as model\(x\).*Dimension out of"),
+        (lambda: posterior_of_images().predict(torch.rand(5)), r"Sequential, called as model\(x\).*Dimension out of"),
         (lambda: corrupt(images, ["fog"], 1), "The corruption .'fog"),
         (lambda: corrupt(images, "fog", torch.ones(3)), r"severity=Tensor \(3,\)"),
         (lambda: rotate(images, 10.0, fill="black"), "fill is 'black'"),

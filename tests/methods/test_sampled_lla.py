@@ -236,7 +236,7 @@ def test_save_and_load(tmp_path):
     assert again.prior_precision == fitted.prior_precision
     assert torch.equal(again.history["residuals"], fitted.history["residuals"])
     close(again.latent(problem.test).covariance, fitted.latent(problem.test).covariance)
-    with pytest.raises(lw.LapwingError, match="another prior"):
+    with pytest.raises(lw.LapwingError, match="has no prior precision"):
         fitted.with_prior(3.0)
 
 

@@ -166,7 +166,7 @@ def test_validation_tunes_it():
     assert mine.prior_precision == pytest.approx(theirs.prior_precision, rel=1e-5)
     bounded = problem.fit(method, prior_precision=None, tune=lw.BoundedEvidence())
     assert bounded.prior_precision >= problem.fit(method, prior_precision=None).prior_precision * (1 - 1e-9)
-    with pytest.raises(lw.LapwingError, match="no sums on the way"):
+    with pytest.raises(lw.LapwingError, match="kept no sums of the first samples"):
         problem.fit(method, prior_precision=None, tune=lw.EarlyStopping(held_out))
 
 

@@ -173,7 +173,7 @@ def test_the_budget_changes_no_answer(name: str, method: lw.Method) -> None:
     torch.testing.assert_close(crossed[0].covariance, crossed[1].covariance, rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.slow), "cnn"])
 @pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC(), lw.ELLA(rank=5, rows=20), lw.SampledLLA(4)], ids=str)
 def test_joint_covariances_and_draws_stay_within_twice_the_budget(name: str, method: lw.Method) -> None:
     samples = {"mlp": 160, "cnn": 16}[name]
