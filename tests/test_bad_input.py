@@ -803,11 +803,14 @@ def test_15_options_that_exclude_each_other() -> None:
         ],
         (lambda: lw.Streamlined(covariance="dense"), ("covariance='dense'", "'diagonal' and 'full'", "Streamlined(")),
         *[
-            (lambda bad=bad: lw.Gaussian(noise_variance=bad), (f"noise_variance={bad}", "Gaussian(noise_variance=0.1)"))
+            (
+                lambda bad=bad: lw.Gaussian(noise_variance=bad),
+                (f"noise variance of Gaussian is {bad}", "(noise_variance=0.1)"),
+            )
             for bad in (0.0, -1.0, NAN, math.inf)
         ],
-        (lambda: lw.Validation([], decades=(3, 1)), ("decades=(3, 1)", "rising range", "decades=(-5, 7)")),
-        (lambda: lw.Validation([], points=2), ("points=2", "at least 3", "decades=(-5, 7)")),
+        (lambda: lw.Validation([], decades=(3, 1)), ("rising range", "decades=(3, 1)", "decades=(-5, 7)")),
+        (lambda: lw.Validation([], points=2), ("at least 3", "points=2", "decades=(-5, 7)")),
     ],
 )
 def test_15_hyper_parameters(make: Callable[[], Any], parts: tuple[str, ...]) -> None:
@@ -873,11 +876,18 @@ def test_15_arguments_of_a_posterior(posterior: lw.Posterior) -> None:
         refused(lambda bad=bad: lw.MonteCarlo(5, seed=bad), f"seed={bad!r}", "from 0 to", "seed=0)")
     for bad in (0, 1.5, "a", True):
         refused(lambda bad=bad: lw.SampledLink(bad), f"draws={bad!r}", "SampledLink(512)")
-        refused(lambda bad=bad: posterior.predict(X).sample(bad), "whole number", f"n={bad!r}", "sample(n=512)")
+        refused(lambda bad=bad: posterior.predict(X).sample(bad), f"n={bad!r}", "whole number", "sample(n=512)")
     refused(lambda: lw.Validation([(X, Y)], decades=("a", "b")), "decades=('a', 'b')", "decades=(-5, 7)")
     refused(lambda: lw.Evidence(per_layer="a"), "per_layer='a'", "per_layer=True")
     refused(lambda: fit([(X, REAL)]).predict(X).interval("0.9"), "'0.9'", "interval(0.9)")
-    refused(lambda: fit([(X[:1], torch.tensor(1))]), "no dimensions", "one row per sample", "y[None]")
+    refused(lambda: fit([(X[:1], torch.tensor(1))]), "no dimensions", "one row for each sample", "y[None]")
+    for bad in ([(X[:2], Y)], [(X[:2], torch.tensor(1))]):  # which would be cut to the samples, or fail as an index
+        refused(lambda bad=bad: fit([(X, Y), *bad], tune=None), "The targets of a batch", "one row for each sample")
+        refused(lambda bad=bad: lw.Validation(bad).tune(posterior), "The targets of a batch", "one row for each sample")
+        refused(
+            lambda bad=bad: posterior.log_marginal_likelihood(linearised_mode=True, loader=bad),
+            "The targets of a batch", "one row for each sample",
+        )  # fmt: skip
     refused(lambda: posterior.with_prior({"hed": 1.0}), "{'hed': 1.0}", "the blocks are 0, 2")
     refused(
         lambda: posterior.with_prior(1.0, noise_variance=0.1), "no noise variance", "lw.Gaussian(noise_variance=...)"
@@ -982,7 +992,7 @@ def test_15_more_draws_than_memory_holds() -> None:
     ):
         with pytest.raises(lw.LapwingError, match="Ask for (fewer|at most)"):
             ask()
-    with pytest.raises(lw.LapwingError, match="whole number of draws"):
+    with pytest.raises(lw.LapwingError, match="no number of draws"):
         answers.predict(x).sample("a")
 
 
