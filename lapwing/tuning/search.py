@@ -1,4 +1,4 @@
-"""Maximisers: of the log evidence by its gradient, and of a score of one number whose gradient would cost too much."""
+"""Maximisers: of the log evidence by its gradient, and of a function of one number by its values."""
 
 from __future__ import annotations
 
