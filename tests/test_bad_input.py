@@ -803,7 +803,10 @@ def test_15_options_that_exclude_each_other() -> None:
         ],
         (lambda: lw.Streamlined(covariance="dense"), ("covariance='dense'", "'diagonal' and 'full'", "Streamlined(")),
         *[
-            (lambda bad=bad: lw.Gaussian(noise_variance=bad), (f"is {bad}", "Gaussian(noise_variance=0.1)"))
+            (
+                lambda bad=bad: lw.Gaussian(noise_variance=bad),
+                (f"noise variance of Gaussian is {bad}", "(noise_variance=0.1)"),
+            )
             for bad in (0.0, -1.0, NAN, math.inf)
         ],
         (lambda: lw.Validation([], decades=(3, 1)), ("rising range", "decades=(3, 1)", "decades=(-5, 7)")),
@@ -877,7 +880,14 @@ def test_15_arguments_of_a_posterior(posterior: lw.Posterior) -> None:
     refused(lambda: lw.Validation([(X, Y)], decades=("a", "b")), "decades=('a', 'b')", "decades=(-5, 7)")
     refused(lambda: lw.Evidence(per_layer="a"), "per_layer='a'", "per_layer=True")
     refused(lambda: fit([(X, REAL)]).predict(X).interval("0.9"), "'0.9'", "interval(0.9)")
-    refused(lambda: fit([(X[:1], torch.tensor(1))]), "no dimensions", "one row per sample", "y[None]")
+    refused(lambda: fit([(X[:1], torch.tensor(1))]), "no dimensions", "one row for each sample", "y[None]")
+    for bad in ([(X[:2], Y)], [(X[:2], torch.tensor(1))]):  # which would be cut to the samples, or fail as an index
+        refused(lambda bad=bad: fit([(X, Y), *bad], tune=None), "The targets of a batch", "one row for each sample")
+        refused(lambda bad=bad: lw.Validation(bad).tune(posterior), "The targets of a batch", "one row for each sample")
+        refused(
+            lambda bad=bad: posterior.log_marginal_likelihood(linearised_mode=True, loader=bad),
+            "The targets of a batch", "one row for each sample",
+        )  # fmt: skip
     refused(lambda: posterior.with_prior({"hed": 1.0}), "{'hed': 1.0}", "the blocks are 0, 2")
     refused(
         lambda: posterior.with_prior(1.0, noise_variance=0.1), "no noise variance", "lw.Gaussian(noise_variance=...)"

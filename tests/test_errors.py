@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib as mpl
 import pytest
 import torch
+import torch._dynamo  # which looks for onnx as it is imported: torch.export would import it while onnx is hidden
 
 import lapwing as lw
 from lapwing.errors import PACKAGES, extra

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..contents import Entry, Mismatch, largest
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..tangent import Block, Record, Tangent, Vectors
 from .terms import MarginalTerm, Term
 
@@ -41,8 +41,12 @@ def register(kind: Registered) -> Registered:
         The class.
 
     Raises:
-        LapwingError: for a name that another class has.
+        LapwingError: for what is no class of covariances, and for a name that another class has.
     """
+    if not (isinstance(kind, type) and issubclass(kind, Covariance)):
+        raise LapwingError(
+            f"register takes a class that extends Covariance, not {shown(kind)}. Write @register above the class."
+        )
     other = COVARIANCES.get(kind.__name__, kind)
     if (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
         raise LapwingError(

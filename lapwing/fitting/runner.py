@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from ..covariance import Covariance
-from ..errors import LapwingError
 from ..methods.passes import Batch, CurvaturePass, FitResult, IteratePass, LikelihoodPass, Method, Pass, SumPass
 from ..methods.problem import Problem
 from ..methods.sampling import class_labels
@@ -160,11 +159,6 @@ class Runner:
         for number, raw in enumerate(tqdm(self._loader, step.label, total, disable=disable, leave=False), 1):
             inputs, targets = batches.split(raw, device)
             samples = batches.size(inputs)
-            if isinstance(targets, Tensor) and not targets.ndim:
-                raise LapwingError(
-                    f"The target of batch number {number} has no dimensions: {batches.describe(targets)}, beside "
-                    f"inputs {batches.describe(inputs)}. Pass one row per sample: a single target as y[None]."
-                )
             problem.tangent.check(inputs, f"the inputs of batch number {number}")
             if self._expected is not None and start + samples > self._expected:
                 self._check_size(start + samples, f"to the pass '{step.label}'")

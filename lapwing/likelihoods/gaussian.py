@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import ClassVar
 
@@ -125,8 +125,8 @@ class Gaussian(Likelihood):
         return max(float(statistics["squared_error"] / statistics["count"]), rounding)
 
     def with_noise_variance(self, noise_variance: float | None) -> Gaussian:
-        """Returns a Gaussian with another σ²; None is "to be tuned"."""
-        return Gaussian(noise_variance)
+        """Returns the likelihood, of the same class, with another σ²; None is "to be tuned"."""
+        return replace(self, noise_variance=noise_variance)
 
     def predict(
         self, latent: LatentLike, link: Link | None = None, generator: torch.Generator | None = None

@@ -73,30 +73,34 @@ def split(batch: Any, device: torch.device | None = None) -> tuple[Any, Any]:
     targets, target, y (Hugging Face batches included).
 
     Raises:
-        LapwingError: for a structure that is not one of these.
+        LapwingError: for a structure that is not one of these, and for targets of more rows than there are samples.
     """
+    inputs, targets = _pair(batch)
+    if isinstance(targets, Tensor):
+        check_dense(targets, "A tensor of the targets")
+        if not targets.ndim or len(targets) > size(inputs):
+            what = "have more rows than the samples" if targets.ndim else "have no dimensions"
+            raise LapwingError(
+                f"The targets of a batch, {describe(targets)}, {what}. The inputs are {describe(inputs)}. Pass one row "
+                "for each sample in both: a single one as x[None] and y[None]."
+            )
+    return plain(inputs, device), plain(targets, device)
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    """Returns what a loader yields as inputs and targets, unchecked."""
     if isinstance(batch, Mapping):
         label = next((key for key in LABEL_KEYS if key in batch), None)
         if label is not None and len(batch) > 1:
-            named = {key: value for key, value in batch.items() if key != label}
-            return plain(named, device), _targets(batch[label], device)
-    elif isinstance(batch, (tuple, list)) and len(batch) >= 2:
-        inputs, targets = batch[:-1], batch[-1]
-        if isinstance(targets, Tensor):
-            return plain(inputs[0] if len(inputs) == 1 else tuple(inputs), device), _targets(targets, device)
+            return {key: value for key, value in batch.items() if key != label}, batch[label]
+    elif isinstance(batch, (tuple, list)) and len(batch) >= 2 and isinstance(batch[-1], Tensor):
+        return batch[0] if len(batch) == 2 else tuple(batch[:-1]), batch[-1]
     raise LapwingError(
         f"A batch of the loader is {describe(batch)}, which does not show what its inputs and targets are. Let the "
         "loader yield (inputs, targets) pairs, with a tensor of targets (torch.as_tensor makes one of an array), or "
         f"dicts with one of the keys {', '.join(LABEL_KEYS)}. Inputs may be any tuple, list or dict of tensors if you "
         "pass forward=lambda model, inputs: model(...)."
     )
-
-
-def _targets(targets: Any, device: torch.device | None) -> Any:
-    """Returns targets on a device; the likelihood refuses what is no tensor."""
-    if isinstance(targets, Tensor):
-        check_dense(targets, "A tensor of the targets")
-    return plain(targets, device)
 
 
 def inputs_of(batch: Any) -> Any:
@@ -112,7 +116,7 @@ def inputs_of(batch: Any) -> Any:
     if isinstance(batch, (tuple, list)) and len(batch) == 1:
         return batch[0]
     if isinstance(batch, (tuple, list)) and len(batch) > 1 and isinstance(batch[-1], Tensor):
-        return split(batch)[0]
+        return plain(_pair(batch)[0])
     raise LapwingError(
         f"A batch of the loader is {describe(batch)}, which does not show what its inputs are. Let the loader yield a "
         "tensor (torch.as_tensor(x) makes one), (inputs, targets) or a dict of tensors, or predict each batch with "

@@ -163,6 +163,7 @@ class Posterior:
         return self.at(self.prior.precision, noise)
 
     @cached_property
+    @outside_modes
     def log_evidence(self) -> LogEvidence:
         """The evidence as a function of prior precision and noise variance, which tuning maximises.
 

@@ -165,7 +165,10 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
         if type(version) is not int or version < 1:
             raise ValueError("its format is unknown")
         if version < FORMAT:
-            raise ValueError(f"it has format {version}, and this version reads format {FORMAT}; fit again")
+            raise LapwingError(
+                f"The file {_shown(path)} has format {version}, older than the {FORMAT} that this version reads. Fit "
+                "again and write it with posterior.save(path)."
+            )
     except LapwingError:
         raise
     except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:

@@ -14,6 +14,7 @@ from ..covariance import PriorCovariance
 from ..errors import LapwingError, shown
 from ..likelihoods import Gaussian
 from ..network import batches
+from ..network.eager import outside_modes
 from ..network.loaders import other_size
 from ..posterior import Posterior
 from .base import Training, Tuning
@@ -95,6 +96,7 @@ class BoundedEvidence(Tuning):
                     "lw.BoundedEvidence(nats=0.005, decades=8.0)."
                 )
 
+    @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior at the maximum of the evidence, or at the nearest point within the bound."""
         tuned = self._with_bounded_noise(posterior, Evidence().tune(posterior), training)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ..errors import LapwingError, is_one_of, shown
 from ..network import batches
+from ..network.eager import outside_modes
 from ..posterior import Posterior
 from .base import Training, Tuning
 from .evidence import Evidence
@@ -78,6 +79,7 @@ class EarlyStopping(Tuning):
         """For an open noise variance alone, whose search starts there."""
         return noise_open
 
+    @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior of the best part of the data, at the best δ and rank."""
         if not training.prefixes:

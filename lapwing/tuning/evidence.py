@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..covariance import PriorCovariance, Subspace
 from ..errors import LapwingError, shown
+from ..network.eager import outside_modes
 from ..posterior import Posterior
 from .base import Training, Tuning
 from .search import ascend, best_of_grid, golden_section
@@ -67,6 +68,7 @@ class Evidence(Tuning):
         """True: `log_marginal_likelihood(lower_bound=True)` may follow."""
         return True
 
+    @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior at the maximum of the evidence."""
         best, covariance = self._tuned(posterior), posterior.covariance

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..network import batches
+from ..network.eager import outside_modes
 from ..posterior import Posterior
 from .base import Training, Tuning
 from .evidence import Evidence
@@ -57,6 +58,7 @@ class Validation(Tuning):
         """For an open noise variance alone, whose search starts there."""
         return noise_open
 
+    @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior at the best δ and rank."""
         if posterior.tuned and not self.ranks:

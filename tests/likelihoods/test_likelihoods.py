@@ -247,6 +247,17 @@ def test_a_registered_likelihood_is_found_by_its_name(monkeypatch):
     assert fitted.likelihood == Poisson()
 
 
+def test_a_class_that_extends_gaussian_stays_itself_when_its_noise_is_tuned():
+    @dataclass(frozen=True)
+    class Measured(Gaussian):
+        name: ClassVar[str] = "measured"
+
+    x = torch.randn(9, 2, dtype=F64)
+    model = torch.nn.Linear(2, 1).double().eval()
+    assert type(lw.fit(model, [(x, x[:, :1])], likelihood=Measured()).likelihood) is Measured
+    assert Measured(0.5).with_noise_variance(0.1) == Measured(0.1)
+
+
 def test_what_cannot_be_registered():
     @dataclass(frozen=True)
     class Shifted(Poisson):

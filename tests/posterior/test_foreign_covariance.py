@@ -105,6 +105,9 @@ def test_a_class_that_is_not_registered(posterior: lw.Posterior, tmp_path: Path)
 def test_a_name_belongs_to_one_class() -> None:
     register(SameEverywhere)
     register(SameEverywhere)  # as when a notebook runs a cell again
+    for kind in (3, int):
+        with pytest.raises(lw.LapwingError, match="register takes a class that extends Covariance"):
+            register(kind)
     taken = type("Blockwise", (SameEverywhere,), {})
     with pytest.raises(lw.LapwingError, match=r"Blockwise belongs to a covariance of lapwing\.covariance\.blockwise"):
         register(taken)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -391,6 +392,20 @@ def test_ascents_end_at_the_top_or_at_an_end_of_the_box():
     assert all(hill(best) >= hill(best + step) for step in 1e-3 * torch.eye(2).double().repeat(2, 1))
     assert float(ascend(hill, start, (-5, -1), (5, 5))[1]) == -1
     assert torch.equal(ascend(lambda point: point.sum() * math.nan, start, (-5, -5), (5, 5)), start)
+
+
+@pytest.mark.parametrize("tuning", [lw.Evidence(per_layer=True), lw.BoundedEvidence()], ids=repr)
+def test_tunings_are_the_same_in_inference_mode(tuning):
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 3), torch.randn(16, 1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).eval()
+    posterior, training = lw.fit(model, [(x, y)], lw.KFAC(), tune=None), lw.tuning.Training([(x, y)])
+    open_ = replace(posterior, prior=replace(posterior.prior, given=False), noise_given=False)
+    with torch.inference_mode():
+        inside = tuning.tune(open_, training)
+    outside = tuning.tune(open_, training)
+    assert inside.prior_precision == outside.prior_precision
+    assert inside.noise_variance == outside.noise_variance
 
 
 @pytest.mark.slow
