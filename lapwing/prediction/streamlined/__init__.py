@@ -30,7 +30,7 @@ from ..way import Way
 
 if TYPE_CHECKING:
     from .full import FullProgram
-    from .operations import Kind, Operation, broadcast, independent, register
+    from .operations import Kind, Operation, broadcast, independent, register_operation
     from .program import Program
 
 _LABELS = {
@@ -255,4 +255,4 @@ def __getattr__(name: str) -> Any:
     return getattr(operations, name)
 
 
-__all__ = ["Kind", "Operation", "Streamlined", "broadcast", "independent", "register"]
+__all__ = ["Kind", "Operation", "Streamlined", "broadcast", "independent", "register_operation"]
