@@ -21,7 +21,7 @@ from .predictions import Prediction
 class Likelihood(ABC):
     """p(y | f) at network outputs f (B, C), its Fisher information Λ through a root, and the way to predictions.
 
-    Λ = E_{y~p(y|f)}[-∂² log p(y|f)] = R Rᵀ, always at unit noise; `curvature_scale` multiplies it. Roots come in the
+    Λ = E_{y~p(y|f)}[-∂² log p(y|f)] = root rootᵀ, always at unit noise; `curvature_scale` multiplies it. Roots come in the
     dtype of the outputs, log probabilities in float32 or better, statistics in float64.
 
     Example:
@@ -69,7 +69,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def fisher_root(self, outputs: Tensor) -> Tensor:
-        """Returns a root (B, C, K) with `root rootᵀ = Λ` at unit noise, for any K."""
+        """Returns a root (B, C, R) with `root rootᵀ = Λ` at unit noise, for any R."""
 
     @abstractmethod
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
@@ -234,7 +234,7 @@ class NoiselessLikelihood(Likelihood):
         """Returns the root times a standard normal column, (B, C, 1).
 
         Fits of more than 1 000 outputs ask for it. Override it where a draw is cheaper than the root: `y - p` for a y
-        drawn from p needs no (B, C, K).
+        drawn from p needs no (B, C, R).
         """
         root = self.fisher_root(outputs)
         noise = torch.randn(len(root), root.shape[-1], 1, generator=generator, dtype=root.dtype, device=root.device)

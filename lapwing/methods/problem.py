@@ -19,7 +19,7 @@ EXACT_FISHER_OUTPUTS = 1000
 
 
 class FisherRoot:
-    """Cotangents R (B, C, R) with `R Rᵀ = Λ` at the outputs: exact, or one Monte-Carlo column for many outputs.
+    """Cotangents (B, C, R), a root with `root rootᵀ = Λ` at the outputs: exact, or one Monte-Carlo column for many outputs.
 
     Attributes:
         columns: R.
@@ -38,7 +38,7 @@ class FisherRoot:
         if root.ndim != 3 or root.shape[:2] != outputs.shape:
             raise LapwingError(
                 f"fisher_root of {type(self._likelihood).__name__} returned {tuple(root.shape)} and must return "
-                f"(B, C, K), with (B, C) = {tuple(outputs.shape)}. Use torch.diag_embed for a diagonal root."
+                f"(B, C, R), with (B, C) = {tuple(outputs.shape)}. Use torch.diag_embed for a diagonal root."
             )
         return root
 

@@ -270,7 +270,7 @@ def test_what_cannot_be_registered():
 @pytest.mark.parametrize("shape", [(9,), (9, 1), (9, 2, 1)])
 def test_a_root_of_another_shape_is_refused(monkeypatch, shape):
     monkeypatch.setattr(Poisson, "fisher_root", lambda self, outputs: outputs.new_ones(shape))
-    x, message = torch.randn(9, 2), re.escape(f"fisher_root of Poisson returned {shape} and must return (B, C, K)")
+    x, message = torch.randn(9, 2), re.escape(f"fisher_root of Poisson returned {shape} and must return (B, C, R)")
     with pytest.raises(LapwingError, match=message):
         lw.fit(torch.nn.Linear(2, 1).eval(), [(x, torch.ones(9, 1))], lw.Diagonal(), likelihood=Poisson())
 

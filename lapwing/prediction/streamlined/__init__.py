@@ -172,7 +172,7 @@ class Streamlined(Way):
             LapwingError: as for `latent`.
         """
         variances = dict(input_variances or {})
-        self._check_inputs(tangent, inputs, variances)
+        self._check_batch(tangent, inputs, variances)
         inputs = batches.plain(inputs)
         # under the lock of without_compiled: other threads swap parameters
         with torch.set_grad_enabled(wants_gradient((inputs, variances))), without_compiled():
@@ -193,10 +193,9 @@ class Streamlined(Way):
             )
         return Latent(mean.to(tangent.dtype), (DenseTerm(matrix.to(tangent.dtype)),))
 
-    def _check_inputs(self, tangent: Tangent, inputs: Any, variances: Mapping[int, Tensor]) -> None:
+    def _check_batch(self, tangent: Tangent, inputs: Any, variances: Mapping[int, Tensor]) -> None:
         check_mode(tangent.model)
-        batches.check_inputs(inputs, "the inputs")
-        if not batches.size(inputs):
+        if not tangent.check(inputs).samples:
             raise LapwingError(
                 f"The inputs {batches.describe(inputs)} hold no samples. Pass one at least; a single sample as x[None]."
             )
