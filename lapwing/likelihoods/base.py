@@ -21,8 +21,8 @@ from .predictions import Prediction
 class Likelihood(ABC):
     """p(y | f) at network outputs f (B, C), its Fisher information Λ through a root, and the way to predictions.
 
-    Λ = E_{y~p(y|f)}[-∂² log p(y|f)] = root rootᵀ, always at unit noise; `curvature_scale` multiplies it. Roots come in the
-    dtype of the outputs, log probabilities in float32 or better, statistics in float64.
+    Λ = E_{y~p(y|f)}[-∂² log p(y|f)] = root rootᵀ, always at unit noise; `curvature_scale` multiplies it. Roots come in
+    the dtype of the outputs, log probabilities in float32 or better, statistics in float64.
 
     Example:
         >>> import torch, lapwing as lw

@@ -19,7 +19,7 @@ EXACT_FISHER_OUTPUTS = 1000
 
 
 class FisherRoot:
-    """Cotangents (B, C, R), a root with `root rootᵀ = Λ` at the outputs: exact, or one Monte-Carlo column for many outputs.
+    """Cotangents (B, C, R), `root rootᵀ = Λ` at the outputs: exact, or one Monte-Carlo column for many outputs.
 
     Attributes:
         columns: R.
