@@ -32,13 +32,15 @@ class FisherRoot:
 
     def __call__(self, outputs: Tensor) -> Tensor:
         """Returns the root at outputs (B, C)."""
-        if not self._exact:
-            return self._likelihood.sampled_fisher_root(outputs, self._generator)
-        root = self._likelihood.fisher_root(outputs)
+        if self._exact:
+            root, name = self._likelihood.fisher_root(outputs), "fisher_root"
+        else:
+            root, name = self._likelihood.sampled_fisher_root(outputs, self._generator), "sampled_fisher_root"
         if root.ndim != 3 or root.shape[:2] != outputs.shape:
             raise LapwingError(
-                f"fisher_root of {type(self._likelihood).__name__} returned {tuple(root.shape)} and must return "
-                f"(B, C, R), with (B, C) = {tuple(outputs.shape)}. Use torch.diag_embed for a diagonal root."
+                f"{name} of {type(self._likelihood).__name__} returned {tuple(root.shape)} and must return "
+                f"{'(B, C, R)' if self._exact else '(B, C, 1)'}, with (B, C) = {tuple(outputs.shape)}. Use "
+                "torch.diag_embed for a diagonal root."
             )
         return root
 

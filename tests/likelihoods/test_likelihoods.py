@@ -275,6 +275,14 @@ def test_a_root_of_another_shape_is_refused(monkeypatch, shape):
         lw.fit(torch.nn.Linear(2, 1).eval(), [(x, torch.ones(9, 1))], lw.Diagonal(), likelihood=Poisson())
 
 
+def test_a_sampled_root_of_another_shape_is_refused(monkeypatch):
+    """More than 1 000 outputs have a sampled one."""
+    monkeypatch.setattr(Poisson, "fisher_root", lambda self, outputs: outputs)
+    x, message = torch.randn(9, 2), r"sampled_fisher_root of Poisson returned .* must return \(B, C, 1\)"
+    with pytest.raises(LapwingError, match=message):
+        lw.fit(torch.nn.Linear(2, 1001).eval(), [(x, torch.ones(9, 1001))], lw.Diagonal(), likelihood=Poisson())
+
+
 def test_likelihood_is_abstract():
     for kind in (Likelihood, NoiselessLikelihood):
         with pytest.raises(TypeError, match="abstract"):
