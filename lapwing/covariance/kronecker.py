@@ -55,7 +55,7 @@ class KroneckerBlock(Structure):
     """`(U_out ⊗ U_in) diag(λ) (U_out ⊗ U_in)ᵀ` in G groups, with U_in None where A is diagonal (embeddings).
 
     Args:
-        eigenvalues: λ (G, O, I): KFAC's `α_i γ_j / #`, or EKFAC's second moments of the rotated Jacobian.
+        eigenvalues: λ (G, O, I): KFAC's `γ_j α_i / #`, or EKFAC's second moments of the rotated Jacobian.
         factors: the eigenpairs of the layer's factors.
     """
 

@@ -67,7 +67,7 @@ class LowRankWithResidual(Subspace):
     ) -> Self:
         """Builds the covariance of a curvature `G = Uᵀ M U`, exact at this prior and at any other.
 
-        The span that holds all of G is `W = U Δ⁻¹`, for which `H = S M S` with `S = U Δ⁻¹ Uᵀ`.
+        The span that holds all of G is `W = U Δ⁻¹`, for which `H = D M D` with `D = U Δ⁻¹ Uᵀ`.
 
         Args:
             blocks: the blocks.

@@ -1,8 +1,9 @@
 """A subspace of the weights at one prior, in the coordinates in which prior and curvature are both diagonal.
 
-A basis of K directions W (K, P), the curvature `H = W G Wᵀ` on it and the prior's `S = W Δ Wᵀ`. The generalised
-eigenpairs `H q = h S q` with `qᵀ S q = 1` give directions `W̃ = Qᵀ W`, orthonormal in whitened weights:
-`V = W̃ Δ^(1/2)`. The covariances of `low_rank.py` are functions of it.
+A basis of K directions W (K, P), the curvature `H = W G Wᵀ` on it and the prior's `D = W Δ Wᵀ`. The generalised
+eigenpairs `H q = h D q` with `qᵀ D q = 1` are the columns of Q. They give directions `W̃ = Qᵀ W`, orthonormal in
+whitened weights: `V = W̃ Δ^(1/2)`. Of a basis that is ordered, the first k directions alone may count. The covariances
+of `low_rank.py` are functions of all this.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Span:
         self.basis, self.precision = basis, precision
         self.rank = basis.rank if rank is None else rank
         self.curvature = curvature[: self.rank, : self.rank]
-        root = cholesky(self._prior(precision))  # S = L Lᵀ
+        root = cholesky(self._prior(precision))  # D = L Lᵀ
         whitened = torch.linalg.solve_triangular(root, self.curvature, upper=False)
         whitened = torch.linalg.solve_triangular(root, whitened.T, upper=False)
         self.values, rotation = symmetric_eigen(whitened)
@@ -53,7 +54,7 @@ class Span:
         return self.basis.prior_gram(precision)[: self.rank, : self.rank]
 
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
-        """Returns `Σ log(1 + s h)` at any prior, as `logdet(S + s H) - logdet S` where h is not known there."""
+        """Returns `Σ log(1 + s h)` at any prior, as `logdet(D + s H) - logdet D` where h is not known there."""
         if (values := self.values_at(precision)) is not None:
             return torch.log1p(scale * values).sum()
         prior = self._prior(precision)
@@ -61,7 +62,7 @@ class Span:
         return 2 * (with_data.diagonal().log() - without.diagonal().log()).sum()
 
     def gap(self, precision: Tensor, scale: Tensor | float, traces: Tensor) -> Tensor:
-        """Returns `s [Σ_b tr(G_b)/δ_b - tr(S⁻¹ H)]`, the curvature outside.
+        """Returns `s [Σ_b tr(G_b)/δ_b - tr(D⁻¹ H)]`, the curvature outside.
 
         Raises:
             LapwingError: if the fit did not sum the traces.

@@ -36,9 +36,11 @@ def observing(
     ones = torch.ones(1, size)
     chosen = likelihood.choose_link(_latent(ones, ones, ones), link)
     if not chosen.closed_form:
+        closed = [f"link={kind.__name__}()" for kind in likelihood.links if kind.closed_form]
         raise LapwingError(
-            f"The link {shown(chosen)} of the {likelihood.name} likelihood has no closed form. Pass a link that has "
-            "one, such as link=lw.Probit(), or write lw.deploy(posterior, x, outputs='latent')."
+            f"The link {shown(chosen)} of the {likelihood.name} likelihood has no closed form. "
+            + (f"Pass {' or '.join(closed)}, or write" if closed else "Write")
+            + " lw.deploy(posterior, x, outputs='latent')."
         )
 
     def summary(mean: Tensor, plain: Tensor, centred: Tensor) -> dict[str, Tensor]:

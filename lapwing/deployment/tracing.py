@@ -115,15 +115,16 @@ def _program(tangent: Tangent, covariance: Any, graph: Graph, via: Streamlined, 
         if step.uncertain and fused is None and operation_of(node).rule is None:
             raise LapwingError(
                 f"A deployed network goes by moment rules alone, and {name_of(node)} in {where(node)} of {network} has "
-                "no moment rule. Give it one (lapwing.prediction.streamlined.register), or leave the weights before it "
-                "out with params=lw.matching(...). Or predict with posterior.predict(x, via=lw.Streamlined())."
+                "no moment rule. Give it one (lapwing.prediction.streamlined.register_operation), or leave the weights "
+                "before it out with params=lw.matching(...). Or predict with "
+                "posterior.predict(x, via=lw.Streamlined())."
             )
         if fused is not None and via.activations == "linear" and not fused.closed:
             names = sorted({name_of(node) for node in fused.body if operation_of(node).slope is None})
             raise LapwingError(
                 f"A deployed network needs slopes in closed form, and a function of {network} has none: "
                 f"{', '.join(names) or 'statistics over several dimensions'}. Give it one "
-                "(lapwing.prediction.streamlined.register). Or predict with "
+                "(lapwing.prediction.streamlined.register_operation). Or predict with "
                 "posterior.predict(x, via=lw.Streamlined())."
             )
     return program

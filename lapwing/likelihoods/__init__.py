@@ -12,15 +12,16 @@ from .bernoulli_prediction import BernoulliPrediction
 from .categorical import Categorical
 from .class_prediction import ClassPrediction
 from .gaussian import Gaussian
-from .links import BinaryLink, ClassLink, ExactLink, LaplaceBridge, Link, Probit, Quadrature, SampledLink
+from .links import BinaryLink, ClassLink, ExactLink, LaplaceBridge, Link, Probit, Quadrature, SampledLink, latent_draws
 from .mixture_prediction import MixturePrediction
 from .predictions import DiscretePrediction, Prediction, RealPrediction
 from .registry import register, resolve
 from .regression_prediction import RegressionPrediction
+from .targets import aligned_targets, check_real_targets
 
 __all__ = [
     "Bernoulli", "BernoulliPrediction", "BinaryLink", "Categorical", "ClassLink", "ClassPrediction",
     "DiscretePrediction", "ExactLink", "Gaussian", "LaplaceBridge", "Likelihood", "Link", "MixturePrediction",
     "NoiselessLikelihood", "Prediction", "Probit", "Quadrature", "RealPrediction", "RegressionPrediction",
-    "SampledLink", "register", "resolve",
+    "SampledLink", "aligned_targets", "check_real_targets", "latent_draws", "register", "resolve",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """The likelihood protocol: all that fitting, tuning and prediction ask of p(y | f).
 
-A new likelihood without a noise variance extends `NoiselessLikelihood` with a name, its links and five functions; one
-with a noise variance extends `Likelihood`. Both are abstract, and what extends them is final: a frozen dataclass.
+A new likelihood without a noise variance extends `NoiselessLikelihood` with a name and four functions; one with a noise
+variance extends `Likelihood`. Both are abstract, and what extends them is final: a frozen dataclass.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .predictions import Prediction
 class Likelihood(ABC):
     """p(y | f) at network outputs f (B, C), its Fisher information Λ through a root, and the way to predictions.
 
-    Λ = E_{y~p(y|f)}[-∂² log p(y|f)] = R Rᵀ, always at unit noise; `curvature_scale` multiplies it. Roots come in the
-    dtype of the outputs, log probabilities in float32 or better, statistics in float64.
+    Λ = E_{y~p(y|f)}[-∂² log p(y|f)] = root rootᵀ, always at unit noise; `curvature_scale` multiplies it. Roots come in
+    the dtype of the outputs, log probabilities in float32 or better, statistics in float64.
 
     Example:
         >>> import torch, lapwing as lw
@@ -35,9 +35,9 @@ class Likelihood(ABC):
 
     name: ClassVar[str]
     """What users call it, such as "categorical"; `lapwing.likelihoods.register` makes it known by it."""
-    links: ClassVar[tuple[type[Link], ...]]
+    links: ClassVar[tuple[type[Link], ...]] = (SampledLink,)
     """The link classes that `predict` accepts."""
-    default_link: ClassVar[Link]
+    default_link: ClassVar[Link] = SampledLink()
     """The link of a Gaussian latent where `predict` gets None."""
     activation: ClassVar[str | None] = None
     """What turns outputs into probabilities, "softmax" or "sigmoid"; None where outputs are no logits."""
@@ -69,7 +69,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def fisher_root(self, outputs: Tensor) -> Tensor:
-        """Returns R (B, C, R) with `R Rᵀ = Λ` at unit noise."""
+        """Returns a root (B, C, R) with `root rootᵀ = Λ` at unit noise, for any R."""
 
     @abstractmethod
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
@@ -229,6 +229,16 @@ class NoiselessLikelihood(Likelihood):
     def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:
         """Returns the sum itself."""
         return statistics["log_likelihood"]
+
+    def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        """Returns the root times a standard normal column, (B, C, 1).
+
+        Fits of more than 1 000 outputs ask for it. Override it where a draw is cheaper than the root: `y - p` for a y
+        drawn from p needs no (B, C, R).
+        """
+        root = self.fisher_root(outputs)
+        noise = torch.randn(len(root), root.shape[-1], 1, generator=generator, dtype=root.dtype, device=root.device)
+        return root @ noise
 
     @property
     def curvature_scale(self) -> float:

@@ -44,16 +44,16 @@ class _Kronecker(Method):
 
 
 class KFAC(_Kronecker):
-    """Kronecker-factored Laplace, a layer's `Σ = (A ⊗ Γ/(# τ) + δI)⁻¹`, inverted exactly in the eigenbasis.
+    """Kronecker-factored Laplace, a layer's `Σ = (Γ ⊗ A/(# τ) + δI)⁻¹`, inverted exactly in the eigenbasis.
 
     `A = Σ a aᵀ` over layer inputs (the bias as a coordinate of ones), `Γ = Σ g gᵀ` over output gradients with the
-    Fisher root applied. No damping by √δ: the eigenvalues `α_i γ_j` meet δ as they are.
+    Fisher root applied. No damping by √δ: the eigenvalues `γ_j α_i` meet δ as they are.
 
     Args:
         weight_sharing: for weights used at several positions (convolution, tokens): "expand" treats every position as a
             sample; "reduce" takes the mean of a and the sum of g over positions (Eschenhagen et al. 2023, section 3).
-        uncovered: what parameters without Kronecker structure get (norms, scales, generic ones, tied weights whose uses
-            disagree): "diagonal", or "dense", their exact GGN block.
+        uncovered: what parameters get that no Kronecker product covers (norms, scales, generic ones, tied weights whose
+            uses disagree), also where `lw.coverage` names a family: "diagonal", or "dense", their exact GGN block.
 
     Raises:
         LapwingError: for another label.
@@ -125,7 +125,7 @@ class Factors(State):
 
 
 def _eigenbasis(state: Factors, name: str) -> KroneckerBlock:
-    """Diagonalises both factors, used up one by one: `λ_ji = α_i γ_j / #`, # the count of positions."""
+    """Diagonalises both factors, used up one by one: `λ_ji = γ_j α_i / #`, # the count of positions."""
     count, one_hot = state.count[name], state.A[name].ndim == 2
     if one_hot:  # A is its own diagonal
         alpha, inputs = state.A[name].double(), None

@@ -19,7 +19,7 @@ EXACT_FISHER_OUTPUTS = 1000
 
 
 class FisherRoot:
-    """Cotangents R (B, C, R) with `R Rᵀ = Λ` at the outputs: exact, or one Monte-Carlo column for many outputs.
+    """Cotangents (B, C, R), `root rootᵀ = Λ` at the outputs: exact, or one Monte-Carlo column for many outputs.
 
     Attributes:
         columns: R.
@@ -33,8 +33,16 @@ class FisherRoot:
     def __call__(self, outputs: Tensor) -> Tensor:
         """Returns the root at outputs (B, C)."""
         if self._exact:
-            return self._likelihood.fisher_root(outputs)
-        return self._likelihood.sampled_fisher_root(outputs, self._generator)
+            root, name = self._likelihood.fisher_root(outputs), "fisher_root"
+        else:
+            root, name = self._likelihood.sampled_fisher_root(outputs, self._generator), "sampled_fisher_root"
+        if root.ndim != 3 or root.shape[:2] != outputs.shape:
+            raise LapwingError(
+                f"{name} of {type(self._likelihood).__name__} returned {tuple(root.shape)} and must return "
+                f"{'(B, C, R)' if self._exact else '(B, C, 1)'}, with (B, C) = {tuple(outputs.shape)}. Use "
+                "torch.diag_embed for a diagonal root."
+            )
+        return root
 
 
 @dataclass(frozen=True)

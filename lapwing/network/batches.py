@@ -310,7 +310,7 @@ def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_inputs(inputs: Any, where: str) -> None:
+def check_finite(inputs: Any, where: str) -> None:
     """Raises for NaN or infinite inputs, and for tensors that torch does not compute with."""
     for leaf in tensors(inputs):
         if leaf.is_nested or leaf.layout == torch.strided:  # a sparse one may be shared by all samples

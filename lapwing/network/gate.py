@@ -177,20 +177,19 @@ class Checked:
             yield rows, Checked(part, rows.stop - rows.start)
 
 
-def check_inputs(model: nn.Module, inputs: Any, shared: Sequence[bool], where: str) -> Checked:
+def check_inputs(inputs: Any, shared: Sequence[bool], where: str) -> Checked:
     """Lets a batch through before the network runs on it.
 
     Args:
-        model: the network.
         inputs: the batch.
-        shared: which tensors of the first batch all its samples shared.
+        shared: which tensors of the first batch all its samples shared; empty for the first batch itself.
         where: what an error calls the batch.
 
     Raises:
         LapwingError: for tensors that are not dense or not finite, and for tensors that the samples share and whose
             length is the number of samples.
     """
-    batches.check_inputs(inputs, where)
+    batches.check_finite(inputs, where)
     samples = batches.size(inputs)
     if samples > 1 and any(shared):
         now = batches.shared(inputs)

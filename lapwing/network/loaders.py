@@ -139,6 +139,6 @@ def checked_batches(network: nn.Module, loader: Iterable[Any]) -> Iterator[tuple
     device = next(network.parameters()).device
     for number, raw in enumerate(loader, 1):
         inputs, targets = batches.split(raw, device)
-        batches.check_inputs(inputs, f"the inputs of batch number {number}")
+        batches.check_finite(inputs, f"the inputs of batch number {number}")
         if batches.size(inputs):
             yield inputs, targets

@@ -36,7 +36,7 @@ class SampleAxisCheck:
         self._warned = False
 
     def check(self, recording: Recording, uses: Uses, name: str) -> None:
-        """Looks for a layer that holds the samples elsewhere; again where a value decides what lies where.
+        """Compares where layers hold the samples with the survey: once a shape, and always where values decide it.
 
         Args:
             recording: of a batch.
@@ -44,10 +44,10 @@ class SampleAxisCheck:
             name: the network's.
 
         Raises:
-            SampleAxisMoved: where there is one.
-            LapwingError: where a layer has no such dimension.
+            SampleAxisMoved: where a layer holds them on another dimension, or in another order.
+            LapwingError: where a layer's tensor has too few dimensions.
         """
-        outputs, noted, routed, *_ = recording
+        outputs, noted, routed = recording.outputs, recording.noted, recording.routed
         shapes = outputs.shape, *[use.out.shape for use in noted]
         if shapes in self._known and not routed:
             return
@@ -93,13 +93,14 @@ def moved_layer(outputs: Tensor, noted: Sequence[RecordedUse], uses: Uses) -> tu
         uses: where each block's uses are said to hold the samples.
 
     Returns:
-        The name of a parameter of such a layer, "" where there is none; and whether that holds for all batches of these
-        shapes in which no value decides what lies where: not if a layer had no gradient.
+        The name of a parameter of such a layer, or "" for none; and whether "" is true of all batches of these shapes.
+        It may not be where a layer's gradients are all 0, as they follow any factor.
 
     Cost: two backward passes of activations for each digit of B in base 8.
     """
     samples, generator = outputs.shape[0], torch.Generator().manual_seed(0)
-    digits = torch.arange(samples)[:, None] // 8 ** torch.arange(max(1, math.ceil(math.log(samples, 8) - 1e-9))) % 8
+    places = torch.arange(max(1, math.ceil(math.log(samples, 8) - 1e-9)))  # log 64 may come out above 2
+    digits = torch.arange(samples)[:, None] // 8**places % 8  # of the samples' numbers in base 8, (B, places)
     u, conclusive = torch.randn(outputs.shape[1], generator=generator).to(outputs), True
     for powers in (2.0 ** (digits.T - 3)).to(outputs):  # (B,); products with them are exact
         pair = torch.stack([torch.ones_like(powers), powers], 1)

@@ -99,7 +99,7 @@ class Tangent:
         model = checked_network(model, isinstance(params, LastLayer))
         parameters = parameters_of(model)
         inputs = batches.plain(inputs, next(iter(parameters.values())).device)
-        batches.check_inputs(inputs, "the inputs of the first batch")
+        check_inputs(inputs, (), "the inputs of the first batch")
         batches.check_lists(inputs)
         before = Stamp.of(state_of(model))
         surveyed = probe(model, parameters, inputs, params, forward, max_numbers=memory // 16, warn=warn)
@@ -242,7 +242,7 @@ class Tangent:
         Raises:
             LapwingError: for inputs that are not finite, for instance.
         """
-        return inputs if isinstance(inputs, Checked) else check_inputs(self.model, inputs, self.plan.shared, where)
+        return inputs if isinstance(inputs, Checked) else check_inputs(inputs, self.plan.shared, where)
 
     def _record(self, checked: Checked, cotangents: Cotangents, dtype: torch.dtype) -> Record:
         inputs, differentiable = checked.inputs, wants_gradient(checked.inputs)

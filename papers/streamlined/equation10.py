@@ -12,7 +12,7 @@ from lapwing.covariance import Blockwise, Covariance, KroneckerBlock
 
 
 def equation_10(posterior: Posterior) -> Posterior:
-    """Returns a posterior of `lw.KFAC()` with `(A + √δ I)⁻¹ ⊗ (Γ + √δ I)⁻¹` in the place of `(A ⊗ Γ + δI)⁻¹`.
+    """Returns a posterior of `lw.KFAC()` with `(Γ + √δ I)⁻¹ ⊗ (A + √δ I)⁻¹` in the place of `(Γ ⊗ A + δI)⁻¹`.
 
     It predicts by any way. Of what depends on the curvature itself, such as its evidence, it must not be asked.
 
@@ -23,9 +23,9 @@ def equation_10(posterior: Posterior) -> Posterior:
 
 
 def shifted(covariance: Covariance) -> Blockwise:
-    """Returns `(A + √δ I)⁻¹ ⊗ (Γ + √δ I)⁻¹` for each Kronecker-factored block.
+    """Returns `(Γ + √δ I)⁻¹ ⊗ (A + √δ I)⁻¹` for each Kronecker-factored block.
 
-    The eigenvalues `(α_i + √δ)(γ_j + √δ)` of its inverse exceed `α_i γ_j + δ` by `√δ (α_i + γ_j)`, so no
+    The eigenvalues `(γ_j + √δ)(α_i + √δ)` of its inverse exceed `γ_j α_i + δ` by `√δ (α_i + γ_j)`, so no
     variance is larger than the exact one. A and Γ share the scale of the curvature so that their mean eigenvalues
     agree.
 

@@ -120,7 +120,7 @@ def test_a_posterior_is_saved_and_loaded(method: lw.Method, times: int, tmp_path
 
 
 def test_kfac_factors_the_block_of_a_matrix() -> None:
-    """With one sample KFAC is exact for a layer with one position: A ⊗ Γ is the GGN."""
+    """With one sample KFAC is exact for a layer with one position: Γ ⊗ A is the GGN."""
     model, x, y = network()
     posterior = lw.fit(model, [(x[:1], y[:1])], lw.KFAC(), params=lw.matching("weight"), prior_precision=1.0)
     exact = lw.fit(model, [(x[:1], y[:1])], lw.Full(), params=lw.matching("weight"), prior_precision=1.0)

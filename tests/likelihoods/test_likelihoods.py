@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,12 +24,13 @@ from lapwing.likelihoods import (
     MixturePrediction,
     NoiselessLikelihood,
     SampledLink,
+    aligned_targets,
+    check_real_targets,
+    latent_draws,
     register,
     resolve,
 )
-from lapwing.likelihoods.links import latent_draws
 from lapwing.likelihoods.registry import REGISTERED
-from lapwing.likelihoods.targets import aligned_targets, check_real_targets
 from tests.likelihoods.fakes import random_latent
 
 F64 = torch.float64
@@ -39,8 +41,6 @@ class Poisson(NoiselessLikelihood):
     """Counts with a log link, ``y ~ Poisson(e^f)``, from the protocol alone."""
 
     name: ClassVar[str] = "counts"
-    links: ClassVar[tuple] = (SampledLink,)
-    default_link: ClassVar[SampledLink] = SampledLink()
 
     def check(self, outputs, targets):
         check_real_targets("Poisson", outputs.shape, outputs.device, targets)
@@ -50,9 +50,6 @@ class Poisson(NoiselessLikelihood):
 
     def fisher_root(self, outputs):
         return torch.diag_embed((0.5 * outputs).exp())
-
-    def sampled_fisher_root(self, outputs, generator):
-        return (torch.poisson(outputs.exp(), generator) - outputs.exp()).unsqueeze(-1)
 
     def predict(self, latent, link=None, generator=None):
         draws = latent_draws(latent, self.choose_link(latent, link).draws, generator).transpose(0, 1)
@@ -245,6 +242,8 @@ def test_a_registered_likelihood_is_found_by_its_name(monkeypatch):
     x = torch.randn(9, 2, dtype=F64)
     fitted = lw.fit(model, [(x, torch.poisson(x[:, :1].exp()))], lw.Diagonal(), likelihood="counts", tune=None)
     assert fitted.likelihood == Poisson()
+    with pytest.raises(LapwingError, match=r"SampledLink.* has no closed form\. Write lw\.deploy\(.*outputs='latent'"):
+        lw.deploy(fitted, x)
 
 
 def test_a_class_that_extends_gaussian_stays_itself_when_its_noise_is_tuned():
@@ -277,6 +276,22 @@ def test_what_cannot_be_registered():
         with pytest.raises(LapwingError, match=message):
             register(kind)
     assert list(REGISTERED)[:3] == ["bernoulli", "categorical", "gaussian"]
+
+
+@pytest.mark.parametrize("shape", [(9,), (9, 1), (9, 2, 1)])
+def test_a_root_of_another_shape_is_refused(monkeypatch, shape):
+    monkeypatch.setattr(Poisson, "fisher_root", lambda self, outputs: outputs.new_ones(shape))
+    x, message = torch.randn(9, 2), re.escape(f"fisher_root of Poisson returned {shape} and must return (B, C, R)")
+    with pytest.raises(LapwingError, match=message):
+        lw.fit(torch.nn.Linear(2, 1).eval(), [(x, torch.ones(9, 1))], lw.Diagonal(), likelihood=Poisson())
+
+
+def test_a_sampled_root_of_another_shape_is_refused(monkeypatch):
+    """More than 1 000 outputs have a sampled one."""
+    monkeypatch.setattr(Poisson, "fisher_root", lambda self, outputs: outputs)
+    x, message = torch.randn(9, 2), r"sampled_fisher_root of Poisson returned .* must return \(B, C, 1\)"
+    with pytest.raises(LapwingError, match=message):
+        lw.fit(torch.nn.Linear(2, 1001).eval(), [(x, torch.ones(9, 1001))], lw.Diagonal(), likelihood=Poisson())
 
 
 def test_likelihood_is_abstract():

@@ -22,6 +22,7 @@ from lapwing.network.plan import Plan
 from lapwing.tangent import Tangent
 from tests import oracle
 from tests.conformance import jacobian
+from tests.prediction.streamlined_oracle import build
 from tests.zoo import ZOO
 
 EVERY = lw.matching("*")
@@ -701,6 +702,9 @@ def test_a_shared_input_as_long_as_a_later_batch_is_refused_for_covered_paramete
         assert tangent.record((x[:n], anchors)).rows().shape == (n, 2, 10)
     with pytest.raises(lw.LapwingError, match=r"A tensor .* has the length 5 of this batch.* shared\[None\]"):
         tangent.record((x[:5], anchors))
+    for way in (lw.Linearized(), lw.MonteCarlo(2), lw.Streamlined()):
+        with pytest.raises(lw.LapwingError, match=r"A tensor .* has the length 5 of this batch"):
+            way.latent(tangent, build(tangent, "diagonal"), (x[:5], anchors), False)
     torch.testing.assert_close(tangent.record((x[:5], anchors[None])).rows(), tangent.record((x, anchors)).rows()[:5])
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.errors import LapwingError
-from lapwing.prediction.streamlined import Kind, Operation, broadcast, independent, register
+from lapwing.prediction.streamlined import Kind, Operation, broadcast, independent, register_operation
 from lapwing.prediction.streamlined.moments import Moments
 from lapwing.prediction.streamlined.operations import OPERATIONS, operation_of
 from lapwing.tangent import Tangent
@@ -81,10 +81,14 @@ def test_an_activation_from_outside_is_one_entry() -> None:
     """With a slope alone it is grouped, linearised and given its channels like torch's own."""
     with pytest.raises(LapwingError, match=r"stops at lapwing_test.squareplus .* from outside torch"):
         variances(Network)
-    register(Operation(Kind.ELEMENTWISE, slope=lambda a, y, name: y / (a["self"].square() + a["b"]).sqrt()), TARGET)
-    with pytest.raises(KeyError):  # arguments have the names of the operator's schema
+    register_operation(
+        Operation(Kind.ELEMENTWISE, slope=lambda a, y, name: y / (a["self"].square() + a["b"]).sqrt()), TARGET
+    )
+    with pytest.raises(LapwingError, match=r"squareplus.default reads the argument 'self', and .* are x, b\."):
         variances(Network)
-    register(Operation(Kind.ELEMENTWISE, slope=lambda a, y, name: y / (a["x"].square() + a["b"]).sqrt()), TARGET)
+    register_operation(
+        Operation(Kind.ELEMENTWISE, slope=lambda a, y, name: y / (a["x"].square() + a["b"]).sqrt()), TARGET
+    )
     torch.testing.assert_close(variances(Network), variances(Plain), rtol=1e-10, atol=0.0)
     with pytest.raises(LapwingError, match="forward mode does not pass"):
         variances(Network, lw.Streamlined("full"))
@@ -99,9 +103,59 @@ def test_a_rule_from_outside_says_what_its_positions_share(label: object, exact:
         rho = x.correlation if label is broadcast else None
         return Moments(y, (y / root).square() * x.variance, rho)
 
-    register(Operation(Kind.OTHER, rule, label), TARGET)  # type: ignore[arg-type]
+    register_operation(Operation(Kind.OTHER, rule, label), TARGET)  # type: ignore[arg-type]
     difference = (variances(Network) / variances(Plain) - 1).abs().max()
     assert (difference < 1e-10) == exact
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize("target", [squareplus, torch.ops.lapwing_test.squareplus], ids=["operator", "packet"])
+def test_what_is_no_overload_is_refused_with_its_overload(target: object) -> None:
+    with pytest.raises(LapwingError, match=r"is no overload\. Pass torch\.ops\.lapwing_test\.squareplus\.default\."):
+        register_operation(Operation(Kind.ELEMENTWISE, slope=lambda a, y, name: y), TARGET, target)
+    assert TARGET not in OPERATIONS  # none is registered where one is refused
+
+
+@pytest.mark.usefixtures("table")
+def test_texts_functions_and_slopes_of_nothing_elementwise_are_refused() -> None:
+    for target in ("squareplus.default", torch.relu):
+        with pytest.raises(LapwingError, match="is no overload. Pass torch.ops."):
+            register_operation(Operation(Kind.ELEMENTWISE), target)
+    with pytest.raises(LapwingError, match=r"A slope needs Kind\.ELEMENTWISE, and the operation has Kind\.OTHER"):
+        register_operation(Operation(slope=lambda a, y, name: y), TARGET)
+
+
+@torch.library.custom_op("lapwing_test::doubled_gain", mutates_args=())
+def doubled_gain(x: Tensor, weight: Tensor) -> Tensor:
+    return 2 * x * weight
+
+
+@doubled_gain.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+doubled_gain.register_autograd(
+    lambda ctx, g: (2 * g * ctx.saved_tensors[1], (2 * g * ctx.saved_tensors[0]).flatten(0, -2).sum(0)),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return doubled_gain(x, self.weight)
+
+
+def test_the_refusal_names_an_uncertain_weight() -> None:
+    """A slope would not do for it."""
+    model, x = nn.Sequential(nn.Linear(4, 4).double(), Gain()).eval(), torch.randn(3, 4, dtype=F64)
+    tangent = Tangent.survey(model, x, lw.matching("1.*"))
+    with pytest.raises(LapwingError, match=r"argument weight is uncertain\. Register a rule for it"):
+        lw.Streamlined().latent(tangent, build(tangent, "diagonal"), x)
 
 
 def test_a_rule_without_a_label_is_refused() -> None:

@@ -96,7 +96,7 @@ def _of_user(problem: Problem, points: InducingPoints) -> Anchors:
     tangent, outputs = problem.tangent, points.outputs
     leaves, nest = batches.flatten(batches.plain(points.inputs, tangent.device))
     inputs = batches.unflatten((leaf.detach().clone() for leaf in leaves), nest)  # fits move them in place
-    batches.check_inputs(inputs, "the inducing points")
+    tangent.check(inputs, "the inducing points")
     count = len(tangent.outputs_of(inputs))
     if outputs is None:
         samples = torch.arange(count).repeat_interleave(tangent.outputs)

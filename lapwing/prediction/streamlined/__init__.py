@@ -30,7 +30,7 @@ from ..way import Way
 
 if TYPE_CHECKING:
     from .full import FullProgram
-    from .operations import Kind, Operation, broadcast, independent, register
+    from .operations import Kind, Operation, broadcast, independent, register_operation
     from .program import Program
 
 _LABELS = {
@@ -172,7 +172,7 @@ class Streamlined(Way):
             LapwingError: as for `latent`.
         """
         variances = dict(input_variances or {})
-        self._check_inputs(tangent, inputs, variances)
+        self._check_batch(tangent, inputs, variances)
         inputs = batches.plain(inputs)
         # under the lock of without_compiled: other threads swap parameters
         with torch.set_grad_enabled(wants_gradient((inputs, variances))), without_compiled():
@@ -193,10 +193,9 @@ class Streamlined(Way):
             )
         return Latent(mean.to(tangent.dtype), (DenseTerm(matrix.to(tangent.dtype)),))
 
-    def _check_inputs(self, tangent: Tangent, inputs: Any, variances: Mapping[int, Tensor]) -> None:
+    def _check_batch(self, tangent: Tangent, inputs: Any, variances: Mapping[int, Tensor]) -> None:
         check_mode(tangent.model)
-        batches.check_inputs(inputs, "the inputs")
-        if not batches.size(inputs):
+        if not tangent.check(inputs).samples:
             raise LapwingError(
                 f"The inputs {batches.describe(inputs)} hold no samples. Pass one at least; a single sample as x[None]."
             )
@@ -255,4 +254,4 @@ def __getattr__(name: str) -> Any:
     return getattr(operations, name)
 
 
-__all__ = ["Kind", "Operation", "Streamlined", "broadcast", "independent", "register"]
+__all__ = ["Kind", "Operation", "Streamlined", "broadcast", "independent", "register_operation"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ from ...tangent import Block, Tangent
 from . import rules  # noqa: F401 (fills the table)
 from .axes import read_axes, read_layouts
 from .graph import Graph
-from .operations import Kind, has_forward_mode, is_a, operation_of
+from .operations import Kind, has_forward_mode, is_a, named, operation_of
 from .program import Program
 from .schedule import Schedule, schedule
 from .sites import Site, Treated, refusal
@@ -49,7 +49,7 @@ def build(
     inputs = frozenset(name for place in uncertain if (name := graph.leaves[place]) is not None)
     steps = schedule(graph, frozenset(treated), inputs, way.attention)
     _check_uses(network, steps, treated)
-    _check_forward_mode(network, steps, way)
+    _check_forward_mode(network, steps, treated, way)
     calls = [step.node for step in steps.steps if step.uncertain and step.fused is None]
     ruleless = any(operation_of(node).rule is None for node in calls)
     axes = read_axes(graph, example, network) if not full and (way.tracks_branches or ruleless) else None
@@ -61,7 +61,7 @@ def build(
     return Program(graph, steps, sites, treated, dtype, network, way, axes, layouts if correlated else {})
 
 
-def _check_forward_mode(network: str, steps: Schedule, way: Streamlined) -> None:
+def _check_forward_mode(network: str, steps: Schedule, treated: Container[str], way: Streamlined) -> None:
     """Refuses operators from outside torch where no entry of the table gives their derivative."""
     for step in steps.steps:
         if not step.uncertain:
@@ -69,11 +69,18 @@ def _check_forward_mode(network: str, steps: Schedule, way: Streamlined) -> None
         closed = operation_of(step.node).rule is not None if step.fused is None else step.fused.closed
         for node in (step.node,) if step.fused is None else step.fused.body:
             if not has_forward_mode(node) and (way.tracks_branches or not closed):
+                problem = "it is an operator from outside torch, through which forward mode does not pass"
+                entry = "a slope or a rule"
+                arguments = named(node, node.args, node.kwargs).items()
+                weights = [name for name, a in arguments if isinstance(a, fx.Node) and a.name in treated]
+                if weights and not closed:
+                    problem += f", and its argument {weights[0]} is uncertain"
+                    entry = "a rule"
                 raise refusal(
                     network,
                     node,
-                    "it is an operator from outside torch, through which forward mode does not pass",
-                    "Register a slope or a rule for it (lapwing.prediction.streamlined.register), and pass "
+                    problem,
+                    f"Register {entry} for it (lapwing.prediction.streamlined.register_operation), and pass "
                     "lw.Streamlined() without full mode or correlated branches.",
                 )
 

@@ -130,7 +130,7 @@ def _directions(name: str, x: Moments, axes: SampleAxes, samples: int, site: Sit
             f"it has no moment rule, and its uncertain input has {count} numbers, more than the {MAX_NUMBERS} that go "
             "by forward mode",
             "Use linear, convolution, pooling, norm, attention, embedding, element-wise or shape operations, or give "
-            "it a rule (lapwing.prediction.streamlined.register).",
+            "it a rule (lapwing.prediction.streamlined.register_operation).",
         )
     deviation = x.variance.clamp_min(torch.finfo(x.variance.dtype).tiny).sqrt()
     size = chunk_size(x.mean)

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, fx
 from torch.func import vjp
 
+from ...errors import LapwingError
 from ...network.forward_mode import jvp
 from .moments import Layout, Moments, Value, is_constant
-from .operations import Slope, aten, has_schema, is_statistic, named, operation_of
+from .operations import Arguments, Partial, Slope, aten, has_schema, is_statistic, named, operation_of
 from .sites import resolve, run
 
 NODES = 20
@@ -129,7 +130,7 @@ class Fused:
             y = y[0] if isinstance(y, (tuple, list)) else y
             total: dict[str, Slope] = {}
             for name, argument in names.items():
-                slope = partial(arguments, y, name)
+                slope = self._slope_of(node, partial, arguments, y, name)
                 for leaf, inner in slopes[argument].items():
                     part = _product(slope, inner)
                     total[leaf] = part if leaf not in total else total[leaf] + part
@@ -140,6 +141,16 @@ class Fused:
         final = slopes[self.node.name]
         through = tuple(final.get(name, 0.0) for name in self.statistics)
         return Slopes(final.get(self.source, 0.0), through, tuple(gradients[name] for name in self.statistics))
+
+    @staticmethod
+    def _slope_of(node: fx.Node, partial: Partial, arguments: Arguments, y: Any, name: str) -> Slope:
+        try:
+            return partial(arguments, y, name)
+        except KeyError as error:
+            raise LapwingError(
+                f"The slope of {node.target} reads the argument {error}, and the arguments of the call are "
+                f"{', '.join(arguments)}. Read one of these in the slope."
+            ) from error
 
     def _gradient(self, slopes: Mapping[str, Slope], known: Mapping[str, Slope], value: Tensor, x: Tensor) -> Slope:
         """Returns `∂s/∂x` of a statistic of x, what goes through other statistics included."""

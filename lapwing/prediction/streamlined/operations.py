@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from ...errors import LapwingError
+from ...errors import LapwingError, shown
 from .moments import Value
 
 if TYPE_CHECKING:
@@ -110,18 +110,33 @@ OPERATIONS: dict[Any, Operation] = {}
 _OTHER, _TAGGED = Operation(), Operation(Kind.ELEMENTWISE)
 
 
-def register(operation: Operation, *targets: Any) -> None:
-    """Enters calls into the table.
+def register_operation(operation: Operation, *targets: Any) -> None:
+    """Enters operators into the table.
 
     Args:
         operation: what they are.
-        *targets: the calls, such as `torch.ops.mylib.swish.default`; a text such as "relu.default" is an ATen call,
-            left out where this version of torch has none of that name.
+        *targets: overloads of operators, such as `torch.ops.mylib.swish.default`.
+
+    Raises:
+        LapwingError: for what is no overload, and for a slope of what is neither element-wise nor a statistic.
     """
+    if operation.slope is not None and not operation.kind & (Kind.ELEMENTWISE | Kind.STATISTIC):
+        raise LapwingError(
+            f"A slope needs Kind.ELEMENTWISE, and the operation has {operation.kind}. Write "
+            "Operation(Kind.ELEMENTWISE, slope=slope), or register a rule for a call that is not element-wise."
+        )
     for target in targets:
-        if isinstance(target, str):
-            name, _, overload = target.partition(".")
-            target = getattr(getattr(aten, name, None), overload, None)
+        if not isinstance(target, torch._ops.OpOverload):
+            name = getattr(target, "_qualname", getattr(target, "_qualified_op_name", "mylib::name"))
+            raise LapwingError(f"{shown(target)} is no overload. Pass torch.ops.{name.replace('::', '.')}.default.")
+    OPERATIONS.update(dict.fromkeys(targets, operation))
+
+
+def register_aten(operation: Operation, *names: str) -> None:
+    """Enters ATen calls such as "relu.default" into the table, but for those that this version of torch lacks."""
+    for name in names:
+        packet, _, overload = name.partition(".")
+        target = getattr(getattr(aten, packet, None), overload, None)
         if target is not None:
             OPERATIONS[target] = operation
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from ..moments import Moments, Value, is_constant, mean_of, sum_correlation, total_of, variance_of
-from ..operations import Kind, Operation, aten, broadcast, named, register, same_along, shape_of
+from ..operations import Kind, Operation, aten, broadcast, named, register_aten, same_along, shape_of
 from ..sites import Site
 from . import elementwise
 
@@ -231,14 +231,14 @@ def chosen(site: Site, arguments: dict[str, Any]) -> Moments:
 
 
 _PAIR = Kind.ELEMENTWISE
-register(Operation(_PAIR, added, broadcast, elementwise.added), "add.Tensor")
-register(Operation(_PAIR, added, broadcast, elementwise.subtracted), "sub.Tensor", "subtract.Tensor")
-register(Operation(_PAIR, multiplied, broadcast, elementwise.multiplied), "mul.Tensor", "multiply.Tensor")
-register(Operation(_PAIR, divided, broadcast, elementwise.divided), "div.Tensor", "divide.Tensor")
-register(Operation(_PAIR, chosen, broadcast, elementwise.chosen), "where.self")
-register(Operation(Kind.STATISTIC, summed, _summed_label, elementwise.mean), "mean.dim")
-register(Operation(Kind.STATISTIC, summed, _summed_label, lambda a, y, name: 1.0), "sum.dim_IntList")
-register(Operation(Kind.OTHER, gated, _gated_label), "glu.default")
-register(Operation(Kind.PRODUCT, _matmul, contracted_label), "bmm.default")
-register(Operation(Kind.PRODUCT, _baddbmm, contracted_label), "baddbmm.default")
-register(Operation(Kind.PRODUCT, _einsum, contracted_label), "einsum.default")
+register_aten(Operation(_PAIR, added, broadcast, elementwise.added), "add.Tensor")
+register_aten(Operation(_PAIR, added, broadcast, elementwise.subtracted), "sub.Tensor", "subtract.Tensor")
+register_aten(Operation(_PAIR, multiplied, broadcast, elementwise.multiplied), "mul.Tensor", "multiply.Tensor")
+register_aten(Operation(_PAIR, divided, broadcast, elementwise.divided), "div.Tensor", "divide.Tensor")
+register_aten(Operation(_PAIR, chosen, broadcast, elementwise.chosen), "where.self")
+register_aten(Operation(Kind.STATISTIC, summed, _summed_label, elementwise.mean), "mean.dim")
+register_aten(Operation(Kind.STATISTIC, summed, _summed_label, lambda a, y, name: 1.0), "sum.dim_IntList")
+register_aten(Operation(Kind.OTHER, gated, _gated_label), "glu.default")
+register_aten(Operation(Kind.PRODUCT, _matmul, contracted_label), "bmm.default")
+register_aten(Operation(Kind.PRODUCT, _baddbmm, contracted_label), "baddbmm.default")
+register_aten(Operation(Kind.PRODUCT, _einsum, contracted_label), "einsum.default")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ..moments import Moments, Value, mean_of, ratio, root, sum_correlation, total_of
-from ..operations import Kind, Operation, register, same_along, shape_of
+from ..operations import Kind, Operation, register_aten, same_along, shape_of
 from ..sites import Site
 
 
@@ -237,4 +237,4 @@ def _picked(x: Tensor, rows: Tensor) -> Tensor:
     return x.gather(-1, index)
 
 
-register(Operation(Kind.ATTENTION, attended, _attended_label), "scaled_dot_product_attention.default")
+register_aten(Operation(Kind.ATTENTION, attended, _attended_label), "scaled_dot_product_attention.default")

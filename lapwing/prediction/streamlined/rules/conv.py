@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ....jacobian.layers.conv import unfold
 from ..moments import Moments, layer_correlation, mean_of, total_of, variance_of
-from ..operations import Kind, Operation, numbered, register
+from ..operations import Kind, Operation, numbered, register_aten
 from ..sites import Site, Treated
 
 _MAX_PATCH_NUMBERS = 2**24
@@ -216,11 +216,11 @@ def geometry(
     return numbers(stride), numbers(dilation), zeros
 
 
-register(
+register_aten(
     Operation(Kind.CONVOLUTION, convolution, lambda node, labels: numbered(node, 1)),
     "conv1d.default", "conv2d.default", "conv3d.default", "conv1d.padding", "conv2d.padding", "conv3d.padding",
 )  # fmt: skip
-register(  # no layer family of the tangent treats their weights, so only their variances count
+register_aten(  # no layer family of the tangent treats their weights, so only their variances count
     Operation(Kind.CONVOLUTION, partial(convolution, positions=False), lambda node, labels: numbered(node, 1)),
     "conv_transpose1d.default", "conv_transpose2d.input", "conv_transpose3d.input",
 )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operations import Arguments, Kind, Operation, Partial, Slope, aten, register
+from ..operations import Arguments, Kind, Operation, Partial, Slope, aten, register_aten
 
 
 def one(a: Arguments, y: Any, name: str) -> Slope:
@@ -132,7 +132,7 @@ def _deviation(a: Arguments, y: Any, name: str) -> Slope:
 
 
 def _elementwise(slope: Partial | None, *names: str, kind: Kind = Kind.OTHER) -> None:
-    register(Operation(Kind.ELEMENTWISE | kind, slope=slope), *names)
+    register_aten(Operation(Kind.ELEMENTWISE | kind, slope=slope), *names)
 
 
 _elementwise(
@@ -197,7 +197,7 @@ _elementwise(
 )
 _elementwise(_prelu, "prelu.default")
 
-register(Operation(Kind.STATISTIC, slope=_variance), "var.dim", "var.correction")
-register(Operation(Kind.STATISTIC, slope=_deviation), "std.dim", "std.correction")
-register(Operation(Kind.STATISTIC, slope=lambda a, y, name: (a["self"] - y).exp()), "logsumexp.default")
-register(Operation(Kind.STATISTIC), "linalg_vector_norm.default", "norm.ScalarOpt_dim")
+register_aten(Operation(Kind.STATISTIC, slope=_variance), "var.dim", "var.correction")
+register_aten(Operation(Kind.STATISTIC, slope=_deviation), "std.dim", "std.correction")
+register_aten(Operation(Kind.STATISTIC, slope=lambda a, y, name: (a["self"] - y).exp()), "logsumexp.default")
+register_aten(Operation(Kind.STATISTIC), "linalg_vector_norm.default", "norm.ScalarOpt_dim")

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ....covariance import LayerBlock
 from ..moments import Moments, Value, layer_correlation, mean_of, total_of, variance_of
-from ..operations import Kind, Operation, aten, numbered, register
+from ..operations import Kind, Operation, aten, numbered, register_aten
 from ..sites import Site, Treated
 from .arithmetic import contracted, contracted_label
 from .attention import between_features, origin
@@ -232,6 +232,6 @@ def embedded(site: Site, arguments: dict[str, Any]) -> Moments:
     return Moments(mean, variance)
 
 
-register(Operation(Kind.LINEAR, linear, linear_label), "linear.default", "addmm.default", "mm.default")
-register(Operation(Kind.LINEAR | Kind.PRODUCT, linear, linear_label), "matmul.default")
-register(Operation(Kind.EMBEDDING, embedded, lambda node, labels: numbered(node, -1)), "embedding.default")
+register_aten(Operation(Kind.LINEAR, linear, linear_label), "linear.default", "addmm.default", "mm.default")
+register_aten(Operation(Kind.LINEAR | Kind.PRODUCT, linear, linear_label), "matmul.default")
+register_aten(Operation(Kind.EMBEDDING, embedded, lambda node, labels: numbered(node, -1)), "embedding.default")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from ..moments import Moments, Value, mean_of
-from ..operations import Kind, Operation, length_of, named, register, same_along, shape_of
+from ..operations import OPERATIONS, Kind, Operation, length_of, named, register_aten, same_along, shape_of
 from ..sites import RESHAPED, Site
 from .elementwise import one
 
@@ -109,7 +109,7 @@ def joined_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
 
 
 def _moves(*names: str, kind: Kind = Kind.OTHER) -> None:
-    register(Operation(Kind.MOVE | kind, moved, moved_label), *names)
+    register_aten(Operation(Kind.MOVE | kind, moved, moved_label), *names)
 
 
 _moves(
@@ -128,13 +128,13 @@ _moves(
     "triu.default", "rot90.default", "swapaxes.default", "swapdims.default", "hstack.default", "vstack.default",
     "take_along_dim.default", "select_copy.int", "masked_select.default", "adjoint.default",
 )  # fmt: skip
-register(Operation(Kind.MOVE, moved, joined_label), "cat.default", "concat.default", "concatenate.default")
-register(
+register_aten(Operation(Kind.MOVE, moved, joined_label), "cat.default", "concat.default", "concatenate.default")
+register_aten(
     Operation(Kind.MOVE | Kind.ELEMENTWISE | Kind.IDENTITY, moved, moved_label, one), "clone.default",
     "contiguous.default",
 )  # fmt: skip
-register(
+register_aten(
     Operation(Kind.MOVE | Kind.ELEMENTWISE | Kind.VIEW, moved, moved_label, one), "expand.default", "expand_as.default"
 )
-register(Operation(Kind.MOVE, padded, moved_label), "pad.default", "constant_pad_nd.default")
-register(Operation(Kind.MOVE, picked, moved_label, one), operator.getitem)
+register_aten(Operation(Kind.MOVE, padded, moved_label), "pad.default", "constant_pad_nd.default")
+OPERATIONS[operator.getitem] = Operation(Kind.MOVE, picked, moved_label, one)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..moments import Moments, Value, mean_of, ratio, sum_correlation, total_of, variance_of
-from ..operations import Arguments, Kind, Operation, Slope, aten, broadcast, register
+from ..operations import Arguments, Kind, Operation, Slope, aten, broadcast, register_aten
 from ..sites import Site, Treated
 
 
@@ -182,11 +182,11 @@ def _batch_norm_slope(a: Arguments, y: Any, name: str) -> Slope:
     return slope.reshape(-1, *(1,) * (a["input"].ndim - 2))
 
 
-register(Operation(Kind.NORM, layer_norm, broadcast), "layer_norm.default", "rms_norm.default")
-register(Operation(Kind.NORM, group_norm, broadcast), "group_norm.default")
-register(  # in eval mode, which is checked; the second gives a tuple
+register_aten(Operation(Kind.NORM, layer_norm, broadcast), "layer_norm.default", "rms_norm.default")
+register_aten(Operation(Kind.NORM, group_norm, broadcast), "group_norm.default")
+register_aten(  # in eval mode, which is checked; the second gives a tuple
     Operation(Kind.NORM | Kind.ELEMENTWISE, batch_norm, broadcast, _batch_norm_slope),
     "batch_norm.default", "_native_batch_norm_legit_no_training.default",
 )  # fmt: skip
-register(Operation(Kind.SOFTMAX, softmax, broadcast), "softmax.int", "_softmax.default", "_safe_softmax.default")
-register(Operation(Kind.OTHER, log_softmax, broadcast), "log_softmax.int", "_log_softmax.default")
+register_aten(Operation(Kind.SOFTMAX, softmax, broadcast), "softmax.int", "_softmax.default", "_safe_softmax.default")
+register_aten(Operation(Kind.OTHER, log_softmax, broadcast), "log_softmax.int", "_log_softmax.default")

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from ..moments import Moments, sum_correlation
-from ..operations import Kind, Operation, Rule, aten, broadcast, register, shape_of
+from ..operations import Kind, Operation, Rule, aten, broadcast, register_aten, shape_of
 from ..sites import Site
 
 
@@ -125,17 +125,17 @@ def _window_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
     return None if label is None else label[(..., *(slice(0, 1),) * (label.ndim - 2))].expand(shape_of(node))
 
 
-register(
+register_aten(
     Operation(Kind.POOLING, averaged, _window_label),
     "avg_pool1d.default", "avg_pool2d.default", "avg_pool3d.default", "adaptive_avg_pool1d.default",
     "adaptive_avg_pool2d.default", "adaptive_avg_pool3d.default",
 )  # fmt: skip
-register(Operation(Kind.POOLING, _won(1), _window_label), "max_pool1d.default")
-register(Operation(Kind.POOLING, _won(2), _window_label), "max_pool2d.default")
-register(Operation(Kind.POOLING, _won(3), _window_label), "max_pool3d.default")
-register(
+register_aten(Operation(Kind.POOLING, _won(1), _window_label), "max_pool1d.default")
+register_aten(Operation(Kind.POOLING, _won(2), _window_label), "max_pool2d.default")
+register_aten(Operation(Kind.POOLING, _won(3), _window_label), "max_pool3d.default")
+register_aten(
     Operation(Kind.POOLING, won_adaptively, broadcast),
     "adaptive_max_pool1d.default", "adaptive_max_pool2d.default", "adaptive_max_pool3d.default",
 )  # fmt: skip
-register(Operation(Kind.STATISTIC, largest, broadcast), "amax.default", "amin.default")
-register(Operation(Kind.OTHER, largest, broadcast), "max.dim", "min.dim")
+register_aten(Operation(Kind.STATISTIC, largest, broadcast), "amax.default", "amin.default")
+register_aten(Operation(Kind.OTHER, largest, broadcast), "max.dim", "min.dim")
