@@ -256,6 +256,11 @@ def _network(forward: Callable[[Any], Tensor], likelihood: Likelihood, device: t
 
     def predict(inputs: Any) -> Prediction:
         outputs = forward(inputs)
+        if likelihood.activation == "softmax" and outputs.shape[1] < 2:
+            raise LapwingError(
+                f"A network of the comparison has outputs of shape {tuple(outputs.shape)}, and {likelihood.name} "
+                "predictions need one for each class. Pass a network with as many outputs as classes."
+            )
         return likelihood.predict(Latent(outputs, (EigenTerm(None, torch.zeros_like(outputs)),)))
 
     return _Candidate(predict, forward, device, True)

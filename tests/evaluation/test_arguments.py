@@ -98,6 +98,7 @@ def test_posteriors_loaders_and_numbers(posterior: lw.Posterior) -> None:
         (lambda: corrupt(images, ["fog"], 1), "The corruption .'fog"),
         (lambda: corrupt(images, "fog", torch.ones(3)), r"severity=Tensor \(3,\)"),
         (lambda: rotate(images, 10.0, fill="black"), "fill is 'black'"),
+        (lambda: lw.compare({"net": nn.Linear(4, 1).eval()}, [(torch.randn(6, 4), Y)]), r"shape \(6, 1\)"),
     ]
     for action, words in refused:
         with pytest.raises(lw.LapwingError, match=words):
