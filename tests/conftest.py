@@ -32,5 +32,5 @@ def data_folder(request: pytest.FixtureRequest) -> Path:
         pytest.skip(f"{request.node.name} needs data sets: set LAPWING_DATA to their folder")
     folder = Path(named)
     if not folder.is_dir():
-        pytest.fail(f"LAPWING_DATA is {named!r}, which is no folder")
+        pytest.fail(f"LAPWING_DATA is {named!r}, which is not a folder")
     return folder

@@ -41,7 +41,7 @@ def register(kind: Registered) -> Registered:
         The class.
 
     Raises:
-        LapwingError: for what is no class of covariances, and for a name that another class has.
+        LapwingError: for what is not a class of covariances, and for a name that another class has.
     """
     if not (isinstance(kind, type) and issubclass(kind, Covariance)):
         raise LapwingError(
@@ -143,7 +143,7 @@ class Covariance(ABC):
         """Returns what `tensors()` in a file must be, beside this `extra()`.
 
         Raises:
-            Mismatch: where that is no `extra()`, and for a structure that files do not hold.
+            Mismatch: where that is not what `extra()` returns, and for a structure that files do not hold.
         """
         raise Mismatch(f"a {cls.__name__} has no form in a file")
 

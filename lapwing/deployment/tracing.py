@@ -252,7 +252,7 @@ def _end(program: Program) -> tuple[Step, ...]:
 
 
 def _whole(output: Moments) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns means, variances and centred variances of an output that is no layer's."""
+    """Returns means, variances and centred variances of an output that is not a layer's."""
     term = EigenTerm(None, output.variance) if output.covariance is None else DenseTerm(output.covariance)
     return output.mean, term.variance(), term.centred_variance()
 

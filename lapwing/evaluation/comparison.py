@@ -197,12 +197,12 @@ def _check(posteriors: Any, score: str, repeats: Any, fit_seconds: Any) -> None:
         raise LapwingError(f"fit_seconds is {shown(fit_seconds)}. Pass a dict of seconds by name, or leave it out.")
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise LapwingError(
-            f"repeats={shown(repeats)} is no number of timings. Pass a whole number of at least 1: repeats=3."
+            f"repeats={shown(repeats)} is not a number of timings. Pass a whole number of at least 1: repeats=3."
         )
 
 
 def _check_foreign(foreign: Any, loader: Iterable[Any]) -> None:
-    """Raises for several foreign sets: a dict that is no batch of a network which takes dicts."""
+    """Raises for several foreign sets: a dict that is not a batch of a network which takes dicts."""
     if not isinstance(foreign, Mapping):
         return
     held_out = next((batches.split(batch)[0] for batch in loader), None)

@@ -35,7 +35,7 @@ def rotate(images: Tensor, degrees: float, fill: Fill = 0.0) -> Tensor:
         Images of the same shape, dtype and device, differentiable in `images`.
 
     Raises:
-        LapwingError: for other images, an angle that is no finite number, or a fill of another length.
+        LapwingError: for other images, an angle that is not a finite number, or a fill of another length.
 
     Cost: time and memory a small multiple of the images'.
 
@@ -53,7 +53,7 @@ def rotate(images: Tensor, degrees: float, fill: Fill = 0.0) -> Tensor:
             "single image, x.float() / 255 for bytes, x.movedim(-1, 1) for channels last."
         )
     if isinstance(degrees, bool) or not isinstance(degrees, (int, float)) or not math.isfinite(degrees):
-        raise LapwingError(f"The angle degrees={shown(degrees)} is no finite number. Write rotate(x, 30).")
+        raise LapwingError(f"The angle degrees={shown(degrees)} is not a finite number. Write rotate(x, 30).")
     value = real_tensor("rotate", "fill", fill).to(images)
     if value.shape not in ((), (1,), (images.shape[1],)):
         raise LapwingError(
@@ -85,7 +85,7 @@ class RotatedLoader:
         fill: the value outside the images, as in `rotate`.
 
     Raises:
-        LapwingError: for what is no loader; while iterating, what `rotate` refuses.
+        LapwingError: for what is not a loader; while iterating, what `rotate` refuses.
     """
 
     loader: Iterable[Any]

@@ -36,7 +36,7 @@ def maps(
         The figure.
 
     Raises:
-        LapwingError: for what is no image, or another number of axes or labels.
+        LapwingError: for what is not an image, or another number of axes or labels.
     """
     plt = extra("matplotlib.pyplot")
     if isinstance(low, bool) or not isinstance(low, Real) or not 0 <= low < 1:

@@ -81,7 +81,7 @@ class Bernoulli(NoiselessLikelihood):
     def integrals(self, outputs: int, alpha: float) -> tuple[type[Link], ...]:
         """Returns `Quadrature` for one output or α = 0, and `SampledLink`.
 
-        The expectation of a product over correlated outputs is no product, unless α is 0.
+        The expectation of a product over correlated outputs is not a product, unless α is 0.
         """
         return (Quadrature, SampledLink) if outputs == 1 or alpha == 0 else (SampledLink,)
 

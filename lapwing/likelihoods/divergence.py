@@ -21,7 +21,7 @@ from .links import at_least_float32, seeded
 
 
 def check_alpha(alpha: Any) -> None:
-    """Raises where α is no finite number from 0 up."""
+    """Raises where α is not a finite number from 0 up."""
     number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
     if not (number and 0.0 <= alpha < math.inf):
         raise LapwingError(

@@ -64,7 +64,7 @@ def seeded(generator: torch.Generator | None, device: torch.device) -> torch.Gen
     """Returns the generator, or a new one with seed 0 on `device`: the same call gives the same answer.
 
     Raises:
-        LapwingError: for what is no generator.
+        LapwingError: for what is not a generator.
     """
     if generator is not None and not isinstance(generator, torch.Generator):
         raise LapwingError(
@@ -372,7 +372,7 @@ class SampledLink(ClassLink, BinaryLink):
         """Checks the number of draws."""
         if isinstance(self.draws, bool) or not isinstance(self.draws, Integral) or self.draws < 1:
             raise LapwingError(
-                f"SampledLink(draws={shown(self.draws)}) is no number of draws. Pass a whole number of at least 1: "
+                f"SampledLink(draws={shown(self.draws)}) is not a number of draws. Pass a whole number of at least 1: "
                 "SampledLink(512)."
             )
         if self.draws > MAX_DRAWS:

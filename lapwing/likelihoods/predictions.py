@@ -148,16 +148,16 @@ class RealPrediction(Prediction):
 
 
 def check_level(level: float) -> None:
-    """Raises where the level of an interval is no number between 0 and 1."""
+    """Raises where the level of an interval is not a number between 0 and 1."""
     if not (isinstance(level, Real) and 0.0 < level < 1.0):
         raise LapwingError(f"The level of interval() is {shown(level)}. Pass a number between 0 and 1: interval(0.9).")
 
 
 def check_count(asked: str, name: str, count: int, numbers: int = 0) -> None:
-    """Raises where a count is no positive whole number, or where so many draws do not fit into memory."""
+    """Raises where a count is not a positive whole number, or where so many draws do not fit into memory."""
     if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
         raise LapwingError(
-            f"{asked}({name}={shown(count)}) is no number of draws. Pass a whole number of at least 1: "
+            f"{asked}({name}={shown(count)}) is not a number of draws. Pass a whole number of at least 1: "
             f"{asked}({name}=512)."
         )
     linalg.check_memory(f"{asked}({count})", count, numbers)

@@ -24,7 +24,7 @@ def register(kind: Kind) -> Kind:
         The class.
 
     Raises:
-        LapwingError: for what is no class of likelihoods, a name that another class has, or other options.
+        LapwingError: for what is not a class of likelihoods, a name that another class has, or other options.
     """
     if not (isinstance(kind, type) and issubclass(kind, Likelihood) and is_dataclass(kind)):
         raise LapwingError(
@@ -66,6 +66,6 @@ def resolve(likelihood: Any) -> Likelihood:
             f"The likelihood is the class {likelihood.__name__}. Pass an instance: likelihood={likelihood.__name__}()."
         )
     raise LapwingError(
-        f"{shown(likelihood)} is no likelihood. Pass likelihood='categorical' for integer labels, 'bernoulli' for "
+        f"{shown(likelihood)} is not a likelihood. Pass likelihood='categorical' for integer labels, 'bernoulli' for "
         f"yes or no, 'gaussian' for real targets, or an instance. Registered are {', '.join(REGISTERED)}."
     )

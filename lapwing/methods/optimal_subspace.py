@@ -42,7 +42,7 @@ class OptimalSubspace(Method):
         at: inputs X' to use in place of a subset of the training data.
 
     Raises:
-        LapwingError: for numbers below 1, another label, or a curvature that is no method.
+        LapwingError: for numbers below 1, another label, or a curvature that is not a method.
 
     Ψ_approx is taken at the fit's prior precision, at 1 where that is to be tuned: later priors keep the span.
 

@@ -131,7 +131,7 @@ def is_loader(x: Any) -> bool:
 
 
 def check_loader(loader: Any, purpose: str) -> None:
-    """Raises for what is no loader, one batch included: a pair, or a list of tensors."""
+    """Raises for what is not a loader, one batch included: a pair, or a list of tensors."""
     one_batch = isinstance(loader, (tuple, list)) and any(isinstance(part, Tensor) for part in loader)
     if one_batch or isinstance(loader, (Tensor, Mapping, str, bytes, type)) or not hasattr(loader, "__iter__"):
         raise LapwingError(
@@ -240,7 +240,7 @@ def chunks(inputs: Any, length: int) -> Iterator[tuple[slice, Any]]:
 
 
 def flatten(inputs: Any) -> tuple[list[Tensor], str]:
-    """Separates inputs into their tensors and a text: how they nest, and what is no tensor, as JSON.
+    """Separates inputs into their tensors and a text: how they nest, and what is not a tensor, as JSON.
 
     Every part of it is a list that begins with its kind: `["tensor"]`, `["value", 3]`, `["tuple", part, ...]`,
     `["list", part, ...]` and `["dict", [key, part], ...]`.

@@ -83,8 +83,8 @@ def _with_positions(model: nn.Module, out: Tensor) -> LapwingError:
 def _called(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
     if forward is not None and not callable(forward):
         raise LapwingError(
-            f"forward={shown(forward)} is no function of the model and a batch's inputs. Write forward=lambda model, "
-            "inputs: model(inputs)."
+            f"forward={shown(forward)} is not a function of the model and a batch's inputs. Write forward=lambda "
+            "model, inputs: model(inputs)."
         )
     if forward is not None:
         return forward(model, inputs)

@@ -42,8 +42,8 @@ def chain_gradients(outputs: Tensor, noted: Sequence[RecordedUse], u: Tensor | N
         u: (R, B, C), or None for the C outputs themselves.
 
     Returns:
-        g (R, B, O) a use, None for one whose output is f itself where `u` is None; or None where this is no chain. In
-        memory the samples come first, as products sample by sample read them.
+        g (R, B, O) for each use, None for one whose output is f itself where `u` is None. None in all where this is
+        not a chain. In memory the samples come first, as products sample by sample read them.
 
     Cost: time O(R B O I) a layer.
     """

@@ -32,7 +32,7 @@ def checked_memory(memory: int | None) -> int:
     memory = DEFAULT_MEMORY if memory is None else memory
     if not isinstance(memory, int) or memory < 2**24:
         raise LapwingError(
-            f"memory={shown(memory)} is no int of at least {2**24} bytes (16 MiB). Write memory=2**30 for 1 GiB."
+            f"memory={shown(memory)} is not an int of at least {2**24} bytes (16 MiB). Write memory=2**30 for 1 GiB."
         )
     return memory
 

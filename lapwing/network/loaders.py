@@ -89,7 +89,7 @@ def other_size(shown: int, to: str, before: int | None) -> LapwingError:
 def warn_of_unseen_samples(loader: Any, shown: int | None) -> None:
     """Warns where a data loader shows fewer samples than its data set has, or each of them once a worker.
 
-    Of several processes each shows its share, which is no mistake.
+    Of several processes each shows its share, which is not a mistake.
     """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if shown is None or distributed or not isinstance(loader, DataLoader):
@@ -122,9 +122,9 @@ def check_progress(progress: Any) -> None:
 
 
 def check_seed(seed: Any) -> None:
-    """Raises for a seed that is no whole number from 0 to 2**63 - 1."""
+    """Raises for a seed that is not a whole number from 0 to 2**63 - 1."""
     if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**63:
-        raise LapwingError(f"seed={shown(seed)} is no whole number from 0 to 2**63 - 1. Write seed=0.")
+        raise LapwingError(f"seed={shown(seed)} is not a whole number from 0 to 2**63 - 1. Write seed=0.")
 
 
 def shows_bar(progress: bool | None) -> bool:

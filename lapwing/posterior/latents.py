@@ -22,7 +22,7 @@ def latent_of(tangent: Tangent, covariance: Covariance, x: Any, via: Way, joint:
     """Returns the latent distribution of the outputs at a batch of inputs or at a loader: see `Posterior.latent`."""
     if not isinstance(via, Way):
         raise LapwingError(
-            f"via={shown(via)} is no way through the network. Write via=lw.Linearized(), lw.MonteCarlo(draws=50) or "
+            f"via={shown(via)} is not a way through the network. Write via=lw.Linearized(), lw.MonteCarlo(draws=50) or "
             "lw.Streamlined()."
         )
     if not batches.is_loader(x):

@@ -266,7 +266,7 @@ class Posterior:
         """
         if generator is not None and not isinstance(generator, torch.Generator):
             raise LapwingError(
-                f"generator={shown(generator)} is no torch.Generator. Write "
+                f"generator={shown(generator)} is not a torch.Generator. Write "
                 "generator=torch.Generator().manual_seed(0), or leave it out for seed 0."
             )
         return self.likelihood.predict(self.latent(x, via), link, generator)

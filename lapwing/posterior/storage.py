@@ -101,7 +101,7 @@ def _place(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
             f"{target} is a folder. Pass the name of a file, such as {str(target / 'posterior.safetensors')!r}."
         )
     if not stat.S_ISREG(mode):
-        raise LapwingError(f"{target} is no ordinary file. Pass the name of a file, such as 'posterior.safetensors'.")
+        raise LapwingError(f"{target} is not an ordinary file. Pass the name of one, such as 'posterior.safetensors'.")
     return target, stat.S_IMODE(mode)
 
 
@@ -151,7 +151,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
     try:
         path = Path(path)
         if path.exists() and not path.is_file():
-            raise LapwingError(f"{_shown(path)} is no file. Pass the name of one that posterior.save(path) wrote.")
+            raise LapwingError(f"{_shown(path)} is not a file. Pass the name of one that posterior.save(path) wrote.")
         if not path.is_file():
             raise LapwingError(f"There is no file {_shown(path)}. Write it with posterior.save({str(path)!r}).")
         with open(path, "rb") as file:

@@ -128,7 +128,7 @@ def scale_factor(
 
 
 def _check(posterior: Any, loader: Any, by: Any) -> None:
-    """Refuses what is no posterior, no loader, or no known label."""
+    """Refuses what is not a posterior, no loader, or no known label."""
     if not isinstance(posterior, Posterior) or not hasattr(loader, "__iter__") or isinstance(loader, Tensor):
         raise LapwingError(
             "lw.scale_factor takes a posterior and a loader of (inputs, targets) batches, not "

@@ -226,11 +226,11 @@ def test_resolve():
     assert resolve("bernoulli") == Bernoulli()
     poisson = Poisson()
     assert resolve(poisson) is poisson
-    with pytest.raises(LapwingError, match=r"'softmax' is no likelihood.*'categorical'.*'bernoulli'.*'gaussian'"):
+    with pytest.raises(LapwingError, match=r"'softmax' is not a likelihood.*'categorical'.*'bernoulli'.*'gaussian'"):
         resolve("softmax")
     with pytest.raises(LapwingError, match=r"the class Gaussian\. .*likelihood=Gaussian\(\)"):
         resolve(Gaussian)
-    with pytest.raises(LapwingError, match="3 is no likelihood"):
+    with pytest.raises(LapwingError, match="3 is not a likelihood"):
         resolve(3)
 
 

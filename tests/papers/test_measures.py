@@ -124,7 +124,7 @@ class TestGaussianKL:
         )
         torch.testing.assert_close(measures.gaussian_kl(mean, other, mean, low, 1e-3), expected, rtol=1e-8, atol=0.0)
         assert (measures.gaussian_kl(mean, low, mean, psd(3, 5)) == math.inf).all()
-        with pytest.raises(LapwingError, match="3 of 3 are singular"):  # its rounding noise is no variance
+        with pytest.raises(LapwingError, match="3 of 3 are singular"):  # its rounding noise is not a variance
             measures.gaussian_kl(mean, psd(3, 5).float(), mean, low.float())
         assert (measures.gaussian_kl(mean, low.float(), mean, psd(3, 5).float()) == math.inf).all()
 

@@ -1,4 +1,4 @@
-"""Files: whole or not at all, and one clear sentence for what is no file of this library (case 13)."""
+"""Files: whole or not at all, and one clear sentence for what is not a file of this library (case 13)."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_modes_and_links(tmp_path: Path) -> None:
         assert (tmp_path / name).is_symlink()
         assert torch.equal(storage.read(tmp_path / real)[0]["a"], torch.full((2,), 3.0))
     refused(lambda: storage.write(tmp_path / "loop", {}, {}), "cannot be written")
-    refused(lambda: storage.write(tmp_path / "pipe", {}, {}), "is no ordinary file")
+    refused(lambda: storage.write(tmp_path / "pipe", {}, {}), "is not an ordinary file")
 
 
 def test_all_is_on_the_disk_before_the_old_file_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +260,7 @@ def test_13_older(saved: Path) -> None:
 
 def test_13_missing(tmp_path: Path) -> None:
     refused(lambda: lw.load(tmp_path / "none", network()), "no file", "posterior.save")
-    refused(lambda: lw.load(tmp_path, network()), "is no file", "Pass the name of one")
+    refused(lambda: lw.load(tmp_path, network()), "is not a file", "Pass the name of one")
 
 
 @pytest.mark.parametrize("drop", ["covariance/precision", "covariance/0", "prior_mean/", "statistics/"])

@@ -111,7 +111,7 @@ def test_a_rule_from_outside_says_what_its_positions_share(label: object, exact:
 @pytest.mark.usefixtures("table")
 @pytest.mark.parametrize("target", [squareplus, torch.ops.lapwing_test.squareplus], ids=["operator", "packet"])
 def test_what_is_no_overload_is_refused_with_its_overload(target: object) -> None:
-    with pytest.raises(LapwingError, match=r"is no overload\. Pass torch\.ops\.lapwing_test\.squareplus\.default\."):
+    with pytest.raises(LapwingError, match=r"is not an overload\. Pass torch\.ops\.lapwing_test\.squareplus\.default"):
         register_operation(Operation(Kind.ELEMENTWISE, slope=lambda a, y, name: y), TARGET, target)
     assert TARGET not in OPERATIONS  # none is registered where one is refused
 
@@ -119,7 +119,7 @@ def test_what_is_no_overload_is_refused_with_its_overload(target: object) -> Non
 @pytest.mark.usefixtures("table")
 def test_texts_functions_and_slopes_of_nothing_elementwise_are_refused() -> None:
     for target in ("squareplus.default", torch.relu):
-        with pytest.raises(LapwingError, match="is no overload. Pass torch.ops."):
+        with pytest.raises(LapwingError, match="is not an overload. Pass torch.ops."):
             register_operation(Operation(Kind.ELEMENTWISE), target)
     with pytest.raises(LapwingError, match=r"A slope needs Kind\.ELEMENTWISE, and the operation has Kind\.OTHER"):
         register_operation(Operation(slope=lambda a, y, name: y), TARGET)

@@ -91,7 +91,7 @@ class ConvUse(Use):
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
     ) -> Outer | SharedOuter:
         """Unfolds the input now and not before, at some positions: patches of everything at once would not fit."""
-        assert g is not None  # a feature map is no output
+        assert g is not None  # a feature map is not an output
         layout, space = self.matrix(), self.inputs.ndim - 2
         kernel = tuple(self.parameters["weight"].shape[2:])
         x = axis.front(self.inputs, samples)  # (B, [k,] channels, *space)

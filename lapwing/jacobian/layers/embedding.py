@@ -155,7 +155,7 @@ class EmbeddingUse(Use):
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
     ) -> OneHot:
         """The padding token has no gradient, as in torch."""
-        assert g is not None  # an embedding of tokens is no output
+        assert g is not None  # an embedding of tokens is not an output
         width = self.matrix().outputs
         tokens = axis.front(self.inputs, samples).reshape(samples, -1).long()  # (B, T)
         g = axis.front(g, samples, 1).reshape(g.shape[0], samples, -1, width).transpose(0, 1).to(dtype)

@@ -62,7 +62,7 @@ class ConjugateGradients:
             None and 42 with ELLA of rank 100, and were above 2e-2 after 60 with `KFAC()`, `EKFAC()` and `Diagonal()`.
 
     Raises:
-        LapwingError: for numbers out of range, or a preconditioner that is no method.
+        LapwingError: for numbers out of range, or a preconditioner that is not a method.
 
     Cost: one pass per iteration, memory of about six numbers per weight and draw.
 
@@ -189,7 +189,7 @@ def check_tolerance(solver: str, tolerance: object) -> None:
 
 
 def check_preconditioner(solver: str, method: object) -> None:
-    """Raises for a preconditioner that is no method."""
+    """Raises for a preconditioner that is not a method."""
     if method is not None and not isinstance(method, Method):
         raise LapwingError(
             f"{solver}(preconditioner={shown(method)}) needs a method with a prior, or None. Write "

@@ -41,7 +41,7 @@ class StochasticGradient:
         preconditioner: as for `ConjugateGradients`.
 
     Raises:
-        LapwingError: for numbers out of range, a preconditioner that is no method, or steps that diverge.
+        LapwingError: for numbers out of range, a preconditioner that is not a method, or steps that diverge.
 
     Cost: `steps` batches, and a pass for the residual; memory of about seven numbers per weight and draw.
 

@@ -42,10 +42,10 @@ class Graph:
         output: name of the outputs' value.
         tensors: name of a placeholder -> the model's parameter or buffer, or a constant.
         parameters: name of a placeholder -> name of the parameter.
-        leaves: names of the placeholders of the inputs, in the order of their leaves; None where a leaf is no tensor.
+        leaves: names of the placeholders of the inputs, in the order of their leaves; None where one is not a tensor.
         shapes: shape of each leaf; a text where any length does, the same text where lengths agree.
         max_lengths: text -> the largest length that does.
-        structure: how the inputs nest, their dtypes, and what is no tensor.
+        structure: how the inputs nest, their dtypes, and what is not a tensor.
         programs: covariance -> its programs at this graph, which `Streamlined` keeps here.
         notices: what the log has said of this network.
     """
@@ -254,7 +254,7 @@ def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:
         if node in needed and node.op != "placeholder":
             if node.op != "call_function":
                 raise LapwingError(
-                    f"The graph of {type(tangent.model).__name__} holds {node.target}, which is no plain call, as "
+                    f"The graph of {type(tangent.model).__name__} holds {node.target}, which is not a plain call, as "
                     "streamlined prediction needs. Predict with via=lw.Linearized()."
                 )
             kept.append(node)

@@ -118,7 +118,7 @@ def register_operation(operation: Operation, *targets: Any) -> None:
         *targets: overloads of operators, such as `torch.ops.mylib.swish.default`.
 
     Raises:
-        LapwingError: for what is no overload, and for a slope of what is neither element-wise nor a statistic.
+        LapwingError: for what is not an overload, and for a slope of what is neither element-wise nor a statistic.
     """
     if operation.slope is not None and not operation.kind & (Kind.ELEMENTWISE | Kind.STATISTIC):
         raise LapwingError(
@@ -128,7 +128,7 @@ def register_operation(operation: Operation, *targets: Any) -> None:
     for target in targets:
         if not isinstance(target, torch._ops.OpOverload):
             name = getattr(target, "_qualname", getattr(target, "_qualified_op_name", "mylib::name"))
-            raise LapwingError(f"{shown(target)} is no overload. Pass torch.ops.{name.replace('::', '.')}.default.")
+            raise LapwingError(f"{shown(target)} is not an overload. Pass torch.ops.{name.replace('::', '.')}.default.")
     OPERATIONS.update(dict.fromkeys(targets, operation))
 
 
@@ -223,7 +223,7 @@ def same_along(label: Tensor, dim: int) -> bool:
 
 
 def shape_of(node: fx.Node) -> list[int]:
-    """Returns the shape that a call's value had when the network was read, [] for what is no tensor."""
+    """Returns the shape that a call's value had when the network was read, [] for what is not a tensor."""
     value = node.meta.get("val")
     return [length_of(n) for n in value.shape] if isinstance(value, Tensor) else []
 

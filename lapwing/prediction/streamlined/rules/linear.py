@@ -113,7 +113,7 @@ def linear(site: Site, arguments: dict[str, Any]) -> Moments:
 
         E[h] = W m + b        Var[h]_j = Σ_i W_ji² v_i + Σ_ii' (m mᵀ + diag v)_ii' Cov[W_ji, W_ji']
 
-    A product with a matrix that is no layer's is that of two independent tensors.
+    A product with a matrix that is not a layer's is that of two independent tensors.
 
     Cost: one product for the mean, one for v with W² + Var[W], and the weights' part for m.
     """
