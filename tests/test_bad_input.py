@@ -862,7 +862,7 @@ def test_a_posterior_is_shown_in_one_line(posterior: lw.Posterior) -> None:
 
 
 def test_15_arguments_of_a_posterior(posterior: lw.Posterior) -> None:
-    ways = "no way", "Write via=lw.Linearized(), lw.MonteCarlo(draws=50) or lw.Streamlined()"
+    ways = "not a way", "Write via=lw.Linearized(), lw.MonteCarlo(draws=50) or lw.Streamlined()"
     refused(lambda: posterior.predict(X, via="mc"), "via='mc'", *ways)
     refused(lambda: posterior.latent(X, via=lw.Linearized), "via=<class", *ways)
     refused(lambda: posterior.predict(X, link="probit"), "link='probit'", "link=Probit()")
@@ -992,7 +992,7 @@ def test_15_more_draws_than_memory_holds() -> None:
     ):
         with pytest.raises(lw.LapwingError, match="Ask for (fewer|at most)"):
             ask()
-    with pytest.raises(lw.LapwingError, match="no number of draws"):
+    with pytest.raises(lw.LapwingError, match="not a number of draws"):
         answers.predict(x).sample("a")
 
 
