@@ -96,20 +96,20 @@ def posterior() -> lw.Posterior:
 @pytest.mark.parametrize("method", [lw.KFAC(), lw.EKFAC(), lw.Full(), lw.Diagonal(), lw.ELLA(rank=2, rows=4)], ids=str)
 @pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
 @pytest.mark.parametrize("at", [0, 1])
-def test_1_inputs_not_finite_in_fit(method: lw.Method, bad: float, at: int) -> None:
+def test_inputs_not_finite_in_fit(method: lw.Method, bad: float, at: int) -> None:
     data = [(X, Y), (X, Y)]
     data[at] = (changed(X, (6, 1), bad), Y)  # beyond the few samples that are probed
     refused(lambda: fit(data, method=method), "inputs of", "(8, 4)", "NaN or infinite", "sample 6", "nan_to_num")
 
 
 @pytest.mark.parametrize("via", [*VIAS, lw.Streamlined()], ids=str)
-def test_1_inputs_not_finite_in_prediction(posterior: lw.Posterior, via: Any) -> None:
+def test_inputs_not_finite_in_prediction(posterior: lw.Posterior, via: Any) -> None:
     bad = changed(X, (2, 0), NAN)
     for ask in (lambda: posterior.predict(bad, via=via), lambda: posterior.latent([X, bad], via=via)):
         refused(ask, "inputs", "(8, 4)", "NaN or infinite", "sample 2", "finite", "nan_to_num")
 
 
-def test_1_one_dimensional_and_dict_inputs() -> None:
+def test_one_dimensional_and_dict_inputs() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -135,7 +135,7 @@ class Reciprocal(nn.Module):
 
 
 @pytest.mark.parametrize("method", [lw.KFAC(), lw.ELLA(rank=2, rows=4), lw.Full()], ids=str)
-def test_2_outputs_not_finite(method: lw.Method) -> None:
+def test_outputs_not_finite(method: lw.Method) -> None:
     bad = changed(X, (5, 0), 7)
     parts = "outputs", "NaN or infinite", "1 of 8 samples", "sample 5", "finite", "model.float()"
     refused(lambda: fit([(X, Y), (bad, Y)], Reciprocal().eval(), method), *parts)
@@ -143,13 +143,13 @@ def test_2_outputs_not_finite(method: lw.Method) -> None:
     refused(lambda: fitted.predict(bad), *parts)
 
 
-def test_2_weights_not_finite() -> None:
+def test_weights_not_finite() -> None:
     model = network()
     model[2].weight.data[0, 0] = NAN
     refused(lambda: fit([(X, Y)], model), "outputs", "NaN or infinite", "check its weights")
 
 
-def test_3_labels_not_finite() -> None:
+def test_labels_not_finite() -> None:
     labels = changed(Y.float(), 4, NAN)
     refused(lambda: fit([(X, Y), (X, labels)]), "Categorical", "1 of 8", "index 4", "NaN", ".long()")
     targets = changed(REAL, (3, 2), math.inf)
@@ -161,7 +161,7 @@ def test_3_labels_not_finite() -> None:
 
 
 # --- 4, 5, 6, 7: range, shape, dtype, device -------------------------------------------------------------------------
-def test_4_labels_out_of_range(posterior: lw.Posterior) -> None:
+def test_labels_out_of_range(posterior: lw.Posterior) -> None:
     refused(
         lambda: fit([(X, Y), (X, changed(Y, 2, 3))]), "0 to 2", "(8, 3)", "1 of 8", "index 2: 3", "Linear(features, 4)"
     )
@@ -183,11 +183,11 @@ def test_4_labels_out_of_range(posterior: lw.Posterior) -> None:
         (REAL.T.contiguous(), "gaussian", ("(8, 3)", "(3, 8)", "y.T")),
     ],
 )
-def test_5_targets_of_the_wrong_shape(targets: Tensor, likelihood: str | None, parts: tuple[str, ...]) -> None:
+def test_targets_of_the_wrong_shape(targets: Tensor, likelihood: str | None, parts: tuple[str, ...]) -> None:
     refused(lambda: fit([(X, targets)], likelihood=likelihood), *parts)
 
 
-def test_5_inputs_of_the_wrong_shape(posterior: lw.Posterior) -> None:
+def test_inputs_of_the_wrong_shape(posterior: lw.Posterior) -> None:
     parts = "Sequential, called as model(x)", "(8, 3) float32", "RuntimeError", "shape", "loader"
     refused(lambda: fit([(X, Y), (X[:, :3], Y)]), *parts)
     for via in VIAS:
@@ -202,7 +202,7 @@ def test_5_inputs_of_the_wrong_shape(posterior: lw.Posterior) -> None:
     refused(lambda: fit([(torch.full((8, 2), 5), Y)], tokens), "int64", "IndexError", "range that it was trained with")
 
 
-def test_5_outputs_that_are_no_matrix() -> None:
+def test_outputs_that_are_no_matrix() -> None:
     sequence = nn.Linear(4, 3).eval()
     x, line = torch.randn(8, 5, 4), "model(inputs[0])[torch.arange(len(inputs[1])), inputs[1]]"
     parts = "outputs of Linear have the shape (4, 5, 3)", "(batch, outputs)", "forward=", line, "((x, positions), y)"
@@ -223,7 +223,7 @@ def test_5_outputs_that_are_no_matrix() -> None:
     )
 
 
-def test_5_other_number_of_outputs_later(posterior: lw.Posterior) -> None:
+def test_other_number_of_outputs_later(posterior: lw.Posterior) -> None:
     class Wider(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -238,7 +238,7 @@ def test_5_other_number_of_outputs_later(posterior: lw.Posterior) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.uint8])
-def test_6_inputs_of_the_wrong_dtype(posterior: lw.Posterior, dtype: torch.dtype) -> None:
+def test_inputs_of_the_wrong_dtype(posterior: lw.Posterior, dtype: torch.dtype) -> None:
     parts = "Sequential, called as", str(dtype)[6:], "dtype", "float32", "x.to(torch.float32)"
     wrong = (X * 10).abs().to(dtype)
     refused(lambda: fit([(wrong, Y)]), *parts)
@@ -247,14 +247,14 @@ def test_6_inputs_of_the_wrong_dtype(posterior: lw.Posterior, dtype: torch.dtype
         refused(lambda via=via: posterior.predict(wrong, via=via), *parts)
 
 
-def test_6_targets_of_the_wrong_dtype() -> None:
+def test_targets_of_the_wrong_dtype() -> None:
     refused(lambda: fit([(X, Y > 0)]), "Bernoulli", "(8, 3)", "torch.bool", "y.long()", "categorical")
     refused(lambda: fit([(X, Y > 0)], likelihood="categorical"), "integer dtype", "torch.bool", "y.long()")
     refused(lambda: fit([(X, Y.float())], likelihood="categorical"), "integer dtype", "float32", "y.long()", "gaussian")
     refused(lambda: fit([(X, REAL > 0)], likelihood="gaussian"), "real dtype", "torch.bool", "y.float()")
 
 
-def test_7_inputs_targets_or_weights_elsewhere(posterior: lw.Posterior) -> None:
+def test_inputs_targets_or_weights_elsewhere(posterior: lw.Posterior) -> None:
     away = X.to("meta")
     parts = "(8, 4)", "meta device", "no numbers"
     refused(lambda: fit([(away, Y)]), *parts)
@@ -287,7 +287,7 @@ class Stream(IterableDataset):
         return self.items
 
 
-def test_8_an_empty_loader(posterior: lw.Posterior) -> None:
+def test_an_empty_loader(posterior: lw.Posterior) -> None:
     refused(lambda: fit([]), "loader, of type list", "no batch", "length")
     short = DataLoader(TensorDataset(X, Y), batch_size=20, drop_last=True)
     refused(lambda: fit(short), "loader, of type DataLoader", "no batch", "drop_last=True")
@@ -304,7 +304,7 @@ def test_8_an_empty_loader(posterior: lw.Posterior) -> None:
     )
 
 
-def test_9_generators() -> None:
+def test_generators() -> None:
     parts = "gone through once only", "Pass a DataLoader or a list"
     for once in (iter([(X, Y)]), ((X, Y) for _ in range(2)), zip([X], [Y], strict=True), map(tuple, [(X, Y)])):
         refused(lambda once=once: fit(once), type(once).__name__, *parts)
@@ -313,7 +313,7 @@ def test_9_generators() -> None:
     refused(lambda: fit(inner), "Stream", *parts)
 
 
-def test_9_loaders_that_begin_again_are_no_generators() -> None:
+def test_loaders_that_begin_again_are_no_generators() -> None:
     class Own(DataLoader):
         """Its own iterator, which begins again whenever it is asked for."""
 
@@ -329,7 +329,7 @@ def test_9_loaders_that_begin_again_are_no_generators() -> None:
 
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("method", [lw.KFAC(), lw.EKFAC(), lw.ELLA(rank=2, rows=4), lw.Full()], ids=str)
-def test_9_nothing_the_second_or_third_time(method: lw.Method, rounds: int) -> None:
+def test_nothing_the_second_or_third_time(method: lw.Method, rounds: int) -> None:
     if rounds == 2 and isinstance(method, lw.KFAC):  # one batch to survey, one pass, and a look back to tune
         fit(Rounds(2), method=method, tune=lw.Evidence())
     parts = "shows 0 samples", "Every pass needs the same data", "not a generator"
@@ -338,17 +338,17 @@ def test_9_nothing_the_second_or_third_time(method: lw.Method, rounds: int) -> N
 
 @pytest.mark.parametrize("then", [1, 3])
 @pytest.mark.parametrize("method", [lw.EKFAC(), lw.ELLA(rank=2, rows=4), lw.Full(form="dual")], ids=str)
-def test_9_another_number_of_samples(method: lw.Method, then: int) -> None:
+def test_another_number_of_samples(method: lw.Method, then: int) -> None:
     refused(lambda: fit(Rounds(2, then), method=method), f"16 at first and shows {8 * then} samples", "same data")
 
 
-def test_9_a_stream_in_a_data_loader_and_weight_decay() -> None:
+def test_a_stream_in_a_data_loader_and_weight_decay() -> None:
     refused(lambda: fit(DataLoader(Stream(), batch_size=4), method=lw.EKFAC()), "shows 0", "same data")
     refused(lambda: fit(Rounds(1), weight_decay=0.1), "shows 0 samples to the count", "same data")
 
 
 # --- 10: nothing to treat --------------------------------------------------------------------------------------------
-def test_10_no_parameter() -> None:
+def test_no_parameter() -> None:
     frozen = network().requires_grad_(False)
     parts = "Sequential", "has 4 (4 frozen", "0.weight", "params=lw.matching('*')"
     refused(lambda: fit([(X, Y)], frozen), *parts)
@@ -379,7 +379,7 @@ def test_10_no_parameter() -> None:
 
 
 @pytest.mark.parametrize("model", ["model.pt", lambda x: x, None, {"weight": X}, nn.Linear])
-def test_10_no_module(model: Any) -> None:
+def test_no_module(model: Any) -> None:
     parts = "model has the type", "torch.nn.Module", "Pass the module itself"
     refused(lambda: lw.fit(model, [(X, Y)]), *parts)
     refused(lambda: lw.coverage(model, X), *parts)
@@ -404,14 +404,14 @@ class Noisy(nn.Module):
         (lambda x: x * torch.bernoulli(torch.full_like(x, 0.9)), "bernoulli"),
     ],
 )
-def test_11_noise_in_forward(noise: Callable[[Tensor], Tensor], named: str) -> None:
+def test_noise_in_forward(noise: Callable[[Tensor], Tensor], named: str) -> None:
     model = Noisy(noise).eval()
     message = refused(lambda: fit([(X, Y)], model), "Noisy", "on the same batch", "differ", "eval()", "noise")
     assert f"calls {named}" in message
     refused(lambda: lw.coverage(model, X), "on the same batch")
 
 
-def test_11_a_network_that_counts() -> None:
+def test_a_network_that_counts() -> None:
     calls = [0.0]
 
     def drift(x: Tensor) -> Tensor:
@@ -421,7 +421,7 @@ def test_11_a_network_that_counts() -> None:
     refused(lambda: fit([(X, Y)], Noisy(drift).eval()), "on the same batch", "differ")
 
 
-def test_11_a_network_that_writes_its_inputs() -> None:
+def test_a_network_that_writes_its_inputs() -> None:
     x, model = X.clone(), Noisy(lambda x: x.add_(1.0)).eval()
     refused(lambda: fit([(x, Y)], model), "Noisy writes its inputs in place", "x.clone()")
     assert torch.equal(x, X)
@@ -440,7 +440,7 @@ class Overwriting(nn.Module):
         return out
 
 
-def test_11_a_network_that_overwrites_the_input_of_a_layer() -> None:
+def test_a_network_that_overwrites_the_input_of_a_layer() -> None:
     for params in (lw.everything, lw.last_layer):
         refused(lambda p=params: fit([(X, Y)], Overwriting().eval(), params=p), "Overwriting overwrites", "h.mul_(2)")
 
@@ -462,7 +462,7 @@ class Attending(nn.Module):
         (Attending(), "attention (MultiheadAttention, p=0.3)"),
     ],
 )
-def test_11_dropout_in_training_mode(model: nn.Module, named: str) -> None:
+def test_dropout_in_training_mode(model: nn.Module, named: str) -> None:
     parts = named, type(model).__name__, "training mode", "calls differ", "model.eval()"
     model.eval()
     fitted = fit([(X, Y)], model)
@@ -472,7 +472,7 @@ def test_11_dropout_in_training_mode(model: nn.Module, named: str) -> None:
         refused(lambda via=via: fitted.predict(X, via=via), *parts)
 
 
-def test_12_layers_that_write_themselves() -> None:
+def test_layers_that_write_themselves() -> None:
     norm, spectral = nn.InstanceNorm1d(2, track_running_stats=True), nn.utils.parametrizations.spectral_norm
     writing = [
         (nn.Sequential(nn.Conv1d(1, 2, 2), norm, nn.Flatten(), nn.Linear(6, 3)), X[:, None], "1 (InstanceNorm1d)"),
@@ -491,11 +491,11 @@ def test_12_layers_that_write_themselves() -> None:
     fit([(X[:, None], Y)], nn.Sequential(nn.InstanceNorm1d(1), nn.Flatten(), nn.Linear(4, 3)).train())
 
 
-def test_11_dropout_that_drops_nothing_is_fine() -> None:
+def test_dropout_that_drops_nothing_is_fine() -> None:
     fit([(X, Y)], nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.0), nn.Linear(6, 3)).train())
 
 
-def test_12_batch_norm_in_training_mode() -> None:
+def test_batch_norm_in_training_mode() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
     parts = "1 (BatchNorm1d)", "Sequential", "training mode", "rest of the batch", "model.eval()"
     refused(lambda: fit([(X, Y)], model.train()), *parts)
@@ -504,7 +504,7 @@ def test_12_batch_norm_in_training_mode() -> None:
     refused(lambda: fitted.predict(X), *parts)
 
 
-def test_12_batch_norm_without_running_statistics() -> None:
+def test_batch_norm_without_running_statistics() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 3)).eval()
     parts = (
         "1 (BatchNorm1d)",
@@ -515,7 +515,7 @@ def test_12_batch_norm_without_running_statistics() -> None:
     refused(lambda: fit([(X, Y)], model), *parts)
 
 
-def test_12_samples_that_depend_on_each_other() -> None:
+def test_samples_that_depend_on_each_other() -> None:
     mixing = Noisy(lambda x: x - x.mean(0)).eval()
     refused(
         lambda: fit([(X, Y)], mixing), "Noisy", "one sample", "rest of the batch", "independent", "batch comes first"
@@ -537,7 +537,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("method", [lw.KFAC(), lw.Full(), lw.SampledLLA(draws=2), lw.MeanField(steps=1)], ids=str)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_12_checkpointing(reentrant: bool, method: lw.Method) -> None:
+def test_checkpointing(reentrant: bool, method: lw.Method) -> None:
     model = Checkpointed(reentrant).eval()
     parts = "Checkpointed", "torch.utils.checkpoint.checkpoint", "gradient_checkpointing_disable()", "lw.last_layer"
     refused(lambda: fit([(X, Y)], model, method, params=lw.everything), *parts)
@@ -546,7 +546,7 @@ def test_12_checkpointing(reentrant: bool, method: lw.Method) -> None:
     torch.testing.assert_close(last, lw.fit(plain, [(X, Y)], prior_precision=1.0).predict(X).probs)
 
 
-def test_12_complex_parameters() -> None:
+def test_complex_parameters() -> None:
     class Spectral(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -577,7 +577,7 @@ class Quantized(nn.Module):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("partly", [False, True])
-def test_12_quantised_layers(partly: bool) -> None:
+def test_quantised_layers(partly: bool) -> None:
     layers = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), {nn.Linear})
     model = nn.Sequential(nn.Linear(4, 4), layers).eval() if partly else layers.eval()
     where = "The layer 1.0 of Sequential" if partly else "The layer 0 of Sequential"
@@ -615,11 +615,11 @@ class Record:
         (3, "int"),
     ],
 )
-def test_14_batches_that_are_not_understood(batch: Any, found: str) -> None:
+def test_batches_that_are_not_understood(batch: Any, found: str) -> None:
     refused(lambda: fit([batch]), "batch", found, "yield (inputs, targets)", "forward=lambda model, inputs")
 
 
-def test_14_inputs_that_are_not_understood(posterior: lw.Posterior) -> None:
+def test_inputs_that_are_not_understood(posterior: lw.Posterior) -> None:
     for inputs in (Record(X, Y), X.numpy()):
         parts = type(inputs).__name__, "first dimension is the batch", "forward=lambda model, inputs"
         refused(lambda inputs=inputs: fit([(inputs, Y)]), *parts)
@@ -629,7 +629,7 @@ def test_14_inputs_that_are_not_understood(posterior: lw.Posterior) -> None:
     refused(lambda: posterior.predict([X.tolist()]), "list(list", "yield a tensor")
 
 
-def test_14_inputs_the_network_is_not_called_with(posterior: lw.Posterior) -> None:
+def test_inputs_the_network_is_not_called_with(posterior: lw.Posterior) -> None:
     line = "forward=lambda model, inputs"
     refused(lambda: fit([{"pixels": X, "labels": Y}]), "model(**inputs)", "pixels=Tensor (4, 4)", "'pixels'", line)
     refused(lambda: fit([(X, X, Y)]), "model(*inputs)", "tuple(Tensor (4, 4)", "positional arguments", line)
@@ -638,7 +638,7 @@ def test_14_inputs_the_network_is_not_called_with(posterior: lw.Posterior) -> No
     refused(lambda: posterior.predict({"foo": X}), "model(**inputs)", "'foo'", line)
 
 
-def test_14_loaders_that_are_none(posterior: lw.Posterior) -> None:
+def test_loaders_that_are_none(posterior: lw.Posterior) -> None:
     refused(lambda: fit((X, Y)), "one batch", "tuple(Tensor (8, 4)", "[(x, y)]")
     refused(lambda: fit(X), "Tensor (8, 4) float32", "iterable of (inputs, targets)", "[(x, y)]")
     refused(lambda: fit([X, Y]), "Tensor (8, 4) float32", "(inputs, targets) pairs")
@@ -659,7 +659,7 @@ def test_other_errors_of_the_users_code_come_through_as_they_are() -> None:
 # --- 15: options -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("bad", [0, -1, NAN, math.inf, "1", True, [1.0], torch.tensor(1.0)])
 @pytest.mark.parametrize("name", ["prior_precision", "weight_decay", "temperature"])
-def test_15_positive_numbers(name: str, bad: Any, posterior: lw.Posterior) -> None:
+def test_positive_numbers(name: str, bad: Any, posterior: lw.Posterior) -> None:
     line = f"{name}={0.0001 if name == 'weight_decay' else 1.0}"
     refused(lambda: fit([(X, Y)], **{name: bad}), f"{name}={shown(bad)}", "positive finite number", line)
     if name == "prior_precision":
@@ -668,7 +668,7 @@ def test_15_positive_numbers(name: str, bad: Any, posterior: lw.Posterior) -> No
         )
 
 
-def test_15_numbers_of_numpy_are_numbers() -> None:
+def test_numbers_of_numpy_are_numbers() -> None:
     fitted = fit(
         [(X, Y)], prior_precision=np.float32(2.0), data_size=np.int64(80), temperature=np.float64(2.0), seed=np.int64(3)
     )
@@ -725,17 +725,17 @@ def test_15_numbers_of_numpy_are_numbers() -> None:
         ("prior_precision", {}, ("no number for 0, 2.", "'*': 1.0")),
     ],
 )
-def test_15_options_of_fit(option: str, value: Any, parts: tuple[str, ...]) -> None:
+def test_options_of_fit(option: str, value: Any, parts: tuple[str, ...]) -> None:
     refused(lambda: fit([(X, Y)], **{option: value}), *parts)
 
 
 @pytest.mark.parametrize("progress", [None, True, False])
-def test_15_a_bar_or_none(progress: bool | None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_or_none(progress: bool | None, capsys: pytest.CaptureFixture[str]) -> None:
     fit([(X, Y)], progress=progress)
     assert ("Kronecker factors" in capsys.readouterr().err) == bool(progress)
 
 
-def test_15_a_bar_where_no_method_is_fitted() -> None:
+def test_a_bar_where_no_method_is_fitted() -> None:
     variances = {"0.weight": torch.ones(6, 4)}
     states = [network().state_dict()] * 2
     parts = "progress='no'", "True", "Write progress=False"
@@ -753,7 +753,7 @@ def test_15_a_bar_where_no_method_is_fitted() -> None:
     ],
     ids=["batch", "batches", "loader", "sampler"],
 )
-def test_15_a_data_size_below_the_loader_is_seen_before_the_network_runs(loader: Any) -> None:
+def test_a_data_size_below_the_loader_is_seen_before_the_network_runs(loader: Any) -> None:
     model, runs = network(), []
     hook = model.register_forward_pre_hook(lambda *_: runs.append(1))
     refused(lambda: fit(loader, model, data_size=3), "data_size=3", "8 samples", "Leave data_size out")
@@ -771,13 +771,13 @@ def test_15_a_data_size_below_the_loader_is_seen_before_the_network_runs(loader:
     ],
     ids=["unsized", "own collate", "own batches", "drop_last"],
 )
-def test_15_a_data_size_is_compared_with_what_is_shown(loader: Any) -> None:
+def test_a_data_size_is_compared_with_what_is_shown(loader: Any) -> None:
     shown = 16 if isinstance(loader, Rounds) else 6
     assert fit(loader, data_size=shown).samples == shown
     refused(lambda: fit(loader, data_size=shown - 1), f"data_size={shown - 1} ", f"{shown} samples", "Leave data_size")
 
 
-def test_15_options_that_exclude_each_other() -> None:
+def test_options_that_exclude_each_other() -> None:
     refused(
         lambda: fit([(X, Y)], prior_precision=1.0, weight_decay=0.1), "prior_precision=1.0", "weight_decay", "Leave one"
     )
@@ -813,19 +813,19 @@ def test_15_options_that_exclude_each_other() -> None:
         (lambda: lw.Validation([], points=2), ("at least 3", "points=2", "decades=(-5, 7)")),
     ],
 )
-def test_15_hyper_parameters(make: Callable[[], Any], parts: tuple[str, ...]) -> None:
+def test_hyper_parameters(make: Callable[[], Any], parts: tuple[str, ...]) -> None:
     refused(make, *parts)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_14_tensors_that_are_not_dense() -> None:
+def test_tensors_that_are_not_dense() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(3, 4), torch.zeros(2, 4)])
     refused(lambda: fit([(nested, Y[:2])]), "nested", "x.to_padded_tensor(0.0)")
     refused(lambda: fit([(X.to_sparse(), Y)]), "(8, 4)", "sparse_coo", "x.to_dense()")
     refused(lambda: fit([(X, Y.to_sparse())]), "targets", "sparse_coo", "x.to_dense()")
 
 
-def test_14_words_for_common_slips(posterior: lw.Posterior, tmp_path: Any) -> None:
+def test_words_for_common_slips(posterior: lw.Posterior, tmp_path: Any) -> None:
     class Squeezed(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).squeeze()
@@ -861,7 +861,7 @@ def test_a_posterior_is_shown_in_one_line(posterior: lw.Posterior) -> None:
     assert "temperature=0.5" in repr(fit([(X, Y)], temperature=0.5))
 
 
-def test_15_arguments_of_a_posterior(posterior: lw.Posterior) -> None:
+def test_arguments_of_a_posterior(posterior: lw.Posterior) -> None:
     ways = "not a way", "Write via=lw.Linearized(), lw.MonteCarlo(draws=50) or lw.Streamlined()"
     refused(lambda: posterior.predict(X, via="mc"), "via='mc'", *ways)
     refused(lambda: posterior.latent(X, via=lw.Linearized), "via=<class", *ways)
@@ -972,7 +972,7 @@ def test_what_does_not_change_the_weights_is_fine() -> None:
 MANY = 10**12
 
 
-def test_15_more_draws_than_memory_holds() -> None:
+def test_more_draws_than_memory_holds() -> None:
     x = torch.randn(6, 4)
     classes = lw.fit(nn.Linear(4, 3).eval(), [(x, torch.arange(6) % 3)])
     answers = lw.fit(nn.Linear(4, 1).eval(), [(x, torch.arange(6) > 2)])
@@ -996,7 +996,7 @@ def test_15_more_draws_than_memory_holds() -> None:
         answers.predict(x).sample("a")
 
 
-def test_15_numbers_and_arrays_out_of_range() -> None:
+def test_numbers_and_arrays_out_of_range() -> None:
     x, model = torch.randn(6, 4), nn.Linear(4, 3).eval()
     loader = [(x, torch.arange(6) % 3)]
     posterior = lw.fit(model, loader)
@@ -1018,12 +1018,12 @@ def test_15_numbers_and_arrays_out_of_range() -> None:
 
 
 @pytest.mark.parametrize("method", [lw.Full(), lw.ELLA(rank=2, rows=4), lw.VaLLA(inducing_points=2)])
-def test_7_targets_on_meta(method: lw.Method) -> None:
+def test_targets_on_meta(method: lw.Method) -> None:
     with pytest.raises(lw.LapwingError, match="on the meta device, where it holds no numbers"):
         lw.fit(nn.Linear(4, 3).eval(), [(torch.randn(6, 4), torch.arange(6, device="meta"))], method)
 
 
-def test_7_meta_as_the_default_device() -> None:
+def test_meta_as_the_default_device() -> None:
     model, loader = nn.Linear(4, 3).eval(), [(torch.randn(6, 4), torch.arange(6) % 3)]
     torch.set_default_device("meta")
     try:

@@ -206,8 +206,8 @@ def test_bad_options():
         lw.Evidence(rank_gap=-1.0)
 
 
-class TestAgainstReview:
-    """What a hostile reader found: each was wrong or raw before."""
+class TestHardCases:
+    """Inputs at the edge of what is accepted, and sums that lose digits."""
 
     @pytest.mark.parametrize("sampling", ["label", "balanced"])
     def test_a_shuffling_loader(self, sampling):

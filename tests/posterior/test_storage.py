@@ -1,4 +1,4 @@
-"""Files: whole or not at all, and one clear sentence for what is not a file of this library (case 13)."""
+"""Files: whole or not at all, and one clear sentence for what is not a file of this library."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_places_that_cannot_be_written(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("part", [0.0, 0.001, 0.3, 0.6, 0.999])
-def test_13_truncated(saved: Path, part: float) -> None:
+def test_truncated(saved: Path, part: float) -> None:
     data = saved.read_bytes()
     saved.write_bytes(data[: int(part * len(data))])
     refused(lambda: lw.load(saved, network()), str(saved), "damaged", "posterior.save(path)")
@@ -208,12 +208,12 @@ def test_one_flipped_bit_of_any_byte_is_told(saved: Path) -> None:
         refused(lambda: lw.load(saved, model), str(saved), "damaged")
 
 
-def test_13_longer_than_it_says(saved: Path) -> None:
+def test_longer_than_it_says(saved: Path) -> None:
     saved.write_bytes(saved.read_bytes() + b"more")
     refused(lambda: lw.load(saved, network()), str(saved), "posterior.save(path)")
 
 
-def test_13_foreign(tmp_path: Path) -> None:
+def test_foreign(tmp_path: Path) -> None:
     path, model = tmp_path / "file", network()
     origin = str(path), "another origin", "posterior.save(path)", "lw.load(path, model)"
     torch.save(model.state_dict(), path)
@@ -234,7 +234,7 @@ def test_13_foreign(tmp_path: Path) -> None:
     ],
     ids=lambda text: text[:20],
 )  # fmt: skip
-def test_13_headers_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: str) -> None:
+def test_headers_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: str) -> None:
     text = f'{{"sha256": "{storage.BLANK.decode()}", {rest}}}'
     monkeypatch.setattr(storage.json, "dumps", lambda *args, **options: text)  # with a checksum that fits
     storage.write(tmp_path / "p", {"a": torch.ones(1)}, {})
@@ -242,7 +242,7 @@ def test_13_headers_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     refused(lambda: lw.load(tmp_path / "p", network()), str(tmp_path), "cannot be read", "posterior.save(path)")
 
 
-def test_13_newer(saved: Path) -> None:
+def test_newer(saved: Path) -> None:
     rewritten(saved, lambda header: header.update(format=storage.FORMAT + 1))
     refused(
         lambda: lw.load(saved, network()),
@@ -252,25 +252,25 @@ def test_13_newer(saved: Path) -> None:
     )
 
 
-def test_13_older(saved: Path) -> None:
+def test_older(saved: Path) -> None:
     rewritten(saved, lambda header: header.update(format=storage.FORMAT - 1))
     older = f"has format {storage.FORMAT - 1}, older than the {storage.FORMAT}"
     refused(lambda: lw.load(saved, network()), older, "Fit again")
 
 
-def test_13_missing(tmp_path: Path) -> None:
+def test_missing(tmp_path: Path) -> None:
     refused(lambda: lw.load(tmp_path / "none", network()), "no file", "posterior.save")
     refused(lambda: lw.load(tmp_path, network()), "is not a file", "Pass the name of one")
 
 
 @pytest.mark.parametrize("drop", ["covariance/precision", "covariance/0", "prior_mean/", "statistics/"])
-def test_13_parts_that_are_missing(saved: Path, drop: str) -> None:
+def test_parts_that_are_missing(saved: Path, drop: str) -> None:
     rewritten(saved, drop=drop)
     refused(lambda: lw.load(saved, network()), str(saved), "does not make a posterior", "posterior.save(path)")
 
 
 @pytest.mark.parametrize("key", ["tangent", "covariance", "likelihood", "given", "samples", "temperature"])
-def test_13_headers_that_lack_something(saved: Path, key: str) -> None:
+def test_headers_that_lack_something(saved: Path, key: str) -> None:
     rewritten(saved, lambda header: header.pop(key))
     refused(lambda: lw.load(saved, network()), str(saved), "does not make a posterior", key, "posterior.save(path)")
 
@@ -419,7 +419,7 @@ def test_nothing_is_saved_that_cannot_be_loaded(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_13_structures_of_another_version(saved: Path) -> None:
+def test_structures_of_another_version(saved: Path) -> None:
     rewritten(saved, lambda header: header["covariance"].update({"class": "Future"}))
     refused(lambda: lw.load(saved, network()), "the class 'Future'", "not registered", "pip install -U lapwing")
     rewritten(saved, lambda header: header["covariance"].update({"class": "Blockwise"}))
