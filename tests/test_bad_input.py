@@ -492,7 +492,10 @@ def test_layers_that_write_themselves() -> None:
 
 
 def test_dropout_that_drops_nothing_is_fine() -> None:
-    fit([(X, Y)], nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.0), nn.Linear(6, 3)).train())
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.0), nn.Linear(6, 3))
+    with_dropout, without = fit([(X, Y)], model.train()), fit([(X, Y)], nn.Sequential(model[0], model[2]).eval())
+    torch.testing.assert_close(with_dropout.latent(X).covariance, without.latent(X).covariance)
+    assert model.training
 
 
 def test_batch_norm_in_training_mode() -> None:

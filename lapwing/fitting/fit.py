@@ -126,7 +126,7 @@ def fit(
     )  # fmt: skip
     result = runner.run(method, problem)
     tangent = result.tangent or tangent
-    given = prior.given
+    prior_fixed = prior.given
     if data_size is None and drawn is None:
         warn_of_unseen_samples(loader, runner.shown())
     likelihood, prior = _settled(result, likelihood, prior)
@@ -144,7 +144,7 @@ def fit(
 
     whole = posterior(result.covariance, summary.statistics, summary.samples, size)
     if result.precision is not None or not isinstance(result.covariance, PriorCovariance):
-        if not given and tune is not None and tune is not DEFAULT_TUNING:
+        if not prior_fixed and tune is not None and tune is not DEFAULT_TUNING:
             log.warning("%s chooses its own prior; tune=%s was not used", type(method).__name__, type(tune).__name__)
         return _checked(whole)
     if tune is None:

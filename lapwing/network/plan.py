@@ -123,11 +123,11 @@ class Plan:
     @cached_property
     def _axes(self) -> dict[tuple[tuple[str, str], ...], set[BatchAxis]]:
         """The names of a use by role -> where its layers hold the samples."""
-        found: dict[tuple[tuple[str, str], ...], set[BatchAxis]] = {}
+        axes: dict[tuple[tuple[str, str], ...], set[BatchAxis]] = {}
         for uses in self.uses.values():
             for i, axis, _ in uses:
-                found.setdefault(self.order[i], set()).add(axis)
-        return found
+                axes.setdefault(self.order[i], set()).add(axis)
+        return axes
 
     def uses_in(self, names: list[dict[str, str]], kinds: tuple[str, ...], samples: int, model: str) -> Uses:
         """Returns the uses of a recording block by block: the survey's, or others where layers ran in another order.
@@ -171,21 +171,21 @@ class Plan:
             written: whether they are numbers; else they are the outputs themselves, and a layer whose output they are
                 has no g.
         """
-        held = largest = 0
+        gathered = largest = 0
         for i, (out, patches) in enumerate(self.sizes):
             gradients = 0 if i == self.last and not written else cotangents * out
-            held, largest = held + gradients, max(largest, 2 * patches + 3 * gradients)
+            gathered, largest = gathered + gradients, max(largest, 2 * patches + 3 * gradients)
         matrix = 0 if written else 2 * cotangents**2  # of the outputs, which some structures give, and its root
-        return 2 * held + largest + matrix + 1
+        return 2 * gathered + largest + matrix + 1
 
     def work(self, blocks: Sequence[Block]) -> int:
         """Estimates the multiply-adds that one row of a sample takes: positions times weights, of matrices."""
-        found = 0
+        work = 0
         for block in blocks:
             if block.matrix is not None and not block.matrix.one_hot:
                 outputs = block.matrix.groups * block.matrix.outputs
-                found += sum(self.sizes[i][0] // outputs * block.size for i, _, _ in self.uses[block.name])
-        return found
+                work += sum(self.sizes[i][0] // outputs * block.size for i, _, _ in self.uses[block.name])
+        return work
 
     def least(self, blocks: Sequence[Block]) -> int:
         """Estimates the numbers built of a sample for one output where layers take one position at a time.

@@ -129,11 +129,11 @@ def _rebuilt(
             f"The fit of {path} had a {saved['name']} likelihood, not {shown(likelihood)}. Leave likelihood= out, or "
             "pass an instance of that class."
         )
-    given, noise_given = header["given"]
+    prior_fixed, noise_fixed = header["given"]
     means = part("prior_mean/")
     mean = {block.name: means[block.name].to(device) for block in tangent.blocks}
     none = torch.zeros(len(tangent.blocks), dtype=torch.float64, device=device)
-    prior = Prior(none if covariance.precision is None else covariance.precision, mean, given)
+    prior = Prior(none if covariance.precision is None else covariance.precision, mean, prior_fixed)
     statistics = {name: value.to(device) for name, value in part("statistics/").items()}
     likelihood = likelihood.with_noise_variance(saved["noise_variance"])
     residual = likelihood.residual_variance(statistics)
@@ -144,7 +144,7 @@ def _rebuilt(
         raise Mismatch("its statistics or noise variance are not those of a fit")
     return Posterior(
         tangent, covariance, likelihood, prior, statistics,
-        header["samples"], header["data_factor"], header["temperature"], header["method"], noise_given,
+        header["samples"], header["data_factor"], header["temperature"], header["method"], noise_fixed,
         Stamp.of(tangent.state()), part("history/"),
     )  # fmt: skip
 

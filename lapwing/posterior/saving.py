@@ -81,10 +81,10 @@ def check_contents(tangent: Tangent, tensors: dict[str, Tensor], header: dict[st
 
     The network's fingerprints are compared besides, and the history may hold anything.
     """
-    kind, most = COVARIANCES[header["covariance"]["class"]], largest(tangent.dtype, 1 / 2)
-    own = kind.entries(tangent, header["covariance"]["extra"])
-    entries = {f"covariance/{name}": entry for name, entry in own.items()}
-    entries |= {f"prior_mean/{b.name}": Entry((b.size,), (tangent.dtype,), -most, most) for b in tangent.blocks}
+    kind, bound = COVARIANCES[header["covariance"]["class"]], largest(tangent.dtype, 1 / 2)
+    described = kind.entries(tangent, header["covariance"]["extra"])
+    entries = {f"covariance/{name}": entry for name, entry in described.items()}
+    entries |= {f"prior_mean/{b.name}": Entry((b.size,), (tangent.dtype,), -bound, bound) for b in tangent.blocks}
     entries |= {name: Entry() for name in tensors if name.startswith("statistics/")}
     used = {name: value for name, value in tensors.items() if not name.startswith(("weights/", "history/"))}
     check_tensors(used, entries)

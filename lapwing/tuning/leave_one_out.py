@@ -94,13 +94,13 @@ def _left_out(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any,
     """Returns what `leave_one_out` does, for these weights."""
     residuals = torch.cat([_residuals(posterior, inputs, targets) for inputs, targets in parts])  # (N, C)
     treated = tangent is posterior.tangent
-    outputs, given = residuals.shape[1], posterior.prior.given and treated
+    outputs, prior_fixed = residuals.shape[1], posterior.prior.given and treated
     count = min(len(residuals), max(20, MAX_ROWS // outputs))
     times = min(outputs, MAX_ROWS // count)
     samples = (torch.arange(count) * len(residuals) // count).repeat_interleave(times)
     turns = torch.arange(len(samples)) % outputs
     anchors = Anchors(tangent, tuple(inputs for inputs, _ in parts), samples, turns)
-    precision = posterior.prior.precision if given else torch.ones(len(tangent.blocks), dtype=torch.float64)
+    precision = posterior.prior.precision if prior_fixed else torch.ones(len(tangent.blocks), dtype=torch.float64)
     weights = {block.name: 1 / value for block, value in zip(tangent.blocks, precision.tolist(), strict=True)}
     mean = posterior.prior.mean if treated else {}
     offset = {name: (value - mean.get(name, 0.0)).double()[None] for name, value in tangent.mean().items()}
@@ -113,7 +113,7 @@ def _left_out(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any,
     def at(log10: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the eigenvalues of `δC` where `δσ² = 10^log10` of the kernel's mean, and the best 1/δ there."""
         spectrum = values + unit * 10**log10
-        if given:
+        if prior_fixed:
             return spectrum, torch.ones_like(log10)
         return spectrum, (squares / spectrum).mean().clamp_min(1e-100)  # 0: nothing to explain
 

@@ -111,6 +111,7 @@ def test_good_labels_pass_in_every_integer_dtype(dtype):
 @pytest.mark.parametrize("targets", [torch.zeros(4), torch.zeros(4, 1), torch.zeros(4, dtype=torch.long)])
 def test_good_targets_pass(targets):
     Gaussian().check(torch.zeros(4, 1), targets)
+    assert Gaussian(1.0).log_prob(torch.zeros(4, 1), targets).shape == (4,)
 
 
 def test_targets_never_broadcast_against_outputs():
@@ -127,6 +128,11 @@ def test_predictions_check_their_labels_too():
 
 
 def test_empty_batches_pass():
-    Categorical().check(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long))
-    Gaussian().check(torch.zeros(0, 1), torch.zeros(0))
-    Bernoulli().check(torch.zeros(0, 1), torch.zeros(0))
+    cases = (
+        (Categorical(), 3, torch.zeros(0, dtype=torch.long)),
+        (Gaussian(1.0), 1, torch.zeros(0)),
+        (Bernoulli(), 1, torch.zeros(0)),
+    )
+    for likelihood, outputs, targets in cases:
+        likelihood.check(torch.zeros(0, outputs), targets)
+        assert likelihood.log_prob(torch.zeros(0, outputs), targets).shape == (0,)
