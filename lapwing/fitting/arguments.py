@@ -76,7 +76,7 @@ def check_tuning(tune: Any) -> None:
             f"tune={shown(tune)} is not a tuning. Pass lw.BoundedEvidence(), lw.Evidence(), lw.Validation(loader), "
             "lw.EarlyStopping(loader) or None: write tune=lw.BoundedEvidence()."
         )
-    if torch.get_default_device().type == "meta":
+    if torch.empty(0).is_meta:
         raise LapwingError(
             "torch's default device is meta, whose tensors hold no numbers. Call torch.set_default_device('cpu') first."
         )
