@@ -12,9 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..covariance import AnyLatent
 from ..errors import LapwingError, shown
 from . import divergence
-from .links import LatentLike, Link, SampledLink, weight_draws
+from .links import Link, SampledLink
 from .predictions import Prediction
 
 
@@ -111,7 +112,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def predict(
-        self, latent: LatentLike, link: Link | None = None, generator: torch.Generator | None = None
+        self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> Prediction:
         """Returns the distribution of y under a latent.
 
@@ -192,7 +193,7 @@ class Likelihood(ABC):
             f"link={names}, or leave link=None."
         )
 
-    def choose_link(self, latent: LatentLike, link: Link | None) -> Link:
+    def choose_link(self, latent: AnyLatent, link: Link | None) -> Link:
         """Returns the link to use, checked against the likelihood and the kind of latent.
 
         Args:
@@ -205,7 +206,7 @@ class Likelihood(ABC):
         Raises:
             LapwingError: for a class in place of an instance, or a link that does not fit.
         """
-        drawn = weight_draws(latent) is not None
+        drawn = latent.draws is not None
         usable = [accepted for accepted in self.links if accepted.accepts_draws or not drawn]
         if link is None:
             return self.default_link if isinstance(self.default_link, tuple(usable)) else usable[0]()

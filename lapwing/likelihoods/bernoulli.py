@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..covariance import AnyLatent
 from . import divergence
 from .base import NoiselessLikelihood
 from .bernoulli_prediction import BernoulliPrediction
-from .links import BinaryLink, LatentLike, Link, Probit, Quadrature, SampledLink, at_least_float32
+from .links import BinaryLink, Link, Probit, Quadrature, SampledLink, at_least_float32
 from .registry import register
 from .targets import aligned_targets, check_binary_targets, check_target_shape
 
@@ -60,7 +61,7 @@ class Bernoulli(NoiselessLikelihood):
         return (torch.bernoulli(probs.detach(), generator=generator) - probs).unsqueeze(-1).to(outputs.dtype)
 
     def predict(
-        self, latent: LatentLike, link: Link | None = None, generator: torch.Generator | None = None
+        self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> BernoulliPrediction:
         """Returns probabilities of yes, exact by quadrature, or by the link asked for; weight draws are averaged.
 

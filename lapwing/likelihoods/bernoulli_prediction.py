@@ -9,10 +9,11 @@ from torch import Tensor
 from torch import distributions as dist
 from torch.nn import functional as F
 
+from ..covariance import AnyLatent
 from ..errors import LapwingError
 from ..network import batches
 from . import quadrature
-from .links import LatentLike, Link, at_least_float32, seeded, weight_draws
+from .links import Link, at_least_float32, seeded
 from .predictions import DiscretePrediction, check_count
 from .targets import aligned_targets, check_binary_targets, check_target_shape
 
@@ -31,7 +32,7 @@ class BernoulliPrediction(DiscretePrediction):
     """
 
     log_odds: Tensor
-    latent: LatentLike
+    latent: AnyLatent
     link: Link
 
     @property
@@ -73,7 +74,7 @@ class BernoulliPrediction(DiscretePrediction):
             raise LapwingError(
                 f"mutual_information(nodes={nodes}) has too few nodes. Pass at least 16: mutual_information(48)."
             )
-        draws = weight_draws(self.latent)
+        draws = self.latent.draws
         if draws is None:
             mean, variance = self.latent.mean, self.latent.variance
             odds = quadrature.log_odds(mean, variance, nodes)

@@ -8,7 +8,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
-from ..covariance.latent import Latent
+from ..covariance import AnyLatent, Latent
 from ..covariance.terms import DenseTerm
 from . import divergence
 from .base import NoiselessLikelihood
@@ -16,7 +16,6 @@ from .class_prediction import ClassPrediction
 from .links import (
     ClassLink,
     LaplaceBridge,
-    LatentLike,
     Link,
     Probit,
     Quadrature,
@@ -68,7 +67,7 @@ class Categorical(NoiselessLikelihood):
         return (torch.zeros_like(probs).scatter(-1, labels, 1.0) - probs).unsqueeze(-1).to(outputs.dtype)
 
     def predict(
-        self, latent: LatentLike, link: Link | None = None, generator: torch.Generator | None = None
+        self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> ClassPrediction:
         """Returns class probabilities by the probit link, or the one asked for; weight draws are averaged.
 

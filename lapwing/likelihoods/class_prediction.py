@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
+from ..covariance import AnyLatent
 from ..network import batches
-from .links import LatentLike, Link, at_least_float32, draw_chunks, seeded
+from .links import Link, at_least_float32, draw_chunks, seeded
 from .predictions import DiscretePrediction, check_count
 from .targets import check_labels
 
@@ -26,7 +27,7 @@ class ClassPrediction(DiscretePrediction):
     """
 
     log_probs: Tensor
-    latent: LatentLike
+    latent: AnyLatent
     link: Link
 
     @property

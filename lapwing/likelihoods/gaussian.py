@@ -10,10 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..covariance import AnyLatent
 from ..errors import LapwingError, shown
 from . import divergence
 from .base import Likelihood
-from .links import ExactLink, LatentLike, Link, at_least_float32
+from .links import ExactLink, Link, at_least_float32
 from .registry import register
 from .regression_prediction import RegressionPrediction
 from .targets import aligned_targets, check_real_targets
@@ -129,7 +130,7 @@ class Gaussian(Likelihood):
         return replace(self, noise_variance=noise_variance)
 
     def predict(
-        self, latent: LatentLike, link: Link | None = None, generator: torch.Generator | None = None
+        self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> RegressionPrediction:
         """Returns the exact predictive: latent plus noise; `generator` is not used.
 

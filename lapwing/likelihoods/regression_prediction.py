@@ -11,8 +11,9 @@ from torch import Tensor
 from torch import distributions as dist
 
 from .. import linalg
+from ..covariance import AnyLatent
 from ..network import batches
-from .links import LatentLike, at_least_float32, seeded, weight_draws
+from .links import at_least_float32, seeded
 from .mixtures import mixture_log_density, mixture_quantile
 from .predictions import RealPrediction, check_count, check_level
 from .targets import aligned_targets, check_real_targets
@@ -30,7 +31,7 @@ class RegressionPrediction(RealPrediction):
         noise_variance: σ², in squared units of y.
     """
 
-    latent: LatentLike
+    latent: AnyLatent
     noise_variance: float
 
     @property
@@ -146,7 +147,7 @@ class RegressionPrediction(RealPrediction):
 
     def _draws(self) -> Tensor | None:
         """Returns weight draws in at least float32, or None."""
-        draws = weight_draws(self.latent)
+        draws = self.latent.draws
         return None if draws is None else at_least_float32(draws)
 
     def _blocks(self) -> Tensor:
