@@ -7,9 +7,8 @@ It imports `tangent`, `linalg`, `contents` and `errors`. Begin with `base.py` (w
 from __future__ import annotations
 
 from .base import COVARIANCES, Covariance, LayerBlock, PriorCovariance, register
-from .basis import Basis, ExplicitBasis, ImplicitBasis
+from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
 from .blockwise import Blockwise
-from .coordinates import CoordinateBasis
 from .dense import DenseCovariance
 from .draws import Draws
 from .kronecker import KroneckerBlock, KroneckerFactors

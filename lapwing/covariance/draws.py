@@ -10,8 +10,7 @@ from torch import Tensor
 from ..contents import FLOATS, Entry, check_json, is_count, largest
 from ..linalg import total
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import Covariance, LayerBlock, precision_entry, register
-from .factor_layer import FactorLayer
+from .base import Covariance, FactorLayer, LayerBlock, precision_entry, register
 from .terms import FactoredTerm, Term, cross_covariance, unique
 
 

@@ -11,8 +11,7 @@ from ..contents import FLOATS, Entry, check_json, is_count, largest
 from ..jacobian.jacobian import Weighting
 from ..linalg import total
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import Covariance, LayerBlock, precision_entry, register
-from .factor_layer import FactorLayer
+from .base import Covariance, FactorLayer, LayerBlock, precision_entry, register
 from .structures import DiagonalBlock
 from .terms import FactoredTerm, Term, add_term, cross_covariance, unique
 
