@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from ..covariance import AnyLatent
 from ..errors import LapwingError
 from ..network import batches
-from . import divergence, quadrature
-from .base import NoiselessLikelihood, register
+from . import quadrature
+from .base import Integrals, NoiselessLikelihood, register
 from .links import BinaryLink, Link, Probit, Quadrature, SampledLink, at_least_float32, seeded
 from .predictions import DiscretePrediction, check_count
-from .targets import aligned_targets, check_binary_targets, check_target_shape
+from .targets import aligned_targets, check_binary_targets
 
 
 @register
@@ -49,8 +49,7 @@ class Bernoulli(NoiselessLikelihood):
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns `Σ_c log σ(±f_c)`, plus where y_c = 1, (B,)."""
-        outputs = at_least_float32(outputs)
-        return F.logsigmoid(self._signs(outputs, targets) * outputs).sum(-1)
+        return F.logsigmoid(_signed(at_least_float32(outputs), targets)).sum(-1)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """Returns `diag(√(p(1 - p)))`, (B, C, C)."""
@@ -81,27 +80,21 @@ class Bernoulli(NoiselessLikelihood):
         chosen = cast("BinaryLink", self.choose_link(latent, link))
         return BernoulliPrediction(chosen.log_odds(latent, generator), latent, chosen)
 
-    def integrals(self, outputs: int, alpha: float) -> tuple[type[Link], ...]:
+    def integrals(self, outputs: int, alpha: float) -> Integrals:
         """Returns `Quadrature` for one output or α = 0, and `SampledLink`.
 
         The expectation of a product over correlated outputs is not a product, unless α is 0.
         """
-        return (Quadrature, SampledLink) if outputs == 1 or alpha == 0 else (SampledLink,)
+        exact: Integrals = {Quadrature: self._power_mean_by_quadrature} if outputs == 1 or alpha == 0 else {}
+        return {**exact, **super().integrals(outputs, alpha)}
 
-    def _power_mean(
-        self, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, noise_variance: Tensor | None, link: Link
+    def _power_mean_by_quadrature(
+        self, link: Quadrature, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, **_: Any
     ) -> Tensor:
-        """Returns `log_power_mean` by quadrature."""
-        nodes = cast("Quadrature", link).nodes
         mean = at_least_float32(mean)
-        signed = self._signs(mean, targets) * mean
         variance = covariance.diagonal(dim1=-2, dim2=-1)
-        return divergence.binary_log_power_mean(signed, variance, alpha, nodes).sum(-1).to(mean.dtype)
-
-    @staticmethod
-    def _signs(outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns 1 where the answer is yes and -1 where it is no, (B, C)."""
-        return 2.0 * aligned_targets("Bernoulli", outputs, targets, check_target_shape) - 1.0
+        values = quadrature.binary_log_power_mean(_signed(mean, targets), variance, alpha, link.nodes)
+        return values.sum(-1).to(mean.dtype)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -187,8 +180,7 @@ class BernoulliPrediction(DiscretePrediction):
         name = "BernoulliPrediction.log_prob"
         targets = batches.plain(targets, self.log_odds.device)
         check_binary_targets(name, self.log_odds.shape, self.log_odds.device, targets)
-        signs = 2.0 * aligned_targets(name, self.log_odds, targets, check_target_shape) - 1.0
-        return F.logsigmoid(signs * self.log_odds).sum(-1)
+        return F.logsigmoid(_signed(self.log_odds, targets)).sum(-1)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws answers, 0 or 1, int64 (n, B, C).
@@ -228,3 +220,8 @@ class BernoulliPrediction(DiscretePrediction):
         """Shows sizes and link rather than numbers."""
         inputs, outputs = self.log_odds.shape
         return f"BernoulliPrediction({inputs} inputs, {outputs} outputs, link={self.link})"
+
+
+def _signed(logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns logits of the answers that were given: f where the answer is yes and -f where it is no, (B, C)."""
+    return (2.0 * aligned_targets("Bernoulli", logits, targets) - 1.0) * logits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from torch import distributions as dist
 from ..covariance import AnyLatent, Latent
 from ..covariance.terms import DenseTerm
 from ..network import batches
-from . import divergence
-from .base import NoiselessLikelihood, register
+from .base import Integrals, NoiselessLikelihood, register
 from .links import (
     ClassLink,
     LaplaceBridge,
@@ -27,6 +26,7 @@ from .links import (
     seeded,
 )
 from .predictions import DiscretePrediction, check_count
+from .quadrature import binary_log_power_mean
 from .targets import check_labels
 
 
@@ -89,27 +89,30 @@ class Categorical(NoiselessLikelihood):
         chosen = cast("ClassLink", self.choose_link(latent, link))
         return ClassPrediction(chosen.log_probs(latent, generator), latent, chosen)
 
-    def integrals(self, outputs: int, alpha: float) -> tuple[type[Link], ...]:
+    def integrals(self, outputs: int, alpha: float) -> Integrals:
         """Returns `Quadrature` for two classes, `SampledLink`, and at α = 1 the closed forms of predictions.
 
         At α = 1 `log_power_mean` is the log predictive probability: `Probit()` and `LaplaceBridge()` give it
         without randomness, `Probit(marginal=True)` as in the VaLLA paper.
         """
-        two: tuple[type[Link], ...] = (Quadrature,) if outputs == 2 else ()
-        closed: tuple[type[Link], ...] = (Probit, LaplaceBridge) if alpha == 1 else ()
-        return (*two, SampledLink, *closed)
+        two: Integrals = {Quadrature: self._power_mean_by_quadrature} if outputs == 2 else {}
+        closed: Integrals = {Probit: self._log_predictive, LaplaceBridge: self._log_predictive} if alpha == 1 else {}
+        return {**two, **super().integrals(outputs, alpha), **closed}
 
-    def _power_mean(
-        self, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, noise_variance: Tensor | None, link: Link
+    def _power_mean_by_quadrature(
+        self, link: Quadrature, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, **_: Any
     ) -> Tensor:
-        """Returns `log_power_mean` by quadrature for two classes, or by the closed form of a prediction."""
-        mean, labels = at_least_float32(mean), targets.long()
-        if isinstance(link, Quadrature):
-            gap = (mean[:, 1] - mean[:, 0]) * (2 * labels - 1)
-            variance = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) - covariance[:, 0, 1] - covariance[:, 1, 0]
-            return divergence.binary_log_power_mean(gap, variance.clamp_min(0.0), alpha, link.nodes).to(mean.dtype)
+        mean = at_least_float32(mean)
+        gap = (mean[:, 1] - mean[:, 0]) * (2 * targets.long() - 1)
+        variance = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) - covariance[:, 0, 1] - covariance[:, 1, 0]
+        return binary_log_power_mean(gap, variance.clamp_min(0.0), alpha, link.nodes).to(mean.dtype)
+
+    def _log_predictive(
+        self, link: ClassLink, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, **_: Any
+    ) -> Tensor:
+        mean = at_least_float32(mean)
         latent = Latent(mean, (DenseTerm(covariance.to(mean.dtype)),))
-        return cast("ClassLink", link).log_probs(latent).gather(-1, labels[:, None]).squeeze(-1)
+        return link.log_probs(latent).gather(-1, targets.long()[:, None]).squeeze(-1)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
