@@ -10,11 +10,10 @@ from .base import COVARIANCES, Covariance, LayerBlock, PriorCovariance, register
 from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
 from .blockwise import Blockwise
 from .dense import DenseCovariance
-from .draws import Draws
 from .kronecker import KroneckerBlock, KroneckerFactors
 from .latent import AnyLatent, JointLatent, Latent, LatentDraws
 from .low_rank import LowRank, Subspace
-from .low_rank_diagonal import LowRankPlusDiagonal
+from .low_rank_diagonal import Draws, LowRankPlusDiagonal
 from .low_rank_with_residual import LowRankWithResidual
 from .structures import DenseBlock, DiagonalBlock, Structure
 from .terms import Term

@@ -232,17 +232,30 @@ MATRIX_SIDE = 4096
 
 
 class FactorLayer(LayerBlock):
-    """One layer's `Σ_k F_k F_kᵀ` for rows F (K, O, I)."""
+    """One layer's `Σ_k F_k F_kᵀ`, `diag(D) + Σ_k F_k F_kᵀ`, or `diag(D) - Σ_k F_k F_kᵀ`.
 
-    def __init__(self, factor: Tensor) -> None:
-        self._factor = factor
+    Args:
+        factor: F (K, O, I).
+        variances: D (O, I), or None.
+        removed: whether the sum is subtracted.
+    """
+
+    def __init__(self, factor: Tensor, variances: Tensor | None = None, removed: bool = False) -> None:
+        self._factor, self._variances, self._removed = factor, variances, removed
 
     def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
         rows, outputs, inputs = self._factor.shape
         fits = outputs * inputs <= max(rows, MATRIX_SIDE)
         if variance is not None and variance.ndim == 3 and rows >= outputs and fits:
-            return self._push_matrix(mean, variance, full)
-        return push_factor(self._factor.to(mean.dtype), mean, variance, full)
+            pushed = self._push_matrix(mean, variance, full)
+        else:
+            pushed = push_factor(self._factor.to(mean.dtype), mean, variance, full)
+        if self._variances is None:
+            return pushed
+        diagonal = push_diagonal(self._variances.to(mean.dtype), mean, variance, full)
+        if not self._removed:
+            return diagonal + pushed
+        return diagonal - pushed if full else (diagonal - pushed).clamp_min(0)
 
     @cached_property
     def _matrix(self) -> Tensor:
@@ -258,6 +271,15 @@ class FactorLayer(LayerBlock):
         if full:
             return (moment @ matrix.flatten(2).flatten(0, 1).T).unflatten(1, matrix.shape[:2])  # (B, O, O)
         return moment @ matrix.diagonal().permute(2, 0, 1).flatten(1).T  # (B, O)
+
+
+def push_diagonal(weights: Tensor, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
+    """Returns `LayerBlock.push` for variances w (O, I), `(m² + v) wᵀ`: covariances of the input do not count."""
+    moment = mean.square()
+    if variance is not None:
+        moment = moment + (variance if variance.ndim == 2 else variance.diagonal(dim1=-2, dim2=-1))
+    pushed = moment @ weights.T  # (B, O)
+    return torch.diag_embed(pushed) if full else pushed
 
 
 def push_factor(factor: Tensor, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:

@@ -74,7 +74,8 @@ class Basis(ABC):
 
     def rows(self) -> Vectors:
         """Returns W written out, (K, P_block) a block. Memory O(K P)."""
-        return self.combine(torch.eye(self.rank, dtype=self.dtype, device=self.grams.device))
+        device = next(iter(self.tensors().values())).device
+        return self.combine(torch.eye(self.rank, dtype=self.dtype, device=device))
 
     def prior_gram(self, precision: Tensor) -> Tensor:
         """Returns `W Δ Wᵀ` (K, K) for one precision a block."""
@@ -261,10 +262,6 @@ class CoordinateBasis(Basis):
         for name, index in self._index.items():
             out[..., self._where[name]] = vectors[name][..., index].to(self.dtype)
         return out
-
-    def rows(self) -> Vectors:
-        """Returns W written out, (K, P_block) a block. Memory O(K P): for small networks."""
-        return self.combine(torch.eye(self.rank, dtype=self.dtype, device=self.picked.device))
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns W as a sparse matrix: its entries, all 1, and the weight of each."""

@@ -19,22 +19,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class _LayerWithResidual(LayerBlock):
-    """One layer's prior variance minus `Σ_k F_k F_kᵀ`, what the data removed, F (K, O, I)."""
-
-    def __init__(self, prior_variance: float, removed: Tensor) -> None:
-        self._prior_variance, self._outputs = prior_variance, removed.shape[1]
-        self._removed = FactorLayer(removed)
-
-    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-        moment = mean.square().sum(-1)  # (B,), the trace of M
-        if variance is not None:
-            moment = moment + (variance if variance.ndim == 2 else variance.diagonal(dim1=-2, dim2=-1)).sum(-1)
-        prior = (self._prior_variance * moment)[:, None].expand(-1, self._outputs)
-        removed = self._removed.push(mean, variance, full)
-        return torch.diag_embed(prior) - removed if full else (prior - removed).clamp_min(0)
-
-
 @register
 class LowRankWithResidual(Subspace):
     """`Σ = Δ⁻¹ - W̃ᵀ diag(s h/(s h + 1)) W̃`: the prior outside the subspace. Arguments as for `Subspace`.
@@ -194,7 +178,9 @@ class LowRankWithResidual(Subspace):
         """Returns one block's covariance; correlations with other layers are left out."""
         rows = self._directions()[name]
         factor = rows * self._removed.sqrt()[:, None].to(rows.dtype)
-        return _LayerWithResidual(1 / self._delta[name], factor.reshape(-1, *self.block(name).matrix_shape[1:]))
+        shape = self.block(name).matrix_shape[1:]
+        prior = factor.new_tensor(1 / self._delta[name]).expand(shape)
+        return FactorLayer(factor.reshape(-1, *shape), prior, removed=True)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the basis (or rows), the curvature on it, the traces and the prior."""

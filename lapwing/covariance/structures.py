@@ -17,7 +17,7 @@ from ..contents import Entry
 from ..jacobian.jacobian import Weighting
 from ..linalg import matmul
 from ..tangent import Block, BlockJacobian
-from .base import push_factor
+from .base import push_diagonal, push_factor
 from .terms import DenseTerm, EigenTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, factored_or_dense, unique
 
 
@@ -144,12 +144,7 @@ class DiagonalBlock(Structure):
     def push(
         self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
     ) -> Tensor:
-        """Returns `(m² + v) wᵀ`: covariances of the input do not count beside their diagonal."""
-        moment = mean.square()
-        if variance is not None:
-            moment = moment + (variance if variance.ndim == 2 else variance.diagonal(dim1=-2, dim2=-1))
-        pushed = moment @ weights.reshape(shape).T  # (B, O)
-        return torch.diag_embed(pushed) if full else pushed
+        return push_diagonal(weights.reshape(shape), mean, variance, full)
 
     def rotation(self, weights: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor | None, Tensor]:
         """Returns the identity and w."""
