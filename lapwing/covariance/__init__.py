@@ -7,15 +7,13 @@ It imports `tangent`, `linalg`, `contents` and `errors`. Begin with `base.py` (w
 from __future__ import annotations
 
 from .base import COVARIANCES, Covariance, LayerBlock, PriorCovariance, register
-from .basis import Basis, ExplicitBasis, ImplicitBasis
+from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
 from .blockwise import Blockwise
-from .coordinates import CoordinateBasis
 from .dense import DenseCovariance
-from .draws import Draws
 from .kronecker import KroneckerBlock, KroneckerFactors
 from .latent import AnyLatent, JointLatent, Latent, LatentDraws
 from .low_rank import LowRank, Subspace
-from .low_rank_diagonal import LowRankPlusDiagonal
+from .low_rank_diagonal import Draws, LowRankPlusDiagonal
 from .low_rank_with_residual import LowRankWithResidual
 from .structures import DenseBlock, DiagonalBlock, Structure
 from .terms import Term

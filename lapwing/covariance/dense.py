@@ -11,8 +11,7 @@ from torch import Tensor
 from ..contents import Entry, check_json, is_positive, largest
 from ..linalg import RESOLVED, cholesky, eigen_in_place, linear, matmul
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import LayerBlock, PriorCovariance, precision_entry, register
-from .factor_layer import FactorLayer
+from .base import FactorLayer, LayerBlock, PriorCovariance, precision_entry, register, same_ratios
 from .terms import Term, cross_covariance, factored_or_dense, unique
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class DenseCovariance(PriorCovariance):
         eigen: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> None:
         self.blocks, self.curvature, self.precision, self.scale = blocks, curvature.double(), precision, scale
-        if eigen is None or not torch.allclose(eigen[2] / eigen[2][0], precision / precision[0], rtol=1e-12, atol=0):
+        if eigen is None or not same_ratios(eigen[2], precision):
             root = expand(blocks, precision).rsqrt()
             eigen = (*eigen_in_place((self.curvature * root).mul_(root[:, None])), precision)
         values, self._basis, at = self._eigen = eigen
@@ -91,10 +90,7 @@ class DenseCovariance(PriorCovariance):
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns `Σ log(1 + s λ)` where the ratios between blocks are unchanged, else goes by a Cholesky factor."""
         values, _, at = self._eigen
-        ratio = (precision / at).detach()
-        if torch.allclose(ratio, ratio[0].expand_as(ratio), rtol=1e-12, atol=0) and not (
-            precision.requires_grad and len(precision) > 1
-        ):
+        if same_ratios(precision.detach(), at) and not (precision.requires_grad and len(precision) > 1):
             return torch.log1p(scale * values * at[0] / precision[0]).sum()
         root = expand(self.blocks, precision).rsqrt()
         matrix = scale * root[:, None] * self.curvature * root

@@ -2,7 +2,7 @@
 
 A way through the network returns one of three: a Gaussian for each input (`Latent`), one Gaussian over all inputs
 (`JointLatent`), or outputs under draws of the weights (`LatentDraws`). All have `mean`, `variance`, `std`,
-`covariance`, `sample`, `scaled`, `compact` and `with_checks`.
+`centred_variance`, `covariance`, `sample`, `scaled`, `compact` and `with_checks`; `draws` is None where there are none.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Latent:
     terms: tuple[Term, ...]
     checked: bool = False
     joint = False
+    draws = None
 
     @cached_property
     @full_precision
@@ -138,6 +139,7 @@ class JointLatent:
     mean: Tensor
     covariance: Tensor
     joint = True
+    draws = None
 
     @property
     def variance(self) -> Tensor:
@@ -210,6 +212,11 @@ class LatentDraws:
     def variance(self) -> Tensor:
         """Unbiased variance over draws (B, C)."""
         return self.draws.var(0)
+
+    @property
+    def centred_variance(self) -> Tensor:
+        """Unbiased variance over draws of the outputs minus their average (B, C)."""
+        return (self.draws - self.draws.mean(-1, keepdim=True)).var(0)
 
     @property
     def std(self) -> Tensor:

@@ -1,11 +1,14 @@
 """Subspace covariances: what ELLA, optimal subspaces, subsets, VaLLA and the dual form of Full have in common.
 
-In the coordinates of `span.py`, with directions W̃ orthonormal in whitened weights and curvatures h on them:
+A basis of K directions W (K, P), the curvature `H = W G Wᵀ` on it and the prior's `D = W Δ Wᵀ`. The generalised
+eigenpairs `H q = h D q` with `qᵀ D q = 1` are the columns of Q. They give directions `W̃ = Qᵀ W`, orthonormal in
+whitened weights: `V = W̃ Δ^(1/2)`. With the curvatures h on them:
 
     without residual   Σ = W̃ᵀ diag(1/(s h + 1)) W̃                        directions outside the span have variance 0
     with residual      Σ = Δ⁻¹ - W̃ᵀ diag(s h/(s h + 1)) W̃                 directions outside keep the prior
 
-Any prior, scalar or per block, needs K x K work only: the span stays, the coordinates change.
+Of a basis that is ordered, the first k directions alone may count. Any prior, scalar or per block, needs K x K work
+only: the span stays, the coordinates change.
 """
 
 from __future__ import annotations
@@ -17,12 +20,11 @@ import torch
 from torch import Tensor
 
 from ..contents import Entry, Mismatch, check_json, is_count, is_positive, largest
+from ..errors import LapwingError
+from ..linalg import cholesky, symmetric_eigen
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import LayerBlock, PriorCovariance, precision_entry, register
-from .basis import Basis, ExplicitBasis, ImplicitBasis
-from .coordinates import CoordinateBasis
-from .factor_layer import FactorLayer
-from .span import Span
+from .base import FactorLayer, LayerBlock, PriorCovariance, precision_entry, register, same_ratios
+from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
 from .terms import FactoredTerm, Term, cross_covariance, unique
 
 if TYPE_CHECKING:
@@ -44,8 +46,11 @@ class Subspace(PriorCovariance):
         precision: δ (n_blocks,).
         scale: s.
         rank: how many of the leading directions count; all when None.
-        span: the diagonalised span at this prior, where it is known.
+        eigen: h (k,) and Q (K, k), rows beyond k zero, at a precision of the same ratios, as (h, Q, that precision).
     """
+
+    further_extra: ClassVar[dict[str, Any]] = {}
+    """Patterns of what a subclass adds to `extra()`."""
 
     def __init__(
         self,
@@ -56,25 +61,60 @@ class Subspace(PriorCovariance):
         precision: Tensor,
         scale: float,
         rank: int | None = None,
-        span: Span | None = None,
+        eigen: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> None:
         self.blocks, self.basis, self.curvature, self.traces = blocks, basis, curvature, traces
         self.precision, self.scale = precision, scale
-        self._span = Span(basis, curvature, precision, rank) if span is None else span
-        self._weights = 1 / (scale * self._span.values + 1)
+        self.rank = basis.rank if rank is None else rank
+        self._leading = curvature[: self.rank, : self.rank]  # of H, (k, k)
+        self._eigen = eigen if eigen is not None and same_ratios(eigen[2], precision) else self._diagonalised()
+        self._curvatures = self._eigen[0] * (self._eigen[2][0] / precision[0])  # h (k,)
+        self._weights = 1 / (scale * self._curvatures + 1)
 
-    further_extra: ClassVar[dict[str, Any]] = {}
-    """Patterns of what a subclass adds to `extra()`."""
+    def _diagonalised(self) -> tuple[Tensor, Tensor, Tensor]:
+        root = cholesky(self._prior(self.precision))  # D = L Lᵀ
+        whitened = torch.linalg.solve_triangular(root, self._leading, upper=False)
+        whitened = torch.linalg.solve_triangular(root, whitened.T, upper=False)
+        values, rotation = symmetric_eigen(whitened)
+        rotation = torch.linalg.solve_triangular(root.T, rotation, upper=True)  # Q = L⁻ᵀ U
+        return values, torch.nn.functional.pad(rotation, (0, 0, 0, self.basis.rank - self.rank)), self.precision
+
+    def _prior(self, precision: Tensor) -> Tensor:
+        """Returns D (k, k) of the directions that count."""
+        return self.basis.prior_gram(precision)[: self.rank, : self.rank]
+
+    @property
+    def _rotation(self) -> Tensor:
+        """Q, made of the one that all priors of the same ratios share."""
+        _, rotation, at = self._eigen
+        return rotation if at[0] == self.precision[0] else rotation * (at[0] / self.precision[0]).sqrt()
+
+    def _curvatures_at(self, precision: Tensor) -> Tensor | None:
+        """Returns h (k,) at a prior of the same ratios between blocks; else None."""
+        if (precision.requires_grad and len(precision) > 1) or not same_ratios(precision.detach(), self.precision):
+            return None
+        return self._curvatures * (self.precision[0] / precision[0])
+
+    def _project(self, record: Record) -> Tensor:
+        """Returns `J W̃ᵀ` (B, R, k)."""
+        return self.basis.project(record) @ self._rotation.to(record.dtype)
+
+    def _directions(self) -> Vectors:
+        """Returns W̃, (k, P_block) a block."""
+        return self.basis.combine(self._rotation.T)
+
+    def _weighted(self, vectors: Vectors, weights: Tensor) -> Vectors:
+        """Returns `W̃ᵀ diag(w) W̃ v`."""
+        dtype, first = self.basis.dtype, next(iter(vectors.values()))
+        flat = {name: vector.reshape(-1, vector.shape[-1]) for name, vector in vectors.items()}
+        inner = self.basis.inner(flat) @ self._rotation.to(dtype)  # (n, k)
+        combined = self.basis.combine((inner * weights.to(dtype)) @ self._rotation.T.to(dtype))
+        return {name: vector.reshape(*first.shape[:-1], -1) for name, vector in combined.items()}
 
     @property
     def scratch_per_row(self) -> int:
         """That of a projection on the basis."""
         return self.basis.scratch_per_row
-
-    @property
-    def rank(self) -> int:
-        """How many directions count."""
-        return self._span.rank
 
     def is_contracted_with(self, other: PriorCovariance) -> bool:
         """Whether both have the same basis: J is projected on it once for all priors, ranks and curvatures."""
@@ -88,9 +128,9 @@ class Subspace(PriorCovariance):
 
     def with_prior(self, precision: Tensor, scale: float) -> Self:
         """Returns the covariance on the same span under another prior, K x K work; only a new fit chooses it anew."""
-        same = torch.equal(precision / precision[0], self.precision / self.precision[0])
-        span = self._span.rescaled(precision) if same else None
-        return type(self)(self.blocks, self.basis, self.curvature, self.traces, precision, scale, self.rank, span)
+        return type(self)(
+            self.blocks, self.basis, self.curvature, self.traces, precision, scale, self.rank, self._eigen
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,12 +143,29 @@ class Subspace(PriorCovariance):
         return self.curvature.device
 
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
-        """Returns the log determinant on the subspace; outside it the posterior has no curvature."""
-        return self._span.log_det_ratio(precision, scale)
+        """Returns `Σ log(1 + s h)`, as `logdet(D + s H) - logdet D` where h is not known; nothing is outside."""
+        if (values := self._curvatures_at(precision)) is not None:
+            return torch.log1p(scale * values).sum()
+        prior = self._prior(precision)
+        with_data, without = cholesky(prior + scale * self._leading), cholesky(prior)
+        return 2 * (with_data.diagonal().log() - without.diagonal().log()).sum()
 
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
-        """Returns the trace of the curvature outside the subspace."""
-        return self._span.gap(precision, scale, self.traces)
+        """Returns `s [Σ_b tr(G_b)/δ_b - tr(D⁻¹ H)]`, the curvature outside.
+
+        Raises:
+            LapwingError: if the fit did not sum the traces.
+        """
+        if self._leading.any() and not self.traces.any():
+            raise LapwingError(
+                "The lower bound of a subspace's evidence needs the trace of the curvature, which this fit did not "
+                "sum. Fit with tune=lw.Evidence(); prior_precision=... beside it keeps the prior."
+            )
+        if (values := self._curvatures_at(precision)) is not None:
+            inside = values.sum()
+        else:
+            inside = torch.cholesky_solve(self._leading, cholesky(self._prior(precision))).diagonal().sum()
+        return scale * ((self.traces / precision).sum() - inside).clamp_min(0)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the basis, the curvature on it, the traces and the prior."""
@@ -163,17 +220,17 @@ class LowRank(Subspace):
 
     def mv(self, vectors: Vectors) -> Vectors:
         """Returns `Σ v`."""
-        return self._span.weighted(vectors, self._weights)
+        return self._weighted(vectors, self._weights)
 
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns `W̃ᵀ √w ε` with ε in R^K."""
         shape = (count, len(self._weights))
         noise = torch.randn(shape, generator=generator, dtype=torch.float64, device=self._weights.device)
-        return self.basis.combine((noise * self._weights.sqrt()) @ self._span.rotation.T)
+        return self.basis.combine((noise * self._weights.sqrt()) @ self._rotation.T)
 
     def diagonal(self) -> Vectors:
         """Returns the marginal variances."""
-        return {n: (w.square() * self._weights[:, None].to(w.dtype)).sum(0) for n, w in self._span.directions().items()}
+        return {n: (w.square() * self._weights[:, None].to(w.dtype)).sum(0) for n, w in self._directions().items()}
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
         """Returns the thin factor `J W̃ᵀ √w` (B, R, K)."""
@@ -186,17 +243,17 @@ class LowRank(Subspace):
 
     def factor(self, features: Tensor) -> Tensor:
         """Returns the thin factor `J W̃ᵀ √w` (B, R, k) from features `J Wᵀ` (B, R, K) on the basis."""
-        root = self._span.rotation * self._weights.sqrt()  # (K, k)
+        root = self._rotation * self._weights.sqrt()  # (K, k)
         return features @ root.to(features.dtype)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         """Returns the products of the factors of all pairs of samples."""
         root = self._weights.sqrt().to(record.dtype)
-        factors = [self._span.project(one) * root for one in unique(record, other)]
+        factors = [self._project(one) * root for one in unique(record, other)]
         return cross_covariance(factors[0], factors[-1])
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance; correlations with other layers are left out."""
-        rows = self._span.directions()[name]
+        rows = self._directions()[name]
         factor = rows * self._weights.sqrt()[:, None].to(rows.dtype)
         return FactorLayer(factor.reshape(-1, *self.block(name).matrix_shape[1:]))

@@ -1,4 +1,7 @@
-"""A diagonal plus a low-rank matrix, `Σ = D + FᵀF`, without a prior: SWAG's, from the iterates of a training run."""
+"""Covariances without a prior that can be changed: `LowRankPlusDiagonal`, SWAG's and mean field's, and `Draws`.
+
+`Draws` are those of sampled LLA from the posterior itself.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,9 @@ from ..contents import FLOATS, Entry, check_json, is_count, largest
 from ..jacobian.jacobian import Weighting
 from ..linalg import total
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import Covariance, LayerBlock, precision_entry, register
-from .factor_layer import FactorLayer
+from .base import Covariance, FactorLayer, LayerBlock, precision_entry, register
 from .structures import DiagonalBlock
 from .terms import FactoredTerm, Term, add_term, cross_covariance, unique
-
-
-class _Layer(LayerBlock):
-    """One layer's variances D (P_block,) and rows of the factor F (K, O, I)."""
-
-    def __init__(self, variances: Tensor, factor: Tensor) -> None:
-        self._variances, self._shape, self._factor = variances, factor.shape[1:], FactorLayer(factor)
-
-    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-        shape = self._shape[0], self._shape[1]
-        diagonal = DiagonalBlock(self._variances).push(self._variances.to(mean.dtype), shape, mean, variance, full)
-        return diagonal + self._factor.push(mean, variance, full)
 
 
 @register
@@ -102,7 +92,8 @@ class LowRankPlusDiagonal(Covariance):
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance; correlations with other layers are left out."""
-        return _Layer(self.variances[name], self.factor[name].reshape(-1, *self.block(name).matrix_shape[1:]))
+        shape = self.block(name).matrix_shape[1:]
+        return FactorLayer(self.factor[name].reshape(-1, *shape), self.variances[name].reshape(shape))
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns D and F by block, and δ if there is one."""
@@ -129,3 +120,82 @@ class LowRankPlusDiagonal(Covariance):
         names = [block.name for block in tangent.blocks]
         variances, factor = ({name: tensors[f"{part}/{name}"] for name in names} for part in ("variances", "factor"))
         return cls(tangent.blocks, variances, factor, tensors.get("precision"))
+
+
+@register
+class Draws(Covariance):
+    """`Σ = (1/S) Σ_k z_k z_kᵀ` of draws `z_k ~ N(0, Ψ)`, solved for at one prior, which cannot be changed.
+
+    Args:
+        blocks: the blocks.
+        draws: z, (S, P_block) a block.
+        precision: prior precision δ of each block (n_blocks,) that they were drawn at.
+    """
+
+    def __init__(self, blocks: tuple[Block, ...], draws: Vectors, precision: Tensor) -> None:
+        self.blocks, self.precision = blocks, precision.double()
+        self.draws = {block.name: draws[block.name] for block in blocks}
+
+    @property
+    def count(self) -> int:
+        """S."""
+        return len(self.draws[self.blocks[0].name])
+
+    def mv(self, vectors: Vectors) -> Vectors:
+        """Returns `Σ v`. Time O(S P)."""
+        inner = total(vectors[name] @ z.T for name, z in self.draws.items()) / self.count  # (n, S)
+        return {name: inner @ z for name, z in self.draws.items()}
+
+    def sample(self, count: int, generator: torch.Generator) -> Vectors:
+        """Returns draws themselves, each with a random sign, none twice; more than S are combined, `Zᵀε/√S`.
+
+        Either way mean and covariance are 0 and Σ.
+        """
+        options: dict[str, Any] = {"generator": generator, "device": self.device}
+        if count > self.count:
+            weights = torch.randn((count, self.count), dtype=self.dtype, **options) / self.count**0.5
+            return {name: weights @ z for name, z in self.draws.items()}
+        picked = torch.randperm(self.count, **options)[:count]
+        sign = 2 * torch.randint(2, (count, 1), **options).to(self.dtype) - 1
+        return {name: sign * z[picked] for name, z in self.draws.items()}
+
+    def diagonal(self) -> Vectors:
+        """Returns the marginal variances."""
+        return {name: z.square().mean(0) for name, z in self.draws.items()}
+
+    def output_covariance(self, record: Record) -> tuple[Term, ...]:
+        """Returns the thin factor `J Zᵀ/√S` (B, R, S)."""
+        return (FactoredTerm(record.jvp(self.draws) / self.count**0.5),)
+
+    def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
+        """Returns the products of the factors of all pairs of samples."""
+        moved = [one.jvp(self.draws) for one in unique(record, other)]  # (B, R, S)
+        return cross_covariance(moved[0], moved[-1]) / self.count
+
+    def layer_block(self, name: str) -> LayerBlock:
+        """Returns one block's covariance; correlations with other layers are left out."""
+        draws = self.draws[name].reshape(-1, *self.block(name).matrix_shape[1:])
+        return FactorLayer(draws / len(draws) ** 0.5)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the draws by block, and the prior they belong to."""
+        assert self.precision is not None
+        return {**{f"draws/{name}": z for name, z in self.draws.items()}, "precision": self.precision}
+
+    def extra(self) -> dict[str, Any]:
+        """Returns S."""
+        return {"count": self.count}
+
+    @classmethod
+    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
+        """S draws a block, whose squares have finite sums, and δ."""
+        check_json(extra, {"count": lambda count: is_count(count) and count > 0}, "covariance/extra")
+        bound = largest(tangent.dtype, 1 / 4)
+        draws = {f"draws/{b.name}": Entry((extra["count"], b.size), FLOATS, -bound, bound) for b in tangent.blocks}
+        return {**draws, "precision": precision_entry(tangent)}
+
+    @classmethod
+    def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Draws:
+        """Rebuilds the covariance."""
+        draws = {block.name: tensors[f"draws/{block.name}"] for block in tangent.blocks}
+        return cls(tangent.blocks, draws, tensors["precision"])

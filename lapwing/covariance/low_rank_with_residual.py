@@ -10,30 +10,13 @@ from torch import Tensor
 
 from ..linalg import RESOLVED, cholesky
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import LayerBlock, register
+from .base import FactorLayer, LayerBlock, register, same_ratios
 from .basis import Basis, ExplicitBasis
-from .factor_layer import FactorLayer
 from .low_rank import Subspace
 from .terms import DenseTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, unique
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-class _LayerWithResidual(LayerBlock):
-    """One layer's prior variance minus `Σ_k F_k F_kᵀ`, what the data removed, F (K, O, I)."""
-
-    def __init__(self, prior_variance: float, removed: Tensor) -> None:
-        self._prior_variance, self._outputs = prior_variance, removed.shape[1]
-        self._removed = FactorLayer(removed)
-
-    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-        moment = mean.square().sum(-1)  # (B,), the trace of M
-        if variance is not None:
-            moment = moment + (variance if variance.ndim == 2 else variance.diagonal(dim1=-2, dim2=-1)).sum(-1)
-        prior = (self._prior_variance * moment)[:, None].expand(-1, self._outputs)
-        removed = self._removed.push(mean, variance, full)
-        return torch.diag_embed(prior) - removed if full else (prior - removed).clamp_min(0)
 
 
 @register
@@ -52,7 +35,7 @@ class LowRankWithResidual(Subspace):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._removed = self.scale * self._span.values * self._weights
+        self._removed = self.scale * self._curvatures * self._weights
         self._delta = {block.name: delta for block, delta in zip(self.blocks, self.precision.tolist(), strict=True)}
 
     @classmethod
@@ -80,7 +63,7 @@ class LowRankWithResidual(Subspace):
         ratios = precision / precision[0]
         inner = rows.prior_gram(1 / ratios)
         basis = rows
-        if not torch.equal(ratios, torch.ones_like(ratios)):
+        if not same_ratios(precision, torch.ones_like(precision)):
             basis = ExplicitBasis({n: u / r for (n, u), r in zip(rows.vectors.items(), ratios.tolist(), strict=True)})
         return cls(blocks, basis, inner @ curvature @ inner, traces, precision, scale)._with_rows(rows, curvature)
 
@@ -94,15 +77,15 @@ class LowRankWithResidual(Subspace):
 
         One made by `from_rows` follows the ratios between blocks at O(K P).
         """
-        if self._rows is not None and not torch.equal(precision / precision[0], self.precision / self.precision[0]):
+        if self._rows is not None and not same_ratios(precision, self.precision):
             return self.from_rows(self.blocks, *self._rows, self.traces, precision, scale)
         again = super().with_prior(precision, scale)
         return again if self._rows is None else again._with_rows(*self._rows)
 
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns the log determinant on the subspace; outside it the posterior is the prior."""
-        if self._rows is None or self._span.values_at(precision) is not None:
-            return self._span.log_det_ratio(precision, scale)
+        if self._rows is None or self._curvatures_at(precision) is not None:
+            return super().log_det_ratio(precision, scale)
         rows, curvature = self._rows
         root = cholesky(rows.prior_gram(1 / precision))
         eye = torch.eye(len(root), dtype=root.dtype, device=root.device)
@@ -116,11 +99,11 @@ class LowRankWithResidual(Subspace):
         """Returns the trace of the curvature outside the subspace."""
         if self._rows is not None:
             return torch.zeros((), dtype=torch.float64, device=precision.device)
-        return self._span.gap(precision, scale, self.traces)
+        return super().evidence_gap(precision, scale)
 
     def mv(self, vectors: Vectors) -> Vectors:
         """Returns `Σ v`."""
-        removed = self._span.weighted(vectors, self._removed)
+        removed = self._weighted(vectors, self._removed)
         return {name: vector / self._delta[name] - removed[name] for name, vector in vectors.items()}
 
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
@@ -132,14 +115,14 @@ class LowRankWithResidual(Subspace):
             )
             for block in self.blocks
         }
-        moved = self._span.weighted({n: z * roots[n] for n, z in noise.items()}, self._weights.sqrt() - 1)
+        moved = self._weighted({n: z * roots[n] for n, z in noise.items()}, self._weights.sqrt() - 1)
         return {name: z / roots[name] + moved[name] for name, z in noise.items()}
 
     def diagonal(self) -> Vectors:
         """Returns the marginal variances."""
         return {
             name: 1 / self._delta[name] - (w.square() * self._removed[:, None].to(w.dtype)).sum(0)
-            for name, w in self._span.directions().items()
+            for name, w in self._directions().items()
         }
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
@@ -174,7 +157,7 @@ class LowRankWithResidual(Subspace):
         for candidate in candidates:
             if candidate.basis is not basis:
                 basis, projected = candidate.basis, candidate.basis.project(record)
-            yield projected @ (candidate._span.rotation * candidate._removed.sqrt()).to(projected.dtype)
+            yield projected @ (candidate._rotation * candidate._removed.sqrt()).to(projected.dtype)
 
     def _grams(self, record: Record) -> Iterator[tuple[Block, Tensor]]:
         """Yields `J Jᵀ` (B, R, R) of each block."""
@@ -188,14 +171,16 @@ class LowRankWithResidual(Subspace):
         for block in self.blocks:
             jacobians = [one[block.name] for one in unique(record, other)]
             prior = prior + jacobians[0].gram(jacobians[-1]) / self._delta[block.name]
-        factors = [self._span.project(one) for one in unique(record, other)]
+        factors = [self._project(one) for one in unique(record, other)]
         return prior - cross_covariance(factors[0] * self._removed.to(factors[0].dtype), factors[-1])
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance; correlations with other layers are left out."""
-        rows = self._span.directions()[name]
+        rows = self._directions()[name]
         factor = rows * self._removed.sqrt()[:, None].to(rows.dtype)
-        return _LayerWithResidual(1 / self._delta[name], factor.reshape(-1, *self.block(name).matrix_shape[1:]))
+        shape = self.block(name).matrix_shape[1:]
+        prior = factor.new_tensor(1 / self._delta[name]).expand(shape)
+        return FactorLayer(factor.reshape(-1, *shape), prior, removed=True)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the basis (or rows), the curvature on it, the traces and the prior."""

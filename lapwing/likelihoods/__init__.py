@@ -6,17 +6,12 @@ It imports `covariance` (the latent Gaussian that a link takes), `network` and `
 
 from __future__ import annotations
 
-from .base import Likelihood, NoiselessLikelihood
-from .bernoulli import Bernoulli
-from .bernoulli_prediction import BernoulliPrediction
-from .categorical import Categorical
-from .class_prediction import ClassPrediction
-from .gaussian import Gaussian
+from .base import Likelihood, NoiselessLikelihood, register, resolve
+from .bernoulli import Bernoulli, BernoulliPrediction
+from .categorical import Categorical, ClassPrediction
+from .gaussian import Gaussian, RegressionPrediction
 from .links import BinaryLink, ClassLink, ExactLink, LaplaceBridge, Link, Probit, Quadrature, SampledLink, latent_draws
-from .mixture_prediction import MixturePrediction
-from .predictions import DiscretePrediction, Prediction, RealPrediction
-from .registry import register, resolve
-from .regression_prediction import RegressionPrediction
+from .predictions import DiscretePrediction, MixturePrediction, Prediction, RealPrediction
 from .targets import aligned_targets, check_real_targets
 
 __all__ = [

@@ -6,16 +6,24 @@ variance extends `Likelihood`. Both are abstract, and what extends them is final
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
+from .. import linalg
+from ..covariance import AnyLatent
 from ..errors import LapwingError, shown
-from . import divergence
-from .links import LatentLike, Link, SampledLink, weight_draws
+from .links import Link, SampledLink, at_least_float32, seeded
 from .predictions import Prediction
+from .quadrature import weighted_log_power_mean
+
+Integrals = dict[type[Link], Callable[..., Tensor]]
+"""Link class -> what takes an expectation by such a link."""
 
 
 class Likelihood(ABC):
@@ -111,7 +119,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def predict(
-        self, latent: LatentLike, link: Link | None = None, generator: torch.Generator | None = None
+        self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> Prediction:
         """Returns the distribution of y under a latent.
 
@@ -150,8 +158,7 @@ class Likelihood(ABC):
             alpha: α, at least 0.
             noise_variance: σ² in place of that of the likelihood, a scalar.
             generator: Source of randomness for draws; None means seed 0.
-            link: How the expectation is taken, `SampledLink(draws)` or what else `integrals` offers; None for its
-                first, exact where that is cheap.
+            link: How the expectation is taken, one of `integrals`; None for its first, exact where that is cheap.
 
         Returns:
             Values (B,). Cost by Monte Carlo: time O(B C³ + draws B C²), memory O(draws B C).
@@ -159,40 +166,52 @@ class Likelihood(ABC):
         Raises:
             LapwingError: for α out of range, a noise variance where there is none, or a link that does not fit.
         """
-        divergence.check_alpha(alpha)
+        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0.0 <= alpha < math.inf:
+            raise LapwingError(
+                f"A power mean takes a finite alpha of at least 0, not alpha={shown(alpha)}. Write alpha=1.0 for the "
+                "predictive density, or alpha=0.0 for the expected log likelihood."
+            )
         if noise_variance is not None and self.noise_variance is None and not self.needs_noise:
             self.with_noise_variance(float(noise_variance))  # refuses one
-        chosen = self._integral(link, alpha, self.integrals(mean.shape[-1], alpha))
-        if isinstance(chosen, SampledLink):
-            likelihood = self if noise_variance is None else self.with_noise_variance(float(noise_variance))
-            return divergence.sampled_log_power_mean(
-                likelihood.log_prob, mean, covariance, targets, alpha, chosen.draws, generator
-            )
-        return self._power_mean(mean, covariance, targets, alpha, noise_variance, chosen)
+        integrals = self.integrals(mean.shape[-1], alpha)
+        chosen = next(iter(integrals))() if link is None else link
+        for kind, integral in integrals.items():
+            if isinstance(chosen, kind):
+                return integral(
+                    chosen, mean, covariance, targets, alpha, noise_variance=noise_variance, generator=generator
+                )
+        raise self._refusal(f"take its power mean of alpha={alpha}", link, integrals)
 
-    def integrals(self, outputs: int, alpha: float) -> tuple[type[Link], ...]:
-        """Returns the links by which `log_power_mean` takes its expectation for C outputs, the preferred one first."""
-        return (SampledLink,)
+    def integrals(self, outputs: int, alpha: float) -> Integrals:
+        """Returns the links by which `log_power_mean` takes its expectation for C outputs, the preferred one first.
 
-    def _power_mean(
-        self, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, noise_variance: Tensor | None, link: Link
+        With each comes the function that takes it, of the link, mean, covariance, targets and α; and of
+        `noise_variance` and `generator`, by name.
+        """
+        return {SampledLink: self._power_mean_of_draws}
+
+    def _power_mean_of_draws(
+        self,
+        link: SampledLink,
+        mean: Tensor,
+        covariance: Tensor,
+        targets: Tensor,
+        alpha: float,
+        noise_variance: Tensor | None,
+        generator: torch.Generator | None,
     ) -> Tensor:
-        """Returns `log_power_mean` by one of the `integrals` that does not draw."""
-        raise AssertionError(f"{type(self).__name__} offers {type(link).__name__}() and does not take it")
+        """Returns `1/α log 1/S Σ_s p(y|f_s)^α` over draws `f_s = m + L ε_s`, `K = L Lᵀ`: biased downwards by O(α/S)."""
+        likelihood = self if noise_variance is None else self.with_noise_variance(float(noise_variance))
+        mean = at_least_float32(mean)
+        root = linalg.cholesky(covariance.double()).to(mean.dtype)
+        shape = (link.draws, *mean.shape)
+        noise = torch.randn(shape, generator=seeded(generator, mean.device), dtype=mean.dtype, device=mean.device)
+        outputs = mean + torch.einsum("bcd,sbd->sbc", root, noise)
+        repeated = targets.expand(link.draws, *targets.shape).flatten(0, 1)
+        logs = likelihood.log_prob(outputs.flatten(0, 1), repeated).reshape(link.draws, -1)  # (S B,) -> (S, B)
+        return weighted_log_power_mean(logs, logs.new_full((link.draws, 1), -math.log(link.draws)), alpha, 0)
 
-    def _integral(self, link: Link | None, alpha: float, accepted: tuple[type[Link], ...]) -> Link:
-        """Returns the link that takes an expectation: the first accepted one where none is asked for."""
-        if link is None:
-            return accepted[0]()
-        if isinstance(link, accepted):
-            return link
-        names = " or ".join(f"{kind.__name__}()" for kind in accepted)
-        raise LapwingError(
-            f"The {self.name} likelihood cannot take its power mean of alpha={alpha} with link={_shown(link)}. Write "
-            f"link={names}, or leave link=None."
-        )
-
-    def choose_link(self, latent: LatentLike, link: Link | None) -> Link:
+    def choose_link(self, latent: AnyLatent, link: Link | None) -> Link:
         """Returns the link to use, checked against the likelihood and the kind of latent.
 
         Args:
@@ -205,17 +224,21 @@ class Likelihood(ABC):
         Raises:
             LapwingError: for a class in place of an instance, or a link that does not fit.
         """
-        drawn = weight_draws(latent) is not None
+        drawn = latent.draws is not None
         usable = [accepted for accepted in self.links if accepted.accepts_draws or not drawn]
         if link is None:
             return self.default_link if isinstance(self.default_link, tuple(usable)) else usable[0]()
         if isinstance(link, tuple(usable)):
             return link
         kind = "a latent made of weight draws" if drawn else "a Gaussian latent"
-        names = " or ".join(f"{accepted.__name__}()" for accepted in usable)
-        raise LapwingError(
-            f"The {self.name} likelihood cannot turn {kind} into a prediction with link={_shown(link)}. "
-            f"Write link={names}, or leave link=None."
+        raise self._refusal(f"turn {kind} into a prediction", link, usable)
+
+    def _refusal(self, what: str, link: object, accepted: Iterable[type[Link]]) -> LapwingError:
+        """Returns the error for a link that is not one of those accepted."""
+        wrong = f"{link.__name__} (a class, not an instance)" if isinstance(link, type) else shown(link)
+        names = " or ".join(f"{kind.__name__}()" for kind in accepted)
+        return LapwingError(
+            f"The {self.name} likelihood cannot {what} with link={wrong}. Write link={names}, or leave link=None."
         )
 
 
@@ -273,6 +296,75 @@ class NoiselessLikelihood(Likelihood):
         return self
 
 
-def _shown(link: object) -> str:
-    """Returns how a message names a link that the user passed."""
-    return f"{link.__name__} (a class, not an instance)" if isinstance(link, type) else shown(link)
+Kind = TypeVar("Kind", bound=type[Likelihood])
+
+REGISTERED: dict[str, type[Likelihood]] = {}
+"""Names -> class."""
+
+
+def register(kind: Kind) -> Kind:
+    """Registers a class of likelihoods by its `name`: write `@register` above the class.
+
+    `lw.fit(..., likelihood="name")` and `lw.load` then find it, once the module that holds the class is imported. A
+    file stores the name and the noise variance of a likelihood, so a registered class has no other option.
+
+    Returns:
+        The class.
+
+    Raises:
+        LapwingError: for what is not a class of likelihoods, a name that another class has, or other options.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Likelihood) and is_dataclass(kind)):
+        raise LapwingError(
+            f"register takes a frozen dataclass that extends Likelihood, not {shown(kind)}. Write @register above "
+            "@dataclass(frozen=True)."
+        )
+    _check_name(kind)
+    options = [field.name for field in fields(kind) if field.name != "noise_variance"]
+    if options:
+        raise LapwingError(
+            f"A file does not store the options {', '.join(options)} of {kind.__name__}. Leave the class unregistered, "
+            "and pass an instance to lw.fit and lw.load."
+        )
+    other = REGISTERED.get(kind.name, kind)  # of the same module and name where a notebook's cell runs again
+    if (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise LapwingError(
+            f"The name {kind.name!r} of {kind.__name__} belongs to {other.__module__}.{other.__qualname__}. Give the "
+            "class another name."
+        )
+    REGISTERED[kind.name] = kind
+    return kind
+
+
+def resolve(likelihood: Any) -> Likelihood:
+    """Returns the likelihood of a registered name; an instance as it is.
+
+    Raises:
+        LapwingError: for an unknown name, a class in place of an instance, or anything else.
+
+    Example:
+        >>> resolve("gaussian")
+        Gaussian(noise_variance=None)
+    """
+    if isinstance(likelihood, Likelihood):
+        _check_name(type(likelihood))
+        return likelihood
+    if isinstance(likelihood, str) and likelihood in REGISTERED:
+        return REGISTERED[likelihood]()
+    if isinstance(likelihood, type):
+        raise LapwingError(
+            f"The likelihood is the class {likelihood.__name__}. Pass an instance: likelihood={likelihood.__name__}()."
+        )
+    raise LapwingError(
+        f"{shown(likelihood)} is not a likelihood. Pass likelihood='categorical' for integer labels, 'bernoulli' for "
+        f"yes or no, 'gaussian' for real targets, or an instance. Registered are {', '.join(REGISTERED)}."
+    )
+
+
+def _check_name(kind: type[Likelihood]) -> None:
+    """Raises for a class without a name."""
+    if not isinstance(getattr(kind, "name", None), str):
+        raise LapwingError(
+            f"The likelihood {kind.__name__} has no name. Write a text in the class: name: ClassVar[str] = "
+            f'"{kind.__name__.lower()}".'
+        )

@@ -1,20 +1,23 @@
-"""Bernoulli likelihood for yes or no: a sigmoid of each output."""
+"""Yes or no: the Bernoulli likelihood, a sigmoid of each output, and its predictions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
+from torch import distributions as dist
 from torch.nn import functional as F
 
-from . import divergence
-from .base import NoiselessLikelihood
-from .bernoulli_prediction import BernoulliPrediction
-from .links import BinaryLink, LatentLike, Link, Probit, Quadrature, SampledLink, at_least_float32
-from .registry import register
-from .targets import aligned_targets, check_binary_targets, check_target_shape
+from ..covariance import AnyLatent
+from ..errors import LapwingError
+from ..network import batches
+from . import quadrature
+from .base import Integrals, NoiselessLikelihood, register
+from .links import BinaryLink, Link, Probit, Quadrature, SampledLink, at_least_float32, seeded
+from .predictions import DiscretePrediction, check_count
+from .targets import aligned_targets, check_binary_targets
 
 
 @register
@@ -46,8 +49,7 @@ class Bernoulli(NoiselessLikelihood):
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns `Σ_c log σ(±f_c)`, plus where y_c = 1, (B,)."""
-        outputs = at_least_float32(outputs)
-        return F.logsigmoid(self._signs(outputs, targets) * outputs).sum(-1)
+        return F.logsigmoid(_signed(at_least_float32(outputs), targets)).sum(-1)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """Returns `diag(√(p(1 - p)))`, (B, C, C)."""
@@ -60,7 +62,7 @@ class Bernoulli(NoiselessLikelihood):
         return (torch.bernoulli(probs.detach(), generator=generator) - probs).unsqueeze(-1).to(outputs.dtype)
 
     def predict(
-        self, latent: LatentLike, link: Link | None = None, generator: torch.Generator | None = None
+        self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> BernoulliPrediction:
         """Returns probabilities of yes, exact by quadrature, or by the link asked for; weight draws are averaged.
 
@@ -78,24 +80,148 @@ class Bernoulli(NoiselessLikelihood):
         chosen = cast("BinaryLink", self.choose_link(latent, link))
         return BernoulliPrediction(chosen.log_odds(latent, generator), latent, chosen)
 
-    def integrals(self, outputs: int, alpha: float) -> tuple[type[Link], ...]:
+    def integrals(self, outputs: int, alpha: float) -> Integrals:
         """Returns `Quadrature` for one output or α = 0, and `SampledLink`.
 
         The expectation of a product over correlated outputs is not a product, unless α is 0.
         """
-        return (Quadrature, SampledLink) if outputs == 1 or alpha == 0 else (SampledLink,)
+        exact: Integrals = {Quadrature: self._power_mean_by_quadrature} if outputs == 1 or alpha == 0 else {}
+        return {**exact, **super().integrals(outputs, alpha)}
 
-    def _power_mean(
-        self, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, noise_variance: Tensor | None, link: Link
+    def _power_mean_by_quadrature(
+        self, link: Quadrature, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, **_: Any
     ) -> Tensor:
-        """Returns `log_power_mean` by quadrature."""
-        nodes = cast("Quadrature", link).nodes
         mean = at_least_float32(mean)
-        signed = self._signs(mean, targets) * mean
         variance = covariance.diagonal(dim1=-2, dim2=-1)
-        return divergence.binary_log_power_mean(signed, variance, alpha, nodes).sum(-1).to(mean.dtype)
+        values = quadrature.binary_log_power_mean(_signed(mean, targets), variance, alpha, link.nodes)
+        return values.sum(-1).to(mean.dtype)
 
-    @staticmethod
-    def _signs(outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns 1 where the answer is yes and -1 where it is no, (B, C)."""
-        return 2.0 * aligned_targets("Bernoulli", outputs, targets, check_target_shape) - 1.0
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BernoulliPrediction(DiscretePrediction):
+    """Probabilities of yes for C outputs at B inputs; the outputs of one input are taken as independent.
+
+    So `log_prob`, `entropy` and `mutual_information` are sums over outputs, and one number an input. Differentiable in
+    the latent's mean and variance.
+
+    Args:
+        log_odds: `log p - log(1 - p)`, (B, C).
+        latent: The latent they come from, for `mutual_information` and joint samples.
+        link: The link that made them.
+    """
+
+    log_odds: Tensor
+    latent: AnyLatent
+    link: Link
+
+    @property
+    def probs(self) -> Tensor:
+        """Probability of yes, (B, C)."""
+        return torch.sigmoid(self.log_odds)
+
+    @property
+    def classes(self) -> Tensor:
+        """The likelier answer to each output, 0 or 1, int64 (B, C)."""
+        return (self.log_odds > 0).long()
+
+    @property
+    def confidence(self) -> Tensor:
+        """Probability of the likeliest answers, `Π_c max(p_c, 1 - p_c)`, (B,)."""
+        return F.logsigmoid(self.log_odds.abs()).sum(-1).exp()
+
+    def entropy(self) -> Tensor:
+        """Returns the total uncertainty `-Σ_c [p_c log p_c + (1 - p_c) log(1 - p_c)]` in nats, (B,)."""
+        return quadrature.sigmoid_entropy(self.log_odds).sum(-1)
+
+    def mutual_information(self, nodes: int = quadrature.NODES) -> Tensor:
+        """Returns the epistemic part of the entropy, `Σ_c H[E p_c] - E H[p_c]` in nats, (B,).
+
+        The information between an answer and the weights (BALD; Houlsby et al. 2011, equation 2), by quadrature over a
+        Gaussian latent and averaged over weight draws where the latent holds them; the mean is that of the latent, not
+        the link's, so that the result is never negative.
+
+        Args:
+            nodes: Number of nodes, at least 16.
+
+        Returns:
+            Mutual information, (B,), between 0 and `entropy` of the exact link. Time O(nodes B C), or O(draws B C).
+
+        Raises:
+            LapwingError: if `nodes` is below 16.
+        """
+        if nodes < 16:
+            raise LapwingError(
+                f"mutual_information(nodes={nodes}) has too few nodes. Pass at least 16: mutual_information(48)."
+            )
+        draws = self.latent.draws
+        if draws is None:
+            mean, variance = self.latent.mean, self.latent.variance
+            odds = quadrature.log_odds(mean, variance, nodes)
+            inside = quadrature.expectation(quadrature.sigmoid_entropy, mean, variance, nodes)
+        else:
+            wide = draws.double()  # (S, B, C)
+            odds = F.logsigmoid(wide).logsumexp(0) - F.logsigmoid(-wide).logsumexp(0)
+            inside = quadrature.sigmoid_entropy(wide).mean(0)
+        information = (quadrature.sigmoid_entropy(odds) - inside).clamp_min(0.0)
+        return information.sum(-1).to(self.log_odds.dtype)
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """Returns the log probability of the answers, `Σ_c log p(y_c)`, (B,).
+
+        Args:
+            targets: Answers of 0 and 1, bool, integers or floats, (B, C), or (B,) when C = 1.
+
+        Returns:
+            Log probabilities, (B,).
+
+        Raises:
+            LapwingError: for targets of a wrong shape, or other values.
+        """
+        name = "BernoulliPrediction.log_prob"
+        targets = batches.plain(targets, self.log_odds.device)
+        check_binary_targets(name, self.log_odds.shape, self.log_odds.device, targets)
+        return F.logsigmoid(_signed(self.log_odds, targets)).sum(-1)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws answers, 0 or 1, int64 (n, B, C).
+
+        Inputs and outputs are independent and follow `probs`. From a joint latent the logits are drawn jointly first,
+        so that answers to related inputs agree as they should; their frequencies are then those of the exact link.
+
+        Args:
+            n: Number of draws.
+            generator: Source of randomness; None means seed 0.
+
+        Returns:
+            Answers, (n, B, C).
+
+        Raises:
+            LapwingError: if `n` is below 1.
+        """
+        check_count("sample", "n", n, 2 * self.log_odds.numel())
+        generator = seeded(generator, self.log_odds.device)
+        if self.latent.joint:
+            probs = at_least_float32(self.latent.sample(n, generator)).detach().sigmoid()  # (n, B, C)
+        else:
+            probs = self.probs.detach().expand(n, *self.log_odds.shape)
+        return torch.bernoulli(probs, generator=generator).long()
+
+    def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
+        """Returns log probabilities (B,); each answer as a class of two, (B·C, 2), and its label (B·C,)."""
+        yes = self.probs.double().flatten()
+        log_prob = self.log_prob(targets)
+        return {"log_prob": log_prob, "probs": torch.stack([1.0 - yes, yes], 1), "labels": targets.flatten().long()}
+
+    def distribution(self) -> dist.Independent:
+        """Returns independent `torch.distributions.Bernoulli` with batch shape (B,) and event shape (C,)."""
+        return dist.Independent(dist.Bernoulli(logits=self.log_odds), 1)
+
+    def __repr__(self) -> str:
+        """Shows sizes and link rather than numbers."""
+        inputs, outputs = self.log_odds.shape
+        return f"BernoulliPrediction({inputs} inputs, {outputs} outputs, link={self.link})"
+
+
+def _signed(logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns logits of the answers that were given: f where the answer is yes and -f where it is no, (B, C)."""
+    return (2.0 * aligned_targets("Bernoulli", logits, targets) - 1.0) * logits

@@ -1,29 +1,32 @@
-"""Categorical likelihood for classification: softmax over the outputs, integer labels."""
+"""Classification: the categorical likelihood, a softmax over the outputs, and its predictions."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
+from torch import distributions as dist
 
-from ..covariance.latent import Latent
+from ..covariance import AnyLatent, Latent
 from ..covariance.terms import DenseTerm
-from . import divergence
-from .base import NoiselessLikelihood
-from .class_prediction import ClassPrediction
+from ..network import batches
+from .base import Integrals, NoiselessLikelihood, register
 from .links import (
     ClassLink,
     LaplaceBridge,
-    LatentLike,
     Link,
     Probit,
     Quadrature,
     SampledLink,
     at_least_float32,
+    draw_chunks,
+    seeded,
 )
-from .registry import register
+from .predictions import DiscretePrediction, check_count
+from .quadrature import binary_log_power_mean
 from .targets import check_labels
 
 
@@ -68,7 +71,7 @@ class Categorical(NoiselessLikelihood):
         return (torch.zeros_like(probs).scatter(-1, labels, 1.0) - probs).unsqueeze(-1).to(outputs.dtype)
 
     def predict(
-        self, latent: LatentLike, link: Link | None = None, generator: torch.Generator | None = None
+        self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> ClassPrediction:
         """Returns class probabilities by the probit link, or the one asked for; weight draws are averaged.
 
@@ -86,24 +89,144 @@ class Categorical(NoiselessLikelihood):
         chosen = cast("ClassLink", self.choose_link(latent, link))
         return ClassPrediction(chosen.log_probs(latent, generator), latent, chosen)
 
-    def integrals(self, outputs: int, alpha: float) -> tuple[type[Link], ...]:
+    def integrals(self, outputs: int, alpha: float) -> Integrals:
         """Returns `Quadrature` for two classes, `SampledLink`, and at α = 1 the closed forms of predictions.
 
         At α = 1 `log_power_mean` is the log predictive probability: `Probit()` and `LaplaceBridge()` give it
         without randomness, `Probit(marginal=True)` as in the VaLLA paper.
         """
-        two: tuple[type[Link], ...] = (Quadrature,) if outputs == 2 else ()
-        closed: tuple[type[Link], ...] = (Probit, LaplaceBridge) if alpha == 1 else ()
-        return (*two, SampledLink, *closed)
+        two: Integrals = {Quadrature: self._power_mean_by_quadrature} if outputs == 2 else {}
+        closed: Integrals = {Probit: self._log_predictive, LaplaceBridge: self._log_predictive} if alpha == 1 else {}
+        return {**two, **super().integrals(outputs, alpha), **closed}
 
-    def _power_mean(
-        self, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, noise_variance: Tensor | None, link: Link
+    def _power_mean_by_quadrature(
+        self, link: Quadrature, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, **_: Any
     ) -> Tensor:
-        """Returns `log_power_mean` by quadrature for two classes, or by the closed form of a prediction."""
-        mean, labels = at_least_float32(mean), targets.long()
-        if isinstance(link, Quadrature):
-            gap = (mean[:, 1] - mean[:, 0]) * (2 * labels - 1)
-            variance = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) - covariance[:, 0, 1] - covariance[:, 1, 0]
-            return divergence.binary_log_power_mean(gap, variance.clamp_min(0.0), alpha, link.nodes).to(mean.dtype)
+        mean = at_least_float32(mean)
+        gap = (mean[:, 1] - mean[:, 0]) * (2 * targets.long() - 1)
+        variance = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) - covariance[:, 0, 1] - covariance[:, 1, 0]
+        return binary_log_power_mean(gap, variance.clamp_min(0.0), alpha, link.nodes).to(mean.dtype)
+
+    def _log_predictive(
+        self, link: ClassLink, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, **_: Any
+    ) -> Tensor:
+        mean = at_least_float32(mean)
         latent = Latent(mean, (DenseTerm(covariance.to(mean.dtype)),))
-        return cast("ClassLink", link).log_probs(latent).gather(-1, labels[:, None]).squeeze(-1)
+        return link.log_probs(latent).gather(-1, targets.long()[:, None]).squeeze(-1)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ClassPrediction(DiscretePrediction):
+    """Class probabilities at B inputs.
+
+    Args:
+        log_probs: Log probabilities, (B, C).
+        latent: The latent they come from, for `mutual_information` and joint samples.
+        link: The link that made them.
+    """
+
+    log_probs: Tensor
+    latent: AnyLatent
+    link: Link
+
+    @property
+    def probs(self) -> Tensor:
+        """Class probabilities, (B, C)."""
+        return self.log_probs.exp()
+
+    @property
+    def confidence(self) -> Tensor:
+        """Probability of the likeliest class, (B,)."""
+        return self.log_probs.amax(-1).exp()
+
+    @property
+    def classes(self) -> Tensor:
+        """The likeliest class, int64 (B,)."""
+        return self.log_probs.argmax(-1)
+
+    def entropy(self) -> Tensor:
+        """Returns the total uncertainty `-Σ_c p_c log p_c` in nats, (B,)."""
+        return _entropy(self.log_probs)
+
+    def mutual_information(self, draws: int = 512, generator: torch.Generator | None = None) -> Tensor:
+        """Returns the epistemic part of the entropy, `H[E p] - E H[p]` in nats, (B,).
+
+        The information between the label and the weights (BALD; Houlsby et al. 2011, equation 2), from latent draws f
+        with `p = softmax(f)`; the mean is that of the draws, not the link's, so that the result is never negative.
+        Accumulated in float64. From S draws it is biased downwards by O(1/S).
+
+        Args:
+            draws: Number of draws; a latent of weight draws gives all of them instead.
+            generator: Source of randomness; None means seed 0.
+
+        Returns:
+            Mutual information, (B,), between 0 and `entropy` of the averaged draws. Time O(draws B C).
+
+        Raises:
+            LapwingError: if `draws` is below 1.
+        """
+        check_count("mutual_information", "draws", draws)
+        total, entropies, count = None, torch.zeros((), dtype=torch.float64, device=self.log_probs.device), 0
+        for chunk in draw_chunks(self.latent, draws, generator):
+            logs = torch.log_softmax(chunk.double(), -1)  # (s, B, C)
+            part = logs.logsumexp(0)
+            total = part if total is None else torch.logaddexp(total, part)
+            entropies = entropies + _entropy(logs).sum(0)
+            count += len(chunk)
+        assert total is not None
+        information = _entropy(total - math.log(count)) - entropies / count
+        return information.clamp_min(0.0).to(self.log_probs.dtype)
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """Returns the log probability of integer labels (B,), one input at a time, (B,).
+
+        Args:
+            targets: Labels, (B,).
+
+        Returns:
+            Log probabilities, (B,).
+
+        Raises:
+            LapwingError: for labels of a wrong shape, dtype or range.
+        """
+        targets = batches.plain(targets, self.log_probs.device)
+        check_labels("ClassPrediction.log_prob", self.log_probs.shape, self.log_probs.device, targets)
+        return self.log_probs.gather(-1, targets.long()[:, None]).squeeze(-1)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws labels, int64 (n, B).
+
+        Inputs are independent and follow `probs`. From a joint latent the logits are drawn jointly first, so that
+        labels of related inputs agree as they should; their frequencies are then those of `SampledLink`.
+
+        Args:
+            n: Number of draws.
+            generator: Source of randomness; None means seed 0.
+
+        Returns:
+            Labels, (n, B).
+
+        Raises:
+            LapwingError: if `n` is below 1.
+        """
+        check_count("sample", "n", n, 2 * len(self.log_probs))
+        generator = seeded(generator, self.log_probs.device)
+        if not self.latent.joint:
+            return torch.multinomial(self.probs.detach(), n, replacement=True, generator=generator).T
+        probs = at_least_float32(self.latent.sample(n, generator)).detach().softmax(-1)  # (n, B, C)
+        labels = torch.multinomial(probs.flatten(0, 1), 1, generator=generator)  # (n·B, 1)
+        return labels.reshape(probs.shape[:2])
+
+    def distribution(self) -> dist.Categorical:
+        """Returns `torch.distributions.Categorical` with batch shape (B,)."""
+        return dist.Categorical(logits=self.log_probs)
+
+    def __repr__(self) -> str:
+        """Shows sizes and link rather than numbers."""
+        inputs, classes = self.log_probs.shape
+        return f"ClassPrediction({inputs} inputs, {classes} classes, link={self.link})"
+
+
+def _entropy(log_probs: Tensor) -> Tensor:
+    """Returns the entropy in nats over the last axis."""
+    return -(log_probs.exp() * log_probs).sum(-1)

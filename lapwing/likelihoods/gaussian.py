@@ -1,21 +1,24 @@
-"""Gaussian likelihood for regression: one noise variance for all outputs."""
+"""Regression: the Gaussian likelihood, one noise variance for all outputs, and its predictions."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 from numbers import Real
+from statistics import NormalDist
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch import distributions as dist
 
+from .. import linalg
+from ..covariance import AnyLatent
 from ..errors import LapwingError, shown
-from . import divergence
-from .base import Likelihood
-from .links import ExactLink, LatentLike, Link, at_least_float32
-from .registry import register
-from .regression_prediction import RegressionPrediction
+from ..network import batches
+from .base import Integrals, Likelihood, register
+from .links import ExactLink, Link, at_least_float32, seeded
+from .predictions import RealPrediction, check_count, check_level
 from .targets import aligned_targets, check_real_targets
 
 
@@ -129,7 +132,7 @@ class Gaussian(Likelihood):
         return replace(self, noise_variance=noise_variance)
 
     def predict(
-        self, latent: LatentLike, link: Link | None = None, generator: torch.Generator | None = None
+        self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> RegressionPrediction:
         """Returns the exact predictive: latent plus noise; `generator` is not used.
 
@@ -139,18 +142,41 @@ class Gaussian(Likelihood):
         self.choose_link(latent, link)
         return RegressionPrediction(latent, self._set_noise("predict()"))
 
-    def integrals(self, outputs: int, alpha: float) -> tuple[type[Link], ...]:
+    def integrals(self, outputs: int, alpha: float) -> Integrals:
         """Returns `ExactLink`: `log_power_mean` is in closed form, differentiable in σ² too."""
-        return self.links
+        return {ExactLink: self._exact_power_mean}
 
-    def _power_mean(
-        self, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, noise_variance: Tensor | None, link: Link
+    def _exact_power_mean(
+        self,
+        link: ExactLink,
+        mean: Tensor,
+        covariance: Tensor,
+        targets: Tensor,
+        alpha: float,
+        noise_variance: Tensor | None,
+        generator: torch.Generator | None,
     ) -> Tensor:
-        """Returns `log_power_mean` in closed form: `divergence.gaussian_log_power_mean` has the formula."""
-        noise = self._set_noise("log_power_mean()") if noise_variance is None else noise_variance
-        mean, wide = at_least_float32(mean), mean.double()
-        targets = aligned_targets("Gaussian", wide, targets)
-        return divergence.gaussian_log_power_mean(wide, covariance.double(), targets, alpha, noise).to(mean.dtype)
+        """Returns `1/α log E[N(y; f, σ²I)^α]` for f ~ N(m, K). Time O(B C³).
+
+        `-C/2 log 2πσ² - 1/(2α) logdet(I + αK/σ²) - 1/2 rᵀ(σ²I + αK)⁻¹r` with r = y - m, and at α = 0
+        `-C/2 log 2πσ² - tr(K)/(2σ²) - rᵀr/(2σ²)`.
+        """
+        variance = self._set_noise("log_power_mean()") if noise_variance is None else noise_variance
+        wide, dtype = mean.double(), at_least_float32(mean).dtype
+        noise = torch.as_tensor(variance, dtype=wide.dtype, device=wide.device)
+        residual = aligned_targets("Gaussian", wide, targets) - wide
+        constant = -0.5 * wide.shape[-1] * (2.0 * math.pi * noise).log()
+        covariance = covariance.double()
+        if alpha == 0:
+            spread = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) + residual.square().sum(-1)
+            return (constant - 0.5 * spread / noise).to(dtype)
+        covariance = 0.5 * (covariance + covariance.mT)
+        values = torch.linalg.eigvalsh(covariance / noise)  # negative ones are rounding; log1p keeps tiny α's digits
+        eye = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
+        factor = linalg.cholesky(noise * eye + alpha * covariance)
+        white = torch.linalg.solve_triangular(factor, residual[..., None], upper=False)[..., 0]  # (B, C)
+        volume = torch.log1p((alpha * values).clamp_min(-0.5)).sum(-1) / alpha
+        return (constant - 0.5 * volume - 0.5 * white.square().sum(-1)).to(dtype)
 
     def _set_noise(self, asked: str) -> float:
         """Returns σ², refusing one that is still to be tuned."""
@@ -160,3 +186,197 @@ class Gaussian(Likelihood):
                 "Gaussian(noise_variance=0.1), or let fit() tune it."
             )
         return self.noise_variance
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RegressionPrediction(RealPrediction):
+    """Real outputs at B inputs: the latent plus independent Gaussian noise.
+
+    A latent that holds weight draws makes an equal mixture of Gaussians, `1/S Σ_s N(f_s, σ² I)`; then `log_prob` and
+    `interval` are those of the mixture, and `mean` and `variance` its moments.
+
+    Args:
+        latent: The latent over outputs.
+        noise_variance: σ², in squared units of y.
+    """
+
+    latent: AnyLatent
+    noise_variance: float
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of y, (B, C)."""
+        return at_least_float32(self.latent.mean)
+
+    @property
+    def epistemic_variance(self) -> Tensor:
+        """Variance of the latent, (B, C): it shrinks with data."""
+        return at_least_float32(self.latent.variance)
+
+    @property
+    def aleatoric_variance(self) -> Tensor:
+        """Variance of the noise, (B, C): it does not."""
+        return torch.full_like(self.mean, self.noise_variance)
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Returns the central interval that holds y with probability `level`, one output at a time.
+
+        Exact: Gaussian quantiles, or for weight draws those of the mixture by bisection.
+
+        Args:
+            level: Probability in (0, 1).
+
+        Returns:
+            Lower and upper ends, each (B, C).
+
+        Raises:
+            LapwingError: if `level` is not in (0, 1).
+        """
+        check_level(level)
+        draws = self._draws()
+        if draws is None:
+            half = NormalDist().inv_cdf(0.5 + 0.5 * level) * self.std
+            return self.mean - half, self.mean + half
+        tail = 0.5 * (1.0 - level)
+        low, high = (mixture_quantile(draws, self.noise_variance, p) for p in (tail, 1.0 - tail))
+        return low, high
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """Returns the log density of the targets, one input at a time, (B,).
+
+        `log N(y; m, Σ + σ² I)` with the (C, C) covariance of the outputs of one input. Inputs are never coupled, also
+        not from a joint latent: for the joint density write `distribution().log_prob(y.flatten())`.
+
+        Args:
+            targets: y, (B, C), or (B,) when C = 1.
+
+        Returns:
+            Log densities, (B,), in nats. Cost O(B C³), or O(S B C) for S weight draws.
+
+        Raises:
+            LapwingError: for targets of a wrong shape or dtype, or not finite.
+        """
+        mean, draws = self.mean, self._draws()
+        targets = batches.plain(targets, mean.device)
+        check_real_targets("RegressionPrediction.log_prob", mean.shape, mean.device, targets)
+        targets = aligned_targets("RegressionPrediction.log_prob", mean, targets)
+        if draws is not None:
+            return mixture_log_density(draws, self.noise_variance, targets)
+        if mean.shape[-1] == 1:
+            return dist.Normal(mean, self.std, validate_args=False).log_prob(targets).squeeze(-1)
+        factor = linalg.cholesky(self._noisy(self._blocks().double()))  # (B, C, C)
+        normal = dist.MultivariateNormal(mean.double(), scale_tril=factor, validate_args=False)
+        return normal.log_prob(targets.double()).to(mean.dtype)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws y, (n, B, C): latent draws (joint across inputs where the latent is) plus fresh noise.
+
+        Args:
+            n: Number of draws.
+            generator: Source of randomness; None means seed 0.
+
+        Returns:
+            Draws, (n, B, C).
+
+        Raises:
+            LapwingError: if `n` is below 1.
+        """
+        check_count("sample", "n", n, self.latent.mean.numel())
+        generator = seeded(generator, self.latent.mean.device)
+        latent = at_least_float32(self.latent.sample(n, generator))
+        noise = torch.randn(latent.shape, generator=generator, dtype=latent.dtype, device=latent.device)
+        return latent + math.sqrt(self.noise_variance) * noise
+
+    def distribution(self) -> dist.Distribution:
+        """Returns y as a `torch.distributions` object.
+
+        Returns:
+            Batch shape (B,), event shape (C,): a Normal for one output, a MultivariateNormal for several, a mixture for
+            weight draws. From a joint latent batch shape () and event shape (B·C,), inputs first.
+        """
+        mean, draws = self.mean, self._draws()
+        if draws is not None:
+            centres = draws.flatten(1) if self.latent.joint else draws.transpose(0, 1)  # (S, B·C) or (B, S, C)
+            noise = torch.full_like(centres, math.sqrt(self.noise_variance))
+            weights = dist.Categorical(logits=torch.zeros_like(centres[..., 0]))
+            return dist.MixtureSameFamily(weights, dist.Independent(dist.Normal(centres, noise), 1))
+        if self.latent.joint:
+            size = mean.numel()
+            covariance = at_least_float32(self.latent.covariance).reshape(size, size)  # (B, C, B, C) -> (B·C, B·C)
+            return dist.MultivariateNormal(mean.flatten(), scale_tril=linalg.cholesky(self._noisy(covariance)))
+        if mean.shape[-1] == 1:
+            return dist.Independent(dist.Normal(mean, self.std), 1)
+        return dist.MultivariateNormal(mean, scale_tril=linalg.cholesky(self._noisy(self._blocks())))
+
+    def __repr__(self) -> str:
+        """Shows sizes and noise rather than tensors."""
+        inputs, outputs = self.latent.mean.shape
+        return f"RegressionPrediction({inputs} inputs, {outputs} outputs, noise_variance={self.noise_variance:g})"
+
+    def _draws(self) -> Tensor | None:
+        """Returns weight draws in at least float32, or None."""
+        draws = self.latent.draws
+        return None if draws is None else at_least_float32(draws)
+
+    def _blocks(self) -> Tensor:
+        """Returns the latent covariance of every input, (B, C, C)."""
+        covariance = at_least_float32(self.latent.covariance)
+        return covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0) if self.latent.joint else covariance
+
+    def _noisy(self, covariance: Tensor) -> Tensor:
+        """Adds σ² I."""
+        eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+        return covariance + self.noise_variance * eye
+
+
+_HALVINGS = 60  # a float64 bracket shrinks below its rounding in 53
+
+
+def mixture_log_density(draws: Tensor, noise_variance: float, targets: Tensor) -> Tensor:
+    """Returns `log 1/S Σ_s N(y; f_s, σ² I)` for every input.
+
+    Args:
+        draws: Component means f, (S, B, C).
+        noise_variance: σ².
+        targets: y, (B, C).
+
+    Returns:
+        Log densities, (B,).
+    """
+    outputs = draws.shape[-1]
+    squares = (targets - draws).square().sum(-1)  # (S, B, C) -> (S, B)
+    constant = 0.5 * outputs * math.log(2.0 * math.pi * noise_variance) + math.log(len(draws))
+    return torch.logsumexp(-0.5 * squares / noise_variance, 0) - constant
+
+
+def mixture_quantile(draws: Tensor, noise_variance: float, probability: float) -> Tensor:
+    """Returns the quantile of every output's mixture `1/S Σ_s N(f_s, σ²)` by bisection of its distribution function.
+
+    The quantile lies between the smallest and the largest of the components' quantiles, which brackets it. A final
+    Newton step from the detached root makes the result differentiable in the draws (implicit function theorem).
+
+    Args:
+        draws: Component means f, (S, B, C).
+        noise_variance: σ².
+        probability: Level p of the quantile, in (0, 1).
+
+    Returns:
+        Quantiles, (B, C). Time O(60 S B C).
+    """
+    scale = math.sqrt(noise_variance)
+    means = draws.double()
+    with torch.no_grad():
+        offset = scale * NormalDist().inv_cdf(probability)
+        low, high = means.amin(0) + offset, means.amax(0) + offset
+        for _ in range(_HALVINGS):
+            middle = 0.5 * (low + high)
+            below = torch.special.ndtr((middle - means) / scale).mean(0) < probability
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        root = 0.5 * (low + high)
+        standard = (root - means) / scale
+        density = torch.exp(-0.5 * standard.square()).mean(0) / (scale * math.sqrt(2.0 * math.pi))
+        density = density.clamp_min(torch.finfo(density.dtype).tiny)
+    excess = torch.special.ndtr((root - means) / scale).mean(0) - probability
+    step = excess / density
+    limit = (high - low).detach() + 1e-9 * scale  # between far-apart components the density is 0 and Newton leaps
+    return (root - step + (step - step.clamp(-limit, limit)).detach()).to(draws.dtype)

@@ -1,8 +1,6 @@
 """Links: pure functions that take the latent Gaussian at the outputs to class probabilities, in log space.
 
-A link reads a latent only through `mean`, `variance`, `covariance`, `joint`, `sample` and, for network
-outputs under weight draws, `draws`. Probit and the Laplace bridge touch `mean` and `variance` alone, so no
-(B, C, C) covariance is ever built for them.
+Probit and the Laplace bridge read a latent's mean and variances alone: no (B, C, C) covariance is built for them.
 """
 
 from __future__ import annotations
@@ -11,13 +9,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 from numbers import Integral
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..covariance import AnyLatent
 from ..errors import LapwingError, shown
 from . import quadrature
 
@@ -25,34 +25,6 @@ _CHUNK_NUMBERS = 2**23  # latent values in memory at once while averaging over d
 
 MAX_DRAWS = 10**9
 """The largest `SampledLink(draws=...)`."""
-
-
-class LatentLike(Protocol):
-    """What links and predictions read of a latent: B inputs, C outputs; optionally also `draws` (S, B, C)."""
-
-    @property
-    def mean(self) -> Tensor:
-        """Mean of the outputs, (B, C)."""
-
-    @property
-    def variance(self) -> Tensor:
-        """Marginal variances, (B, C)."""
-
-    @property
-    def covariance(self) -> Tensor:
-        """Covariance (B, C, C) per input, or (B, C, B, C) when `joint`."""
-
-    @property
-    def joint(self) -> bool:
-        """Whether covariances between inputs are kept."""
-
-    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws outputs, (n, B, C)."""
-
-
-def weight_draws(latent: LatentLike) -> Tensor | None:
-    """Returns the network outputs (S, B, C) under weight draws that the latent holds, or None for a Gaussian latent."""
-    return getattr(latent, "draws", None)
 
 
 def at_least_float32(values: Tensor) -> Tensor:
@@ -73,7 +45,7 @@ def seeded(generator: torch.Generator | None, device: torch.device) -> torch.Gen
     return torch.Generator(device=device).manual_seed(0) if generator is None else generator
 
 
-def draw_chunks(latent: LatentLike, count: int, generator: torch.Generator | None = None) -> Iterator[Tensor]:
+def draw_chunks(latent: AnyLatent, count: int, generator: torch.Generator | None = None) -> Iterator[Tensor]:
     """Yields latent draws in chunks (s, B, C) with sum of s = `count`; all the weight draws where the latent has them.
 
     Args:
@@ -84,107 +56,23 @@ def draw_chunks(latent: LatentLike, count: int, generator: torch.Generator | Non
     Yields:
         Draws of at least float32, (s, B, C).
     """
-    draws = weight_draws(latent)
-    mean = latent.mean
-    step = max(1, _CHUNK_NUMBERS // max(1, mean.numel()))
-    if draws is not None:
-        yield from (at_least_float32(chunk) for chunk in draws.split(step))
+    step = max(1, _CHUNK_NUMBERS // max(1, latent.mean.numel()))
+    if latent.draws is not None:
+        yield from (at_least_float32(chunk) for chunk in latent.draws.split(step))
         return
-    generator = seeded(generator, mean.device)
+    generator = seeded(generator, latent.mean.device)
     for start in range(0, count, step):
         yield at_least_float32(latent.sample(min(step, count - start), generator))
 
 
-def latent_draws(latent: LatentLike, count: int, generator: torch.Generator | None = None) -> Tensor:
+def latent_draws(latent: AnyLatent, count: int, generator: torch.Generator | None = None) -> Tensor:
     """Returns `draw_chunks` as one tensor (S, B, C)."""
     return torch.cat(list(draw_chunks(latent, count, generator)))
 
 
-def probit_log_probs(mean: Tensor, variance: Tensor) -> Tensor:
-    """Returns `log softmax_c(m_c / sqrt(1 + π/8 v_c))`, MacKay's probit approximation with one scale an output.
-
-    Args:
-        mean: Latent means m, (B, C).
-        variance: Latent variances v, (B, C).
-
-    Returns:
-        Log probabilities, (B, C). Time and memory O(B C).
-    """
-    return torch.log_softmax(mean * torch.rsqrt(1.0 + (math.pi / 8.0) * variance), dim=-1)
-
-
-def centred_variance(latent: LatentLike) -> Tensor:
-    """Returns the variances of the outputs minus their average, `diag(H Σ H)` with `H = I - 11ᵀ/C`, (B, C).
-
-    The softmax sees nothing else. A latent that does not offer them is taken to have independent outputs:
-    `(1 - 2/C) v_c + Σ_l v_l / C²`.
-    """
-    centred = getattr(latent, "centred_variance", None)
-    if centred is not None:
-        return at_least_float32(centred)
-    variance = at_least_float32(latent.variance)
-    classes = variance.shape[-1]
-    return (1.0 - 2.0 / classes) * variance + variance.sum(-1, keepdim=True) / classes**2
-
-
-def laplace_bridge_log_concentration(mean: Tensor, variance: Tensor) -> Tensor:
-    """Returns `log α` of the Dirichlet that the Laplace bridge fits to a Gaussian over logits.
-
-    `α_c = (1 - 2/C + e^{μ_c} / C² Σ_l e^{-μ_l}) / V_c` (Hobbhahn, Kristiadi and Hennig 2022, after MacKay 1998),
-    where μ and V belong to the logits minus their average, since the bridge lives on vectors that sum to 0 and the
-    softmax sees nothing else: `μ = m - mean(m)`, V from `centred_variance`. That V inverts the bridge exactly: from a
-    Dirichlet's `m = log α` and `v = 1/α` it gives back α. (The authors *condition* on the sum being 0 instead,
-    which changes the distribution of the softmax unless all v are equal, and is several times further from its
-    integral.)
-
-    Args:
-        mean: Latent means m, (B, C) with C >= 2.
-        variance: Variances V of the centred logits, (B, C); zeros are taken as the smallest normal number.
-
-    Returns:
-        Log concentration, (B, C). Time and memory O(B C).
-    """
-    classes = mean.shape[-1]
-    rest = 1.0 - 2.0 / classes
-    centred = mean - mean.mean(-1, keepdim=True)
-    variance = variance.clamp_min(torch.finfo(variance.dtype).tiny)
-    grown = centred + torch.logsumexp(-centred, -1, keepdim=True) - 2.0 * math.log(classes)
-    if classes > 2:  # for two classes 1 - 2/C is 0
-        grown = torch.logaddexp(grown, torch.full_like(grown, math.log(rest)))
-    return grown - variance.log()
-
-
-def averaged_softmax_log_probs(chunks: Iterator[Tensor]) -> Tensor:
-    """Returns `log 1/S Σ_s softmax(f_s)` from chunks of draws (s, B, C), never leaving log space.
-
-    Args:
-        chunks: Draws f, chunk by chunk.
-
-    Returns:
-        Log probabilities, (B, C).
-    """
-    total, count = None, 0
-    for draws in chunks:
-        part = torch.log_softmax(draws, -1).logsumexp(0)  # (s, B, C) -> (B, C)
-        total = part if total is None else torch.logaddexp(total, part)
-        count += len(draws)
-    if total is None:
-        raise LapwingError("There are no draws to average the softmax over. Write SampledLink(512).")
-    return total - math.log(count)
-
-
-def averaged_sigmoid_log_odds(chunks: Iterator[Tensor]) -> Tensor:
-    """Returns `log Σ_s σ(f_s) - log Σ_s σ(-f_s)` from chunks of draws (s, B, C), never leaving log space.
-
-    Args:
-        chunks: Draws f, chunk by chunk; at least one.
-
-    Returns:
-        Log odds, (B, C).
-    """
-    sums = [torch.stack([F.logsigmoid(f), F.logsigmoid(-f)]).logsumexp(1) for f in chunks]  # (2, s, B, C) -> (2, B, C)
-    both = torch.stack(sums).logsumexp(0)
-    return both[0] - both[1]
+def probit_logits(mean: Tensor, variance: Tensor) -> Tensor:
+    """Returns `m / sqrt(1 + π/8 v)`, elementwise: MacKay's probit approximation."""
+    return mean * torch.rsqrt(1.0 + (math.pi / 8.0) * variance)
 
 
 class Link(ABC):
@@ -202,7 +90,7 @@ class ClassLink(Link):
     """A link whose result is class probabilities."""
 
     @abstractmethod
-    def log_probs(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
+    def log_probs(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
         """Returns log probabilities (B, C); `generator` None means seed 0 where draws are needed."""
 
 
@@ -210,7 +98,7 @@ class BinaryLink(Link):
     """A link whose result is the probability of yes for each output alone."""
 
     @abstractmethod
-    def log_odds(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
+    def log_odds(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
         """Returns `log p - log(1 - p)`, (B, C); `generator` None means seed 0 where draws are needed."""
 
 
@@ -249,24 +137,29 @@ class Probit(ClassLink, BinaryLink):
                 "Probit(marginal=True) for the textbook form."
             )
 
-    def log_probs(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
+    def log_probs(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
         """Returns log probabilities (B, C); reads the mean and variances only and draws nothing."""
         mean = at_least_float32(latent.mean)
         if self.marginal:
-            return probit_log_probs(mean, at_least_float32(latent.variance))
+            return torch.log_softmax(probit_logits(mean, at_least_float32(latent.variance)), -1)
         classes = mean.shape[-1]
-        contrast = centred_variance(latent) * (classes / (classes - 1)) ** 2
-        return probit_log_probs(mean - mean.mean(-1, keepdim=True), contrast)
+        contrast = at_least_float32(latent.centred_variance) * (classes / (classes - 1)) ** 2
+        return torch.log_softmax(probit_logits(mean - mean.mean(-1, keepdim=True), contrast), -1)
 
-    def log_odds(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
+    def log_odds(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
         """Returns `f / sqrt(1 + π/8 v)`, (B, C); reads the mean and variances only and draws nothing."""
-        mean, variance = at_least_float32(latent.mean), at_least_float32(latent.variance)
-        return mean * torch.rsqrt(1.0 + (math.pi / 8.0) * variance)
+        return probit_logits(at_least_float32(latent.mean), at_least_float32(latent.variance))
 
 
 @dataclass(frozen=True)
 class LaplaceBridge(ClassLink):
     """Laplace bridge: the mean of a Dirichlet fitted in closed form, time and memory O(B C).
+
+    `α_c = (1 - 2/C + e^{μ_c} / C² Σ_l e^{-μ_l}) / V_c` (Hobbhahn, Kristiadi and Hennig 2022, after MacKay 1998),
+    where μ and V belong to the logits minus their average, since the bridge lives on vectors that sum to 0 and the
+    softmax sees nothing else. That V inverts the bridge exactly: from a Dirichlet's `m = log α` and `v = 1/α` it gives
+    back α. (The authors *condition* on the sum being 0 instead, which changes the distribution of the softmax unless
+    all v are equal, and is several times further from its integral.)
 
     It sees the variances of the centred logits, not their correlations. It is good where the variance is of the size
     that a Dirichlet with these probabilities would have, and too flat for confident outputs with little or a great deal
@@ -287,15 +180,23 @@ class LaplaceBridge(ClassLink):
     reads_covariance: ClassVar[bool] = False
     closed_form: ClassVar[bool] = True
 
-    def log_probs(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
+    def log_probs(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
         """Returns log probabilities `log α - log Σ α` (B, C); reads the mean and variances only."""
-        mean, variance = at_least_float32(latent.mean), centred_variance(latent)
-        return torch.log_softmax(laplace_bridge_log_concentration(mean, variance), -1)
+        return torch.log_softmax(self._log_concentration(latent), -1)
 
-    def concentration(self, latent: LatentLike) -> Tensor:
+    def concentration(self, latent: AnyLatent) -> Tensor:
         """Returns the Dirichlet's parameters α, (B, C)."""
-        mean, variance = at_least_float32(latent.mean), centred_variance(latent)
-        return laplace_bridge_log_concentration(mean, variance).exp()
+        return self._log_concentration(latent).exp()
+
+    def _log_concentration(self, latent: AnyLatent) -> Tensor:
+        mean, variance = at_least_float32(latent.mean), at_least_float32(latent.centred_variance)
+        classes = mean.shape[-1]
+        centred = mean - mean.mean(-1, keepdim=True)
+        variance = variance.clamp_min(torch.finfo(variance.dtype).tiny)
+        grown = centred + torch.logsumexp(-centred, -1, keepdim=True) - 2.0 * math.log(classes)
+        if classes > 2:  # for two classes 1 - 2/C is 0
+            grown = torch.logaddexp(grown, torch.full_like(grown, math.log(1.0 - 2.0 / classes)))
+        return grown - variance.log()
 
 
 @dataclass(frozen=True)
@@ -334,7 +235,7 @@ class Quadrature(BinaryLink):
                 f"Quadrature(nodes={shown(self.nodes)}) has too few nodes. Pass at least 16: Quadrature(48)."
             )
 
-    def log_odds(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
+    def log_odds(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
         """Returns log odds (B, C); reads the mean and variances only and draws nothing."""
         mean = at_least_float32(latent.mean)
         return quadrature.log_odds(mean, latent.variance, self.nodes).to(mean.dtype)
@@ -381,13 +282,18 @@ class SampledLink(ClassLink, BinaryLink):
                 "probability's error is then below 2e-5."
             )
 
-    def log_probs(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
-        """Returns log probabilities (B, C); `generator` None means seed 0."""
-        return averaged_softmax_log_probs(draw_chunks(latent, self.draws, generator))
+    def log_probs(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
+        """Returns `log 1/S Σ_s softmax(f_s)`, (B, C); `generator` None means seed 0."""
+        chunks = draw_chunks(latent, self.draws, generator)
+        sums = reduce(torch.logaddexp, (torch.log_softmax(draws, -1).logsumexp(0) for draws in chunks))
+        return torch.log_softmax(sums, -1)
 
-    def log_odds(self, latent: LatentLike, generator: torch.Generator | None = None) -> Tensor:
-        """Returns log odds (B, C); `generator` None means seed 0."""
-        return averaged_sigmoid_log_odds(draw_chunks(latent, self.draws, generator))
+    def log_odds(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
+        """Returns `log Σ_s σ(f_s) - log Σ_s σ(-f_s)`, (B, C); `generator` None means seed 0."""
+        chunks = draw_chunks(latent, self.draws, generator)
+        sums = (torch.stack([F.logsigmoid(f), F.logsigmoid(-f)]).logsumexp(1) for f in chunks)
+        yes, no = reduce(torch.logaddexp, sums)
+        return yes - no
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ call gives the same answer, so pass a generator of your own for fresh draws.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from numbers import Integral, Real
 
 import torch
@@ -16,6 +18,8 @@ from torch import distributions as dist
 
 from .. import linalg
 from ..errors import LapwingError, shown
+from ..network import batches
+from .links import seeded
 
 
 class Prediction(ABC):
@@ -161,3 +165,117 @@ def check_count(asked: str, name: str, count: int, numbers: int = 0) -> None:
             f"{asked}({name}=512)."
         )
     linalg.check_memory(f"{asked}({count})", count, numbers)
+
+
+@dataclass(frozen=True, eq=False)
+class MixturePrediction(RealPrediction):
+    """An equal mixture over draws of any `torch.distributions` family: what a new likelihood can return.
+
+    Args:
+        components: The distribution of y under each draw, batch shape (B, S).
+    """
+
+    components: dist.Distribution
+
+    def __post_init__(self) -> None:
+        """Checks that there is a distribution for each input and draw."""
+        components = self.components
+        if not isinstance(components, dist.Distribution) or len(components.batch_shape) < 2:
+            real = isinstance(components, dist.Distribution)
+            batch = f", of batch shape {tuple(components.batch_shape)}" if real else ""
+            raise LapwingError(
+                "MixturePrediction takes a distribution of torch.distributions with batch shape (inputs, draws). "
+                f"This is {shown(components)}{batch}. Pass, for example, torch.distributions.Normal(mean, std) with "
+                "tensors (inputs, draws)."
+            )
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of y, (B, ...)."""
+        return self.components.mean.mean(1)
+
+    @property
+    def aleatoric_variance(self) -> Tensor:
+        """Mean over draws of the variance of y, (B, ...)."""
+        return self.components.variance.mean(1)
+
+    @property
+    def epistemic_variance(self) -> Tensor:
+        """Variance over draws of the mean of y, (B, ...)."""
+        return self.components.mean.var(1, correction=0)
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Returns the central interval that holds y with probability `level`, one output at a time.
+
+        By bisection of the mixture's distribution function. Families without one, with an infinite variance or with a
+        support that ends near the mean take at least 4096 draws of y.
+
+        Args:
+            level: Probability in (0, 1).
+
+        Returns:
+            Lower and upper ends, each (B, ...).
+
+        Raises:
+            LapwingError: if `level` is not in (0, 1).
+        """
+        check_level(level)
+        tail = 0.5 * (1.0 - level)
+        try:
+            return self._quantile(tail), self._quantile(1.0 - tail)
+        except (NotImplementedError, ValueError):  # the latter from a family that checks more than its support
+            tails = self.mean.new_tensor([tail, 1.0 - tail])
+            draws = self.components.batch_shape[1]
+            y = self._sampled(self.components, math.ceil(4096 / draws))  # (n, B, S, ...): as many of each component
+            low, high = torch.quantile(y.movedim(2, 1).flatten(0, 1).to(self.mean), tails, dim=0)
+            return low, high
+
+    def _quantile(self, probability: float) -> Tensor:
+        """Returns a quantile, (B, ...), within Cantelli's bound of the mean."""
+        marginal, std = self.components, self.std
+        while isinstance(marginal, dist.Independent):
+            marginal = marginal.base_dist
+        if not bool(std.isfinite().all()):
+            raise ValueError("no finite variance")
+        widest = math.sqrt(max(probability, 1.0 - probability) / min(probability, 1.0 - probability))
+        low, high = self.mean - widest * std, self.mean + widest * std
+        support = marginal.support  # asked here: torch.compile turns the check within `cdf` off for the whole process
+        if support is None or not bool((support.check(low.unsqueeze(1)) & support.check(high.unsqueeze(1))).all()):
+            raise ValueError("ends beyond the support")
+        for _ in range(60):
+            middle = 0.5 * (low + high)
+            below = marginal.cdf(middle.unsqueeze(1)).mean(1) < probability
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        return high
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """Returns the log density of the targets at every input, (B,).
+
+        Raises:
+            LapwingError: for targets that are not one for each value of `mean`.
+        """
+        targets = batches.plain(targets, self.mean.device)
+        if targets.numel() != self.mean.numel() or targets.shape[:1] != self.mean.shape[:1]:
+            raise LapwingError(
+                f"MixturePrediction.log_prob needs one target for each value of shape {tuple(self.mean.shape)}. "
+                f"The targets have shape {tuple(targets.shape)}. Write `y.reshape{tuple(self.mean.shape)}`."
+            )
+        return self.distribution().log_prob(targets.reshape(self.mean.shape))
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws y, (n, B, ...); `torch.distributions` takes no generator, so a fork of the global one is seeded."""
+        check_count("sample", "n", n, self.components.mean[..., 0].numel())
+        return self._sampled(self.distribution(), n, generator)
+
+    def _sampled(self, family: dist.Distribution, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws from a distribution under a seed."""
+        device = self.components.mean.device
+        seed = torch.randint(2**62, (), generator=seeded(generator, device), device=device)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(int(seed))
+            return family.sample((n,))
+
+    def distribution(self) -> dist.MixtureSameFamily:
+        """Returns `torch.distributions.MixtureSameFamily` with batch shape (B,)."""
+        weights = torch.zeros(self.components.batch_shape, device=self.components.mean.device)
+        return dist.MixtureSameFamily(dist.Categorical(logits=weights), self.components)

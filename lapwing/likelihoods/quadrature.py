@@ -99,6 +99,43 @@ def log_odds(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
     return signs * (torch.log1p(-smaller.exp()) - smaller)
 
 
+def binary_log_power_mean(mean: Tensor, variance: Tensor, alpha: float, nodes: int = NODES) -> Tensor:
+    """Returns `1/α log E[σ(f)^α]` for f ~ N(m, v), by quadrature, elementwise.
+
+    Args:
+        mean: m, any shape; its sign is turned for an answer of no.
+        variance: v, of the same shape.
+        alpha: α, at least 0.
+        nodes: Number of nodes.
+
+    Returns:
+        Values in float64, of the shape of the mean.
+    """
+    f, weights = rule(mean.double(), variance.double(), alpha, nodes)
+    return weighted_log_power_mean(F.logsigmoid(f), weights, alpha, -1)
+
+
+def weighted_log_power_mean(logs: Tensor, log_weights: Tensor, alpha: float, dim: int) -> Tensor:
+    """Returns `1/α log Σ_k e^{w_k + α l_k}` over one axis, `Σ_k e^{w_k} l_k` at α = 0.
+
+    Right to rounding for tiny α, where the sum is all but 1, and where it underflows.
+
+    Args:
+        logs: l.
+        log_weights: w, of a shape that fits; the weights add to 1.
+        alpha: α, at least 0.
+        dim: The axis.
+    """
+    if alpha == 0:
+        return (log_weights.exp() * logs).sum(dim)
+    top = logs.detach().amax(dim, keepdim=True)
+    top = torch.where(top.isfinite(), top, torch.zeros_like(top))
+    powers = alpha * (logs - top)  # at most 0
+    below = (log_weights.exp() * torch.expm1(powers)).sum(dim)  # from -1 to 0
+    log_mean = torch.where(below > -0.5, torch.log1p(below.clamp_min(-0.5)), (powers + log_weights).logsumexp(dim))
+    return top.squeeze(dim) + log_mean / alpha
+
+
 def sigmoid_entropy(logits: Tensor) -> Tensor:
     """Returns the entropy of `y ~ Bernoulli(σ(f))` in nats, `log(1 + e^{-|f|}) + |f| σ(-|f|)`, elementwise."""
     size = logits.abs()

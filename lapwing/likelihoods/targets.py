@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -136,19 +134,13 @@ def check_binary_targets(name: str, outputs_shape: torch.Size, device: torch.dev
     raise LapwingError(f"{name} accepts targets 0 and 1, but {_where(bad, targets)} neither. {line}.")
 
 
-def aligned_targets(
-    name: str,
-    outputs: Tensor,
-    targets: Tensor,
-    check: Callable[[str, torch.Size, torch.device, Tensor], None] = check_real_targets,
-) -> Tensor:
+def aligned_targets(name: str, outputs: Tensor, targets: Tensor) -> Tensor:
     """Returns targets in the shape, device and dtype of outputs (B, C), (B,) as (B, 1); never broadcasts.
 
     Args:
         name: The likelihood's class name, for the message.
         outputs: Network outputs, (B, C).
         targets: Targets, (B, C), or (B,) when C = 1.
-        check: What refuses targets of another shape.
 
     Returns:
         Targets, (B, C).
@@ -157,7 +149,7 @@ def aligned_targets(
         LapwingError: if the shapes do not fit.
     """
     if targets.shape != outputs.shape:
-        check(name, outputs.shape, outputs.device, targets)
+        check_target_shape(name, outputs.shape, outputs.device, targets)
     return targets.reshape(outputs.shape).to(outputs)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import Blockwise, Covariance
-from ..covariance.coordinates import CoordinateBasis
+from ..covariance.basis import CoordinateBasis
 from ..errors import LapwingError, shown
 from ..tangent import Block
 from .diagonal import Diagonal

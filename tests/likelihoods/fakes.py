@@ -16,6 +16,12 @@ class FakeLatent:
     mean: torch.Tensor
     covariance: torch.Tensor
     joint: bool = False
+    draws = None
+
+    @property
+    def centred_variance(self):
+        centring = torch.eye(self.mean.shape[-1], dtype=self.mean.dtype) - 1 / self.mean.shape[-1]
+        return (centring @ self.covariance @ centring).diagonal(dim1=-2, dim2=-1)
 
     @property
     def variance(self):
@@ -40,6 +46,12 @@ class MarginalLatent:
     mean: torch.Tensor
     variance: torch.Tensor
     joint: bool = False
+    draws = None
+
+    @property
+    def centred_variance(self):
+        classes = self.mean.shape[-1]
+        return (1 - 2 / classes) * self.variance + self.variance.sum(-1, keepdim=True) / classes**2
 
 
 @dataclass

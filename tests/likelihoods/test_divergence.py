@@ -18,7 +18,7 @@ from lapwing.likelihoods import (
     Probit,
     Quadrature,
     SampledLink,
-    divergence,
+    quadrature,
 )
 from tests.likelihoods.fakes import random_latent
 from tests.likelihoods.test_likelihoods import Poisson
@@ -263,14 +263,14 @@ def test_draws_repeat_with_their_seed():
 def test_power_mean_where_the_sum_underflows_or_is_all_but_one():
     logs = torch.tensor([-1e5, -2e5, -3e5], dtype=F64)
     weights = torch.full((3,), -math.log(3.0), dtype=F64)
-    at = lambda a: float(divergence.weighted_log_power_mean(logs, weights, a, 0))  # noqa: E731
+    at = lambda a: float(quadrature.weighted_log_power_mean(logs, weights, a, 0))  # noqa: E731
     assert at(1.0) == pytest.approx(-1e5 - math.log(3), abs=1e-6)
     assert at(0.0) == pytest.approx(-2e5)
     assert at(1e-12) == pytest.approx(-2e5, rel=1e-6)
     impossible = torch.full((3,), -math.inf, dtype=F64)
-    assert float(divergence.weighted_log_power_mean(impossible, weights, 1.0, 0)) == -math.inf
+    assert float(quadrature.weighted_log_power_mean(impossible, weights, 1.0, 0)) == -math.inf
     tiny = torch.tensor([-1e-3, -2e-3], dtype=F64)
     exact = math.log(0.5 * math.exp(-1e-13) + 0.5 * math.exp(-2e-13)) / 1e-10  # what plain logarithms give: digits lost
-    found = float(divergence.weighted_log_power_mean(tiny, torch.full((2,), -math.log(2), dtype=F64), 1e-10, 0))
+    found = float(quadrature.weighted_log_power_mean(tiny, torch.full((2,), -math.log(2), dtype=F64), 1e-10, 0))
     assert found == pytest.approx(-1.5e-3, rel=1e-12)
     assert exact != pytest.approx(-1.5e-3, rel=1e-7)

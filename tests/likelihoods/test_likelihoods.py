@@ -30,7 +30,7 @@ from lapwing.likelihoods import (
     register,
     resolve,
 )
-from lapwing.likelihoods.registry import REGISTERED
+from lapwing.likelihoods.base import REGISTERED
 from tests.likelihoods.fakes import random_latent
 
 F64 = torch.float64
@@ -332,3 +332,12 @@ def test_scores_are_residuals():
             torch.testing.assert_close(likelihood.score(outputs, targets), wanted)
     with pytest.raises(LapwingError, match="label"):
         Categorical().score(outputs, labels + 3)
+
+
+def test_a_likelihood_without_a_name_is_refused():
+    class Nameless(NoiselessLikelihood):
+        check = log_prob = fisher_root = predict = None
+
+    for call in (lambda: resolve(Nameless()), lambda: register(dataclass(frozen=True)(Nameless))):
+        with pytest.raises(LapwingError, match=r'^The likelihood Nameless has no name\. Write .* name: .* "nameless"'):
+            call()

@@ -126,10 +126,9 @@ def test_bridge_inverts_the_bridge_of_a_dirichlet(size):
 def test_bridge_formula():
     """α_c = (1 - 2/C + e^{μ_c}/C² Σ e^{-μ_l}) / V_c with μ and V of the centred logits, by explicit projection."""
     latent = random_latent(size=4)
-    variance = latent.covariance.diagonal(dim1=1, dim2=2)
     centre = torch.eye(4, dtype=F64) - 0.25
     mean = latent.mean @ centre
-    projected = (centre @ torch.diag_embed(variance) @ centre).diagonal(dim1=1, dim2=2)
+    projected = (centre @ latent.covariance @ centre).diagonal(dim1=1, dim2=2)
     alpha = (1 - 2 / 4 + mean.exp() / 16 * (-mean).exp().sum(-1, keepdim=True)) / projected
     torch.testing.assert_close(LaplaceBridge().concentration(latent), alpha)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.covariance import Covariance
-from lapwing.covariance.coordinates import CoordinateBasis
+from lapwing.covariance.basis import CoordinateBasis
 from lapwing.covariance.dense import concatenate, cut
 from lapwing.methods.subset_of_weights import SubsetOfWeights
 from tests import oracle

@@ -10,8 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...covariance import Blockwise, PriorCovariance
-from ...covariance.draws import Draws
+from ...covariance import Blockwise, Draws, PriorCovariance
 from ...errors import LapwingError, is_one_of, shown
 from ...linalg import total
 from ...tangent import Vectors
