@@ -96,7 +96,7 @@ def constructed(
     flat = Prior(
         torch.zeros(len(blocks), dtype=torch.float64, device=device),
         {block.name: torch.zeros(block.size, dtype=tangent.dtype, device=device) for block in blocks},
-        given=True,
+        fixed=True,
     )
     return Posterior(
         tangent, covariance, likelihood, flat, summary.statistics, summary.samples, 1.0, 1.0, method, noise_known,

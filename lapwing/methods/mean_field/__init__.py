@@ -91,7 +91,7 @@ class MeanField(Method):
         moved = replace(tangent, model=network)
         summary = yield LikelihoodPass(problem, moved, problem.summary().samples)
         precision = problem.precision
-        if not problem.prior.given:
+        if not problem.prior.fixed:
             precision = torch.full_like(precision, float(tuning.weight_precision(state)))
         variances = tuning.by_parameter((2 * state.weights["log_std"]).exp())
         return FitResult(

@@ -96,7 +96,7 @@ class FineTuning(IteratePass[FineTuningState]):
         mean = self._flat(self._tangent.parameters)
         weights = {"mean": mean, "log_std": torch.full_like(mean, math.log(self._initial_std))}
         names = ["objective", "log_likelihood", "divergence"]
-        names += ["prior_precision"] * (not self._problem.prior.given)
+        names += ["prior_precision"] * (not self._problem.prior.fixed)
         names += ["noise_variance"] * self._problem.likelihood.needs_noise
         history = {name: torch.zeros(self.steps, dtype=torch.float64) for name in names}
         return FineTuningState(weights, AdamState.of(weights), DataSummary(), history)
@@ -123,7 +123,7 @@ class FineTuning(IteratePass[FineTuningState]):
     def weight_precision(self, state: FineTuningState) -> Tensor:
         """Returns δ of each weight (P,) where the user gave it, else the best number."""
         problem, blocks = self._problem, self._tangent.blocks
-        if not problem.prior.given:
+        if not problem.prior.fixed:
             return best_precision(state.weights["log_std"], state.weights["mean"] - self._centre)
         if bool((problem.precision == problem.precision[0]).all()):
             return problem.precision[0].to(state.weights["mean"])

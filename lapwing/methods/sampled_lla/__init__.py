@@ -193,7 +193,7 @@ def _steps(problem: Problem, per_block: bool) -> EvidenceSteps:
     weight = (problem.data_size or problem.count()) / problem.temperature  # N/τ
     return EvidenceSteps(
         problem.precision, noise, noise if problem.likelihood.needs_noise else None, weight * problem.tangent.outputs,
-        not problem.prior.given, per_block,
+        not problem.prior.fixed, per_block,
     )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ class MovingSteps(IteratePass[M]):
             f"input/{i}/{j}": leaf.detach().to(problem.tangent.dtype, copy=True)
             for i, leaves in enumerate(self._leaves) for j, leaf in enumerate(leaves)
         }  # fmt: skip
-        if not problem.prior.given:
+        if not problem.prior.fixed:
             size = problem.tangent.size  # the weights' own spread, whatever the network's scale
             start = size / self.distance if self.distance > 0 else problem.precision[0]
             values["log_precision"] = start.log()
@@ -166,7 +166,7 @@ class MovingSteps(IteratePass[M]):
     @property
     def moves(self) -> bool:
         """Whether anything is open."""
-        return bool(self._leaves) or not self.problem.prior.given or self._noise is not None
+        return bool(self._leaves) or not self.problem.prior.fixed or self._noise is not None
 
     def anchors_at(self, values: Mapping[str, Tensor]) -> Anchors:
         """Returns the anchors at inducing inputs, in the dtype that the network takes."""
