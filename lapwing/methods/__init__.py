@@ -32,11 +32,10 @@ from .state import BlockSums, DataSummary, State
 from .subset_of_data import SubsetOfData
 from .subset_of_weights import SubsetOfWeights
 from .swag import SWAG
-from .valla import VaLLA
+from .valla import ClosedForm, NaturalGradient, VaLLA
 from .valla.alpha_divergence import AlphaDivergence
 from .valla.inducing_points import InducingPoints
-from .valla.natural_gradient import ClosedForm, NaturalGradient
-from .valla.variational_bound import VariationalBound
+from .valla.moving_points import VariationalBound
 
 __all__ = [
     "EKFAC", "ELLA", "KFAC", "SWAG", "AlphaDivergence", "Batch", "BlockSums", "ClosedForm", "ConjugateGradients",
