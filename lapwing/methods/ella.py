@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import LapwingError, is_one_of, shown
-from .options import check_choice, check_count
-from .passes import Method, Passes
+from .passes import Method, Passes, check_choice, check_count
 from .problem import Problem
 from .rows import SAMPLINGS, Sampling, sampled_anchors
 from .subspace import Residual, on_basis, span_of_anchors

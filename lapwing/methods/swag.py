@@ -21,7 +21,7 @@ from ..network.loaders import check_progress, check_seed, checked_batches, first
 from ..posterior import Posterior
 from ..tangent import LastLayer, Predicate, Tangent, everything
 from .constructed import constructed, copied, put
-from .options import check_choice, check_positive
+from .passes import check_choice, check_positive
 from .snapshots import SnapshotCollector
 
 

@@ -36,7 +36,7 @@ from .prior import Prior, check_positive, check_range
 from .saving import write
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Posterior:
     """`θ ~ N(θ̂, Σ)` around a trained network, with its likelihood and prior.
 

@@ -19,8 +19,7 @@ from ...network.selection import select
 from ...posterior import Posterior
 from ...tangent import LastLayer, Predicate, everything
 from ..constructed import constructed, copied, diagonal, put
-from ..options import check_count, check_positive
-from ..passes import FitResult, LikelihoodPass, Method, Passes
+from ..passes import FitResult, LikelihoodPass, Method, Passes, check_count, check_positive
 from ..problem import Problem
 from .fine_tuning import FineTuning
 

@@ -18,7 +18,7 @@ from ...tangent import Vectors
 from ..passes import Batch, Pass, SumPass
 from ..problem import Problem
 from ..state import BlockSums, State
-from .linear_system import LinearSystem, inner_by_block
+from .system import LinearSystem, inner_by_block
 
 LENGTHS = tuple(0.5**i for i in range(9))
 """Parts of a Newton step that are compared."""

@@ -15,8 +15,7 @@ from ...covariance import Basis, LowRankWithResidual
 from ...errors import LapwingError, shown
 from ...network import batches
 from ...tangent import Anchors
-from ..options import check_choice, check_count, check_positive
-from ..passes import Batch, IteratePass, Method, Passes
+from ..passes import Batch, IteratePass, Method, Passes, check_choice, check_count, check_positive
 from ..problem import Problem
 from ..subspace import ProjectedCurvature, on_basis, span_of_anchors
 from .inducing_points import INITIALS, InducingPoints, Initial, inducing_points

@@ -19,8 +19,7 @@ from ...network import batches
 from ...tangent import Anchors
 from ...tangent.inducing import Kernel, kernel
 from ..descent import Descent
-from ..options import check_count, check_positive
-from ..passes import Batch, FitResult, Passes
+from ..passes import Batch, FitResult, Passes, check_count, check_positive
 from ..problem import Problem
 from ..subspace import span_of_anchors
 from . import VallaFit

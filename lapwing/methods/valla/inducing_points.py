@@ -16,7 +16,7 @@ from ...network import batches
 from ...tangent import Anchors
 from ..passes import Batch, Pass, SumPass
 from ..problem import Problem
-from ..sampling import KeptInputs, choose, class_labels, rank_in_class
+from ..rows import KeptInputs, choose, class_labels, rank_in_class
 
 log = logging.getLogger("lapwing")
 

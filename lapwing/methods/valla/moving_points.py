@@ -18,8 +18,7 @@ from ...network import batches
 from ...tangent import Anchors
 from ...tangent.inducing import kernel
 from ..descent import Descent
-from ..options import check_count, check_positive
-from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Pass, Passes
+from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Pass, Passes, check_count, check_positive
 from ..problem import Problem
 from . import ClosedForm, NaturalGradient, VallaFit
 from .inducing_points import POOL, movable
