@@ -62,8 +62,7 @@ class OptimalSubspace(Method):
     def __post_init__(self) -> None:
         """Checks numbers and labels."""
         check_count("OptimalSubspace", "rank", self.rank)
-        if not is_one_of(self.rows, ("all",)):
-            check_count("OptimalSubspace", "rows", self.rows)
+        check_count("OptimalSubspace", "rows", self.rows, ("all",))
         check_choice("OptimalSubspace", "residual", self.residual, (None, "prior"))
         if not (is_one_of(self.curvature, ("prior",)) or isinstance(self.curvature, Method)):
             raise LapwingError(

@@ -225,9 +225,9 @@ def prior_covariance(method: Method, problem: Problem, option: str) -> Generator
     return covariance
 
 
-def check_count(method: str, name: str, value: Any) -> None:
-    """Raises for an option that is not a positive whole number."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def check_count(method: str, name: str, value: Any, others: tuple[Any, ...] = ()) -> None:
+    """Raises for an option that is neither a positive whole number nor one of the others that are accepted."""
+    if not is_one_of(value, others) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise LapwingError(
             f"{method}({name}={shown(value)}) needs a whole number of at least 1. Write {method}({name}=20)."
         )

@@ -74,6 +74,10 @@ class KeptInputs(State):
         self.nests[str(key)] = torch.tensor(list(nest.encode()), dtype=torch.uint8)
         self.labels[str(key)] = labels
 
+    def classes(self) -> Tensor:
+        """Returns all class labels in the order of their keys."""
+        return torch.cat([self.labels[key] for key in sorted(self.labels, key=int)])
+
     def flattened(self, key: int) -> tuple[list[Tensor], str]:
         """Returns the tensors and the nesting that are kept under a key."""
         leaves: list[Tensor] = []
@@ -88,7 +92,7 @@ def sampled_anchors(problem: Problem, rows: int | Literal["all"], sampling: Samp
     chosen = _ChosenInputs(samples.unique(), problem.tangent.plan.shared)
     state = yield chosen
     if sampling != "uniform":  # a shuffling loader shows another sample at the place
-        shown = chosen.labels(state)[torch.searchsorted(samples.unique(), samples)]
+        shown = state.classes()[torch.searchsorted(samples.unique(), samples)]
         if sampling == "label":
             outputs = shown
         elif not torch.equal(shown, problem.labels()[samples]):
@@ -170,10 +174,6 @@ class _ChosenInputs(SumPass[KeptInputs]):
             leaves = [copies[i] if shared[i] else leaf.clone() for i, leaf in enumerate(leaves)]  # no view of the batch
             state.keep(place, leaves, nest, labels[row])
             state.shared[str(place)] = torch.tensor(shared)
-
-    def labels(self, state: KeptInputs) -> Tensor:
-        """Returns the class labels of the chosen samples, -1 where targets are not labels."""
-        return torch.cat([state.labels[str(place)] for place in self._samples.tolist()])
 
     def groups(self, state: KeptInputs) -> tuple[Any, ...]:
         """Returns the inputs in the order of the loader, joined while their shapes and nesting agree."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...covariance.draws import Draws
-from ...errors import LapwingError, is_one_of, shown
+from ...errors import LapwingError, shown
 from ...linalg import total
 from ...tangent import Vectors
 from ..diagonal import SquaredSums
@@ -95,8 +96,7 @@ class SampledLLA(Method):
     def __post_init__(self) -> None:
         """Checks numbers, labels and solver."""
         check_count("SampledLLA", "draws", self.draws)
-        if not is_one_of(self.em_steps, (0,)):
-            check_count("SampledLLA", "em_steps", self.em_steps)
+        check_count("SampledLLA", "em_steps", self.em_steps, (0,))
         for name in ("per_block", "linearised_mode"):
             check_choice("SampledLLA", name, getattr(self, name), (False, True))
         if not isinstance(self.solver, (ConjugateGradients, StochasticGradient)):
@@ -114,8 +114,8 @@ class SampledLLA(Method):
             f"six numbers for each of {size} weights and each draw", "take fewer draws or parameters",
         )  # fmt: skip
         system = yield from self._system(problem)
-        mode, steps = LinearisedMode(problem), _steps(problem, self.per_block)
-        mode.wanted = self.linearised_mode and self.em_steps > 0 and steps.open_precision
+        steps = _steps(problem, self.per_block)
+        mode = LinearisedMode(problem, self.linearised_mode and self.em_steps > 0 and steps.open_precision)
         blocks, rows = problem.tangent.blocks, self.draws + mode.wanted
         if self.em_steps:
             _start(system, steps, mode.distance(system.features))
@@ -211,28 +211,26 @@ class _EvidenceSteps:
             effective: γ by block (n_blocks,), at the present δ and σ².
             distance: `‖θ̂ - μ0‖²` by block (n_blocks,), weighted by features where there are some.
         """
-        moves = []
-        if self.open_precision:
-            moves.append(self._of_precision(effective, distance))
-        noise = 0.0
-        if self.squared_error is not None:
-            assert self.noise_variance is not None
-            left = max(1 - float(effective.sum()) / self.count, 0.01)
-            wanted = torch.tensor(self.squared_error / left, dtype=torch.float64)
-            noise = self._damping * float(wanted.log() - torch.tensor(self.noise_variance).double().log())
-            moves.append(torch.tensor([noise], dtype=torch.float64, device=effective.device))
-        if not moves or torch.cat(moves).abs().max() <= TOLERANCE:
+        move = self._of_precision(effective, distance) if self.open_precision else torch.zeros_like(self.precision)
+        noise = self._of_noise(effective) if self.squared_error is not None else 0.0
+        if max(float(move.abs().max()), abs(noise)) <= TOLERANCE:
             return False
-        if self.open_precision:
-            self.precision = self.precision * moves[0].clamp(-MAX_LOG_STEP, MAX_LOG_STEP).exp()
+        self.precision = self.precision * move.clamp(-MAX_LOG_STEP, MAX_LOG_STEP).exp()
         if self.noise_variance is not None:
-            self.noise_variance *= float(torch.tensor(noise).exp())
+            self.noise_variance *= math.exp(noise)
         return True
 
     @property
     def _damping(self) -> float:
         """Both at once have slopes that sum to (-2, 0): half a step contracts by 1/2; one alone, 2/3 by 1/3."""
         return 1 / 2 if self.open_precision and self.squared_error is not None else 2 / 3
+
+    def _of_noise(self, effective: Tensor) -> float:
+        """Returns the change of log σ²."""
+        assert self.noise_variance is not None
+        assert self.squared_error is not None
+        left = max(1 - float(effective.sum()) / self.count, 0.01)
+        return self._damping * math.log(self.squared_error / left / self.noise_variance)
 
     def _of_precision(self, effective: Tensor, distance: Tensor) -> Tensor:
         """Returns the change of log δ (n_blocks,)."""

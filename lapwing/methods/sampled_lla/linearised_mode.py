@@ -32,10 +32,8 @@ class LinearisedMode:
         wanted: whether it is computed; else it stays θ̂.
     """
 
-    wanted = True
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    def __init__(self, problem: Problem, wanted: bool) -> None:
+        self._problem, self.wanted = problem, wanted
         self.offset = {block.name: problem.zeros(1, block.size) for block in problem.tangent.blocks}
 
     def distance(self, features: Vectors | None) -> Tensor:

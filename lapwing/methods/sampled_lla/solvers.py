@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -285,7 +285,7 @@ class _Steps(IteratePass[NesterovState]):
     def __init__(self, options: StochasticGradient, system: LinearSystem, start: Vectors) -> None:
         self._options, self._system, self._start = options, system, start
         self.steps = options.steps
-        self._sides, self._prior = system.right_hand_sides(), system.prior()
+        self._sides = system.right_hand_sides()
         self._norms = inner(self._sides, self._sides).sqrt()
         self._precondition: Callable[[Vectors], Vectors] = system.preconditioner()
 
@@ -318,8 +318,8 @@ class _Steps(IteratePass[NesterovState]):
         products = CurvatureProducts(self._system.problem, self._system.root, vectors)
         image = products.init()
         products.update(image, batch)
-        scale = self._system.scale * self._system.problem.summary().samples / batches.size(batch.inputs)
-        return {name: image.blocks[name].mul_(scale).addcmul_(v, self._prior[name]) for name, v in vectors.items()}
+        factor = self._system.problem.summary().samples / batches.size(batch.inputs)
+        return replace(self._system, scale=factor * self._system.scale).completed(vectors, image.blocks)
 
     def _largest(self, batch: Batch, generator: torch.Generator) -> float:
         """Returns about the largest eigenvalue of `Ψ̃ (n/B s G_batch + Δ)`, by the power method."""

@@ -17,6 +17,7 @@ from ...network import batches
 from ...tangent import Anchors
 from ..passes import Batch, IteratePass, Method, Passes, check_choice, check_count, check_positive
 from ..problem import Problem
+from ..state import State
 from ..subspace import ProjectedCurvature, on_basis, span_of_anchors
 from .inducing_points import INITIALS, InducingPoints, Initial, inducing_points
 
@@ -83,7 +84,7 @@ class NaturalGradient(VallaFit):
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
         """Yields the steps on the span of the rows."""
         basis = span_of_anchors(problem, anchors, len(anchors), "prior")
-        steps = NaturalSteps(problem, basis, self.steps, self.rate)
+        steps = _NaturalSteps(problem, basis, self)
         return steps.finish((yield steps))
 
 
@@ -144,35 +145,30 @@ class VaLLA(Method):
 
 
 @dataclass
-class NaturalState(ProjectedCurvature):
+class NaturalState(State):
     """The curvature per sample.
 
     Attributes:
+        mean: H and traces, each per sample.
         samples: how many samples the steps have gone through.
         done: whether they have gone through all of them.
     """
 
+    mean: ProjectedCurvature
     samples: int = 0
     done: bool = False
 
 
-class NaturalSteps(IteratePass[NaturalState]):
-    """`H ← (1-ρ) H + ρ 1/B Σ φᵀΛφ`, natural gradients of the bound in the precision, here per sample.
-
-    Args:
-        problem: for Λ.
-        basis: W; `φ = J Wᵀ`.
-        steps: how many.
-        rate: ρ; None for `B_t/(B_1 + ... + B_t)`, the mean over the samples so far.
-    """
+class _NaturalSteps(IteratePass[NaturalState]):
+    """`H ← (1-ρ) H + ρ 1/B Σ φᵀΛφ`, `φ = J Wᵀ` on a basis W; ρ as in `NaturalGradient`."""
 
     label = "natural gradients"
 
-    def __init__(self, problem: Problem, basis: Basis, steps: int, rate: float | None) -> None:
-        self.steps, self._problem, self._basis, self._rate = steps, problem, basis, rate
+    def __init__(self, problem: Problem, basis: Basis, fit: NaturalGradient) -> None:
+        self.steps, self._problem, self._basis, self._rate = fit.steps, problem, basis, fit.rate
 
     def init(self) -> NaturalState:
-        return NaturalState.zeros(self._problem, self._basis.rank)
+        return NaturalState(ProjectedCurvature.zeros(self._problem, self._basis.rank))
 
     def converged(self, state: NaturalState) -> bool:
         """Whether the mean is that of all data."""
@@ -186,14 +182,14 @@ class NaturalSteps(IteratePass[NaturalState]):
             return
         state.samples += count
         rate = count / state.samples if self._rate is None else self._rate
-        state.H *= 1 - rate
-        state.traces *= 1 - rate
-        state.add(self._problem, self._basis, batch, rate / count)
+        state.mean.H *= 1 - rate
+        state.mean.traces *= 1 - rate
+        state.mean.add(self._problem, self._basis, batch, rate / count)
 
     def finish(self, state: NaturalState) -> LowRankWithResidual:
         """Returns the covariance: the curvature per sample, times the n samples, which the posterior scales to N."""
         problem, samples = self._problem, self._problem.summary().samples
         return LowRankWithResidual(
-            problem.tangent.blocks, self._basis, samples * state.H, samples * state.traces, problem.precision,
-            problem.scale,
+            problem.tangent.blocks, self._basis, samples * state.mean.H, samples * state.mean.traces,
+            problem.precision, problem.scale,
         )  # fmt: skip
