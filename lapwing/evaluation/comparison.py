@@ -248,7 +248,7 @@ def _with_noise(posterior: Posterior) -> Likelihood:
     """Returns the likelihood with the mean squared residual as noise, unless σ² is fixed."""
     likelihood = posterior.likelihood
     residual = likelihood.residual_variance(posterior.statistics)
-    return likelihood if residual is None or posterior.noise_given else likelihood.with_noise_variance(residual)
+    return likelihood if residual is None or posterior.noise_fixed else likelihood.with_noise_variance(residual)
 
 
 def _network(forward: Callable[[Any], Tensor], likelihood: Likelihood, device: torch.device | None) -> _Candidate:

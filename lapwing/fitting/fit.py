@@ -119,14 +119,14 @@ def fit(
     root = FisherRoot(likelihood, tangent.outputs, generator)
     if tangent.outputs > root.columns:
         log.info("%d outputs: the Fisher information is sampled, one draw per input", tangent.outputs)
-    traces = tune is not None and tune.reads_evidence(not prior.given, likelihood.needs_noise)
+    traces = tune is not None and tune.reads_evidence(not prior.fixed, likelihood.needs_noise)
     problem = Problem(
         tangent, likelihood, root, prior, traces, seed, runner.labels, runner.count, runner.summary, float(temperature),
         data_size,
     )  # fmt: skip
     result = runner.run(method, problem)
     tangent = result.tangent or tangent
-    prior_fixed = prior.given
+    prior_fixed = prior.fixed
     if data_size is None and drawn is None:
         warn_of_unseen_samples(loader, runner.shown())
     likelihood, prior = _settled(result, likelihood, prior)
@@ -139,7 +139,7 @@ def fit(
             tangent, covariance, likelihood, prior, dict(statistics), samples, 1.0 if size is None else size / samples,
             float(temperature), repr(method), not likelihood.needs_noise, Stamp.of(tangent.state()), result.history,
         )  # fmt: skip
-        settled = fitted.noise_given and isinstance(covariance, PriorCovariance)
+        settled = fitted.noise_fixed and isinstance(covariance, PriorCovariance)
         return fitted.at(prior.precision, likelihood.noise_variance) if settled else fitted
 
     whole = posterior(result.covariance, summary.statistics, summary.samples, size)
@@ -205,5 +205,5 @@ def _settled(result: FitResult, likelihood: Likelihood, prior: Prior) -> tuple[L
     if result.noise_variance is not None:
         likelihood = likelihood.with_noise_variance(result.noise_variance)
     if result.precision is not None:
-        prior = replace(prior, precision=result.precision, given=True)
+        prior = replace(prior, precision=result.precision, fixed=True)
     return likelihood, prior

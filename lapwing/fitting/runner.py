@@ -17,7 +17,7 @@ from tqdm import tqdm
 from ..covariance import Covariance
 from ..methods.passes import Batch, CurvaturePass, FitResult, IteratePass, LikelihoodPass, Method, Pass, SumPass
 from ..methods.problem import Problem
-from ..methods.sampling import class_labels
+from ..methods.rows import class_labels
 from ..methods.state import DataSummary, State
 from ..network import batches
 from ..network.loaders import other_size, sampler_size, shows_bar

@@ -25,18 +25,16 @@ from .passes import (
 )
 from .problem import FisherRoot, Problem
 from .sampled_lla import SampledLLA
-from .sampled_lla.conjugate_gradients import ConjugateGradients
-from .sampled_lla.stochastic_gradient import StochasticGradient
+from .sampled_lla.solvers import ConjugateGradients, StochasticGradient
 from .snapshots import SnapshotCollector
 from .state import BlockSums, DataSummary, State
 from .subset_of_data import SubsetOfData
 from .subset_of_weights import SubsetOfWeights
 from .swag import SWAG
-from .valla import VaLLA
+from .valla import ClosedForm, NaturalGradient, VaLLA
 from .valla.alpha_divergence import AlphaDivergence
 from .valla.inducing_points import InducingPoints
-from .valla.natural_gradient import ClosedForm, NaturalGradient
-from .valla.variational_bound import VariationalBound
+from .valla.moving_points import VariationalBound
 
 __all__ = [
     "EKFAC", "ELLA", "KFAC", "SWAG", "AlphaDivergence", "Batch", "BlockSums", "ClosedForm", "ConjugateGradients",

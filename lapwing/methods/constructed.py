@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from tqdm import tqdm
 from ..covariance import Covariance
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..errors import LapwingError
-from ..likelihoods import Likelihood
-from ..likelihoods.inferred import check_logits
+from ..likelihoods import Likelihood, resolve
+from ..likelihoods.inferred import check_logits, inferred_likelihood
 from ..network import batches
+from ..network.batches import Forward
 from ..network.eager import LOCK, parameters_of, uncompiled
-from ..network.loaders import checked_batches, other_size, shows_bar
+from ..network.loaders import check_progress, checked_batches, other_size, shows_bar
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.prior import Prior
@@ -59,26 +60,38 @@ def diagonal(tangent: Tangent, variances: Mapping[str, Tensor], precision: Tenso
 
 
 def constructed(
-    tangent: Tangent,
-    covariance: Covariance,
-    likelihood: Likelihood,
+    model: nn.Module,
+    names: Collection[str],
+    covariance: Callable[[Tangent], Covariance],
+    first: Any,
     loader: Iterable[Any],
     method: str,
+    likelihood: str | Likelihood | None,
+    forward: Forward | None,
+    memory: int | None,
     progress: bool | None,
 ) -> Posterior:
     """Returns the posterior around a network as it is, after one forward pass over the data.
 
     Args:
-        tangent: the network.
-        covariance: Σ, without a prior.
-        likelihood: a noise variance that is None becomes the mean squared residual.
+        model: the network, whose weights are the mean.
+        names: of the uncertain parameters.
+        covariance: returns Σ, without a prior.
+        first: the first batch.
         loader: the training data.
         method: the method's name and options.
+        likelihood: None infers it; a noise variance that is None becomes the mean squared residual.
+        forward: how the network is called.
+        memory: budget in bytes.
         progress: show a bar; None shows one on a terminal.
 
     Raises:
         LapwingError: for bad input, or a loader that shows nothing the second time.
     """
+    check_progress(progress)
+    inputs, targets = batches.split(first)
+    likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
+    tangent = Tangent.survey(model, inputs, lambda name, _: name in names, forward, memory)
     summary = DataSummary()
     bar = tqdm(loader, "likelihood", disable=not shows_bar(progress), leave=False)
     for inputs, targets in checked_batches(tangent.model, bar):
@@ -89,16 +102,14 @@ def constructed(
         summary.add(likelihood, outputs, targets)
     if not summary.samples:
         raise other_size(0, f"to {method.partition('(')[0]}", None)
-    noise_known = not likelihood.needs_noise
-    if not noise_known:
+    noise_fixed = not likelihood.needs_noise
+    if not noise_fixed:
         likelihood = likelihood.with_noise_variance(likelihood.residual_variance(summary.statistics))
-    blocks, device = tangent.blocks, tangent.device
-    flat = Prior(
-        torch.zeros(len(blocks), dtype=torch.float64, device=device),
-        {block.name: torch.zeros(block.size, dtype=tangent.dtype, device=device) for block in blocks},
-        given=True,
-    )
+    zero = torch.zeros(len(tangent.blocks), dtype=torch.float64, device=tangent.device)
+    centre = {
+        block.name: torch.zeros(block.size, dtype=tangent.dtype, device=tangent.device) for block in tangent.blocks
+    }
     return Posterior(
-        tangent, covariance, likelihood, flat, summary.statistics, summary.samples, 1.0, 1.0, method, noise_known,
-        Stamp.of(tangent.state()),
+        tangent, covariance(tangent), likelihood, Prior(zero, centre, fixed=True),
+        summary.statistics, summary.samples, 1.0, 1.0, method, noise_fixed, Stamp.of(tangent.state()),
     )  # fmt: skip

@@ -24,10 +24,10 @@ class Diagonal(Method):
 
     def passes(self, problem: Problem) -> Passes:
         """Yields one pass."""
-        return (yield from run_curvature_pass(_SquaredSums(problem)))
+        return (yield from run_curvature_pass(SquaredSums(problem)))
 
 
-class _SquaredSums(CurvaturePass[BlockSums]):
+class SquaredSums(CurvaturePass[BlockSums]):
     """`Σ_n,r (RᵀJ)²`, (P_block,) for each block."""
 
     label = "diagonal of the GGN"

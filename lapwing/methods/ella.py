@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import LapwingError, is_one_of, shown
-from .options import check_choice, check_count
-from .passes import Method, Passes
+from ..errors import LapwingError, shown
+from .passes import Method, Passes, check_choice, check_count
 from .problem import Problem
 from .rows import SAMPLINGS, Sampling, sampled_anchors
 from .subspace import Residual, on_basis, span_of_anchors
@@ -53,8 +52,7 @@ class ELLA(Method):
     def __post_init__(self) -> None:
         """Checks numbers and labels."""
         check_count("ELLA", "rank", self.rank)
-        if not is_one_of(self.rows, ("all",)):
-            check_count("ELLA", "rows", self.rows)
+        check_count("ELLA", "rows", self.rows, ("all",))
         check_choice("ELLA", "residual", self.residual, (None, "prior"))
         check_choice("ELLA", "sampling", self.sampling, SAMPLINGS)
         if self.rows == "all" and self.sampling != "uniform":

@@ -15,35 +15,13 @@ from torch import Tensor
 from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, KroneckerFactors, Structure
 from ..jacobian.jacobian import as_matrix
 from ..linalg import eigen_in_place, symmetric_eigen
-from ..tangent import Block
-from .options import check_choice
-from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
+from .passes import Batch, CurvaturePass, Method, Passes, check_choice, run_curvature_pass
 from .problem import Problem
 from .state import BlockSums, State
 
 
 @dataclass(frozen=True)
-class _Kronecker(Method):
-    """The options of KFAC and EKFAC."""
-
-    weight_sharing: Literal["expand", "reduce"] = "expand"
-    uncovered: Literal["diagonal", "dense"] = "diagonal"
-
-    def __post_init__(self) -> None:
-        """Checks the labels."""
-        check_choice(type(self).__name__, "weight_sharing", self.weight_sharing, ("expand", "reduce"))
-        check_choice(type(self).__name__, "uncovered", self.uncovered, ("diagonal", "dense"))
-
-    def _factor_pass(self, problem: Problem) -> _FactorPass:
-        """Returns the factor pass, after a check that dense blocks fit."""
-        kinds = {block.name: _kind(block, self.uncovered) for block in problem.tangent.blocks}
-        dense = sum(block.size**2 for block in problem.tangent.blocks if kinds[block.name] == "dense")
-        method = f"{type(self).__name__}(uncovered='dense')"
-        problem.require(method, 8 * dense, "dense blocks", "write uncovered='diagonal'")
-        return _FactorPass(problem, kinds, self.weight_sharing == "reduce")
-
-
-class KFAC(_Kronecker):
+class KFAC(Method):
     """Kronecker-factored Laplace, a layer's `Σ = (Γ ⊗ A/(# τ) + δI)⁻¹`, inverted exactly in the eigenbasis.
 
     `A = Σ a aᵀ` over layer inputs (the bias as a coordinate of ones), `Γ = Σ g gᵀ` over output gradients with the
@@ -68,12 +46,29 @@ class KFAC(_Kronecker):
         'diagonal'
     """
 
+    weight_sharing: Literal["expand", "reduce"] = "expand"
+    uncovered: Literal["diagonal", "dense"] = "diagonal"
+
+    def __post_init__(self) -> None:
+        """Checks the labels."""
+        check_choice(type(self).__name__, "weight_sharing", self.weight_sharing, ("expand", "reduce"))
+        check_choice(type(self).__name__, "uncovered", self.uncovered, ("diagonal", "dense"))
+
     def passes(self, problem: Problem) -> Passes:
         """Yields one pass."""
         return (yield from run_curvature_pass(self._factor_pass(problem)))
 
+    def _factor_pass(self, problem: Problem) -> _FactorPass:
+        """Returns the factor pass, after a check that dense blocks fit."""
+        blocks = problem.tangent.blocks
+        kinds = {block.name: "factored" if block.matrix is not None else self.uncovered for block in blocks}
+        dense = sum(block.size**2 for block in blocks if kinds[block.name] == "dense")
+        method = f"{type(self).__name__}(uncovered='dense')"
+        problem.require(method, 8 * dense, "dense blocks", "write uncovered='diagonal'")
+        return _FactorPass(problem, kinds, self.weight_sharing == "reduce")
 
-class EKFAC(_Kronecker):
+
+class EKFAC(KFAC):
     """Eigenvalue-corrected KFAC: KFAC's eigenbasis with the true second moments of the Jacobian on its diagonal.
 
     `λ_ji = Σ_n,r (U_outᵀ J U_in)²_ji`, the best diagonal in that basis in Frobenius norm (George et al. 2018,
@@ -99,10 +94,6 @@ class EKFAC(_Kronecker):
         factors = self._factor_pass(problem)
         structures = factors.finish((yield factors)).structures
         return (yield from run_curvature_pass(_SecondMoments(problem, structures)))
-
-
-def _kind(block: Block, uncovered: str) -> str:
-    return "factored" if block.matrix is not None else uncovered
 
 
 @dataclass

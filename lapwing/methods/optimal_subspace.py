@@ -10,17 +10,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..covariance import Covariance, ExplicitBasis, PriorCovariance
+from ..covariance import Covariance, ExplicitBasis
 from ..covariance.dense import cut
 from ..errors import LapwingError, is_one_of, shown
 from ..network import batches
 from ..tangent import Anchors, Vectors
 from .kfac import KFAC
-from .options import check_choice, check_count
-from .passes import FitResult, Method, Pass, Passes
+from .passes import Method, Pass, Passes, check_choice, check_count, prior_covariance
 from .problem import Problem
-from .rows import anchors_at
-from .sampling import choose
+from .rows import anchors_at, choose
 from .subspace import Residual, leading_of, on_basis, record_dtype
 
 
@@ -64,8 +62,7 @@ class OptimalSubspace(Method):
     def __post_init__(self) -> None:
         """Checks numbers and labels."""
         check_count("OptimalSubspace", "rank", self.rank)
-        if not is_one_of(self.rows, ("all",)):
-            check_count("OptimalSubspace", "rows", self.rows)
+        check_count("OptimalSubspace", "rows", self.rows, ("all",))
         check_choice("OptimalSubspace", "residual", self.residual, (None, "prior"))
         if not (is_one_of(self.curvature, ("prior",)) or isinstance(self.curvature, Method)):
             raise LapwingError(
@@ -77,14 +74,8 @@ class OptimalSubspace(Method):
         """Yields the passes of Ψ_approx, one for the inputs of the subset, and one for the curvature on their span."""
         approximate = None
         if isinstance(self.curvature, Method):
-            result = yield from self.curvature.passes(problem)
-            approximate = result.covariance if isinstance(result, FitResult) else result
-            if not isinstance(approximate, PriorCovariance):
-                raise LapwingError(
-                    f"OptimalSubspace(curvature={shown(self.curvature)}) needs a method that sums a curvature, and "
-                    "this one makes a posterior without a prior. Write curvature=lw.KFAC()."
-                )
-            approximate = approximate.with_prior(problem.precision, problem.curvature_scale())
+            curvature = yield from prior_covariance(self.curvature, problem, "curvature")
+            approximate = curvature.with_prior(problem.precision, problem.curvature_scale())
         anchors = yield from self._subset(problem)
         basis = ExplicitBasis(self._directions(problem, anchors, approximate))
         return (yield from on_basis(problem, basis, self.residual))

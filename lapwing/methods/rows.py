@@ -1,8 +1,9 @@
-"""The choice of the rows of the Jacobian that span a subspace, and the pass that collects their inputs."""
+"""Random choice of samples and of rows of the Jacobian, and the pass that collects their inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -13,10 +14,76 @@ from ..network import batches
 from ..tangent import Anchors
 from .passes import Batch, Pass, SumPass
 from .problem import Problem
-from .sampling import KeptInputs, choose, choose_balanced, class_labels
+from .state import State
 
 Sampling = Literal["uniform", "balanced", "label"]
 SAMPLINGS: tuple[Sampling, ...] = ("uniform", "balanced", "label")
+
+
+def class_labels(inputs: Any, targets: Any) -> Tensor:
+    """Returns a batch's class labels (B,) int64 on the CPU, -1 where targets are not labels."""
+    if isinstance(targets, Tensor) and targets.ndim == 1 and not (targets.is_floating_point() or targets.is_meta):
+        return targets.cpu().long()
+    return torch.full((batches.size(inputs),), -1)
+
+
+def choose(total: int, count: int, generator: torch.Generator) -> Tensor:
+    """Returns `count` of the numbers below `total` in random order, without repetition and without O(total) memory."""
+    if total <= 2**24 or count > total // 2:
+        return torch.randperm(total, generator=generator)[:count]
+    drawn = torch.randint(total, (2 * count,), generator=generator)
+    values, inverse = drawn.unique(return_inverse=True)
+    first = torch.full_like(values, len(drawn)).scatter_reduce_(0, inverse, torch.arange(len(drawn)), "amin")
+    return drawn[first.sort().values[:count]]
+
+
+def choose_balanced(labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Returns `count` places in labels (n,), as many of each class as there are, without repetition."""
+    order = choose(len(labels), len(labels), generator)
+    return order[rank_in_class(labels[order]).argsort(stable=True)[:count]]
+
+
+def rank_in_class(labels: Tensor) -> Tensor:
+    """Returns for each of labels (n,) how many of the same class come before it."""
+    counts = labels.unique(return_counts=True)[1]
+    before = (counts.cumsum(0) - counts).repeat_interleave(counts)  # samples of lower classes
+    rank = torch.empty_like(labels)
+    rank[labels.argsort(stable=True)] = torch.arange(len(labels)) - before
+    return rank
+
+
+@dataclass
+class KeptInputs(State):
+    """Inputs of samples or batches that a pass keeps, each under a key.
+
+    Attributes:
+        leaves: tensors, by `key/number`.
+        nests: how the tensors nest, JSON as uint8, by key.
+        labels: class labels, -1 where targets are not labels, by key.
+        shared: which tensors all samples share, by key; empty where that is not kept.
+    """
+
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    nests: dict[str, Tensor] = field(default_factory=dict)
+    labels: dict[str, Tensor] = field(default_factory=dict)
+    shared: dict[str, Tensor] = field(default_factory=dict)
+
+    def keep(self, key: int, leaves: list[Tensor], nest: str, labels: Tensor) -> None:
+        """Keeps what `batches.flatten` returns, and the labels."""
+        self.leaves |= {f"{key}/{i}": leaf for i, leaf in enumerate(leaves)}
+        self.nests[str(key)] = torch.tensor(list(nest.encode()), dtype=torch.uint8)
+        self.labels[str(key)] = labels
+
+    def classes(self) -> Tensor:
+        """Returns all class labels in the order of their keys."""
+        return torch.cat([self.labels[key] for key in sorted(self.labels, key=int)])
+
+    def flattened(self, key: int) -> tuple[list[Tensor], str]:
+        """Returns the tensors and the nesting that are kept under a key."""
+        leaves: list[Tensor] = []
+        while f"{key}/{len(leaves)}" in self.leaves:
+            leaves.append(self.leaves[f"{key}/{len(leaves)}"])
+        return leaves, bytes(self.nests[str(key)].tolist()).decode()
 
 
 def sampled_anchors(problem: Problem, rows: int | Literal["all"], sampling: Sampling) -> Generator[Pass, Any, Anchors]:
@@ -25,7 +92,7 @@ def sampled_anchors(problem: Problem, rows: int | Literal["all"], sampling: Samp
     chosen = _ChosenInputs(samples.unique(), problem.tangent.plan.shared)
     state = yield chosen
     if sampling != "uniform":  # a shuffling loader shows another sample at the place
-        shown = chosen.labels(state)[torch.searchsorted(samples.unique(), samples)]
+        shown = state.classes()[torch.searchsorted(samples.unique(), samples)]
         if sampling == "label":
             outputs = shown
         elif not torch.equal(shown, problem.labels()[samples]):
@@ -107,10 +174,6 @@ class _ChosenInputs(SumPass[KeptInputs]):
             leaves = [copies[i] if shared[i] else leaf.clone() for i, leaf in enumerate(leaves)]  # no view of the batch
             state.keep(place, leaves, nest, labels[row])
             state.shared[str(place)] = torch.tensor(shared)
-
-    def labels(self, state: KeptInputs) -> Tensor:
-        """Returns the class labels of the chosen samples, -1 where targets are not labels."""
-        return torch.cat([state.labels[str(place)] for place in self._samples.tolist()])
 
     def groups(self, state: KeptInputs) -> tuple[Any, ...]:
         """Returns the inputs in the order of the loader, joined while their shapes and nesting agree."""

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..covariance import Covariance
 from ..errors import LapwingError
 from ..network import batches
 from .ella import ELLA
 from .full import Full
-from .options import check_choice, check_count
-from .passes import Batch, FitResult, Method, Pass, Passes, SumPass
+from .passes import Batch, FitResult, Method, Passes, SumPass, check_choice, check_count
 from .problem import Problem
-from .sampling import choose, choose_balanced, class_labels
+from .rows import choose, choose_balanced, class_labels
 from .state import DataSummary, State
 
 
@@ -61,23 +58,45 @@ class SubsetOfData(Method):
         check_choice("SubsetOfData", "rescale", self.rescale, (False, True))
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields the passes of another method on the subset."""
-        shown = problem.count()
-        labels = _class_labels(problem) if self.sampling == "balanced" else None
-        places = chosen_places(shown, min(self.size, shown), problem.generator(), labels)
-        covariance, summary = yield from on_subset(problem, places, self._exact(problem, len(places)), labels)
-        return FitResult(covariance, summary=summary, data_factor=shown / len(places) if self.rescale else 1.0)
+        """Yields the passes of another method, each on the subset alone."""
+        whole = problem.count()
+        labels = problem.labels() if self.sampling == "balanced" else None
+        if labels is not None and int(labels.min()) < 0:
+            raise LapwingError(
+                "SubsetOfData(sampling='balanced') needs targets that are class labels, integers or bools (n,), and "
+                "these are no class labels. Write sampling='uniform'."
+            )
+        places = chosen_places(whole, min(self.size, whole), problem.generator(), labels)
+        summary = DataSummary()
+        small = replace(
+            problem, labels=lambda: problem.labels()[places], count=lambda: len(places), summary=lambda: summary
+        )
+        passes = self._exact(small).passes(small)
+        state: State | None = None
+        while True:
+            try:
+                step = passes.send(state)
+            except StopIteration as stop:
+                return FitResult(stop.value, summary=summary, data_factor=whole / len(places) if self.rescale else 1.0)
+            assert isinstance(step, SumPass)
+            subset = yield _OnSubset(step, places, problem)
+            state, before, summary = subset.inner, summary.statistics, subset.summary
+            same = all(torch.allclose(before[name], summary.statistics[name], 1e-5, 1e-6) for name in before)
+            if not same or (labels is not None and not torch.equal(subset.labels, labels[places])):
+                raise LapwingError(
+                    "The loader shows another order on each pass, and a subset of the data needs one order. Write "
+                    "DataLoader(..., shuffle=False)."
+                )
 
-    def _exact(self, problem: Problem, count: int) -> Method:
-        """Returns the method that gives the exact posterior of `count` points within the memory budget."""
-        rows, size, budget = count * problem.root.columns, problem.tangent.size, problem.tangent.memory
-        if rows >= size and 24 * size**2 <= budget:
-            return Full(form="primal")
-        if rows < size and 16 * rows * size <= budget:
-            return Full(form="dual")
-        anchors = count * problem.tangent.outputs
+    def _exact(self, problem: Problem) -> Method:
+        """Returns the method that gives the exact posterior of the points within the memory budget."""
+        points, size = problem.count(), problem.tangent.size
+        rows = points * problem.root.columns
+        if (24 * size**2 if rows >= size else 16 * rows * size) <= problem.tangent.memory:
+            return Full()
+        anchors = points * problem.tangent.outputs
         what = f"the Gram matrix of {anchors} rows"
-        problem.require(f"SubsetOfData(size={count})", 16 * anchors**2, what, "ask for a smaller size")
+        problem.require(f"SubsetOfData(size={points})", 16 * anchors**2, what, "ask for a smaller size")
         return ELLA(rank=anchors, rows="all", residual="prior")
 
 
@@ -92,42 +111,6 @@ def chosen_places(total: int, count: int, generator: torch.Generator, labels: Te
     """
     chosen = choose(total, count, generator) if labels is None else choose_balanced(labels, count, generator)
     return chosen.sort().values
-
-
-def on_subset(
-    problem: Problem, places: Tensor, method: Method, labels: Tensor | None = None
-) -> Generator[Pass, Any, tuple[Covariance, DataSummary]]:
-    """Yields a method's sum passes over the chosen samples alone; returns its covariance and the samples' summary.
-
-    Args:
-        problem: the fit.
-        places: of the samples among those that the loader shows, rising.
-        method: one of sum passes that returns a covariance.
-        labels: the classes (N,) by which the samples were chosen, if they were.
-
-    Raises:
-        LapwingError: for a loader that shows others at these places from one pass to the next.
-    """
-    summary = DataSummary()
-    small = replace(
-        problem, labels=lambda: problem.labels()[places], count=lambda: len(places), summary=lambda: summary
-    )
-    passes = method.passes(small)
-    state: State | None = None
-    while True:
-        try:
-            step = next(passes) if state is None else passes.send(state)
-        except StopIteration as stop:
-            return stop.value, summary
-        assert isinstance(step, SumPass)
-        subset = yield _OnSubset(step, places, problem)
-        state, before, summary = subset.inner, summary, subset.summary
-        moved = any(not _near(before.statistics[name], summary.statistics[name]) for name in before.statistics)
-        if moved or (labels is not None and not torch.equal(subset.labels, labels[places])):
-            raise LapwingError(
-                "The loader shows another order on each pass, and a subset of the data needs one order. Write "
-                "DataLoader(..., shuffle=False)."
-            )
 
 
 @dataclass
@@ -171,18 +154,3 @@ class _OnSubset(SumPass[SubsetState]):
         self._inner.update(state.inner, part)
         state.labels[first:stop] = class_labels(part.inputs, part.targets)
         state.summary.add(self._likelihood, part.outputs(), part.targets)
-
-
-def _near(first: Tensor, second: Tensor) -> bool:
-    return torch.allclose(first, second, rtol=1e-5, atol=1e-6)
-
-
-def _class_labels(problem: Problem) -> Tensor:
-    """Returns the class labels (N,), refusing targets that are none."""
-    labels = problem.labels()
-    if int(labels.min()) < 0:
-        raise LapwingError(
-            "SubsetOfData(sampling='balanced') needs targets that are class labels, integers or bools (n,), and these "
-            "are no class labels. Write sampling='uniform'."
-        )
-    return labels

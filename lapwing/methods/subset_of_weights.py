@@ -4,30 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..covariance import Blockwise, Covariance
+from ..covariance import Covariance
 from ..covariance.basis import CoordinateBasis
-from ..errors import LapwingError, shown
+from ..errors import LapwingError, is_one_of, shown
+from ..posterior import Posterior
 from ..tangent import Block
-from .diagonal import Diagonal
-from .options import check_choice, check_count
-from .passes import Method, Pass, Passes
+from .diagonal import SquaredSums
+from .passes import Method, Pass, Passes, check_choice, check_count
 from .problem import Problem
 from .subspace import Residual, on_basis, record_dtype
 
 LABELS = ("diagonal", "magnitude", "random")
-
-
-class HasCovariance(Protocol):
-    """Anything with a covariance, such as a posterior."""
-
-    @property
-    def covariance(self) -> Covariance:
-        """Σ."""
 
 
 @dataclass(frozen=True)
@@ -70,29 +62,18 @@ class SubsetOfWeights(Method):
     """
 
     size: int
-    by: Literal["diagonal", "magnitude", "random"] | HasCovariance = "diagonal"
+    by: Literal["diagonal", "magnitude", "random"] | Posterior = "diagonal"
     residual: Residual = None
 
     def __post_init__(self) -> None:
         """Checks numbers and labels."""
         check_count("SubsetOfWeights", "size", self.size)
         check_choice("SubsetOfWeights", "residual", self.residual, (None, "prior"))
-        if not (self.by in LABELS if isinstance(self.by, str) else _has_variances(self.by)):
+        if not (is_one_of(self.by, LABELS) or isinstance(getattr(self.by, "covariance", None), Covariance)):
             raise LapwingError(
                 f"SubsetOfWeights(by={shown(self.by)}) is not an option: by is 'diagonal', 'magnitude', 'random' or a "
                 "posterior over the same weights. Write SubsetOfWeights(size=100, by='diagonal')."
             )
-
-    def __eq__(self, other: object) -> bool:
-        """Whether the options are the same; of posteriors, whether they are one object."""
-        return isinstance(other, SubsetOfWeights) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        """Follows `==`: a posterior counts as the object that it is."""
-        return hash(self._key())
-
-    def _key(self) -> tuple[int, str | int, Residual]:
-        return self.size, self.by if isinstance(self.by, str) else id(self.by), self.residual
 
     def __repr__(self) -> str:
         """Names a posterior by its method alone."""
@@ -118,14 +99,10 @@ class SubsetOfWeights(Method):
         """Returns a number a weight (P,): the largest are chosen, the first of equals."""
         tangent = problem.tangent
         if self.by == "diagonal":
-            diagonal = yield from Diagonal().passes(problem)
-            assert isinstance(diagonal, Blockwise)
+            sums = (yield SquaredSums(problem)).blocks
             scale = problem.curvature_scale()
-            curvatures = {
-                name: scale * structure.eigenvalues.double() for name, structure in diagonal.structures.items()
-            }
             deltas = zip(tangent.blocks, problem.precision, strict=True)  # float64: tiny curvatures beside δ count
-            return -torch.cat([curvatures[block.name] + delta for block, delta in deltas])
+            return -torch.cat([scale * sums[block.name].double() + delta for block, delta in deltas])
         if self.by == "magnitude":
             mean = tangent.mean()
             return torch.cat([mean[block.name].abs() for block in tangent.blocks])
@@ -137,22 +114,16 @@ class SubsetOfWeights(Method):
         return torch.cat([variances[block.name].to(tangent.device) for block in tangent.blocks])
 
 
-def _has_variances(posterior: object) -> bool:
-    return isinstance(getattr(posterior, "covariance", None), Covariance)
-
-
-def _layouts(blocks: tuple[Block, ...]) -> dict[str, tuple]:
-    return {block.name: (block.parameters, block.shapes, block.matrix, block.bias) for block in blocks}
-
-
 def _check_same_weights(mine: tuple[Block, ...], theirs: tuple[Block, ...]) -> None:
     """Raises where a posterior is not over the weights of this fit, laid out alike."""
-    if _layouts(mine) == _layouts(theirs):
-        return
-    other, expected = _layouts(theirs), _layouts(mine)
-    odd = [name for name in {**expected, **other} if expected.get(name) != other.get(name)]
-    raise LapwingError(
-        f"SubsetOfWeights(by=posterior) needs a posterior over the {sum(block.size for block in mine)} weights of this "
-        f"fit. This one is over {sum(block.size for block in theirs)} weights and differs in {', '.join(odd[:4])}: "
-        "make it with the params= of this fit."
+    expected, other = (
+        {block.name: (block.parameters, block.shapes, block.matrix, block.bias) for block in blocks}
+        for blocks in (mine, theirs)
     )
+    odd = [name for name in {**expected, **other} if expected.get(name) != other.get(name)]
+    if odd:
+        raise LapwingError(
+            f"SubsetOfWeights(by=posterior) needs a posterior over the {sum(block.size for block in mine)} weights of "
+            f"this fit. This one is over {sum(block.size for block in theirs)} weights and differs in "
+            f"{', '.join(odd[:4])}: make it with the params= of this fit."
+        )

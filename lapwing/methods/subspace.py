@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from .problem import Problem
 from .state import State
 
 Residual = Literal["prior"] | None
-P = TypeVar("P", bound="ProjectedCurvature")
 
 SVD_NUMBERS = 2**24
 """Rows of up to this many numbers are orthonormalised by their SVD; larger ones by slices."""
@@ -78,32 +77,20 @@ def _fit(count: int, size: int, dtype: torch.dtype, memory: int) -> bool:
 
 
 def leading_of(gram: Callable[[torch.dtype], Tensor], rank: int, dtype: torch.dtype) -> Tensor:
-    """Returns `leading` of a Gram matrix summed in a dtype, again in float64 if rounding noise hides some of them."""
-    coefficients = leading(gram(dtype), rank, dtype)
-    if len(coefficients) == rank or dtype == torch.float64:
-        return coefficients
-    return leading(gram(torch.float64), rank, torch.float64)
-
-
-def leading(gram: Tensor, rank: int | None, dtype: torch.dtype) -> Tensor:
     """Returns `λ^(-1/2) Uᵀ` (K, M) of a Gram matrix's leading eigenpairs, largest first, rounding noise cut.
 
     Args:
-        gram: (M, M) float64, of rows whose products were summed in `dtype`; used up.
+        gram: returns the matrix (M, M) float64, its products summed in a dtype; it is used up.
         rank: at most this many.
-        dtype: whose rounding noise is cut.
+        dtype: to sum in; float64 follows where its rounding noise hides some of the pairs.
     """
-    values, vectors = eigen_in_place(gram)
-    kept = _kept(values, rank, dtype)
-    return (vectors[:, kept] * values[kept].rsqrt()).T
-
-
-def _kept(values: Tensor, rank: int | None, dtype: torch.dtype) -> Tensor:
-    """Returns places of the leading eigenvalues, largest first, of eigenvalues in rising order."""
+    values, vectors = eigen_in_place(gram(dtype))
     noise = max(RANK_CUT, len(values) * torch.finfo(dtype).eps) * values[-1:].sum()
-    count = int((values > noise).sum())
-    count = count if rank is None else min(rank, count)
-    return torch.arange(len(values) - 1, len(values) - 1 - count, -1, device=values.device)
+    count = min(rank, int((values > noise).sum()))
+    if count < rank and dtype != torch.float64:
+        return leading_of(gram, rank, torch.float64)
+    kept = torch.arange(len(values) - 1, len(values) - 1 - count, -1, device=values.device)
+    return (vectors[:, kept] * values[kept].rsqrt()).T
 
 
 @dataclass
@@ -119,7 +106,7 @@ class ProjectedCurvature(State):
     traces: Tensor
 
     @classmethod
-    def zeros(cls: type[P], problem: Problem, rank: int) -> P:
+    def zeros(cls, problem: Problem, rank: int) -> ProjectedCurvature:
         """Returns the sums of no data."""
         blocks = len(problem.tangent.blocks)
         return cls(problem.zeros(rank, rank, dtype=torch.float64), problem.zeros(blocks, dtype=torch.float64))

@@ -7,21 +7,21 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
 from tqdm import tqdm
 
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..errors import LapwingError
-from ..likelihoods import Likelihood, resolve
-from ..likelihoods.inferred import inferred_likelihood
+from ..likelihoods import Likelihood
 from ..network import batches
 from ..network.batches import Forward
-from ..network.eager import outside_modes
-from ..network.loaders import check_progress, check_seed, first_batch, shows_bar
+from ..network.calling import call
+from ..network.eager import outside_modes, without_compiled
+from ..network.loaders import check_progress, check_seed, checked_batches, first_batch, shows_bar
 from ..posterior import Posterior
 from ..tangent import LastLayer, Predicate, Tangent, everything
-from .batch_norm import refresh
 from .constructed import constructed, copied, put
-from .options import check_choice, check_positive
+from .passes import check_choice, check_positive
 from .snapshots import SnapshotCollector
 
 
@@ -134,17 +134,18 @@ class SWAG:
         check_choice("SWAG.from_snapshots", "batch_norm", batch_norm, ("refresh", "keep"))
         check_seed(seed)
         check_positive("SWAG.from_snapshots", "scale", scale, 0.5)
-        inputs, targets = batches.split(first_batch(loader))
-        likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
-        network = _averaged(collector)
-        bar = shows_bar(progress)
+        first = first_batch(loader)
+        network = copied(collector.model, "SWAG")
+        put(network, {**collector.buffers, **collector.mean})
         if batch_norm == "refresh":
-            refresh(network, tqdm(loader, "batch norm statistics", disable=not bar, leave=False), forward, seed)
+            bar = tqdm(loader, "batch norm statistics", disable=not shows_bar(progress), leave=False)
+            _refresh(network, bar, forward, seed)
         network.eval()
-        chosen = set(collector.names)
-        tangent = Tangent.survey(network, inputs, lambda name, _: name in chosen, forward, memory)
         method = f"SWAG(rank={len(collector.deviations)}, snapshots={collector.count}, scale={scale})"
-        return constructed(tangent, _covariance(collector, tangent, scale), likelihood, loader, method, progress)
+        return constructed(
+            network, collector.names, lambda tangent: _covariance(collector, tangent, scale), first, loader, method,
+            likelihood, forward, memory, progress,
+        )  # fmt: skip
 
 
 def _collected(
@@ -176,13 +177,6 @@ def _collected(
     return collector
 
 
-def _averaged(collector: SnapshotCollector) -> nn.Module:
-    """Returns a copy of the network with the averaged weights and the last snapshot's buffers."""
-    network = copied(collector.model, "SWAG")
-    put(network, {**collector.buffers, **collector.mean})
-    return network
-
-
 def _covariance(collector: SnapshotCollector, tangent: Tangent, scale: float) -> LowRankPlusDiagonal:
     """Returns `scale [Σ_diag + D̂ᵀD̂/(K - 1)]` by block."""
     variance, deviations = collector.variance, collector.deviations
@@ -196,3 +190,46 @@ def _covariance(collector: SnapshotCollector, tangent: Tangent, scale: float) ->
             rows = block.join({name: torch.stack([d[name] for d in deviations]) for name in block.parameters})
             factor[block.name] = rows.to(device, dtype) * (scale / (len(deviations) - 1)) ** 0.5  # (K, P_block)
     return LowRankPlusDiagonal(tangent.blocks, variances, factor)
+
+
+class _OnInputs(nn.Module):
+    """A network called as in the fit."""
+
+    def __init__(self, network: nn.Module, called: Forward | None) -> None:
+        super().__init__()
+        self.network, self.called = network, called
+
+    def forward(self, inputs: Any) -> Tensor:
+        try:
+            return call(self.network, inputs, self.called)
+        except (LapwingError, ValueError) as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise LapwingError(
+                f"Batch norm statistics of {type(self.network).__name__} have no variance on "
+                f"{batches.describe(inputs)}: it has one value per channel. Pass batches of at least 2 samples, "
+                "DataLoader(..., drop_last=True), or batch_norm='keep'."
+            ) from error
+
+
+def _refresh(network: nn.Module, loader: Iterable[Any], forward: Forward | None, seed: int) -> None:
+    """Takes batch norm statistics anew, in training mode: the mean over batches of each batch's.
+
+    Args:
+        network: changed in place, its mode too.
+        loader: (inputs, targets) batches.
+        forward: `forward(network, inputs)`, or None.
+        seed: of dropout; torch's generators are left as they were.
+
+    Raises:
+        LapwingError: for a batch with one value per channel, or bad inputs.
+    """
+    device = next(network.parameters()).device
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), without_compiled():
+        torch.default_generator.manual_seed(seed)
+        for each in devices:
+            with torch.cuda.device(each):
+                torch.cuda.manual_seed(seed)
+        wrapped = ([inputs] for inputs, _ in checked_batches(network, loader))  # update_bn takes the first of a list
+        update_bn(wrapped, _OnInputs(network, forward))

@@ -36,7 +36,7 @@ from .prior import Prior, check_positive, check_range
 from .saving import write
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Posterior:
     """`θ ~ N(θ̂, Σ)` around a trained network, with its likelihood and prior.
 
@@ -54,7 +54,7 @@ class Posterior:
         data_factor: N/n.
         temperature: τ.
         method: the method's name and options, as text.
-        noise_given: whether the user gave σ²; otherwise it is tuned.
+        noise_fixed: whether the user gave σ²; otherwise it is tuned.
         stamp: the state of the network that this is a posterior of.
         history: what the method tells of its fit: numbers by name, such as an objective step by step.
 
@@ -77,7 +77,7 @@ class Posterior:
     data_factor: float
     temperature: float
     method: str
-    noise_given: bool
+    noise_fixed: bool
     stamp: Stamp = field(repr=False)
     history: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
@@ -88,7 +88,7 @@ class Posterior:
     @property
     def tuned(self) -> bool:
         """Whether both δ and σ² are the user's."""
-        return self.prior.given and self.noise_given
+        return self.prior.fixed and self.noise_fixed
 
     @property
     def model(self) -> torch.nn.Module:
@@ -159,7 +159,7 @@ class Posterior:
 
     def with_defaults(self) -> Posterior:
         """Returns the posterior with δ = 1 and σ² the mean squared residual where they were not given."""
-        noise = self.noise_variance if self.noise_given else self.likelihood.residual_variance(self.statistics)
+        noise = self.noise_variance if self.noise_fixed else self.likelihood.residual_variance(self.statistics)
         return self.at(self.prior.precision, noise)
 
     @cached_property

@@ -23,12 +23,12 @@ class Prior:
     Attributes:
         precision: δ (n_blocks,) float64, in 1/weight².
         mean: μ0, one vector a block.
-        given: whether the user gave δ; otherwise it is tuned.
+        fixed: whether δ was given or chosen by the method; otherwise it is tuned.
     """
 
     precision: Tensor
     mean: Vectors = field(repr=False)
-    given: bool
+    fixed: bool
 
     @classmethod
     def read(

@@ -56,7 +56,7 @@ def write(posterior: Posterior, path: str | os.PathLike[str]) -> None:
         "tangent": posterior.tangent.to_json(),
         "covariance": {"class": kind.__name__, "extra": posterior.covariance.extra()},
         "likelihood": {"name": posterior.likelihood.name, "noise_variance": posterior.noise_variance},
-        "given": [posterior.prior.given, posterior.noise_given],
+        "given": [posterior.prior.fixed, posterior.noise_fixed],
         "samples": posterior.samples,
         "data_factor": posterior.data_factor,
         "temperature": posterior.temperature,

@@ -100,7 +100,7 @@ class BoundedEvidence(Tuning):
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior at the maximum of the evidence, or at the nearest point within the bound."""
         tuned = self._with_bounded_noise(posterior, Evidence().tune(posterior), training)
-        is_bounded = posterior.prior.given or tuned.noise_variance is not None
+        is_bounded = posterior.prior.fixed or tuned.noise_variance is not None
         if is_bounded or not isinstance(tuned.covariance, PriorCovariance):
             return tuned
         exponents = [self.decades * i / (self.points - 1) for i in range(self.points)]
@@ -124,7 +124,7 @@ class BoundedEvidence(Tuning):
     def _with_bounded_noise(self, posterior: Posterior, tuned: Posterior, training: Training) -> Posterior:
         """Returns the maximum of the evidence, or that at the σ² with which predictions have the width s."""
         residual, best = posterior.likelihood.residual_variance(posterior.statistics), tuned.noise_variance
-        if posterior.noise_given or not isinstance(posterior.likelihood, Gaussian) or residual is None or best is None:
+        if posterior.noise_fixed or not isinstance(posterior.likelihood, Gaussian) or residual is None or best is None:
             return tuned
         shown = training.shown or posterior.samples
         parts = list(self._parts(posterior, training.loader, training.shown, 2 * self.samples))
@@ -247,7 +247,7 @@ def _raised(posterior: Posterior, exponent: float) -> Posterior:
 def _at_noise(posterior: Posterior, noise_variance: float) -> Posterior:
     """Returns the posterior at a noise variance, with the evidence's δ there unless it was given."""
     likelihood = posterior.likelihood.with_noise_variance(noise_variance)
-    return replace(Evidence().tune(replace(posterior, likelihood=likelihood, noise_given=True)), noise_given=False)
+    return replace(Evidence().tune(replace(posterior, likelihood=likelihood, noise_fixed=True)), noise_fixed=False)
 
 
 def _between(ends: Sequence[Posterior], place: float) -> Tensor:

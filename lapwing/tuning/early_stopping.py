@@ -90,8 +90,8 @@ class EarlyStopping(Tuning):
         whole = posterior.samples * posterior.data_factor
         candidates = []
         for part in (*training.prefixes, posterior):
-            part = part if part.noise_given else Evidence().tune(part)
-            if self.form == "scaled" and part.prior.given and part.samples < whole and part is not posterior:
+            part = part if part.noise_fixed else Evidence().tune(part)
+            if self.form == "scaled" and part.prior.fixed and part.samples < whole and part is not posterior:
                 part = part.at(part.prior.precision * (part.samples / whole), part.noise_variance)
             candidates.extend(with_ranks(part, self.ranks))
         best = best_of(candidates, Grid(self.decades, self.points), self.loader)

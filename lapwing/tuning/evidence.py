@@ -95,7 +95,7 @@ class Evidence(Tuning):
             return posterior
         precision, noise = _maximum(posterior, self.per_layer)
         lowest, highest = _decades(noise)
-        ends = [] if posterior.prior.given else [round(math.log10(delta), 3) for delta in precision.tolist()]
+        ends = [] if posterior.prior.fixed else [round(math.log10(delta), 3) for delta in precision.tolist()]
         if any(end <= lowest or end >= highest for end in ends):
             log.warning(
                 "The evidence has no maximum inside the searched range, prior precision %.0e to %.0e: it ends at %.0e",
@@ -117,7 +117,7 @@ def _maximum(posterior: Posterior, per_layer: bool) -> tuple[Tensor, float | Non
     is open, golden sections take its place: values alone cost less.
     """
     evidence, precision = posterior.log_evidence, posterior.prior.precision
-    open_prior, open_noise = not posterior.prior.given, not posterior.noise_given
+    open_prior, open_noise = not posterior.prior.fixed, not posterior.noise_fixed
     noise = posterior.likelihood.residual_variance(posterior.statistics) if open_noise else posterior.noise_variance
     if not (open_prior or open_noise):
         return precision, noise

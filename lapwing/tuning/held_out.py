@@ -80,8 +80,8 @@ def best_of(posteriors: Sequence[Posterior], grid: Grid, loader: Iterable[Any]) 
     `log N(y; f, q S) = log N(f + (y - f)/√q; f, S) - C/2 log q`.
     """
     first = posteriors[0]
-    open_noise = not first.noise_given and first.noise_variance is not None
-    if first.prior.given:
+    open_noise = not first.noise_fixed and first.noise_variance is not None
+    if first.prior.fixed:
         scores = held_out_scores(posteriors, None, loader) if len(posteriors) > 1 else [[0.0]]
         best = posteriors[max(range(len(scores)), key=lambda i: scores[i][0])]
         return _best_noise(best, loader) if open_noise else best

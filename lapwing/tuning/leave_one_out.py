@@ -94,7 +94,7 @@ def _left_out(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any,
     """Returns what `leave_one_out` does, for these weights."""
     residuals = torch.cat([_residuals(posterior, inputs, targets) for inputs, targets in parts])  # (N, C)
     treated = tangent is posterior.tangent
-    outputs, prior_fixed = residuals.shape[1], posterior.prior.given and treated
+    outputs, prior_fixed = residuals.shape[1], posterior.prior.fixed and treated
     count = min(len(residuals), max(20, MAX_ROWS // outputs))
     times = min(outputs, MAX_ROWS // count)
     samples = (torch.arange(count) * len(residuals) // count).repeat_interleave(times)

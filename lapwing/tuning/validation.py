@@ -63,5 +63,5 @@ class Validation(Tuning):
         """Returns the posterior at the best δ and rank."""
         if posterior.tuned and not self.ranks:
             return posterior
-        start = posterior if posterior.noise_given else Evidence().tune(posterior)
+        start = posterior if posterior.noise_fixed else Evidence().tune(posterior)
         return best_of(with_ranks(start, self.ranks), Grid(self.decades, self.points), self.loader)

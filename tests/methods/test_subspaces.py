@@ -15,8 +15,7 @@ from lapwing import linalg
 from lapwing.covariance import ExplicitBasis, ImplicitBasis, LowRank, Subspace
 from lapwing.covariance.dense import concatenate, cut
 from lapwing.methods import subspace
-from lapwing.methods.rows import choose_rows
-from lapwing.methods.sampling import choose
+from lapwing.methods.rows import choose, choose_rows
 from lapwing.posterior.evidence import log_joint_gradient
 from lapwing.tangent import Tangent
 from tests.conformance import close, psd, setup

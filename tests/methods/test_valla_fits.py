@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.methods import Batch, DataSummary, FisherRoot, Problem
-from lapwing.methods.valla import alpha_divergence, moving_points, variational_bound
-from lapwing.methods.valla.moving_points import divergence, inner_factor, remaining
+from lapwing.methods.valla import alpha_divergence, moving_points
+from lapwing.methods.valla.alpha_divergence import inner_factor, remaining
+from lapwing.methods.valla.moving_points import divergence
 from lapwing.posterior.prior import Prior
 from lapwing.tangent import Anchors
 from lapwing.tangent.inducing import Kernel
@@ -73,7 +74,7 @@ def test_the_bound_is_the_dense_one(name):
     for options, factor in (({}, 1.0), ({"temperature": 2.0, "data_size": 45}, 2.5)):
         problem = problem_of(case, prior_mean=0.3, **options)
         anchors = points_of(case, lw.VaLLA(4))
-        steps = variational_bound._BoundSteps(problem, anchors, 3, 0.1, None)
+        steps = moving_points._BoundSteps(problem, anchors, 3, 0.1, None)
         state = steps.init()
         batch = Batch(case.tangent, case.x, case.y, 0)
         found = steps.objective(state, state.values, batch, torch.Generator())
@@ -366,7 +367,7 @@ def test_points_in_half_precision_move_by_less_than_its_rounding():
     root = FisherRoot(likelihood, 1, torch.Generator())
     prior = Prior.read(tangent, 1.0)
     problem = Problem(tangent, likelihood, root, prior, False, 0, lambda: x[:, 0], lambda: 30, lambda: DataSummary(30))
-    steps = variational_bound._BoundSteps(problem, anchors, 5, 1e-4, None)
+    steps = moving_points._BoundSteps(problem, anchors, 5, 1e-4, None)
     state = steps.init()
     for _ in range(5):
         steps.step(state, Batch(tangent, x, torch.zeros(30, 1), 0), torch.Generator())

@@ -120,7 +120,7 @@ def test_predictions_are_as_wide_as_left_out_and_the_prior_is_the_best_there(met
         tuned = lw.fit(model, loader, method)
     assert f"noise variance {plain.noise_variance:.3g} is lowered to {tuned.noise_variance:.3g}" in caplog.text
     assert total(tuned, loader) == pytest.approx(bound, rel=0.02)
-    assert not tuned.noise_given
+    assert not tuned.noise_fixed
     assert not tuned.tuned
     values = [
         float(tuned.log_evidence(tuned.prior.precision, tuned.noise_variance, factor)) for factor in (0.98, 1.0, 1.02)

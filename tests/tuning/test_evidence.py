@@ -400,7 +400,7 @@ def test_tunings_are_the_same_in_inference_mode(tuning):
     x, y = torch.randn(16, 3), torch.randn(16, 1)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).eval()
     posterior, training = lw.fit(model, [(x, y)], lw.KFAC(), tune=None), lw.tuning.Training([(x, y)])
-    open_ = replace(posterior, prior=replace(posterior.prior, given=False), noise_given=False)
+    open_ = replace(posterior, prior=replace(posterior.prior, fixed=False), noise_fixed=False)
     with torch.inference_mode():
         inside = tuning.tune(open_, training)
     outside = tuning.tune(open_, training)

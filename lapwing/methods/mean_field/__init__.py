@@ -10,21 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import LapwingError
-from ...likelihoods import Likelihood, resolve
-from ...likelihoods.inferred import inferred_likelihood
+from ...likelihoods import Likelihood
 from ...network import batches
 from ...network.batches import Forward
 from ...network.eager import outside_modes, parameters_of, uncompiled
-from ...network.loaders import check_progress, first_batch
+from ...network.loaders import first_batch
 from ...network.selection import select
 from ...posterior import Posterior
-from ...tangent import LastLayer, Predicate, Tangent, everything
+from ...tangent import LastLayer, Predicate, everything
 from ..constructed import constructed, copied, diagonal, put
-from ..options import check_count, check_positive
-from ..passes import FitResult, LikelihoodPass, Method, Passes
+from ..passes import FitResult, LikelihoodPass, Method, Passes, check_count, check_positive
 from ..problem import Problem
 from .fine_tuning import FineTuning
-from .ivon import ivon_variances
 
 
 @dataclass(frozen=True)
@@ -87,13 +84,13 @@ class MeanField(Method):
         network = copied(tangent.model, "MeanField")
         tuning = FineTuning(problem, self.steps, self.learning_rate, self.std_rate, self.initial_std)
         state = yield tuning
-        put(network, tuning.by_parameter(state.weights["mean"]))
+        put(network, tuning.by_parameter(state.values["mean"]))
         moved = replace(tangent, model=network)
         summary = yield LikelihoodPass(problem, moved, problem.summary().samples)
         precision = problem.precision
-        if not problem.prior.given:
+        if not problem.prior.fixed:
             precision = torch.full_like(precision, float(tuning.weight_precision(state)))
-        variances = tuning.by_parameter((2 * state.weights["log_std"]).exp())
+        variances = tuning.by_parameter((2 * state.values["log_std"]).exp())
         return FitResult(
             diagonal(moved, variances, precision), precision, tuning.noise_variance(state), state.history, summary,
             problem.count() / summary.samples, moved,
@@ -160,11 +157,15 @@ class MeanField(Method):
                 "params=lw.matching('head.*'))."
             )
         parameters = parameters_of(uncompiled(model))
-        variances = ivon_variances(optimizer, parameters, type(model).__name__)
+        variances = _ivon_variances(optimizer, parameters, type(model).__name__)
         names = select(params, {name: parameters[name] for name in variances}, type(model).__name__)
+        check_positive("MeanField.from_optimizer", "scale", scale, 1.0)
         method = f"MeanField.from_optimizer({type(optimizer).__name__}, scale={scale})"
-        chosen = {name: variances[name] for name in names}
-        return _around(model, chosen, loader, method, likelihood, scale, forward, memory, progress)
+        chosen = {name: scale * variances[name] for name in names}
+        return constructed(
+            model, chosen, lambda tangent: diagonal(tangent, chosen), first_batch(loader), loader, method, likelihood,
+            forward, memory, progress,
+        )  # fmt: skip
 
     @staticmethod
     @outside_modes
@@ -218,8 +219,13 @@ class MeanField(Method):
                 f"negative, by the name and in the shape of its parameters ({shapes}, ...): "
                 f"lw.MeanField.from_variances(model, {{name: tensor}}, loader)."
             )
+        check_positive("MeanField.from_variances", "scale", scale, 1.0)
         method = f"MeanField.from_variances(scale={scale})"
-        return _around(model, chosen, loader, method, likelihood, scale, forward, memory, progress)
+        chosen = {name: scale * value for name, value in chosen.items()}
+        return constructed(
+            model, chosen, lambda tangent: diagonal(tangent, chosen), first_batch(loader), loader, method, likelihood,
+            forward, memory, progress,
+        )  # fmt: skip
 
 
 def _fits(variance: Any, parameter: Tensor | None) -> bool:
@@ -228,22 +234,46 @@ def _fits(variance: Any, parameter: Tensor | None) -> bool:
     return parameter.is_floating_point() and bool((variance.isfinite() & (variance >= 0)).all())
 
 
-def _around(
-    model: nn.Module,
-    variances: Mapping[str, Tensor],
-    loader: Iterable[Any],
-    method: str,
-    likelihood: str | Likelihood | None,
-    scale: float,
-    forward: Forward | None,
-    memory: int | None,
-    progress: bool | None,
-) -> Posterior:
-    """Returns the posterior of given variances around a network as it is."""
-    check_progress(progress)
-    check_positive(method.partition("(")[0], "scale", scale, 1.0)
-    inputs, targets = batches.split(first_batch(loader))
-    likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
-    tangent = Tangent.survey(model, inputs, lambda name, _: name in variances, forward, memory)
-    covariance = diagonal(tangent, {name: scale * variances[name] for name in tangent.parameters})
-    return constructed(tangent, covariance, likelihood, loader, method, progress)
+def _ivon_variances(optimizer: Any, parameters: Mapping[str, Tensor], model: str) -> dict[str, Tensor]:
+    """Returns `σ² = 1 / (λ (h + γ))` of every parameter of a network that an IVON optimiser trains, float64.
+
+    Args:
+        optimizer: with `hess` h, one vector over the parameters in order, `ess` λ and `weight_decay` γ in each of its
+            parameter groups.
+        parameters: the network's, by name.
+        model: the network's name.
+
+    Raises:
+        LapwingError: for another optimiser, numbers that are no precisions, or another network.
+    """
+    kind = type(optimizer).__name__
+    groups = list(getattr(optimizer, "param_groups", ()))
+    states = [(group.get("hess"), group.get("ess"), group.get("weight_decay")) for group in groups]
+    if not states or not all(isinstance(hess, Tensor) and None not in (ess, decay) for hess, ess, decay in states):
+        raise LapwingError(
+            f"MeanField.from_optimizer needs an optimiser with IVON's state: the parameter groups of {kind} have no "
+            "'hess', 'ess' and 'weight_decay'. Train with ivon.IVON(model.parameters(), lr=0.1, ess=len(dataset)), or "
+            "fine-tune with lw.fit(model, loader, lw.MeanField())."
+        )
+    names = {id(value): name for name, value in parameters.items()}
+    variances: dict[str, Tensor] = {}
+    for number, (group, (hess, ess, decay)) in enumerate(zip(groups, states, strict=True)):
+        trained = [value for value in group["params"] if value is not None]
+        sizes = [value.numel() for value in trained]
+        precision = ess * (hess.detach().flatten().double() + decay)
+        positive = precision.isfinite() & (precision > 0)
+        if len(precision) != sum(sizes) or not bool(positive.all()):
+            raise LapwingError(
+                f"The 'hess' of {kind} in parameter group {number} has {len(precision)} numbers for {sum(sizes)} "
+                f"weights, and {int((~positive).sum())} of them give no positive finite precision. Check that training "
+                "has not diverged, and pass the optimiser as it is after training."
+            )
+        for value, part in zip(trained, precision.split(sizes), strict=True):
+            if id(value) in names:
+                variances[names[id(value)]] = (1 / part).reshape(value.shape)
+    if not variances:
+        raise LapwingError(
+            f"{kind} trains none of the {len(parameters)} parameters of {model}. Pass the model whose parameters() it "
+            "was made with, not a copy."
+        )
+    return variances

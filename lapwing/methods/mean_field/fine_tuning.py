@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...errors import LapwingError
-from ...likelihoods import Likelihood
 from ...network import batches
 from ...tangent import split
-from ..adam import AdamState
+from ..descent import Descent
 from ..passes import Batch, IteratePass
 from ..problem import Problem
-from ..state import DataSummary, State
+from ..state import DataSummary
 from .reparametrisation import drawn_outputs, per_sample_axes
 
 NOISE_DECAY = 0.99
@@ -40,32 +38,7 @@ def best_precision(log_std: Tensor, offset: Tensor) -> Tensor:
     return len(offset) / (offset.square().sum() + (2 * log_std).exp().sum())
 
 
-@dataclass
-class FineTuningState(State):
-    """m and log σ on their way.
-
-    Attributes:
-        weights: `mean` m (P,) and `log_std` log σ (P,).
-        adam: moments of their gradients.
-        noise: decaying sums of squared residuals, where σ² is open.
-        history: numbers step by step (steps,), by name.
-        taken: how many steps.
-    """
-
-    weights: dict[str, Tensor]
-    adam: AdamState
-    noise: DataSummary
-    history: dict[str, Tensor]
-    taken: int = 0
-
-    def note(self, **numbers: float) -> None:
-        """Writes this step's numbers into the history, where they are kept."""
-        for name, number in numbers.items():
-            if name in self.history:
-                self.history[name][self.taken] = number
-
-
-class FineTuning(IteratePass[FineTuningState]):
+class FineTuning(IteratePass[Descent]):
     """Minimises `1/τ Σ_n -E_q[log p(y_n | f(x_n, θ))] + KL(q ‖ N(μ0, Δ⁻¹))` over m and log σ.
 
     One draw per sample and step. The log likelihood of a batch is scaled to all N samples, and its gradient taken
@@ -91,50 +64,47 @@ class FineTuning(IteratePass[FineTuningState]):
         self._axes = per_sample_axes(self._tangent)
         self._centre = self._flat(split(self._tangent.blocks, problem.prior.mean))
 
-    def init(self) -> FineTuningState:
+    def init(self) -> Descent:
         """Starts at the trained weights."""
         mean = self._flat(self._tangent.parameters)
-        weights = {"mean": mean, "log_std": torch.full_like(mean, math.log(self._initial_std))}
-        names = ["objective", "log_likelihood", "divergence"]
-        names += ["prior_precision"] * (not self._problem.prior.given)
-        names += ["noise_variance"] * self._problem.likelihood.needs_noise
-        history = {name: torch.zeros(self.steps, dtype=torch.float64) for name in names}
-        return FineTuningState(weights, AdamState.of(weights), DataSummary(), history)
+        return Descent({"mean": mean, "log_std": torch.full_like(mean, math.log(self._initial_std))})
 
-    def step(self, state: FineTuningState, batch: Batch, generator: torch.Generator) -> None:
+    def step(self, state: Descent, batch: Batch, generator: torch.Generator) -> None:
         """Takes a step of Adam on m and log σ."""
-        log_std, offset = state.weights["log_std"], state.weights["mean"] - self._centre
+        log_std, offset = state.values["log_std"], state.values["mean"] - self._centre
         samples = batches.size(batch.inputs)
         factor = self._size / samples / self._problem.temperature
         fit, gradients = self._log_likelihood(state, batch, generator)
         precision = self.weight_precision(state)
         distance = divergence(log_std, offset, precision)
         objective = float(distance) - factor * fit
-        state.note(objective=objective, log_likelihood=fit / samples, divergence=float(distance),
-                   prior_precision=float(precision.flatten()[0]))  # fmt: skip
+        state.note(objective=objective, log_likelihood=fit / samples, divergence=distance)
+        if not self._problem.prior.fixed:
+            state.note(prior_precision=precision)
+        noise = self.noise_variance(state)
+        if noise is not None:
+            state.note(noise_variance=noise)
         if not (math.isfinite(objective) and all(bool(gradient.isfinite().all()) for gradient in gradients.values())):
             raise self._diverged("The objective or its gradients", state.taken)
         pull = {"mean": precision * offset, "log_std": precision * (2 * log_std).exp() - 1}
         cosine = (1 + math.cos(math.pi * state.taken / self.steps)) / 2
         for name, rate in self._rates.items():
-            state.adam.step(name, state.weights[name], pull[name] - factor * gradients[name], rate * cosine)
+            state.move(name, pull[name] - factor * gradients[name], rate * cosine)
         state.taken += 1
 
-    def weight_precision(self, state: FineTuningState) -> Tensor:
+    def weight_precision(self, state: Descent) -> Tensor:
         """Returns δ of each weight (P,) where the user gave it, else the best number."""
         problem, blocks = self._problem, self._tangent.blocks
-        if not problem.prior.given:
-            return best_precision(state.weights["log_std"], state.weights["mean"] - self._centre)
+        if not problem.prior.fixed:
+            return best_precision(state.values["log_std"], state.values["mean"] - self._centre)
         if bool((problem.precision == problem.precision[0]).all()):
-            return problem.precision[0].to(state.weights["mean"])
+            return problem.precision[0].to(state.values["mean"])
         sizes = torch.tensor([block.size for block in blocks], device=problem.precision.device)
-        return problem.precision.repeat_interleave(sizes).to(state.weights["mean"])
+        return problem.precision.repeat_interleave(sizes).to(state.values["mean"])
 
-    def noise_variance(self, state: FineTuningState) -> float | None:
-        """Returns σ² where it is open, the mean squared residual under the draws of recent batches."""
-        if not self._problem.likelihood.needs_noise:
-            return None
-        return self._problem.likelihood.residual_variance(state.noise.statistics)
+    def noise_variance(self, state: Descent) -> float | None:
+        """Returns σ² where it is open: the mean squared residual under the draws of recent batches, which are kept."""
+        return self._problem.likelihood.residual_variance(state.kept) if state.kept else None
 
     def by_parameter(self, flat: Tensor) -> dict[str, Tensor]:
         """Cuts a vector (P,) into parameters."""
@@ -142,13 +112,13 @@ class FineTuning(IteratePass[FineTuningState]):
         return {name: part.reshape(shape) for part, (name, (shape, _)) in zip(parts, self._layout.items(), strict=True)}
 
     def _log_likelihood(
-        self, state: FineTuningState, batch: Batch, generator: torch.Generator
+        self, state: Descent, batch: Batch, generator: torch.Generator
     ) -> tuple[float, dict[str, Tensor]]:
         """Returns the batch's `Σ log p(y|f)` under draws, and its gradients in m and log σ, chunk by chunk."""
         likelihood, tangent = self._problem.likelihood, self._tangent
-        leaves = {name: value.detach().requires_grad_() for name, value in state.weights.items()}
+        leaves = {name: value.detach().requires_grad_() for name, value in state.values.items()}
         gradients = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-        for value in state.noise.statistics.values():
+        for value in state.kept.values():
             value *= NOISE_DECAY
         fit = 0.0
         for rows, inputs in batches.chunks(batch.inputs, tangent.chunk_length(1)):
@@ -159,7 +129,13 @@ class FineTuning(IteratePass[FineTuningState]):
                 if not bool(outputs.isfinite().all()):
                     raise self._diverged("The outputs", state.taken)
                 likelihood.check(outputs, targets)
-                known = self._at_noise(likelihood, state, outputs.detach(), targets)
+                known = likelihood
+                if likelihood.needs_noise:  # the best σ² so far, this chunk included
+                    DataSummary(statistics=state.kept).add(likelihood, outputs.detach(), targets)
+                    noise = self.noise_variance(state)
+                    if noise is None or not math.isfinite(noise):
+                        raise self._diverged("The squared residuals", state.taken)
+                    known = likelihood.with_noise_variance(noise)
                 value = known.log_prob(outputs, targets).sum()
                 parts = torch.autograd.grad(value, list(leaves.values()))
             for total, part in zip(gradients.values(), parts, strict=True):
@@ -167,17 +143,6 @@ class FineTuning(IteratePass[FineTuningState]):
             fit += float(value.detach())
             batch.note(outputs.detach().to(tangent.dtype), rows)
         return fit, gradients
-
-    def _at_noise(self, likelihood: Likelihood, state: FineTuningState, outputs: Tensor, targets: Tensor) -> Likelihood:
-        """Returns the likelihood with the best σ² so far, this chunk included, where it is open."""
-        if not likelihood.needs_noise:
-            return likelihood
-        state.noise.add(likelihood, outputs, targets)
-        noise = self.noise_variance(state)
-        if noise is None or not math.isfinite(noise):
-            raise self._diverged("The squared residuals", state.taken)
-        state.note(noise_variance=noise)
-        return likelihood.with_noise_variance(noise)
 
     def _diverged(self, what: str, taken: int) -> LapwingError:
         """Returns the error of numbers that are no longer finite."""

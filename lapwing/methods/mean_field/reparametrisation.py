@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...jacobian.layers import READERS, BatchAxis, Use
+from ...jacobian.layers import READERS, BatchAxis
 from ...network import batches
 from ...network.eager import EagerMode
 from ...tangent import Tangent
@@ -77,51 +77,33 @@ class Drawing(EagerMode):
             return out
         matrix, axis = use.matrix(), self._axes[name]
         assert matrix is not None
-        weight, bias = self._stds[name], use.parameters.get("bias")
-        spread = self._stds.get(self._names.get(id(bias), ""))
-        if use.features is None:
-            return self._shared(function, args, kwargs, use, weight, spread)
-        if out.numel() == self._samples * matrix.groups * matrix.outputs:
-            return out + self._local(function, args, kwargs, use, weight, spread)
-        return out + self._flipped(function, args, kwargs, use, axis, weight, spread)
-
-    def _local(
-        self, function: Callable, args: tuple, kwargs: dict, use: Use, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        """Returns `√(a² (σ²)ᵀ + σ_b²) ε`."""
-        squares = _called(function, args, kwargs, use, use.inputs.square(), weight.square(), _square(bias))
-        tiny = torch.finfo(squares.dtype).tiny  # a variance of 0 has a root without a slope
-        return squares.clamp_min(tiny).sqrt() * self._normal(squares)
-
-    def _shared(
-        self, function: Callable, args: tuple, kwargs: dict, use: Use, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        """Returns the outputs at one draw of weight and bias."""
         mean, shift = use.parameters["weight"], use.parameters.get("bias")
-        drawn = shift if shift is None or bias is None else shift + bias * self._normal(bias)
-        return _called(function, args, kwargs, use, use.inputs, mean + weight * self._normal(weight), drawn)
+        weight, bias = self._stds[name], self._stds.get(self._names.get(id(shift), ""))
 
-    def _flipped(
-        self,
-        function: Callable,
-        args: tuple,
-        kwargs: dict,
-        use: Use,
-        axis: BatchAxis,
-        weight: Tensor,
-        bias: Tensor | None,
-    ) -> Tensor:
-        """Returns `((a ∘ s) ΔWᵀ) ∘ r + σ_b ε`, with one s, r and ε a sample for all its positions."""
-        assert use.features is not None
-        channels = use.features
-        signs = self._by_sample(use.inputs, axis, channels, self._signs)
-        drawn = weight * self._normal(weight)
-        noise = _called(function, args, kwargs, use, use.inputs * signs, drawn, None)
-        noise = noise * self._by_sample(noise, axis, channels, self._signs)
-        if bias is None:
-            return noise
-        shifts = self._by_sample(noise, axis, channels, lambda like: self._normal(like) * bias)
-        return noise + shifts
+        def called(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            """The layer's function, called as it was, with another input, weight and bias (zeros for None)."""
+            other = {id(use.inputs): inputs, id(mean): weight}
+            if shift is not None:
+                other[id(shift)] = torch.zeros_like(shift) if bias is None else bias
+            return function(
+                *(other.get(id(arg), arg) for arg in args),
+                **{key: other.get(id(arg), arg) for key, arg in kwargs.items()},
+            )
+
+        if use.features is None:  # shared: one draw of weight and bias
+            drawn = shift if shift is None or bias is None else shift + bias * self.normal(bias)
+            return called(use.inputs, mean + weight * self.normal(weight), drawn)
+        if out.numel() == self._samples * matrix.groups * matrix.outputs:  # local: `√(a² (σ²)ᵀ + σ_b²) ε`
+            squares = called(use.inputs.square(), weight.square(), None if bias is None else bias.square())
+            tiny = torch.finfo(squares.dtype).tiny  # a variance of 0 has a root without a slope
+            return out + squares.clamp_min(tiny).sqrt() * self.normal(squares)
+        # flipped: `((a ∘ s) ΔWᵀ) ∘ r + σ_b ε`, with one s, r and ε a sample for all its positions
+        signs = self._by_sample(use.inputs, axis, use.features, self._signs)
+        noise = called(use.inputs * signs, weight * self.normal(weight), None)
+        noise = noise * self._by_sample(noise, axis, use.features, self._signs)
+        if bias is not None:
+            noise = noise + self._by_sample(noise, axis, use.features, lambda like: self.normal(like) * bias)
+        return out + noise
 
     def _by_sample(self, like: Tensor, axis: BatchAxis, channels: int, draw: Callable[[Tensor], Tensor]) -> Tensor:
         """Draws numbers (B, channels), laid along the samples and channels of a layer's tensor."""
@@ -132,28 +114,12 @@ class Drawing(EagerMode):
         shape[axis.axis], shape[channels] = drawn.shape
         return drawn.reshape(shape)
 
-    def _normal(self, like: Tensor) -> Tensor:
+    def normal(self, like: Tensor) -> Tensor:
+        """Draws standard normal numbers in the shape of a tensor."""
         return torch.randn(like.shape, generator=self._generator, dtype=like.dtype, device=like.device)
 
     def _signs(self, like: Tensor) -> Tensor:
         return torch.randint(0, 2, like.shape, generator=self._generator, device=like.device).to(like.dtype) * 2 - 1
-
-
-def _square(value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.square()
-
-
-def _called(
-    function: Callable, args: tuple, kwargs: dict, use: Use, inputs: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor:
-    """Calls a layer's function as it was called, with another input, weight and bias (zeros for None)."""
-    old = use.parameters.get("bias")
-    other = {id(use.inputs): inputs, id(use.parameters["weight"]): weight}
-    if old is not None:
-        other[id(old)] = torch.zeros_like(old) if bias is None else bias
-    return function(
-        *(other.get(id(arg), arg) for arg in args), **{key: other.get(id(arg), arg) for key, arg in kwargs.items()}
-    )
 
 
 def drawn_outputs(
@@ -179,10 +145,8 @@ def drawn_outputs(
 
     Cost: the layers with own draws run twice.
     """
-
-    def normal(like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
-
-    weights = {name: m if name in axes else m + stds[name] * normal(m) for name, m in means.items()}
-    with torch.enable_grad(), Drawing(weights, stds, axes, batches.size(inputs), generator):
-        return tangent.call_with(weights, inputs)
+    with torch.enable_grad():
+        drawing = Drawing(means, stds, axes, batches.size(inputs), generator)
+        weights = {name: m if name in axes else m + stds[name] * drawing.normal(m) for name, m in means.items()}
+        with drawing:
+            return tangent.call_with(weights, inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -10,25 +11,27 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...covariance import Blockwise, Draws, PriorCovariance
-from ...errors import LapwingError, is_one_of, shown
+from ...covariance import Draws
+from ...errors import LapwingError, shown
 from ...linalg import total
 from ...tangent import Vectors
-from ..diagonal import Diagonal
-from ..options import check_choice, check_count
-from ..passes import FitResult, Method, Pass, Passes
+from ..diagonal import SquaredSums
+from ..passes import FitResult, Method, Pass, Passes, check_choice, check_count, prior_covariance
 from ..problem import Problem
-from .conjugate_gradients import ConjugateGradients, Solved, Solving
-from .curvature_products import PositionedRoot
-from .evidence_steps import EvidenceSteps
-from .linear_system import LinearSystem, inner_by_block, noise_of_data
 from .linearised_mode import LinearisedMode
-from .stochastic_gradient import StochasticGradient
+from .solvers import ConjugateGradients, Solved, Solving, StochasticGradient
+from .system import DataNoise, LinearSystem, PositionedRoot, inner_by_block
 
 log = logging.getLogger("lapwing")
 
 NO_CURVATURE = 1e-6
 """Relative to the mean, curvature below which a weight's feature is rounding noise and not scaled."""
+
+TOLERANCE = 0.01
+"""Steps end where no hyper-parameter would move by more than this, relatively."""
+
+MAX_LOG_STEP = 20.0
+"""A step changes no logarithm by more."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,7 @@ class SampledLLA(Method):
     def __post_init__(self) -> None:
         """Checks numbers, labels and solver."""
         check_count("SampledLLA", "draws", self.draws)
-        if not is_one_of(self.em_steps, (0,)):
-            check_count("SampledLLA", "em_steps", self.em_steps)
+        check_count("SampledLLA", "em_steps", self.em_steps, (0,))
         for name in ("per_block", "linearised_mode"):
             check_choice("SampledLLA", name, getattr(self, name), (False, True))
         if not isinstance(self.solver, (ConjugateGradients, StochasticGradient)):
@@ -106,10 +108,14 @@ class SampledLLA(Method):
 
     def passes(self, problem: Problem) -> Passes:
         """Yields passes for right-hand sides and preconditioner, then solves and steps of EM in turn."""
-        self._check_memory(problem)
+        size = problem.tangent.size
+        problem.require(
+            f"SampledLLA(draws={self.draws})", 6 * size * self.draws * problem.tangent.dtype.itemsize,
+            f"six numbers for each of {size} weights and each draw", "take fewer draws or parameters",
+        )  # fmt: skip
         system = yield from self._system(problem)
-        mode, steps = LinearisedMode(problem), _steps(problem, self.per_block)
-        mode.wanted = self.linearised_mode and self.em_steps > 0 and steps.open_precision
+        steps = _steps(problem, self.per_block)
+        mode = LinearisedMode(problem, self.linearised_mode and self.em_steps > 0 and steps.open_precision)
         blocks, rows = problem.tangent.blocks, self.draws + mode.wanted
         if self.em_steps:
             _start(system, steps, mode.distance(system.features))
@@ -117,7 +123,7 @@ class SampledLLA(Method):
         vectors = [{block.name: problem.zeros(rows, block.size) for block in blocks} for _ in range(2)]
         history: dict[str, list[Tensor]] = {}
         for left in reversed(range(self.em_steps + 1)):
-            system = system.at(steps.precision, problem.scale_at(steps.noise_variance))
+            system = replace(system, precision=steps.precision, scale=problem.scale_at(steps.noise_variance))
             solved = yield from self._solve(system, steps.noise_variance, mode, vectors.pop(0), vectors.pop())
             vectors = [solved.solution, solved.products]
             solution, products = ({name: v[: self.draws] for name, v in part.items()} for part in vectors)
@@ -151,52 +157,111 @@ class SampledLLA(Method):
         yield from mode.advance(system, noise, {name: z[-1:] for name, z in solved.solution.items()})
         return solved
 
-    def _check_memory(self, problem: Problem) -> None:
-        size = problem.tangent.size * self.draws
-        problem.require(
-            f"SampledLLA(draws={self.draws})", 6 * size * problem.tangent.dtype.itemsize,
-            f"six numbers for each of {problem.tangent.size} weights and each draw", "take fewer draws or parameters",
-        )  # fmt: skip
-
     def _system(self, problem: Problem) -> Generator[Pass, Any, LinearSystem]:
         """Yields the passes of right-hand sides, features and preconditioner."""
         root = PositionedRoot(problem)
-        noise = yield from noise_of_data(problem, root, self.draws)
+        noise = (yield DataNoise(problem, root, self.draws)).blocks
         features = (yield from _features(problem)) if self.prior == "g" else None
-        curvature: PriorCovariance | None = None
+        curvature = None
         if self.solver.preconditioner is not None:
-            made = yield from self.solver.preconditioner.passes(problem)
-            covariance = made.covariance if isinstance(made, FitResult) else made
-            if not isinstance(covariance, PriorCovariance):
-                raise LapwingError(
-                    f"preconditioner={shown(self.solver.preconditioner)} makes a {type(covariance).__name__}, whose "
-                    "prior cannot be changed. Write preconditioner=lw.KFAC()."
-                )
-            curvature = covariance
+            curvature = yield from prior_covariance(self.solver.preconditioner, problem, "preconditioner")
         return LinearSystem(problem, root, noise, features, curvature, problem.precision, problem.curvature_scale())
 
 
 def _features(problem: Problem) -> Generator[Pass, Any, Vectors]:
     """Yields a pass; returns `g_p = G_pp / mean(G_pp)`, 1 for weights that the data do not move."""
-    diagonal = yield from Diagonal().passes(problem)
-    assert isinstance(diagonal, Blockwise)
-    diagonals = {name: structure.eigenvalues.flatten() for name, structure in diagonal.structures.items()}
+    diagonals = (yield SquaredSums(problem)).blocks
     mean = total(d.double().sum() for d in diagonals.values()) / problem.tangent.size
     ratios = {name: d / mean.clamp_min(torch.finfo(d.dtype).tiny).to(d.dtype) for name, d in diagonals.items()}
     return {name: torch.where(ratio > NO_CURVATURE, ratio, 1.0) for name, ratio in ratios.items()}
 
 
-def _steps(problem: Problem, per_block: bool) -> EvidenceSteps:
+@dataclass
+class _EvidenceSteps:
+    """MacKay's fixed point for prior precision and noise, from the effective dimension γ (MacKay 1992).
+
+        δ ← γ / ‖θ̂ - μ0‖²        σ² ← Σ r² / (n C - γ τ n/N)
+
+    Both sides agree where the Laplace evidence has its maximum. Between steps `γ(δ)` falls, and by less than δ grows:
+    `d log γ / d log δ` lies in (-1, 0). So steps are damped, and for one δ alone guided by that slope.
+
+    Attributes:
+        precision: δ.
+        noise_variance: σ², None where there is none.
+        squared_error: `Σ r²/(n C)` at the network's outputs, None where σ² is not open.
+        count: `n C N/(n τ)`, the number of observed values, as much as they count.
+        open_precision: whether δ is open.
+        per_block: whether each block has its own δ.
+        moving_mode: whether `‖θ̂ - μ0‖²` follows δ too, which then may fall more slowly than δ grows.
+    """
+
+    precision: Tensor
+    noise_variance: float | None
+    squared_error: float | None
+    count: float
+    open_precision: bool
+    per_block: bool
+    moving_mode: bool = False
+    _before: tuple[Tensor, Tensor] | None = None
+
+    def step(self, effective: Tensor, distance: Tensor) -> bool:
+        """Takes a step unless it would move nothing; returns whether it did.
+
+        Args:
+            effective: γ by block (n_blocks,), at the present δ and σ².
+            distance: `‖θ̂ - μ0‖²` by block (n_blocks,), weighted by features where there are some.
+        """
+        move = self._of_precision(effective, distance) if self.open_precision else torch.zeros_like(self.precision)
+        noise = self._of_noise(effective) if self.squared_error is not None else 0.0
+        if max(float(move.abs().max()), abs(noise)) <= TOLERANCE:
+            return False
+        self.precision = self.precision * move.clamp(-MAX_LOG_STEP, MAX_LOG_STEP).exp()
+        if self.noise_variance is not None:
+            self.noise_variance *= math.exp(noise)
+        return True
+
+    @property
+    def _damping(self) -> float:
+        """Both at once have slopes that sum to (-2, 0): half a step contracts by 1/2; one alone, 2/3 by 1/3."""
+        return 1 / 2 if self.open_precision and self.squared_error is not None else 2 / 3
+
+    def _of_noise(self, effective: Tensor) -> float:
+        """Returns the change of log σ²."""
+        assert self.noise_variance is not None
+        assert self.squared_error is not None
+        left = max(1 - float(effective.sum()) / self.count, 0.01)
+        return self._damping * math.log(self.squared_error / left / self.noise_variance)
+
+    def _of_precision(self, effective: Tensor, distance: Tensor) -> Tensor:
+        """Returns the change of log δ (n_blocks,)."""
+        if not self.per_block:
+            effective, distance = effective.sum()[None], distance.sum()[None]
+        known = distance > 0  # weights that are the prior's mean say nothing of its width
+        tiny = torch.finfo(torch.float64).tiny
+        wanted = torch.where(known, effective.clamp_min(1e-9) / distance.clamp_min(tiny), 1.0).log()
+        now = self.precision.log() if self.per_block else self.precision[:1].log()
+        wanted = torch.where(known, wanted, now)
+        damping: Tensor | float = self._damping
+        if self._before is not None and not self.per_block and self.squared_error is None:
+            was, wanted_then = self._before
+            slope = (wanted - wanted_then) / torch.where(now == was, 1.0, now - was)
+            slope = slope.clamp(-1, 0.5 if self.moving_mode else 0)
+            damping = torch.where(now == was, damping, 1 / (1 - slope))
+        self._before = now, wanted
+        return (damping * (wanted - now)).expand_as(self.precision)
+
+
+def _steps(problem: Problem, per_block: bool) -> _EvidenceSteps:
     """Returns what of the prior and the noise is open, where it begins."""
     noise = problem.noise_variance()
     weight = (problem.data_size or problem.count()) / problem.temperature  # N/τ
-    return EvidenceSteps(
+    return _EvidenceSteps(
         problem.precision, noise, noise if problem.likelihood.needs_noise else None, weight * problem.tangent.outputs,
-        not problem.prior.given, per_block,
+        not problem.prior.fixed, per_block,
     )  # fmt: skip
 
 
-def _start(system: LinearSystem, steps: EvidenceSteps, distance: Tensor) -> None:
+def _start(system: LinearSystem, steps: _EvidenceSteps, distance: Tensor) -> None:
     """Takes steps to the maximum of the preconditioner's evidence, which needs no pass.
 
     Without one, δ begins where `γ ≤ tr(sG)/δ` ends: its largest possible value, and the system easy to solve.
@@ -207,7 +272,8 @@ def _start(system: LinearSystem, steps: EvidenceSteps, distance: Tensor) -> None
             steps.precision = torch.full_like(steps.precision, max(float(ratio), 1e-12) ** 0.5)
         return
     for _ in range(100):
-        at = system.at(steps.precision, system.problem.scale_at(steps.noise_variance))
+        scale = system.problem.scale_at(steps.noise_variance)
+        at = replace(system, precision=steps.precision, scale=scale)
         precision = at.mean_precision().clone().requires_grad_()
         with torch.enable_grad():
             ratio = system.curvature.log_det_ratio(precision, at.scale)
@@ -216,7 +282,7 @@ def _start(system: LinearSystem, steps: EvidenceSteps, distance: Tensor) -> None
             return
 
 
-def _note(history: dict[str, list[Tensor]], steps: EvidenceSteps, effective: Tensor, solved: Solved) -> None:
+def _note(history: dict[str, list[Tensor]], steps: _EvidenceSteps, effective: Tensor, solved: Solved) -> None:
     """Adds one solve's numbers to the history."""
     numbers = {"precision": steps.precision, "effective_dimension": effective.sum()}
     numbers["iterations"] = torch.tensor(float(solved.iterations), dtype=torch.float64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -14,16 +14,16 @@ from ...covariance import Latent, LowRankWithResidual
 from ...covariance.terms import DenseTerm
 from ...errors import LapwingError, shown
 from ...likelihoods import Probit
+from ...linalg import cholesky
 from ...network import batches
-from ...network.gate import Checked
 from ...tangent import Anchors
 from ...tangent.inducing import Kernel, kernel
-from ..options import check_count, check_positive
-from ..passes import Batch, FitResult, Passes
+from ..descent import Descent
+from ..passes import Batch, FitResult, Passes, check_count, check_positive
 from ..problem import Problem
 from ..subspace import span_of_anchors
-from .moving_points import MovingState, MovingSteps, divergence, initial_noise, inner_factor, remaining, scaled
-from .natural_gradient import VallaFit
+from . import VallaFit
+from .moving_points import MovingSteps, divergence, initial_noise
 
 
 @dataclass(frozen=True)
@@ -88,24 +88,26 @@ class AlphaDivergence(VallaFit):
         return steps.finish((yield steps))
 
 
-@dataclass
-class AlphaState(MovingState):
-    """Also what the validation data showed.
+def remaining(kernel: Kernel, factor: Tensor, root: Tensor) -> Tensor:
+    """Returns `K_x - K_xZ L (I + LᵀK_Z L)⁻¹ Lᵀ K_Zx` (B, R, R), the covariance of a batch under `A = L Lᵀ`.
 
-    Attributes:
-        validation: NLL of each evaluation.
-        best: the values of the lowest one.
-        evaluations: how many evaluations.
-        worse: how many evaluations since the lowest one.
+    Args:
+        kernel: blocks of the NTK, prior included.
+        factor: the Cholesky factor of `I + LᵀK_Z L`.
+        root: L (M, M).
     """
+    batch, columns = kernel.cross.shape[:2]
+    taken = torch.linalg.solve_triangular(factor, root.T @ kernel.cross.flatten(0, 1).T, upper=False)  # (M, B R)
+    taken = taken.T.reshape(batch, columns, -1)
+    return kernel.within - taken @ taken.mT
 
-    validation: Tensor
-    best: dict[str, Tensor]
-    evaluations: int = 0
-    worse: int = 0
+
+def inner_factor(inner: Tensor, root: Tensor) -> Tensor:
+    """Returns the Cholesky factor of `I + LᵀK_Z L` (M, M), never less than the identity."""
+    return cholesky(torch.eye(len(root), dtype=root.dtype, device=root.device) + root.T @ inner @ root)
 
 
-class _AlphaSteps(MovingSteps[AlphaState]):
+class _AlphaSteps(MovingSteps):
     """Steps down the divergence; L is among the values, as `root`."""
 
     label, method = "alpha-divergence", "AlphaDivergence"
@@ -117,12 +119,11 @@ class _AlphaSteps(MovingSteps[AlphaState]):
         closed = fit.alpha == 1 and isinstance(problem.likelihood.default_link, Probit)
         self._link = problem.likelihood.default_link if closed else None
 
-    def further_values(self) -> dict[str, Tensor]:
-        return {"root": torch.eye(len(self.anchors), dtype=torch.float64, device=self.problem.tangent.device)}
-
-    def start(self, state: MovingState) -> AlphaState:
-        evaluations = 1 + -(-self.steps // self._fit.every) if self._fit.validation is not None else 0
-        return AlphaState(**vars(state), validation=torch.full((evaluations,), inf, dtype=torch.float64), best={})
+    def init(self) -> Descent:
+        """Returns the values at the start, L among them."""
+        state = super().init()
+        state.values["root"] = torch.eye(len(self.anchors), dtype=torch.float64, device=self.problem.tangent.device)
+        return state
 
     def width(self, name: str) -> Tensor | float:
         """For L so that all of its entries together reach `A = N/(M σ² τ)` in the time of one `1/learning_rate`."""
@@ -131,24 +132,21 @@ class _AlphaSteps(MovingSteps[AlphaState]):
         scale = self.problem.likelihood.with_noise_variance(self._start).curvature_scale / self.problem.temperature
         return float(self.data_size * scale) ** 0.5 / len(self.anchors)
 
-    def step(self, state: AlphaState, batch: Batch, generator: torch.Generator) -> None:
+    def step(self, state: Descent, batch: Batch, generator: torch.Generator) -> None:
         if not state.taken:
-            self._check_memory(batches.size(batch.inputs))
+            outputs, samples = self.problem.tangent.outputs, batches.size(batch.inputs)
+            self.problem.require(
+                f"AlphaDivergence with {outputs} outputs", 4 * 8 * samples * outputs**2,
+                f"the output covariances of {samples} samples and their gradients",
+                "give smaller batches, or write VaLLA(fit=lw.NaturalGradient())",
+            )  # fmt: skip
             self._evaluate(state)
         super().step(state, batch, generator)
         if state.taken % self._fit.every == 0 or state.taken == self.steps:
             self._evaluate(state)
 
-    def _check_memory(self, samples: int) -> None:
-        outputs = self.problem.tangent.outputs
-        self.problem.require(
-            f"AlphaDivergence with {outputs} outputs", 4 * 8 * samples * outputs**2,
-            f"the output covariances of {samples} samples and their gradients",
-            "give smaller batches, or write VaLLA(fit=lw.NaturalGradient())",
-        )  # fmt: skip
-
     def objective(
-        self, state: AlphaState, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
+        self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
     ) -> Tensor:
         problem = self.problem
         blocks, factor = self._blocks(state, values, batch.checked)
@@ -166,59 +164,49 @@ class _AlphaSteps(MovingSteps[AlphaState]):
         )
         return divergence(factor) - self.data_size / (len(logs) * problem.temperature) * logs.sum()
 
-    def _blocks(self, state: AlphaState, values: Mapping[str, Tensor], inputs: Any) -> tuple[Kernel, Tensor]:
+    def _blocks(self, state: Descent, values: Mapping[str, Tensor], inputs: Any) -> tuple[Kernel, Tensor]:
         """Returns the NTK's blocks with the prior, and the factor of `I + LᵀK_Z L`."""
-        blocks = scaled(kernel(self.anchors_at(values), self.weights, inputs), self.precision_at(values))
+        unit, delta = kernel(self.anchors_at(values), self.weights, inputs), self.precision_at(values)
+        blocks = Kernel(unit.inner / delta, unit.cross / delta, unit.within / delta, unit.outputs)
         root = values["root"].tril()
         self.check_finite(state, root.T @ blocks.inner @ root)
         return blocks, inner_factor(blocks.inner, root)
 
-    def converged(self, state: AlphaState) -> bool:
+    def converged(self, state: Descent) -> bool:
         """Whether the validation NLL has not improved for long enough."""
-        return state.worse >= self._fit.patience
+        scores = state.history.get("validation", torch.zeros(1))
+        return len(scores) - 1 - int(scores.argmin()) >= self._fit.patience
 
     @torch.no_grad()
-    def _evaluate(self, state: AlphaState) -> None:
+    def _evaluate(self, state: Descent) -> None:
         """Evaluates the validation NLL; keeps the best values."""
         if self._fit.validation is None:
             return
-        values = state.values
+        values, tangent, likelihood = state.values, self.problem.tangent, self.problem.likelihood
         noise = self.noise_at(values)
-        likelihood = self.problem.likelihood
         likelihood = likelihood if noise is None else likelihood.with_noise_variance(float(noise))
         logs = []
-        for inputs, targets in self._held_out():
-            blocks, factor = self._blocks(state, values, inputs)
+        for raw in self._fit.validation:
+            inputs, targets = batches.split(raw, tangent.device)
+            blocks, factor = self._blocks(state, values, tangent.check(inputs, "the validation inputs"))
             likelihood.check(blocks.outputs, targets)
             spread = remaining(blocks, factor, values["root"].tril()).to(blocks.outputs.dtype)
             logs.append(likelihood.predict(Latent(blocks.outputs, (DenseTerm(spread),))).log_prob(targets).double())
-        value = -float(torch.cat(logs).mean())
-        better = not state.evaluations or value < float(state.validation.min())
-        state.validation[state.evaluations] = value
-        state.evaluations += 1
-        state.worse = 0 if better else state.worse + 1
-        if better:
-            state.best = {name: value.clone() for name, value in values.items()}
-
-    def _held_out(self) -> Iterator[tuple[Checked, Tensor]]:
-        """Yields held-out batches, one at least."""
-        empty, device = True, self.problem.tangent.device
-        assert self._fit.validation is not None
-        for raw in self._fit.validation:
-            inputs, targets = batches.split(raw, device)
-            empty = False
-            yield self.problem.tangent.check(inputs, "the validation inputs"), targets
-        if empty:
+        if not logs:
             raise LapwingError(
                 "The validation loader of AlphaDivergence is without batches, or gives them only once. Pass held-out "
                 "batches that can be read at every evaluation: [(x_val, y_val)]."
             )
+        state.note(validation=-torch.cat(logs).mean())
+        scores = state.history["validation"]
+        if int(scores.argmin()) == len(scores) - 1:
+            state.kept = {name: value.clone() for name, value in values.items()}
 
     @torch.no_grad()
-    def finish(self, state: AlphaState) -> FitResult:
+    def finish(self, state: Descent) -> FitResult:
         """Returns the covariance at the best or final values, with their δ and σ²."""
         problem = self.problem
-        values = state.values if self._fit.validation is None else state.best
+        values = state.kept or state.values
         anchors, noise = self.anchors_at(values), self.noise_at(values)
         precision = self.precision_at(values) * problem.precision / problem.precision[0]
         variance = None if noise is None else float(noise)
@@ -230,5 +218,4 @@ class _AlphaSteps(MovingSteps[AlphaState]):
         scale = problem.scale_at(variance or problem.likelihood.noise_variance)
         zeros = torch.zeros(len(problem.tangent.blocks), dtype=torch.float64, device=problem.tangent.device)
         covariance = LowRankWithResidual(problem.tangent.blocks, basis, root @ root.T / scale, zeros, precision, scale)
-        history = {"objective": state.objective[: state.taken], "validation": state.validation[: state.evaluations]}
-        return FitResult(covariance, precision, variance, {k: v for k, v in history.items() if len(v)})
+        return FitResult(covariance, precision, variance, state.history)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,8 +16,7 @@ from ...network import batches
 from ...tangent import Anchors
 from ..passes import Batch, Pass, SumPass
 from ..problem import Problem
-from ..sampling import KeptInputs, choose, class_labels, rank_in_class
-from .clusters import cluster_centres
+from ..rows import KeptInputs, choose, class_labels, rank_in_class
 
 log = logging.getLogger("lapwing")
 
@@ -25,6 +25,12 @@ INITIALS: tuple[Initial, ...] = ("kmeans", "data")
 
 POOL = 2000
 """Clusters are found among this many of the first samples, or 20 M if that is more: no cost grows with N."""
+
+STEPS = 100
+"""Lloyd's iterations at most."""
+
+AT_ONCE = 2**20
+"""How many distances are kept at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,21 +75,40 @@ def inducing_points(problem: Problem, wanted: int | InducingPoints, initial: Ini
     if isinstance(wanted, InducingPoints):
         return _of_user(problem, wanted)
     pool = _Pool(max(POOL, 20 * wanted), wanted, problem.tangent.memory)
-    groups, labels = pool.shown((yield pool))
+    state = yield pool
+    groups = [batches.unflatten(*state.flattened(start)) for start in sorted(int(key) for key in state.nests)]
+    labels = state.classes()
     classes = problem.tangent.outputs
     if classes == 1 or int(labels.min()) < 0 or int(labels.max()) >= classes:
         labels = torch.zeros_like(labels)
-    else:
-        _warn_of_order(labels, classes)
+    elif len(labels.unique()) < 0.75 * classes:
+        log.warning(
+            "The first %d samples shown hold %d of %d classes, and the inducing points are of these alone; shuffle the "
+            "training data: DataLoader(..., shuffle=True).", len(labels), len(labels.unique()), classes,
+        )  # fmt: skip
     joined = _joined(groups)
     if initial == "kmeans" and joined is None:
         log.info(
             "Inputs that are discrete or of several shapes (%s): the %d inducing points are samples of the data, and "
             "stay there", batches.describe(groups[0]), wanted,
         )  # fmt: skip
+    kinds = [(labels == label).nonzero()[:, 0] for label in labels.unique()]  # as many of each class
+    shares = _shares([len(kind) for kind in kinds], wanted)
+    generator = problem.generator()
     if initial == "data" or joined is None:
-        return _drawn(problem, groups if joined is None else [joined], labels, wanted)
-    return _clustered(problem, joined, labels, wanted)
+        chosen = [kind[choose(len(kind), share, generator)] for kind, share in zip(kinds, shares, strict=True)]
+        picked = torch.cat(chosen)
+        return _pairs(problem, tuple(groups) if joined is None else (joined,), picked, labels[picked], wanted)
+    leaves, nest = batches.flatten(joined)
+    features = torch.cat([leaf.float().flatten(1).cpu() for leaf in leaves], 1)
+    centres = [
+        features[kind[:share]] if share in (0, len(kind)) else cluster_centres(features[kind], share, generator)
+        for kind, share in zip(kinds, shares, strict=True)
+    ]
+    coordinates = torch.cat(centres).split([leaf[0].numel() for leaf in leaves], 1)
+    moved = (x.reshape(-1, *leaf.shape[1:]).to(leaf) for x, leaf in zip(coordinates, leaves, strict=True))
+    classes_of = torch.cat([labels[kind[:share]] for kind, share in zip(kinds, shares, strict=True)])
+    return _pairs(problem, (batches.unflatten(moved, nest),), torch.arange(len(classes_of)), classes_of, wanted)
 
 
 def movable(anchors: Anchors) -> bool:
@@ -133,21 +158,6 @@ class _Pool(SumPass[KeptInputs]):
         labels = class_labels(batch.inputs, batch.targets)
         state.keep(batch.start, [leaf.detach().clone() for leaf in leaves], nest, labels)
 
-    def shown(self, state: KeptInputs) -> tuple[list[Any], Tensor]:
-        """Returns the batches' inputs and all class labels, -1 where targets are not labels."""
-        starts = sorted(int(key) for key in state.nests)
-        groups = [batches.unflatten(*state.flattened(start)) for start in starts]
-        return groups, torch.cat([state.labels[str(start)] for start in starts])
-
-
-def _warn_of_order(labels: Tensor, classes: int) -> None:
-    present = len(labels.unique())
-    if present < 0.75 * classes:
-        log.warning(
-            "The first %d samples shown hold %d of %d classes, and the inducing points are of these alone; shuffle the "
-            "training data: DataLoader(..., shuffle=True).", len(labels), present, classes,
-        )  # fmt: skip
-
 
 def _joined(groups: list[Any]) -> Any | None:
     """Returns all inputs as one batch, or None where they are not real numbers of one shape a sample."""
@@ -190,29 +200,59 @@ def _pairs(problem: Problem, inputs: tuple[Any, ...], picked: Tensor, labels: Te
     return Anchors(problem.tangent, inputs, picked[numbers % count], (first + numbers // count) % width)
 
 
-def _drawn(problem: Problem, groups: list[Any], labels: Tensor, wanted: int) -> Anchors:
-    """Returns samples at random, as many of each class, with outputs balanced."""
-    generator = problem.generator()
-    kinds = [(labels == label).nonzero()[:, 0] for label in labels.unique()]
-    shares = _shares([len(kind) for kind in kinds], wanted)
-    parts = [kind[choose(len(kind), share, generator)] for kind, share in zip(kinds, shares, strict=True)]
-    picked = torch.cat(parts)
-    return _pairs(problem, tuple(groups), picked, labels[picked], wanted)
+def cluster_centres(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Returns centres c that make `Σ_n min_k ‖x_n - c_k‖²` small, each the mean of the points nearest to it.
+
+    Lloyd's iteration from a greedy k-means++ start (Arthur and Vassilvitskii 2007). A centre that no point is nearest
+    to stays where it was.
+
+    Args:
+        points: x (n, D), floating-point.
+        count: how many centres, at most n.
+        generator: a CPU generator.
+
+    Returns:
+        Centres (count, D).
+
+    Cost: time O(n D count) a step, at most 100 steps, and O(n D count log count) for the start; memory O(n D).
+    """
+    mean = points.mean(0)
+    size = (points - mean).abs().max().clamp_min(torch.finfo(points.dtype).tiny)
+
+    def moved(x: Tensor) -> Tensor:  # distances are differences of squares: offsets cost digits, large ones overflow
+        return (x - mean) / size
+
+    scaled = moved(points)
+    centres = points[_spread_out(scaled, count, generator)]
+    labels: Tensor | None = None
+    for _ in range(STEPS):
+        parts, ends = scaled.split(max(1, AT_ONCE // count)), moved(centres)
+        nearest = torch.cat([_squared_distances(part, ends).argmin(1) for part in parts])
+        if labels is not None and torch.equal(nearest, labels):
+            break
+        labels = nearest
+        sizes = labels.bincount(minlength=count)[:, None]
+        sums = torch.zeros_like(centres).index_add_(0, labels, points)
+        centres = torch.where(sizes > 0, sums / sizes, centres)
+    return centres
 
 
-def _clustered(problem: Problem, inputs: Any, labels: Tensor, wanted: int) -> Anchors:
-    """Returns centres of clusters, as many of each class, with outputs balanced; all samples where they are as few."""
-    leaves, nest = batches.flatten(inputs)
-    features = torch.cat([leaf.float().flatten(1).cpu() for leaf in leaves], 1)
-    kinds = [(labels == label).nonzero()[:, 0] for label in labels.unique()]
-    shares = _shares([len(kind) for kind in kinds], wanted)
-    generator = problem.generator()
-    centres = [
-        features[kind[:share]] if share in (0, len(kind)) else cluster_centres(features[kind], share, generator)
-        for kind, share in zip(kinds, shares, strict=True)
-    ]
-    widths = [leaf[0].numel() for leaf in leaves]
-    coordinates = torch.cat(centres).split(widths, 1)
-    moved = (x.reshape(-1, *leaf.shape[1:]).to(leaf) for x, leaf in zip(coordinates, leaves, strict=True))
-    classes = torch.cat([labels[kind[:share]] for kind, share in zip(kinds, shares, strict=True)])
-    return _pairs(problem, (batches.unflatten(moved, nest),), torch.arange(len(classes)), classes, wanted)
+def _spread_out(points: Tensor, count: int, generator: torch.Generator) -> list[int]:
+    """Returns which points to start from, each the best of a few drawn by their squared distance to those before it."""
+    trials = 2 + int(math.log(count))
+    chosen = [int(torch.randint(len(points), (), generator=generator))]
+    distances = _squared_distances(points, points[chosen])[:, 0]
+    for _ in range(count - 1):
+        weights = distances if bool(distances.sum() > 0) else torch.ones_like(distances)  # all points are taken
+        drawn = torch.multinomial(weights, trials, replacement=True, generator=generator)
+        left = torch.minimum(distances[:, None], _squared_distances(points, points[drawn]))  # (n, trials)
+        best = int(left.sum(0).argmin())
+        chosen.append(int(drawn[best]))
+        distances = left[:, best]
+    return chosen
+
+
+def _squared_distances(points: Tensor, centres: Tensor) -> Tensor:
+    """Returns `‖x_n - c_k‖²`, (n, K), by one product of matrices."""
+    squares = points.square().sum(1)[:, None] + centres.square().sum(1)
+    return torch.addmm(squares, points, centres.T, alpha=-2.0).clamp_min_(0.0)

@@ -1,29 +1,36 @@
-"""What the fits with moving inducing points share: Adam on the points, δ and σ², with a check for divergence."""
+"""VaLLA with moving inducing points: the steps that its fits share, and the fit by the variational bound."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import LapwingError
+from ...covariance import Covariance
+from ...errors import LapwingError, shown
 from ...linalg import cholesky
 from ...network import batches
 from ...tangent import Anchors
-from ...tangent.inducing import Kernel
-from ..adam import AdamState
-from ..passes import Batch, IteratePass, LikelihoodPass, Pass
+from ...tangent.inducing import kernel
+from ..descent import Descent
+from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Pass, Passes, check_count, check_positive
 from ..problem import Problem
-from ..state import State
+from . import ClosedForm, NaturalGradient, VallaFit
 from .inducing_points import POOL, movable
 
 EXPLODED = 1e3
 """An objective this many times its scale above the first one has diverged."""
+
+FORGET = 0.05
+"""The lowest weight of a step in the running mean that gives A: older steps had other inducing points."""
+
+JITTER = 1e-8
+"""Relative, on the diagonal of the NTK among moving points; the final covariance has none."""
 
 
 def initial_noise(problem: Problem) -> Generator[Pass, Any, float | None]:
@@ -35,25 +42,6 @@ def initial_noise(problem: Problem) -> Generator[Pass, Any, float | None]:
     return likelihood.residual_variance(summary.statistics)
 
 
-def remaining(kernel: Kernel, factor: Tensor, root: Tensor) -> Tensor:
-    """Returns `K_x - K_xZ L (I + LᵀK_Z L)⁻¹ Lᵀ K_Zx` (B, R, R), the covariance of a batch under `A = L Lᵀ`.
-
-    Args:
-        kernel: blocks of the NTK, prior included.
-        factor: the Cholesky factor of `I + LᵀK_Z L`.
-        root: L (M, M).
-    """
-    batch, columns = kernel.cross.shape[:2]
-    taken = torch.linalg.solve_triangular(factor, root.T @ kernel.cross.flatten(0, 1).T, upper=False)  # (M, B R)
-    taken = taken.T.reshape(batch, columns, -1)
-    return kernel.within - taken @ taken.mT
-
-
-def inner_factor(inner: Tensor, root: Tensor) -> Tensor:
-    """Returns the Cholesky factor of `I + LᵀK_Z L` (M, M), never less than the identity."""
-    return cholesky(torch.eye(len(root), dtype=root.dtype, device=root.device) + root.T @ inner @ root)
-
-
 def divergence(factor: Tensor) -> Tensor:
     """Returns `1/2 [logdet E - M + tr E⁻¹]` for a Cholesky factor of E: what both forms of KL have but the distance."""
     eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
@@ -61,27 +49,7 @@ def divergence(factor: Tensor) -> Tensor:
     return factor.diagonal().log().sum() + (inverse.square().sum() - len(factor)) / 2
 
 
-@dataclass
-class MovingState(State):
-    """What is open, and what Adam has computed of it.
-
-    Attributes:
-        values: what is open, by name: inducing inputs `input/group/tensor`, `log_precision`, `log_noise`.
-        adam: moments of the gradients.
-        objective: step by step (steps,).
-        taken: how many steps.
-    """
-
-    values: dict[str, Tensor]
-    adam: AdamState
-    objective: Tensor
-    taken: int
-
-
-M = TypeVar("M", bound=MovingState)
-
-
-class MovingSteps(IteratePass[M]):
+class MovingSteps(IteratePass[Descent]):
     """Adam on the inducing inputs, in units of their spread, and on log δ and log σ² where they are open.
 
     Args:
@@ -109,39 +77,28 @@ class MovingSteps(IteratePass[M]):
         self.distance = (ratios * torch.stack(distances)).sum()
         self.data_size = problem.data_size or problem.count()
 
-    def init(self) -> M:
+    def init(self) -> Descent:
         """Returns the values at the start."""
         problem = self.problem
         values = {
             f"input/{i}/{j}": leaf.detach().to(problem.tangent.dtype, copy=True)
             for i, leaves in enumerate(self._leaves) for j, leaf in enumerate(leaves)
         }  # fmt: skip
-        if not problem.prior.given:
+        if not problem.prior.fixed:
             size = problem.tangent.size  # the weights' own spread, whatever the network's scale
             start = size / self.distance if self.distance > 0 else problem.precision[0]
             values["log_precision"] = start.log()
         if self._noise is not None:
             values["log_noise"] = problem.precision.new_tensor(self._noise).log()
-        values |= self.further_values()
-        return self.start(MovingState(values, AdamState.of(values), self.history(), 0))
-
-    def further_values(self) -> dict[str, Tensor]:
-        """Returns what else is open."""
-        return {}
-
-    def history(self) -> Tensor:
-        """Returns room for one number per step."""
-        return torch.zeros(self.steps, dtype=torch.float64)
+        return Descent(values)
 
     @abstractmethod
-    def start(self, state: MovingState) -> M:
-        """Returns the state at the start, with what a fit adds to it."""
-
-    @abstractmethod
-    def objective(self, state: M, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator) -> Tensor:
+    def objective(
+        self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
+    ) -> Tensor:
         """Returns what is to be minimised at the values of what is open; may add to the state."""
 
-    def step(self, state: M, batch: Batch, generator: torch.Generator) -> None:
+    def step(self, state: Descent, batch: Batch, generator: torch.Generator) -> None:
         """Takes one step of Adam, in units of `width`."""
         with torch.enable_grad():
             values = {name: value.detach().clone().requires_grad_() for name, value in state.values.items()}
@@ -149,24 +106,16 @@ class MovingSteps(IteratePass[M]):
             leaves = list(values.values())
             gradients = torch.autograd.grad(objective, leaves, allow_unused=True) if objective.requires_grad else ()
         self._check(state, float(objective.detach()), [g for g in gradients if g is not None])
-        state.objective[state.taken] = objective.detach().cpu()
-        rate = self.rate * (1 - state.taken / self.steps)
-        state.taken += 1
+        state.note(objective=objective)
         for name, gradient in zip(values, gradients, strict=False):
             if gradient is not None:
-                move = torch.zeros_like(gradient)
-                state.adam.step(name, move, gradient, rate, eps=1e-12)
-                state.values[name] += move * self.width(name)
+                state.move(name, gradient, self.rate * (1 - state.taken / self.steps), self.width(name), eps=1e-12)
+        state.taken += 1
 
     def width(self, name: str) -> Tensor | float:
         """Returns the unit of a step: for inputs the spread of a coordinate over the points it began at."""
         kind, *place = name.split("/")
         return self._widths[int(place[0])][int(place[1])] if kind == "input" else 1.0
-
-    @property
-    def moves(self) -> bool:
-        """Whether anything is open."""
-        return bool(self._leaves) or not self.problem.prior.given or self._noise is not None
 
     def anchors_at(self, values: Mapping[str, Tensor]) -> Anchors:
         """Returns the anchors at inducing inputs, in the dtype that the network takes."""
@@ -184,24 +133,23 @@ class MovingSteps(IteratePass[M]):
         """Returns σ² where it is open."""
         return values["log_noise"].exp() if "log_noise" in values else None
 
-    def check_finite(self, state: MovingState, tensor: Tensor) -> Tensor:
+    def check_finite(self, state: Descent, tensor: Tensor) -> Tensor:
         """Returns the tensor, if all of it is finite."""
         if not torch.isfinite(tensor).all():
             raise self._diverged(state, float("nan"))
         return tensor
 
-    def _check(self, state: MovingState, value: float, gradients: list[Tensor]) -> None:
-        first = float(state.objective[0]) if state.taken else value
+    def _check(self, state: Descent, value: float, gradients: list[Tensor]) -> None:
+        first = float(state.history["objective"][0]) if state.taken else value
         too_far = value > first + EXPLODED * max(abs(first), self.data_size / self.problem.temperature)
         if not isfinite(value) or too_far or not all(torch.isfinite(gradient).all() for gradient in gradients):
             raise self._diverged(state, value)
 
-    def _diverged(self, state: MovingState, value: float) -> LapwingError:
-        first, taken = float(state.objective[0]), state.taken
+    def _diverged(self, state: Descent, value: float) -> LapwingError:
+        after = f" after {float(state.history['objective'][0]):.3g} at the first" if state.taken else ""
         return LapwingError(
-            f"The objective of {self.method}(learning_rate={self.rate:g}) diverged: {value:.3g} at step {taken + 1}"
-            + (f" after {first:.3g} at the first" if taken else "")
-            + f". Take smaller steps: write {self.method}(learning_rate={self.rate / 10:g})."
+            f"The objective of {self.method}(learning_rate={self.rate:g}) diverged: {value:.3g} at step "
+            f"{state.taken + 1}{after}. Take smaller steps: write {self.method}(learning_rate={self.rate / 10:g})."
         )
 
 
@@ -210,6 +158,98 @@ def _spread(leaf: Tensor) -> Tensor:
     return leaf.std(0, correction=0) if len(leaf) > 1 else torch.ones_like(leaf[0])
 
 
-def scaled(kernel: Kernel, precision: Tensor) -> Kernel:
-    """Returns the blocks with the prior, `κ/δ`."""
-    return Kernel(kernel.inner / precision, kernel.cross / precision, kernel.within / precision, kernel.outputs)
+@dataclass(frozen=True)
+class VariationalBound(VallaFit):
+    """Adam on the bound `Σ_n [log p(y_n|f_n) - 1/2 tr(Λ_n K*_n)] - KL` over Z, δ and σ²; A is kept at its optimum.
+
+    `KL = 1/2 [δ‖θ̂-μ0‖² + logdet(I + LᵀK_Z L) - M + tr(I + LᵀK_Z L)⁻¹]` is equation 5 with the mean's part, without
+    which δ would run to infinity (appendix D). A follows by natural gradients over recent mini-batches. This is the
+    lower bound of the evidence, so moving Z makes it tight.
+
+    Only the points are kept: `then` computes A once more at the end, and `tune` sets δ and σ² as for any method. By
+    `tune=lw.Evidence()` these are the bound's own, on all data that `then` goes through; by
+    `tune=lw.Validation(loader)` it is appendix D's other way, δ by held-out data. `history` has the negative bound and
+    both numbers step by step.
+
+    Args:
+        steps: mini-batches.
+        learning_rate: Adam's, for inducing inputs in units of their spread.
+        then: `ClosedForm()` or `NaturalGradient(steps)`.
+
+    Raises:
+        LapwingError: for numbers out of range; where the bound diverges.
+
+    Cost: a step takes C backward passes per sample and about six per inducing point, with O(M³); memory one chunk of
+    each; and what `then` costs.
+
+    Example:
+        >>> import lapwing as lw
+        >>> lw.VaLLA(20, fit=lw.VariationalBound(steps=300)).fit.then
+        ClosedForm()
+    """
+
+    steps: int = 500
+    learning_rate: float = 0.01
+    then: VallaFit = field(default_factory=ClosedForm)
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        check_count("VariationalBound", "steps", self.steps)
+        check_positive("VariationalBound", "learning_rate", self.learning_rate, 0.01)
+        if not isinstance(self.then, (ClosedForm, NaturalGradient)):
+            raise LapwingError(
+                f"VariationalBound(then={shown(self.then)}) is not an option: then is lw.ClosedForm() or "
+                "lw.NaturalGradient(steps=100). Write VariationalBound(then=lw.ClosedForm())."
+            )
+
+    def passes(self, problem: Problem, anchors: Anchors) -> Passes:
+        """Yields a pass for the residuals if σ² is open, the steps, then the passes for A."""
+        steps = _BoundSteps(problem, anchors, self.steps, self.learning_rate, (yield from initial_noise(problem)))
+        if not steps.init().values:  # nothing is open
+            return (yield from self.then.passes(problem, anchors))
+        state = yield steps
+        covariance = yield from self.then.passes(problem, steps.anchors_at(state.values))
+        assert isinstance(covariance, Covariance)
+        return FitResult(covariance, history=state.history)
+
+
+class _BoundSteps(MovingSteps):
+    """Steps down the negative bound.
+
+    They keep `h` (M, M), the mean of `φᵀΛφ` over recent samples, for `φ = J J̃ᵀ C⁻ᵀ` with `K_Z = C Cᵀ` at unit prior.
+    """
+
+    label, method = "variational bound", "VariationalBound"
+
+    def objective(
+        self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
+    ) -> Tensor:
+        problem, likelihood = self.problem, self.problem.likelihood
+        blocks = kernel(self.anchors_at(values), self.weights, batch.checked, problem.root)
+        likelihood.check(blocks.outputs, batch.targets)
+        batch.note(blocks.outputs)
+        precision, noise = self.precision_at(values), self.noise_at(values)
+        inner = self.check_finite(state, blocks.inner)
+        eye = torch.eye(len(inner), dtype=inner.dtype, device=inner.device)
+        root = cholesky(inner + JITTER * inner.detach().diagonal().mean() * eye)
+        features = torch.linalg.solve_triangular(root, blocks.cross.flatten(0, 1).T, upper=False)  # (M, B R)
+        count = len(blocks.outputs)
+        recent = (features @ features.T).detach() / count
+        h = state.kept.get("h", recent)  # of earlier batches: no sample explains itself
+        unit = likelihood.curvature_scale if noise is None else 1 / noise
+        weight = self.data_size / problem.temperature
+        factor = cholesky(self.check_finite(state, eye + h * (weight * unit / precision)))
+        shrunk = torch.linalg.solve_triangular(factor, features, upper=False)
+        spread = blocks.within.diagonal(dim1=-2, dim2=-1).sum() - features.square().sum() + shrunk.square().sum()
+        outputs = blocks.outputs.double()
+        if noise is None:
+            logs = likelihood.log_prob(outputs, batch.targets).sum()
+        else:
+            still = outputs.new_zeros(1, 1, 1).expand(*outputs.shape, outputs.shape[1])
+            logs = likelihood.log_power_mean(outputs, still, batch.targets, 0.0, noise).sum()
+        state.kept["h"] = h.lerp(recent, max(1 / (state.taken + 1), FORGET, count / self.data_size))
+        state.note(precision=precision)
+        if noise is not None:
+            state.note(noise_variance=noise)
+        bound = weight / count * (logs - unit * spread / precision / 2) - divergence(factor)
+        return precision * self.distance / 2 - bound
