@@ -116,7 +116,7 @@ def on_subset(
     state: State | None = None
     while True:
         try:
-            step = next(passes) if state is None else passes.send(state)
+            step = passes.send(state)
         except StopIteration as stop:
             return stop.value, summary
         assert isinstance(step, SumPass)

@@ -24,13 +24,26 @@ from .batches import Forward, size, tensors
 from .calling import call
 from .chain import chain_gradients
 from .eager import EagerMode, without_compiled
-from .routing import routes
 
 BATCHED_BACKWARD = 2**24
 """Cotangents go back in one batched pass while their gradients have at most this many entries, else one by one."""
 
 DIFFERENTIATES = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 """What takes gradients within a forward pass: where outputs contain them, weights count through them too."""
+
+ROUTING = frozenset(
+    name + suffix
+    for suffix in ("", "_")
+    for name in (
+        "allclose", "argsort", "bincount", "bucketize", "gather", "index_add", "index_copy", "index_fill", "index_put",
+        "index_reduce", "index_select", "kthvalue", "masked_scatter", "masked_select", "median", "nonzero", "put",
+        "repeat_interleave", "scatter", "scatter_add", "scatter_reduce", "searchsorted", "sort", "take",
+        "take_along_dim", "topk", "unique", "unique_consecutive", "_pack_padded_sequence", "_pad_packed_sequence",
+        "equal", "is_nonzero", "msort", "one_hot", "__array__", "__bool__", "__contains__",
+        "__float__", "__index__", "__int__", "item", "numpy", "tolist",
+    )
+)  # fmt: skip
+"""Names of functions by which values, and not shapes alone, can decide what lies where."""
 
 
 @dataclass
@@ -108,7 +121,7 @@ class Recorder(EagerMode):
         used = {} if use is None else use.parameters
         names = {role: self._watched[id(p)] for role, p in used.items() if id(p) in self._watched}
         if use is None or not names:
-            self.routed = self.routed or routes(function, args)
+            self.routed = self.routed or _routes(function, args)
             self.differentiated = self.differentiated or function in DIFFERENTIATES
             return self._with_stand_ins(function, args, kwargs) if self._stand_ins else function(*args, **kwargs)
         constant = {id(p): p.detach() for p in use.parameters.values()}
@@ -160,6 +173,15 @@ class Recorder(EagerMode):
         for use in self.noted:
             use.reached = use.edge.node in met
         return {ends[id(leaf)] for leaf in leaves if id(leaf) in ends}
+
+
+def _routes(function: Callable, args: tuple) -> bool:
+    """Whether a function can make positions depend on values."""
+    name = getattr(function, "__name__", "")
+    if name in ("__getitem__", "__setitem__"):
+        places = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(place, (Tensor, list)) or hasattr(place, "__array__") for place in places)
+    return name in ROUTING
 
 
 def _is_lookup(use: Use) -> bool:
