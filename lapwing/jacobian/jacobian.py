@@ -290,14 +290,6 @@ class Sliced(MatrixJacobian):
         """Adds up `Σ J²` (P,)."""
         return total(self._part(cut).squared_sum() for cut in self._cuts)
 
-    def squared_norm(self) -> Tensor:
-        """Adds up `Σ J²` ()."""
-        return total(self._part(cut).squared_norm() for cut in self._cuts)
-
-    def sum_rows(self) -> Tensor:
-        """Joins `Σ_n J[n]` (R, P)."""
-        return torch.cat([self._part(cut).sum_rows() for cut in self._cuts])
-
     def jvp(self, vectors: Tensor) -> Tensor:
         """Joins `J V` (B, R, K)."""
         return torch.cat([self._part(cut).jvp(vectors) for cut in self._cuts], 1)

@@ -13,8 +13,9 @@ import threading
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from operator import is_
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -65,6 +66,16 @@ def _without(flags: tuple[tuple[str, int], ...], args: tuple, kwargs: dict) -> t
         elif name in kwargs:
             kwargs = {**kwargs, name: False}
     return args, kwargs
+
+
+def swapped(arguments: Any, values: Mapping[int, Tensor]) -> Any:
+    """Returns a call's arguments with values, known by id, in place of some, also in lists and tuples among them.
+
+    The same object comes back where none is replaced.
+    """
+    get = values.get
+    others = [get(id(x), x) if x.__class__ not in (list, tuple) else swapped(x, values) for x in arguments]
+    return arguments if all(map(is_, others, arguments)) else type(arguments)(others)
 
 
 REPLACED = frozenset((F.multi_head_attention_forward, Tensor.register_hook, *INSTEAD, *TABLES))

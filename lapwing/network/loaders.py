@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from numbers import Integral
 from typing import Any
 
@@ -28,15 +28,7 @@ def first_batch(loader: Any) -> Any:
         raise LapwingError(
             f"The loader is a {type(loader).__name__}, which makes loaders. Pass data_module.train_dataloader()."
         )
-    if not hasattr(loader, "__iter__") or isinstance(loader, (Tensor, Mapping)):
-        raise LapwingError(
-            f"The loader is {batches.describe(loader)} and must be an iterable of (inputs, targets) batches. Write "
-            "[(x, y)] for one batch, or torch.utils.data.DataLoader(dataset, batch_size=100)."
-        )
-    if isinstance(loader, tuple) and len(loader) == 2 and all(isinstance(item, Tensor) for item in loader):
-        raise LapwingError(
-            f"The loader is one batch, {batches.describe(loader)}, and must be an iterable of batches. Write [(x, y)]."
-        )
+    batches.check_loader(loader, "A fit")
     iterator = iter(loader)
     if not isinstance(loader, DataLoader) and iter(loader) is iterator:  # one with lasting workers keeps and resets it
         raise LapwingError(

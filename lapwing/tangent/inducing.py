@@ -76,7 +76,8 @@ def _anchor_chunks(anchors: Anchors, scratch: int) -> _Chunks:
 
 def _batch_chunks(tangent: Tangent, inputs: Any, cotangents: Cotangents, scratch: int) -> _Chunks:
     """Cuts samples into chunks that fit half the budget with `scratch` numbers a row; places are slices."""
-    columns = cotangents.shape[-1] if isinstance(cotangents, Tensor) else getattr(cotangents, "columns", tangent.outputs)
+    drawn = cotangents.shape[-1] if isinstance(cotangents, Tensor) else tangent.outputs
+    columns: int = getattr(cotangents, "columns", drawn)
     length = max(1, tangent.chunk_length(columns, torch.float64, columns * scratch) // 2)
     chunks = tangent.check(inputs).chunks(length)
     if isinstance(cotangents, Tensor):
