@@ -20,7 +20,7 @@ from ..methods import KFAC, DataSummary, FisherRoot, FitResult, Method, Problem
 from ..network import batches
 from ..network.batches import Forward
 from ..network.eager import outside_modes
-from ..network.loaders import check_progress, check_seed, first_batch, known_size, warn_of_unseen_samples
+from ..network.loaders import check_progress, check_seed, first_batch, warn_of_unseen_samples
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.prior import Prior, check_range, is_positive
@@ -97,10 +97,7 @@ def fit(
     _check_tuning(tune)
     check_progress(progress)
     seed = int(seed)
-    first = first_batch(loader)
-    if data_size is not None:
-        _check_data_size(data_size, known_size(loader) or 0)
-    inputs, targets = batches.split(first)
+    inputs, targets = batches.split(first_batch(loader))
     likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(model, inputs, params, forward, memory)
     if likelihood.activation is not None:
@@ -125,34 +122,57 @@ def fit(
         data_size,
     )  # fmt: skip
     result = runner.run(method, problem)
-    tangent = result.tangent or tangent
-    prior_fixed = prior.given
     if data_size is None and drawn is None:
         warn_of_unseen_samples(loader, runner.shown())
-    likelihood, prior = _settled(result, likelihood, prior)
-    summary, size = _part(runner, result, data_size)
-
-    def posterior(
-        covariance: Covariance, statistics: Mapping[str, Tensor], samples: int, size: float | None
-    ) -> Posterior:
-        fitted = Posterior(
-            tangent, covariance, likelihood, prior, dict(statistics), samples, 1.0 if size is None else size / samples,
-            float(temperature), repr(method), not likelihood.needs_noise, Stamp.of(tangent.state()), result.history,
-        )  # fmt: skip
-        settled = fitted.noise_given and isinstance(covariance, PriorCovariance)
-        return fitted.at(prior.precision, likelihood.noise_variance) if settled else fitted
-
-    whole = posterior(result.covariance, summary.statistics, summary.samples, size)
+    whole, prefixes = _posteriors(runner, method, problem, result)
     if result.precision is not None or not isinstance(result.covariance, PriorCovariance):
-        if not prior_fixed and tune is not None and tune is not DEFAULT_TUNING:
+        if not prior.given and tune is not None and tune is not DEFAULT_TUNING:
             log.warning("%s chooses its own prior; tune=%s was not used", type(method).__name__, type(tune).__name__)
         return _checked(whole)
     if tune is None:
         return _checked(whole if whole.tuned else whole.with_defaults())
+    return _checked(tune.tune(whole, Training(loader, prefixes, runner.count())))
+
+
+def _posteriors(
+    runner: Runner, method: Method, problem: Problem, result: FitResult
+) -> tuple[Posterior, tuple[Posterior, ...]]:
+    """Returns the posterior of all data, and those of its first parts, with the prior and noise that the method chose.
+
+    Raises:
+        LapwingError: for a data size below the number of samples that the loader shows.
+    """
+    tangent, likelihood, prior = result.tangent or problem.tangent, problem.likelihood, problem.prior
+    if result.noise_variance is not None:
+        likelihood = likelihood.with_noise_variance(result.noise_variance)
+    if result.precision is not None:
+        prior = replace(prior, precision=result.precision, given=True)
+
+    def posterior(covariance: Covariance, statistics: Mapping[str, Tensor], samples: int, factor: float) -> Posterior:
+        fitted = Posterior(
+            tangent, covariance, likelihood, prior, dict(statistics), samples, factor, problem.temperature,
+            repr(method), not likelihood.needs_noise, Stamp.of(tangent.state()), result.history,
+        )  # fmt: skip
+        settled = fitted.noise_given and isinstance(covariance, PriorCovariance)
+        return fitted.at(prior.precision, likelihood.noise_variance) if settled else fitted
+
+    summary, factor = result.summary, result.data_factor
+    if summary is None:
+        summary = runner.summary()
+        if problem.data_size is None and not runner.whole:
+            factor = runner.count() / summary.samples
+    if problem.data_size is not None:
+        count = summary.samples if result.summary is None else runner.count()
+        if problem.data_size < count:
+            raise LapwingError(
+                f"data_size={problem.data_size} is below the {count} samples that the loader shows. Leave data_size "
+                "out, or give the size of the whole training set."
+            )
+        factor *= problem.data_size / count
+    whole = posterior(result.covariance, summary.statistics, summary.samples, factor)
     parts = sorted(runner.prefixes().items())
     unscaled = parts if whole.data_factor > 1 else parts[:-1]  # all of the data is a part where `whole` is scaled
-    prefixes = tuple(posterior(*kept, samples, None) for samples, kept in unscaled)
-    return _checked(tune.tune(whole, Training(loader, prefixes, runner.count())))
+    return whole, tuple(posterior(*kept, samples, 1.0) for samples, kept in unscaled)
 
 
 def _checked(posterior: Posterior) -> Posterior:
@@ -179,34 +199,6 @@ def _check_noise(likelihood: Likelihood, tangent: Tangent) -> None:
     """Raises for a noise variance that the weights' dtype cannot express."""
     if likelihood.noise_variance is not None:
         check_range("noise variance", torch.tensor(likelihood.noise_variance, dtype=torch.float64), tangent.dtype)
-
-
-def _part(runner: Runner, result: FitResult, data_size: int | None) -> tuple[DataSummary, float | None]:
-    """Returns the summary of the samples that the curvature is of, and the N that it is scaled to; None for no scale.
-
-    Raises:
-        LapwingError: for a data size below the number of samples that the loader shows.
-    """
-    if result.summary is None:
-        summary = runner.summary()
-        if data_size is None:
-            return summary, None if runner.whole else runner.count()
-        _check_data_size(data_size, summary.samples)
-        return summary, float(data_size)
-    factor = result.data_factor
-    if data_size is not None:
-        _check_data_size(data_size, runner.count())
-        factor *= data_size / runner.count()
-    return result.summary, None if factor == 1.0 else factor * result.summary.samples
-
-
-def _settled(result: FitResult, likelihood: Likelihood, prior: Prior) -> tuple[Likelihood, Prior]:
-    """Returns likelihood and prior at what the method chose itself."""
-    if result.noise_variance is not None:
-        likelihood = likelihood.with_noise_variance(result.noise_variance)
-    if result.precision is not None:
-        prior = replace(prior, precision=result.precision, given=True)
-    return likelihood, prior
 
 
 def _method_and_params(method: Any, params: Any) -> tuple[Method, Predicate | LastLayer]:
@@ -272,13 +264,4 @@ def _check_tuning(tune: Any) -> None:
     if torch.get_default_device().type == "meta":
         raise LapwingError(
             "torch's default device is meta, whose tensors hold no numbers. Call torch.set_default_device('cpu') first."
-        )
-
-
-def _check_data_size(data_size: int, shown: int) -> None:
-    """Raises for fewer training points than the loader shows."""
-    if data_size < shown:
-        raise LapwingError(
-            f"data_size={data_size} is below the {shown} samples that the loader shows. Leave data_size out, or give "
-            "the size of the whole training set."
         )

@@ -26,16 +26,7 @@ Network = Callable[[Mapping[str, Tensor], Any], Tensor]
 def per_sample_rows(
     network: Network, parameters: Mapping[str, Tensor], inputs: Any, cotangents: Tensor
 ) -> dict[str, Tensor]:
-    """Returns `J[n, r] = uᵀ ∂f(x_n)/∂θ` of each parameter.
-
-    Args:
-        network: the network as a function of these parameters.
-        parameters: name -> value of the parameters to differentiate.
-        inputs: B samples.
-        cotangents: u (B, R, C).
-
-    Returns:
-        name -> rows (B, R, P).
+    """Returns `J[n, r] = uᵀ ∂f(x_n)/∂θ` (B, R, P) of each parameter by name, for cotangents u (B, R, C).
 
     Cost: R backward passes a sample and one more to check them, memory O(B R P) beside the vectorised forward pass.
     """
@@ -148,22 +139,11 @@ def jvp(function: Any, primals: tuple, tangents: tuple) -> Any:
 
 
 def forward_products(
-    network: Network,
-    parameters: Mapping[str, Tensor],
-    vectors: Mapping[str, Tensor],
-    inputs: Any,
+    network: Network, parameters: Mapping[str, Tensor], vectors: Mapping[str, Tensor], inputs: Any
 ) -> Tensor | None:
-    """Returns `J V` (B, C, K), or None where the network has no forward mode, or one that disagrees with reverse mode.
+    """Returns `J V` (B, C, K) for vectors (K, *shape) by name: one random sum of it is compared with a backward pass.
 
-    Args:
-        network: the network as a function of the treated parameters.
-        parameters: name -> value of the treated parameters.
-        vectors: name -> directions (K, *shape).
-        inputs: B samples.
-
-    Returns:
-        The products. One random sum of them is compared with a backward pass: torch's forward mode differs from its
-        reverse mode at padding tokens, for instance.
+    None where the network has no forward mode, or one that disagrees with reverse mode, as at padding tokens.
 
     Cost: about 2 K forward passes and one backward pass; memory of one dual forward pass.
     """

@@ -67,14 +67,6 @@ def output_layers(
 ) -> tuple[tuple[str, ...], FirstCall]:
     """Returns the names of the parameters that `lw.last_layer` treats, and the call that showed which they are.
 
-    Args:
-        model: the uncompiled network.
-        inputs: a few samples.
-        forward: how the network is called.
-        parameters: name -> parameter, tied ones once.
-        recording: of these samples.
-        warn: name the parameters in the log.
-
     Raises:
         LapwingError: where no layer is the last, with the line to write.
 

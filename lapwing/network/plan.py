@@ -232,15 +232,9 @@ def planned(
     shared: tuple[bool, ...],
     unseen: bool,
 ) -> tuple[list[Block], Plan]:
-    """Makes blocks and plan of a survey: weight and bias that always go together are one block, others stand alone.
+    """Makes blocks and plan of a survey's uses of covered parameters, with where they hold the samples.
 
-    Args:
-        uses: those of the covered parameters, and where they hold the samples.
-        covered: the parameters that layer families treat.
-        parameters: name -> parameter.
-        outputs: (B, C) of the survey.
-        shared: as in the plan.
-        unseen: as in the plan.
+    Weight and bias that always go together are one block, others stand alone.
     """
     order = tuple(tuple(sorted((r, n) for r, n in use.names.items() if n in covered)) for use, _ in uses)
     by_name: dict[str, list[int]] = {}

@@ -193,7 +193,7 @@ def run(
     spread: int = 1,
     frozen: Sequence[Tensor] = (),
 ) -> Recording:
-    """Runs the network once, recording.
+    """Runs the network once, recording the watched parameters.
 
     Args:
         model: the uncompiled network.
@@ -201,7 +201,7 @@ def run(
         forward: how the network is called.
         watched: name -> parameter.
         spread: over how many samples embeddings of a single row of tokens are spread.
-        frozen: those of the watched parameters that do not require gradients.
+        frozen: those of the watched parameters that leave no trace in a graph and are to leave one.
     """
     recorder = Recorder(watched, spread, frozen)
     with torch.enable_grad(), without_compiled():
