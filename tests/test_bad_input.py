@@ -642,12 +642,13 @@ def test_inputs_the_network_is_not_called_with(posterior: lw.Posterior) -> None:
 
 
 def test_loaders_that_are_none(posterior: lw.Posterior) -> None:
-    refused(lambda: fit((X, Y)), "one batch", "tuple(Tensor (8, 4)", "[(x, y)]")
-    refused(lambda: fit(X), "Tensor (8, 4) float32", "iterable of (inputs, targets)", "[(x, y)]")
-    refused(lambda: fit([X, Y]), "Tensor (8, 4) float32", "(inputs, targets) pairs")
-    refused(lambda: fit(None), "NoneType", "DataLoader")
-    refused(lambda: fit(TensorDataset(X, Y)), "TensorDataset", "DataLoader(dataset")
-    refused(lambda: fit({"x": X, "y": Y}), "dict(", "iterable of (inputs, targets)")
+    needs = "needs an iterable of (inputs, targets) batches"
+    refused(lambda: fit((X, Y)), needs, "(Tensor (8, 4)", "[(x, y)] for one batch")
+    refused(lambda: fit(X), needs, "Tensor (8, 4) float32", "[(x, y)]")
+    refused(lambda: fit([X, Y]), needs, "[Tensor (8, 4) float32", "[(x, y)]")
+    refused(lambda: fit(None), needs, "not None", "DataLoader")
+    refused(lambda: fit(TensorDataset(X, Y)), needs, "TensorDataset", "DataLoader(dataset")
+    refused(lambda: fit({"x": X, "y": Y}), needs, "Tensor (8, 4)", "[(x, y)]")
     refused(lambda: fit([(X[i], Y[i]) for i in range(8)]), "(4,)", "one row for each sample", "x[None]")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import LapwingError, shown
 from ..linalg import check_memory, is_finite, nonnegative, psd_root, total
-from ..network.autocast import full_precision
+from ..network.eager import full_precision
 from .terms import DenseTerm, FactoredTerm, MarginalTerm, Term, concatenate, standard_deviation
 
 

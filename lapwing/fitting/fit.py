@@ -5,27 +5,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..covariance import Covariance, PriorCovariance
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import check_logits, inferred_likelihood
 from ..linalg import is_finite
-from ..methods import DataSummary, FisherRoot, FitResult, Method, Problem
+from ..methods import KFAC, DataSummary, FisherRoot, FitResult, Method, Problem
 from ..network import batches
 from ..network.batches import Forward
 from ..network.eager import outside_modes
-from ..network.loaders import check_progress, first_batch, known_size, warn_of_unseen_samples
+from ..network.loaders import check_progress, check_seed, first_batch, warn_of_unseen_samples
 from ..network.stamp import Stamp
 from ..posterior import Posterior
-from ..posterior.prior import Prior, check_range
-from ..tangent import LastLayer, Predicate, Tangent
+from ..posterior.prior import Prior, check_range, is_positive
+from ..tangent import LastLayer, Predicate, Tangent, everything, last_layer
 from ..tuning import BoundedEvidence, Training, Tuning
-from .arguments import check_data_size, check_numbers, check_tuning, method_and_params
 from .runner import Runner
 
 log = logging.getLogger("lapwing")
@@ -92,15 +92,12 @@ def fit(
         >>> lw.fit(model, [(x, y)]).predict(x).probs.shape
         torch.Size([32, 3])
     """
-    method, params = method_and_params(method, params)
-    check_numbers(prior_precision, weight_decay, temperature, data_size, seed)
-    check_tuning(tune)
+    method, params = _method_and_params(method, params)
+    _check_numbers(prior_precision, weight_decay, temperature, data_size, seed)
+    _check_tuning(tune)
     check_progress(progress)
     seed = int(seed)
-    first = first_batch(loader)
-    if data_size is not None:
-        check_data_size(data_size, known_size(loader) or 0)
-    inputs, targets = batches.split(first)
+    inputs, targets = batches.split(first_batch(loader))
     likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(model, inputs, params, forward, memory)
     if likelihood.activation is not None:
@@ -125,34 +122,57 @@ def fit(
         data_size,
     )  # fmt: skip
     result = runner.run(method, problem)
-    tangent = result.tangent or tangent
-    prior_fixed = prior.fixed
     if data_size is None and drawn is None:
         warn_of_unseen_samples(loader, runner.shown())
-    likelihood, prior = _settled(result, likelihood, prior)
-    summary, size = _part(runner, result, data_size)
-
-    def posterior(
-        covariance: Covariance, statistics: Mapping[str, Tensor], samples: int, size: float | None
-    ) -> Posterior:
-        fitted = Posterior(
-            tangent, covariance, likelihood, prior, dict(statistics), samples, 1.0 if size is None else size / samples,
-            float(temperature), repr(method), not likelihood.needs_noise, Stamp.of(tangent.state()), result.history,
-        )  # fmt: skip
-        settled = fitted.noise_fixed and isinstance(covariance, PriorCovariance)
-        return fitted.at(prior.precision, likelihood.noise_variance) if settled else fitted
-
-    whole = posterior(result.covariance, summary.statistics, summary.samples, size)
+    whole, prefixes = _posteriors(runner, method, problem, result)
     if result.precision is not None or not isinstance(result.covariance, PriorCovariance):
-        if not prior_fixed and tune is not None and tune is not DEFAULT_TUNING:
+        if not prior.fixed and tune is not None and tune is not DEFAULT_TUNING:
             log.warning("%s chooses its own prior; tune=%s was not used", type(method).__name__, type(tune).__name__)
         return _checked(whole)
     if tune is None:
         return _checked(whole if whole.tuned else whole.with_defaults())
+    return _checked(tune.tune(whole, Training(loader, prefixes, runner.count())))
+
+
+def _posteriors(
+    runner: Runner, method: Method, problem: Problem, result: FitResult
+) -> tuple[Posterior, tuple[Posterior, ...]]:
+    """Returns the posterior of all data, and those of its first parts, with the prior and noise that the method chose.
+
+    Raises:
+        LapwingError: for a data size below the number of samples that the loader shows.
+    """
+    tangent, likelihood, prior = result.tangent or problem.tangent, problem.likelihood, problem.prior
+    if result.noise_variance is not None:
+        likelihood = likelihood.with_noise_variance(result.noise_variance)
+    if result.precision is not None:
+        prior = replace(prior, precision=result.precision, fixed=True)
+
+    def posterior(covariance: Covariance, statistics: Mapping[str, Tensor], samples: int, factor: float) -> Posterior:
+        fitted = Posterior(
+            tangent, covariance, likelihood, prior, dict(statistics), samples, factor, problem.temperature,
+            repr(method), not likelihood.needs_noise, Stamp.of(tangent.state()), result.history,
+        )  # fmt: skip
+        settled = fitted.noise_fixed and isinstance(covariance, PriorCovariance)
+        return fitted.at(prior.precision, likelihood.noise_variance) if settled else fitted
+
+    summary, factor = result.summary, result.data_factor
+    if summary is None:
+        summary = runner.summary()
+        if problem.data_size is None and not runner.whole:
+            factor = runner.count() / summary.samples
+    if problem.data_size is not None:
+        count = summary.samples if result.summary is None else runner.count()
+        if problem.data_size < count:
+            raise LapwingError(
+                f"data_size={problem.data_size} is below the {count} samples that the loader shows. Leave data_size "
+                "out, or give the size of the whole training set."
+            )
+        factor *= problem.data_size / count
+    whole = posterior(result.covariance, summary.statistics, summary.samples, factor)
     parts = sorted(runner.prefixes().items())
     unscaled = parts if whole.data_factor > 1 else parts[:-1]  # all of the data is a part where `whole` is scaled
-    prefixes = tuple(posterior(*kept, samples, None) for samples, kept in unscaled)
-    return _checked(tune.tune(whole, Training(loader, prefixes, runner.count())))
+    return whole, tuple(posterior(*kept, samples, 1.0) for samples, kept in unscaled)
 
 
 def _checked(posterior: Posterior) -> Posterior:
@@ -181,29 +201,67 @@ def _check_noise(likelihood: Likelihood, tangent: Tangent) -> None:
         check_range("noise variance", torch.tensor(likelihood.noise_variance, dtype=torch.float64), tangent.dtype)
 
 
-def _part(runner: Runner, result: FitResult, data_size: int | None) -> tuple[DataSummary, float | None]:
-    """Returns the summary of the samples that the curvature is of, and the N that it is scaled to; None for no scale.
+def _method_and_params(method: Any, params: Any) -> tuple[Method, Predicate | LastLayer]:
+    """Returns the method and the selection of parameters, with the defaults for what is None.
 
     Raises:
-        LapwingError: for a data size below the number of samples that the loader shows.
+        LapwingError: for a method that is a class, a tensor, or anything else but a method.
     """
-    if result.summary is None:
-        summary = runner.summary()
-        if data_size is None:
-            return summary, None if runner.whole else runner.count()
-        check_data_size(data_size, summary.samples)
-        return summary, float(data_size)
-    factor = result.data_factor
-    if data_size is not None:
-        check_data_size(data_size, runner.count())
-        factor *= data_size / runner.count()
-    return result.summary, None if factor == 1.0 else factor * result.summary.samples
+    if isinstance(method, type) and issubclass(method, Method):
+        raise LapwingError(
+            f"method={method.__name__} is the class. Pass an instance with its options: lw.{method.__name__}()."
+        )
+    if hasattr(method, "shape") and hasattr(method, "dtype"):
+        raise LapwingError(
+            f"lw.fit takes a loader and then a method, and the third argument is {shown(method)}. Write lw.fit(model, "
+            "[(x, y)]) to fit on inputs x and targets y."
+        )
+    if method is not None and not isinstance(method, Method):
+        raise LapwingError(
+            f"method={shown(method)} is not a method. Pass lw.Full(), lw.Diagonal(), lw.KFAC(), lw.EKFAC(), "
+            "lw.ELLA(rank=20, rows=200), lw.OptimalSubspace(rank=20), lw.SubsetOfWeights(size=100), lw.VaLLA(), "
+            "lw.SubsetOfData(size=500), lw.SampledLLA() or lw.MeanField(): write method=lw.KFAC(). lw.SWAG is made by "
+            "lw.SWAG.from_snapshots."
+        )
+    if params is None:
+        params = last_layer if method is None else everything
+    return method or KFAC(), params
 
 
-def _settled(result: FitResult, likelihood: Likelihood, prior: Prior) -> tuple[Likelihood, Prior]:
-    """Returns likelihood and prior at what the method chose itself."""
-    if result.noise_variance is not None:
-        likelihood = likelihood.with_noise_variance(result.noise_variance)
-    if result.precision is not None:
-        prior = replace(prior, precision=result.precision, fixed=True)
-    return likelihood, prior
+def _check_numbers(
+    prior_precision: Any, weight_decay: float | None, temperature: float, data_size: int | None, seed: Any
+) -> None:
+    """Raises for numbers out of range."""
+    numbers = {"weight_decay": weight_decay, "temperature": temperature}
+    if not isinstance(prior_precision, Mapping):
+        numbers["prior_precision"] = prior_precision
+    for name, value in numbers.items():
+        if not (is_positive(value) or (value is None and name != "temperature")):
+            raise LapwingError(
+                f"{name}={shown(value)} is not a positive finite number. Write "
+                f"{name}={1e-4 if name == 'weight_decay' else 1.0}, or leave it out."
+            )
+    if data_size is not None and not (is_positive(data_size) and isinstance(data_size, Integral)):
+        raise LapwingError(
+            f"data_size={shown(data_size)} is not a whole number, the size of the training set. Write "
+            "data_size=len(dataset), or leave it out."
+        )
+    if prior_precision is not None and weight_decay is not None:
+        raise LapwingError(
+            f"prior_precision={prior_precision} and weight_decay={weight_decay} exclude each other, since weight_decay "
+            "sets the prior precision to N times itself. Leave one out."
+        )
+    check_seed(seed)
+
+
+def _check_tuning(tune: Any) -> None:
+    """Raises for a tuning that is none."""
+    if tune is not None and not isinstance(tune, Tuning):
+        raise LapwingError(
+            f"tune={shown(tune)} is not a tuning. Pass lw.BoundedEvidence(), lw.Evidence(), lw.Validation(loader), "
+            "lw.EarlyStopping(loader) or None: write tune=lw.BoundedEvidence()."
+        )
+    if torch.empty(0).is_meta:
+        raise LapwingError(
+            "torch's default device is meta, whose tensors hold no numbers. Call torch.set_default_device('cpu') first."
+        )

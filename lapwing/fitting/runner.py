@@ -87,7 +87,7 @@ class Runner:
         state: State | None = None
         while True:
             try:
-                step = next(passes) if state is None else passes.send(state)
+                step = passes.send(state)
             except StopIteration as stop:
                 result = stop.value if isinstance(stop.value, FitResult) else FitResult(stop.value)
                 if not self._summary.samples and result.summary is None:

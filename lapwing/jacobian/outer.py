@@ -277,12 +277,7 @@ class SharedOuter(MatrixJacobian):
         return by_rows <= pairs * (self.batch * other.batch * self.inputs + mine * theirs * (self.outputs + REDUCTION))
 
     def _position_gram(self, mine: Strip, theirs: Strip) -> Tensor:
-        """Returns one group's part of two strips, for slices of both sides' samples and of the cotangents.
-
-        Args:
-            mine: a (B, t, I) and g (B, R, t, O).
-            theirs: a (B', t', I) and g (B', R', t', O).
-        """
+        """Returns one group's part of two strips (B, t, I) and (B', t', I), for slices of samples and cotangents."""
         (a, g), (b, h) = mine, theirs
         here, there, columns = a.shape[1], b.shape[1], h.shape[1]
         pair = here * columns * there * a.element_size()  # of one row with one sample of theirs

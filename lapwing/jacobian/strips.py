@@ -69,14 +69,9 @@ class Strips:
         dtype: torch.dtype,
         limit: int,
     ) -> Strips:
-        """Cuts positions into strips. A strip needs a and its rotation, g and its rotation in another layout.
+        """Cuts a grid of positions into strips, for (B, R, G, O, I); `part` gives a and g at a box of positions.
 
-        Args:
-            part: gives a and g at a box of positions.
-            grid: the positions.
-            shape: (B, R, G, O, I).
-            dtype: of both.
-            limit: how many numbers a strip may need. It has one position at least.
+        A strip needs a and its rotation, g and its rotation in another layout: up to `limit` numbers, or one position.
         """
         batch, cotangents, groups, outputs, inputs = shape
         numbers = batch * groups * (2 * inputs + 3 * cotangents * outputs)

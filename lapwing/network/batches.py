@@ -136,7 +136,7 @@ def check_loader(loader: Any, purpose: str) -> None:
     if one_batch or isinstance(loader, (Tensor, Mapping, str, bytes, type)) or not hasattr(loader, "__iter__"):
         raise LapwingError(
             f"{purpose} needs an iterable of (inputs, targets) batches, not {shown(loader)}. Write [(x, y)] for one "
-            "batch."
+            "batch, or torch.utils.data.DataLoader(dataset, batch_size=100)."
         )
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LapwingError, shown
-from .autocast import network_precision
 from .batches import Forward, describe, short, size, tensors
+from .eager import network_precision
 from .module_state import preserved_state
 
 

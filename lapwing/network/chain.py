@@ -34,16 +34,11 @@ EXACT = (torch.float32, torch.float64)
 
 
 def chain_gradients(outputs: Tensor, noted: Sequence[RecordedUse], u: Tensor | None) -> list[Tensor | None] | None:
-    """Takes cotangents back through a chain of linear layers.
-
-    Args:
-        outputs: f (B, C) with its graph.
-        noted: the uses whose gradients are wanted, in order.
-        u: (R, B, C), or None for the C outputs themselves.
+    """Takes cotangents u (R, B, C), None for the C outputs themselves, back through a chain of linear layers.
 
     Returns:
-        g (R, B, O) for each use, None for one whose output is f itself where `u` is None. None in all where this is
-        not a chain. In memory the samples come first, as products sample by sample read them.
+        g (R, B, O) for each use in order, None for one whose output is f itself where `u` is None. None in all where
+        this is not a chain. In memory the samples come first, as products sample by sample read them.
 
     Cost: time O(R B O I) a layer.
     """

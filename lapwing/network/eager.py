@@ -13,8 +13,10 @@ import threading
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from operator import is_
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +26,15 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import LapwingError
 from ..jacobian.plain_functions import INSTEAD, transformed
-from .autocast import Arguments, Result, full_precision
 
 LOCK = threading.RLock()
 """Held while any network runs or its parameters are looked up: several threads may use one posterior."""
+
+_CALLERS: ContextVar[tuple[tuple[str, torch.dtype], ...]] = ContextVar("callers_autocast", default=())
+"""Devices and dtypes of the autocast that the caller had switched on, while `full_precision` is within it."""
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -61,6 +68,16 @@ def _without(flags: tuple[tuple[str, int], ...], args: tuple, kwargs: dict) -> t
     return args, kwargs
 
 
+def swapped(arguments: Any, values: Mapping[int, Tensor]) -> Any:
+    """Returns a call's arguments with values, known by id, in place of some, also in lists and tuples among them.
+
+    The same object comes back where none is replaced.
+    """
+    get = values.get
+    others = [get(id(x), x) if x.__class__ not in (list, tuple) else swapped(x, values) for x in arguments]
+    return arguments if all(map(is_, others, arguments)) else type(arguments)(others)
+
+
 REPLACED = frozenset((F.multi_head_attention_forward, Tensor.register_hook, *INSTEAD, *TABLES))
 """What `EagerMode` calls otherwise than the network does."""
 
@@ -77,6 +94,42 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     """Returns the network's own parameters by name, not those that another thread has set for a call."""
     with LOCK:
         return dict(model.named_parameters())
+
+
+def full_precision(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Runs a function outside the caller's autocast, which `network_precision` takes up again for the network."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+        if not devices:
+            return function(*args, **kwargs)
+        token = _CALLERS.set(tuple((device, torch.get_autocast_dtype(device)) for device in devices))
+        try:
+            with contextlib.ExitStack() as stack:
+                for device in devices:
+                    stack.enter_context(torch.autocast(device, enabled=False))
+                return function(*args, **kwargs)
+        finally:
+            _CALLERS.reset(token)
+
+    return wrapped
+
+
+def network_casts() -> bool:
+    """Whether the caller had autocast switched on, so that the network computes in less precision than its weights."""
+    return bool(_CALLERS.get())
+
+
+def network_precision() -> contextlib.AbstractContextManager[object]:
+    """Returns a context for a call of the network: the autocast that the caller had switched on, if any."""
+    active = _CALLERS.get()
+    if not active:
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    for device, dtype in active:
+        stack.enter_context(torch.autocast(device, dtype=dtype))
+    return stack
 
 
 def outside_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

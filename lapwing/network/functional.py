@@ -11,7 +11,6 @@ it, under lapwing's lock.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .batches import Forward, tensors
 from .calling import call
-from .eager import EagerMode, eager_math, without_compiled
+from .eager import EagerMode, eager_math, swapped, without_compiled
 from .module_state import preserved_state
 from .tracing import graph_leaves
-
-SEQUENCES = frozenset((list, tuple))
 
 
 class StandIns(EagerMode):
@@ -43,16 +40,9 @@ class StandIns(EagerMode):
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs the function with the stand-ins, also those in lists and tuples."""
-        get = self._values.get
-        swapped = [get(id(arg), arg) if arg.__class__ not in SEQUENCES else self._within(arg) for arg in args]
         if kwargs:
-            kwargs = dict(zip(kwargs, self._within(tuple(kwargs.values())), strict=True))
-        return function(*swapped, **kwargs)
-
-    def _within(self, arguments: Any) -> Any:
-        get = self._values.get
-        swapped = [get(id(arg), arg) if arg.__class__ not in SEQUENCES else self._within(arg) for arg in arguments]
-        return arguments if all(map(is_, swapped, arguments)) else type(arguments)(swapped)
+            kwargs = dict(zip(kwargs, swapped(tuple(kwargs.values()), self._values), strict=True))
+        return function(*swapped(args, self._values), **kwargs)
 
 
 class _WithoutGradients(StandIns):
@@ -113,18 +103,17 @@ def call_with(
     if not unseen:
         with without_compiled():
             return call(model, inputs, forward, StandIns(parameters, values))
-    wrapped = _Wrapped.__new__(_Wrapped)  # no registration: the user's module is only looked through
-    nn.Module.__init__(wrapped)
-    wrapped._modules["model"], wrapped._forward, wrapped.training = model, forward, model.training
     with eager_math(), preserved_state(model):
-        return functional_call(wrapped, {f"model.{name}": value for name, value in values.items()}, (inputs,))
+        values = {f"model.{name}": value for name, value in values.items()}
+        return functional_call(_Wrapped(model, forward), values, (inputs,))
 
 
 class _Wrapped(nn.Module):
     """Lets `functional_call` reach a network through the user's own `forward=`."""
 
-    model: nn.Module
-    _forward: Forward | None
+    def __init__(self, model: nn.Module, forward: Forward | None) -> None:
+        super().__init__()
+        self.model, self._forward = model, forward
 
     def forward(self, inputs: Any) -> Tensor:
         return call(self.model, inputs, self._forward)
@@ -153,14 +142,9 @@ def first_call(
     leaves: Mapping[str, Tensor],
     inputs: Any,
 ) -> FirstCall:
-    """Runs the network with leaves in the place of some parameters, and finds out how it must be run from now on.
+    """Runs the network with leaves in the place of all these parameters, and finds out how it must be run from now on.
 
-    Args:
-        model: the network.
-        forward: how it is called.
-        parameters: name -> parameters.
-        leaves: name -> copies of them, nearly all of which require gradients.
-        inputs: B samples.
+    The other arguments are those of `call_with`.
     """
     mode, reads = _WithoutGradients(parameters, leaves), _Reads(parameters.values())
     with without_compiled(), reads:

@@ -203,13 +203,7 @@ def check_inputs(inputs: Any, shared: Sequence[bool], where: str) -> Checked:
 
 
 def check_recording(model: nn.Module, inputs: Any, recording: Recording, outputs: int) -> None:
-    """Checks what the network did: outputs of the first batch's width, and weights that count as they did there.
-
-    Args:
-        model: the network.
-        inputs: the batch.
-        recording: of that batch.
-        outputs: C of the first batch.
+    """Checks what the network did: outputs of the first batch's width C, and weights that count as they did there.
 
     Raises:
         LapwingError: for outputs that are not finite or of another shape; where covered parameters, or what their

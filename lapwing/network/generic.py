@@ -1,7 +1,12 @@
-"""Any parameter of any module: per-sample gradients of it alone, by vmap where the network allows it, else by loops."""
+"""Derivatives of any network: per-sample gradients of any parameter, and products `J V` by forward mode.
+
+Gradients go by vmap where the network allows it, else by loops. Both are compared with autograd.
+"""
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,9 +15,9 @@ from torch import Tensor
 from torch.func import vjp, vmap
 
 from ..errors import LapwingError
-from .autocast import network_casts
+from ..linalg import total
 from .batches import describe, take, tensors
-from .eager import batching_quiet
+from .eager import LOCK, batching_quiet, network_casts
 
 Network = Callable[[Mapping[str, Tensor], Any], Tensor]
 """Other values of some parameters by name, and inputs -> outputs (B, C)."""
@@ -21,16 +26,7 @@ Network = Callable[[Mapping[str, Tensor], Any], Tensor]
 def per_sample_rows(
     network: Network, parameters: Mapping[str, Tensor], inputs: Any, cotangents: Tensor
 ) -> dict[str, Tensor]:
-    """Returns `J[n, r] = uᵀ ∂f(x_n)/∂θ` of each parameter.
-
-    Args:
-        network: the network as a function of these parameters.
-        parameters: name -> value of the parameters to differentiate.
-        inputs: B samples.
-        cotangents: u (B, R, C).
-
-    Returns:
-        name -> rows (B, R, P).
+    """Returns `J[n, r] = uᵀ ∂f(x_n)/∂θ` (B, R, P) of each parameter by name, for cotangents u (B, R, C).
 
     Cost: R backward passes a sample and one more to check them, memory O(B R P) beside the vectorised forward pass.
     """
@@ -122,3 +118,67 @@ def _gradients(out: Tensor, leaves: Iterable[Tensor], u: Tensor, **options: bool
     if not out.requires_grad:
         return tuple(map(torch.zeros_like, wanted))
     return torch.autograd.grad(out, wanted, u, allow_unused=True, materialize_grads=True, **options)
+
+
+@functools.cache
+def _load_rules() -> None:
+    """Makes torch load its rules of forward mode, for which it scripts functions and warns that this is deprecated."""
+    with LOCK, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit", category=FutureWarning)
+        warnings.filterwarnings("ignore", "`torch.jit", category=DeprecationWarning)
+        torch.func.jvp(torch.sin, (torch.zeros(()),), (torch.zeros(()),))
+
+
+def jvp(function: Any, primals: tuple, tangents: tuple) -> Any:
+    """Returns `function(*primals)` and its derivative along the tangents: `torch.func.jvp`, without its warning.
+
+    Cost: about two calls of the function.
+    """
+    _load_rules()
+    return torch.func.jvp(function, primals, tangents)
+
+
+def forward_products(
+    network: Network, parameters: Mapping[str, Tensor], vectors: Mapping[str, Tensor], inputs: Any
+) -> Tensor | None:
+    """Returns `J V` (B, C, K) for vectors (K, *shape) by name: one random sum of it is compared with a backward pass.
+
+    None where the network has no forward mode, or one that disagrees with reverse mode, as at padding tokens.
+
+    Cost: about 2 K forward passes and one backward pass; memory of one dual forward pass.
+    """
+    values = {name: value.detach() for name, value in parameters.items()}
+    directions = {name: vectors[name].to(value.dtype) for name, value in values.items()}
+
+    def outputs(weights: dict[str, Tensor]) -> Tensor:
+        return network(weights, inputs)
+
+    def product(direction: dict[str, Tensor]) -> Tensor:
+        return jvp(outputs, (values,), (direction,))[1]
+
+    try:
+        with batching_quiet(), torch.no_grad():
+            products = vmap(product, chunk_size=8, out_dims=-1, randomness="error")(directions)  # (B, C, K)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError):
+        return None
+    return products if _agrees_with_reverse_mode(outputs, values, directions, products) else None
+
+
+def _agrees_with_reverse_mode(
+    outputs: Callable[[dict[str, Tensor]], Tensor],
+    values: dict[str, Tensor],
+    directions: dict[str, Tensor],
+    products: Tensor,
+) -> bool:
+    """Compares `uᵀ J V` for a random u with one backward pass."""
+    u = torch.randn(products.shape[:2], generator=torch.Generator().manual_seed(0)).to(products)
+    leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
+    with torch.enable_grad():
+        gradients = _gradients(outputs(leaves), leaves.values(), u)
+    wanted = total(
+        directions[name].flatten(1) @ gradient.flatten() for name, gradient in zip(leaves, gradients, strict=True)
+    )  # (K,)
+    contracted = torch.einsum("bc,bck->k", u, products)
+    eps = torch.finfo(products.dtype).eps
+    allowed = 3 * eps**0.5 * wanted.norm() + 100 * eps * products.abs().sum() / products.shape[-1]
+    return bool((contracted - wanted).norm() <= allowed)

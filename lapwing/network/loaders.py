@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler, default_collate
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler
 
 from ..errors import LapwingError, shown
 from . import batches
@@ -28,15 +28,7 @@ def first_batch(loader: Any) -> Any:
         raise LapwingError(
             f"The loader is a {type(loader).__name__}, which makes loaders. Pass data_module.train_dataloader()."
         )
-    if not hasattr(loader, "__iter__") or isinstance(loader, (Tensor, Mapping)):
-        raise LapwingError(
-            f"The loader is {batches.describe(loader)} and must be an iterable of (inputs, targets) batches. Write "
-            "[(x, y)] for one batch, or torch.utils.data.DataLoader(dataset, batch_size=100)."
-        )
-    if isinstance(loader, tuple) and len(loader) == 2 and all(isinstance(item, Tensor) for item in loader):
-        raise LapwingError(
-            f"The loader is one batch, {batches.describe(loader)}, and must be an iterable of batches. Write [(x, y)]."
-        )
+    batches.check_loader(loader, "A fit")
     iterator = iter(loader)
     if not isinstance(loader, DataLoader) and iter(loader) is iterator:  # one with lasting workers keeps and resets it
         raise LapwingError(
@@ -51,18 +43,6 @@ def first_batch(loader: Any) -> Any:
         f"The loader, of type {type(loader).__name__}, yields no batch. Check the dataset's length, and drop_last=True "
         "with a batch size above it."
     )
-
-
-def known_size(loader: Any) -> int | None:
-    """Returns how many samples a loader is sure to show, without going through it; None where it does not say.
-
-    Lists and tuples of batches say, and a `DataLoader` that keeps to its sampler and joins samples as torch does.
-    """
-    if type(loader) in (list, tuple):
-        return sum(batches.size(batches.split(batch)[0]) for batch in loader)
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        return None
-    return sampler_size(loader) if loader.collate_fn is default_collate else None
 
 
 def sampler_size(loader: DataLoader) -> int | None:

@@ -67,14 +67,6 @@ def output_layers(
 ) -> tuple[tuple[str, ...], FirstCall]:
     """Returns the names of the parameters that `lw.last_layer` treats, and the call that showed which they are.
 
-    Args:
-        model: the uncompiled network.
-        inputs: a few samples.
-        forward: how the network is called.
-        parameters: name -> parameter, tied ones once.
-        recording: of these samples.
-        warn: name the parameters in the log.
-
     Raises:
         LapwingError: where no layer is the last, with the line to write.
 
@@ -90,15 +82,16 @@ def output_layers(
         for name, value in parameters.items()
         if value.is_floating_point() or value.is_complex()
     }
-    origins = _Origins([*parameters.values(), *leaves.values()], batches.tensors(inputs))
+    tensors = batches.tensors(inputs)
+    origins = _Origins([*parameters.values(), *leaves.values()], tensors)
     with torch.enable_grad(), origins:
         first = first_call(model, forward, parameters, leaves, inputs)
     outputs = first.outputs
     if outputs.grad_fn is None:
         raise _refused_without_gradient(model, kind)
     owners = {id(tensor): name for named in (parameters, leaves) for name, tensor in named.items()}
-    reached = {owners[id(leaf)] for leaf in graph_leaves(outputs, batches.tensors(inputs))[0] if id(leaf) in owners}
-    graph = _Graph(outputs.grad_fn, origins.nodes(), batches.tensors(inputs), parameters, owners, origins.gradients())
+    reached = {owners[id(leaf)] for leaf in graph_leaves(outputs, tensors)[0] if id(leaf) in owners}
+    graph = _Graph(outputs.grad_fn, origins, tensors, parameters, owners)
     layer, product = graph.last()
     names = tuple(name for name in parameters if name in layer & reached)  # an energy's bias has no force
     for prefix, module in scripted:
@@ -125,25 +118,17 @@ def output_layers(
 class _Origins(EagerMode):
     """Tells tensors that depend on the inputs from those made of weights and constants alone.
 
-    Args:
-        weights: the parameters.
-        inputs: the tensors of the inputs.
+    Attributes:
+        nodes: of the graph, those whose results depend on the inputs, all but those within torch functions.
+        gradients: nodes of gradients that the network took itself -> those of what it took them of.
     """
 
     def __init__(self, weights: Iterable[Tensor], inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self._weights = {id(tensor): tensor for tensor in weights}  # tensors are kept, so that no id is used again
         self._data = {id(tensor): tensor for tensor in inputs}
-        self._nodes = [tensor.grad_fn for tensor in inputs]
-        self._gradients: dict[Node, list[Node]] = {}
-
-    def nodes(self) -> set[Node]:
-        """Returns the nodes of the graph whose results depend on the inputs, all but those within torch functions."""
-        return {node for node in self._nodes if node is not None}
-
-    def gradients(self) -> dict[Node, list[Node]]:
-        """Returns the nodes of gradients that the network took itself -> those of what it took them of."""
-        return self._gradients
+        self.nodes: list[Node | None] = [tensor.grad_fn for tensor in inputs]
+        self.gradients: dict[Node, list[Node]] = {}
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs the function; notes what its results depend on."""
@@ -160,7 +145,7 @@ class _Origins(EagerMode):
             self._note_gradients(made, _tensors(args[0], kwargs.get("grad_outputs")))
         if any(self._varies(tensor) for tensor in arguments):
             self._data.update((id(tensor), tensor) for tensor in made)
-            self._nodes += [tensor.grad_fn for tensor in made]
+            self.nodes += [tensor.grad_fn for tensor in made]
         elif any(id(tensor) in self._weights for tensor in arguments):
             self._weights.update((id(tensor), tensor) for tensor in made)
         return out
@@ -170,7 +155,7 @@ class _Origins(EagerMode):
         earlier = set().union(*(graph_leaves(tensor, ())[1] for tensor in sources))  # may come back as it is
         for tensor in made:
             if tensor.grad_fn is not None and tensor.grad_fn not in earlier:
-                self._gradients[tensor.grad_fn] = nodes
+                self.gradients[tensor.grad_fn] = nodes
 
     def _varies(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on the inputs; one that no function here made may have come from scripted code."""
@@ -178,7 +163,7 @@ class _Origins(EagerMode):
             return True
         unseen = tensor.requires_grad and id(tensor) not in self._weights
         if unseen:
-            self._nodes.append(tensor.grad_fn)
+            self.nodes.append(tensor.grad_fn)
         return unseen
 
 
@@ -216,11 +201,10 @@ class _Graph:
 
     Args:
         root: the node of the outputs.
-        varying: nodes whose results depend on the inputs.
+        origins: which nodes depend on the inputs. Gradients that the network took have as branches what they are of.
         inputs: the tensors of the inputs, which may have a graph of their own.
         parameters: name -> parameter.
         owners: id of a leaf -> name of its parameter.
-        gradients: node of a gradient -> nodes of what it was taken of, which are its branches here.
 
     Attributes:
         assembled: whether samples may have gone through different last layers, once `last` was called.
@@ -229,13 +213,13 @@ class _Graph:
     def __init__(
         self,
         root: Node,
-        varying: Iterable[Node],
-        inputs: Iterable[Tensor],
+        origins: _Origins,
+        inputs: Sequence[Tensor],
         parameters: Mapping[str, Tensor],
         owners: Mapping[int, str],
-        gradients: Mapping[Node, list[Node]],
     ) -> None:
         self._root, self._parameters, self._owners = root, parameters, owners
+        self._gradients, self.assembled = origins.gradients, False
         self._branches: dict[Node, tuple[Node | None, ...]] = {}
         parents: dict[Node, list[Node]] = {}
         stops = [tensor.grad_fn for tensor in inputs]
@@ -245,18 +229,17 @@ class _Graph:
             if node in self._branches:
                 continue
             after = tuple(branch for branch, _ in node.next_functions)
-            self._branches[node] = () if node in stops else tuple(gradients.get(node, after))
+            self._branches[node] = () if node in stops else tuple(self._gradients.get(node, after))
             for branch in filter(None, self._branches[node]):
                 parents.setdefault(branch, []).append(node)
                 left.append(branch)
         self._varying: set[Node] = set()
-        left = [node for node in varying if node in self._branches]
+        left = [node for node in origins.nodes if node in self._branches]
         while left:
             node = left.pop()
             if node not in self._varying:
                 self._varying.add(node)
                 left += parents.get(node, ())
-        self._gradients, self.assembled = gradients, False
 
     def last(self) -> tuple[set[str], set[str]]:
         """Returns the names of the last layer's parameters, and those of a product of several layers, if there is one.

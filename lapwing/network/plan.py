@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from os.path import commonprefix
 from typing import Any
+
+from torch import Tensor
 
 from ..contents import Mismatch, check_json, is_count
 from ..errors import LapwingError
 from ..jacobian.blocks import Block
 from ..jacobian.layers import BatchAxis
+from .tracing import RecordedUse
 
 Uses = Mapping[str, Sequence[tuple[int, BatchAxis, frozenset[str]]]]
 """Block name -> its uses as (index, where the samples are, roles treated)."""
@@ -32,6 +36,12 @@ class Coverage:
     """Which layer family treats each block of parameters; `generic` is slower, never wrong."""
 
     lines: tuple[Covered, ...]
+
+    @classmethod
+    def of(cls, blocks: Sequence[Block], reasons: Sequence[str]) -> Coverage:
+        """Makes the report of blocks and the reasons why they are generic, "" where they are not."""
+        lines = zip(blocks, reasons, strict=True)
+        return cls(tuple(Covered(b.name, b.parameters, b.size, b.family, reason) for b, reason in lines))
 
     @property
     def generic(self) -> tuple[Covered, ...]:
@@ -140,12 +150,11 @@ class Plan:
                 f"The first batch had one sample, which cannot show where the layers of {model} hold the {samples} "
                 "samples of this one. Begin with a batch of two or more: put a larger batch first."
             )
-        if names == self._names and kinds == (self.kinds or kinds):
+        if names == self._names and kinds == self.kinds:
             return self.uses
         order = [tuple(sorted(use.items())) for use in names]
         clear = all(len(self._axes.get(use, ())) == 1 for use in order)
-        known = set(zip(self.order, self.kinds, strict=False))
-        clear = clear and (not known or known.issuperset(zip(order, kinds, strict=True)))
+        clear = clear and set(zip(self.order, self.kinds, strict=True)).issuperset(zip(order, kinds, strict=True))
         if not clear or set(order) != set(self.order):
             raise LapwingError(
                 f"{model} does not run as on the first batch, where it used its covered parameters {len(self.order)} "
@@ -213,3 +222,69 @@ def _check_uses(
     first = kinds[uses[0][0]].partition(",")[0] if uses and uses[0][0] < len(kinds) else ""
     if block.family != first:
         raise Mismatch(f"the plan has no use of {', '.join(block.parameters)} in a layer of its family")
+
+
+def planned(
+    uses: Sequence[tuple[RecordedUse, BatchAxis]],
+    covered: Set[str],
+    parameters: Mapping[str, Tensor],
+    outputs: Tensor,
+    shared: tuple[bool, ...],
+    unseen: bool,
+) -> tuple[list[Block], Plan]:
+    """Makes blocks and plan of a survey's uses of covered parameters, with where they hold the samples.
+
+    Weight and bias that always go together are one block, others stand alone.
+    """
+    order = tuple(tuple(sorted((r, n) for r, n in use.names.items() if n in covered)) for use, _ in uses)
+    by_name: dict[str, list[int]] = {}
+    for i, roles in enumerate(order):
+        for _, name in roles:
+            by_name.setdefault(name, []).append(i)
+    blocks: list[Block] = []
+    uses_of: dict[str, list[tuple[int, BatchAxis, frozenset[str]]]] = {}
+    done: set[str] = set()
+    for i, roles in enumerate(order):
+        for role, name in sorted(roles, reverse=True):  # weight before bias
+            if name in done:
+                continue
+            matrix, *others = {uses[j][0].use.matrix() for j in by_name[name]}
+            partner = dict(roles).get("bias") if role == "weight" and not others else None
+            paired = partner is not None and partner not in done and by_name[partner] == by_name[name]
+            members = (name, partner) if partner is not None and paired else (name,)
+            done.update(members)
+            matrix = None if others else matrix  # uses that disagree are added up in the parameter's own order
+            shapes = tuple(tuple(parameters[member].shape) for member in members)
+            bias = matrix is not None and (role == "bias" or len(members) == 2)
+            blocks.append(Block(_block_name(members), members, shapes, uses[i][0].use.family, matrix, bias))
+            uses_of[blocks[-1].name] = [
+                (j, uses[j][1], frozenset(r for r, n in order[j] if n in members)) for j in by_name[name]
+            ]
+    noted, samples = [use for use, _ in uses], len(outputs)
+    plan = Plan(
+        watched=tuple(name for block in blocks for name in block.parameters),
+        order=order,
+        uses=uses_of,
+        single_sample=samples == 1,
+        sizes=tuple(_numbers(use, samples) for use in noted),
+        spread=any(use.spread for use in noted),
+        last=next((i for i, use in enumerate(noted) if use.is_output(outputs)), -1),
+        kinds=tuple(use.use.kind for use in noted),
+        shared=shared,
+        unseen=unseen,
+    )
+    return blocks, plan
+
+
+def _block_name(members: tuple[str, ...]) -> str:
+    if len(members) == 1:
+        return members[0].removesuffix(".weight")
+    return commonprefix(members).rstrip("._") or members[0]  # noqa: RUF071 (characters are what is wanted)
+
+
+def _numbers(noted: RecordedUse, samples: int) -> tuple[int, int]:
+    """Returns (outputs, unfolded inputs) a sample, in numbers."""
+    out, matrix = noted.out.numel() // samples, noted.use.matrix()
+    if matrix is None or matrix.one_hot:
+        return out, out
+    return out, out // matrix.outputs * (matrix.inputs + 1)

@@ -10,16 +10,14 @@ import contextlib
 import logging
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from os.path import commonprefix
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import LapwingError
-from ..jacobian.blocks import Block, Matrix
+from ..jacobian.blocks import Block
 from ..jacobian.layers import BatchAxis
 from ..linalg import accumulation_dtype
 from . import batches
@@ -28,9 +26,9 @@ from .calling import call
 from .eager import Draws, without_compiled
 from .functional import FirstCall, first_call
 from .output_layers import output_layers
-from .plan import Coverage, Covered, Plan
+from .plan import Coverage, Plan, planned
 from .selection import LastLayer, Predicate, select
-from .tracing import RecordedUse, output_gradients, run, run_spread
+from .tracing import RecordedUse, Recording, output_gradients, run, run_spread
 
 log = logging.getLogger("lapwing")
 
@@ -47,16 +45,6 @@ _WARNED_IDLE: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyD
 """Network -> its parameters that were said to have no gradient."""
 
 
-@dataclass(frozen=True)
-class Survey:
-    """What the probe learned about a network."""
-
-    blocks: tuple[Block, ...]
-    plan: Plan
-    coverage: Coverage
-    outputs: int
-
-
 def probe(
     model: nn.Module,
     parameters: dict[str, Tensor],
@@ -65,7 +53,7 @@ def probe(
     forward: Forward | None,
     max_numbers: int,
     warn: bool = True,
-) -> Survey:
+) -> tuple[tuple[Block, ...], Plan, Coverage, int]:
     """Surveys a network on a few samples.
 
     Args:
@@ -78,96 +66,97 @@ def probe(
         warn: warn of idle parameters.
 
     Returns:
-        Blocks, the plan to read recordings with, and the coverage report.
+        Blocks, the plan to read recordings with, the coverage report, and C.
 
     Raises:
         LapwingError: no parameter selected; outputs that change between calls or with the rest of the batch.
     """
     few = _few(model, inputs, forward)
-    chosen = () if isinstance(params, LastLayer) else select(params, parameters, type(model).__name__)
-    frozen = {name: parameters[name] for name in chosen if not parameters[name].requires_grad}
-    recording = run_spread(model, few, forward, parameters, list(frozen.values()))
-    outputs, noted, routed, differentiated, elsewhere = recording
-    batches.check_outputs(outputs, "the first batch")
-    names, first = chosen, None
-    if isinstance(params, LastLayer):
-        names, first = output_layers(model, few, forward, parameters, recording, warn)
-        frozen = {name: parameters[name] for name in names if not parameters[name].requires_grad}
-        if frozen:  # not known before, and others, masks and tables, need not take gradients
-            elsewhere = elsewhere | run(model, few, forward, frozen, frozen=list(frozen.values())).elsewhere
-    samples = outputs.shape[0]
+    names, recording, first = _recorded(model, few, forward, parameters, params, warn)
+    outputs = recording.outputs
     _check_repeatable(model, few, forward, outputs.detach())
 
-    generator = torch.Generator(outputs.device).manual_seed(0)
+    samples, generator = len(outputs), torch.Generator(outputs.device).manual_seed(0)
     u = torch.randn(samples, outputs.shape[1], 3, generator=generator, dtype=outputs.dtype, device=outputs.device)
     u[1:, :, 0] = 0  # cotangent 0 looks at the first sample, 1 at the last, 2 at all
     u[: samples - 1, :, 1] = 0
-    treated = [use for use in noted if set(use.names.values()) & set(names)]
+    noted = [use for use in recording.noted if set(use.names.values()) & set(names)]
     with _explained(model):
-        gradients = [g for g in output_gradients(outputs, treated, u, differentiable=False) if g is not None]  # all
-        first = first or _call_with_leaves(model, forward, {n: parameters[n] for n in names}, few)
+        gradients = [g for g in output_gradients(outputs, noted, u, differentiable=False) if g is not None]  # all
+        first = first or _call_with_leaves(model, forward, {name: parameters[name] for name in names}, few)
         truth = _autograd_rows(first, names, u[:, :, 2], type(model).__name__)
-    axes = [_batch_axis(use, g, samples) if use.reached else None for use, g in zip(treated, gradients, strict=True)]
+    axes = [_batch_axis(use, g, samples) if use.reached else None for use, g in zip(noted, gradients, strict=True)]
 
-    reasons = _reasons(names, truth.keys(), treated, axes)
-    for name in names:
-        if differentiated and not reasons[name]:
-            reasons[name] = "the network takes gradients itself, which outputs may contain"
-        elif name in elsewhere and not reasons[name]:
-            reasons[name] = "it also reaches the outputs by functions of no layer family"
-    for name in _conditional(treated, gradients, parameters) if routed else ():
+    reasons = _reasons(names, truth.keys(), noted, axes, recording)
+    for name in _conditional(noted, gradients, parameters) if recording.routed else ():
         if not reasons.get(name, IDLE):
             reasons[name] = CONDITIONAL
     if warn:
         _warn_of_idle(model, [name for name in names if reasons[name] == IDLE])
-    _compare_with_autograd(treated, gradients, axes, samples, truth, reasons, max_numbers)
-    covered = [name for name in names if not reasons[name]]
-    kept = [i for i, use in enumerate(treated) if set(use.names.values()) & set(covered)]
-    uses, axes = [treated[i] for i in kept], [axes[i] for i in kept]
-    blocks, roles_of, order = _blocks(uses, covered, parameters)
-    watched = tuple(name for block in blocks for name in block.parameters)
+    _compare_with_autograd(noted, gradients, axes, samples, truth, reasons, max_numbers)
+    covered = {name for name in names if not reasons[name]}
+    pairs = zip(noted, axes, strict=True)
+    uses = [(use, axis or BatchAxis()) for use, axis in pairs if covered & set(use.names.values())]
+    unseen = not first.unseen.isdisjoint(names)
+    blocks, plan = planned(uses, covered, parameters, outputs, batches.shared(inputs), unseen)
     blocks += [Block(name, (name,), (tuple(parameters[name].shape),), "generic") for name in names if reasons[name]]
-    plan = Plan(
-        watched,
-        order,
-        {name: [(i, axes[i] or BatchAxis(), roles) for i, roles in used] for name, used in roles_of.items()},
-        samples == 1,
-        tuple(_numbers(use, samples) for use in uses),
-        any(use.spread for use in uses),
-        next((i for i, use in enumerate(uses) if use.is_output(outputs)), -1),
-        tuple(use.use.kind for use in uses),
-        batches.shared(inputs),
-        not first.unseen.isdisjoint(names),
-    )
-    lines = tuple(
-        Covered(block.name, block.parameters, block.size, block.family, reasons[block.parameters[0]])
-        for block in blocks
-    )
-    return Survey(tuple(blocks), plan, Coverage(lines), outputs.shape[1])
+    coverage = Coverage.of(blocks, [reasons[block.parameters[0]] for block in blocks])
+    return tuple(blocks), plan, coverage, outputs.shape[1]
+
+
+def _recorded(
+    model: nn.Module,
+    few: Any,
+    forward: Forward | None,
+    parameters: dict[str, Tensor],
+    params: Predicate | LastLayer,
+    warn: bool,
+) -> tuple[tuple[str, ...], Recording, FirstCall | None]:
+    """Returns the names of the parameters to treat, a recording, and the call that found the last layer, if one did."""
+    names = () if isinstance(params, LastLayer) else select(params, parameters, type(model).__name__)
+    frozen = [parameters[name] for name in names if not parameters[name].requires_grad]
+    recording = run_spread(model, few, forward, parameters, frozen)
+    batches.check_outputs(recording.outputs, "the first batch")
+    if not isinstance(params, LastLayer):
+        return names, recording, None
+    names, first = output_layers(model, few, forward, parameters, recording, warn)
+    late = {name: parameters[name] for name in names if not parameters[name].requires_grad}
+    if late:  # not known before, and others, masks and tables, need not take gradients
+        elsewhere = run(model, few, forward, late, frozen=list(late.values())).elsewhere
+        recording = recording._replace(elsewhere=recording.elsewhere | elsewhere)
+    return names, recording, first
+
+
+def _call_with_leaves(
+    model: nn.Module, forward: Forward | None, parameters: dict[str, Tensor], inputs: Any
+) -> FirstCall:
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in parameters.items()}
+    with torch.enable_grad():
+        return first_call(model, forward, parameters, leaves, inputs)
 
 
 def _reasons(
-    names: Iterable[str], used: Set[str], noted: Iterable[RecordedUse], axes: Iterable[BatchAxis | None]
+    names: Sequence[str],
+    used: Set[str],
+    noted: Sequence[RecordedUse],
+    axes: Sequence[BatchAxis | None],
+    recording: Recording,
 ) -> dict[str, str]:
-    """Returns why no layer family treats a parameter, by name; "" where one may, until autograd says otherwise.
-
-    Args:
-        names: of the parameters to treat.
-        used: of those among them that the outputs depend on.
-        noted: the uses of them.
-        axes: where each use holds the samples; None where no dimension does.
-    """
+    """Returns why no layer family treats a parameter, by name; "" where one may, until autograd says otherwise."""
     reasons = {name: UNSEEN if name in used else IDLE for name in names}
     for use, axis in zip(noted, axes, strict=True):
-        if not use.reached:
-            continue
-        for name in used & set(use.names.values()):
+        for name in used & set(use.names.values()) if use.reached else ():
             if use.stale:
                 reasons[name] = "its layer's input is modified in place"
             elif axis is None:
                 reasons[name] = MIXED
             elif reasons[name] == UNSEEN:  # what one use rules out, another does not allow
                 reasons[name] = ""
+    for name in names:
+        if recording.differentiated and not reasons[name]:
+            reasons[name] = "the network takes gradients itself, which outputs may contain"
+        elif name in recording.elsewhere and not reasons[name]:
+            reasons[name] = "it also reaches the outputs by functions of no layer family"
     return reasons
 
 
@@ -301,14 +290,6 @@ def _batch_axis(noted: RecordedUse, g: Tensor, samples: int) -> BatchAxis | None
     return None
 
 
-def _call_with_leaves(
-    model: nn.Module, forward: Forward | None, parameters: dict[str, Tensor], inputs: Any
-) -> FirstCall:
-    leaves = {name: value.detach().clone().requires_grad_() for name, value in parameters.items()}
-    with torch.enable_grad():
-        return first_call(model, forward, parameters, leaves, inputs)
-
-
 def _autograd_rows(first: FirstCall, names: Sequence[str], u: Tensor, model: str) -> dict[str, Tensor]:
     """Returns autograd's `Jᵀu`, name -> the parameter's shape, of the parameters that the outputs depend on."""
     if not first.outputs.requires_grad:
@@ -337,68 +318,11 @@ def _compare_with_autograd(
             for role, used in use.names.items():
                 if used == name and axis is not None:
                     jacobian = use.use.jacobian(g[2:], axis, samples, frozenset((role,)), total.dtype, max_numbers)
-                    single = _single(name, use, role, tuple(total.shape))
+                    matrix = use.use.matrix()
+                    bias = role == "bias" and matrix is not None
+                    single = Block(name, (name,), (tuple(total.shape),), use.use.family, matrix, bias)
                     total = total + single.split(jacobian.sum_rows()[0])[name]
         eps = torch.finfo(truth[name].dtype).eps
         allowed = 3 * eps**0.5 * truth[name].to(total.dtype).norm() + 100 * eps * total.numel() ** 0.5
         if not reasons[name] and (total - truth[name]).norm() > allowed:
             reasons[name] = "its recorded uses do not add up to autograd's gradient"
-
-
-def _single(name: str, use: RecordedUse, role: str, shape: tuple[int, ...]) -> Block:
-    matrix = use.use.matrix()
-    return Block(name, (name,), (shape,), use.use.family, matrix, role == "bias" and matrix is not None)
-
-
-def _blocks(
-    noted: list[RecordedUse], covered: list[str], parameters: dict[str, Tensor]
-) -> tuple[list[Block], dict[str, list[tuple[int, frozenset[str]]]], tuple[tuple[tuple[str, str], ...], ...]]:
-    """Groups covered parameters: weight and bias that always go together are one block, others stand alone."""
-    order = tuple(tuple(sorted((r, n) for r, n in use.names.items() if n in covered)) for use in noted)
-    by_name: dict[str, list[int]] = {}
-    for i, roles in enumerate(order):
-        for _, name in roles:
-            by_name.setdefault(name, []).append(i)
-    blocks: list[Block] = []
-    uses: dict[str, list[tuple[int, frozenset[str]]]] = {}
-    done: set[str] = set()
-    for i, roles in enumerate(order):
-        for role, name in sorted(roles, reverse=True):  # weight before bias
-            if name in done:
-                continue
-            partner = dict(roles).get("bias") if role == "weight" else None
-            layouts = {noted[j].use.matrix() for j in by_name[name]}
-            members: tuple[str, ...] = (name,)
-            if partner is not None and partner not in done and by_name[partner] == by_name[name] and len(layouts) == 1:
-                members = (name, partner)
-            done.update(members)
-            block = _single(name, noted[i], role, tuple(parameters[name].shape))
-            if len(layouts) > 1:  # their uses are added up in the parameter's own order
-                block = replace(block, matrix=None, bias=False)
-            shapes = tuple(tuple(parameters[m].shape) for m in members)
-            joined = len(members) == 2 and block.matrix is not None
-            block = replace(
-                block, name=_block_name(members), parameters=members, shapes=shapes, bias=joined or block.bias
-            )
-            blocks.append(block)
-            uses[block.name] = [(j, frozenset(r for r, n in order[j] if n in members)) for j in by_name[name]]
-    return blocks, uses, order
-
-
-def _block_name(members: tuple[str, ...]) -> str:
-    if len(members) == 1:
-        return members[0].removesuffix(".weight")
-    return commonprefix(members).rstrip("._") or members[0]  # noqa: RUF071 (characters are what is wanted)
-
-
-def _numbers(noted: RecordedUse, samples: int) -> tuple[int, int]:
-    """Returns (outputs, unfolded inputs) a sample, in numbers."""
-    out = noted.out.numel() // samples
-    matrix: Matrix | None = noted.use.matrix()
-    if matrix is None or matrix.one_hot:
-        return out, out
-    positions = out // (matrix.groups * matrix.outputs)
-    return out, positions * matrix.groups * (matrix.inputs + 1)
-
-
-__all__ = ["Coverage", "Covered", "Plan", "Survey", "probe"]

@@ -38,11 +38,6 @@ class SampleAxisCheck:
     def check(self, recording: Recording, uses: Uses, name: str) -> None:
         """Compares where layers hold the samples with the survey: once a shape, and always where values decide it.
 
-        Args:
-            recording: of a batch.
-            uses: where each block's uses are said to hold the samples.
-            name: the network's.
-
         Raises:
             SampleAxisMoved: where a layer holds them on another dimension, or in another order.
             LapwingError: where a layer's tensor has too few dimensions.
@@ -86,11 +81,6 @@ class SampleAxisCheck:
 
 def moved_layer(outputs: Tensor, noted: Sequence[RecordedUse], uses: Uses) -> tuple[str, bool]:
     """Looks for a layer that holds the samples elsewhere than the survey found.
-
-    Args:
-        outputs: f (B, C) with its graph.
-        noted: the uses of the recording.
-        uses: where each block's uses are said to hold the samples.
 
     Returns:
         The name of a parameter of such a layer, or "" for none; and whether "" is true of all batches of these shapes.

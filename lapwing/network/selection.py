@@ -98,12 +98,7 @@ def matching(*patterns: str) -> Matching:
 
 
 def select(params: Predicate, parameters: Mapping[str, Tensor], model_name: str) -> tuple[str, ...]:
-    """Returns the names of the selected parameters.
-
-    Args:
-        params: a selection; `last_layer` takes a run of the network (`output_layers.py`).
-        parameters: name -> parameter, tied ones once.
-        model_name: for the error.
+    """Returns the names of the selected parameters; `last_layer` takes a run of the network (`output_layers.py`).
 
     Raises:
         LapwingError: where none is selected.
@@ -113,22 +108,6 @@ def select(params: Predicate, parameters: Mapping[str, Tensor], model_name: str)
             f"params={shown(params)} is none of lw.everything, lw.last_layer, lw.matching('*.weight') and a predicate. "
             "Write params=lambda name, parameter: name.startswith('head')."
         )
-    names = _chosen(params, parameters)
-    if names:
-        return names
-    frozen = sum(not value.requires_grad for value in parameters.values())
-    raise LapwingError(
-        f"params={shown(params)} selects no parameter of {model_name}, which has {len(parameters)} ({frozen} frozen; "
-        f"names: {_listed(parameters)}). Pass params=lw.matching('*') to treat frozen parameters too, or name "
-        "some with params=lw.matching(...)."
-    )
-
-
-def _listed(parameters: Mapping[str, Tensor]) -> str:
-    return f"{', '.join(list(parameters)[:4])}{', ...' if len(parameters) > 4 else ''}"
-
-
-def _chosen(params: Predicate, parameters: Mapping[str, Tensor]) -> tuple[str, ...]:
     try:
         chosen = tuple(name for name, value in parameters.items() if params(name, value))
     except TypeError as error:
@@ -137,7 +116,16 @@ def _chosen(params: Predicate, parameters: Mapping[str, Tensor]) -> tuple[str, .
             "params=lambda name, parameter: name.startswith('head')."
         ) from error
     check_real(chosen, parameters)
-    return tuple(name for name in chosen if parameters[name].is_floating_point())
+    names = tuple(name for name in chosen if parameters[name].is_floating_point())
+    if names:
+        return names
+    frozen = sum(not value.requires_grad for value in parameters.values())
+    listed = f"{', '.join(list(parameters)[:4])}{', ...' if len(parameters) > 4 else ''}"
+    raise LapwingError(
+        f"params={shown(params)} selects no parameter of {model_name}, which has {len(parameters)} ({frozen} frozen; "
+        f"names: {listed}). Pass params=lw.matching('*') to treat frozen parameters too, or name some with "
+        "params=lw.matching(...)."
+    )
 
 
 def check_real(names: Iterable[str], parameters: Mapping[str, Tensor]) -> None:

@@ -8,6 +8,7 @@ for the whole batch, such as positions, is spread over the samples, so that its 
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,14 +24,27 @@ from ..jacobian.plain_functions import transformed
 from .batches import Forward, size, tensors
 from .calling import call
 from .chain import chain_gradients
-from .eager import EagerMode, without_compiled
-from .routing import routes
+from .eager import EagerMode, swapped, without_compiled
 
 BATCHED_BACKWARD = 2**24
 """Cotangents go back in one batched pass while their gradients have at most this many entries, else one by one."""
 
 DIFFERENTIATES = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 """What takes gradients within a forward pass: where outputs contain them, weights count through them too."""
+
+ROUTING = frozenset(
+    name + suffix
+    for suffix in ("", "_")
+    for name in (
+        "allclose", "argsort", "bincount", "bucketize", "gather", "index_add", "index_copy", "index_fill", "index_put",
+        "index_reduce", "index_select", "kthvalue", "masked_scatter", "masked_select", "median", "nonzero", "put",
+        "repeat_interleave", "scatter", "scatter_add", "scatter_reduce", "searchsorted", "sort", "take",
+        "take_along_dim", "topk", "unique", "unique_consecutive", "_pack_padded_sequence", "_pad_packed_sequence",
+        "equal", "is_nonzero", "msort", "one_hot", "__array__", "__bool__", "__contains__",
+        "__float__", "__index__", "__int__", "item", "numpy", "tolist",
+    )
+)  # fmt: skip
+"""Names of functions by which values, and not shapes alone, can decide what lies where."""
 
 
 @dataclass
@@ -83,13 +97,7 @@ class Recording(NamedTuple):
 
 
 class Recorder(EagerMode):
-    """Notes the uses of parameters while the network runs.
-
-    Args:
-        watched: name -> parameter.
-        spread: over how many samples embeddings of a single row of tokens are spread.
-        frozen: those of the watched parameters that leave no trace in a graph and are to leave one.
-    """
+    """Notes the uses of parameters while the network runs; arguments as `run` has them."""
 
     def __init__(self, watched: Mapping[str, Tensor], spread: int = 1, frozen: Sequence[Tensor] = ()) -> None:
         super().__init__()
@@ -104,18 +112,20 @@ class Recorder(EagerMode):
         reader = READERS.get(function)
         if reader is not None and (not torch.is_grad_enabled() or transformed()):  # as the network asks for
             reader = None
-        use = None if reader is None else reader(args, kwargs, self._is_watched)
+        use = None if reader is None else reader(args, kwargs, lambda value: id(value) in self._watched)
         used = {} if use is None else use.parameters
         names = {role: self._watched[id(p)] for role, p in used.items() if id(p) in self._watched}
         if use is None or not names:
-            self.routed = self.routed or routes(function, args)
+            self.routed = self.routed or _routes(function, args)
             self.differentiated = self.differentiated or function in DIFFERENTIATES
             return self._with_stand_ins(function, args, kwargs) if self._stand_ins else function(*args, **kwargs)
         constant = {id(p): p.detach() for p in use.parameters.values()}
         args = tuple([constant.get(id(arg), arg) for arg in args])
         kwargs = {key: constant.get(id(arg), arg) for key, arg in kwargs.items()} if kwargs else kwargs
         out = function(*args, **kwargs)
-        spread = self._spread > 1 and use.inputs.ndim > 1 and use.inputs.shape[0] == 1 and _is_lookup(use)
+        one_row = use.inputs.ndim > 1 and use.inputs.shape[0] == 1
+        matrix = use.matrix() if one_row and self._spread > 1 else None
+        spread = matrix is not None and matrix.one_hot
         if spread:
             use.inputs, out = (x.expand(self._spread, *x.shape[1:]) for x in (use.inputs, out))
         if not out.requires_grad:
@@ -126,27 +136,15 @@ class Recorder(EagerMode):
         self.noted.append(RecordedUse(use, names, get_gradient_edge(out), out, versions, weight, source, spread))
         return out
 
-    def _is_watched(self, value: Any) -> bool:
-        return id(value) in self._watched
-
     def _with_stand_ins(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function on leaves of the graph in the place of frozen parameters, which would leave no trace."""
-        swapped = [self._swapped(value) for value in args]
-        named = {key: self._swapped(value) for key, value in kwargs.items()}
-        if all(map(operator.is_, swapped, args)) and all(named[key] is kwargs[key] for key in kwargs):
-            return function(*args, **kwargs)
-        try:
-            out = function(*swapped, **named)
-        except (RuntimeError, BufferError):  # what takes no leaf, such as numpy() and writes, passes no gradient on
-            return function(*args, **kwargs)
-        if not isinstance(out, (Tensor, list, tuple)):  # such as requires_grad
-            return function(*args, **kwargs)
-        return next((value for value in args if out is self._stand_ins.get(id(value))), out)
-
-    def _swapped(self, value: Any) -> Any:
-        if type(value) in (list, tuple) and any(id(one) in self._stand_ins for one in value):
-            return type(value)([self._swapped(one) for one in value])
-        return self._stand_ins.get(id(value), value)
+        replaced, named = swapped(args, self._stand_ins), swapped(tuple(kwargs.values()), self._stand_ins)
+        if replaced is not args or any(map(operator.is_not, named, kwargs.values())):
+            with contextlib.suppress(RuntimeError, BufferError):  # numpy() and writes take no leaf, and pass nothing on
+                out = function(*replaced, **dict(zip(kwargs, named, strict=True)))
+                if isinstance(out, (Tensor, list, tuple)):  # not requires_grad, for instance
+                    return next((value for value in args if out is self._stand_ins.get(id(value))), out)
+        return function(*args, **kwargs)
 
     def elsewhere(self, outputs: Tensor, inputs: Sequence[Tensor]) -> set[str]:
         """Returns the watched parameters at which the graph of the outputs ends: uses have constants in their place.
@@ -162,10 +160,13 @@ class Recorder(EagerMode):
         return {ends[id(leaf)] for leaf in leaves if id(leaf) in ends}
 
 
-def _is_lookup(use: Use) -> bool:
-    """Whether a layer looks rows of a table up."""
-    matrix = use.matrix()
-    return matrix is not None and matrix.one_hot
+def _routes(function: Callable, args: tuple) -> bool:
+    """Whether a function can make positions depend on values."""
+    name = getattr(function, "__name__", "")
+    if name in ("__getitem__", "__setitem__"):
+        places = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(place, (Tensor, list)) or hasattr(place, "__array__") for place in places)
+    return name in ROUTING
 
 
 def graph_leaves(outputs: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], set[Node | None]]:
@@ -192,7 +193,7 @@ def run(
     spread: int = 1,
     frozen: Sequence[Tensor] = (),
 ) -> Recording:
-    """Runs the network once, recording.
+    """Runs the network once, recording the watched parameters.
 
     Args:
         model: the uncompiled network.
@@ -200,7 +201,7 @@ def run(
         forward: how the network is called.
         watched: name -> parameter.
         spread: over how many samples embeddings of a single row of tokens are spread.
-        frozen: those of the watched parameters that do not require gradients.
+        frozen: those of the watched parameters that leave no trace in a graph and are to leave one.
     """
     recorder = Recorder(watched, spread, frozen)
     with torch.enable_grad(), without_compiled():
@@ -277,23 +278,14 @@ def _backward(
         return [use.out.new_zeros(count, *use.out.shape) for use in noted]
     edges = [use.edge for use in noted]
     options = {"retain_graph": True, "create_graph": differentiable, "allow_unused": True}
-    grads = None
+    grads: Sequence[Tensor | None] | None = None
     if batched and count > 1 and count * sum(use.out.numel() for use in noted) <= BATCHED_BACKWARD:
-        grads = _batched_backward(outputs, edges, u, options)
+        with contextlib.suppress(RuntimeError):  # an operation without a batching rule
+            grads = torch.autograd.grad(outputs, edges, u.contiguous(), is_grads_batched=True, **options)
     if grads is None:
         steps = list(zip(*[torch.autograd.grad(outputs, edges, row, **options) for row in u], strict=True))
-        grads = []
+        grads = joined = []
         while steps:  # freed as they are joined
             step = steps.pop(0)
-            grads.append(None if step[0] is None else torch.stack(step))
+            joined.append(None if step[0] is None else torch.stack(step))
     return [use.out.new_zeros(count, *use.out.shape) if g is None else g for g, use in zip(grads, noted, strict=True)]
-
-
-def _batched_backward(
-    outputs: Tensor, edges: list[GradientEdge], u: Tensor, options: dict
-) -> Sequence[Tensor | None] | None:
-    """Takes all cotangents back at once; None where an operation has no batching rule at all."""
-    try:
-        return torch.autograd.grad(outputs, edges, u.contiguous(), is_grads_batched=True, **options)
-    except RuntimeError:
-        return None

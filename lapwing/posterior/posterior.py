@@ -16,8 +16,7 @@ from ..covariance import AnyLatent, Covariance, PriorCovariance
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, Link, Prediction
 from ..linalg import check_memory
-from ..network.autocast import full_precision
-from ..network.eager import outside_modes
+from ..network.eager import full_precision, outside_modes
 from ..network.gate import check_mode
 from ..network.module_state import walked_once
 from ..network.stamp import Stamp

@@ -25,6 +25,12 @@ from .tangent import Tangent
 Weights = Mapping[str, float]
 
 
+def ntk(mine: Record, theirs: Record, weights: Weights) -> Tensor:
+    """Returns `Σ_b w_b J_b J'_bᵀ` (B, R, B', R'), the weighted NTK of two records."""
+    blocks = ((weight, name, mine[name]) for name, weight in weights.items())
+    return total(weight * block.gram(block if theirs is mine else theirs[name]) for weight, name, block in blocks)
+
+
 @dataclass(frozen=True)
 class Anchors:
     """Rows `J̃` (M, P): row m is the gradient of output `outputs[m]` at sample `samples[m]`.
@@ -68,8 +74,7 @@ class Anchors:
         """
         gram = torch.zeros(len(self), len(self), dtype=torch.float64, device=self.tangent.device)
         for mine, record, theirs, other in self._pairs(dtype):
-            part = total(w * record[name].gram(other[name]) for name, w in weights.items())
-            part = part.reshape(len(mine), len(theirs)).double()
+            part = ntk(record, other, weights).reshape(len(mine), len(theirs)).double()
             gram[mine[:, None], theirs] = part
             gram[theirs[:, None], mine] = part.T
         return gram
@@ -114,8 +119,7 @@ class Anchors:
         """
         parts = record.outputs.new_zeros(record.samples, record.cotangents, len(self), dtype=record.dtype)
         for slots, anchors in self.records(record.dtype):
-            block = total(w * record[name].gram(anchors[name]) for name, w in weights.items())
-            parts[:, :, slots] = block.flatten(2)
+            parts[:, :, slots] = ntk(record, anchors, weights).flatten(2)
         return parts
 
     def inner(self, vectors: Vectors) -> Tensor:

@@ -7,8 +7,9 @@ whatever the network, the batch and M are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..linalg import total
 from ..network import batches
-from .anchors import Anchors, Weights
+from .anchors import Anchors, Weights, ntk
 from .record import Record
 from .tangent import Cotangents, Tangent
 
@@ -58,51 +59,30 @@ def kernel(anchors: Anchors, weights: Weights, inputs: Any, cotangents: Cotangen
     return Kernel(*_Blocks.apply(anchors, dict(weights), inputs, cotangents, *moving))
 
 
-class _Chunks:
-    """Records of consecutive chunks and the places of their rows: kept where it is one, else made at each access.
+_Chunks = Sequence[tuple[Any, Callable[[], Record]]]
+"""Of consecutive chunks: the places of their rows, and what makes the record."""
 
-    Args:
-        makers: `(places, function that makes the record)` of each chunk.
-    """
 
-    def __init__(self, makers: Sequence[tuple[Any, Callable[[], Record]]]) -> None:
-        self._makers = makers
-        self._only: Record | None = None
-
-    def __len__(self) -> int:
-        """Number of chunks."""
-        return len(self._makers)
-
-    def __getitem__(self, i: int) -> tuple[Any, Record]:
-        """Returns one of them."""
-        places, make = self._makers[i]
-        if len(self) > 1:
-            return places, make()
-        self._only = make() if self._only is None else self._only
-        return places, self._only
+def _chunks(tangent: Tangent, parts: Iterable[tuple[Any, Any, Cotangents]]) -> _Chunks:
+    """Returns chunks of `(places, inputs, cotangents)`; the record is kept where there is one, else made again."""
+    makers = [(places, partial(tangent.record, inputs, u, torch.float64)) for places, inputs, u in parts]
+    return makers if len(makers) > 1 else [(places, cache(make)) for places, make in makers]
 
 
 def _anchor_chunks(anchors: Anchors, scratch: int) -> _Chunks:
     """Cuts anchors into chunks that fit half the budget with `scratch` numbers a row; places are slots."""
-
-    def maker(inputs: Any, u: Tensor) -> Callable[[], Record]:
-        return lambda: anchors.tangent.record(inputs, u, torch.float64)
-
-    requests = anchors.requests(torch.float64, scratch, share=2)
-    return _Chunks([(slots, maker(inputs, u)) for slots, inputs, u in requests])
+    return _chunks(anchors.tangent, anchors.requests(torch.float64, scratch, share=2))
 
 
 def _batch_chunks(tangent: Tangent, inputs: Any, cotangents: Cotangents, scratch: int) -> _Chunks:
     """Cuts samples into chunks that fit half the budget with `scratch` numbers a row; places are slices."""
-
-    def maker(part: slice, chunk: Any) -> Callable[[], Record]:
-        u = cotangents[part] if isinstance(cotangents, Tensor) else cotangents
-        return lambda: tangent.record(chunk, u, torch.float64)
-
-    drawn = cotangents.shape[-1] if isinstance(cotangents, Tensor) else None
-    columns: int = getattr(cotangents, "columns", tangent.outputs) if drawn is None else drawn
+    drawn = cotangents.shape[-1] if isinstance(cotangents, Tensor) else tangent.outputs
+    columns: int = getattr(cotangents, "columns", drawn)
     length = max(1, tangent.chunk_length(columns, torch.float64, columns * scratch) // 2)
-    return _Chunks([(part, maker(part, chunk)) for part, chunk in tangent.check(inputs).chunks(length)])
+    chunks = tangent.check(inputs).chunks(length)
+    if isinstance(cotangents, Tensor):
+        return _chunks(tangent, ((part, chunk, cotangents[part]) for part, chunk in chunks))
+    return _chunks(tangent, ((part, chunk, cotangents) for part, chunk in chunks))
 
 
 class _Blocks(torch.autograd.Function):
@@ -123,14 +103,14 @@ class _Blocks(torch.autograd.Function):
         there = _anchor_chunks(_detached(anchors), 0)
         batch = _batch_chunks(anchors.tangent, inputs, drawing if callable(cotangents) else cotangents, len(anchors))
         inner = torch.zeros(len(anchors), len(anchors), dtype=torch.float64, device=anchors.tangent.device)
-        for i in range(len(there)):
-            mine, record = there[i]
-            for j in range(i + 1):
-                theirs, other = (mine, record) if i == j else there[j]
-                part = _gram(record, other, weights).reshape(len(mine), len(theirs))
+        for i, (mine, make) in enumerate(there):
+            record = make()
+            for j, (theirs, make_other) in enumerate(there[: i + 1]):
+                other = record if i == j else make_other()
+                part = ntk(record, other, weights).reshape(len(mine), len(theirs))
                 inner[mine[:, None], theirs] = part
                 inner[theirs[:, None], mine] = part.T
-        parts = [_beside(batch[i][1], there, weights, len(anchors)) for i in range(len(batch))]
+        parts = [_beside(make(), there, weights, len(anchors)) for _, make in batch]
         ctx.anchors, ctx.weights, ctx.inputs, ctx.cotangents = anchors, weights, inputs, cotangents
         if callable(cotangents):
             ctx.cotangents = torch.cat(drawn)
@@ -156,22 +136,14 @@ def _beside(record: Record, there: _Chunks, weights: Weights, count: int) -> tup
     outputs, columns = record.outputs, record.cotangents
     cross = outputs.new_zeros(record.samples, columns, count, dtype=torch.float64)
     within = outputs.new_zeros(record.samples, columns, columns, dtype=torch.float64)
-    for i in range(len(there)):
-        slots, anchors = there[i]
+    for i, (slots, make) in enumerate(there):
+        anchors = make()
         for name, weight in weights.items():
             block = record[name]
             cross[:, :, slots] += weight * block.gram(anchors[name]).flatten(2)
             if not i:
                 within += block.weighted_gram(outputs.new_full((block.size,), weight, dtype=torch.float64))
     return cross, within, outputs
-
-
-def _gram(mine: Record, theirs: Record, weights: Weights) -> Tensor:
-    """Returns `Σ_b w_b J_b J'_bᵀ` (B, R, B', R')."""
-    if mine is theirs:
-        blocks = ((weight, mine[name]) for name, weight in weights.items())
-        return total(weight * block.gram(block) for weight, block in blocks)
-    return total(weight * mine[name].gram(theirs[name]) for name, weight in weights.items())
 
 
 @torch.enable_grad()
@@ -188,12 +160,12 @@ def _push_back(
         record, values = free.tangent.record(chunk, u, torch.float64), []
         for i in range(sides):
             if i < len(there):  # both sides of K_Z move
-                places, other = there[i]
+                places, make = there[i]
                 weighting = (inner + inner.T)[slots][:, places]
             else:
-                places, other = batch[i - len(there)]
+                places, make = batch[i - len(there)]
                 weighting = cross[places].flatten(0, 1).T[slots]
-            values.append((_gram(record, other, weights).reshape(weighting.shape) * weighting).sum())
+            values.append((ntk(record, make(), weights).reshape(weighting.shape) * weighting).sum())
             if at_once and i + 1 < sides:
                 continue
             grads = torch.autograd.grad(total(values), leaves, retain_graph=i + 1 < sides, allow_unused=True)

@@ -3,13 +3,13 @@
 The C backward passes run when the first block is asked for; a product `J V` may go by forward mode without them. The
 memory budget is kept in three steps. Consecutive blocks form groups whose gradients fit, and the gradients of one group
 replace those of the group before: go through the blocks in order. A block too large for that is cut into slices of its
-cotangents (`sliced.py`). What a block builds of its positions is cut into strips (`strips.py`).
+cotangents (`Sliced`). What a block builds of its positions is cut into strips (`strips.py`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from ..jacobian.blocks import Block, Matrix, Vectors, split
-from ..jacobian.jacobian import SLICE_BYTES, BlockJacobian, Rows, SumOfUses
-from ..jacobian.sliced import Sliced, grouped
+from ..jacobian.jacobian import SLICE_BYTES, BlockJacobian, Rows, Sliced, SumOfUses
 from ..linalg import total
-from ..network.forward_mode import forward_products
-from ..network.generic import per_sample_rows
+from ..network.generic import forward_products, per_sample_rows
 from ..network.plan import Uses
 from ..network.tracing import RecordedUse, output_gradients
 
@@ -204,3 +202,19 @@ def _row_major(jacobian: BlockJacobian, block: Block, matrix: Matrix | None, rol
         return jacobian
     parts = replace(block, matrix=matrix, bias="bias" in roles).split(jacobian.rows())
     return Rows(torch.cat([parts[name].flatten(2) for name in block.parameters], -1))
+
+
+def grouped(loads: Sequence[tuple[int, int]], limit: int) -> list[range]:
+    """Cuts blocks into consecutive groups with `Σ gradients + max scratch <= limit`; a larger block is a group alone.
+
+    Args:
+        loads: numbers (gradients, scratch) of each block, scratch being what a contraction needs beside the gradients.
+        limit: numbers that fit.
+    """
+    groups, start, gradients, scratch = [], 0, 0, 0
+    for i, (more, extra) in enumerate(loads):
+        gradients, scratch = gradients + more, max(scratch, extra)
+        if i > start and gradients + scratch > limit:
+            groups.append(range(start, i))
+            start, gradients, scratch = i, more, extra
+    return [*groups, range(start, len(loads))]

@@ -27,7 +27,7 @@ from ..network.eager import LOCK, outside_modes, parameters_of, without_compiled
 from ..network.functional import call_with
 from ..network.gate import Checked, check_constant, check_inputs, check_recording, checked_memory, checked_network
 from ..network.module_state import modules_of
-from ..network.plan import Coverage, Covered, Plan
+from ..network.plan import Coverage, Plan
 from ..network.probe import probe
 from ..network.sample_axis import SampleAxisCheck, SampleAxisMoved
 from ..network.selection import LastLayer, Predicate, everything
@@ -104,7 +104,7 @@ class Tangent:
         before = Stamp.of(state_of(model))
         surveyed = probe(model, parameters, inputs, params, forward, max_numbers=memory // 16, warn=warn)
         check_constant(model, before.changed(state_of(model)))
-        tangent = cls(model, forward, surveyed.blocks, surveyed.plan, surveyed.coverage, surveyed.outputs, memory)
+        tangent = cls(model, forward, *surveyed, memory)
         if warn:
             tangent._warn_of_memory()
         return tangent
@@ -140,12 +140,8 @@ class Tangent:
                         f"The posterior is over a parameter {name} {shape}, and {type(model).__name__} has {actual}. "
                         "Build the network with the same options as in the fit."
                     )
-        lines = tuple(
-            Covered(block.name, block.parameters, block.size, block.family, reason)
-            for block, reason in zip(blocks, data["reasons"], strict=True)
-        )
-        plan = Plan.from_json(data["plan"], blocks)
-        return cls(model, forward, blocks, plan, Coverage(lines), data["outputs"], memory)
+        plan, report = Plan.from_json(data["plan"], blocks), Coverage.of(blocks, data["reasons"])
+        return cls(model, forward, blocks, plan, report, data["outputs"], memory)
 
     @property
     def size(self) -> int:

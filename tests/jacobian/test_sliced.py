@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import lapwing as lw
 from benchmarks.measure import LiveBytes
 from lapwing import tangent as tn
-from lapwing.jacobian.jacobian import MatrixJacobian
-from lapwing.jacobian.sliced import Sliced, grouped
+from lapwing.jacobian.jacobian import MatrixJacobian, Sliced
+from lapwing.tangent.record import grouped
 from tests.jacobian.test_contractions import SoftAndHardTokens, check_contractions, close, dense, survey
 from tests.zoo import ZOO
 

@@ -15,7 +15,7 @@ from torch.func import functional_call
 import lapwing as lw
 from lapwing.covariance import ExplicitBasis, ImplicitBasis
 from lapwing.evaluation.augmentation import AugmentedLoader, StrongAugmentation
-from lapwing.network.forward_mode import jvp
+from lapwing.network.generic import jvp
 from lapwing.tangent import record
 from tests import oracle
 from tests.conformance import close, picked_rows, setup, subspace

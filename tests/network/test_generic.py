@@ -64,7 +64,7 @@ def test_generic_parameters_that_reach_no_output(trained: bool) -> None:
 def test_forward_mode_is_quiet() -> None:
     """Torch scripts its rules at the first use of forward mode and warns of that; a fresh process shows it."""
     code = (
-        "import torch; from lapwing.network.forward_mode import jvp; x = torch.ones(2); "
+        "import torch; from lapwing.network.generic import jvp; x = torch.ones(2); "
         "assert torch.allclose(jvp(torch.sin, (x,), (x,))[1], x.cos())"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from lapwing.network.forward_mode import forward_products
-from lapwing.network.generic import per_sample_rows
+from lapwing.network.generic import forward_products, per_sample_rows
 from lapwing.tangent import Tangent
 from tests import oracle
 from tests.conformance import EVERY, close, jacobian, pack, setup

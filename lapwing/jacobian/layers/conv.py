@@ -23,15 +23,7 @@ def unfold(
 ) -> Tensor:
     """Cuts x (N, channels, *space) into patches (N, L, channels, prod(kernel)), in the order of a weight's columns.
 
-    Args:
-        x: input of any number of spatial dimensions.
-        kernel: kernel size a dimension.
-        stride: step a dimension.
-        padding: zeros before and after, a dimension.
-        dilation: spacing a dimension.
-
-    Returns:
-        Patches; L runs over output positions row by row.
+    L runs over output positions row by row; `padding` holds the zeros before and after, a dimension.
     """
     if any(before or after for before, after in padding):
         x = F.pad(x, [p for pair in reversed(padding) for p in pair])

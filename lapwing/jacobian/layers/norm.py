@@ -31,16 +31,23 @@ class NormUse(Use):
         bias: β, if any.
         normalise: gives x̂ for any (..., P) of all features at some positions.
         features: how many dimensions they have; None says one, dimension 1.
+        whole: for a norm whose statistics run over positions: gives x̂ for all of x, as large as that, beforehand.
     """
 
     family = "norm"
     normalises = True
 
     def __init__(
-        self, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, normalise: Normalise, features: int | None
+        self,
+        inputs: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        normalise: Normalise,
+        features: int | None,
+        whole: Normalise | None = None,
     ) -> None:
         super().__init__(inputs, weight, bias)
-        self._normalise = normalise
+        self._normalise, self._whole = normalise, whole
         self._features = features
         self.sample_dims = 1 if features is None else inputs.ndim - features
 
@@ -59,17 +66,14 @@ class NormUse(Use):
     def _scaled(self, g: Tensor, axis: BatchAxis, samples: int, dtype: torch.dtype, limit: int) -> Tensor:
         """Returns `Σ_t g ⊙ x̂` (B, R, P), a box of positions at a time."""
         g = self._laid_out(g, axis, samples, 1)  # (R, B, *grid, P)
-        x = self._laid_out(self._positionwise(dtype), axis, samples, 0)
+        x = self.inputs if self._whole is None else self._whole(self.inputs.to(dtype))
+        x = self._laid_out(x, axis, samples, 0)
         numbers = samples * (len(g) + 3) * x.shape[-1]
         rows = total(
             _over_positions(at(g, box, 2) * self._normalise(at(x, box, 1).to(dtype)), dtype)
             for box in boxes(x.shape[1:-1], limit // max(1, numbers))
         )
         return rows.transpose(0, 1)
-
-    def _positionwise(self, dtype: torch.dtype) -> Tensor:
-        """Returns what is normalised position by position: the input."""
-        return self.inputs
 
     def _summed(self, g: Tensor, axis: BatchAxis, samples: int, dtype: torch.dtype) -> Tensor:
         """Returns `Σ_t g` (B, R, P)."""
@@ -87,25 +91,6 @@ def _over_positions(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums (R, B, *grid, features) over the grid."""
     grid = tuple(range(2, values.ndim - 1))
     return values.sum(grid, dtype=dtype) if grid else values.to(dtype)
-
-
-class GroupNormUse(NormUse):
-    """A norm whose statistics run over positions: x̂ is computed whole, as large as the input.
-
-    Args:
-        inputs: x.
-        weight: γ, if any.
-        bias: β, if any.
-        normalise: gives x̂ for x.
-    """
-
-    def __init__(self, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, normalise: Normalise) -> None:
-        super().__init__(inputs, weight, bias, lambda x: x, None)
-        self._normalise_whole = normalise
-
-    def _positionwise(self, dtype: torch.dtype) -> Tensor:
-        """Returns x̂."""
-        return self._normalise_whole(self.inputs.to(dtype))
 
 
 class ScaleUse(NormUse):
@@ -129,13 +114,13 @@ class ShiftUse(NormUse):
         return Rows(self._summed(g, axis, samples, dtype))
 
 
-def _shape(named: dict) -> list[int]:
-    return list(named["shape"] if "shape" in named else named["normalized_shape"])
+def _dimensions(named: dict) -> int:
+    return len(named["shape"] if "shape" in named else named["normalized_shape"])
 
 
 def _layer_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
     named = by_name(("input", "shape", "weight", "bias", "eps"), args, kwargs)
-    features, eps = len(_shape(named)), named.get("eps", 1e-5)
+    features, eps = _dimensions(named), named.get("eps", 1e-5)
 
     def normalise(x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], eps=eps)
@@ -145,7 +130,7 @@ def _layer_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
 
 def _rms_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
     named = by_name(("input", "shape", "weight", "eps"), args, kwargs)
-    features, eps = len(_shape(named)), named.get("eps")
+    features, eps = _dimensions(named), named.get("eps")
 
     def normalise(x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], eps=eps)
@@ -156,9 +141,8 @@ def _rms_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
 def _group_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
     named = by_name(("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
     groups, eps = named["num_groups"], named.get("eps", 1e-5)
-    return GroupNormUse(
-        named["input"], named.get("weight"), named.get("bias"), lambda x: F.group_norm(x, groups, eps=eps)
-    )
+    weight, bias = named.get("weight"), named.get("bias")
+    return NormUse(named["input"], weight, bias, lambda x: x, None, lambda x: F.group_norm(x, groups, eps=eps))
 
 
 def _batch_norm(args: tuple, kwargs: dict, watched: Watched) -> Use | None:

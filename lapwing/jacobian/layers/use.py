@@ -138,16 +138,9 @@ def outer_jacobian(
     dtype: torch.dtype,
     limit: int,
 ) -> Outer | SharedOuter:
-    """Builds the Jacobian of a matrix weight used at a grid of positions.
+    """Builds the Jacobian of a matrix weight used at a grid of positions, for (B, R) and up to `limit` numbers a strip.
 
-    Args:
-        part: gives inputs (B, t, G, I), without a bias column, and g (B, R, t, G, O) at a box of positions.
-        grid: the positions of a sample.
-        sizes: (B, R).
-        matrix: the weight's layout.
-        roles: which of weight and bias are treated.
-        dtype: the dtype to contract in.
-        limit: how many numbers a strip may need.
+    `part` gives inputs (B, t, G, I), without a bias column, and g (B, R, t, G, O) at a box of positions.
     """
 
     def strip(box: Box) -> Strip:

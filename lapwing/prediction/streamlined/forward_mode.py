@@ -15,7 +15,7 @@ from torch.func import vmap
 
 from ...errors import LapwingError
 from ...network.eager import batching_quiet
-from ...network.forward_mode import jvp
+from ...network.generic import jvp
 from .axes import SampleAxes
 from .moments import Moments, Value, mean_of
 from .operations import Kind, aten, is_a, named

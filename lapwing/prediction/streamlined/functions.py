@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.func import vjp
 
 from ...errors import LapwingError
-from ...network.forward_mode import jvp
+from ...network.generic import jvp
 from .moments import Layout, Moments, Value, is_constant
 from .operations import Arguments, Partial, Slope, aten, has_schema, is_statistic, named, operation_of
 from .sites import resolve, run
