@@ -16,7 +16,7 @@ from ..prediction.streamlined.operations import Kind, is_a
 from ..prediction.streamlined.program import Program
 from ..prediction.streamlined.rules.linear import Layer, bias_alone, has_one_position
 from ..prediction.streamlined.schedule import Step
-from ..prediction.streamlined.sites import resolve
+from ..prediction.streamlined.sites import arguments_of
 from .forms import marginals, of_independent, squares_of
 
 _NUMBERS = 2**24
@@ -86,7 +86,7 @@ def read_head(
         return None
     site = program.sites[step.node.name]
     read = {name: program.cast(name, values[name]) for name in step.sources}
-    layer = Layer.of(site, site.named(*resolve(step.node, read, program.dtype)))
+    layer = Layer.of(site, arguments_of(step.node, read, program.dtype))
     if not has_one_position(layer, samples):
         return None
     shared, weights = layer.bias_is_shared, None

@@ -18,11 +18,10 @@ from ..errors import LapwingError
 from ..network import batches
 from ..network.eager import without_compiled
 from ..prediction import Streamlined
-from ..prediction.streamlined.build import build
 from ..prediction.streamlined.graph import Graph, name_of, quiet, read, where
 from ..prediction.streamlined.moments import Moments
 from ..prediction.streamlined.operations import Kind, is_a, operation_of
-from ..prediction.streamlined.program import Program
+from ..prediction.streamlined.program import Program, build
 from ..prediction.streamlined.schedule import Step
 from ..prediction.streamlined.sites import run as run_call
 from ..tangent import Tangent

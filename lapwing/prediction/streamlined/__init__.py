@@ -236,8 +236,8 @@ class Streamlined(Way):
         graph = read(tangent, inputs)
         programs = graph.programs.setdefault(covariance, {})
         if (self, places) not in programs:
-            from .build import build
             from .full import FullProgram
+            from .program import build
 
             program = build(tangent, covariance, graph, self, inputs, places)
             full = self.covariance == "full"

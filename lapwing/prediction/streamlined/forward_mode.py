@@ -18,9 +18,9 @@ from ...network.eager import batching_quiet
 from ...network.generic import jvp
 from .axes import SampleAxes
 from .moments import Moments, Value, mean_of
-from .operations import Kind, aten, is_a, named
+from .operations import Kind, aten, is_a
 from .schedule import Schedule, Step
-from .sites import Site, resolve, run
+from .sites import Site, arguments_of, run
 
 MAX_NUMBERS = 4096
 """Numbers of a tensor (per sample, or in all where it is a weight) whose directions are gone through."""
@@ -35,7 +35,7 @@ def evaluate(step: Step, values: Mapping[str, Any], dtype: torch.dtype) -> Any:
         return step.fused(values[step.fused.source], values)
     if not is_a(step.node, Kind.ATTENTION):
         return run(step.node, values, dtype)
-    arguments = named(step.node, *resolve(step.node, values, dtype))
+    arguments = arguments_of(step.node, values, dtype)
     mask = arguments["attn_mask"]
     if mask is not None and mask.dtype == torch.bool:  # the plain products add masks
         arguments["attn_mask"] = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)

@@ -22,7 +22,7 @@ from .axes import read_axes
 from .forward_mode import chunk_size, evaluate, push
 from .moments import mean_of, total_of, variance_of
 from .operations import Kind, is_a, named
-from .program import Program, means_of
+from .program import Program
 from .schedule import Schedule, Step
 from .sites import Treated, refusal
 from .weights import contribution, treated_layer
@@ -156,7 +156,7 @@ class FullProgram:
         """Adds a call's mean and covariances, and drops what no later call needs."""
         program, name = self._program, call.step.node.name
         if call.step.in_moment_dtype:
-            read = {name: means_of(program.cast(name, values[name])) for name in call.step.sources}
+            read = {name: mean_of(program.cast(name, values[name])) for name in call.step.sources}
             values[name] = evaluate(call.step, read, program.dtype)
         else:
             values[name] = program.step(call.step, values, samples)

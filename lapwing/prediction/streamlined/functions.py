@@ -8,7 +8,7 @@ norms written by hand, may take part: then the function is `y = g(x, s_1(x), ...
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -20,26 +20,11 @@ from torch.func import vjp
 from ...errors import LapwingError
 from ...network.generic import jvp
 from .moments import Layout, Moments, Value, is_constant
-from .operations import Arguments, Partial, Slope, aten, has_schema, is_statistic, named, operation_of
-from .sites import resolve, run
+from .operations import Slope, aten, has_schema, is_statistic, named, operation_of
+from .sites import arguments_of, run
 
 NODES = 20
 """Points of the quadrature for functions without a closed form."""
-
-
-@dataclass(frozen=True)
-class Slopes:
-    """Slopes of `y = g(x, s_1(x), ..., s_R(x))`.
-
-    Attributes:
-        direct: `∂g/∂x`.
-        through: `∂g/∂s_r`, in the order of the statistics.
-        gradients: `∂s_r/∂x`, in the shape of x or one that broadcasts to it.
-    """
-
-    direct: Slope
-    through: tuple[Slope, ...]
-    gradients: tuple[Slope, ...]
 
 
 @dataclass(frozen=True)
@@ -72,140 +57,99 @@ class Fused:
 
     @cached_property
     def closed(self) -> bool:
-        """Whether all slopes have a closed form, so that no forward mode is needed."""
-        dims = {_dims(node) for node in self.body if node.name in self.statistics}
-        return len(dims) <= 1 and all(operation_of(node).slope is not None for node in self.body)
+        """Whether all slopes are in the table, so that no forward mode is needed."""
+        return all(operation_of(node).slope is not None for node in self.body)
 
     def __call__(self, x: Tensor, values: Mapping[str, Any]) -> Tensor:
         """Returns y."""
-        return self._run(self.body, {**values, self.source: x})[self.node.name]
+        return self._run(x, values)[self.node.name]
 
     def slope(self, x: Tensor, values: Mapping[str, Any]) -> tuple[Tensor, Slope]:
         """Returns y and its slope, a tensor that broadcasts to y or a number, for a function without statistics."""
-        if not self.closed:
-            return jvp(lambda x: self(x, values), (x,), (torch.ones_like(x),))
-        known = self._run(self.body, {**values, self.source: x})
-        return known[self.node.name], self._closed_slopes(known, x.dtype).direct
+        known = self._run(x, values)
+        slopes, _ = self._slopes(known, x.dtype)
+        return known[self.node.name], slopes.get(self.source, 0.0)
 
     def moments(self, x: Tensor, variance: Tensor, values: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Returns y and its variances by linearisation (Streamlined Prediction, equations 5 and 6).
 
             v_y = Σ_i (∂y/∂x_i)² v_i        ∂y/∂x = diag(∂g/∂x) + Σ_r ∂g/∂s_r ⊗ ∂s_r/∂x
 
-        Cost: about two evaluations of g, time O(D R²); for calls without closed slopes 1 + R forward-mode evaluations
-        of g and R backward ones of the statistics.
+        Cost: about two evaluations of g, time O(D R²).
         """
-        if not self.statistics:
-            y, slope = self.slope(x, values)
-            carried = _squared(slope) * variance
-        else:
-            known = self._run(self.body, {**values, self.source: x})
-            y, statistics = known[self.node.name], [known[name] for name in self.statistics]
-            slopes = self._closed_slopes(known, x.dtype) if self.closed else self._forward_slopes(x, statistics, values)
-            carried = _carried(variance, statistics, slopes)
-        return y, carried if carried.shape == y.shape else carried.expand_as(y)
+        known = self._run(x, values)
+        slopes, gradients = self._slopes(known, x.dtype)
+        y, direct = known[self.node.name], slopes.get(self.source, 0.0)
+        total = (direct.square() if isinstance(direct, Tensor) else direct**2) * variance
+        parts = [(slopes.get(name, 0.0), gradients[name], known[name].shape) for name in self.statistics]
+        for r, (weight, gradient, shape) in enumerate(parts):
+            total = total + 2 * direct * weight * gradient * variance
+            for q, (other_weight, other, other_shape) in enumerate(parts[: r + 1]):
+                product = gradient * other * variance
+                dims = [d for d, n in enumerate(product.shape) if shape[d] == other_shape[d] == 1 and n > 1]
+                shared = product.sum(dims, keepdim=True) if dims else product
+                total = total + (2 - (q == r)) * weight * other_weight * shared
+        return y, total if total.shape == y.shape else total.expand_as(y)
 
-    def _run(self, nodes: Sequence[fx.Node], values: dict[str, Any]) -> dict[str, Any]:
-        for node in nodes:
-            if node.name not in values:
-                values[node.name] = run(node, values, values[self.source].dtype)
-        return values
+    def _run(self, x: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
+        known = {**values, self.source: x}
+        for node in self.body:
+            known[node.name] = run(node, known, x.dtype)
+        return known
 
-    def _closed_slopes(self, values: Mapping[str, Any], dtype: torch.dtype) -> Slopes:
-        """Returns all slopes from the values of the calls (the chain rule, forwards)."""
+    def _slopes(self, values: Mapping[str, Any], dtype: torch.dtype) -> tuple[dict[str, Slope], dict[str, Slope]]:
+        """Returns `∂g/∂x` and `∂g/∂s_r` by name, and `∂s_r/∂x`: the chain rule, forwards."""
         slopes: dict[str, dict[str, Slope]] = {self.source: {self.source: 1.0}}
         gradients: dict[str, Slope] = {}
         for node in self.body:
             if not has_schema(node):  # the first of several values
                 slopes[node.name] = slopes[node.all_input_nodes[0].name]
                 continue
-            names = {
-                name: argument.name
-                for name, argument in named(node, node.args, node.kwargs).items()
-                if isinstance(argument, fx.Node) and argument.name in slopes
-            }
-            arguments = named(node, *resolve(node, values, dtype))
-            partial, y = operation_of(node).slope, values[node.name]
-            assert partial is not None
-            y = y[0] if isinstance(y, (tuple, list)) else y
+            arguments = arguments_of(node, values, dtype)
             total: dict[str, Slope] = {}
-            for name, argument in names.items():
-                slope = self._slope_of(node, partial, arguments, y, name)
-                for leaf, inner in slopes[argument].items():
+            for name, argument in named(node, node.args, node.kwargs).items():
+                if not isinstance(argument, fx.Node) or argument.name not in slopes:
+                    continue
+                slope = _partial(node, arguments, values[node.name], name)
+                for leaf, inner in slopes[argument.name].items():
                     part = _product(slope, inner)
                     total[leaf] = part if leaf not in total else total[leaf] + part
             if node.name in self.statistics:
-                gradients[node.name] = self._gradient(total, gradients, y, arguments["self"])
+                gradients[node.name] = self._gradient(total, gradients, values)
                 total = {node.name: 1.0}
             slopes[node.name] = total
-        final = slopes[self.node.name]
-        through = tuple(final.get(name, 0.0) for name in self.statistics)
-        return Slopes(final.get(self.source, 0.0), through, tuple(gradients[name] for name in self.statistics))
+        return slopes[self.node.name], gradients
 
-    @staticmethod
-    def _slope_of(node: fx.Node, partial: Partial, arguments: Arguments, y: Any, name: str) -> Slope:
+    def _gradient(self, slopes: Mapping[str, Slope], known: Mapping[str, Slope], values: Mapping[str, Any]) -> Slope:
+        """Returns `∂s/∂x` of a statistic of x, what goes through other statistics included."""
+        x, total = values[self.source], slopes.get(self.source, 0.0)
+        for name, through in slopes.items():
+            if name != self.source:
+                dims = [d for d in range(x.ndim) if values[name].shape[d] == 1 and x.shape[d] != 1]
+                through = (through + torch.zeros_like(x)).sum(dims, keepdim=True) if dims else through
+                total = total + through * known[name]
+        return total
+
+
+def _partial(node: fx.Node, arguments: Mapping[str, Any], y: Any, name: str) -> Slope:
+    """Returns the derivative of one call by an argument, from the table or by automatic differentiation."""
+    slope = operation_of(node).slope
+    y = y[0] if isinstance(y, (tuple, list)) else y
+    if slope is not None:
         try:
-            return partial(arguments, y, name)
+            return slope(arguments, y, name)
         except KeyError as error:
             raise LapwingError(
                 f"The slope of {node.target} reads the argument {error}, and the arguments of the call are "
                 f"{', '.join(arguments)}. Read one of these in the slope."
             ) from error
 
-    def _gradient(self, slopes: Mapping[str, Slope], known: Mapping[str, Slope], value: Tensor, x: Tensor) -> Slope:
-        """Returns `∂s/∂x` of a statistic of x, what goes through other statistics included."""
-        total = slopes.get(self.source, 0.0)
-        for name, through in slopes.items():
-            if name != self.source:
-                dims = [d for d in range(x.ndim) if value.shape[d] == 1 and x.shape[d] != 1]
-                through = (through + torch.zeros_like(x)).sum(dims, keepdim=True) if dims else through
-                total = total + through * known[name]
-        return total
+    def function(x: Tensor) -> Tensor:
+        return node.target(**{**arguments, name: x})  # type: ignore[operator]
 
-    def _forward_slopes(self, x: Tensor, statistics: Sequence[Tensor], values: Mapping[str, Any]) -> Slopes:
-        """Returns the same by forward mode, and the gradients of the statistics by backward passes."""
-
-        def g(x: Tensor, *statistics: Tensor) -> Tensor:
-            return self(x, {**values, **dict(zip(self.statistics, statistics, strict=True))})
-
-        def gradient(name: str) -> Tensor:
-            end = next(place for place, node in enumerate(self.body) if node.name == name) + 1
-            inner = lambda x: self._run(self.body[:end], {**values, self.source: x})[name]  # noqa: E731
-            value, pull = vjp(inner, x)  # type: ignore[misc]
-            return pull(torch.ones_like(value))[0]
-
-        inputs = (x, *statistics)
-        zeros = [torch.zeros_like(value) for value in inputs]
-        slopes = []
-        for place, value in enumerate(inputs):
-            tangents = [*zeros[:place], torch.ones_like(value), *zeros[place + 1 :]]
-            slopes.append(jvp(g, inputs, tuple(tangents))[1])
-        return Slopes(slopes[0], tuple(slopes[1:]), tuple(map(gradient, self.statistics)))
-
-
-def _dims(node: fx.Node) -> tuple[int, ...]:
-    value = node.meta.get("val")
-    dims: Any = named(node, node.args, node.kwargs).get("dim")
-    dims = [dims] if isinstance(dims, int) else list(dims)
-    return tuple(sorted(d % value.ndim if isinstance(value, Tensor) else d for d in dims))
-
-
-def _carried(variance: Tensor, statistics: Sequence[Tensor], slopes: Slopes) -> Tensor:
-    """Returns the variances of y from all slopes."""
-    total = _squared(slopes.direct) * variance
-    parts = list(zip(slopes.through, slopes.gradients, statistics, strict=True))
-    for r, (weight, gradient, value) in enumerate(parts):
-        total = total + 2 * slopes.direct * weight * gradient * variance
-        for q, (other_weight, other, other_value) in enumerate(parts[: r + 1]):
-            product = gradient * other * variance
-            dims = [d for d, n in enumerate(product.shape) if value.shape[d] == other_value.shape[d] == 1 and n > 1]
-            shared = product.sum(dims, keepdim=True) if dims else product
-            total = total + (2 - (q == r)) * weight * other_weight * shared
-    return total
-
-
-def _squared(slope: Slope) -> Slope:
-    return slope.square() if isinstance(slope, Tensor) else slope**2
+    if is_statistic(node):
+        return vjp(function, arguments[name])[1](torch.ones_like(y))[0]  # type: ignore[misc]
+    return jvp(function, (arguments[name],), (torch.ones_like(arguments[name]),))[1]
 
 
 def _product(a: Slope, b: Slope) -> Slope:

@@ -136,8 +136,10 @@ Value = Any
 
 
 def mean_of(value: Value) -> Value:
-    """Returns the mean of an uncertain value, a certain value as it is."""
-    return value.mean if isinstance(value, Moments) else value
+    """Returns the mean of an uncertain value, or of each in a tuple; a certain value as it is."""
+    if isinstance(value, Moments):
+        return value.mean
+    return tuple(map(mean_of, value)) if isinstance(value, (tuple, list)) else value
 
 
 def variance_of(value: Value) -> Tensor | None:

@@ -1,8 +1,9 @@
-"""The program: a schedule with the rule of each call, run on one chunk of samples in a Python loop without branches."""
+"""The program: a schedule with the rule of each call, built once and run on chunks of samples without branches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -10,19 +11,131 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
+from ...covariance import Covariance
+from ...errors import LapwingError
 from ...network import batches
-from .axes import SampleAxes
+from ...tangent import Block, Tangent
+from . import rules  # noqa: F401 (fills the table)
+from .axes import SampleAxes, read_axes, read_layouts
 from .forward_mode import Branches, find_branches, linearised
 from .functions import carry, carry_covariance
 from .graph import Graph, execute
 from .moments import Layout, Moments, Value, mean_of
-from .operations import Kind, is_a, length_of, operation_of, shape_of
+from .operations import Kind, has_forward_mode, is_a, length_of, operation_of, shape_of
 from .rules.linear import linear_with_covariances
-from .schedule import Schedule, Step
-from .sites import Site, Treated, resolve, run
+from .schedule import Schedule, Step, schedule
+from .sites import Site, Treated, arguments_of, refusal, roles_of, run
 
 if TYPE_CHECKING:
     from . import Streamlined
+
+log = logging.getLogger("lapwing")
+
+
+def build(
+    tangent: Tangent, covariance: Covariance, graph: Graph, way: Streamlined, example: Any, uncertain: tuple[int, ...]
+) -> Program:
+    """Builds the program of a network.
+
+    Args:
+        tangent: the network and its treated blocks.
+        covariance: Σ.
+        graph: the network's calls.
+        way: the options.
+        example: inputs that the graph is for.
+        uncertain: places of uncertain inputs among the leaves.
+
+    Raises:
+        LapwingError: a treated parameter that is used twice, or none that reaches the outputs; samples that cannot be
+            told apart where that is needed.
+    """
+    dtype, network = covariance.record_dtype or tangent.dtype, type(tangent.model).__name__
+    full, correlated = way.covariance == "full", way.positions == "correlated"
+    treated = _treated(tangent, covariance, graph, dtype)
+    inputs = frozenset(name for place in uncertain if (name := graph.leaves[place]) is not None)
+    steps = schedule(graph, frozenset(treated), inputs, way.attention)
+    _check_uses(network, steps, treated)
+    _check_forward_mode(network, steps, treated, way)
+    calls = [step.node for step in steps.steps if step.uncertain and step.fused is None]
+    ruleless = any(operation_of(node).rule is None for node in calls)
+    axes = read_axes(graph, example, network) if not full and (way.tracks_branches or ruleless) else None
+    of_values = not full and way.attention in ("tokens", "features")
+    if of_values and "attention" not in graph.notices and not any(is_a(n, Kind.ATTENTION) for n in graph.nodes):
+        graph.notices.add("attention")
+        log.warning(
+            "%s calls no scaled_dot_product_attention: Streamlined(attention=%r) is the same as 'values' there, also "
+            "for attention written by hand, and for nn.MultiheadAttention that is asked for its weights.",
+            network, way.attention,
+        )  # fmt: skip
+    layouts = read_layouts(steps, graph, example, network) if of_values or (correlated and not full) else {}
+    sites = {
+        node.name: Site(node, roles_of(node, treated), way.attention, network, layouts, correlated) for node in calls
+    }
+    return Program(graph, steps, sites, treated, dtype, network, way, axes, layouts if correlated else {})
+
+
+def _check_forward_mode(network: str, steps: Schedule, treated: Container[str], way: Streamlined) -> None:
+    """Refuses operators from outside torch where no entry of the table gives their derivative."""
+    for step in steps.steps:
+        if not step.uncertain:
+            continue
+        closed = operation_of(step.node).rule is not None if step.fused is None else step.fused.closed
+        for node in (step.node,) if step.fused is None else step.fused.body:
+            if not has_forward_mode(node) and (way.tracks_branches or not closed):
+                problem = "it is an operator from outside torch, through which forward mode does not pass"
+                entry = "a slope or a rule"
+                weights = list(roles_of(node, treated))
+                if weights and not closed:
+                    problem += f", and its argument {weights[0]} is uncertain"
+                    entry = "a rule"
+                raise refusal(
+                    network,
+                    node,
+                    problem,
+                    f"Register {entry} for it (lapwing.prediction.streamlined.register_operation), and pass "
+                    "lw.Streamlined() without full mode or correlated branches.",
+                )
+
+
+def _treated(
+    tangent: Tangent, covariance: Covariance, graph: Graph, dtype: torch.dtype
+) -> dict[str, tuple[Treated, str]]:
+    """Returns the placeholders of treated parameters; a tied one is known by its tensor, not by its name."""
+    diagonal = covariance.diagonal()
+    owners: dict[int, tuple[Block, str]] = {
+        id(tangent.parameters[name]): (block, name) for block in covariance.blocks for name in block.parameters
+    }
+    blocks: dict[str, Treated] = {}
+    treated = {}
+    for placeholder in graph.parameters:
+        owner = owners.get(id(graph.tensors[placeholder]))
+        if owner is not None:
+            block, name = owner
+            if block.name not in blocks:
+                marginals = block.split(diagonal[block.name].to(dtype))
+                blocks[block.name] = Treated(block, covariance.layer_block(block.name), marginals)
+            treated[placeholder] = blocks[block.name], name
+    return treated
+
+
+def _check_uses(network: str, steps: Schedule, treated: Mapping[str, tuple[Treated, str]]) -> None:
+    """Refuses parameters that several calls share: their outputs are correlated, which variances cannot hold."""
+    uses: dict[str, list[fx.Node]] = {}
+    for placeholder, (_, name) in treated.items():
+        uses.setdefault(name, []).extend(steps.users.get(placeholder, ()))
+    for name, nodes in uses.items():
+        carrying = [node for node in nodes if node.name in steps.uncertain]
+        if len(carrying) > 1:
+            raise LapwingError(
+                f"{len(carrying)} calls of {network} share the treated parameter {name}, so that their outputs are not "
+                "independent, as streamlined prediction takes them. Treat other parameters with "
+                "params=lw.matching(...). Or predict with via=lw.Linearized()."
+            )
+    if steps.output not in steps.uncertain:
+        raise LapwingError(
+            f"No treated parameter of {network} reaches its outputs by what streamlined prediction carries. Treat "
+            "values, or layers after an attention. Or predict with via=lw.Linearized()."
+        )
 
 
 @dataclass
@@ -112,8 +225,8 @@ class Program:
             return execute(node, lambda n: values[n.name])
         read = {name: self.cast(name, values[name]) for name in step.sources}
         if not step.uncertain:
-            return run(node, {name: means_of(value) for name, value in read.items()}, self.dtype)
-        read = {name: value if name in step.uncertain else means_of(value) for name, value in read.items()}
+            return run(node, {name: mean_of(value) for name, value in read.items()}, self.dtype)
+        read = {name: value if name in step.uncertain else mean_of(value) for name, value in read.items()}
         if node.name in self.ends:
             result = self._with_covariances(step, read, samples)
             if result is not None:
@@ -124,7 +237,7 @@ class Program:
         if rule is None:
             assert self.axes is not None
             return linearised(step, site, read, self.axes, samples, self.dtype)
-        arguments = site.named(*resolve(node, read, self.dtype))
+        arguments = arguments_of(node, read, self.dtype)
         result = rule(site.at(samples) if site.layouts else site, arguments)
         if node.name in self._branches:
             return self._correlated(node.name, result, values, arguments, samples)
@@ -142,7 +255,7 @@ class Program:
         if not is_a(node, Kind.LINEAR):
             return None
         site = self.sites[node.name]
-        return linear_with_covariances(site, site.named(*resolve(node, read, self.dtype)), samples)
+        return linear_with_covariances(site, arguments_of(node, read, self.dtype), samples)
 
     def _correlated(
         self, name: str, result: Moments, values: Mapping[str, Value], arguments: Mapping[str, Any], samples: int
@@ -181,11 +294,6 @@ class Program:
         sources = (s.name for step in steps if step.node.name in self.ends for s in step.node.all_input_nodes)
         weights = max((self.graph.tensors[name].numel() for name in sources if name in self.graph.tensors), default=0)
         return 8 * largest + 4 * outputs**2 + 2 * weights
-
-
-def means_of(value: Value) -> Value:
-    """Returns the means of an uncertain value, or of each in a tuple."""
-    return tuple(map(mean_of, value)) if isinstance(value, (tuple, list)) else mean_of(value)
 
 
 def _ends(schedule: Schedule) -> frozenset[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ...covariance import Covariance, LayerBlock
+from ...covariance import LayerBlock
 from ...errors import LapwingError
 from ...tangent import Block
 from .graph import name_of, where
@@ -31,11 +32,21 @@ class Treated:
     covariance: LayerBlock
     marginals: Mapping[str, Tensor]
 
-    @classmethod
-    def of(cls, block: Block, covariance: Covariance, diagonal: Mapping[str, Tensor], dtype: torch.dtype) -> Treated:
-        """Reads a block's covariance."""
-        parts = block.split(diagonal[block.name].to(dtype))
-        return cls(block, covariance.layer_block(block.name), parts)
+    @cached_property
+    def rotation(self) -> tuple[Tensor | None, Tensor] | None:
+        """`LayerBlock.rotation` in the dtype of the moments."""
+        with torch.no_grad():
+            rotation = self.covariance.rotation()
+        if rotation is None:
+            return None
+        dtype = next(iter(self.marginals.values())).dtype
+        basis, variances = rotation
+        return (None if basis is None else basis.to(dtype)), variances.to(dtype)
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether the weights are independent of each other, so that their variances say all."""
+        return self.rotation is not None and self.rotation[0] is None
 
     def is_stored_as(self, transposed: bool) -> bool:
         """Whether the block is that of a weight (O, I, *kernel), or (I, O) where it is transposed, and of no table."""
@@ -66,27 +77,6 @@ class Site:
     samples: int = 0
     _constants: dict[str, tuple[Any, Any]] = field(default_factory=dict, repr=False)
 
-    @classmethod
-    def of(
-        cls,
-        node: fx.Node,
-        treated: Mapping[str, tuple[Treated, str]],
-        attention: str,
-        network: str,
-        layouts: Mapping[str, Layout],
-        correlated: bool,
-    ) -> Site:
-        """Reads which arguments of a call are treated parameters."""
-        arguments = named(node, node.args, node.kwargs).items()
-        roles = {name: treated[a.name] for name, a in arguments if isinstance(a, fx.Node) and a.name in treated}
-        return cls(node, roles, attention, network, layouts, correlated)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the network is."""
-        values = (source.meta.get("val") for source in self.node.all_input_nodes)
-        return next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
-
     def at(self, samples: int) -> Site:
         """Returns the same for a batch of B samples."""
         return replace(self, samples=samples)
@@ -99,12 +89,8 @@ class Site:
 
     def layout_of(self, argument: str) -> Layout | None:
         """Returns the dimensions of an argument, None where they are not known."""
-        node = self.named(self.node.args, self.node.kwargs).get(argument)
+        node = named(self.node, self.node.args, self.node.kwargs).get(argument)
         return self.layouts.get(node.name) if isinstance(node, fx.Node) else None
-
-    def named(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a call's arguments by name, defaults filled in."""
-        return named(self.node, args, kwargs)
 
     def apply(self, arguments: Mapping[str, Any], /, **changed: Any) -> Any:
         """Runs the call with some arguments changed."""
@@ -132,6 +118,12 @@ class Site:
         return refusal(self.network, self.node, problem, advice)
 
 
+def roles_of(node: fx.Node, treated: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call that are treated parameters, by name."""
+    arguments = named(node, node.args, node.kwargs).items()
+    return {name: treated[a.name] for name, a in arguments if isinstance(a, fx.Node) and a.name in treated}
+
+
 def refusal(network: str, node: fx.Node, problem: str, advice: str = "") -> LapwingError:
     """Returns the error for a call that is not covered: which one, what is wrong, what to do.
 
@@ -153,9 +145,10 @@ def refusal(network: str, node: fx.Node, problem: str, advice: str = "") -> Lapw
 
 def run(node: fx.Node, values: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """Runs one call in the dtype of the moments; identities, which include casts, give their argument."""
-    if is_a(node, Kind.IDENTITY) and not _gives_integers(node):
-        (source,) = (arg for arg in node.args[:1] if isinstance(arg, fx.Node))
-        return values[source.name]
+    value = node.meta.get("val")
+    casts_to_integers = isinstance(value, Tensor) and not value.is_floating_point()
+    if is_a(node, Kind.IDENTITY) and not casts_to_integers:
+        return values[node.args[0].name]  # type: ignore[union-attr]
     args, kwargs = resolve(node, values, dtype)
     if node.target in RESHAPED:
         return args[0].reshape(args[1])
@@ -178,10 +171,9 @@ def resolve(node: fx.Node, values: Mapping[str, Any], dtype: torch.dtype) -> tup
     return fx.node.map_aggregate((node.args, node.kwargs), value_of)
 
 
-def _gives_integers(node: fx.Node) -> bool:
-    """Whether a cast gives integers or truth values."""
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and not value.is_floating_point()
+def arguments_of(node: fx.Node, values: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Returns a call's arguments by name, likewise."""
+    return named(node, *resolve(node, values, dtype))
 
 
 RESHAPED = (aten.view.default, aten._unsafe_view.default)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ...jacobian.layers.conv import unfold
 from .axes import SampleAxes
-from .operations import Kind, is_a
+from .operations import Kind, is_a, named
 from .rules.conv import conv_weights, geometry
 from .rules.linear import linear_weights
 from .sites import Site, Treated
@@ -46,7 +46,7 @@ def treated_layer(site: Site | None) -> TreatedLayer | None:
         treated = linear_weights(site) if is_a(site.node, Kind.LINEAR) else None
     if treated is None or not treated.block.has_weight:
         return None
-    arguments = site.named(site.node.args, site.node.kwargs)
+    arguments = named(site.node, site.node.args, site.node.kwargs)
     source = arguments.get("input", arguments.get("mat1", arguments.get("self")))
     assert isinstance(source, fx.Node)
     owned = frozenset(arguments[role].name for role, known in site.roles.items() if known[0] is treated)
@@ -98,7 +98,7 @@ def contribution(
 
 def _patches(layer: TreatedLayer, x: Tensor, covariance: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Returns the patches (B, T, I) of an input (B, channels, *space), and their covariances (B, T, I, T, I)."""
-    arguments = layer.site.named(layer.site.node.args, layer.site.node.kwargs)
+    arguments = named(layer.site.node, layer.site.node.args, layer.site.node.kwargs)
     kernel = tuple(arguments["weight"].meta["val"].shape[2:])
     stride, dilation, padding = geometry(arguments, kernel)
 

@@ -148,7 +148,7 @@ def _mixed(site: Site, value: Moments, weights: Tensor, square: Tensor) -> Momen
 
     Cost: P a for each head, which is O(T² I), and W_V's variances at it: a linear layer a head.
     """
-    source, rows = value.origin, _rows(site, weights.shape[1])
+    source, rows = value.origin, _rows(site, weights)
     if not isinstance(source, Origin) or source.added is None or rows is None or rows.numel() == 0:
         return None
     a, heads = mean_of(source.x), len(rows)
@@ -177,7 +177,7 @@ def _marked(site: Site, result: Moments, value: Value, weights: Tensor) -> Momen
     source = value.origin if isinstance(value, Moments) else None
     if site.attention != "features" or not isinstance(source, Origin):
         return result
-    rows = _rows(site, weights.shape[1])
+    rows = _rows(site, weights)
     return result if rows is None else replace(result, origin=replace(source, rows=rows, probabilities=weights))
 
 
@@ -200,7 +200,7 @@ def between_features(site: Site, argument: str, x: Value, weight: Tensor) -> Ten
     rows = source.rows
     if rows is None or layout is None or layout.channels.numel() != layout.channels.shape[-1]:
         return None
-    order = layout.channels.flatten().to(site.device)  # of each entry of x, as the layer that made it numbers them
+    order = layout.channels.flatten().to(weight.device)  # of each entry of x, as the layer that made it numbers them
     crossed = site.constant("crossed", lambda: _crossed(weight, source.weight, rows, order), weight, source.weight)
     if crossed is None:
         return None
@@ -222,13 +222,13 @@ def _crossed(weight: Tensor, values: Tensor, rows: Tensor, order: Tensor) -> Ten
     return (u @ w).square() - u.square() @ w.square()
 
 
-def _rows(site: Site, heads: int) -> Tensor | None:
-    """Returns the channels of values (B, H, S, d) as (H, d), repeated where queries have more heads."""
+def _rows(site: Site, weights: Tensor) -> Tensor | None:
+    """Returns the channels of values (B, H, S, d) as (H, d), repeated where queries (B, H, T, S) have more heads."""
     layout = site.layout_of("value")
     if layout is None or layout.batch != 0 or layout.channels.ndim != 4 or layout.channels.shape[2] != 1:
         return None
-    rows = layout.channels[0, :, 0, :].to(site.device)
-    return rows.repeat_interleave(heads // len(rows), 0)
+    rows = layout.channels[0, :, 0, :].to(weights.device)
+    return rows.repeat_interleave(weights.shape[1] // len(rows), 0)
 
 
 def _picked(x: Tensor, rows: Tensor) -> Tensor:

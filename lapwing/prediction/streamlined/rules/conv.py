@@ -40,13 +40,15 @@ def convolution(site: Site, arguments: dict[str, Any], positions: bool = True) -
         second = site.constant("second", lambda: total_of([w.square(), spread]), w, spread)
         parts.append(apply(variance, second))
     treated = conv_weights(site)
+    treated = None if treated is None or treated.is_diagonal else treated
     shared = treated is not None and isinstance(bias, Moments) and treated.block.bias
+    shift = bias.variance if isinstance(bias, Moments) and not shared else None
     if treated is not None:
-        parts.append(_from_weights(site, treated, arguments, mean, shared, apply))
+        parts.append(_from_weights(site, treated, arguments, mean, shared))
     elif spread is not None:
-        parts.append(apply(mean.square(), spread))
-    if isinstance(bias, Moments) and not shared:
-        parts.append(bias.variance.reshape(-1, *(1,) * (w.ndim - 2)).expand_as(h))
+        parts.append(apply(mean.square(), spread, shift))
+    if shift is not None and (treated is not None or spread is None):
+        parts.append(shift.reshape(-1, *(1,) * (w.ndim - 2)).expand_as(h))
     total = total_of(parts)
     layout = site.layout if positions else None
     if layout is None:
@@ -63,8 +65,8 @@ def convolution(site: Site, arguments: dict[str, Any], positions: bool = True) -
     if spread is not None:
         rows = _mean_patches(site, arguments, mean)  # (B, C, *kernel)
         pooled.append(_pooled(treated, rows, spread, shared, arguments["groups"]))
-    if isinstance(bias, Moments) and not shared:
-        pooled.append(bias.variance.expand(h.shape[0], -1))
+    if shift is not None:
+        pooled.append(shift.expand(h.shape[0], -1))
     if not pooled:
         return Moments(h, total)
     rho = layer_correlation(total, total_of(pooled), individual, layout, site.samples, 1)  # (B, O)
@@ -126,14 +128,13 @@ def _pooled(treated: Treated | None, rows: Tensor, spread: Tensor, bias: bool, g
     """Returns what the weights add to the variances of the mean over positions (B, O)."""
     if treated is None:
         return _by_groups(rows.flatten(1).square(), spread.flatten(1), groups)
-    rotation = treated.covariance.rotation()
     rows = rows.reshape(rows.shape[0], groups, -1)  # (B, G, I)
     rows = F.pad(rows, (0, 1), value=1.0) if bias else rows
-    if rotation is None:
+    if treated.rotation is None:
         return treated.covariance.push(rows[:, 0], None, False)
-    basis, variances = (None if part is None else part.to(rows.dtype) for part in rotation)
-    rotated = rows if basis is None else torch.einsum("bgi,giq->bgq", rows, basis)
-    assert variances is not None
+    basis, variances = treated.rotation
+    assert basis is not None
+    rotated = torch.einsum("bgi,giq->bgq", rows, basis)
     return torch.einsum("bgq,goq->bgo", rotated.square(), variances).flatten(1)
 
 
@@ -143,37 +144,26 @@ def _by_groups(x: Tensor, weight: Tensor, groups: int) -> Tensor:
     return torch.einsum("bgi,goi->bgo", x, weight).flatten(1)
 
 
-def _from_weights(
-    site: Site, treated: Treated, arguments: dict[str, Any], mean: Tensor, bias: bool, apply: Any
-) -> Tensor:
+def _from_weights(site: Site, treated: Treated, arguments: dict[str, Any], mean: Tensor, bias: bool) -> Tensor:
     """Returns `Σ_ii' a_i a_i' Cov[W_ji, W_ji']` for every patch a, a one appended for the bias."""
-    rotated = site.constant("rotated", lambda: _kernels(treated, bias, arguments, mean.dtype))
-    if rotated is None:
+    if treated.rotation is None:
         return _pushed(site, treated, arguments, mean, bias)
-    kernels, shift, spread, spread_shift = rotated
-    if kernels is None:
-        return apply(mean.square(), spread, spread_shift)
+    shape = mean_of(arguments["weight"]).shape
+    kernels, shift, spread = site.constant("rotated", lambda: _kernels(treated, bias, shape))
     convolve = (F.conv1d, F.conv2d, F.conv3d)[mean.ndim - 3]
     options = {name: arguments[name] for name in ("stride", "padding", "dilation", "groups")}
     patches = convolve(mean, kernels, shift, **options).square()  # (B, G Q, *grid)
     return convolve(patches, spread, groups=arguments["groups"])
 
 
-def _kernels(treated: Treated, bias: bool, arguments: dict[str, Any], dtype: torch.dtype) -> Any:
+def _kernels(treated: Treated, bias: bool, shape: torch.Size) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns the patches' basis as kernels, and the variances in it as kernels of size 1."""
-    rotation = treated.covariance.rotation()
-    if rotation is None:
-        return None
-    basis, spread = rotation
-    spread, shape = spread.to(dtype), mean_of(arguments["weight"]).shape
-    groups, outputs, _ = spread.shape
-    if basis is None:
-        kernel, shift = (spread[..., :-1], spread[..., -1].flatten()) if bias else (spread, None)
-        return None, None, kernel.reshape(shape), shift
-    basis = basis.to(dtype)
+    assert treated.rotation is not None
+    basis, spread = treated.rotation
+    assert basis is not None
     kernel, shift = (basis[:, :-1], basis[:, -1].flatten()) if bias else (basis, None)  # (G, I, Q), (G Q,)
     kernels = kernel.mT.reshape(-1, *shape[1:])  # (G Q, I / kernel, *kernel)
-    return kernels, shift, spread.reshape(groups * outputs, -1, *(1,) * (len(shape) - 2)), None
+    return kernels, shift, spread.reshape(shape[0], -1, *(1,) * (len(shape) - 2))
 
 
 def _pushed(site: Site, treated: Treated, arguments: dict[str, Any], mean: Tensor, bias: bool) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from ....covariance import LayerBlock
 from ..moments import Moments, Value, layer_correlation, mean_of, total_of, variance_of
 from ..operations import Kind, Operation, aten, numbered, register_aten
 from ..sites import Site, Treated
@@ -77,13 +76,17 @@ class Layer:
         return F.pad(mean, (0, 1), value=1.0) if self.bias_is_shared else mean
 
     def added(self, mean: Tensor) -> list[Tensor]:
-        """Returns what uncertain weights and biases add to the variances (..., O), for certain inputs (..., I)."""
-        parts = []
-        if self.treated is not None:
-            parts.append(self._from_weights(self.treated.covariance, self.rows(mean)))
+        """Returns what uncertain weights and biases add to the variances (..., O), for certain inputs (..., I).
+
+        `Σ_ii' a_i a_i' Cov[W_ji, W_ji']`, with a one appended to a for a bias in the block of the weights.
+        """
+        parts, shared = [], False
+        if self.treated is not None and not self.treated.is_diagonal:
+            parts.append(self._correlated(self.treated, self.rows(mean)))
+            shared = self.bias_is_shared
         elif isinstance(self.weight, Moments):
             parts.append(mean.square() @ self._inputs_first(self.weight.variance))
-        if isinstance(self.bias, Moments) and not self.bias_is_shared:
+        if isinstance(self.bias, Moments) and not shared:
             parts.append(self.bias.variance.expand(*mean.shape[:-1], -1))
         return parts
 
@@ -96,15 +99,15 @@ class Layer:
     def _inputs_first(self, matrix: Tensor) -> Tensor:
         return matrix if self.transposed else matrix.mT
 
-    def _from_weights(self, covariance: LayerBlock, rows: Tensor) -> Tensor:
-        """Returns `Σ_ii' a_i a_i' Cov[W_ji, W_ji']` for certain rows a = [m, 1], (..., O)."""
+    @staticmethod
+    def _correlated(treated: Treated, rows: Tensor) -> Tensor:
         flat = rows.reshape(-1, rows.shape[-1])  # (N, I)
-        rotated = self.site.constant("rotated", lambda: _rotation(covariance, rows.dtype))
-        if rotated is None:
-            variance = covariance.push(flat, None, False)
+        if treated.rotation is None:
+            variance = treated.covariance.push(flat, None, False)
         else:
-            basis, spread = rotated
-            variance = (flat if basis is None else flat @ basis).square() @ spread.mT
+            basis, spread = treated.rotation
+            assert basis is not None
+            variance = (flat @ basis[0]).square() @ spread[0].mT
         return variance.reshape(*rows.shape[:-1], -1)
 
 
@@ -194,15 +197,6 @@ def bias_alone(site: Site) -> Treated | None:
 
 def _product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return x @ w if b is None else torch.addmm(b, x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[-1])
-
-
-def _rotation(covariance: LayerBlock, dtype: torch.dtype) -> tuple[Tensor | None, Tensor] | None:
-    """Returns a basis and variances in it with `Var[W a]_j = Σ_q (aᵀ V)_q² s_jq`, where there is one for all j."""
-    rotation = covariance.rotation()
-    if rotation is None:
-        return None
-    basis, spread = rotation
-    return (None if basis is None else basis[0].to(dtype)), spread[0].to(dtype)
 
 
 def linear_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:

@@ -143,15 +143,13 @@ def _covariance(site: Site, gamma_v: Tensor | None, beta_v: Tensor | None, dtype
     if gamma_v is None or beta_v is None or weight is None or bias is None or weight[0] is not bias[0]:
         return None
     size = gamma_v.numel()
-    crossed = site.constant("crossed", lambda: _crossed(weight[0], size, dtype))
-    return None if crossed is None else crossed.reshape(gamma_v.shape)
+    if weight[0].is_diagonal:
+        return None
+    return site.constant("crossed", lambda: _crossed(weight[0], size, dtype)).reshape(gamma_v.shape)
 
 
-def _crossed(treated: Treated, size: int, dtype: torch.dtype) -> Tensor | None:
+def _crossed(treated: Treated, size: int, dtype: torch.dtype) -> Tensor:
     """Returns `Cov[γ_i, β_i]` from variances of sums, `Var[γ_i + β_i] = Var γ_i + Var β_i + 2 Cov[γ_i, β_i]`."""
-    rotation = treated.covariance.rotation()
-    if rotation is not None and rotation[0] is None:
-        return None  # diagonal
     eye = torch.eye(size, dtype=dtype, device=treated.marginals[treated.block.parameters[0]].device)
     names = treated.block.parameters
     variances = treated.covariance.push(torch.cat([eye, eye], 1), None, False).flatten()
