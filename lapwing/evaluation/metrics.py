@@ -128,10 +128,10 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
     """
     torchmetrics = extra("torchmetrics.functional.classification")
     probs, labels = _classification("expected_calibration_error", probs, labels)
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
+    if isinstance(bins, bool) or not isinstance(bins, int) or not 1 <= bins < 2**24:
         raise LapwingError(
             f"expected_calibration_error sorts confidences into bins, and bins is {shown(bins)}. Pass an "
-            "integer of at least 1: expected_calibration_error(probs, labels, bins=15)."
+            "integer from 1 to 2**24: expected_calibration_error(probs, labels, bins=15)."
         )
     # torchmetrics takes values above 1 for logits, and puts a confidence of exactly 1 into another bin
     probs = probs.clamp(0.0, 1.0 - 2.0**-24)
@@ -276,7 +276,7 @@ def real_tensor(asked: str, name: str, value: Any) -> Tensor:
     """
     try:
         tensor = torch.as_tensor(value).detach()
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         tensor = None
     if tensor is not None:
         check_dense(tensor, f"The argument {name} of {asked}")
