@@ -1,9 +1,11 @@
-"""The one exception that lapwing raises, and the helpers that its messages are written with."""
+"""The one exception that lapwing raises, the helpers that its messages are written with, and checks of options."""
 
 from __future__ import annotations
 
 import importlib
 import reprlib
+from math import inf
+from numbers import Real
 from typing import Any
 
 
@@ -59,8 +61,42 @@ def shown(value: Any) -> str:
         return f"a {type(value).__name__}"
 
 
+def is_positive(value: Any) -> bool:
+    """Whether a value is a positive finite number, numpy's included."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < inf
+    except OverflowError:  # an integer of more digits than a float has
+        return False
+
+
+def check_count(method: str, name: str, value: Any, others: tuple[Any, ...] = ()) -> None:
+    """Raises for an option that is neither a positive whole number nor one of the others that are accepted."""
+    if not is_one_of(value, others) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise LapwingError(
+            f"{method}({name}={shown(value)}) needs a whole number of at least 1. Write {method}({name}=20)."
+        )
+
+
+def check_choice(method: str, name: str, value: Any, accepted: tuple[Any, ...]) -> None:
+    """Raises for an option that is not one of the accepted labels."""
+    if not is_one_of(value, accepted):
+        raise LapwingError(
+            f"{method}({name}={shown(value)}) is not an option. {name} is one of {', '.join(map(repr, accepted))}: "
+            f"write {method}({name}={accepted[0]!r})."
+        )
+
+
+def check_positive(method: str, name: str, value: Any, example: float, limit: float = inf) -> None:
+    """Raises for an option that is not a positive finite number of at most `limit`."""
+    if not is_positive(value) or value > limit:
+        bound = "" if limit == inf else f" of at most {limit:g}"
+        raise LapwingError(
+            f"{method}({name}={shown(value)}) needs a positive finite number{bound}. Write "
+            f"{method}({name}={example:g})."
+        )
+
+
 PACKAGES = {
-    "PIL": ("Pillow", "eval"),
     "matplotlib": ("matplotlib", "eval"),
     "sklearn": ("scikit-learn", "eval"),
     "torchmetrics": ("torchmetrics", "eval"),

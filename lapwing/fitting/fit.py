@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from ..covariance import Covariance, PriorCovariance
-from ..errors import LapwingError, shown
+from ..errors import LapwingError, is_positive, shown
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import check_logits, inferred_likelihood
 from ..linalg import is_finite
-from ..methods import KFAC, DataSummary, FisherRoot, FitResult, Method, Problem
+from ..methods import KFAC, FisherRoot, FitResult, Method, Problem
 from ..network import batches
 from ..network.batches import Forward
 from ..network.eager import outside_modes
 from ..network.loaders import check_progress, check_seed, first_batch, warn_of_unseen_samples
 from ..network.stamp import Stamp
 from ..posterior import Posterior
-from ..posterior.prior import Prior, check_range, is_positive
+from ..posterior.prior import Prior, check_range
 from ..tangent import LastLayer, Predicate, Tangent, everything, last_layer
 from ..tuning import BoundedEvidence, Training, Tuning
 from .runner import Runner

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import LapwingError, shown
-from .passes import Method, Passes, check_choice, check_count
+from ..errors import LapwingError, check_choice, check_count, shown
+from .passes import Method, Passes
 from .problem import Problem
 from .rows import SAMPLINGS, Sampling, sampled_anchors
 from .subspace import Residual, on_basis, span_of_anchors

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..covariance import DenseCovariance, ExplicitBasis, LowRankWithResidual
 from ..covariance.dense import cut
+from ..errors import check_choice
 from ..linalg import add_squares, mirrored
-from .passes import Batch, CurvaturePass, Method, Passes, check_choice, run_curvature_pass
+from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
 from .problem import Problem
 from .state import State
 from .subspace import orthonormal_span

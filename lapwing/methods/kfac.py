@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, KroneckerFactors, Structure
+from ..errors import check_choice
 from ..jacobian.jacobian import as_matrix
 from ..linalg import eigen_in_place, symmetric_eigen
-from .passes import Batch, CurvaturePass, Method, Passes, check_choice, run_curvature_pass
+from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
 from .problem import Problem
 from .state import BlockSums, State
 

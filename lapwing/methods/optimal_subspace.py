@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..covariance import Covariance, ExplicitBasis
 from ..covariance.dense import cut
-from ..errors import LapwingError, is_one_of, shown
+from ..errors import LapwingError, check_choice, check_count, is_one_of, shown
 from ..network import batches
 from ..tangent import Anchors, Vectors
 from .kfac import KFAC
-from .passes import Method, Pass, Passes, check_choice, check_count, prior_covariance
+from .passes import Method, Pass, Passes, prior_covariance
 from .problem import Problem
 from .rows import anchors_at, choose
 from .subspace import Residual, leading_of, on_basis, record_dtype

@@ -14,17 +14,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
 from ..covariance import Covariance, PriorCovariance
-from ..errors import LapwingError, is_one_of, shown
+from ..errors import LapwingError, shown
 from ..network import batches
 from ..network.gate import Checked
-from ..posterior.prior import is_positive
 from ..tangent import Record, Tangent
 from .problem import Problem
 from .state import DataSummary, S
@@ -223,30 +221,3 @@ def prior_covariance(method: Method, problem: Problem, option: str) -> Generator
             f"{option}=lw.KFAC()."
         )
     return covariance
-
-
-def check_count(method: str, name: str, value: Any, others: tuple[Any, ...] = ()) -> None:
-    """Raises for an option that is neither a positive whole number nor one of the others that are accepted."""
-    if not is_one_of(value, others) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise LapwingError(
-            f"{method}({name}={shown(value)}) needs a whole number of at least 1. Write {method}({name}=20)."
-        )
-
-
-def check_choice(method: str, name: str, value: Any, accepted: tuple[Any, ...]) -> None:
-    """Raises for an option that is not one of the accepted labels."""
-    if not is_one_of(value, accepted):
-        raise LapwingError(
-            f"{method}({name}={shown(value)}) is not an option. {name} is one of {', '.join(map(repr, accepted))}: "
-            f"write {method}({name}={accepted[0]!r})."
-        )
-
-
-def check_positive(method: str, name: str, value: Any, example: float, limit: float = inf) -> None:
-    """Raises for an option that is not a positive finite number of at most `limit`."""
-    if not is_positive(value) or value > limit:
-        bound = "" if limit == inf else f" of at most {limit:g}"
-        raise LapwingError(
-            f"{method}({name}={shown(value)}) needs a positive finite number{bound}. Write "
-            f"{method}({name}={example:g})."
-        )

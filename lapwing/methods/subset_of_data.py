@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..errors import LapwingError
+from ..errors import LapwingError, check_choice, check_count
 from ..network import batches
 from .ella import ELLA
 from .full import Full
-from .passes import Batch, FitResult, Method, Passes, SumPass, check_choice, check_count
+from .passes import Batch, FitResult, Method, Passes, SumPass
 from .problem import Problem
 from .rows import choose, choose_balanced, class_labels
 from .state import DataSummary, State

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..covariance import Covariance
 from ..covariance.basis import CoordinateBasis
-from ..errors import LapwingError, is_one_of, shown
+from ..errors import LapwingError, check_choice, check_count, is_one_of, shown
 from ..posterior import Posterior
 from ..tangent import Block
 from .diagonal import SquaredSums
-from .passes import Method, Pass, Passes, check_choice, check_count
+from .passes import Method, Pass, Passes
 from .problem import Problem
 from .subspace import Residual, on_basis, record_dtype
 

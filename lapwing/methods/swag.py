@@ -11,7 +11,7 @@ from torch.optim.swa_utils import update_bn
 from tqdm import tqdm
 
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
-from ..errors import LapwingError
+from ..errors import LapwingError, check_choice, check_positive
 from ..likelihoods import Likelihood
 from ..network import batches
 from ..network.batches import Forward
@@ -21,7 +21,6 @@ from ..network.loaders import check_progress, check_seed, checked_batches, first
 from ..posterior import Posterior
 from ..tangent import LastLayer, Predicate, Tangent, everything
 from .constructed import constructed, copied, put
-from .passes import check_choice, check_positive
 from .snapshots import SnapshotCollector
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import LapwingError, shown
+from ..errors import LapwingError, is_positive, shown
 from ..tangent import Tangent, Vectors, join
 
 
@@ -47,14 +47,6 @@ class Prior:
             values = values * float(precision)
         check_range("prior precision", values, tangent.dtype)
         return cls(values, _prior_mean(tangent, mean), precision is not None)
-
-
-def is_positive(value: Any) -> bool:
-    """Whether a value is a positive finite number, numpy's included."""
-    try:
-        return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < inf
-    except OverflowError:  # an integer of more digits than a float has
-        return False
 
 
 def check_positive(name: str, value: Any, example: str) -> None:

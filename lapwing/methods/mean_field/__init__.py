@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import LapwingError
+from ...errors import LapwingError, check_count, check_positive
 from ...likelihoods import Likelihood
 from ...network import batches
 from ...network.batches import Forward
@@ -19,7 +19,7 @@ from ...network.selection import select
 from ...posterior import Posterior
 from ...tangent import LastLayer, Predicate, everything
 from ..constructed import constructed, copied, diagonal, put
-from ..passes import FitResult, LikelihoodPass, Method, Passes, check_count, check_positive
+from ..passes import FitResult, LikelihoodPass, Method, Passes
 from ..problem import Problem
 from .fine_tuning import FineTuning
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ...covariance import Draws
-from ...errors import LapwingError, shown
+from ...errors import LapwingError, check_choice, check_count, shown
 from ...linalg import total
 from ...tangent import Vectors
 from ..diagonal import SquaredSums
-from ..passes import FitResult, Method, Pass, Passes, check_choice, check_count, prior_covariance
+from ..passes import FitResult, Method, Pass, Passes, prior_covariance
 from ..problem import Problem
 from .linearised_mode import LinearisedMode
 from .solvers import ConjugateGradients, Solved, Solving, StochasticGradient

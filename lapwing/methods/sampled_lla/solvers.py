@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import LapwingError, is_one_of, shown
+from ...errors import LapwingError, check_count, check_positive, is_one_of, is_positive, shown
 from ...linalg import symmetric_eigen
 from ...network import batches
-from ...posterior.prior import is_positive
 from ...tangent import Vectors
-from ..passes import Batch, IteratePass, Method, Pass, check_count, check_positive
+from ..passes import Batch, IteratePass, Method, Pass
 from ..state import State
 from .system import CurvatureProducts, LinearSystem, gram, inner, recombine
 

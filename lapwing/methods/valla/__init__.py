@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 
 from ...covariance import Basis, LowRankWithResidual
-from ...errors import LapwingError, shown
+from ...errors import LapwingError, check_choice, check_count, check_positive, shown
 from ...network import batches
 from ...tangent import Anchors
-from ..passes import Batch, IteratePass, Method, Passes, check_choice, check_count, check_positive
+from ..passes import Batch, IteratePass, Method, Passes
 from ..problem import Problem
 from ..state import State
 from ..subspace import ProjectedCurvature, on_basis, span_of_anchors

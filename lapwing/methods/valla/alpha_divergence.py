@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ...covariance import Latent, LowRankWithResidual
 from ...covariance.terms import DenseTerm
-from ...errors import LapwingError, shown
+from ...errors import LapwingError, check_count, check_positive, shown
 from ...likelihoods import Probit
 from ...linalg import cholesky
 from ...network import batches
 from ...tangent import Anchors
 from ...tangent.inducing import Kernel, kernel
 from ..descent import Descent
-from ..passes import Batch, FitResult, Passes, check_count, check_positive
+from ..passes import Batch, FitResult, Passes
 from ..problem import Problem
 from ..subspace import span_of_anchors
 from . import VallaFit

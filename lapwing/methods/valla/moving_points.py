@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ...covariance import Covariance
-from ...errors import LapwingError, shown
+from ...errors import LapwingError, check_count, check_positive, shown
 from ...linalg import cholesky
 from ...network import batches
 from ...tangent import Anchors
 from ...tangent.inducing import kernel
 from ..descent import Descent
-from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Pass, Passes, check_count, check_positive
+from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Pass, Passes
 from ..problem import Problem
 from . import ClosedForm, NaturalGradient, VallaFit
 from .inducing_points import POOL, movable
