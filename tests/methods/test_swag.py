@@ -19,7 +19,7 @@ from lapwing.methods.swag import SWAG
 from lapwing.tangent import Tangent
 from tests import oracle
 from tests.conformance import EVERY, Setup, block_columns, close, jacobian, pack, sampled_from, setup
-from tests.covariance.test_structures import StructureConformance, random, spectrum
+from tests.covariance.test_structures import StructureConformance, on_two_kinds_of_block, random, spectrum
 from tests.network.test_untouched import untouched
 from tests.zoo import ZOO
 
@@ -49,6 +49,7 @@ class PlainConformance(StructureConformance):
         factor = random(self.rank, size)
         return torch.diag(spectrum(size)) + factor.T @ factor
 
+    @on_two_kinds_of_block
     def test_round_trip(self, problem, built):
         covariance, sigma = built
         again = LowRankPlusDiagonal.from_tensors(problem.tangent, dict(covariance.tensors()), covariance.extra())
