@@ -52,7 +52,7 @@ class TestDiagonal(SubsetConformance):
     method = SubsetOfWeights(size=7)
 
 
-class TestMagnitudeWithResidual(SubsetConformance):
+class TestMagnitudeWithResidual(OnFewNetworks, SubsetConformance):
     method = SubsetOfWeights(size=7, by="magnitude", residual="prior")
 
 
