@@ -54,6 +54,10 @@ LAST = (
 )
 
 
+EVERY_NETWORK = tuple(pytest.param(name, marks=pytest.mark.slow) if name == "vit" else name for name in ZOO)
+"""The oracle of the ViT takes seconds; its layers are those of `patch_embedding`, `attention` and `gpt2`."""
+
+
 class MethodConformance:
     """The checks; a method gives `method` and `sigma`, its dense oracle at a curvature G (noise included)."""
 
@@ -75,7 +79,7 @@ class MethodConformance:
         close(fitted.covariance.to_dense(), wanted, self.tolerance)
         return fitted
 
-    @pytest.mark.parametrize("name", ZOO)
+    @pytest.mark.parametrize("name", EVERY_NETWORK)
     def test_covariance_and_latent(self, name):
         problem = setup(name)
         fitted = self.check(problem)
@@ -467,11 +471,11 @@ def test_residual_only_adds_and_shrinks_to_full(name):
 
 @pytest.mark.parametrize("name", ["mlp", "deep_linear"])
 def test_sampled_fisher_is_right_in_expectation(name, monkeypatch):
-    """Mean of the sampled curvature's diagonal over 200 seeds, within 5 standard errors of the exact one."""
+    """Mean of the sampled curvature's diagonal over 60 seeds, within 5 standard errors of the exact one."""
     problem = setup(name)
     monkeypatch.setattr(problem_module, "EXACT_FISHER_OUTPUTS", 0)
     draws = []
-    for seed in range(200):
+    for seed in range(60):
         fitted = problem.fit(lw.Diagonal(), seed=seed)
         draws.append(torch.cat([1 / v for v in fitted.covariance.diagonal().values()]) - 2.0)
     draws = torch.stack(draws)
@@ -486,11 +490,11 @@ def test_sampled_fisher_reaches_every_method(method, monkeypatch):
     problem = setup("mlp_scalar")
     exact = problem.fit(method).covariance
     monkeypatch.setattr(problem_module, "EXACT_FISHER_OUTPUTS", 0)
-    draws = [problem.fit(method, seed=seed).with_prior(1e6).covariance for seed in range(49)]
+    draws = [problem.fit(method, seed=seed).with_prior(1e6).covariance for seed in range(25)]
     excess = torch.stack([torch.linalg.inv(c.to_dense()).sum() for c in draws])
     moved = exact.with_prior(torch.full_like(exact.precision, 1e6), exact.scale)
     wanted = float(torch.linalg.inv(moved.to_dense()).sum())
-    assert abs(float(excess.double().mean()) - wanted) < 5 * float(excess.double().std()) / 7 + 1e-9 * wanted
+    assert abs(float(excess.double().mean()) - wanted) < 5 * float(excess.double().std()) / 5 + 1e-9 * wanted
 
 
 @pytest.mark.slow
