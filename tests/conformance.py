@@ -6,11 +6,12 @@ from `tests.oracle` alone, with columns in the order of the library's blocks (bi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -36,6 +37,14 @@ def psd(matrix: Tensor, slack: float = 1e-10) -> bool:
     scale = matrix.abs().max().clamp_min(1e-300)
     symmetric = (matrix - matrix.mT).abs().max() <= slack * scale
     return bool(symmetric and torch.linalg.eigvalsh((matrix + matrix.mT) / 2).min() >= -slack * scale)
+
+
+def covering(names: Iterable[str], few: Iterable[str], methods: dict[str, Any], main: str) -> Any:
+    """Parametrises a test over `name` and `method`: every network with the main method, a few with every method."""
+    pairs = [(name, key) for key in methods for name in (names if key == main else few)]
+    return pytest.mark.parametrize(
+        ("name", "method"), [pytest.param(name, methods[key], id=f"{name}-{key}") for name, key in pairs]
+    )
 
 
 def sampled_from(draws: Tensor, covariance: Tensor, sigmas: float = 5.5) -> None:

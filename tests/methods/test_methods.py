@@ -29,6 +29,7 @@ from tests.conformance import (
     subspace as span_of,
 )
 from tests.conformance_factors import ekfac_curvature, kfac_curvature, kronecker_factors
+from tests.network.test_untouched import untouched
 from tests.zoo import ZOO
 
 FEW = ("mlp", "grouped_strided_conv", "prelu", "tied")  # T = 1; T > 1 and groups; generic; two uses of one weight
@@ -51,7 +52,10 @@ LAST = (
     "functional_reuse",
     "compiled",
 )
-SMALL = tuple(name for name in ZOO if name != "vit")
+
+
+EVERY_NETWORK = tuple(pytest.param(name, marks=pytest.mark.slow) if name == "vit" else name for name in ZOO)
+"""The oracle of the ViT takes seconds; its layers are those of `patch_embedding`, `attention` and `gpt2`."""
 
 
 class MethodConformance:
@@ -59,7 +63,8 @@ class MethodConformance:
 
     method: lw.Method
     tolerance = 1e-8
-    samples = 9  # for the tests of invariance
+    order_matters = False  # where points or rows are picked by their place in the data
+    samples = 9  # for the test of invariance
     instead: ClassVar[dict[str, str]] = {}  # networks for them in place of others
 
     def sigma(self, problem: Setup, G: Tensor, delta: Tensor, fitted: lw.Posterior) -> Tensor:
@@ -74,7 +79,7 @@ class MethodConformance:
         close(fitted.covariance.to_dense(), wanted, self.tolerance)
         return fitted
 
-    @pytest.mark.parametrize("name", ZOO)
+    @pytest.mark.parametrize("name", EVERY_NETWORK)
     def test_covariance_and_latent(self, name):
         problem = setup(name)
         fitted = self.check(problem)
@@ -86,7 +91,7 @@ class MethodConformance:
         close(latent.covariance, wanted, 1e-8)
         close(latent.variance, wanted.diagonal(dim1=-2, dim2=-1), 1e-8)
 
-    @pytest.mark.parametrize("name", LAST)
+    @pytest.mark.parametrize("name", ["mlp", "tied"])
     def test_last_layer(self, name):
         problem = setup(name, last_layer=True)
         fitted = self.check(problem)
@@ -95,47 +100,31 @@ class MethodConformance:
         close(fitted.latent(problem.test).covariance, wanted, 1e-8)
 
     @pytest.mark.parametrize("name", FEW)
-    def test_batches_do_not_matter(self, name):
+    def test_batches_chunks_and_order_do_not_matter(self, name, monkeypatch):
         problem = setup(self.instead.get(name, name), samples=self.samples)
-        whole = problem.fit(self.method).covariance.to_dense()
-        for lengths in ((self.samples - 5, 4, 1), (2, 3, self.samples - 5), (self.samples,)):
-            other = problem.fit(self.method, loader=cut(problem.x, problem.y, lengths))
-            close(other.covariance.to_dense(), whole)
-
-    @pytest.mark.parametrize("name", FEW)
-    def test_small_chunks_do_not_matter(self, name, monkeypatch):
-        problem = setup(self.instead.get(name, name), samples=self.samples)
-        whole = problem.fit(self.method)
+        whole = problem.fit(self.method, loader=cut(problem.x, problem.y, (self.samples,)))
+        order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(1))
+        order = order.sort().values if self.order_matters else order
+        shuffled = cut(oracle.take(problem.x, order), problem.y[order], (self.samples - 5, 4, 1))
         monkeypatch.setattr(lw.tangent.Tangent, "chunk_length", lambda *args, **kwargs: 2)
-        other = problem.fit(self.method)
+        other = problem.fit(self.method, loader=shuffled)
         close(other.covariance.to_dense(), whole.covariance.to_dense())
         close(other.latent(problem.test).covariance, whole.latent(problem.test).covariance)
 
-    @pytest.mark.parametrize("name", FEW)
-    def test_order_does_not_matter(self, name):
-        problem = setup(self.instead.get(name, name), samples=self.samples)
-        order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(1))
-        shuffled = cut(oracle.take(problem.x, order), problem.y[order], (5, 3, self.samples - 8))
-        close(
-            problem.fit(self.method, loader=shuffled).covariance.to_dense(),
-            problem.fit(self.method).covariance.to_dense(),
-        )
-
-    @pytest.mark.parametrize("name", ["mlp", "deep_linear", "cnn_bn_inplace"])
+    @pytest.mark.parametrize("name", ["deep_linear", "cnn_bn_inplace"])
     def test_temperature_and_data_size(self, name):
         problem = setup(name)
         self.check(problem, 1 / 3, temperature=3.0)
         self.check(problem, 5, data_size=45)
         self.check(problem, 5 / 3, data_size=45, temperature=3.0)
 
-    @pytest.mark.parametrize("name", ["mlp", "deep_linear", "cnn_bn_inplace"])
-    def test_weight_decay_and_prior_mean(self, name):
-        problem = setup(name)
+    def test_weight_decay_and_prior_mean(self):
+        problem = setup("mlp")
         self.check(problem, 1, 9 * 0.3, weight_decay=0.3, prior_precision=None)
         self.check(problem, 5, 45 * 0.3, weight_decay=0.3, prior_precision=None, data_size=45)
         self.check(problem, prior_mean=1.5)  # moves the evidence, not Σ
 
-    @pytest.mark.parametrize("name", ["mlp", "grouped_strided_conv", "prelu"])
+    @pytest.mark.parametrize("name", ["grouped_strided_conv", "prelu"])
     def test_prior_precision_by_layer(self, name):
         problem = setup(name)
         values = [0.5 * 1.7**i for i in range(len(problem.blocks))]
@@ -145,10 +134,9 @@ class MethodConformance:
         fitted = self.check(problem, 1, delta, prior_precision=by_name)
         assert fitted.prior_precision == {b.name: v for b, v in zip(problem.blocks, values, strict=True)}
 
-    @pytest.mark.parametrize("name", ["mlp", "grouped_strided_conv", "prelu"])
-    def test_with_prior(self, name):
+    def test_with_prior(self):
         """The curvature is kept; subspaces keep their span, so the oracle is asked at the fit's own prior."""
-        problem = setup(name)
+        problem = setup("prelu")
         fitted = problem.fit(self.method, prior_precision=1.0)
         for delta in (0.01, 7.0):
             moved = fitted.with_prior(delta)
@@ -174,15 +162,7 @@ class MethodConformance:
 
     def test_the_model_is_left_alone(self):
         problem = setup("cnn_bn_inplace")
-        before = {name: value.clone() for name, value in problem.model.state_dict().items()}
-        flags = [p.requires_grad for p in problem.model.parameters()]
-        rng = torch.get_rng_state()
-        problem.fit(self.method).latent(problem.test)
-        assert all(torch.equal(before[name], value) for name, value in problem.model.state_dict().items())
-        assert [p.requires_grad for p in problem.model.parameters()] == flags
-        assert all(p.grad is None and not p._backward_hooks for p in problem.model.parameters())
-        assert not any(m.training or m._forward_hooks for m in problem.model.modules())
-        assert torch.equal(torch.get_rng_state(), rng)
+        untouched(problem.model, lambda: problem.fit(self.method).latent(problem.test))
 
     def test_save_and_load(self, tmp_path):
         problem = setup("grouped_strided_conv")
@@ -214,6 +194,18 @@ class OnFewNetworks:
     def test_covariance_and_latent(self, name):
         super().test_covariance_and_latent(name)
 
+    @pytest.mark.parametrize("name", ["grouped_strided_conv", "tied"])
+    def test_batches_chunks_and_order_do_not_matter(self, name, monkeypatch):
+        super().test_batches_chunks_and_order_do_not_matter(name, monkeypatch)
+
+
+class OnEveryLastLayer:
+    """For one method that keeps all the curvature and one that keeps factors: every kind of last layer."""
+
+    @pytest.mark.parametrize("name", LAST)
+    def test_last_layer(self, name):
+        super().test_last_layer(name)
+
 
 class TestDiagonal(MethodConformance):
     method = lw.Diagonal()
@@ -229,7 +221,7 @@ class TestFullPrimal(MethodConformance):
         return oracle.laplace_covariance(G, delta)
 
 
-class TestFullDual(TestFullPrimal):
+class TestFullDual(OnEveryLastLayer, TestFullPrimal):
     method = lw.Full(form="dual")
 
 
@@ -255,7 +247,7 @@ class TestFullAuto(OnFewNetworks, TestFullPrimal):
 
 class EllaConformance(MethodConformance):
     residual = False
-    test_order_does_not_matter = None  # rows are picked by their place in the data
+    order_matters = True
 
     def rows(self, problem):
         return picked_rows(problem, self.method.rows)
@@ -279,16 +271,16 @@ class TestEllaByGram(OnFewNetworks, EllaConformance):
         monkeypatch.setattr(subspace, "SVD_NUMBERS", 0)
 
 
-class TestEllaWithResidual(EllaConformance):
+class TestEllaWithResidual(OnFewNetworks, EllaConformance):
     method = lw.ELLA(rank=5, rows=8, residual="prior")
     residual = True
 
 
-class TestEllaOfEveryRow(EllaConformance):
+class TestEllaOfEveryRow(OnFewNetworks, EllaConformance):
     """Every training row and the residual: Full exactly."""
 
     method = lw.ELLA(rank=10_000, rows="all", residual="prior")
-    test_order_does_not_matter = MethodConformance.test_order_does_not_matter
+    order_matters = False
 
     def sigma(self, problem, G, delta, fitted):
         return oracle.laplace_covariance(G, delta)
@@ -337,9 +329,7 @@ class KroneckerConformance(MethodConformance):
         wanted = oracle.laplace_covariance(problem.block_diagonal(problem.G), 2.0)
         close(problem.fit(self.method).covariance.to_dense(), wanted)
 
-    @pytest.mark.parametrize(
-        "name", ["mlp", "mlp_scalar", "mlp_relu_inplace", "swapped_order", "weight_norm", "custom_parameter"]
-    )
+    @pytest.mark.parametrize("name", ["mlp_scalar", "mlp_relu_inplace", "swapped_order", "custom_parameter"])
     def test_one_sample_is_exact(self, name):
         """One sample at one position: each factored block is the GGN's."""
         problem = setup(name, samples=1)
@@ -367,7 +357,7 @@ class KroneckerConformance(MethodConformance):
         assert exact == 3  # GroupNorm, nn.RMSNorm, HandRMSNorm
 
 
-class TestKfacExpand(KroneckerConformance):
+class TestKfacExpand(OnEveryLastLayer, KroneckerConformance):
     method = lw.KFAC()
 
 
@@ -426,7 +416,7 @@ def test_kfac_of_fewer_samples_than_inputs(samples, params, monkeypatch):
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [*FEW, "attention"])
 def test_ekfac_is_never_further_from_the_ggn_than_kfac(name, sharing):
     problem = setup(name)
     check = TestKfacExpand()
@@ -444,8 +434,9 @@ def test_one_hot_inputs_are_in_their_eigenbasis():
 # --- orders ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mlp", "mlp_scalar", "conv1d", "tied", "prelu", "attention"])
-@pytest.mark.parametrize("delta", [0.01, 2.0])
+@pytest.mark.parametrize(
+    ("name", "delta"), [("mlp", 0.01), ("mlp_scalar", 2.0), ("conv1d", 0.01), ("tied", 2.0), ("attention", 2.0)]
+)
 def test_orders(name, delta):
     """`0 ≼ ELLA(K) ≼ ELLA(K + 1) ≼ Full ≼ prior`, at fixed rows."""
     problem = setup(name)
@@ -480,11 +471,11 @@ def test_residual_only_adds_and_shrinks_to_full(name):
 
 @pytest.mark.parametrize("name", ["mlp", "deep_linear"])
 def test_sampled_fisher_is_right_in_expectation(name, monkeypatch):
-    """Mean of the sampled curvature's diagonal over 200 seeds, within 5 standard errors of the exact one."""
+    """Mean of the sampled curvature's diagonal over 60 seeds, within 5 standard errors of the exact one."""
     problem = setup(name)
     monkeypatch.setattr(problem_module, "EXACT_FISHER_OUTPUTS", 0)
     draws = []
-    for seed in range(200):
+    for seed in range(60):
         fitted = problem.fit(lw.Diagonal(), seed=seed)
         draws.append(torch.cat([1 / v for v in fitted.covariance.diagonal().values()]) - 2.0)
     draws = torch.stack(draws)
@@ -499,11 +490,11 @@ def test_sampled_fisher_reaches_every_method(method, monkeypatch):
     problem = setup("mlp_scalar")
     exact = problem.fit(method).covariance
     monkeypatch.setattr(problem_module, "EXACT_FISHER_OUTPUTS", 0)
-    draws = [problem.fit(method, seed=seed).with_prior(1e6).covariance for seed in range(49)]
+    draws = [problem.fit(method, seed=seed).with_prior(1e6).covariance for seed in range(25)]
     excess = torch.stack([torch.linalg.inv(c.to_dense()).sum() for c in draws])
     moved = exact.with_prior(torch.full_like(exact.precision, 1e6), exact.scale)
     wanted = float(torch.linalg.inv(moved.to_dense()).sum())
-    assert abs(float(excess.double().mean()) - wanted) < 5 * float(excess.double().std()) / 7 + 1e-9 * wanted
+    assert abs(float(excess.double().mean()) - wanted) < 5 * float(excess.double().std()) / 5 + 1e-9 * wanted
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def within(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class SubsetConformance(MethodConformance):
-    test_order_does_not_matter = None  # points are picked by their place in the data
+    order_matters = True  # points are picked by their place in the data
 
     def sigma(self, problem, G, delta, fitted):
         factor = float(G.trace() / problem.G.trace())

@@ -6,7 +6,6 @@ import logging
 import math
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -50,7 +49,7 @@ def rows_at(problem: Setup, anchors: Anchors) -> Tensor:
 
 
 class VallaConformance(MethodConformance):
-    test_order_does_not_matter = None  # points are found among the first samples, in their order
+    order_matters = True  # points are found among the first samples, in their order
 
     def sigma(self, problem, G, delta, fitted):
         """The posterior on the span of the rows, whitened by the ratios of the fit's own prior, with the residual."""
@@ -78,7 +77,6 @@ class TestVallaOfEveryPoint(OnFewNetworks, MethodConformance):
     """Z = X with every output: Full exactly (proposition 3)."""
 
     method = lw.VaLLA(10_000, initial="data", fit=lw.ClosedForm())
-    instead: ClassVar[dict[str, str]] = {}
 
     def sigma(self, problem, G, delta, fitted):
         return oracle.laplace_covariance(G, delta)

@@ -18,7 +18,7 @@ import lapwing as lw
 from lapwing.errors import LapwingError
 from lapwing.tuning.search import ascend, golden_section
 from tests import oracle
-from tests.conformance import NOISE, Setup, close, cut, picked_rows, setup, subspace
+from tests.conformance import NOISE, Setup, close, covering, cut, picked_rows, setup, subspace
 
 METHODS = {
     "full": lw.Full(form="primal"), "dual": lw.Full(form="dual"), "diagonal": lw.Diagonal(), "kfac": lw.KFAC(),
@@ -59,8 +59,7 @@ def dense_evidence(
     return value - 0.5 * torch.linalg.slogdet(eye + root @ G @ root)[1]
 
 
-@every(METHODS)
-@pytest.mark.parametrize("name", CASES)
+@covering(CASES, ["conv1d", "tied"], METHODS, "dual")
 def test_evidence_equals_dense(name, method):
     problem = setup(name)
     size = len(problem.theta)
@@ -71,7 +70,7 @@ def test_evidence_equals_dense(name, method):
             assert fitted.log_marginal_likelihood(lower_bound=bound) == pytest.approx(float(wanted), rel=1e-8)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["mlp", "conv1d", "prelu"])
 @pytest.mark.parametrize("form", ["primal", "dual"])
 def test_evidence_by_layer(name, form):
     problem = setup(name)
@@ -269,8 +268,7 @@ def assert_tuned(posterior: lw.Posterior, per_layer: bool, noise: bool) -> None:
 
 
 @every(METHODS)
-@pytest.mark.parametrize("per_layer", [False, True], ids=["scalar", "per_layer"])
-@pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace"])
+@pytest.mark.parametrize(("name", "per_layer"), [("cnn_bn_inplace", False), ("mlp", True)])
 def test_tuned_precision_is_a_maximum(name, method, per_layer):
     fitted = setup(name).fit(method, prior_precision=None, tune=lw.Evidence(per_layer=per_layer))
     assert isinstance(fitted.prior_precision, dict) == per_layer
@@ -278,8 +276,7 @@ def test_tuned_precision_is_a_maximum(name, method, per_layer):
 
 
 @every(METHODS)
-@pytest.mark.parametrize("per_layer", [False, True], ids=["scalar", "per_layer"])
-@pytest.mark.parametrize("name", ["deep_linear", "conv1d"])
+@pytest.mark.parametrize(("name", "per_layer"), [("conv1d", False), ("deep_linear", True)])
 def test_tuned_precision_and_noise_are_a_maximum(name, method, per_layer):
     options = {"likelihood": lw.Gaussian(), "prior_precision": None, "tune": lw.Evidence(per_layer=per_layer)}
     assert_tuned(setup(name, samples=30).fit(method, **options), per_layer, noise=True)
@@ -471,8 +468,7 @@ def test_an_evidence_without_a_maximum_is_said_once(caplog):
     assert posterior.prior_precision == pytest.approx(1e10, rel=0.2)
 
 
-@pytest.mark.parametrize("unit", [1e4, 1e5])
-@pytest.mark.parametrize("method", [lw.KFAC(), lw.Full()], ids=["KFAC", "Full"])
+@pytest.mark.parametrize(("method", "unit"), [(lw.KFAC(), 1e5), (lw.Full(), 1e4)], ids=["KFAC", "Full"])
 def test_the_ascent_by_layers_comes_back_into_the_range(method, unit, caplog):
     """A step of it may overshoot an end of the range, where it once stayed: there was no slope."""
     torch.manual_seed(0)
