@@ -88,11 +88,9 @@ class FactoredTerm(Term):
         return self._by_slices(sums)
 
     def dense(self) -> Tensor:
-        """Multiplies out."""
         return self._by_slices(lambda part: torch.bmm(part._weighted(part.factor), part.factor.mT))
 
     def scaled(self, factor: float) -> FactoredTerm:
-        """Scales F."""
         return FactoredTerm(self.factor * factor**0.5, self.scale)
 
     def _weighted(self, values: Tensor) -> Tensor:
@@ -130,11 +128,9 @@ class EigenTerm(Term):
         return (self.scale,)
 
     def with_rows(self, *rows: Tensor) -> EigenTerm:
-        """Returns another s."""
         return EigenTerm(self.basis, *rows)
 
     def to(self, dtype: torch.dtype) -> EigenTerm:
-        """Returns U and s in another dtype."""
         if self.scale.dtype == dtype:
             return self
         return EigenTerm(None if self.basis is None else self.basis.to(dtype), self.scale.to(dtype))
@@ -151,13 +147,11 @@ class EigenTerm(Term):
         return linear(self.scale, (self.basis - self.basis.mean(0)).square())
 
     def dense(self) -> Tensor:
-        """Multiplies out: time O(B C³) with U."""
         if self.basis is None:
             return torch.diag_embed(self.scale)
         return linear(self.basis * self.scale.unsqueeze(1), self.basis)
 
     def scaled(self, factor: float) -> EigenTerm:
-        """Scales s."""
         return EigenTerm(self.basis, self.scale * factor)
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
@@ -184,11 +178,9 @@ class DenseTerm(Term):
         return self.variance() - 2 * rows + rows.mean(-1, keepdim=True)
 
     def dense(self) -> Tensor:
-        """Returns the matrix."""
         return self.matrix
 
     def scaled(self, factor: float) -> DenseTerm:
-        """Scales the matrix."""
         return DenseTerm(self.matrix * factor)
 
 
@@ -200,11 +192,9 @@ class MarginalTerm(Term):
     centred: Tensor
 
     def variance(self) -> Tensor:
-        """Returns the variances of the outputs."""
         return self.plain
 
     def centred_variance(self) -> Tensor:
-        """Returns those of the outputs minus their average."""
         return self.centred
 
     def dense(self) -> Tensor:
@@ -212,7 +202,6 @@ class MarginalTerm(Term):
         raise LapwingError("This latent has variances alone. Use a link in closed form: write link=lw.Probit().")
 
     def scaled(self, factor: float) -> MarginalTerm:
-        """Scales both."""
         return MarginalTerm(self.plain * factor, self.centred * factor)
 
     def __add__(self, other: MarginalTerm) -> MarginalTerm:

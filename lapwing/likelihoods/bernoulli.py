@@ -12,11 +12,12 @@ from torch.nn import functional as F
 
 from ..covariance import AnyLatent
 from ..errors import LapwingError
+from ..linalg import check_draws, seeded
 from ..network import batches
 from . import quadrature
 from .base import Integrals, NoiselessLikelihood, register
-from .links import BinaryLink, Link, Probit, Quadrature, SampledLink, at_least_float32, seeded
-from .predictions import DiscretePrediction, check_count
+from .links import BinaryLink, Link, Probit, Quadrature, SampledLink, at_least_float32
+from .predictions import DiscretePrediction
 from .targets import aligned_targets, check_binary_targets
 
 
@@ -198,7 +199,7 @@ class BernoulliPrediction(DiscretePrediction):
         Raises:
             LapwingError: if `n` is below 1.
         """
-        check_count("sample", "n", n, 2 * self.log_odds.numel())
+        check_draws("sample", "n", n, 2 * self.log_odds.numel())
         generator = seeded(generator, self.log_odds.device)
         if self.latent.joint:
             probs = at_least_float32(self.latent.sample(n, generator)).detach().sigmoid()  # (n, B, C)
@@ -217,7 +218,6 @@ class BernoulliPrediction(DiscretePrediction):
         return dist.Independent(dist.Bernoulli(logits=self.log_odds), 1)
 
     def __repr__(self) -> str:
-        """Shows sizes and link rather than numbers."""
         inputs, outputs = self.log_odds.shape
         return f"BernoulliPrediction({inputs} inputs, {outputs} outputs, link={self.link})"
 
