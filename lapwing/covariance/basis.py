@@ -74,8 +74,7 @@ class Basis(ABC):
 
     def rows(self) -> Vectors:
         """Returns W written out, (K, P_block) a block. Memory O(K P)."""
-        device = next(iter(self.tensors().values())).device
-        return self.combine(torch.eye(self.rank, dtype=self.dtype, device=device))
+        return self.combine(torch.eye(self.rank, dtype=self.dtype, device=self.grams.device))
 
     def prior_gram(self, precision: Tensor) -> Tensor:
         """Returns `W Δ Wᵀ` (K, K) for one precision a block."""

@@ -41,11 +41,7 @@ class Bernoulli(NoiselessLikelihood):
     activation: ClassVar[str | None] = "sigmoid"
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Checks targets of 0 and 1, (B, C) or, when C = 1, (B,).
-
-        Raises:
-            LapwingError: for other values, or a wrong shape or device.
-        """
+        """Checks targets of 0 and 1, (B, C) or, when C = 1, (B,)."""
         check_binary_targets("Bernoulli", outputs.shape, outputs.device, targets)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -65,19 +61,7 @@ class Bernoulli(NoiselessLikelihood):
     def predict(
         self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> BernoulliPrediction:
-        """Returns probabilities of yes, exact by quadrature, or by the link asked for; weight draws are averaged.
-
-        Args:
-            latent: Gaussian over the logits, or logits under weight draws.
-            link: `Quadrature()`, `Probit()` or `SampledLink()`; only the last for weight draws.
-            generator: Source of randomness for `SampledLink`; None means seed 0.
-
-        Returns:
-            The prediction.
-
-        Raises:
-            LapwingError: for a link that does not fit.
-        """
+        """Returns probabilities of yes by `Quadrature()`, `Probit()` or `SampledLink()`; weight draws are averaged."""
         chosen = cast("BinaryLink", self.choose_link(latent, link))
         return BernoulliPrediction(chosen.log_odds(latent, generator), latent, chosen)
 

@@ -47,11 +47,7 @@ class Categorical(NoiselessLikelihood):
     activation: ClassVar[str | None] = "softmax"
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Checks integer labels (B,) from 0 to C - 1.
-
-        Raises:
-            LapwingError: for NaN labels, or a wrong range, shape, dtype or device.
-        """
+        """Checks integer labels (B,) from 0 to C - 1."""
         check_labels("Categorical", outputs.shape, outputs.device, targets)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -73,19 +69,7 @@ class Categorical(NoiselessLikelihood):
     def predict(
         self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> ClassPrediction:
-        """Returns class probabilities by the probit link, or the one asked for; weight draws are averaged.
-
-        Args:
-            latent: Gaussian over the logits, or logits under weight draws.
-            link: `Probit()`, `LaplaceBridge()` or `SampledLink()`; only the last for weight draws.
-            generator: Source of randomness for `SampledLink`; None means seed 0.
-
-        Returns:
-            The prediction.
-
-        Raises:
-            LapwingError: for a link that does not fit.
-        """
+        """Returns class probabilities by `Probit()`, `LaplaceBridge()` or `SampledLink()`; weight draws are averaged."""
         chosen = cast("ClassLink", self.choose_link(latent, link))
         return ClassPrediction(chosen.log_probs(latent, generator), latent, chosen)
 

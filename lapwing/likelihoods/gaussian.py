@@ -58,11 +58,7 @@ class Gaussian(Likelihood):
             object.__setattr__(self, "noise_variance", float(value))  # numpy's numbers are no JSON
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Checks real targets (B, C) or, when C = 1, (B,).
-
-        Raises:
-            LapwingError: for NaN or infinite targets, or a wrong shape, dtype or device.
-        """
+        """Checks real targets (B, C) or, when C = 1, (B,)."""
         check_real_targets("Gaussian", outputs.shape, outputs.device, targets)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
