@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, reduce
-from operator import add
+from operator import add, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PriorCovariance, precision_entry, register
 from .kronecker import KroneckerBlock
 from .structures import DenseBlock, DiagonalBlock, Structure
-from .terms import MarginalTerm, Term, add_term, unique
+from .terms import MarginalTerm, Term, add_term, of_both
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -142,8 +142,8 @@ class Blockwise(PriorCovariance):
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         matrix: Any = 0
         for name, structure in self.structures.items():
-            jacobians = [one[name] for one in unique(record, other)]
-            matrix = matrix + structure.joint_output(jacobians[0], jacobians[-1], self._weights[name])
+            left, right = of_both(itemgetter(name), record, other)
+            matrix = matrix + structure.joint_output(left, right, self._weights[name])
         return matrix
 
     def layer_block(self, name: str) -> LayerBlock:

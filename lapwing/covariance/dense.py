@@ -12,7 +12,7 @@ from ..contents import Entry, check_json, is_positive, largest
 from ..linalg import RESOLVED, cholesky, eigen_in_place, linear, matmul
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import FactorLayer, LayerBlock, PriorCovariance, precision_entry, register, same_ratios
-from .terms import Term, cross_covariance, factored_or_dense, unique
+from .terms import Term, cross_covariance, factored_or_dense, of_both
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -124,8 +124,7 @@ class DenseCovariance(PriorCovariance):
             yield (factored_or_dense(rotated * (candidate._weights.sqrt() * moved)),)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
-        factors = [self._rotated(one) * self._weights.sqrt() for one in unique(record, other)]
-        return cross_covariance(factors[0], factors[-1])
+        return cross_covariance(*of_both(lambda one: self._rotated(one) * self._weights.sqrt(), record, other))
 
     def _rotated(self, record: Record) -> Tensor:
         """Returns `J Δ^(-1/2) U` (B, R, P)."""

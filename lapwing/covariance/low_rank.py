@@ -25,7 +25,7 @@ from ..linalg import cholesky, symmetric_eigen
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import FactorLayer, LayerBlock, PriorCovariance, precision_entry, register, same_ratios
 from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
-from .terms import FactoredTerm, Term, cross_covariance, unique
+from .terms import FactoredTerm, Term, cross_covariance, of_both
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -236,8 +236,7 @@ class LowRank(Subspace):
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         root = self._weights.sqrt().to(record.dtype)
-        factors = [self._project(one) * root for one in unique(record, other)]
-        return cross_covariance(factors[0], factors[-1])
+        return cross_covariance(*of_both(lambda one: self._project(one) * root, record, other))
 
     def layer_block(self, name: str) -> LayerBlock:
         rows = self._directions()[name]

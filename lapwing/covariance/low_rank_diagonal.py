@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ..linalg import total
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import Covariance, FactorLayer, LayerBlock, precision_entry, register
 from .structures import DiagonalBlock
-from .terms import FactoredTerm, Term, add_term, cross_covariance, unique
+from .terms import FactoredTerm, Term, add_term, cross_covariance, of_both
 
 
 @register
@@ -80,11 +81,11 @@ class LowRankPlusDiagonal(Covariance):
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         matrix: Any = 0
         for name, d in self.variances.items():
-            jacobians = [one[name] for one in unique(record, other)]
-            matrix = matrix + jacobians[0].joint_weighted_gram(d.to(record.dtype), jacobians[-1])
+            left, right = of_both(itemgetter(name), record, other)
+            matrix = matrix + left.joint_weighted_gram(d.to(record.dtype), right)
         if self.rank:
-            factors = [one.jvp(self.factor) for one in unique(record, other)]  # (B, R, K)
-            matrix = matrix + cross_covariance(factors[0], factors[-1])
+            factors = of_both(lambda one: one.jvp(self.factor), record, other)  # (B, R, K)
+            matrix = matrix + cross_covariance(*factors)
         return matrix
 
     def layer_block(self, name: str) -> LayerBlock:
@@ -158,8 +159,7 @@ class Draws(Covariance):
         return (FactoredTerm(record.jvp(self.draws) / self.count**0.5),)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
-        moved = [one.jvp(self.draws) for one in unique(record, other)]  # (B, R, S)
-        return cross_covariance(moved[0], moved[-1]) / self.count
+        return cross_covariance(*of_both(lambda one: one.jvp(self.draws), record, other)) / self.count
 
     def layer_block(self, name: str) -> LayerBlock:
         draws = self.draws[name].reshape(-1, *self.block(name).matrix_shape[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from ..tangent import Block, Record, Tangent, Vectors
 from .base import FactorLayer, LayerBlock, register, same_ratios
 from .basis import Basis, ExplicitBasis
 from .low_rank import Subspace
-from .terms import DenseTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, unique
+from .terms import DenseTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, of_both
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -160,10 +161,10 @@ class LowRankWithResidual(Subspace):
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         prior = 0
         for block in self.blocks:
-            jacobians = [one[block.name] for one in unique(record, other)]
-            prior = prior + jacobians[0].gram(jacobians[-1]) / self._delta[block.name]
-        factors = [self._project(one) for one in unique(record, other)]
-        return prior - cross_covariance(factors[0] * self._removed.to(factors[0].dtype), factors[-1])
+            left, right = of_both(itemgetter(block.name), record, other)
+            prior = prior + left.gram(right) / self._delta[block.name]
+        left, right = of_both(self._project, record, other)
+        return prior - cross_covariance(left * self._removed.to(left.dtype), right)
 
     def layer_block(self, name: str) -> LayerBlock:
         rows = self._directions()[name]

@@ -18,7 +18,7 @@ from ..jacobian.jacobian import Weighting
 from ..linalg import matmul
 from ..tangent import Block, BlockJacobian
 from .base import push_diagonal, push_factor
-from .terms import DenseTerm, EigenTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, factored_or_dense, unique
+from .terms import DenseTerm, EigenTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, factored_or_dense, of_both
 
 
 class Structure(ABC):
@@ -171,8 +171,8 @@ class DenseBlock(Structure):
         return (factored_or_dense(rows * weighting.flat.sqrt()) for weighting in candidates)
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
-        factors = [matmul(one.rows(), self.basis * weights.sqrt()) for one in unique(jacobian, other)]
-        return cross_covariance(factors[0], factors[-1])
+        root = self.basis * weights.sqrt()
+        return cross_covariance(*of_both(lambda one: matmul(one.rows(), root), jacobian, other))
 
     def push(
         self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool

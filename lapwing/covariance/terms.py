@@ -41,7 +41,10 @@ class Term(ABC):
 
     def to(self, dtype: torch.dtype) -> Self:
         """Returns the term in another dtype: some structures are contracted in float64."""
-        return self if self.rows[0].dtype == dtype else self.with_rows(*(rows.to(dtype) for rows in self.rows))
+        kind: Any = type(self)
+        if self.rows[0].dtype == dtype:
+            return self
+        return kind(*(value if value is None else value.to(dtype) for value in vars(self).values()))
 
     def marginals(self) -> MarginalTerm:
         """Returns the variances alone, not as a view that would keep the term's matrix."""
@@ -129,11 +132,6 @@ class EigenTerm(Term):
 
     def with_rows(self, *rows: Tensor) -> EigenTerm:
         return EigenTerm(self.basis, *rows)
-
-    def to(self, dtype: torch.dtype) -> EigenTerm:
-        if self.scale.dtype == dtype:
-            return self
-        return EigenTerm(None if self.basis is None else self.basis.to(dtype), self.scale.to(dtype))
 
     def variance(self) -> Tensor:
         """Returns the diagonal: time O(B C²), or nothing without U."""
@@ -237,9 +235,10 @@ def factored_or_dense(factor: Tensor) -> Term:
     return DenseTerm(factor @ factor.mT) if factor.shape[-1] > factor.shape[-2] else FactoredTerm(factor)
 
 
-def unique(first: Any, second: Any) -> tuple[Any, ...]:
-    """Returns both, or one where they are the same object, so that nothing is computed twice."""
-    return (first,) if second is first else (first, second)
+def of_both(function: Callable[[Any], Any], first: Any, second: Any) -> tuple[Any, Any]:
+    """Returns a function of two objects, computed once where they are the same."""
+    value = function(first)
+    return value, value if second is first else function(second)
 
 
 def cross_covariance(left: Tensor, right: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class Categorical(NoiselessLikelihood):
     def predict(
         self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> ClassPrediction:
-        """Returns class probabilities by `Probit()`, `LaplaceBridge()` or `SampledLink()`; weight draws are averaged."""
+        """Returns class probabilities by `Probit()`, `LaplaceBridge()` or `SampledLink()`, which averages draws."""
         chosen = cast("ClassLink", self.choose_link(latent, link))
         return ClassPrediction(chosen.log_probs(latent, generator), latent, chosen)
 
