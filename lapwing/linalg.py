@@ -9,13 +9,14 @@ import platform
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache, reduce
+from numbers import Integral
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .errors import LapwingError
+from .errors import LapwingError, shown
 
 log = logging.getLogger("lapwing")
 
@@ -42,6 +43,29 @@ def check_memory(what: str, count: int, numbers: int) -> None:
             f"{what} takes {min(needed, 2**99) / 2**30:.3g} GiB, and this machine has {MEMORY / 2**30:.3g} GiB. Ask "
             "for fewer draws at a time."
         )
+
+
+def check_draws(asked: str, name: str, count: int, numbers: int = 0) -> None:
+    """Raises where a count is not a positive whole number, or where so many draws do not fit into memory."""
+    if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
+        raise LapwingError(
+            f"{asked}({name}={shown(count)}) is not a number of draws. Pass a whole number of at least 1: "
+            f"{asked}({name}=512)."
+        )
+    check_memory(f"{asked}({count})", int(count), numbers)
+
+
+def seeded(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
+    """Returns the generator, or a new one with seed 0 on `device`: the same call gives the same answer.
+
+    Raises:
+        LapwingError: for what is not a generator.
+    """
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise LapwingError(
+            f"The generator is {shown(generator)}. Pass torch.Generator().manual_seed(0), or leave it out for seed 0."
+        )
+    return torch.Generator(device=device).manual_seed(0) if generator is None else generator
 
 
 def is_finite(values: Tensor) -> bool:
@@ -211,19 +235,14 @@ def orthonormal_rows(rows: Tensor, rank: int | None = None, whole: bool = True) 
     if len(rows) > rows.shape[1]:
         _, values, basis = torch.linalg.svd(_triangle(rows))
         return basis[: _kept(values, rank)]
-    coefficients = _leading_combinations(rows, rank)
+    left, values = torch.linalg.svd(_triangle(rows.T).T)[:2]
+    kept = _kept(values, rank)
+    coefficients = (left[:, :kept] / values[:kept]).T
     basis = rows.new_empty(len(coefficients), rows.shape[1])
     length = max(1, SLICE_NUMBERS // max(1, len(rows)))
     for part, out in zip(rows.split(length, -1), basis.split(length, -1), strict=True):
         out.copy_(coefficients @ part.double())
     return _orthonormalised(basis)
-
-
-def _leading_combinations(rows: Tensor, rank: int | None) -> Tensor:
-    """Returns `diag(1/s) Lᵀ` (K, M), which makes the leading directions of rows `L diag(s) V`."""
-    left, values = torch.linalg.svd(_triangle(rows.T).T)[:2]
-    kept = _kept(values, rank)
-    return (left[:, :kept] / values[:kept]).T
 
 
 def _kept(values: Tensor, rank: int | None) -> int:

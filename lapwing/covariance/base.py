@@ -138,7 +138,7 @@ class Covariance(ABC):
 
     @abstractmethod
     def layer_block(self, name: str) -> LayerBlock:
-        """Returns the covariance of one block with a matrix layout."""
+        """Returns the covariance of one block with a matrix layout; correlations with other layers are left out."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:

@@ -74,8 +74,7 @@ class Basis(ABC):
 
     def rows(self) -> Vectors:
         """Returns W written out, (K, P_block) a block. Memory O(K P)."""
-        device = next(iter(self.tensors().values())).device
-        return self.combine(torch.eye(self.rank, dtype=self.dtype, device=device))
+        return self.combine(torch.eye(self.rank, dtype=self.dtype, device=self.grams.device))
 
     def prior_gram(self, precision: Tensor) -> Tensor:
         """Returns `W Δ Wᵀ` (K, K) for one precision a block."""
@@ -91,11 +90,9 @@ class ExplicitBasis(Basis):
 
     @cached_property
     def grams(self) -> Tensor:
-        """Multiplied out once."""
         return torch.stack([row_products(v, v) for v in self.vectors.values()])
 
     def rows(self) -> Vectors:
-        """Returns them."""
         return self.vectors
 
     def project(self, record: Record) -> Tensor:
@@ -105,27 +102,22 @@ class ExplicitBasis(Basis):
         return record.jvp(self.vectors)
 
     def combine(self, coefficients: Tensor) -> Vectors:
-        """Multiplies out."""
         return {name: coefficients.to(rows.dtype) @ rows for name, rows in self.vectors.items()}
 
     def inner(self, vectors: Vectors) -> Tensor:
-        """Sums over blocks."""
         return total(vectors[name].to(rows.dtype) @ rows.T for name, rows in self.vectors.items())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the rows of each block."""
         return dict(self.vectors)
 
     @classmethod
     def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
-        """K rows a block."""
         check_json(extra, {"rank": is_count}, "covariance/extra/basis")
         bound = largest(torch.float32, 1 / 2)
         return {block.name: Entry((extra["rank"], block.size), FLOATS, -bound, bound) for block in tangent.blocks}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> ExplicitBasis:
-        """Takes them in the order of the blocks."""
         return cls({block.name: tensors[block.name] for block in tangent.blocks})
 
 
@@ -168,7 +160,6 @@ class ImplicitBasis(Basis):
         return {name: self.scales[name] * vectors for name, vectors in combined.items()}
 
     def inner(self, vectors: Vectors) -> Tensor:
-        """Contracts with the anchors' rows."""
         scaled = {name: self.scales[name] * vector.to(self.dtype) for name, vector in vectors.items()}
         return self.anchors.inner(scaled) @ self.coefficients.T
 
@@ -177,7 +168,6 @@ class ImplicitBasis(Basis):
         return {**{f"anchors/{k}": v for k, v in self.anchors.tensors().items()}, "coefficients": self.coefficients}
 
     def extra(self) -> dict[str, Any]:
-        """Returns the scales and how the anchors' inputs nest."""
         return {**super().extra(), "scales": self.scales, "rows": len(self.anchors), "nests": self.anchors.nests()}
 
     @classmethod
@@ -192,7 +182,6 @@ class ImplicitBasis(Basis):
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> ImplicitBasis:
-        """Rebuilds it around the tangent."""
         parts = {k.removeprefix("anchors/"): v for k, v in tensors.items() if k.startswith("anchors/")}
         anchors = Anchors.from_tensors(tangent, parts, extra["nests"])
         return cls(anchors, tensors["coefficients"], extra["scales"])
@@ -231,7 +220,6 @@ class CoordinateBasis(Basis):
         return torch.diag_embed((self._block == numbers[:, None]).double())
 
     def prior_gram(self, precision: Tensor) -> Tensor:
-        """Returns the precisions of the picked weights as a diagonal matrix (K, K)."""
         return torch.diag(precision[self._block])
 
     def project(self, record: Record) -> Tensor:
@@ -248,7 +236,6 @@ class CoordinateBasis(Basis):
         return projected
 
     def combine(self, coefficients: Tensor) -> Vectors:
-        """Puts coefficients (n, K) where their weights are."""
         coefficients = coefficients.to(self.dtype)
         out = {name: coefficients.new_zeros(len(coefficients), size) for name, size in self._sizes.items()}
         for name, where in self._where.items():
@@ -256,7 +243,6 @@ class CoordinateBasis(Basis):
         return out
 
     def inner(self, vectors: Vectors) -> Tensor:
-        """Gathers the picked weights' entries (n, K)."""
         first = next(iter(vectors.values()))
         out = first.new_empty(*first.shape[:-1], self.rank, dtype=self.dtype)
         for name, index in self._index.items():
@@ -269,14 +255,12 @@ class CoordinateBasis(Basis):
 
     @classmethod
     def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
-        """K ones and as many places among all weights."""
         check_json(extra, {"rank": is_count}, "covariance/extra/basis")
         shape, ones = (extra["rank"],), Entry((extra["rank"],), FLOATS, 1.0, 1.0)
         return {"entries": ones, "weights": Entry(shape, (torch.int64,), 0, tangent.size - 1)}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> CoordinateBasis:
-        """Rebuilds it, in the dtype of the entries."""
         if len(tensors["weights"].unique()) < len(tensors["weights"]):
             raise Mismatch("the tensor covariance/basis/weights names a weight twice")
         return cls(tangent.blocks, tensors["weights"], tensors["entries"].dtype)

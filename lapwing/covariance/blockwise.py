@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, reduce
-from operator import add
+from operator import add, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from ..tangent import Block, Record, Tangent, Vectors
 from .base import LayerBlock, PriorCovariance, precision_entry, register
 from .kronecker import KroneckerBlock
 from .structures import DenseBlock, DiagonalBlock, Structure
-from .terms import MarginalTerm, Term, add_term, unique
+from .terms import MarginalTerm, Term, add_term, of_both
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -91,7 +91,6 @@ class Blockwise(PriorCovariance):
         return any(s.noise(1 / self.scale * self._delta[name]) > 1 for name, s in self.structures.items())
 
     def is_contracted_with(self, other: PriorCovariance) -> bool:
-        """Whether both have the same eigenbases."""
         return isinstance(other, Blockwise) and other.structures is self.structures
 
     def _apply(self, vectors: Vectors, weights: Vectors) -> Vectors:
@@ -101,7 +100,6 @@ class Blockwise(PriorCovariance):
         }
 
     def mv(self, vectors: Vectors) -> Vectors:
-        """Returns `Σ v`."""
         return self._apply(vectors, self._weights)
 
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
@@ -115,15 +113,12 @@ class Blockwise(PriorCovariance):
         return draws
 
     def diagonal(self) -> Vectors:
-        """Returns the marginal variances."""
         return {name: structure.diagonal(self._weights[name]) for name, structure in self.structures.items()}
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
-        """Returns one term a block, matrices added up as they come."""
         return self.output_covariances(record, [self])[0]
 
     def output_covariances(self, record: Record, candidates: Sequence[Self]) -> list[tuple[Term, ...]]:
-        """Contracts each block once for all candidates."""
         terms: list[tuple[Term, ...]] = [() for _ in candidates]
         for name, structure in self.structures.items():
             for i, term in enumerate(structure.outputs_at(record[name], self._weightings_of(name, candidates))):
@@ -145,29 +140,24 @@ class Blockwise(PriorCovariance):
         return (Weighting(candidate._weight(name).flatten()) for candidate in candidates)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
-        """Sums over blocks."""
         matrix: Any = 0
         for name, structure in self.structures.items():
-            jacobians = [one[name] for one in unique(record, other)]
-            matrix = matrix + structure.joint_output(jacobians[0], jacobians[-1], self._weights[name])
+            left, right = of_both(itemgetter(name), record, other)
+            matrix = matrix + structure.joint_output(left, right, self._weights[name])
         return matrix
 
     def layer_block(self, name: str) -> LayerBlock:
-        """Returns one block's covariance."""
         return _Layer(self.structures[name], self._weights[name], self.block(name).matrix_shape)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns every structure's tensors, `block/name`."""
         parts = {f"{name}/{key}": value for name, s in self.structures.items() for key, value in s.tensors().items()}
         return {**parts, "precision": self.precision}
 
     def extra(self) -> dict[str, Any]:
-        """Returns the scale and each block's kind of structure."""
         return {"scale": self.scale, "kinds": {name: s.kind for name, s in self.structures.items()}}
 
     @classmethod
     def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
-        """Each block's structure, and δ."""
         kinds = {block.name: frozenset(STRUCTURES) for block in tangent.blocks}
         check_json(extra, {"scale": is_positive, "kinds": kinds}, "covariance/extra")
         parts = {
@@ -179,7 +169,6 @@ class Blockwise(PriorCovariance):
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Blockwise:
-        """Rebuilds the covariance."""
         structures = {}
         for block in tangent.blocks:
             kind = STRUCTURES[extra["kinds"][block.name]]
@@ -189,5 +178,4 @@ class Blockwise(PriorCovariance):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the structures."""
         return next(iter(self.structures.values())).eigenvalues.dtype

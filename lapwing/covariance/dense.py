@@ -12,7 +12,7 @@ from ..contents import Entry, check_json, is_positive, largest
 from ..linalg import RESOLVED, cholesky, eigen_in_place, linear, matmul
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import FactorLayer, LayerBlock, PriorCovariance, precision_entry, register, same_ratios
-from .terms import Term, cross_covariance, factored_or_dense, unique
+from .terms import Term, cross_covariance, factored_or_dense, of_both
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -76,11 +76,9 @@ class DenseCovariance(PriorCovariance):
 
     @property
     def scratch_per_row(self) -> int:
-        """J, whitened and rotated."""
         return 3 * self.size
 
     def is_contracted_with(self, other: PriorCovariance) -> bool:
-        """Whether both are made of the rows of the same curvature."""
         return isinstance(other, DenseCovariance) and other.curvature is self.curvature
 
     def with_prior(self, precision: Tensor, scale: float) -> DenseCovariance:
@@ -98,7 +96,6 @@ class DenseCovariance(PriorCovariance):
         return 2 * cholesky(eye + matrix).diagonal().log().sum()
 
     def mv(self, vectors: Vectors) -> Vectors:
-        """Returns `Σ v`."""
         rotated = matmul(concatenate(self.blocks, vectors) * self._prior_root, self._basis)
         return self._back(rotated * self._weights)
 
@@ -112,11 +109,9 @@ class DenseCovariance(PriorCovariance):
         return cut(self.blocks, linear(rotated, self._basis) * self._prior_root)
 
     def diagonal(self) -> Vectors:
-        """Returns the marginal variances."""
         return cut(self.blocks, (self._basis.square() @ self._weights) * self._prior_root.square())
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
-        """Forms `J Σ^(1/2)` (B, R, P)."""
         return (factored_or_dense(self._rotated(record) * self._weights.sqrt()),)
 
     def output_covariances(self, record: Record, candidates: Sequence[Self]) -> Iterable[tuple[Term, ...]]:
@@ -129,32 +124,26 @@ class DenseCovariance(PriorCovariance):
             yield (factored_or_dense(rotated * (candidate._weights.sqrt() * moved)),)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
-        """Forms `J Σ^(1/2)` (B, R, P)."""
-        factors = [self._rotated(one) * self._weights.sqrt() for one in unique(record, other)]
-        return cross_covariance(factors[0], factors[-1])
+        return cross_covariance(*of_both(lambda one: self._rotated(one) * self._weights.sqrt(), record, other))
 
     def _rotated(self, record: Record) -> Tensor:
         """Returns `J Δ^(-1/2) U` (B, R, P)."""
         return matmul(record.rows() * self._prior_root, self._basis)
 
     def layer_block(self, name: str) -> LayerBlock:
-        """Returns one block's covariance; correlations with other layers are left out."""
         root = self._prior_root[:, None] * self._basis * self._weights.sqrt()  # Σ = R Rᵀ
         return FactorLayer(cut(self.blocks, root.T)[name].reshape(-1, *self.block(name).matrix_shape[1:]))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns G, the prior and the eigenpairs."""
         values, vectors, at = self._eigen
         eigen = {"values": values, "vectors": vectors, "at": at}
         return {"curvature": self.curvature, "precision": self.precision, **eigen}
 
     def extra(self) -> dict[str, Any]:
-        """Returns the scale."""
         return {"scale": self.scale}
 
     @classmethod
     def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
-        """G, δ, and eigenpairs, whose values are not negative."""
         check_json(extra, {"scale": is_positive}, "covariance/extra")
         size, precision = tangent.size, precision_entry(tangent)
         return {
@@ -167,6 +156,5 @@ class DenseCovariance(PriorCovariance):
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> DenseCovariance:
-        """Rebuilds the covariance."""
         eigen = (tensors["values"], tensors["vectors"], tensors["at"])
         return cls(tangent.blocks, tensors["curvature"], tensors["precision"], extra["scale"], eigen)

@@ -14,7 +14,7 @@ from ..contents import Entry, Mismatch, largest
 from ..jacobian.jacobian import Weighting, as_matrix
 from ..tangent import Block, BlockJacobian
 from .structures import Structure, weighted, weighted_marginals
-from .terms import EigenTerm, MarginalTerm, Term, unique
+from .terms import EigenTerm, MarginalTerm, Term, of_both
 
 MIN_SAVED_COLUMNS = 128
 """Columns of products that must be saved for a rotation to leave the null space out: it takes further steps."""
@@ -139,9 +139,8 @@ class KroneckerBlock(Structure):
         return Weighting(weighting.flat.reshape(self.eigenvalues.shape[1:])[:, self.null_size - 1 :])
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
-        """Rotates a and g, then takes the weighted Gram matrix of all pairs of samples."""
-        rotated = [as_matrix(one).rotate(self.inputs, self.outputs) for one in unique(jacobian, other)]
-        return rotated[0].joint_weighted_gram(weights.flatten(), rotated[-1])
+        left, right = of_both(lambda one: as_matrix(one).rotate(self.inputs, self.outputs), jacobian, other)
+        return left.joint_weighted_gram(weights.flatten(), right)
 
     def push(
         self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
@@ -158,17 +157,14 @@ class KroneckerBlock(Structure):
         return rotated.dense() if full else rotated.variance()
 
     def rotation(self, weights: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor | None, Tensor]:
-        """Returns U_in and `U_out² w`."""
         return self.inputs, self.outputs.square() @ weights
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns λ, and the factors' eigenpairs and count."""
         named = {"eigenvalues": self.eigenvalues, **vars(self.factors)}
         return {name: value for name, value in named.items() if value is not None}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> KroneckerBlock:
-        """Rebuilds the block."""
         factors: Any = {"inputs": None, **tensors}
         return cls(factors.pop("eigenvalues"), KroneckerFactors(**factors))
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from numbers import Integral
 
 import torch
 from torch import Tensor
 
-from ..errors import LapwingError, shown
-from ..linalg import check_memory, is_finite, nonnegative, psd_root, total
+from ..errors import LapwingError
+from ..linalg import check_draws, is_finite, nonnegative, psd_root, seeded, total
 from ..network.eager import full_precision
 from .terms import DenseTerm, FactoredTerm, MarginalTerm, Term, concatenate, standard_deviation
 
@@ -275,7 +274,5 @@ def check_finite(values: Tensor) -> Tensor:
 
 
 def _generator(n: int, generator: torch.Generator | None, mean: Tensor) -> torch.Generator:
-    if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
-        raise LapwingError(f"sample({shown(n)}) needs a whole number of draws, at least 1. Write sample(5).")
-    check_memory(f"sample({n})", n, mean.numel())
-    return torch.Generator(mean.device).manual_seed(0) if generator is None else generator
+    check_draws("sample", "n", n, mean.numel())
+    return seeded(generator, mean.device)

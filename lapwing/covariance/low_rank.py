@@ -25,7 +25,7 @@ from ..linalg import cholesky, symmetric_eigen
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import FactorLayer, LayerBlock, PriorCovariance, precision_entry, register, same_ratios
 from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
-from .terms import FactoredTerm, Term, cross_covariance, unique
+from .terms import FactoredTerm, Term, cross_covariance, of_both
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -80,7 +80,6 @@ class Subspace(PriorCovariance):
         return values, torch.nn.functional.pad(rotation, (0, 0, 0, self.basis.rank - self.rank)), self.precision
 
     def _prior(self, precision: Tensor) -> Tensor:
-        """Returns D (k, k) of the directions that count."""
         return self.basis.prior_gram(precision)[: self.rank, : self.rank]
 
     @property
@@ -113,7 +112,6 @@ class Subspace(PriorCovariance):
 
     @property
     def scratch_per_row(self) -> int:
-        """That of a projection on the basis."""
         return self.basis.scratch_per_row
 
     def is_contracted_with(self, other: PriorCovariance) -> bool:
@@ -134,12 +132,10 @@ class Subspace(PriorCovariance):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the directions."""
         return self.basis.dtype
 
     @property
     def device(self) -> torch.device:
-        """That of the curvature."""
         return self.curvature.device
 
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
@@ -168,18 +164,15 @@ class Subspace(PriorCovariance):
         return scale * ((self.traces / precision).sum() - inside).clamp_min(0)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the basis, the curvature on it, the traces and the prior."""
         basis = {f"basis/{name}": tensor for name, tensor in self.basis.tensors().items()}
         return {**basis, "curvature": self.curvature, "traces": self.traces, "precision": self.precision}
 
     def extra(self) -> dict[str, Any]:
-        """Returns the scale, the rank and the kind of basis."""
         basis = {"class": type(self.basis).__name__, "extra": self.basis.extra()}
         return {"scale": self.scale, "rank": self.rank, "basis": basis}
 
     @classmethod
     def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
-        """The basis, the curvature on it, the traces and δ."""
         basis = {"class": frozenset(BASES), "extra": dict}
         check_json(
             extra, {"scale": is_positive, "rank": is_count, "basis": basis, **cls.further_extra}, "covariance/extra"
@@ -198,7 +191,6 @@ class Subspace(PriorCovariance):
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Self:
-        """Rebuilds the covariance."""
         parts = {k.removeprefix("basis/"): v for k, v in tensors.items() if k.startswith("basis/")}
         basis = BASES[extra["basis"]["class"]].from_tensors(tangent, parts, extra["basis"]["extra"])
         return cls._built(basis, tangent, tensors, extra)
@@ -215,11 +207,9 @@ class LowRank(Subspace):
 
     @property
     def record_dtype(self) -> torch.dtype | None:  # type: ignore[override]
-        """The basis's."""
         return self.basis.record_dtype
 
     def mv(self, vectors: Vectors) -> Vectors:
-        """Returns `Σ v`."""
         return self._weighted(vectors, self._weights)
 
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
@@ -229,7 +219,6 @@ class LowRank(Subspace):
         return self.basis.combine((noise * self._weights.sqrt()) @ self._rotation.T)
 
     def diagonal(self) -> Vectors:
-        """Returns the marginal variances."""
         return {n: (w.square() * self._weights[:, None].to(w.dtype)).sum(0) for n, w in self._directions().items()}
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
@@ -237,7 +226,6 @@ class LowRank(Subspace):
         return (FactoredTerm(self.factor(self.basis.project(record))),)
 
     def output_covariances(self, record: Record, candidates: Sequence[Self]) -> Iterable[tuple[Term, ...]]:
-        """Projects J on the basis once for all candidates."""
         projected = self.basis.project(record)
         return ((FactoredTerm(candidate.factor(projected)),) for candidate in candidates)
 
@@ -247,13 +235,10 @@ class LowRank(Subspace):
         return features @ root.to(features.dtype)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
-        """Returns the products of the factors of all pairs of samples."""
         root = self._weights.sqrt().to(record.dtype)
-        factors = [self._project(one) * root for one in unique(record, other)]
-        return cross_covariance(factors[0], factors[-1])
+        return cross_covariance(*of_both(lambda one: self._project(one) * root, record, other))
 
     def layer_block(self, name: str) -> LayerBlock:
-        """Returns one block's covariance; correlations with other layers are left out."""
         rows = self._directions()[name]
         factor = rows * self._weights.sqrt()[:, None].to(rows.dtype)
         return FactorLayer(factor.reshape(-1, *self.block(name).matrix_shape[1:]))

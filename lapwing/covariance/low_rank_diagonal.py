@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ..linalg import total
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import Covariance, FactorLayer, LayerBlock, precision_entry, register
 from .structures import DiagonalBlock
-from .terms import FactoredTerm, Term, add_term, cross_covariance, unique
+from .terms import FactoredTerm, Term, add_term, cross_covariance, of_both
 
 
 @register
@@ -48,7 +49,6 @@ class LowRankPlusDiagonal(Covariance):
         return all(bool((variances > 0).all()) for variances in self.variances.values())
 
     def mv(self, vectors: Vectors) -> Vectors:
-        """Returns `Σ v`. Time O(K P)."""
         inner = total(vectors[name] @ rows.T for name, rows in self.factor.items())  # (n, K)
         return {name: vectors[name] * self.variances[name] + inner @ rows for name, rows in self.factor.items()}
 
@@ -65,7 +65,6 @@ class LowRankPlusDiagonal(Covariance):
         }
 
     def diagonal(self) -> Vectors:
-        """Returns the marginal variances."""
         return {name: self.variances[name] + rows.square().sum(0) for name, rows in self.factor.items()}
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
@@ -80,34 +79,29 @@ class LowRankPlusDiagonal(Covariance):
         return (*terms, FactoredTerm(record.jvp(self.factor)))  # after the layers, whose gradients it then uses
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
-        """Returns the same for all pairs of samples."""
         matrix: Any = 0
         for name, d in self.variances.items():
-            jacobians = [one[name] for one in unique(record, other)]
-            matrix = matrix + jacobians[0].joint_weighted_gram(d.to(record.dtype), jacobians[-1])
+            left, right = of_both(itemgetter(name), record, other)
+            matrix = matrix + left.joint_weighted_gram(d.to(record.dtype), right)
         if self.rank:
-            factors = [one.jvp(self.factor) for one in unique(record, other)]  # (B, R, K)
-            matrix = matrix + cross_covariance(factors[0], factors[-1])
+            factors = of_both(lambda one: one.jvp(self.factor), record, other)  # (B, R, K)
+            matrix = matrix + cross_covariance(*factors)
         return matrix
 
     def layer_block(self, name: str) -> LayerBlock:
-        """Returns one block's covariance; correlations with other layers are left out."""
         shape = self.block(name).matrix_shape[1:]
         return FactorLayer(self.factor[name].reshape(-1, *shape), self.variances[name].reshape(shape))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns D and F by block, and δ if there is one."""
         variances = {f"variances/{name}": value for name, value in self.variances.items()}
         prior = {} if self.precision is None else {"precision": self.precision}
         return {**variances, **{f"factor/{name}": rows for name, rows in self.factor.items()}, **prior}
 
     def extra(self) -> dict[str, Any]:
-        """Returns K, and whether there was a prior."""
         return {"rank": self.rank, "prior": self.precision is not None}
 
     @classmethod
     def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
-        """D, not negative, and F, whose squares have finite sums, by block; δ if there is one."""
         check_json(extra, {"rank": is_count, "prior": bool}, "covariance/extra")
         bound = largest(tangent.dtype, 1 / 4)
         parts = {f"variances/{b.name}": Entry((b.size,), FLOATS, 0.0, bound**2) for b in tangent.blocks}
@@ -116,7 +110,6 @@ class LowRankPlusDiagonal(Covariance):
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> LowRankPlusDiagonal:
-        """Rebuilds the covariance."""
         names = [block.name for block in tangent.blocks]
         variances, factor = ({name: tensors[f"{part}/{name}"] for name in names} for part in ("variances", "factor"))
         return cls(tangent.blocks, variances, factor, tensors.get("precision"))
@@ -142,7 +135,6 @@ class Draws(Covariance):
         return len(self.draws[self.blocks[0].name])
 
     def mv(self, vectors: Vectors) -> Vectors:
-        """Returns `Σ v`. Time O(S P)."""
         inner = total(vectors[name] @ z.T for name, z in self.draws.items()) / self.count  # (n, S)
         return {name: inner @ z for name, z in self.draws.items()}
 
@@ -160,7 +152,6 @@ class Draws(Covariance):
         return {name: sign * z[picked] for name, z in self.draws.items()}
 
     def diagonal(self) -> Vectors:
-        """Returns the marginal variances."""
         return {name: z.square().mean(0) for name, z in self.draws.items()}
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
@@ -168,27 +159,21 @@ class Draws(Covariance):
         return (FactoredTerm(record.jvp(self.draws) / self.count**0.5),)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
-        """Returns the products of the factors of all pairs of samples."""
-        moved = [one.jvp(self.draws) for one in unique(record, other)]  # (B, R, S)
-        return cross_covariance(moved[0], moved[-1]) / self.count
+        return cross_covariance(*of_both(lambda one: one.jvp(self.draws), record, other)) / self.count
 
     def layer_block(self, name: str) -> LayerBlock:
-        """Returns one block's covariance; correlations with other layers are left out."""
         draws = self.draws[name].reshape(-1, *self.block(name).matrix_shape[1:])
         return FactorLayer(draws / len(draws) ** 0.5)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the draws by block, and the prior they belong to."""
         assert self.precision is not None
         return {**{f"draws/{name}": z for name, z in self.draws.items()}, "precision": self.precision}
 
     def extra(self) -> dict[str, Any]:
-        """Returns S."""
         return {"count": self.count}
 
     @classmethod
     def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
-        """S draws a block, whose squares have finite sums, and δ."""
         check_json(extra, {"count": lambda count: is_count(count) and count > 0}, "covariance/extra")
         bound = largest(tangent.dtype, 1 / 4)
         draws = {f"draws/{b.name}": Entry((extra["count"], b.size), FLOATS, -bound, bound) for b in tangent.blocks}
@@ -196,6 +181,5 @@ class Draws(Covariance):
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Draws:
-        """Rebuilds the covariance."""
         draws = {block.name: tensors[f"draws/{block.name}"] for block in tangent.blocks}
         return cls(tangent.blocks, draws, tensors["precision"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from ..tangent import Block, Record, Tangent, Vectors
 from .base import FactorLayer, LayerBlock, register, same_ratios
 from .basis import Basis, ExplicitBasis
 from .low_rank import Subspace
-from .terms import DenseTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, unique
+from .terms import DenseTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, of_both
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -30,11 +31,10 @@ class LowRankWithResidual(Subspace):
     record_dtype = torch.float64
     full_rank = True
     further_extra = {"rows": bool}  # noqa: RUF012 (never written)
-    _rows: tuple[ExplicitBasis, Tensor] | None = None
-    """U and M with `G = Uᵀ M U`, of which W and H were made for this prior, or None."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: Any, from_rows: tuple[ExplicitBasis, Tensor] | None = None) -> None:
         super().__init__(*arguments)
+        self._rows = from_rows  # U and M with G = Uᵀ M U, of which W and H were made for this prior, or None
         self._removed = self.scale * self._curvatures * self._weights
         self._delta = {block.name: delta for block, delta in zip(self.blocks, self.precision.tolist(), strict=True)}
 
@@ -65,12 +65,7 @@ class LowRankWithResidual(Subspace):
         basis = rows
         if not same_ratios(precision, torch.ones_like(precision)):
             basis = ExplicitBasis({n: u / r for (n, u), r in zip(rows.vectors.items(), ratios.tolist(), strict=True)})
-        return cls(blocks, basis, inner @ curvature @ inner, traces, precision, scale)._with_rows(rows, curvature)
-
-    def _with_rows(self, rows: ExplicitBasis, curvature: Tensor) -> Self:
-        """Notes U and M while the covariance is being made."""
-        self._rows = (rows, curvature)
-        return self
+        return cls(blocks, basis, inner @ curvature @ inner, traces, precision, scale, from_rows=(rows, curvature))
 
     def with_prior(self, precision: Tensor, scale: float) -> Self:
         """Returns the covariance under another prior: K x K work on the same span, which only a new fit chooses anew.
@@ -80,7 +75,8 @@ class LowRankWithResidual(Subspace):
         if self._rows is not None and not same_ratios(precision, self.precision):
             return self.from_rows(self.blocks, *self._rows, self.traces, precision, scale)
         again = super().with_prior(precision, scale)
-        return again if self._rows is None else again._with_rows(*self._rows)
+        again._rows = self._rows
+        return again
 
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns the log determinant on the subspace; outside it the posterior is the prior."""
@@ -96,13 +92,11 @@ class LowRankWithResidual(Subspace):
         return bool((self._weights * RESOLVED < 1).any())
 
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
-        """Returns the trace of the curvature outside the subspace."""
         if self._rows is not None:
             return torch.zeros((), dtype=torch.float64, device=precision.device)
         return super().evidence_gap(precision, scale)
 
     def mv(self, vectors: Vectors) -> Vectors:
-        """Returns `Σ v`."""
         removed = self._weighted(vectors, self._removed)
         return {name: vector / self._delta[name] - removed[name] for name, vector in vectors.items()}
 
@@ -119,7 +113,6 @@ class LowRankWithResidual(Subspace):
         return {name: z / roots[name] + moved[name] for name, z in noise.items()}
 
     def diagonal(self) -> Vectors:
-        """Returns the marginal variances."""
         return {
             name: 1 / self._delta[name] - (w.square() * self._removed[:, None].to(w.dtype)).sum(0)
             for name, w in self._directions().items()
@@ -166,16 +159,14 @@ class LowRankWithResidual(Subspace):
             yield block, record[block.name].weighted_gram(ones)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
-        """Returns the same for all pairs of samples, with the NTK for the prior's part."""
         prior = 0
         for block in self.blocks:
-            jacobians = [one[block.name] for one in unique(record, other)]
-            prior = prior + jacobians[0].gram(jacobians[-1]) / self._delta[block.name]
-        factors = [self._project(one) for one in unique(record, other)]
-        return prior - cross_covariance(factors[0] * self._removed.to(factors[0].dtype), factors[-1])
+            left, right = of_both(itemgetter(block.name), record, other)
+            prior = prior + left.gram(right) / self._delta[block.name]
+        left, right = of_both(self._project, record, other)
+        return prior - cross_covariance(left * self._removed.to(left.dtype), right)
 
     def layer_block(self, name: str) -> LayerBlock:
-        """Returns one block's covariance; correlations with other layers are left out."""
         rows = self._directions()[name]
         factor = rows * self._removed.sqrt()[:, None].to(rows.dtype)
         shape = self.block(name).matrix_shape[1:]
@@ -183,14 +174,12 @@ class LowRankWithResidual(Subspace):
         return FactorLayer(factor.reshape(-1, *shape), prior, removed=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the basis (or rows), the curvature on it, the traces and the prior."""
         if self._rows is None:
             return super().tensors()
         rows, curvature = self._rows
         return {**super().tensors(), **{f"basis/{n}": u for n, u in rows.tensors().items()}, "curvature": curvature}
 
     def extra(self) -> dict[str, Any]:
-        """Adds whether the basis are rows that hold all of the curvature."""
         return {**super().extra(), "rows": self._rows is not None}
 
     @classmethod

@@ -18,7 +18,7 @@ from ..jacobian.jacobian import Weighting
 from ..linalg import matmul
 from ..tangent import Block, BlockJacobian
 from .base import push_diagonal, push_factor
-from .terms import DenseTerm, EigenTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, factored_or_dense, unique
+from .terms import DenseTerm, EigenTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, factored_or_dense, of_both
 
 
 class Structure(ABC):
@@ -122,23 +122,18 @@ class DiagonalBlock(Structure):
         self.eigenvalues = eigenvalues
 
     def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
-        """Returns v: the basis is the identity."""
         return vectors
 
     def diagonal(self, weights: Tensor) -> Tensor:
-        """Returns w."""
         return weights
 
     def outputs_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
-        """Yields diagonals for an output layer, thin factors for one position, else matrices."""
         return weighted(jacobian, candidates)
 
     def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[MarginalTerm]:
-        """Yields the variances, from squares taken once."""
         return weighted_marginals(jacobian, candidates)
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
-        """Returns the weighted Gram matrix of all pairs of samples."""
         return jacobian.joint_weighted_gram(weights, other)
 
     def push(
@@ -147,16 +142,13 @@ class DiagonalBlock(Structure):
         return push_diagonal(weights.reshape(shape), mean, variance, full)
 
     def rotation(self, weights: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor | None, Tensor]:
-        """Returns the identity and w."""
         return None, weights.reshape(shape)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns λ."""
         return {"eigenvalues": self.eigenvalues}
 
     @classmethod
     def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, Entry]:
-        """One number a weight, none negative."""
         return {"eigenvalues": Entry((block.size,), (dtype,), minimum=0.0)}
 
 
@@ -169,36 +161,29 @@ class DenseBlock(Structure):
         self.eigenvalues, self.basis = eigenvalues, basis
 
     def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
-        """Returns `Uᵀ v` or `U v`."""
         return vectors @ (self.basis.T if back else self.basis)
 
     def diagonal(self, weights: Tensor) -> Tensor:
-        """Returns `U² w`."""
         return self.basis.square() @ weights
 
     def outputs_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
-        """Forms the rows and rotates them."""
         rows = matmul(jacobian.rows(), self.basis)
         return (factored_or_dense(rows * weighting.flat.sqrt()) for weighting in candidates)
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
-        """Forms the rows."""
-        factors = [matmul(one.rows(), self.basis * weights.sqrt()) for one in unique(jacobian, other)]
-        return cross_covariance(factors[0], factors[-1])
+        root = self.basis * weights.sqrt()
+        return cross_covariance(*of_both(lambda one: matmul(one.rows(), root), jacobian, other))
 
     def push(
         self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
     ) -> Tensor:
-        """Contracts the dense block."""
         return push_factor((self.basis * weights.sqrt()).T.reshape(-1, *shape), mean, variance, full)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns λ and U."""
         return {"eigenvalues": self.eigenvalues, "basis": self.basis}
 
     @classmethod
     def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, Entry]:
-        """λ, none negative, and U."""
         size = block.size
         return {
             "eigenvalues": Entry((size,), (dtype,), minimum=0.0),

@@ -41,7 +41,10 @@ class Term(ABC):
 
     def to(self, dtype: torch.dtype) -> Self:
         """Returns the term in another dtype: some structures are contracted in float64."""
-        return self if self.rows[0].dtype == dtype else self.with_rows(*(rows.to(dtype) for rows in self.rows))
+        kind: Any = type(self)
+        if self.rows[0].dtype == dtype:
+            return self
+        return kind(*(value if value is None else value.to(dtype) for value in vars(self).values()))
 
     def marginals(self) -> MarginalTerm:
         """Returns the variances alone, not as a view that would keep the term's matrix."""
@@ -88,11 +91,9 @@ class FactoredTerm(Term):
         return self._by_slices(sums)
 
     def dense(self) -> Tensor:
-        """Multiplies out."""
         return self._by_slices(lambda part: torch.bmm(part._weighted(part.factor), part.factor.mT))
 
     def scaled(self, factor: float) -> FactoredTerm:
-        """Scales F."""
         return FactoredTerm(self.factor * factor**0.5, self.scale)
 
     def _weighted(self, values: Tensor) -> Tensor:
@@ -130,14 +131,7 @@ class EigenTerm(Term):
         return (self.scale,)
 
     def with_rows(self, *rows: Tensor) -> EigenTerm:
-        """Returns another s."""
         return EigenTerm(self.basis, *rows)
-
-    def to(self, dtype: torch.dtype) -> EigenTerm:
-        """Returns U and s in another dtype."""
-        if self.scale.dtype == dtype:
-            return self
-        return EigenTerm(None if self.basis is None else self.basis.to(dtype), self.scale.to(dtype))
 
     def variance(self) -> Tensor:
         """Returns the diagonal: time O(B C²), or nothing without U."""
@@ -151,13 +145,11 @@ class EigenTerm(Term):
         return linear(self.scale, (self.basis - self.basis.mean(0)).square())
 
     def dense(self) -> Tensor:
-        """Multiplies out: time O(B C³) with U."""
         if self.basis is None:
             return torch.diag_embed(self.scale)
         return linear(self.basis * self.scale.unsqueeze(1), self.basis)
 
     def scaled(self, factor: float) -> EigenTerm:
-        """Scales s."""
         return EigenTerm(self.basis, self.scale * factor)
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
@@ -184,11 +176,9 @@ class DenseTerm(Term):
         return self.variance() - 2 * rows + rows.mean(-1, keepdim=True)
 
     def dense(self) -> Tensor:
-        """Returns the matrix."""
         return self.matrix
 
     def scaled(self, factor: float) -> DenseTerm:
-        """Scales the matrix."""
         return DenseTerm(self.matrix * factor)
 
 
@@ -200,11 +190,9 @@ class MarginalTerm(Term):
     centred: Tensor
 
     def variance(self) -> Tensor:
-        """Returns the variances of the outputs."""
         return self.plain
 
     def centred_variance(self) -> Tensor:
-        """Returns those of the outputs minus their average."""
         return self.centred
 
     def dense(self) -> Tensor:
@@ -212,7 +200,6 @@ class MarginalTerm(Term):
         raise LapwingError("This latent has variances alone. Use a link in closed form: write link=lw.Probit().")
 
     def scaled(self, factor: float) -> MarginalTerm:
-        """Scales both."""
         return MarginalTerm(self.plain * factor, self.centred * factor)
 
     def __add__(self, other: MarginalTerm) -> MarginalTerm:
@@ -248,9 +235,10 @@ def factored_or_dense(factor: Tensor) -> Term:
     return DenseTerm(factor @ factor.mT) if factor.shape[-1] > factor.shape[-2] else FactoredTerm(factor)
 
 
-def unique(first: Any, second: Any) -> tuple[Any, ...]:
-    """Returns both, or one where they are the same object, so that nothing is computed twice."""
-    return (first,) if second is first else (first, second)
+def of_both(function: Callable[[Any], Any], first: Any, second: Any) -> tuple[Any, Any]:
+    """Returns a function of two objects, computed once where they are the same."""
+    value = function(first)
+    return value, value if second is first else function(second)
 
 
 def cross_covariance(left: Tensor, right: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from .. import linalg
 from ..covariance import AnyLatent
 from ..errors import LapwingError, shown
-from .links import Link, SampledLink, at_least_float32, seeded
+from ..linalg import cholesky, seeded
+from .links import Link, SampledLink, at_least_float32
 from .predictions import Prediction
 from .quadrature import weighted_log_power_mean
 
@@ -203,7 +203,7 @@ class Likelihood(ABC):
         """Returns `1/α log 1/S Σ_s p(y|f_s)^α` over draws `f_s = m + L ε_s`, `K = L Lᵀ`: biased downwards by O(α/S)."""
         likelihood = self if noise_variance is None else self.with_noise_variance(float(noise_variance))
         mean = at_least_float32(mean)
-        root = linalg.cholesky(covariance.double()).to(mean.dtype)
+        root = cholesky(covariance.double()).to(mean.dtype)
         shape = (link.draws, *mean.shape)
         noise = torch.randn(shape, generator=seeded(generator, mean.device), dtype=mean.dtype, device=mean.device)
         outputs = mean + torch.einsum("bcd,sbd->sbc", root, noise)
@@ -250,7 +250,6 @@ class NoiselessLikelihood(Likelihood):
         return {"log_likelihood": self.log_prob(outputs.double(), targets).sum()}
 
     def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:
-        """Returns the sum itself."""
         return statistics["log_likelihood"]
 
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
@@ -265,21 +264,17 @@ class NoiselessLikelihood(Likelihood):
 
     @property
     def curvature_scale(self) -> float:
-        """1: Λ has no scale."""
         return 1.0
 
     @property
     def noise_variance(self) -> None:
-        """None: there is no noise variance."""
         return
 
     @property
     def needs_noise(self) -> bool:
-        """False: there is nothing to tune."""
         return False
 
     def residual_variance(self, statistics: dict[str, Tensor]) -> None:
-        """Returns None: there is no noise variance."""
         return
 
     def with_noise_variance(self, noise_variance: float | None) -> Likelihood:

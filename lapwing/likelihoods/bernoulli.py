@@ -12,11 +12,12 @@ from torch.nn import functional as F
 
 from ..covariance import AnyLatent
 from ..errors import LapwingError
+from ..linalg import check_draws, seeded
 from ..network import batches
 from . import quadrature
 from .base import Integrals, NoiselessLikelihood, register
-from .links import BinaryLink, Link, Probit, Quadrature, SampledLink, at_least_float32, seeded
-from .predictions import DiscretePrediction, check_count
+from .links import BinaryLink, Link, Probit, Quadrature, SampledLink, at_least_float32
+from .predictions import DiscretePrediction
 from .targets import aligned_targets, check_binary_targets
 
 
@@ -40,11 +41,7 @@ class Bernoulli(NoiselessLikelihood):
     activation: ClassVar[str | None] = "sigmoid"
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Checks targets of 0 and 1, (B, C) or, when C = 1, (B,).
-
-        Raises:
-            LapwingError: for other values, or a wrong shape or device.
-        """
+        """Checks targets of 0 and 1, (B, C) or, when C = 1, (B,)."""
         check_binary_targets("Bernoulli", outputs.shape, outputs.device, targets)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -64,19 +61,7 @@ class Bernoulli(NoiselessLikelihood):
     def predict(
         self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> BernoulliPrediction:
-        """Returns probabilities of yes, exact by quadrature, or by the link asked for; weight draws are averaged.
-
-        Args:
-            latent: Gaussian over the logits, or logits under weight draws.
-            link: `Quadrature()`, `Probit()` or `SampledLink()`; only the last for weight draws.
-            generator: Source of randomness for `SampledLink`; None means seed 0.
-
-        Returns:
-            The prediction.
-
-        Raises:
-            LapwingError: for a link that does not fit.
-        """
+        """Returns probabilities of yes by `Quadrature()`, `Probit()` or `SampledLink()`; weight draws are averaged."""
         chosen = cast("BinaryLink", self.choose_link(latent, link))
         return BernoulliPrediction(chosen.log_odds(latent, generator), latent, chosen)
 
@@ -198,7 +183,7 @@ class BernoulliPrediction(DiscretePrediction):
         Raises:
             LapwingError: if `n` is below 1.
         """
-        check_count("sample", "n", n, 2 * self.log_odds.numel())
+        check_draws("sample", "n", n, 2 * self.log_odds.numel())
         generator = seeded(generator, self.log_odds.device)
         if self.latent.joint:
             probs = at_least_float32(self.latent.sample(n, generator)).detach().sigmoid()  # (n, B, C)
@@ -217,7 +202,6 @@ class BernoulliPrediction(DiscretePrediction):
         return dist.Independent(dist.Bernoulli(logits=self.log_odds), 1)
 
     def __repr__(self) -> str:
-        """Shows sizes and link rather than numbers."""
         inputs, outputs = self.log_odds.shape
         return f"BernoulliPrediction({inputs} inputs, {outputs} outputs, link={self.link})"
 

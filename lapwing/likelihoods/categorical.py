@@ -12,6 +12,7 @@ from torch import distributions as dist
 
 from ..covariance import AnyLatent, Latent
 from ..covariance.terms import DenseTerm
+from ..linalg import check_draws, seeded
 from ..network import batches
 from .base import Integrals, NoiselessLikelihood, register
 from .links import (
@@ -23,9 +24,8 @@ from .links import (
     SampledLink,
     at_least_float32,
     draw_chunks,
-    seeded,
 )
-from .predictions import DiscretePrediction, check_count
+from .predictions import DiscretePrediction
 from .quadrature import binary_log_power_mean
 from .targets import check_labels
 
@@ -47,11 +47,7 @@ class Categorical(NoiselessLikelihood):
     activation: ClassVar[str | None] = "softmax"
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Checks integer labels (B,) from 0 to C - 1.
-
-        Raises:
-            LapwingError: for NaN labels, or a wrong range, shape, dtype or device.
-        """
+        """Checks integer labels (B,) from 0 to C - 1."""
         check_labels("Categorical", outputs.shape, outputs.device, targets)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -73,19 +69,7 @@ class Categorical(NoiselessLikelihood):
     def predict(
         self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> ClassPrediction:
-        """Returns class probabilities by the probit link, or the one asked for; weight draws are averaged.
-
-        Args:
-            latent: Gaussian over the logits, or logits under weight draws.
-            link: `Probit()`, `LaplaceBridge()` or `SampledLink()`; only the last for weight draws.
-            generator: Source of randomness for `SampledLink`; None means seed 0.
-
-        Returns:
-            The prediction.
-
-        Raises:
-            LapwingError: for a link that does not fit.
-        """
+        """Returns class probabilities by `Probit()`, `LaplaceBridge()` or `SampledLink()`, which averages draws."""
         chosen = cast("ClassLink", self.choose_link(latent, link))
         return ClassPrediction(chosen.log_probs(latent, generator), latent, chosen)
 
@@ -165,7 +149,7 @@ class ClassPrediction(DiscretePrediction):
         Raises:
             LapwingError: if `draws` is below 1.
         """
-        check_count("mutual_information", "draws", draws)
+        check_draws("mutual_information", "draws", draws)
         total, entropies, count = None, torch.zeros((), dtype=torch.float64, device=self.log_probs.device), 0
         for chunk in draw_chunks(self.latent, draws, generator):
             logs = torch.log_softmax(chunk.double(), -1)  # (s, B, C)
@@ -209,7 +193,7 @@ class ClassPrediction(DiscretePrediction):
         Raises:
             LapwingError: if `n` is below 1.
         """
-        check_count("sample", "n", n, 2 * len(self.log_probs))
+        check_draws("sample", "n", n, 2 * len(self.log_probs))
         generator = seeded(generator, self.log_probs.device)
         if not self.latent.joint:
             return torch.multinomial(self.probs.detach(), n, replacement=True, generator=generator).T
@@ -222,7 +206,6 @@ class ClassPrediction(DiscretePrediction):
         return dist.Categorical(logits=self.log_probs)
 
     def __repr__(self) -> str:
-        """Shows sizes and link rather than numbers."""
         inputs, classes = self.log_probs.shape
         return f"ClassPrediction({inputs} inputs, {classes} classes, link={self.link})"
 

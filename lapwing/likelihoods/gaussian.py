@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from .. import linalg
 from ..covariance import AnyLatent
 from ..errors import LapwingError, shown
+from ..linalg import check_draws, cholesky, seeded
 from ..network import batches
 from .base import Integrals, Likelihood, register
-from .links import ExactLink, Link, at_least_float32, seeded
-from .predictions import RealPrediction, check_count, check_level
+from .links import ExactLink, Link, at_least_float32
+from .predictions import RealPrediction, check_level
 from .targets import aligned_targets, check_real_targets
 
 
@@ -47,7 +47,6 @@ class Gaussian(Likelihood):
     default_link: ClassVar[Link] = ExactLink()
 
     def __post_init__(self) -> None:
-        """Checks the noise variance."""
         value = self.noise_variance
         number = isinstance(value, Real) and not isinstance(value, bool)
         if value is not None and not (number and 0.0 < value < math.inf):
@@ -59,11 +58,7 @@ class Gaussian(Likelihood):
             object.__setattr__(self, "noise_variance", float(value))  # numpy's numbers are no JSON
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Checks real targets (B, C) or, when C = 1, (B,).
-
-        Raises:
-            LapwingError: for NaN or infinite targets, or a wrong shape, dtype or device.
-        """
+        """Checks real targets (B, C) or, when C = 1, (B,)."""
         check_real_targets("Gaussian", outputs.shape, outputs.device, targets)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -119,7 +114,6 @@ class Gaussian(Likelihood):
 
     @property
     def needs_noise(self) -> bool:
-        """Whether σ² is None."""
         return self.noise_variance is None
 
     def residual_variance(self, statistics: dict[str, Tensor]) -> float:
@@ -173,7 +167,7 @@ class Gaussian(Likelihood):
         covariance = 0.5 * (covariance + covariance.mT)
         values = torch.linalg.eigvalsh(covariance / noise)  # negative ones are rounding; log1p keeps tiny α's digits
         eye = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
-        factor = linalg.cholesky(noise * eye + alpha * covariance)
+        factor = cholesky(noise * eye + alpha * covariance)
         white = torch.linalg.solve_triangular(factor, residual[..., None], upper=False)[..., 0]  # (B, C)
         volume = torch.log1p((alpha * values).clamp_min(-0.5)).sum(-1) / alpha
         return (constant - 0.5 * volume - 0.5 * white.square().sum(-1)).to(dtype)
@@ -205,7 +199,6 @@ class RegressionPrediction(RealPrediction):
 
     @property
     def mean(self) -> Tensor:
-        """Mean of y, (B, C)."""
         return at_least_float32(self.latent.mean)
 
     @property
@@ -264,7 +257,7 @@ class RegressionPrediction(RealPrediction):
             return mixture_log_density(draws, self.noise_variance, targets)
         if mean.shape[-1] == 1:
             return dist.Normal(mean, self.std, validate_args=False).log_prob(targets).squeeze(-1)
-        factor = linalg.cholesky(self._noisy(self._blocks().double()))  # (B, C, C)
+        factor = cholesky(self._noisy(self._blocks().double()))  # (B, C, C)
         normal = dist.MultivariateNormal(mean.double(), scale_tril=factor, validate_args=False)
         return normal.log_prob(targets.double()).to(mean.dtype)
 
@@ -281,7 +274,7 @@ class RegressionPrediction(RealPrediction):
         Raises:
             LapwingError: if `n` is below 1.
         """
-        check_count("sample", "n", n, self.latent.mean.numel())
+        check_draws("sample", "n", n, self.latent.mean.numel())
         generator = seeded(generator, self.latent.mean.device)
         latent = at_least_float32(self.latent.sample(n, generator))
         noise = torch.randn(latent.shape, generator=generator, dtype=latent.dtype, device=latent.device)
@@ -303,13 +296,12 @@ class RegressionPrediction(RealPrediction):
         if self.latent.joint:
             size = mean.numel()
             covariance = at_least_float32(self.latent.covariance).reshape(size, size)  # (B, C, B, C) -> (B·C, B·C)
-            return dist.MultivariateNormal(mean.flatten(), scale_tril=linalg.cholesky(self._noisy(covariance)))
+            return dist.MultivariateNormal(mean.flatten(), scale_tril=cholesky(self._noisy(covariance)))
         if mean.shape[-1] == 1:
             return dist.Independent(dist.Normal(mean, self.std), 1)
-        return dist.MultivariateNormal(mean, scale_tril=linalg.cholesky(self._noisy(self._blocks())))
+        return dist.MultivariateNormal(mean, scale_tril=cholesky(self._noisy(self._blocks())))
 
     def __repr__(self) -> str:
-        """Shows sizes and noise rather than tensors."""
         inputs, outputs = self.latent.mean.shape
         return f"RegressionPrediction({inputs} inputs, {outputs} outputs, noise_variance={self.noise_variance:g})"
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from ..covariance import AnyLatent
 from ..errors import LapwingError, shown
+from ..linalg import seeded
 from . import quadrature
 
 _CHUNK_NUMBERS = 2**23  # latent values in memory at once while averaging over draws: 64 MiB in float64
@@ -30,19 +31,6 @@ MAX_DRAWS = 10**9
 def at_least_float32(values: Tensor) -> Tensor:
     """Casts half precision to float32 and leave wider types alone: a log of a sum needs the digits."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
-
-
-def seeded(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
-    """Returns the generator, or a new one with seed 0 on `device`: the same call gives the same answer.
-
-    Raises:
-        LapwingError: for what is not a generator.
-    """
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise LapwingError(
-            f"The generator is {shown(generator)}. Pass torch.Generator().manual_seed(0), or leave it out for seed 0."
-        )
-    return torch.Generator(device=device).manual_seed(0) if generator is None else generator
 
 
 def draw_chunks(latent: AnyLatent, count: int, generator: torch.Generator | None = None) -> Iterator[Tensor]:
@@ -75,10 +63,10 @@ def probit_logits(mean: Tensor, variance: Tensor) -> Tensor:
     return mean * torch.rsqrt(1.0 + (math.pi / 8.0) * variance)
 
 
-class Link(ABC):
+class Link:
     """A way from the latent to the observed; subclasses are frozen dataclasses of options."""
 
-    accepts_draws: ClassVar[bool]
+    accepts_draws: ClassVar[bool] = False
     """Whether the link works from network outputs under weight draws, which are not Gaussian."""
     reads_covariance: ClassVar[bool] = True
     """Whether the link needs more of a Gaussian latent than its mean and variances."""
@@ -86,7 +74,7 @@ class Link(ABC):
     """Whether `Prediction.summary` follows from means and variances by tensor operations: what `lw.deploy` needs."""
 
 
-class ClassLink(Link):
+class ClassLink(Link, ABC):
     """A link whose result is class probabilities."""
 
     @abstractmethod
@@ -94,7 +82,7 @@ class ClassLink(Link):
         """Returns log probabilities (B, C); `generator` None means seed 0 where draws are needed."""
 
 
-class BinaryLink(Link):
+class BinaryLink(Link, ABC):
     """A link whose result is the probability of yes for each output alone."""
 
     @abstractmethod
@@ -125,12 +113,10 @@ class Probit(ClassLink, BinaryLink):
     """
 
     marginal: bool = False
-    accepts_draws: ClassVar[bool] = False
     reads_covariance: ClassVar[bool] = False
     closed_form: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Checks the option."""
         if not isinstance(self.marginal, bool):
             raise LapwingError(
                 f"Probit(marginal=...) takes True or False, not a {type(self.marginal).__name__}. Write "
@@ -176,7 +162,6 @@ class LaplaceBridge(ClassLink):
         True
     """
 
-    accepts_draws: ClassVar[bool] = False
     reads_covariance: ClassVar[bool] = False
     closed_form: ClassVar[bool] = True
 
@@ -224,12 +209,10 @@ class Quadrature(BinaryLink):
     """
 
     nodes: int = quadrature.NODES
-    accepts_draws: ClassVar[bool] = False
     reads_covariance: ClassVar[bool] = False
     closed_form: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Checks the number of nodes."""
         if isinstance(self.nodes, bool) or not isinstance(self.nodes, int) or self.nodes < 16:
             raise LapwingError(
                 f"Quadrature(nodes={shown(self.nodes)}) has too few nodes. Pass at least 16: Quadrature(48)."
@@ -270,7 +253,6 @@ class SampledLink(ClassLink, BinaryLink):
     accepts_draws: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Checks the number of draws."""
         if isinstance(self.draws, bool) or not isinstance(self.draws, Integral) or self.draws < 1:
             raise LapwingError(
                 f"SampledLink(draws={shown(self.draws)}) is not a number of draws. Pass a whole number of at least 1: "

@@ -10,16 +10,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 
 import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from .. import linalg
 from ..errors import LapwingError, shown
+from ..linalg import check_draws, seeded
 from ..network import batches
-from .links import seeded
 
 
 class Prediction(ABC):
@@ -83,7 +82,6 @@ class DiscretePrediction(Prediction):
 
     @property
     def point(self) -> Tensor:
-        """The likeliest labels, as `classes`."""
         return self.classes
 
     def uncertainty(self, score: str = "entropy") -> Tensor:
@@ -133,7 +131,6 @@ class RealPrediction(Prediction):
 
     @property
     def point(self) -> Tensor:
-        """The mean."""
         return self.mean
 
     def uncertainty(self, score: str = "entropy") -> Tensor:
@@ -157,16 +154,6 @@ def check_level(level: float) -> None:
         raise LapwingError(f"The level of interval() is {shown(level)}. Pass a number between 0 and 1: interval(0.9).")
 
 
-def check_count(asked: str, name: str, count: int, numbers: int = 0) -> None:
-    """Raises where a count is not a positive whole number, or where so many draws do not fit into memory."""
-    if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
-        raise LapwingError(
-            f"{asked}({name}={shown(count)}) is not a number of draws. Pass a whole number of at least 1: "
-            f"{asked}({name}=512)."
-        )
-    linalg.check_memory(f"{asked}({count})", count, numbers)
-
-
 @dataclass(frozen=True, eq=False)
 class MixturePrediction(RealPrediction):
     """An equal mixture over draws of any `torch.distributions` family: what a new likelihood can return.
@@ -178,7 +165,6 @@ class MixturePrediction(RealPrediction):
     components: dist.Distribution
 
     def __post_init__(self) -> None:
-        """Checks that there is a distribution for each input and draw."""
         components = self.components
         if not isinstance(components, dist.Distribution) or len(components.batch_shape) < 2:
             real = isinstance(components, dist.Distribution)
@@ -191,7 +177,6 @@ class MixturePrediction(RealPrediction):
 
     @property
     def mean(self) -> Tensor:
-        """Mean of y, (B, ...)."""
         return self.components.mean.mean(1)
 
     @property
@@ -264,7 +249,7 @@ class MixturePrediction(RealPrediction):
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, ...); `torch.distributions` takes no generator, so a fork of the global one is seeded."""
-        check_count("sample", "n", n, self.components.mean[..., 0].numel())
+        check_draws("sample", "n", n, self.components.mean[..., 0].numel())
         return self._sampled(self.distribution(), n, generator)
 
     def _sampled(self, family: dist.Distribution, n: int, generator: torch.Generator | None = None) -> Tensor:

@@ -9,18 +9,9 @@ from lapwing.network.batches import check_dense
 
 from ..errors import LapwingError
 
-UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-"""Integers that few operations of torch support."""
-
 
 def check_labels(name: str, outputs_shape: torch.Size, device: torch.device, labels: Tensor) -> None:
-    """Checks integer class labels (B,) against outputs (B, C).
-
-    Args:
-        name: The likelihood's class name, for the message.
-        outputs_shape: Shape of the outputs.
-        device: Device of the outputs.
-        labels: The labels to check.
+    """Checks integer class labels (B,) against outputs (B, C), as `check_real_targets` checks real ones.
 
     Raises:
         LapwingError: for a wrong shape, device or dtype, NaN labels, or labels outside 0 to C - 1.
@@ -59,7 +50,7 @@ def check_labels(name: str, outputs_shape: torch.Size, device: torch.device, lab
     numbers = labels.long()
     bad = (numbers < 0) | (numbers >= classes)
     if bool(bad.any()):
-        first = "Write `y = y.long()` first. " if dtype in UNSIGNED else ""
+        first = "Write `y = y.long()` first. " if dtype in (torch.uint16, torch.uint32, torch.uint64) else ""
         raise LapwingError(
             f"{name} accepts labels 0 to {classes - 1} for outputs of shape {tuple(outputs_shape)}, "
             f"but {_where(bad, labels)} outside. {first}{_range_line(numbers, bad, classes)}."
@@ -96,12 +87,6 @@ def check_real_targets(name: str, outputs_shape: torch.Size, device: torch.devic
 
 def check_binary_targets(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:
     """Checks targets of 0 and 1, as bool, integers or floats, (B, C) against outputs (B, C); (B,) when C = 1.
-
-    Args:
-        name: The likelihood's class name, for the message.
-        outputs_shape: Shape of the outputs.
-        device: Device of the outputs.
-        targets: The targets to check.
 
     Raises:
         LapwingError: for a wrong shape or device, complex or NaN targets, or values other than 0 and 1.
