@@ -17,9 +17,9 @@ from ...linalg import cholesky
 from ...network import batches
 from ...tangent import Anchors
 from ...tangent.inducing import kernel
-from ..descent import Descent
 from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Pass, Passes, check_count, check_positive
 from ..problem import Problem
+from ..state import Descent
 from . import ClosedForm, NaturalGradient, VallaFit
 from .inducing_points import POOL, movable
 
