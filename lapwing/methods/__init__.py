@@ -32,8 +32,8 @@ from .subset_of_weights import SubsetOfWeights
 from .swag import SWAG, SnapshotCollector
 from .valla import ClosedForm, NaturalGradient, VaLLA
 from .valla.alpha_divergence import AlphaDivergence
-from .valla.inducing_points import InducingPoints
 from .valla.moving_points import VariationalBound
+from .valla.points import InducingPoints
 
 __all__ = [
     "EKFAC", "ELLA", "KFAC", "SWAG", "AlphaDivergence", "Batch", "BlockSums", "ClosedForm", "ConjugateGradients",
