@@ -26,15 +26,14 @@ from .passes import (
 from .problem import FisherRoot, Problem
 from .sampled_lla import SampledLLA
 from .sampled_lla.solvers import ConjugateGradients, StochasticGradient
-from .snapshots import SnapshotCollector
 from .state import BlockSums, DataSummary, State
 from .subset_of_data import SubsetOfData
 from .subset_of_weights import SubsetOfWeights
-from .swag import SWAG
+from .swag import SWAG, SnapshotCollector
 from .valla import ClosedForm, NaturalGradient, VaLLA
 from .valla.alpha_divergence import AlphaDivergence
-from .valla.inducing_points import InducingPoints
 from .valla.moving_points import VariationalBound
+from .valla.points import InducingPoints
 
 __all__ = [
     "EKFAC", "ELLA", "KFAC", "SWAG", "AlphaDivergence", "Batch", "BlockSums", "ClosedForm", "ConjugateGradients",

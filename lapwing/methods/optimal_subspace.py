@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -111,9 +110,18 @@ class OptimalSubspace(Method):
         fits = 2 * len(anchors) * tangent.size * torch.float64.itemsize <= tangent.memory
         precise = torch.float64 if fits else dtype
         all_rows = [(torch.arange(len(anchors)), anchors.rows(precise))] if fits else None
-        rank = min(self.rank, len(anchors))
-        grams = partial(_gram, problem, anchors, approximate, all_rows)
-        coefficients = leading_of(grams, rank, precise).to(precise)  # (s, M)
+
+        def gram(dtype: torch.dtype) -> Tensor:
+            """Returns `J Ψ_approx Jᵀ` (M, M), from rows in memory or written out for each pair of chunks."""
+            total = torch.zeros(len(anchors), len(anchors), dtype=torch.float64, device=tangent.device)
+            for slots, rows in all_rows or anchors.row_chunks(dtype):
+                mine = rows.clone() if all_rows else rows
+                _weight(problem, approximate, cut(blocks, mine))
+                for others, theirs in all_rows or anchors.row_chunks(dtype):
+                    total[slots[:, None], others] = (mine @ theirs.T).double()
+            return total
+
+        coefficients = leading_of(gram, min(self.rank, len(anchors)), precise).to(precise)  # (s, M)
         if all_rows is None:
             directions = anchors.combine(coefficients)
             _weight(problem, approximate, directions)
@@ -122,23 +130,6 @@ class OptimalSubspace(Method):
             _weight(problem, approximate, cut(blocks, rows))
             directions = cut(blocks, torch.linalg.qr(rows.T)[0].T)
         return {name: vectors.to(dtype) for name, vectors in directions.items()}
-
-
-def _gram(
-    problem: Problem,
-    anchors: Anchors,
-    approximate: Covariance | None,
-    all_rows: list[tuple[Tensor, Tensor]] | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Returns `J Ψ_approx Jᵀ` (M, M), from rows in memory or written out for each pair of chunks."""
-    gram = torch.zeros(len(anchors), len(anchors), dtype=torch.float64, device=problem.tangent.device)
-    for slots, rows in all_rows or anchors.row_chunks(dtype):
-        mine = rows.clone() if all_rows else rows
-        _weight(problem, approximate, cut(problem.tangent.blocks, mine))
-        for others, theirs in all_rows or anchors.row_chunks(dtype):
-            gram[slots[:, None], others] = (mine @ theirs.T).double()
-    return gram
 
 
 def _weight(problem: Problem, approximate: Covariance | None, vectors: Vectors) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -11,17 +12,129 @@ from torch.optim.swa_utils import update_bn
 from tqdm import tqdm
 
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
-from ..errors import LapwingError, check_choice, check_positive
+from ..errors import LapwingError, check_choice, check_positive, shown
 from ..likelihoods import Likelihood
+from ..linalg import accumulation_dtype
 from ..network import batches
 from ..network.batches import Forward
 from ..network.calling import call
-from ..network.eager import outside_modes, without_compiled
+from ..network.eager import outside_modes, parameters_of, uncompiled, without_compiled
 from ..network.loaders import check_progress, check_seed, checked_batches, first_batch, shows_bar
+from ..network.selection import select
 from ..posterior import Posterior
 from ..tangent import LastLayer, Predicate, Tangent, everything
 from .constructed import constructed, copied, put
-from .snapshots import SnapshotCollector
+
+
+class SnapshotCollector:
+    """Running moments of a network's weights along a training run; made by `SWAG.collector`.
+
+    Attributes:
+        model: the network that is being trained; read, never written.
+        rank: K, how many deviations are kept.
+        names: the treated parameters, chosen when the collector is made.
+        count: T, how many snapshots were taken.
+        mean: their mean θ̄, by parameter, treated or not, float64.
+        deviations: the last K of `θ_i - θ̄_i`, each from the mean up to then, by treated parameter; oldest first.
+        buffers: those of the last snapshot.
+    """
+
+    def __init__(self, model: nn.Module, rank: int, params: Predicate | LastLayer) -> None:
+        if not isinstance(model, nn.Module):
+            raise LapwingError(
+                f"SWAG cannot take snapshots of a {type(model).__name__}: it needs a torch.nn.Module. Write "
+                "lw.SWAG.collector(model), or model=model beside a list of state dicts."
+            )
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 or rank == 1:
+            raise LapwingError(
+                f"rank={shown(rank)} of SWAG is not a whole number of at least 2 deviations, or 0 for the diagonal "
+                "alone. Write lw.SWAG.collector(model, rank=20)."
+            )
+        if isinstance(params, LastLayer):
+            raise LapwingError(
+                "params=lw.last_layer does not work for SWAG: only running the network shows which layer is the last. "
+                "Pass lw.everything, a predicate or a pattern: params=lw.matching('head.*')."
+            )
+        self.model, self.rank, self.count = model, rank, 0
+        parameters = self._parameters()
+        self.names = select(params, parameters, type(model).__name__)
+        self.mean = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in parameters.items()}
+        self._squares = {name: torch.zeros_like(self.mean[name]) for name in self.names}
+        self.deviations: deque[dict[str, Tensor]] = deque(maxlen=rank)
+        self.buffers: dict[str, Tensor] = {}
+
+    def __repr__(self) -> str:
+        """Says how far it is."""
+        return f"SnapshotCollector({type(self.model).__name__}, rank={self.rank}, snapshots={self.count})"
+
+    @property
+    def variance(self) -> dict[str, Tensor]:
+        """`1/T Σ (θ_i - θ̄)²` by treated parameter, float64."""
+        return {name: squares / max(self.count, 1) for name, squares in self._squares.items()}
+
+    def snapshot(self) -> None:
+        """Takes the network's weights as they are now into account: after every epoch, say.
+
+        Raises:
+            LapwingError: for NaN or infinite weights; nothing is changed then.
+
+        Cost: time O(P); memory for one more deviation until K are held.
+        """
+        self._take({**dict(uncompiled(self.model).named_buffers()), **self._parameters()})
+
+    def add(self, state: Mapping[str, Tensor]) -> None:
+        """Takes saved weights into account.
+
+        Args:
+            state: what `model.state_dict()` gave.
+
+        Raises:
+            LapwingError: for the state of another network, NaN or infinite weights; nothing is changed then.
+        """
+        network = type(self.model).__name__
+        if not isinstance(state, Mapping):
+            raise LapwingError(
+                f"A snapshot of {network} for SWAG is a state dict, not {batches.describe(state)}. Pass what "
+                "model.state_dict() returns."
+            )
+        state = {name.removeprefix("_orig_mod."): value for name, value in state.items()}
+        known = {*uncompiled(self.model).state_dict(), *self.mean}
+        unknown = [name for name in state if name not in known]
+        missing = [name for name in self.mean if name not in state]
+        if unknown or missing:
+            raise LapwingError(
+                f"The snapshot is not one of this {network}: {(unknown + missing)[0]} is only in the "
+                f"{'snapshot' if unknown else 'network'}. Pass what model.state_dict() of the same network returns."
+            )
+        self._take(state)
+
+    @torch.no_grad()
+    def _take(self, state: Mapping[str, Tensor]) -> None:
+        buffers = dict(uncompiled(self.model).named_buffers())
+        for name, before in {**buffers, **self.mean}.items():
+            same = name not in state or state[name].shape == before.shape
+            if same and (name in buffers or torch.isfinite(state[name]).all()):
+                continue
+            problem = "NaN or infinite values" if same else f"shape {tuple(state[name].shape)}"
+            raise LapwingError(
+                f"The snapshot of {type(self.model).__name__} for SWAG has {problem} in its {name} "
+                f"{tuple(before.shape)}. Check that training has not diverged, and pass state dicts of this network."
+            )
+        self.count += 1
+        deviations = {}
+        for name, mean in self.mean.items():
+            step = state[name].detach().to(mean.device, mean.dtype) - mean
+            mean += step / self.count
+            if name in self._squares:  # Welford's: near convergence `E[θ²] - E[θ]²` would lose half of the digits
+                deviation = step * ((self.count - 1) / self.count)
+                self._squares[name] += step * deviation
+                deviations[name] = deviation.to(accumulation_dtype(state[name].dtype))
+        self.deviations.append(deviations)
+        self.buffers = {name: value.detach().clone() for name, value in state.items() if name in buffers}
+
+    def _parameters(self) -> dict[str, Tensor]:
+        parameters = parameters_of(uncompiled(self.model))
+        return {name: value for name, value in parameters.items() if value.is_floating_point()}
 
 
 class SWAG:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.covariance.dense import concatenate
-from lapwing.methods.mean_field.fine_tuning import best_precision, divergence
-from lapwing.methods.mean_field.reparametrisation import drawn_outputs, per_sample_axes
+from lapwing.methods.mean_field.fine_tuning import best_precision, divergence, drawn_outputs, per_sample_axes
 from lapwing.tangent import Tangent
 from tests import oracle
 from tests.conformance import EVERY, close, jacobian, pack, sampled_from

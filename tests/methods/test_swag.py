@@ -13,9 +13,8 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.covariance.dense import concatenate, cut
 from lapwing.covariance.low_rank_diagonal import LowRankPlusDiagonal
-from lapwing.methods.snapshots import SnapshotCollector
 from lapwing.methods.subset_of_weights import SubsetOfWeights
-from lapwing.methods.swag import SWAG
+from lapwing.methods.swag import SWAG, SnapshotCollector
 from lapwing.tangent import Tangent
 from tests import oracle
 from tests.conformance import EVERY, Setup, block_columns, close, jacobian, pack, sampled_from, setup

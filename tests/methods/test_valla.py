@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.methods.passes import Batch
-from lapwing.methods.valla.inducing_points import _shares, cluster_centres, inducing_points, movable
+from lapwing.methods.valla.points import _shares, cluster_centres, inducing_points, movable
 from lapwing.network import batches
 from lapwing.tangent import Anchors, Tangent
 from tests import oracle
@@ -362,13 +362,13 @@ class TestClusters:
     def test_distances_by_parts(self, monkeypatch):
         points = self.points()
         whole = cluster_centres(points, 5, torch.Generator().manual_seed(0))
-        monkeypatch.setattr("lapwing.methods.valla.inducing_points.AT_ONCE", 35)
+        monkeypatch.setattr("lapwing.methods.valla.points.AT_ONCE", 35)
         close(cluster_centres(points, 5, torch.Generator().manual_seed(0)), whole, 1e-12)
 
     def test_no_step_makes_it_worse(self, monkeypatch):
         points, costs = self.points(), []
         for steps in range(12):
-            monkeypatch.setattr("lapwing.methods.valla.inducing_points.STEPS", steps)
+            monkeypatch.setattr("lapwing.methods.valla.points.STEPS", steps)
             costs.append(self.cost(points, cluster_centres(points, 9, torch.Generator().manual_seed(1))))
         assert all(after <= before * (1 + 1e-12) for before, after in pairwise(costs))
         assert costs[-1] < 0.95 * costs[0]

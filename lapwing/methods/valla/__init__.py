@@ -19,7 +19,7 @@ from ..passes import Batch, IteratePass, Method, Passes
 from ..problem import Problem
 from ..state import State
 from ..subspace import ProjectedCurvature, on_basis, span_of_anchors
-from .inducing_points import INITIALS, InducingPoints, Initial, inducing_points
+from .points import INITIALS, InducingPoints, Initial, inducing_points
 
 
 class VallaFit(ABC):

@@ -18,9 +18,9 @@ from ...linalg import cholesky
 from ...network import batches
 from ...tangent import Anchors
 from ...tangent.inducing import Kernel, kernel
-from ..descent import Descent
 from ..passes import Batch, FitResult, Passes
 from ..problem import Problem
+from ..state import Descent
 from ..subspace import span_of_anchors
 from . import VallaFit
 from .moving_points import MovingSteps, divergence, initial_noise

@@ -17,11 +17,11 @@ from ...linalg import cholesky
 from ...network import batches
 from ...tangent import Anchors
 from ...tangent.inducing import kernel
-from ..descent import Descent
 from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Pass, Passes
 from ..problem import Problem
+from ..state import Descent
 from . import ClosedForm, NaturalGradient, VallaFit
-from .inducing_points import POOL, movable
+from .points import POOL, movable
 
 EXPLODED = 1e3
 """An objective this many times its scale above the first one has diverged."""
