@@ -16,7 +16,7 @@ from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import check_logits, inferred_likelihood
 from ..linalg import is_finite
-from ..methods import KFAC, DataSummary, FisherRoot, FitResult, Method, Problem
+from ..methods import KFAC, FisherRoot, FitResult, Method, Problem
 from ..network import batches
 from ..network.batches import Forward
 from ..network.eager import outside_modes
