@@ -225,11 +225,9 @@ class SumOfUses(MatrixJacobian):
         yield slice(0, self.size), total(use.rows() for use in self._uses)
 
     def jvp(self, vectors: Tensor) -> Tensor:
-        """Sums the uses' products: linear in J."""
         return total(use.jvp(vectors) for use in self._uses)
 
     def sum_rows(self) -> Tensor:
-        """Sums the uses' products: linear in J."""
         return total(use.sum_rows() for use in self._uses)
 
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> SumOfUses:
@@ -282,11 +280,9 @@ class Sliced(MatrixJacobian):
         return rotated.within(self.slice_bytes)
 
     def squared_sum(self) -> Tensor:
-        """Adds up `Σ J²` (P,)."""
         return total(self._part(cut).squared_sum() for cut in self._cuts)
 
     def jvp(self, vectors: Tensor) -> Tensor:
-        """Joins `J V` (B, R, K)."""
         return torch.cat([self._part(cut).jvp(vectors) for cut in self._cuts], 1)
 
     def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:

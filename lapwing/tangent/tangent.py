@@ -184,14 +184,9 @@ class Tangent:
         return {block.name: block.join(parameters) for block in self.blocks}
 
     def call_with(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
-        """Runs the network, which is not written, with other values for some treated parameters.
+        """Returns the outputs (B, C) at other values for some treated parameters by name, differentiable in both.
 
-        Args:
-            values: name -> value.
-            inputs: B samples, all at once.
-
-        Returns:
-            Outputs (B, C), differentiable in both.
+        The network is not written, and takes all inputs at once.
         """
         return call_with(self.model, self.forward, self.parameters, values, inputs, self.plan.unseen)
 
@@ -231,12 +226,8 @@ class Tangent:
     def check(self, inputs: Any, where: str = "the inputs") -> Checked:
         """Returns inputs that have passed the gate: once for each batch, since checked ones come back as they are.
 
-        Args:
-            inputs: B samples, checked or not.
-            where: what an error calls them.
-
         Raises:
-            LapwingError: for inputs that are not finite, for instance.
+            LapwingError: for inputs that are not finite, for instance; `where` is what the error calls them.
         """
         return inputs if isinstance(inputs, Checked) else check_inputs(inputs, self.plan.shared, where)
 
