@@ -20,7 +20,7 @@ from ..methods import KFAC, FisherRoot, FitResult, Method, Problem
 from ..network import batches
 from ..network.batches import Forward
 from ..network.eager import outside_modes
-from ..network.loaders import check_progress, check_seed, first_batch, warn_of_unseen_samples
+from ..network.loaders import check_progress, check_seed, first_batch, known_size, warn_of_unseen_samples
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.prior import Prior, check_range
@@ -98,6 +98,8 @@ def fit(
     check_progress(progress)
     seed = int(seed)
     inputs, targets = batches.split(first_batch(loader))
+    if data_size is not None:
+        _check_data_size(data_size, known_size(loader) or 0)
     likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(model, inputs, params, forward, memory)
     if likelihood.activation is not None:
@@ -163,11 +165,7 @@ def _posteriors(
             factor = runner.count() / summary.samples
     if problem.data_size is not None:
         count = summary.samples if result.summary is None else runner.count()
-        if problem.data_size < count:
-            raise LapwingError(
-                f"data_size={problem.data_size} is below the {count} samples that the loader shows. Leave data_size "
-                "out, or give the size of the whole training set."
-            )
+        _check_data_size(problem.data_size, count)
         factor *= problem.data_size / count
     whole = posterior(result.covariance, summary.statistics, summary.samples, factor)
     parts = sorted(runner.prefixes().items())
@@ -264,4 +262,12 @@ def _check_tuning(tune: Any) -> None:
     if torch.empty(0).is_meta:
         raise LapwingError(
             "torch's default device is meta, whose tensors hold no numbers. Call torch.set_default_device('cpu') first."
+        )
+
+
+def _check_data_size(data_size: int, shown: int) -> None:
+    if data_size < shown:
+        raise LapwingError(
+            f"data_size={data_size} is below the {shown} samples that the loader shows. Leave data_size out, or give "
+            "the size of the whole training set."
         )

@@ -193,15 +193,12 @@ class MatrixJacobian(BlockJacobian):
         return None
 
     @abstractmethod
-    def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
-        """Returns `A = Σ a aᵀ` (G, I, I), or its diagonal, `Γ = Σ g gᵀ` (G, O, O) and their count of positions."""
-
     def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
-        """Adds A and Γ to sums in place, at least their lower triangles; returns their count of positions."""
-        mine, theirs, count = self.kronecker_factors(reduce)
-        inputs += mine
-        outputs += theirs
-        return count
+        """Adds `A = Σ a aᵀ` (G, I, I), or its diagonal, and `Γ = Σ g gᵀ` (G, O, O) to sums in place.
+
+        Of both at least the lower triangles. With `reduce` a is the mean and g the sum over positions, else every
+        position is a sample. Returns their count of positions.
+        """
 
 
 class Rows(BlockJacobian):
@@ -228,21 +225,17 @@ class SumOfUses(MatrixJacobian):
         yield slice(0, self.size), total(use.rows() for use in self._uses)
 
     def jvp(self, vectors: Tensor) -> Tensor:
-        """Sums the uses' products: linear in J."""
         return total(use.jvp(vectors) for use in self._uses)
 
     def sum_rows(self) -> Tensor:
-        """Sums the uses' products: linear in J."""
         return total(use.sum_rows() for use in self._uses)
 
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> SumOfUses:
         """Rotates each use, all of which have the same matrix layout."""
         return SumOfUses([as_matrix(use).rotate(inputs, outputs) for use in self._uses]).within(self.slice_bytes)
 
-    def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
-        """Sums the uses' factors and counts."""
-        inputs, outputs, counts = zip(*[as_matrix(use).kronecker_factors(reduce) for use in self._uses], strict=True)
-        return total(inputs), total(outputs), sum(counts)
+    def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
+        return sum(as_matrix(use).add_kronecker_factors(reduce, inputs, outputs) for use in self._uses)
 
 
 class Sliced(MatrixJacobian):
@@ -287,19 +280,17 @@ class Sliced(MatrixJacobian):
         return rotated.within(self.slice_bytes)
 
     def squared_sum(self) -> Tensor:
-        """Adds up `Σ J²` (P,)."""
         return total(self._part(cut).squared_sum() for cut in self._cuts)
 
     def jvp(self, vectors: Tensor) -> Tensor:
-        """Joins `J V` (B, R, K)."""
         return torch.cat([self._part(cut).jvp(vectors) for cut in self._cuts], 1)
 
-    def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
-        """Adds up Γ; A and the count do not depend on the cotangents."""
-        inputs, gradients, count = as_matrix(self._part(self._cuts[0])).kronecker_factors(reduce)
-        for cut in self._cuts[1:]:
-            gradients = gradients + as_matrix(self._part(cut)).kronecker_factors(reduce)[1]
-        return inputs, gradients, count
+    def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
+        count = 0
+        for cut in self._cuts:
+            count = as_matrix(self._part(cut)).add_kronecker_factors(reduce, inputs, outputs)
+            inputs = torch.zeros_like(inputs)  # A and the count do not depend on the cotangents, and are added once
+        return count
 
     def _rows(self, start: int, stop: int) -> Tensor:
         """Returns `J[:, :, start:stop]` in one sweep."""

@@ -16,7 +16,7 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-from ..linalg import add_squares, linear, matmul, mirrored, total
+from ..linalg import add_squares, linear, matmul, total
 from .jacobian import BlockJacobian, MatrixJacobian, Weighting
 from .strips import Strip, Strips
 
@@ -167,13 +167,7 @@ class Outer(MatrixJacobian):
         shape = (self.batch, self.cotangents, other.batch, other.cotangents)
         return gradients.reshape(shape) * inputs[:, None, :, None]
 
-    def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
-        """Returns `A = Σ a aᵀ` (1, I, I), `Γ = Σ g gᵀ` (1, O, O) and their count of positions."""
-        g = self._rows_of_g
-        return (self.a.T @ self.a)[None], (g.T @ g)[None], self.batch
-
     def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
-        """Adds A and Γ without a copy between product and sum."""
         add_squares(inputs[:, :-1, :-1] if self._bias else inputs, self._a[None])
         if self._bias:  # the last row of A = Σ [a, 1] [a, 1]ᵀ; its last column, above the diagonal, is not read
             ones = inputs[0, -1]
@@ -298,19 +292,7 @@ class SharedOuter(MatrixJacobian):
                     gram[n : n + samples, r : r + some, m : m + count] = (products * inputs).sum((2, 5))
         return gram
 
-    def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
-        """Returns `A` (G, I, I), `Γ` (G, O, O) and the count: #(n, t) with expand, N with reduce."""
-        a, g = next(iter(self.strips))
-        inputs = a.new_zeros(self.groups, self.inputs, self.inputs)
-        outputs = g.new_zeros(self.groups, self.outputs, self.outputs)
-        count = self.add_kronecker_factors(reduce, inputs, outputs)
-        return mirrored(inputs), mirrored(outputs), count
-
     def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
-        """Adds A and Γ strip by strip.
-
-        Reduce takes the mean of a and the sum of g over positions; expand treats every position as a sample.
-        """
         for a, g in [self._reduced()] if reduce else self.strips:
             a = a.permute(2, 0, 1, 3).flatten(1, 2)  # (G, B t, I)
             g = g.permute(3, 0, 1, 2, 4).flatten(1, 3)  # (G, B R t, O)

@@ -2,6 +2,9 @@
 
 The mode is local to the thread and to the `with` block. What is not (the stance of `torch.compile`, what a network
 keeps of a pass in itself, parameters set for a call where `functional.py` must) is used under one lock and put back.
+
+The caller's autocast is for the network's own layers (`network_precision`). What lapwing contracts runs outside it, in
+the dtype of its tensors (`full_precision`).
 """
 
 from __future__ import annotations

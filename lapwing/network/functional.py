@@ -86,19 +86,10 @@ def call_with(
     inputs: Any,
     unseen: bool = False,
 ) -> Tensor:
-    """Runs the network with other values for some parameters.
+    """Runs the network with other values for some parameters; returns its outputs (B, C).
 
-    Args:
-        model: the network.
-        forward: how it is called.
-        parameters: name -> its own parameters, these and maybe others.
-        values: name -> other values of some.
-        inputs: B samples.
-        unseen: whether the network takes parameters past function modes, so that the values must be set in the module
-            for the length of the call.
-
-    Returns:
-        Outputs (B, C).
+    `parameters` are the network's own by name, these and maybe others. `unseen` says that it takes parameters past
+    function modes, so that the values must be set in the module for the length of the call.
     """
     if not unseen:
         with without_compiled():

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler, default_collate
 
 from ..errors import LapwingError, shown
 from . import batches
@@ -43,6 +43,18 @@ def first_batch(loader: Any) -> Any:
         f"The loader, of type {type(loader).__name__}, yields no batch. Check the dataset's length, and drop_last=True "
         "with a batch size above it."
     )
+
+
+def known_size(loader: Any) -> int | None:
+    """Returns how many samples a loader is sure to show, without going through it; None where it does not say.
+
+    Lists and tuples of batches say, and a `DataLoader` that keeps to its sampler and joins samples as torch does.
+    """
+    if type(loader) in (list, tuple):
+        return sum(batches.size(batches.split(batch)[0]) for batch in loader)
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return None
+    return sampler_size(loader) if loader.collate_fn is default_collate else None
 
 
 def sampler_size(loader: DataLoader) -> int | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextvars import ContextVar
 from operator import is_
 from typing import Any
 
@@ -22,30 +21,11 @@ PLAIN = frozenset((bool, int, float, str, type(None), Tensor, nn.Parameter))
 """What most attributes are, and no container."""
 
 
-_WALK: ContextVar[tuple[nn.Module | None, list[tuple[str, nn.Module]]]] = ContextVar("walk", default=(None, []))
-"""The network that is in use, and its modules."""
-
-
-@contextlib.contextmanager
-def walked_once(model: nn.Module) -> Iterator[None]:
-    """Walks over the network's modules; within the block `modules_of` returns what this walk met."""
-    token = _WALK.set((model, _walk(model)))
-    try:
-        yield
-    finally:
-        _WALK.reset(token)
-
-
 def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Returns the network's modules with what comes before the names of their tensors, "" or "path.".
 
     As `named_modules`, but without its generators, since every prediction asks; where a module has its own, by that.
     """
-    walked, modules = _WALK.get()
-    return modules if walked is model else _walk(model)
-
-
-def _walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
     modules, met, left = [], set(), [("", model)]
     while left:
         prefix, module = left.pop()

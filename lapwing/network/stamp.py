@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,29 +45,9 @@ class Stamp:
         shapes = tuple(value.shape for value in state.values())
         return cls(dict(state), _versions(state), shapes, torch.cat(_parts(state)).nan_to_num())
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leaves the views out, which a copy takes of its own tensors."""
-        return {name: value for name, value in self.__dict__.items() if name != "_places"}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes up the write counters of the copies: `copy.deepcopy` and pickle copy the network with its posterior."""
         self.__dict__.update(state, versions=_versions(state["tensors"]))
-
-    @cached_property
-    def _places(self) -> tuple[list[tuple[Any, ...]], list[Tensor]]:
-        """Where each tensor lies, and views of its kept entries; nothing where layouts or devices forbid views."""
-        tensors = list(self.tensors.values())
-        if len({value.device for value in tensors}) > 1 or not all(value.is_contiguous() for value in tensors):
-            return [], []
-        return _layout(self.tensors), _parts(self.tensors)
-
-    def _values_now(self, state: Mapping[str, Tensor]) -> Tensor:
-        """Returns the kept entries as they are now, through the views while the tensors lie where they did."""
-        layout, views = self._places
-        if layout and layout == _layout(state):
-            return torch.cat(views)
-        self.__dict__.pop("_places", None)  # the views would keep memory alive that the network has left
-        return torch.cat(_parts(state))
 
     def changed(self, state: Mapping[str, Tensor]) -> str | None:
         """Returns what is no longer as stamped: a tensor's name, or None."""
@@ -81,7 +60,7 @@ class Stamp:
         now = _versions(state)
         if now != self.versions:
             return next(name for name, old, new in zip(self.tensors, self.versions, now, strict=True) if old != new)
-        values, before = self._values_now(state), self.values
+        values, before = torch.cat(_parts(state)), self.values
         if (values.dtype, values.device) != (before.dtype, before.device):
             return "the dtype or device of its weights"
         if torch.equal(values, before) or torch.equal(values := values.nan_to_num(), before):
@@ -108,17 +87,15 @@ def _versions(state: Mapping[str, Tensor]) -> tuple[int, ...]:
     return tuple([-1 if value.is_inference() else value._version for value in state.values()])
 
 
-def _layout(state: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:
-    return [(value.data_ptr(), value.stride(), value.dtype, value.is_neg()) for value in state.values()]
-
-
 def _parts(state: Mapping[str, Tensor]) -> list[Tensor]:
-    """Returns `SAMPLED` entries of each tensor on one device: views of contiguous tensors."""
+    """Returns up to `SAMPLED` entries of each tensor, on one device."""
     device = next(iter(state.values())).device
     parts = []
-    with torch.no_grad():
-        for value in state.values():
-            step = max(1, value.numel() // SAMPLED)
-            part = value.detach().flatten()[: SAMPLED * step : step]
-            parts.append(part if part.device == device else part.to(device))
+    for value in state.values():
+        value, step = value.detach(), max(1, value.numel() // SAMPLED)
+        if value.is_contiguous() and not value.is_neg():
+            part = value.as_strided((min(SAMPLED, value.numel()),), (step,))  # one view, where slices take three
+        else:
+            part = value.flatten()[: SAMPLED * step : step]
+        parts.append(part if part.device == device else part.to(device))
     return parts

@@ -18,7 +18,6 @@ from ..likelihoods import Likelihood, Link, Prediction
 from ..linalg import check_memory
 from ..network.eager import full_precision, outside_modes
 from ..network.gate import check_mode
-from ..network.module_state import walked_once
 from ..network.stamp import Stamp
 from ..prediction import Linearized, Way
 from ..tangent import Tangent, split
@@ -236,9 +235,8 @@ class Posterior:
 
         Cost: the way's.
         """
-        with walked_once(self.tangent.model):
-            self._check_network()
-            return latent_of(self.tangent, self.covariance, x, via, joint)
+        self._check_network()
+        return latent_of(self.tangent, self.covariance, x, via, joint)
 
     @full_precision
     def predict(

@@ -18,7 +18,6 @@ from ..contents import Entry, Mismatch
 from ..jacobian.blocks import Vectors
 from ..linalg import total
 from ..network import batches
-from ..network.sample_axis import SampleAxisMoved
 from .record import Record
 from .tangent import Tangent
 
@@ -54,8 +53,8 @@ class Anchors:
     def rows(self, dtype: torch.dtype) -> Tensor:
         """Returns `J̃` (M, P). Cost: M backward passes, memory O(M P)."""
         rows = torch.zeros(len(self), self.tangent.size, dtype=dtype, device=self.tangent.device)
-        for slots, record in self.records(dtype, 2 * self.tangent.size):
-            rows[slots] = record.rows().flatten(0, 1)
+        for slots, part in self.row_chunks(dtype):
+            rows[slots] = part
         return rows
 
     def row_chunks(self, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
@@ -92,7 +91,11 @@ class Anchors:
 
     def _pairs(self, dtype: torch.dtype) -> Iterator[tuple[Tensor, Record, Tensor, Record]]:
         """Yields `(slots, record, slots, record)` for every pair of chunks once."""
-        requests = [(slots, inputs, u) for slots, inputs, u, _ in self._recorded(dtype, 0, share=2)]
+        requests = [
+            (slots.reshape(len(u), -1)[rows].flatten(), batches.take(inputs, rows), u[rows])
+            for slots, inputs, u in self.requests(dtype, 0, share=2)
+            for rows, _ in self.tangent.recorded(inputs, u, dtype)
+        ]
         for i, (mine, inputs, u) in enumerate(requests):
             record = self.tangent.record(inputs, u, dtype)
             for theirs, others, v in requests[: i + 1]:
@@ -205,20 +208,6 @@ class Anchors:
 
     def records(self, dtype: torch.dtype, scratch: int = 0) -> Iterator[tuple[Tensor, Record]]:
         """Yields `(slots, record)` of chunks, slots in the order of the record's flattened (B, R)."""
-        for slots, _, _, record in self._recorded(dtype, scratch):
-            yield slots, record
-
-    def _recorded(
-        self, dtype: torch.dtype, scratch: int, share: int = 1
-    ) -> Iterator[tuple[Tensor, Any, Tensor, Record]]:
-        """Yields requests with their records, one sample at a time where a layer's samples are not where they were."""
-        for slots, inputs, u in self.requests(dtype, scratch, share):
-            try:
-                record = self.tangent.record(inputs, u, dtype)
-            except SampleAxisMoved as error:
-                self.tangent.warn_once(error)
-                for n, mine in enumerate(slots.reshape(len(u), -1)):
-                    one, v = batches.take(inputs, slice(n, n + 1)), u[n : n + 1]
-                    yield mine, one, v, self.tangent.record(one, v, dtype)
-            else:
-                yield slots, inputs, u, record
+        for slots, inputs, u in self.requests(dtype, scratch):
+            for rows, record in self.tangent.recorded(inputs, u, dtype):
+                yield slots.reshape(len(u), -1)[rows].flatten(), record

@@ -143,14 +143,17 @@ class Record(Mapping[str, BlockJacobian]):
     def _take(self, group: Group, block: Block, cut: slice | None = None) -> dict[Any, Tensor | None]:
         """Takes the rows of a group's generic parameters by name, or the gradients of its other uses by index.
 
-        Args:
-            group: blocks that go together.
-            block: one of them, generic or not.
-            cut: of the cotangents; all of them when None.
+        `cut` is of the cotangents; None takes all of them.
         """
         if block.is_generic:
             names = [name for b in group.blocks if b.is_generic for name in b.parameters]
-            return self._generic_rows(names, self._explicit_cotangents(cut))
+            values = {name: self._tangent.parameters[name] for name in names}
+            dtype = next(iter(values.values())).dtype
+            with torch.set_grad_enabled(self._differentiable):
+                rows = per_sample_rows(
+                    self._tangent.call_with, values, self._inputs, self._explicit_cotangents(cut).mT.to(dtype)
+                )
+            return {name: row if self._differentiable else row.detach() for name, row in rows.items()}
         u = self._u if cut is None else self._explicit_cotangents(cut)
         wanted = sorted({i for b in group.blocks if not b.is_generic for i, _, _ in self._uses[b.name]})
         whole = cut is None and len(self._groups) == 1
@@ -170,13 +173,6 @@ class Record(Mapping[str, BlockJacobian]):
             u = torch.eye(self.outputs.shape[1], dtype=self.outputs.dtype, device=self.outputs.device)
             u = u.expand(self.samples, -1, -1)
         return u if cut is None else u[:, :, cut]
-
-    def _generic_rows(self, names: list[str], u: Tensor) -> dict[Any, Tensor | None]:
-        """Returns rows (B, R, P) of generic parameters."""
-        values = {name: self._tangent.parameters[name] for name in names}
-        with torch.set_grad_enabled(self._differentiable):
-            rows = per_sample_rows(self._tangent.call_with, values, self._inputs, u.mT.to(values[names[0]].dtype))
-        return {name: row if self._differentiable else row.detach() for name, row in rows.items()}
 
     def _form(self, block: Block, taken: dict[Any, Any]) -> BlockJacobian:
         """Builds a block's Jacobian from what was taken."""

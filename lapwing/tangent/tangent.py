@@ -184,14 +184,9 @@ class Tangent:
         return {block.name: block.join(parameters) for block in self.blocks}
 
     def call_with(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
-        """Runs the network, which is not written, with other values for some treated parameters.
+        """Returns the outputs (B, C) at other values for some treated parameters by name, differentiable in both.
 
-        Args:
-            values: name -> value.
-            inputs: B samples, all at once.
-
-        Returns:
-            Outputs (B, C), differentiable in both.
+        The network is not written, and takes all inputs at once.
         """
         return call_with(self.model, self.forward, self.parameters, values, inputs, self.plan.unseen)
 
@@ -231,12 +226,8 @@ class Tangent:
     def check(self, inputs: Any, where: str = "the inputs") -> Checked:
         """Returns inputs that have passed the gate: once for each batch, since checked ones come back as they are.
 
-        Args:
-            inputs: B samples, checked or not.
-            where: what an error calls them.
-
         Raises:
-            LapwingError: for inputs that are not finite, for instance.
+            LapwingError: for inputs that are not finite, for instance; `where` is what the error calls them.
         """
         return inputs if isinstance(inputs, Checked) else check_inputs(inputs, self.plan.shared, where)
 
@@ -248,24 +239,15 @@ class Tangent:
         frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
         recording = run(self.model, inputs, self.forward, watched, spread, frozen)
         check_recording(self.model, inputs, recording, self.outputs)
-        outputs, noted, samples, name = (
-            recording.outputs,
-            recording.noted,
-            len(recording.outputs),
-            type(self.model).__name__,
-        )
+        outputs, noted, name = recording.outputs, recording.noted, type(self.model).__name__
         kinds = tuple([use.use.kind for use in noted])
-        uses = self.plan.uses_in([use.names for use in noted], kinds, samples, name)
+        uses = self.plan.uses_in([use.names for use in noted], kinds, len(outputs), name)
         if not all(use.reached for use in noted):  # no gradient there, of whatever shape
             uses = {key: [use for use in every if noted[use[0]].reached] or every for key, every in uses.items()}
         self._sample_axis.check(recording, uses, name)
         if callable(cotangents):
             cotangents = cotangents(outputs if differentiable else outputs.detach())
         return Record(self, inputs, outputs, noted, uses, cotangents, dtype, differentiable)
-
-    def warn_once(self, error: SampleAxisMoved) -> None:
-        """Warns once that samples are taken one by one."""
-        self._sample_axis.warn_once(error)
 
     @cached_property
     def _sample_axis(self) -> SampleAxisCheck:
@@ -283,16 +265,23 @@ class Tangent:
             scratch_per_sample: further numbers that the caller holds a sample, in units of `dtype`.
         """
         for part, chunk in self.check(inputs).chunks(self.chunk_length(cotangents, dtype, scratch_per_sample)):
-            try:
-                record = self._record(chunk, cotangents, dtype or self.dtype)
-            except SampleAxisMoved as error:
-                self.warn_once(error)
-            else:
-                yield part, record
-                continue
-            for n in range(part.stop - part.start):
-                alone = self._record(chunk.take(slice(n, n + 1)), cotangents, dtype or self.dtype)
-                yield slice(part.start + n, part.start + n + 1), alone
+            for rows, record in self.recorded(chunk, cotangents, dtype or self.dtype):
+                yield slice(part.start + rows.start, part.start + rows.stop), record
+
+    def recorded(self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype) -> Iterator[tuple[slice, Record]]:
+        """Yields the record of one chunk, or one for each sample where a layer does not hold them as in the fit."""
+        checked = self.check(inputs)
+        try:
+            record = self._record(checked, cotangents, dtype)
+        except SampleAxisMoved as error:
+            self._sample_axis.warn_once(error)
+        else:
+            yield slice(0, checked.samples), record
+            return
+        for n in range(checked.samples):
+            alone = slice(n, n + 1)
+            u = cotangents[alone] if isinstance(cotangents, Tensor) else cotangents
+            yield alone, self._record(checked.take(alone), u, dtype)
 
     def chunk_length(
         self, cotangents: Cotangents | int = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0

@@ -14,7 +14,14 @@ from benchmarks.measure import LiveBytes
 from lapwing import tangent as tn
 from lapwing.jacobian.jacobian import MatrixJacobian, Sliced
 from lapwing.tangent.record import grouped
-from tests.jacobian.test_contractions import SoftAndHardTokens, check_contractions, close, dense, survey
+from tests.jacobian.test_contractions import (
+    SoftAndHardTokens,
+    check_contractions,
+    close,
+    dense,
+    kronecker_factors,
+    survey,
+)
 from tests.zoo import ZOO
 
 EVERY = lw.matching("*")
@@ -57,17 +64,17 @@ def test_contractions_with_a_tiny_budget(name: str, part: float) -> None:
             kinds.add(type(jacobian))
             check_contractions(jacobian, wanted, second[block.name], their_rows)
             if isinstance(jacobian, MatrixJacobian) and block.matrix is not None:
-                _check_kronecker(jacobian, whole[block.name])
+                _check_kronecker(block, jacobian, whole[block.name])
         assert (Sliced in kinds) == (part < 1 and record.cotangents > 1)
         close(record.rows(), rows)
         vectors = {b.name: torch.randn(5, b.size, dtype=torch.float64) for b in tangent.blocks}
         close(record.jvp(vectors), rows @ torch.cat(list(vectors.values()), -1).T)
 
 
-def _check_kronecker(jacobian: MatrixJacobian, whole: Any) -> None:
+def _check_kronecker(block: tn.Block, jacobian: MatrixJacobian, whole: Any) -> None:
     """Factors and rotations are those of the whole block."""
     for reduce in (False, True):
-        found, wanted = jacobian.kronecker_factors(reduce), whole.kronecker_factors(reduce)
+        found, wanted = (kronecker_factors(block, one, reduce) for one in (jacobian, whole))
         close(found[0], wanted[0])
         close(found[1], wanted[1])
         assert found[2] == wanted[2]
@@ -209,7 +216,8 @@ def test_the_peak_of_many_outputs_at_many_positions(power: int) -> None:
                 found[name] = jacobian.weighted_gram(torch.ones(jacobian.size))
                 if name == "conv":
                     found["squares"] = jacobian.squared_sum()
-                    inputs, outputs, _ = jacobian.kronecker_factors(False)
+                    block = tangent.named_blocks[name]
+                    inputs, outputs, _ = kronecker_factors(block, jacobian, False, torch.float32)
                     rotated = jacobian.rotate(torch.linalg.eigh(inputs)[1], torch.linalg.eigh(outputs)[1])
                     found["rotated"] = rotated.weighted_gram(torch.ones(jacobian.size))
     held = sum(value.numel() * value.element_size() for value in found.values())

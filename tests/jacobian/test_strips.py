@@ -21,7 +21,15 @@ from lapwing.jacobian.layers import norm
 from lapwing.jacobian.layers.conv import unfold, window
 from lapwing.jacobian.strips import Strips, at, boxes
 from lapwing.network.tracing import output_gradients
-from tests.jacobian.test_contractions import check_contractions, close, dense, shared, summed, survey
+from tests.jacobian.test_contractions import (
+    check_contractions,
+    close,
+    dense,
+    kronecker_factors,
+    shared,
+    summed,
+    survey,
+)
 from tests.jacobian.test_sliced import METHODS, _check_kronecker
 from tests.zoo import ZOO
 
@@ -87,7 +95,7 @@ def test_contractions_by_strips(name: str, most: int, monkeypatch: pytest.Monkey
                 jacobian = record[block.name]
                 check_contractions(jacobian, wanted, second[block.name], their_rows)
                 if isinstance(jacobian, MatrixJacobian) and block.matrix is not None:
-                    _check_kronecker(jacobian, wholes[block.name])
+                    _check_kronecker(block, jacobian, wholes[block.name])
                 cut += isinstance(jacobian, tn.SharedOuter) and len(jacobian.strips) > 1
     assert cut or name in NETWORKS[-3:]
 
@@ -259,7 +267,7 @@ HUGE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 }
 
 
-def contractions(jacobian: tn.BlockJacobian) -> dict[str, Callable[[], Any]]:
+def contractions(block: tn.Block, jacobian: tn.BlockJacobian) -> dict[str, Callable[[], Any]]:
     """Every contraction of a block."""
     weights = torch.ones(jacobian.size)
     found: dict[str, Callable[[], Any]] = {
@@ -274,10 +282,10 @@ def contractions(jacobian: tn.BlockJacobian) -> dict[str, Callable[[], Any]]:
         "gram": lambda: jacobian.gram(jacobian),
     }
     if isinstance(jacobian, MatrixJacobian):
-        factors = jacobian.kronecker_factors(False)
+        factors = kronecker_factors(block, jacobian, False, torch.float32)
         inputs, outputs = (torch.linalg.eigh(m)[1] if m.ndim == 3 else None for m in factors[:2])
-        found["factors"] = lambda: jacobian.kronecker_factors(False)
-        found["reduced factors"] = lambda: jacobian.kronecker_factors(True)
+        found["factors"] = lambda: kronecker_factors(block, jacobian, False, torch.float32)
+        found["reduced factors"] = lambda: kronecker_factors(block, jacobian, True, torch.float32)
         found["rotated"] = lambda: jacobian.rotate(inputs, outputs).weighted_gram(weights)
     return found
 
@@ -300,7 +308,7 @@ def test_the_peak_of_one_large_sample(name: str, power: int, caplog: pytest.LogC
     for block in record:
         jacobian = record[block]
         cut += isinstance(jacobian, tn.SharedOuter) and len(jacobian.strips) > 1
-        for key, contraction in contractions(jacobian).items():
+        for key, contraction in contractions(tangent.named_blocks[block], jacobian).items():
             with torch.no_grad(), Built() as built:
                 contraction()
             assert built.peak < 2 * tangent.memory, f"{block} {key}: {built.peak / tangent.memory:.2f} times the budget"

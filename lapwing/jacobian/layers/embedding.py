@@ -112,15 +112,16 @@ class OneHot(MatrixJacobian):
             for tokens, g in parts
         )
 
-    def kronecker_factors(self, reduce: bool) -> tuple[Tensor, Tensor, int]:
-        """Returns A as its diagonal, the counts (1, V), Γ (1, O, O) and #(n, t).
+    def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
+        """Adds A as its diagonal, the counts (1, V), and Γ (1, O, O).
 
         Always in the expand form, for which A is exactly diagonal; `reduce` changes nothing here.
         """
         tokens, g = self.unmerged
-        counts = torch.bincount(tokens.flatten(), minlength=self.vocabulary).to(g.dtype)
         g = g.transpose(0, 1).flatten(0, 2)  # (R B T, O): cotangents come first in memory
-        return counts[None], (g.T @ g)[None], tokens.numel()
+        inputs += torch.bincount(tokens.flatten(), minlength=self.vocabulary)
+        outputs += g.T @ g
+        return tokens.numel()
 
 
 def _merged(tokens: Tensor, g: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
