@@ -222,7 +222,7 @@ class Program:
         """Returns the value of one step."""
         node = step.node
         if not step.in_moment_dtype:
-            return execute(node, lambda n: values[n.name])
+            return execute(node, values)
         read = {name: self.cast(name, values[name]) for name in step.sources}
         if not step.uncertain:
             return run(node, {name: mean_of(value) for name, value in read.items()}, self.dtype)
