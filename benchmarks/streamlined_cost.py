@@ -74,7 +74,7 @@ def products(posterior: lw.Posterior, x: Tensor) -> float:
     with torch.no_grad():
         for node in graph.nodes:
             with FlopCounterMode(display=False) as counter:
-                values[node.name] = execute(node, lambda n: values[n.name])
+                values[node.name] = execute(node, values)
             flops, sources = counter.get_total_flops(), [source.name for source in node.all_input_nodes]
             attention = "attention" in str(node.target)
             if attention:  # its kernel on a CPU is not counted

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..covariance import AnyLatent
 from ..errors import LapwingError, is_positive, shown
 from ..likelihoods import Likelihood, Prediction, resolve
 from ..likelihoods.inferred import inferred_likelihood
@@ -20,7 +19,7 @@ from ..network.batches import Forward
 from ..network.eager import outside_modes
 from ..posterior import Posterior
 from ..prediction import Linearized, Uncertain, Way
-from ..prediction.propagation import NoCovariance, Untreated, certain_latent
+from ..prediction.propagation import Untreated, certain_latent
 from ..prediction.uncertain import leaves_of, placed, with_leaves
 from .sensitivity_plots import bars, maps
 
@@ -281,12 +280,7 @@ def _predictor(
             "held-out data: likelihood=lw.Gaussian(noise_variance=0.1)."
         )
     tangent = Untreated.of(candidate, forward, None)
-    covariance = NoCovariance(tangent)
-
-    def latent(inputs: Any) -> AnyLatent:
-        return certain_latent(tangent, covariance, inputs, via)
-
-    return lambda inputs: chosen.predict(latent(inputs))
+    return lambda inputs: chosen.predict(certain_latent(tangent, inputs, via))
 
 
 def _check(**numbers: Any) -> None:

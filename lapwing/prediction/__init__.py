@@ -9,9 +9,8 @@ from __future__ import annotations
 from .linearized import Linearized
 from .montecarlo import MonteCarlo
 from .propagation import propagate
-from .scaled import Scaled
 from .streamlined import Streamlined
 from .uncertain import Uncertain
-from .way import Way
+from .way import Scaled, Way
 
 __all__ = ["Linearized", "MonteCarlo", "Scaled", "Streamlined", "Uncertain", "Way", "propagate"]

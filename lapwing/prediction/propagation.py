@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..covariance import AnyLatent, Covariance, LayerBlock, Term
+from ..covariance import AnyLatent, Blockwise, Covariance
 from ..errors import LapwingError, shown
 from ..linalg import accumulation_dtype
 from ..network import batches
@@ -16,7 +17,7 @@ from ..network.eager import outside_modes, parameters_of
 from ..network.gate import checked_memory, checked_network
 from ..network.plan import Coverage, Plan
 from ..network.tracing import wants_gradient
-from ..tangent import Block, Record, Tangent, Vectors
+from ..tangent import Tangent
 from .linearized import Linearized
 from .uncertain import placed, separate
 from .way import Way
@@ -55,38 +56,10 @@ class Untreated(Tangent):
         """Where the weights are."""
         return self._weight.device
 
-
-class NoCovariance(Covariance):
-    """Σ over no weights at all."""
-
-    def __init__(self, tangent: Untreated) -> None:
-        self.blocks: tuple[Block, ...] = ()
-        self._like = torch.zeros(0, dtype=tangent.dtype, device=tangent.device)
-
-    def mv(self, vectors: Vectors) -> Vectors:
-        return {}
-
-    def sample(self, count: int, generator: torch.Generator) -> Vectors:
-        return {}
-
-    def diagonal(self) -> Vectors:
-        return {}
-
-    def output_covariance(self, record: Record) -> tuple[Term, ...]:
-        return ()
-
-    def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
-        return record.outputs.new_zeros(*record.outputs.shape, *other.outputs.shape)
-
-    def layer_block(self, name: str) -> LayerBlock:
-        raise KeyError(name)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"none": self._like}
-
-    @classmethod
-    def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> NoCovariance:
-        return cls(Untreated.of(tangent.model, tangent.forward, tangent.memory))
+    @cached_property
+    def covariance(self) -> Covariance:
+        """Σ over no weights at all."""
+        return Blockwise((), {}, torch.zeros(0, dtype=torch.float64, device=self.device), 1.0)
 
 
 @outside_modes
@@ -131,11 +104,10 @@ def propagate(
         >>> torch.allclose(latent.covariance, 0.01 * model.weight @ model.weight.T, atol=1e-6)
         True
     """
-    tangent = Untreated.of(model, forward, memory)
-    return certain_latent(tangent, NoCovariance(tangent), inputs, via)
+    return certain_latent(Untreated.of(model, forward, memory), inputs, via)
 
 
-def certain_latent(tangent: Untreated, covariance: NoCovariance, inputs: Any, via: Way) -> AnyLatent:
+def certain_latent(tangent: Untreated, inputs: Any, via: Way) -> AnyLatent:
     """Returns what `propagate` does, for a network that is checked."""
     if not isinstance(via, Way):
         raise LapwingError(
@@ -154,7 +126,7 @@ def certain_latent(tangent: Untreated, covariance: NoCovariance, inputs: Any, vi
             f"The inputs {batches.describe(values)} contain no samples. Pass at least one; a single sample as x[None]."
         )
     with torch.set_grad_enabled(wants_gradient((values, spreads))):
-        return via.latent(tangent, covariance, inputs, False)
+        return via.latent(tangent, tangent.covariance, inputs, False)
 
 
-__all__ = ["NoCovariance", "Untreated", "certain_latent", "propagate"]
+__all__ = ["Untreated", "certain_latent", "propagate"]

@@ -11,7 +11,7 @@ from torch.func import jacrev
 
 import lapwing as lw
 from lapwing.errors import LapwingError
-from lapwing.prediction.propagation import NoCovariance, Untreated, certain_latent
+from lapwing.prediction.propagation import Untreated, certain_latent
 from tests.prediction.streamlined_oracle import assert_within_monte_carlo_error, linear_by_loops
 
 F64 = torch.float64
@@ -65,8 +65,7 @@ def fitted(model: nn.Module, x: Tensor, **options) -> lw.Posterior:
 def certain(model: nn.Module):
     """What `lw.propagate` does, the network read once."""
     tangent = Untreated.of(model, None, None)
-    covariance = NoCovariance(tangent)
-    return lambda inputs, via: certain_latent(tangent, covariance, inputs, via)
+    return lambda inputs, via: certain_latent(tangent, inputs, via)
 
 
 @pytest.mark.parametrize("via", [lw.Linearized(), lw.Streamlined("full")], ids=["linearized", "full"])
@@ -225,7 +224,7 @@ class TestEveryWay:
         for u in given:
             torch.testing.assert_close(sliced.latent(u, via=via).variance, posterior.latent(u, via=via).variance)
             tangent = replace(Untreated.of(model, None, None), memory=one)
-            alone = certain_latent(tangent, NoCovariance(tangent), u, via)
+            alone = certain_latent(tangent, u, via)
             torch.testing.assert_close(alone.variance, lw.propagate(model, u, via).variance)
 
     def test_no_graph_unless_asked_for(self, via):

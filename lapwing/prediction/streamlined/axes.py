@@ -111,7 +111,7 @@ def _batch_length(graph: Graph) -> int | str:
 def _checked(graph: Graph, inputs: Any, axes: SampleAxes, shared: list[str], network: str) -> SampleAxes:
     """Reads how the samples run where they share a dimension: another second sample must leave the first as it is."""
     places = ((0, batches.size(inputs) - 1), (0, 0))
-    pairs = [batches.take(inputs, torch.tensor(pair, device=graph.device)) for pair in places]
+    pairs = [batches.take(inputs, torch.tensor(pair, device=batches.tensors(inputs)[0].device)) for pair in places]
     with torch.no_grad():
         first, second = _run_changed(graph, pairs[0], axes.dims, shared), graph.run(pairs[1])
     fastest = set[str]()
@@ -141,7 +141,7 @@ def _axes_of_fixed_batch(graph: Graph, inputs: Any) -> SampleAxes:
     Cost: two passes.
     """
     count = batches.size(inputs)
-    first = batches.take(inputs, torch.zeros(count, dtype=torch.long, device=graph.device))
+    first = batches.take(inputs, torch.zeros(count, dtype=torch.long, device=batches.tensors(inputs)[0].device))
     with torch.no_grad():
         values, equal = graph.run(inputs), graph.run(first)
     candidates = {n: x for n, x in values.items() if isinstance(x, Tensor) and n not in graph.tensors}
@@ -158,7 +158,7 @@ def _run_changed(graph: Graph, pair: Any, dims: Mapping[str, int], shared: list[
 
     values = graph.bind(pytree.tree_map(change, pair))
     for node in graph.nodes:
-        value = execute(node, lambda n: values[n.name])
+        value = execute(node, values)
         sources = [values[source.name] for source in node.all_input_nodes if source.name in dims]
         looked_up = bool(sources) and not any(source.is_floating_point() for source in sources)
         if looked_up and node.name in dims and node.name not in shared and value.is_floating_point():

@@ -8,24 +8,27 @@ add in each layer.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.nn import functional as F
 
 from ...covariance import Covariance
 from ...errors import LapwingError
+from ...jacobian.layers.conv import unfold
 from ...network import batches
 from .axes import read_axes
 from .forward_mode import chunk_size, evaluate, push
 from .moments import mean_of, total_of, variance_of
 from .operations import Kind, is_a, named
 from .program import Program
+from .rules.conv import conv_weights, geometry
+from .rules.linear import linear_weights
 from .schedule import Schedule, Step
-from .sites import Treated, refusal
-from .weights import contribution, treated_layer
+from .sites import Site, Treated, refusal
 
 Covariances = Mapping[tuple[str, str], Tensor]
 """Two names -> the covariances (B, n_a, n_b) of their values; of a pair one order is kept."""
@@ -39,37 +42,21 @@ class Call:
         step: the step.
         inside: the steps inside, in order.
         leaves: names of the uncertain tensors that it is a function of.
-        certain: names of the other values it reads.
+        reads: names of all values that it reads.
         carries: whether its value has covariances.
     """
 
     step: Step
     inside: tuple[Step, ...]
     leaves: tuple[str, ...]
-    certain: tuple[str, ...]
+    reads: tuple[str, ...]
     carries: bool
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Names of the values that the function reads."""
-        return (*self.leaves, *self.certain)
 
     def __call__(self, values: dict[str, Any], dtype: torch.dtype) -> Any:
         """Returns the step's value."""
         for step in self.inside:
             values[step.node.name] = evaluate(step, values, dtype)
         return evaluate(self.step, values, dtype)
-
-    def blocks(
-        self, treated: Mapping[str, tuple[Treated, str]], owned: frozenset[str]
-    ) -> list[tuple[Treated, dict[str, str]]]:
-        """Returns the treated blocks among the leaves that no layer owns, with placeholder -> parameter name."""
-        blocks: dict[str, tuple[Treated, dict[str, str]]] = {}
-        for leaf in self.leaves:
-            if leaf in treated and leaf not in owned:
-                block, parameter = treated[leaf]
-                blocks.setdefault(block.block.name, (block, {}))[1][leaf] = parameter
-        return list(blocks.values())
 
 
 def calls_of(schedule: Schedule, samples: Collection[str]) -> tuple[Call, ...]:
@@ -93,7 +80,7 @@ def calls_of(schedule: Schedule, samples: Collection[str]) -> tuple[Call, ...]:
         name, carries = step.node.name, bool(step.uncertain)
         if carries and name not in samples:
             inner[name], carries = step, False
-        calls.append(Call(step, tuple(inside.values()), tuple(leaves), tuple(certain), carries))
+        calls.append(Call(step, tuple(inside.values()), tuple(leaves), (*leaves, *certain), carries))
     return tuple(calls)
 
 
@@ -113,7 +100,7 @@ class FullProgram:
         self._program, self._axes = program, read_axes(program.graph, inputs, program.network)
         self._calls = calls_of(program.schedule, self._axes.dims)
         self._last_reads = {
-            n: place for place, call in enumerate(self._calls) for n in (*call.needs, *call.step.sources)
+            n: place for place, call in enumerate(self._calls) for n in (*call.reads, *call.step.sources)
         }
         self._last_reads[program.schedule.output] = len(self._calls)
         self._covariance = weakref.ref(covariance)  # programs are kept for as long as their posterior lives
@@ -177,9 +164,8 @@ class FullProgram:
         """Returns `Cov[y, z]` for the targets z and y itself: `Σ_i J_i Cov[x_i, z]`, `Σ_i J_i Cov[x_i, y]`."""
         program, name, axes = self._program, call.step.node.name, self._axes
         dtype, node = program.dtype, call.step.node
-        read = {n: program.cast(n, values[n]) for n in call.needs}
-        layer = treated_layer(program.sites.get(name))
-        owned = layer.owned if layer is not None else frozenset[str]()
+        read = {n: program.cast(n, values[n]) for n in call.reads}
+        layer = _treated_layer(program.sites.get(name))
         leaves = [n for n in call.leaves if n not in program.treated]
 
         def refuse(problem: str) -> LapwingError:
@@ -209,13 +195,22 @@ class FullProgram:
             if part is not None:
                 result[target] = part
         terms = [from_leaves({x: result[x].mT for x in leaves if x in result})]
-        for treated, names in call.blocks(program.treated, owned):
+        blocks: dict[str, tuple[Treated, dict[str, str]]] = {}  # with placeholder -> parameter name
+        for leaf in call.leaves:
+            if leaf in program.treated:
+                treated, parameter = program.treated[leaf]
+                blocks.setdefault(treated.block.name, (treated, {}))[1][leaf] = parameter
+        if layer is not None:
+            treated, source = layer
+            blocks.pop(treated.block.name, None)
+            mean = read[source]
+            if not is_a(node, Kind.CONVOLUTION):
+                mean = axes.flat(source, mean, samples).reshape(samples, -1, mean.shape[-1])  # (B, T, I)
+            spread = _between(known, source, source)
+            terms.append(_added(program.sites[name], treated, mean, spread, self._matrix))
+        for treated, names in blocks.values():
             jacobian = carried(_directions(call, treated, names, read, dtype))  # (B, n, P)
             terms.append(jacobian @ self._matrix(treated).to(dtype) @ jacobian.mT)
-        if layer is not None:
-            spread = _between(known, layer.source, layer.source)
-            mean = read[layer.source]
-            terms.append(contribution(layer, mean, axes, samples, spread, self._matrix))
         kept, total = {z: c for z, c in result.items() if z in targets}, total_of(terms)
         return kept if total is None else {**kept, name: total}
 
@@ -260,4 +255,75 @@ def _between(known: Covariances, a: str, b: str) -> Tensor | None:
     return known[b, a].mT if (b, a) in known else None
 
 
-__all__ = ["FullProgram"]
+# ---- what a layer's treated weights add
+
+
+def _treated_layer(site: Site | None) -> tuple[Treated, str] | None:
+    """Returns the weights of a linear layer or convolution and the name of its input, None where others share them."""
+    if site is None:
+        return None
+    if is_a(site.node, Kind.CONVOLUTION):
+        treated = conv_weights(site)
+        if treated is not None and treated.block.matrix_shape[0] > 1:
+            return None  # groups go by the derivative
+    else:
+        treated = linear_weights(site) if is_a(site.node, Kind.LINEAR) else None
+    if treated is None or not treated.block.has_weight:
+        return None
+    arguments = named(site.node, site.node.args, site.node.kwargs)
+    source = arguments.get("input", arguments.get("mat1", arguments.get("self")))
+    assert isinstance(source, fx.Node)
+    return treated, source.name
+
+
+def _added(
+    site: Site, treated: Treated, mean: Tensor, spread: Tensor | None, matrix: Callable[[Treated], Tensor]
+) -> Tensor:
+    """Returns `Cov[h_tj, h_sk] = Σ_ii' (m_t m_sᵀ + Cov[a_t, a_s])_ii' Cov[W_ji, W_ki']`, (B, n, n).
+
+    Args:
+        site: the layer.
+        treated: its weights.
+        mean: m, its input (B, T, I), or (B, channels, *space) of a convolution.
+        spread: the covariance of its input (B, n_x, n_x), None where that is certain.
+        matrix: gives a block's covariance matrix.
+
+    Cost: with one position, `LayerBlock.push`; else memory O(P²) for the block and O(B T² (I² + O²)).
+    """
+    convolution = is_a(site.node, Kind.CONVOLUTION)
+    if convolution:
+        mean, spread = _patches(site, mean, spread)
+    elif spread is not None:
+        spread = spread.unflatten(2, (-1, mean.shape[2])).unflatten(1, (-1, mean.shape[2]))
+    if treated.block.bias:
+        mean = F.pad(mean, (0, 1), value=1.0)
+        spread = None if spread is None else F.pad(spread, (0, 1, 0, 0, 0, 1))
+    if mean.shape[1] == 1:
+        return treated.covariance.push(mean[:, 0], None if spread is None else spread[:, 0, :, 0], True)
+    _, outputs, inputs = treated.block.matrix_shape
+    dense = matrix(treated).to(mean.dtype).reshape(outputs, inputs, outputs, inputs)
+    moment = torch.einsum("bti,bsj->btisj", mean, mean)
+    moment = moment if spread is None else moment + spread
+    out = torch.einsum("btisj,oipj->btosp", moment, dense)
+    if convolution:
+        out = out.permute(0, 2, 1, 4, 3)  # (B, O, T, O, T)
+    return out.flatten(3).flatten(1, 2)
+
+
+def _patches(site: Site, x: Tensor, covariance: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Returns the patches (B, T, I) of an input (B, channels, *space), and their covariances (B, T, I, T, I)."""
+    arguments = named(site.node, site.node.args, site.node.kwargs)
+    kernel = tuple(arguments["weight"].meta["val"].shape[2:])
+    stride, dilation, padding = geometry(arguments, kernel)
+
+    def cut(x: Tensor) -> Tensor:
+        return unfold(x, kernel, stride, padding, dilation).flatten(2)
+
+    mean = cut(x)
+    if covariance is None:
+        return mean, None
+    samples, positions, inputs = mean.shape
+    half = cut(covariance.mT.reshape(-1, *x.shape[1:]))  # (B n, T, I)
+    half = half.reshape(samples, -1, positions * inputs).mT
+    whole = cut(half.reshape(-1, *x.shape[1:])).reshape(samples, positions, inputs, positions, inputs)
+    return mean, whole

@@ -148,7 +148,7 @@ def _partial(node: fx.Node, arguments: Mapping[str, Any], y: Any, name: str) -> 
         return node.target(**{**arguments, name: x})  # type: ignore[operator]
 
     if is_statistic(node):
-        return vjp(function, arguments[name])[1](torch.ones_like(y))[0]  # type: ignore[misc]
+        return vjp(function, arguments[name])[1](torch.ones_like(y))[0]
     return jvp(function, (arguments[name],), (torch.ones_like(arguments[name]),))[1]
 
 

@@ -6,7 +6,7 @@ import operator
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,8 +29,6 @@ aten = torch.ops.aten
 
 HARMLESS_WRITES = frozenset({aten.detach_.default, aten.copy_.default})
 """In-place calls that need no rewriting: on fresh constants only, or undone by the rewriting of others."""
-
-COMPILER_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @dataclass(frozen=True)
@@ -90,13 +88,8 @@ class Graph:
         """Runs the calls as they are; returns every value."""
         values = self.bind(inputs)
         for node in self.nodes:
-            values[node.name] = execute(node, lambda n: values[n.name])
+            values[node.name] = execute(node, values)
         return values
-
-    @property
-    def device(self) -> torch.device:
-        """Where the network is."""
-        return next(iter(self.tensors.values())).device
 
 
 def _structure(inputs: Any) -> str:
@@ -200,14 +193,10 @@ def _exported(wrapped: nn.Module, inputs: Any, dynamic: bool) -> ExportedProgram
 
     shapes = (pytree.tree_map(lengths, inputs),) if dynamic else None
     program = torch.export.export(wrapped, (inputs,), dynamic_shapes=shapes, strict=False)
-    if any(_writes(node) for node in program.graph.nodes):
+    schemas = {node.target: getattr(node.target, "_schema", None) for node in program.graph.nodes}
+    if any(s is not None and s.is_mutable and target not in HARMLESS_WRITES for target, s in schemas.items()):
         program = program.run_decompositions({})
     return program
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable and node.target not in HARMLESS_WRITES
 
 
 @contextmanager
@@ -216,7 +205,8 @@ def quiet() -> Iterator[None]:
 
     Torch also writes a folder of its compiler, which nothing here uses, into the environment; it is taken out again.
     """
-    folder = os.environ.get(COMPILER_FOLDER)
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    folder = os.environ.get(name)
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -226,7 +216,7 @@ def quiet() -> Iterator[None]:
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         if folder is None:
-            os.environ.pop(COMPILER_FOLDER, None)
+            os.environ.pop(name, None)
 
 
 def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:
@@ -284,9 +274,9 @@ def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:
     )  # fmt: skip
 
 
-def execute(node: fx.Node, lookup: Any) -> Any:
-    """Runs one call on the values that `lookup` gives for nodes."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lookup)
+def execute(node: fx.Node, values: Mapping[str, Any]) -> Any:
+    """Runs one call on values by name."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values[source.name])
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
@@ -324,7 +314,7 @@ def _moves(graph: fx.Graph, layer: fx.Node) -> bool:
         return False
     with graph.inserting_before(reader):
         picked = graph.call_function(reader.target, (x, *reader.args[1:]), dict(reader.kwargs))  # type: ignore[arg-type]
-        picked.meta = {**reader.meta, "val": execute(picked, lambda node: node.meta["val"])}
+        picked.meta = {**reader.meta, "val": execute(picked, {n.name: n.meta["val"] for n in picked.all_input_nodes})}
         applied = graph.call_function(layer.target, (picked, *layer.args[1:]), dict(layer.kwargs))  # type: ignore[arg-type]
         applied.meta = {**layer.meta, "val": reader.meta["val"]}
     reader.replace_all_uses_with(applied)
@@ -351,15 +341,6 @@ def _keeps_features(reader: fx.Node, layer: fx.Node, ndim: int) -> bool:
 # ---- names of calls
 
 
-def users_of(nodes: Sequence[fx.Node]) -> dict[str, list[fx.Node]]:
-    """Returns, for every name, the nodes among these that use it, once each."""
-    users: dict[str, list[fx.Node]] = {}
-    for node in nodes:
-        for source in node.all_input_nodes:
-            users.setdefault(source.name, []).append(node)
-    return users
-
-
 def where(node: fx.Node) -> str:
     """Names the module that a call is in, for messages: `'layers.0.norm' (LayerNorm)`."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
@@ -376,6 +357,3 @@ def name_of(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return "indexing"
     return ".".join(str(node.target).split(".")[:2])
-
-
-__all__ = ["Graph", "execute", "name_of", "quiet", "read", "users_of", "where"]

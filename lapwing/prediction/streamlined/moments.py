@@ -106,30 +106,6 @@ class Moments:
         """ρ in the shape of the variances."""
         return None if self.correlation is None else self.correlation.expand_as(self.variance)
 
-    def mean_common(self, layout: Layout, samples: int, channel: int = -1) -> Tensor:
-        """Returns the means of `√(ρ v)` over positions, (B, n)."""
-        if not self._is_flat(layout):
-            return layout.mean(self.common, samples, channel)
-        return layout.mean(root(self.variance), samples, channel) * root(self._flat(layout, samples, channel))
-
-    def mean_individual(self, layout: Layout, samples: int, channel: int = -1) -> Tensor:
-        """Returns the means of `(1 - ρ) v` over positions, (B, n)."""
-        if not self._is_flat(layout):
-            return layout.mean(self.individual, samples, channel)
-        return layout.mean(self.variance, samples, channel) * (1 - self._flat(layout, samples, channel))
-
-    def _is_flat(self, layout: Layout) -> bool:
-        """Whether ρ is the same at all positions, so that it comes out of the means."""
-        rho, ndim = self.correlation, self.variance.ndim
-        return rho is not None and not layout.merged and rho.ndim == ndim and is_constant(rho, ndim, layout.positions)
-
-    def _flat(self, layout: Layout, samples: int, channel: int) -> Tensor:
-        """Returns such a ρ as (B, n)."""
-        assert self.correlation is not None
-        kept = (layout.batch, channel % self.variance.ndim)
-        shape = [n if dim in kept else 1 for dim, n in enumerate(self.variance.shape)]
-        return layout.mean(self.correlation.expand(shape), samples, channel)
-
 
 Value = Any
 """A certain value (a tensor, a number, a tuple of them), `Moments`, or a tuple with some `Moments`."""

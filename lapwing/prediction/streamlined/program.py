@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -74,7 +74,7 @@ def build(
     return Program(graph, steps, sites, treated, dtype, network, way, axes, layouts if correlated else {})
 
 
-def _check_forward_mode(network: str, steps: Schedule, treated: Container[str], way: Streamlined) -> None:
+def _check_forward_mode(network: str, steps: Schedule, treated: Mapping[str, Any], way: Streamlined) -> None:
     """Refuses operators from outside torch where no entry of the table gives their derivative."""
     for step in steps.steps:
         if not step.uncertain:
@@ -222,7 +222,7 @@ class Program:
         """Returns the value of one step."""
         node = step.node
         if not step.in_moment_dtype:
-            return execute(node, lambda n: values[n.name])
+            return execute(node, values)
         read = {name: self.cast(name, values[name]) for name in step.sources}
         if not step.uncertain:
             return run(node, {name: mean_of(value) for name, value in read.items()}, self.dtype)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from .functions import Fused
-from .graph import Graph, users_of
+from .graph import Graph
 from .operations import Kind, is_a, is_elementwise, is_statistic
 
 
@@ -66,7 +66,11 @@ def schedule(graph: Graph, treated: frozenset[str], inputs: frozenset[str], atte
         inputs: names of uncertain inputs.
         attention: "scores" where they are uncertain; else they are certain.
     """
-    users, calls, output = users_of(graph.nodes), graph.nodes, graph.output
+    calls, output = graph.nodes, graph.output
+    users: dict[str, list[fx.Node]] = {}
+    for node in calls:
+        for source in node.all_input_nodes:
+            users.setdefault(source.name, []).append(node)
     uncertain = set(treated) | set(inputs)
     pinned = _hand_written_scores(calls, users) if attention != "scores" else frozenset[str]()
     for node in calls:
@@ -223,6 +227,3 @@ def _needed(steps: list[Step], output: str) -> list[Step]:
             kept.append(step)
             needed.update(step.sources)
     return kept[::-1]
-
-
-__all__ = ["Schedule", "Step", "schedule"]

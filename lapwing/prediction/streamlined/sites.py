@@ -148,7 +148,7 @@ def run(node: fx.Node, values: Mapping[str, Any], dtype: torch.dtype) -> Any:
     value = node.meta.get("val")
     casts_to_integers = isinstance(value, Tensor) and not value.is_floating_point()
     if is_a(node, Kind.IDENTITY) and not casts_to_integers:
-        return values[node.args[0].name]  # type: ignore[union-attr]
+        return values[node.all_input_nodes[0].name]
     args, kwargs = resolve(node, values, dtype)
     if node.target in RESHAPED:
         return args[0].reshape(args[1])

@@ -138,11 +138,6 @@ def _summed_dims(node: fx.Node) -> tuple[list[int], list[int]] | None:
     return x, y
 
 
-def _matmul(site: Site, arguments: dict[str, Any]) -> Moments:
-    """`bmm(x, y)`."""
-    return contracted(site, arguments["self"], arguments["mat2"], torch.matmul)
-
-
 def _baddbmm(site: Site, arguments: dict[str, Any]) -> Moments:
     """`β c + α x y` with a certain c."""
     if isinstance(arguments["self"], Moments):
@@ -239,6 +234,9 @@ register_aten(Operation(_PAIR, chosen, broadcast, elementwise.chosen), "where.se
 register_aten(Operation(Kind.STATISTIC, summed, _summed_label, elementwise.mean), "mean.dim")
 register_aten(Operation(Kind.STATISTIC, summed, _summed_label, lambda a, y, name: 1.0), "sum.dim_IntList")
 register_aten(Operation(Kind.OTHER, gated, _gated_label), "glu.default")
-register_aten(Operation(Kind.PRODUCT, _matmul, contracted_label), "bmm.default")
+register_aten(
+    Operation(Kind.PRODUCT, lambda site, a: contracted(site, a["self"], a["mat2"], torch.matmul), contracted_label),
+    "bmm.default",
+)
 register_aten(Operation(Kind.PRODUCT, _baddbmm, contracted_label), "baddbmm.default")
 register_aten(Operation(Kind.PRODUCT, _einsum, contracted_label), "einsum.default")

@@ -58,10 +58,10 @@ def convolution(site: Site, arguments: dict[str, Any], positions: bool = True) -
     if isinstance(x, Moments):
         groups, cover = arguments["groups"], _cover(site, arguments, mean)
         counted = site.constant("counted", lambda: _counted(cover, second), second)  # (O, C)
-        individual = _by_groups(x.mean_individual(layout, site.samples, 1), counted, groups)
+        individual = _by_groups(layout.mean(x.individual, site.samples, 1), counted, groups)
         if x.correlation is not None:
             inherited = site.constant("inherited", lambda: _inherited(cover, w, spread), w, spread)  # (O, C)
-            pooled.append(_by_groups(x.mean_common(layout, site.samples, 1).square(), inherited, groups))
+            pooled.append(_by_groups(layout.mean(x.common, site.samples, 1).square(), inherited, groups))
     if spread is not None:
         rows = _mean_patches(site, arguments, mean)  # (B, C, *kernel)
         pooled.append(_pooled(treated, rows, spread, shared, arguments["groups"]))

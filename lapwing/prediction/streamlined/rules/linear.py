@@ -140,10 +140,10 @@ def linear(site: Site, arguments: dict[str, Any]) -> Moments:
         return Moments(h, total, None, start)
     pooled = [part.expand(site.samples, -1) for part in layer.added(layout.mean(mean, site.samples))]
     if isinstance(x, Moments) and x.correlation is not None:
-        pooled.append(x.mean_common(layout, site.samples).square() @ layer.second())
+        pooled.append(layout.mean(x.common, site.samples).square() @ layer.second())
     if not pooled:
         return Moments(h, total, None, start)
-    individual = x.mean_individual(layout, site.samples) @ layer.second() if isinstance(x, Moments) else None
+    individual = layout.mean(x.individual, site.samples) @ layer.second() if isinstance(x, Moments) else None
     rho = layer_correlation(total, total_of(pooled), individual, layout, site.samples, -1)  # (B, O)
     return Moments(h, total, layout.spread(rho, total), start)
 
