@@ -12,8 +12,7 @@ from ..methods.options import check_choice, check_count
 from ..network import batches
 from ..network.eager import outside_modes
 from ..posterior import Posterior
-from .base import Training, Tuning
-from .evidence import Evidence
+from .evidence import Evidence, Training, Tuning
 from .held_out import best_of, check_grid, with_ranks
 
 log = logging.getLogger("lapwing")
