@@ -161,13 +161,7 @@ class BoundedEvidence(Tuning):
     def costs(self, candidates: Sequence[Posterior], loader: Iterable[Any], shown: int | None = None) -> list[float]:
         """Returns what the spread of each candidate costs, in nats a training sample; negative where it helps.
 
-        Args:
-            candidates: posteriors of one fit.
-            loader: the training data.
-            shown: how many samples it shows; those of the candidates where None.
-
-        Raises:
-            LapwingError: for a loader without samples.
+        The candidates are posteriors of one fit, and the loader shows its training data: see `spread`.
         """
         first = candidates[0]
         totals, count = [0.0] * len(candidates), 0

@@ -172,11 +172,9 @@ def held_out_scores(
 
 
 def mean_variances(posteriors: Sequence[Posterior], parts: Iterable[Any]) -> list[float]:
-    """Returns the mean of `J_n Σ J_nᵀ` over inputs and outputs, linearised, for posteriors of one fit.
+    """Returns the mean of `J_n Σ J_nᵀ` over batches of inputs and outputs, linearised.
 
-    Args:
-        posteriors: from one by `at`, so that they differ in prior and noise alone.
-        parts: batches of inputs.
+    The posteriors come from one by `at`, so that they differ in prior and noise alone.
     """
     first = posteriors[0]
     totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0
