@@ -38,8 +38,9 @@ def with_budget(tangent: tn.Tangent, inputs: Any, cotangents: Any, part: float) 
 
 @pytest.mark.parametrize(
     ("name", "part"),
-    [(name, part) for name in NETWORKS for part in (1.0, 0.4)]
-    + [(name, 0.02) for name in ("mlp", "cnn_bn_inplace", "tied", "shared_module")],
+    [(name, 0.4) for name in NETWORKS]
+    + [("mlp", 1.0), ("attention", 1.0), ("mlp", 0.02), ("shared_module", 0.02)]
+    + [pytest.param(name, 0.02, marks=pytest.mark.slow) for name in ("cnn_bn_inplace", "tied")],
 )
 def test_contractions_with_a_tiny_budget(name: str, part: float) -> None:
     """All cotangents of the heaviest block fit, a few of them do, or one: rows are then held a few at a time, too."""
