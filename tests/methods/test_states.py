@@ -81,8 +81,11 @@ def whole(problem: Problem, x: Any, y: Tensor) -> Callable[[Pass], State]:
     return run
 
 
-@pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "custom_parameter"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [*(("mlp", method) for method in METHODS), ("cnn_bn_inplace", lw.KFAC()), ("custom_parameter", lw.KFAC())],
+    ids=str,
+)
 def test_states_of_halves_add_up_to_the_whole(method: lw.Method, name: str) -> None:
     model, x, y, _ = data(name)
     problem = problem_of(model, x, y, lw.Categorical())

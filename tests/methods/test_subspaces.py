@@ -83,8 +83,7 @@ class TestChoiceOfRows:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("grouped_strided_conv", "gpt2") else n for n in FEW]
 )
-@pytest.mark.parametrize("residual", [None, "prior"])
-@pytest.mark.parametrize("ratios", [False, True])
+@pytest.mark.parametrize(("residual", "ratios"), [(None, False), ("prior", True)])
 def test_all_ways_to_the_span_agree(name, residual, ratios, monkeypatch):
     """Rows, their Gram matrix with V written out, and V implicit give one covariance, draws and predictions."""
     problem = setup(name)

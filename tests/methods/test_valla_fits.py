@@ -316,10 +316,15 @@ def test_bad_targets_are_told_before_a_step():
 # --- everything else -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fit", MOVING)
 @pytest.mark.parametrize(
-    "name", ["mlp", "mlp_scalar", "cnn_bn_inplace", "attention", "vit", "gpt2", "tied", "frozen_trunk", "all_frozen"]
-)
+    ("name", "fit"),
+    [
+        *(("mlp", fit) for fit in MOVING),
+        ("mlp_scalar", MOVING[0]), ("cnn_bn_inplace", MOVING[1]), ("attention", MOVING[0]), ("gpt2", MOVING[1]),
+        ("tied", MOVING[2]), ("frozen_trunk", MOVING[0]), ("all_frozen", MOVING[1]),
+        pytest.param("vit", MOVING[1], marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_networks(name, fit, tmp_path):
     """Every fit runs on every kind of network, is repeatable, a covariance below the prior's, and comes back."""
     case = setup(name)

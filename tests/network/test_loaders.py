@@ -122,8 +122,7 @@ METHODS = [
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
-@pytest.mark.parametrize("by", [-1, 1])
-@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize(("by", "real"), [(-1, True), (1, False)])
 def test_loaders_that_shrink_or_grow_are_refused(method: lw.Method | None, by: int, real: bool) -> None:
     with pytest.raises(lw.LapwingError, match=r"at first and shows \d+ samples to .* Every pass needs the same data"):
         lw.fit(network(1 if real else 3), Shrinking(REAL if real else Y, by), method)

@@ -14,6 +14,7 @@ import lapwing as lw
 from lapwing.network.sample_axis import SampleAxisMoved
 from lapwing.tangent import Tangent
 from tests import oracle
+from tests.conformance import covering
 
 EVERY = lw.matching("*")
 
@@ -197,8 +198,11 @@ def test_rows_are_those_of_one_sample_at_a_time(name: str) -> None:
         torch.testing.assert_close(found, truth(model, tangent, inputs), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", [lw.KFAC(), lw.EKFAC(), lw.Diagonal(), lw.Full(), lw.ELLA(rank=9, rows=12)], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@covering(
+    CASES, ["packed", "steps"],
+    {"kfac": lw.KFAC(), "ekfac": lw.EKFAC(), "diagonal": lw.Diagonal(), "full": lw.Full(), "ella": lw.ELLA(9, 12)},
+    "kfac",
+)  # fmt: skip
 def test_posteriors_do_not_depend_on_how_samples_come(name: str, method: lw.Method) -> None:
     model, first, then = made(name)
     options = {"params": EVERY, "forward": called, "likelihood": "categorical", "prior_precision": 1.0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -414,6 +415,27 @@ def test_unused_parameters_keep_the_prior(method: lw.Method, tmp_path: Path) -> 
 
 
 # --- threads ---------------------------------------------------------------------------------------------------------
+def in_threads(work: Callable[[int], None], turns: int) -> None:
+    """Three threads start together and work turn by turn; what one of them raises is raised here."""
+    wrong: list[BaseException] = []
+    start = threading.Barrier(3)
+
+    def run(first: int) -> None:
+        try:
+            start.wait()
+            for i in range(first, first + turns):
+                work(i)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=run, args=(first,)) for first in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[0]
+
+
 @pytest.mark.parametrize("name", ["mlp", "custom_parameter", "compiled", "lstm", "gpt2", "weight_norm"])
 def test_threads_that_predict_at_the_same_time(name: str) -> None:
     """Each runs the network at other weights; nobody else may see them."""
@@ -422,26 +444,14 @@ def test_threads_that_predict_at_the_same_time(name: str) -> None:
     ways = [lw.MonteCarlo(draws=3), lw.Linearized()]
     expected = [posterior.latent(x, via=way).covariance for way in ways]
     sums = [posterior.covariance.to_dense().sum(), posterior.sample(2)]
-    wrong: list[Any] = []
-    start = threading.Barrier(3)
 
-    def work(turn: int) -> None:
-        try:
-            start.wait()
-            for i in range(turn, turn + 6):
-                torch.testing.assert_close(posterior.latent(x, via=ways[i % 2]).covariance, expected[i % 2])
-                torch.testing.assert_close(posterior.sample(2), sums[1])
-                other = lw.fit(model, loader, lw.KFAC(), params=EVERY) if i % 3 == 0 else posterior
-                torch.testing.assert_close(other.covariance.to_dense().sum(), sums[0])
-        except BaseException as error:
-            wrong.append(error)
+    def work(i: int) -> None:
+        torch.testing.assert_close(posterior.latent(x, via=ways[i % 2]).covariance, expected[i % 2])
+        torch.testing.assert_close(posterior.sample(2), sums[1])
+        other = lw.fit(model, loader, lw.KFAC(), params=EVERY) if i % 3 == 0 else posterior
+        torch.testing.assert_close(other.covariance.to_dense().sum(), sums[0])
 
-    threads = [threading.Thread(target=work, args=(turn,)) for turn in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, wrong[0]
+    in_threads(work, 6)
     from torch._dynamo.eval_frame import _stance
 
     assert _stance.stance == "default"
@@ -476,21 +486,11 @@ def test_threads_of_streamlined_and_monte_carlo() -> None:
     posterior = lw.fit(model, loader, lw.KFAC())
     ways = [lw.MonteCarlo(draws=5), lw.Streamlined()]
     expected = [posterior.latent(x, via=way).mean for way in ways]
-    wrong: list[Any] = []
 
-    def work(turn: int) -> None:
-        try:
-            for i in range(turn, turn + 20):
-                torch.testing.assert_close(posterior.latent(x, via=ways[i % 2]).mean, expected[i % 2])
-        except BaseException as error:
-            wrong.append(error)
+    def work(i: int) -> None:
+        torch.testing.assert_close(posterior.latent(x, via=ways[i % 2]).mean, expected[i % 2])
 
-    threads = [threading.Thread(target=work, args=(turn,)) for turn in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, wrong[0]
+    in_threads(work, 20)
 
 
 def test_replace_gives_another_posterior() -> None:

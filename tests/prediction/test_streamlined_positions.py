@@ -27,8 +27,7 @@ def mean_of_tokens():
 # ---- exact limits
 
 
-@pytest.mark.parametrize("kind", ["diagonal", "kronecker", "dense block"])
-@pytest.mark.parametrize("positive", [True, False])
+@pytest.mark.parametrize(("kind", "positive"), [("diagonal", True), ("kronecker", False), ("dense block", True)])
 @pytest.mark.parametrize(
     "layer",
     [

@@ -230,8 +230,11 @@ def test_many_classes_keep_their_variances_alone():
 # ---- by the evidence
 
 
-@pytest.mark.parametrize("tempering", [{}, {"data_size": 100, "temperature": 2.0}], ids=["plain", "tempered"])
-@pytest.mark.parametrize("prior", [2.0, {"0.*": 1.0, "2.*": 4.0}], ids=["one δ", "two δ"])
+@pytest.mark.parametrize(
+    ("prior", "tempering"),
+    [(2.0, {}), ({"0.*": 1.0, "2.*": 4.0}, {"data_size": 100, "temperature": 2.0})],
+    ids=["one δ", "two δ, tempered"],
+)
 @pytest.mark.parametrize(
     "method", [lw.Full(), lw.Diagonal(), lw.EKFAC(), lw.KFAC(), lw.ELLA(5, 12, residual="prior")], ids=repr
 )
