@@ -32,6 +32,15 @@ def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-9) -> None:
     torch.testing.assert_close(found, wanted.to(found.dtype), rtol=tolerance, atol=tolerance * max(scale, 1e-12))
 
 
+def skip_where_torch_writes_statistics() -> None:
+    """Skips where torch itself writes an instance norm's statistics in eval mode, as 2.6 does; fits refuse that."""
+    norm = nn.InstanceNorm1d(1, track_running_stats=True).eval()
+    before = norm.running_mean._version
+    norm(torch.randn(3, 1, 4))
+    if norm.running_mean._version != before:
+        pytest.skip("torch writes an instance norm's running statistics in eval mode")
+
+
 def psd(matrix: Tensor, slack: float = 1e-10) -> bool:
     """Whether a matrix is symmetric positive semi-definite up to rounding relative to its largest entry."""
     scale = matrix.abs().max().clamp_min(1e-300)

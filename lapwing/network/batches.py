@@ -132,7 +132,7 @@ def is_loader(x: Any) -> bool:
 
 def check_loader(loader: Any, purpose: str) -> None:
     """Raises for what is not a loader, one batch included: a pair, or a list of tensors."""
-    one_batch = isinstance(loader, (tuple, list)) and any(isinstance(part, Tensor) for part in loader)
+    one_batch = type(loader) in (tuple, list) and any(isinstance(part, Tensor) for part in loader)
     if one_batch or isinstance(loader, (Tensor, Mapping, str, bytes, type)) or not hasattr(loader, "__iter__"):
         raise LapwingError(
             f"{purpose} needs an iterable of (inputs, targets) batches, not {shown(loader)}. Write [(x, y)] for one "
