@@ -78,6 +78,8 @@ def test_the_rows_of_one_sample_through_a_norm_are_the_oracles(kind: str, frozen
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_generic_rows_and_forward_mode_of_one_sample_are_the_oracles(kind: str) -> None:
+    if kind == "instance, running statistics":
+        skip_where_torch_writes_statistics()
     model, x = normed(kind), torch.randn(1, 2, 3, 4).double()
     J = oracle.jacobian(model, x)
     parameters = {name: value.detach() for name, value in model.named_parameters()}
