@@ -60,7 +60,6 @@ def shown(value: Any) -> str:
 
 
 PACKAGES = {
-    "PIL": ("Pillow", "eval"),
     "matplotlib": ("matplotlib", "eval"),
     "sklearn": ("scikit-learn", "eval"),
     "torchmetrics": ("torchmetrics", "eval"),

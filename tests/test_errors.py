@@ -14,7 +14,7 @@ import torch._dynamo  # which looks for onnx as it is imported: torch.export wou
 
 import lapwing as lw
 from lapwing.errors import PACKAGES, extra
-from lapwing.evaluation import corrupt, metrics, sensitivity
+from lapwing.evaluation import metrics, sensitivity
 
 mpl.use("Agg")
 
@@ -43,7 +43,6 @@ USES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "compare": (_compare, "torchmetrics", "eval"),
     "auroc": (lambda: metrics.auroc(torch.rand(3), torch.rand(3)), "sklearn", "eval"),
     "plot": (_plot, "matplotlib", "eval"),
-    "jpeg": (lambda: corrupt(torch.rand(1, 3, 8, 8), "jpeg", 1), "PIL", "eval"),
     "onnx": (_onnx, "onnx", "export"),
     "onnxscript": (_onnx, "onnxscript", "export"),
 }

@@ -12,7 +12,7 @@ import torch
 
 import lapwing as lw
 
-EXTRAS = ("torchmetrics", "sklearn", "scipy", "matplotlib", "PIL", "onnx", "onnxscript", "transformers")
+EXTRAS = ("torchmetrics", "sklearn", "scipy", "matplotlib", "onnx", "onnxscript", "transformers")
 
 
 def main() -> None:
@@ -30,11 +30,9 @@ def main() -> None:
     for way in (lw.Linearized(), lw.MonteCarlo(5), lw.Streamlined()):
         assert torch.equal(loaded.predict(x, via=way).probs, posterior.predict(x, via=way).probs), way
 
-    images = torch.rand(2, 1, 8, 8)
     refused("lw.compare", lambda: lw.compare({"VaLLA": posterior}, [(x, y)], repeats=1))
     refused("auroc", lambda: lw.evaluation.metrics.auroc(torch.rand(5), torch.rand(5)))
     refused("a plot", lambda: lw.evaluation.sensitivity(posterior, x[:3], steps=2).plot())
-    refused("jpeg", lambda: lw.evaluation.corrupt(images, "jpeg", severity=1))
     refused("ONNX", lambda: lw.deploy(posterior, x).to_onnx("network.onnx", x))
 
 

@@ -13,15 +13,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..errors import LapwingError, is_one_of, shown
-from ..likelihoods import Link
+from ..covariance import Latent
+from ..covariance.terms import MarginalTerm
+from ..errors import LapwingError, shown
+from ..likelihoods import Likelihood, Link
+from ..methods.options import check_choice
 from ..network import batches
 from ..network.eager import outside_modes
 from ..posterior import Posterior
 from ..prediction import Linearized, Scaled, Streamlined, Way
-from .observed import observing
 from .predictor import Predictor
-from .tracing import trace
+from .tracing import Observe, trace
 
 log = logging.getLogger("lapwing")
 
@@ -81,21 +83,14 @@ def deploy(
             f"lw.deploy takes a posterior first, not {batches.describe(posterior)}. Write "
             "lw.deploy(lw.fit(model, loader), x)."
         )
-    inner, factor = _unscaled(via)
-    streamlined = _streamlined(inner, via)
-    if not is_one_of(outputs, ("prediction", "latent")):
-        raise LapwingError(
-            f"outputs={shown(outputs)} is neither 'prediction' nor 'latent'. Write "
-            "lw.deploy(posterior, x, outputs='latent')."
-        )
+    streamlined, factor, linearised = _exported_way(via)
+    check_choice("lw.deploy", "outputs", outputs, ("prediction", "latent"))
     x = batches.inputs_of(x) if isinstance(x, Mapping) else x
     names, keys = _named(x)
     _check_way(posterior, batches.take(x, slice(0, 2)), via)
-    observe, returns, centred = observing(posterior.likelihood, posterior.tangent.outputs, outputs, link, factor)
+    observe, returns, centred = _observing(posterior.likelihood, posterior.tangent.outputs, outputs, link, factor)
     example = batches.take(dict(x) if keys else x, slice(0, _SAMPLES))
-    traced = trace(
-        posterior.tangent, posterior.covariance, streamlined, example, observe, centred, isinstance(inner, Linearized)
-    )
+    traced = trace(posterior.tangent, posterior.covariance, streamlined, example, observe, centred, linearised)
     return Predictor(traced, names, keys, returns)
 
 
@@ -113,20 +108,19 @@ def _check_way(posterior: Posterior, x: Any, via: Way) -> None:
             )
 
 
-def _unscaled(via: Way) -> tuple[Way, float]:
-    """Returns the way inside, and the factor of its variances."""
-    if isinstance(via, Scaled):
-        inner, factor = _unscaled(via.via)
-        return inner, factor * via.factor
-    return via, 1.0
+def _exported_way(via: Way) -> tuple[Streamlined, float, bool]:
+    """Returns the way whose program is exported, the factor of its variances, and whether it stands for `Linearized`.
 
-
-def _streamlined(inner: Way, via: Way) -> Streamlined:
-    """Returns the way whose program is exported: that of the last layer alone is the linearised one."""
+    With the last layer alone uncertain, the program of `Streamlined` is the linearised one.
+    """
+    factor, inner = 1.0, via
+    while isinstance(inner, Scaled):
+        factor *= inner.factor
+        inner = inner.via
     if isinstance(inner, Linearized):
-        return Streamlined()
+        return Streamlined(), factor, True
     if isinstance(inner, Streamlined) and inner.covariance == "diagonal" and inner.residual != "correlated":
-        return inner
+        return inner, factor, False
     raise LapwingError(
         f"via={shown(via)} cannot be deployed. Write lw.deploy(posterior, x, via=lw.Streamlined()), in diagonal mode "
         "with independent residuals; via=lw.Linearized() where the last layer alone is treated; or lw.Scaled(...) of "
@@ -146,6 +140,41 @@ def _named(x: Any) -> tuple[tuple[str, ...], bool]:
             "example to lw.deploy, with forward=lambda model, inputs: model(...) in lw.fit."
         )
     return (tuple(dict(x)) if keys else tuple(f"x{place}" for place in range(len(leaves)))), keys
+
+
+def _observing(
+    likelihood: Likelihood, size: int, outputs: str, link: Link | None, factor: float
+) -> tuple[Observe, tuple[str, ...], bool]:
+    """Returns what is made of means and variances, its names, and whether it reads the variances of centred outputs."""
+
+    def scaled(variance: Tensor) -> Tensor:
+        return variance if factor == 1 else variance * factor
+
+    if outputs == "latent":
+        return (lambda mean, plain, centred: (mean, scaled(plain))), ("mean", "variance"), False
+    ones = torch.ones(1, size)
+    chosen = likelihood.choose_link(_latent(ones, ones, ones), link)
+    if not chosen.closed_form:
+        closed = [f"link={kind.__name__}()" for kind in likelihood.links if kind.closed_form]
+        raise LapwingError(
+            f"The link {shown(chosen)} of the {likelihood.name} likelihood has no closed form. "
+            + (f"Pass {' or '.join(closed)}, or write" if closed else "Write")
+            + " lw.deploy(posterior, x, outputs='latent')."
+        )
+
+    def summary(mean: Tensor, plain: Tensor, centred: Tensor) -> dict[str, Tensor]:
+        return likelihood.predict(_latent(mean, scaled(plain), scaled(centred)), chosen).summary()
+
+    with torch.enable_grad():
+        centred = ones.clone().requires_grad_()
+        example = summary(ones, ones, centred)
+        reads = any(value.requires_grad for value in example.values())
+    return (lambda *moments: tuple(summary(*moments).values())), tuple(example), reads
+
+
+def _latent(mean: Tensor, variance: Tensor, centred: Tensor) -> Latent:
+    """Returns all that a link in closed form reads."""
+    return Latent(mean, (MarginalTerm(variance, centred),))
 
 
 __all__ = ["Predictor", "deploy"]

@@ -1,8 +1,11 @@
-"""The last layer of a deployed network: variances of its outputs, also of the centred ones, without a C x C matrix."""
+"""Covariances of weights as sums of squares, which take few plain products at run time; above all the last layer's.
+
+The last layer of a deployed network gives variances of its outputs, also of the centred ones, without a C x C matrix.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +14,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..covariance import Covariance, LayerBlock
+from ..covariance.terms import DenseTerm, EigenTerm
+from ..errors import LapwingError
 from ..prediction.streamlined.moments import Moments, Value, mean_of, total_of, variance_of
 from ..prediction.streamlined.operations import Kind, is_a
 from ..prediction.streamlined.program import Program
 from ..prediction.streamlined.rules.linear import Layer, bias_alone, has_one_position
 from ..prediction.streamlined.schedule import Step
 from ..prediction.streamlined.sites import resolve
-from .forms import marginals, of_independent, squares_of
+from ..tangent import Block, Vectors
 
-_NUMBERS = 2**24
+MAX_NUMBERS = 2**27
+"""Matrices of quadratic forms that are diagonalised have at most so many entries."""
+
+_NUMBERS, _ROWS = 2**24, 2**22
+"""Numbers of covariances, and rows of forms, that are taken at once."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ def read_head(
         samples: B of the example.
         centred: whether centred outputs are asked for too.
 
-    Cost: for weights with a common basis I products (O, O); else see `squares_of`.
+    Cost: for weights with a common basis I products (O, O); else see `_squares_of`.
     """
     if not is_a(step.node, Kind.LINEAR) or step.node.name not in program.sites:
         return None
@@ -103,9 +112,9 @@ def read_head(
     if isinstance(layer.bias, Moments) and not shared:
         alone = bias_alone(site)
         if alone is not None:
-            added = marginals(alone.covariance.push(w.new_ones(1, 1), None, True), centred)
+            added = _marginals(alone.covariance.push(w.new_ones(1, 1), None, True), centred)
         else:
-            added = of_independent(layer.bias.variance[None], centred)
+            added = _of_independent(layer.bias.variance[None], centred)
         shift = total_of([shift, added[0]])
     if variance_of(layer.x) is not None:
         units = (w - w.mean(0)).square()
@@ -123,9 +132,9 @@ def _spread(covariance: LayerBlock, rows: Tensor, outputs: int, centred: bool) -
         return covariance.push(rows, None, False)
     rotation = covariance.rotation()
     if rotation is not None and rotation[0] is None:  # diagonal: the outputs are independent
-        return of_independent(covariance.push(rows, None, False), centred)
+        return _of_independent(covariance.push(rows, None, False), centred)
     parts = rows.split(max(1, _NUMBERS // outputs**2))
-    return torch.cat([marginals(covariance.push(part, None, True), centred) for part in parts])
+    return torch.cat([_marginals(covariance.push(part, None, True), centred) for part in parts])
 
 
 def _rotation(covariance: LayerBlock, w: Tensor, bias: bool, centred: bool) -> tuple[Tensor | None, Tensor]:
@@ -133,12 +142,115 @@ def _rotation(covariance: LayerBlock, w: Tensor, bias: bool, centred: bool) -> t
     inputs = w.shape[1] + bias
     rotation = covariance.rotation()
     if rotation is None:
-        vectors, scale = squares_of(
+        vectors, scale = _squares_of(
             lambda rows: _spread(covariance, rows, w.shape[0], centred), inputs, w, "the last layer"
         )
         return vectors.mT.contiguous(), scale
     basis, variances = rotation
     if basis is None:
-        return None, of_independent(variances[0].T, centred).T.to(w.dtype).contiguous()
+        return None, _of_independent(variances[0].T, centred).T.to(w.dtype).contiguous()
     rows = basis[0].mT.to(w.dtype).contiguous()  # (Q, I), orthonormal: each gives one column of s
     return rows, _spread(covariance, rows, w.shape[0], centred).T.contiguous()
+
+
+def _marginals(matrix: Tensor, centred: bool) -> Tensor:
+    """Returns the variances of covariances (N, O, O), those of the centred outputs behind them: (N, O) or (N, 2 O)."""
+    dense = DenseTerm(matrix)
+    return torch.cat([dense.variance(), dense.centred_variance()], -1) if centred else dense.variance()
+
+
+def _of_independent(variance: Tensor, centred: bool) -> Tensor:
+    """Returns the same for variances (N, O) of independent outputs."""
+    return torch.cat([variance, EigenTerm(None, variance).centred_variance()], -1) if centred else variance
+
+
+def _squares_of(spread: Callable[[Tensor], Tensor], inputs: int, like: Tensor, where: str) -> tuple[Tensor, Tensor]:
+    """Returns V (I, Q) and s (R, Q) with `q_r(a) = Σ_q (Vᵀ a)_q² s_rq` for quadratic forms q_r that can be evaluated.
+
+    The matrix of each is read off at unit vectors and sums of two, and diagonalised.
+
+    Args:
+        spread: rows (N, I) -> values of the forms (N, R).
+        inputs: I.
+        like: gives dtype and device.
+        where: whose forms they are, for messages.
+
+    Raises:
+        LapwingError: where R times I squared is too many numbers.
+
+    Cost: I²/2 evaluations, time O(R I³), memory O(R I²).
+    """
+    eye = torch.eye(inputs, dtype=like.dtype, device=like.device)
+    diagonal = spread(eye)  # (I, R)
+    outputs = diagonal.shape[1]
+    if outputs * inputs**2 > MAX_NUMBERS:
+        raise LapwingError(
+            f"The weights of {where} are correlated without a common basis, and their {outputs} x {inputs}² "
+            f"covariances exceed the {MAX_NUMBERS} numbers that lw.deploy can decompose. Fit with lw.KFAC() or "
+            "lw.Diagonal(), or with params=lw.last_layer."
+        )
+    matrices = torch.diag_embed(diagonal.T).double()  # (R, I, I)
+    first, second = torch.triu_indices(inputs, inputs, 1, device=like.device)
+    for some in torch.arange(len(first), device=like.device).split(max(1, _ROWS // max(1, inputs))):
+        i, j = first[some], second[some]
+        both = (spread(eye[i] + eye[j]) - diagonal[i] - diagonal[j]).T.double() / 2  # (R, n)
+        matrices[:, i, j] = matrices[:, j, i] = both
+    values, vectors = torch.linalg.eigh(matrices)
+    kept = values.abs() > 1e-12 * values.abs().amax().clamp_min(torch.finfo(values.dtype).tiny)  # (R, I)
+    basis = vectors.transpose(1, 2)[kept].T  # (I, Q)
+    owner = torch.arange(outputs, device=like.device)[:, None].expand_as(kept)[kept]
+    scale = torch.nn.functional.one_hot(owner, outputs).T * values[kept]  # (R, Q)
+    return basis.to(like.dtype).contiguous(), scale.to(like.dtype).contiguous()
+
+
+class _WithBasis(LayerBlock):
+    """A layer's covariance with a basis, by `_squares_of` where the structure has none.
+
+    Args:
+        block: the layer's weights.
+        covariance: their covariance.
+        like: gives the device and the dtype of rows.
+    """
+
+    def __init__(self, block: Block, covariance: LayerBlock, like: Tensor) -> None:
+        self._block, self._covariance, self._like = block, covariance, like
+
+    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
+        """Returns what the covariance gives."""
+        return self._covariance.push(mean, variance, full)
+
+    def rotation(self) -> tuple[Tensor | None, Tensor] | None:
+        """Returns the basis of the covariance, or one of its quadratic forms."""
+        rotation = self._covariance.rotation()
+        if rotation is not None or self._block.matrix is None or self._block.matrix_shape[0] > 1:
+            return rotation
+        basis, scale = _squares_of(
+            lambda rows: self._covariance.push(rows, None, False),
+            self._block.matrix_shape[2],
+            self._like,
+            repr(self._block.name),
+        )
+        return basis[None], scale[None]
+
+
+class CovarianceWithBases:
+    """What a program of moments reads of a covariance, with a basis for every layer.
+
+    Args:
+        covariance: Σ.
+        dtype: of the rows that are pushed through it.
+    """
+
+    def __init__(self, covariance: Covariance, dtype: torch.dtype) -> None:
+        self.blocks, self.record_dtype = covariance.blocks, covariance.record_dtype
+        self._covariance, self._dtype = covariance, dtype
+
+    def diagonal(self) -> Vectors:
+        """Returns the marginal variances."""
+        return self._covariance.diagonal()
+
+    def layer_block(self, name: str) -> LayerBlock:
+        """Returns one block's covariance."""
+        block = next(block for block in self.blocks if block.name == name)
+        like = torch.empty(0, dtype=self._dtype, device=self._covariance.device)
+        return _WithBasis(block, self._covariance.layer_block(name), like)

@@ -26,8 +26,7 @@ from ..prediction.streamlined.program import Program
 from ..prediction.streamlined.schedule import Step
 from ..prediction.streamlined.sites import run as run_call
 from ..tangent import Tangent
-from .forms import CovarianceWithBases
-from .head import Head, read_head
+from .head import CovarianceWithBases, Head, read_head
 
 aten = torch.ops.aten
 
@@ -41,13 +40,11 @@ class Traced:
 
     Attributes:
         module: leaves of the inputs -> outputs; its buffers are copies.
-        graph: the network's own calls, which know what inputs they accept.
         example: the inputs of the trace.
         free: for every leaf, dimension -> the name of its length, where that may vary.
     """
 
     module: fx.GraphModule
-    graph: Graph
     example: Any
     free: tuple[dict[int, str], ...]
 
@@ -93,7 +90,7 @@ def trace(
             exported = _exported(run, inputs, graph)
         module = _flat(exported)
         _compare(run, module, inputs, tangent)
-    return Traced(module, graph, inputs, _free(exported, graph))
+    return Traced(module, inputs, _free(exported, graph))
 
 
 def _with_distinct_lengths(inputs: Any) -> Any:
@@ -311,7 +308,7 @@ def _flat(exported: ExportedProgram) -> fx.GraphModule:
             graph.output(tuple(outs) if len(outs) > 1 else outs[0])
         elif node.target in _CHECKS:
             continue
-        elif _fixed(node, constants):
+        elif all(source in constants for source in node.all_input_nodes):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: constants[n])
             constants[node] = node.target(*args, **kwargs)
         else:
@@ -339,11 +336,6 @@ _CHECKS = frozenset(
     if packet is not None
 )
 """Calls that check what was true at the trace."""
-
-
-def _fixed(node: fx.Node, constants: Mapping[fx.Node, Any]) -> bool:
-    """Whether a call is a function of constants alone, or of nothing."""
-    return all(source in constants for source in node.all_input_nodes)
 
 
 __all__ = ["Observe", "Run", "Traced", "trace"]

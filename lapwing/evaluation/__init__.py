@@ -9,11 +9,6 @@ from __future__ import annotations
 from . import metrics
 from .augmentation import AugmentedLoader, StrongAugmentation
 from .comparison import Comparison, compare
-from .corruptions import COMMON, CORRUPTIONS, DIGITS, corrupt
-from .rotations import RotatedLoader, rotate, rotation_curves
 from .sensitivity import Sensitivities, sensitivity
 
-__all__ = [
-    "COMMON", "CORRUPTIONS", "DIGITS", "AugmentedLoader", "Comparison", "RotatedLoader", "Sensitivities",
-    "StrongAugmentation", "compare", "corrupt", "metrics", "rotate", "rotation_curves", "sensitivity",
-]  # fmt: skip
+__all__ = ["AugmentedLoader", "Comparison", "Sensitivities", "StrongAugmentation", "compare", "metrics", "sensitivity"]

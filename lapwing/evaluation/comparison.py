@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from ..covariance import Latent
 from ..covariance.terms import EigenTerm
-from ..errors import LapwingError, is_one_of, shown
+from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, Prediction
 from ..likelihoods.inferred import inferred_likelihood
+from ..methods.options import check_choice, check_count
 from ..network import batches
 from ..network.calling import call
 from ..posterior import Posterior
@@ -45,7 +46,7 @@ FORMATS = {"accuracy": ".2%", "ECE": ".2%", "90 % interval": ".1%", "fit s": ".2
 
 @dataclass(frozen=True)
 class Comparison:
-    """A table of numbers, one row a candidate; prints as text, and in colour by `rich.print`.
+    """A table of numbers, one row a candidate; prints as text.
 
     Attributes:
         columns: what was measured.
@@ -63,29 +64,16 @@ class Comparison:
 
     def __str__(self) -> str:
         """The table, then the notes."""
-        cells = [["", *self.columns], *([name, *self._formatted(name)] for name in self.rows)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if i else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in cells
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join([*(line.rstrip() for line in lines), *self.notes])
-
-    def __rich__(self) -> Any:
-        """The table for `rich.print`, which alone asks for it."""
-        from rich.table import Table
-
-        table = Table(caption="\n".join(self.notes), caption_justify="left")
-        table.add_column("")
-        for column in self.columns:
-            table.add_column(column, justify="right")
-        for name in self.rows:
-            table.add_row(name, *self._formatted(name))
-        return table
+        cells = [["", *self.columns]]
+        for name, row in self.rows.items():
+            cells.append([name, *(format(row[c], FORMATS.get(c, ".4f")) if c in row else "" for c in self.columns)])
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        cells.insert(1, ["-" * width for width in widths])
+        lines = []
+        for name, *numbers in cells:
+            right = (cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))
+            lines.append("  ".join([name.ljust(widths[0]), *right]).rstrip())
+        return "\n".join([*lines, *self.notes])
 
     def to_csv(self) -> str:
         """Returns the numbers, unrounded, as comma-separated values with a header."""
@@ -94,10 +82,6 @@ class Comparison:
         writer.writerow(["candidate", *self.columns])
         writer.writerows([name, *(row.get(column, "") for column in self.columns)] for name, row in self.rows.items())
         return text.getvalue()
-
-    def _formatted(self, name: str) -> list[str]:
-        row = self.rows[name]
-        return [format(row[c], FORMATS.get(c, ".4f")) if c in row else "" for c in self.columns]
 
 
 def compare(
@@ -190,15 +174,13 @@ def _check(posteriors: Any, score: str, repeats: Any, fit_seconds: Any) -> None:
                 f"The candidate {shown(name)} of compare is {batches.describe(candidate)}. Pass a posterior, a pair "
                 "(posterior, way) or a network."
             )
-    if not is_one_of(score, ("entropy", "confidence")):
-        raise LapwingError(f"score={shown(score)} is unknown. Write score='entropy' or score='confidence'.")
-    real = isinstance(fit_seconds, Mapping) and all(isinstance(value, Real) for value in fit_seconds.values())
+    check_choice("compare", "score", score, tuple(SCORES))
+    check_count("compare", "repeats", repeats)
+    real = isinstance(fit_seconds, Mapping) and all(
+        isinstance(seconds, Real) and seconds < 1e300 for seconds in fit_seconds.values()
+    )
     if fit_seconds is not None and not real:
         raise LapwingError(f"fit_seconds is {shown(fit_seconds)}. Pass a dict of seconds by name, or leave it out.")
-    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-        raise LapwingError(
-            f"repeats={shown(repeats)} is not a number of timings. Pass a whole number of at least 1: repeats=3."
-        )
 
 
 def _check_foreign(foreign: Any, loader: Iterable[Any]) -> None:

@@ -7,12 +7,13 @@ O(N C) time and memory (plus a sort of N values where it says so).
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import LapwingError, extra, shown
-from .arguments import real_tensor
+from ..network.batches import check_dense
 
 _SQRT_HALF = math.sqrt(0.5)
 
@@ -127,10 +128,10 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
     """
     torchmetrics = extra("torchmetrics.functional.classification")
     probs, labels = _classification("expected_calibration_error", probs, labels)
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
+    if isinstance(bins, bool) or not isinstance(bins, int) or not 1 <= bins < 2**24:
         raise LapwingError(
             f"expected_calibration_error sorts confidences into bins, and bins is {shown(bins)}. Pass an "
-            "integer of at least 1: expected_calibration_error(probs, labels, bins=15)."
+            "integer from 1 to 2**24: expected_calibration_error(probs, labels, bins=15)."
         )
     # torchmetrics takes values above 1 for logits, and puts a confidence of exactly 1 into another bin
     probs = probs.clamp(0.0, 1.0 - 2.0**-24)
@@ -260,6 +261,28 @@ def interval_coverage(lower: Tensor, upper: Tensor, y: Tensor) -> Tensor:
             "NaN end or lower > upper. Pass lower <= upper: interval_coverage(*prediction.interval(0.9), y)."
         )
     return ((lower <= y) & (y <= upper)).double().mean()
+
+
+def real_tensor(asked: str, name: str, value: Any) -> Tensor:
+    """Returns an argument as a tensor of real numbers, without its graph; numbers, lists and arrays become one.
+
+    Args:
+        asked: the function that the user called.
+        name: the argument.
+        value: its value.
+
+    Raises:
+        LapwingError: for anything else: complex tensors and those that `check_dense` refuses included.
+    """
+    try:
+        tensor = torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        tensor = None
+    if tensor is not None:
+        check_dense(tensor, f"The argument {name} of {asked}")
+    if tensor is None or tensor.is_complex():
+        raise LapwingError(f"{asked} takes a dense tensor of real numbers as {name}. {name} is {shown(value)}.")
+    return tensor
 
 
 def _double(function: str, name: str, value: Tensor) -> Tensor:

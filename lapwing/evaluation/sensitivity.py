@@ -23,6 +23,7 @@ from ..posterior.prior import is_positive
 from ..prediction import Linearized, Uncertain, Way
 from ..prediction.propagation import NoCovariance, Untreated, certain_latent
 from ..prediction.uncertain import leaves_of, placed, with_leaves
+from .sensitivity_plots import bars, maps
 
 _SLOWED = 0.75
 """θ: where `weight` is None, the loss grows at 1 - θ of its speed without the pull towards smaller variances."""
@@ -84,11 +85,9 @@ class Sensitivities:
 
         Cost: needs matplotlib, `pip install lapwing[eval]`.
         """
-        from . import sensitivity_plots  # matplotlib is imported there
-
         if shape is None and self.values.ndim == 2:
-            return sensitivity_plots.bars(self.values, axes, features)
-        return sensitivity_plots.maps(self.values, self.inputs, axes, shape, low, labels)
+            return bars(self.values, axes, features)
+        return maps(self.values, self.inputs, axes, shape, low, labels)
 
 
 @outside_modes

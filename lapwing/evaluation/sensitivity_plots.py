@@ -22,22 +22,7 @@ def maps(
     low: float = 0.0,
     labels: Sequence[str] | None = None,
 ) -> Any:
-    """Draws each image in grey under its sensitivities in colour, from `low` to 1.
-
-    Args:
-        values: sensitivities (B, ...).
-        inputs: images, in the same shape.
-        axes: one for each image; a new figure when None.
-        shape: (height, width) or (channels, height, width) of a sample, where it is flat.
-        low: where the colours begin; below, the image shows.
-        labels: titles.
-
-    Returns:
-        The figure.
-
-    Raises:
-        LapwingError: for what is not an image, or another number of axes or labels.
-    """
+    """Draws each image in grey under its sensitivities in colour, from `low` to 1: see `Sensitivities.plot`."""
     plt = extra("matplotlib.pyplot")
     if isinstance(low, bool) or not isinstance(low, Real) or not 0 <= low < 1:
         raise LapwingError(f"plot(low={shown(low)}) is out of range. Pass a number from 0 to below 1: low=0.5.")
@@ -55,19 +40,7 @@ def maps(
 
 
 def bars(values: Tensor, axes: Any = None, features: Sequence[str] | None = None) -> Any:
-    """Draws the mean sensitivity of each feature, largest on top, with the quartiles over samples as lines.
-
-    Args:
-        values: sensitivities (B, d).
-        axes: an axis; a new figure when None.
-        features: d names.
-
-    Returns:
-        The figure.
-
-    Raises:
-        LapwingError: for another number of names.
-    """
+    """Draws the mean sensitivity of each feature, largest on top, with the quartiles over samples as lines."""
     plt = extra("matplotlib.pyplot")
     count = values.shape[1]
     names = [f"x{i}" for i in range(count)] if features is None else _names(features, count, "features")
@@ -118,8 +91,11 @@ def _names(names: Any, count: int, kind: str) -> list[Any]:
 def _axes(axes: Any, count: int, make: Any) -> list[Any]:
     """Returns the axes as a list, new ones for None."""
     flat = list(np.ravel(make() if axes is None else axes))
-    if len(flat) != count:
-        raise LapwingError(f"There are {count} pictures and {len(flat)} axes. Pass one axis for each.")
+    if len(flat) != count or not all(hasattr(axis, "imshow") for axis in flat):
+        raise LapwingError(
+            f"There are {count} pictures and {len(flat)} axes of the types {sorted({type(x).__name__ for x in flat})}. "
+            "Pass one axis of matplotlib for each: plt.subplots(1, count)[1]."
+        )
     return flat
 
 

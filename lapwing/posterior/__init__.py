@@ -1,7 +1,8 @@
 """The posterior and what belongs to it: prior, evidence, diagnosis, the file that it is saved to.
 
 It imports `prediction`, `likelihoods`, `covariance` and what is below them, never `methods`, `tuning` or `fitting`.
-Begin with `posterior.py`; `saving.py` and `loading.py` hold the file format over the container of `storage.py`.
+Begin with `posterior.py`; `storage.py` writes files, and `loading.py` makes posteriors
+of them.
 """
 
 from __future__ import annotations

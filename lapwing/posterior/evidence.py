@@ -1,21 +1,24 @@
-"""The Laplace evidence of a fit, and what its exact form at the linearised model's mode adds to it."""
+"""The Laplace evidence of a fit, its exact form at the linearised model's mode, and the report that reads it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..covariance import Covariance, PriorCovariance
+from ..covariance import PriorCovariance
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import total
 from ..network import batches
 from ..tangent import Tangent, Vectors
 from .prior import Prior
+
+if TYPE_CHECKING:
+    from .posterior import Posterior
 
 
 @dataclass(frozen=True)
@@ -76,43 +79,27 @@ def effective_parameters(covariance: PriorCovariance, prior: Prior) -> float:
     return float(torch.autograd.grad(ratio, scale)[0]) * covariance.scale
 
 
-def gain_at_linearised_mode(covariance: Covariance, gradient: Vectors) -> Tensor:
+def gain_at_linearised_mode(posterior: Posterior, loader: Iterable[Any]) -> Tensor:
     """Returns `1/2 gᵀΣg`, by which the evidence at the linearised model's mode exceeds that at θ̂."""
-    product = covariance.mv(gradient)
+    gradient = log_joint_gradient(posterior, loader)
+    product = posterior.covariance.mv(gradient)
     return total((gradient[name] * product[name]).sum() for name in gradient).double() / 2
 
 
-def log_joint_gradient(
-    tangent: Tangent,
-    prior: Prior,
-    likelihood: Likelihood,
-    loader: Iterable[Any],
-    *,
-    samples: int,
-    data_weight: float,
-    dtype: torch.dtype,
-) -> Vectors:
-    """Returns the gradient of `k log p(y|θ) + log p(θ)` at θ̂, (P_block,) a block.
-
-    Args:
-        tangent: the network and its treated blocks.
-        prior: δ and μ0.
-        likelihood: with its noise variance.
-        loader: the training data of the fit.
-        samples: n, how many samples the fit saw.
-        data_weight: k = N/(n τ).
-        dtype: of the sums.
+def log_joint_gradient(posterior: Posterior, loader: Iterable[Any]) -> Vectors:
+    """Returns the gradient of `k log p(y|θ) + log p(θ)` at θ̂, (P_block,) a block, from the training data of the fit.
 
     Raises:
         LapwingError: where the loader is none, or shows another number of samples.
 
     Cost: one pass of one backward pass a batch.
     """
+    tangent, dtype = posterior.tangent, posterior.covariance.dtype
     batches.check_loader(loader, "The evidence at the linearised mode")
     mean, count = tangent.mean(), 0
     gradient = {
-        block.name: -delta * (mean[block.name] - prior.mean[block.name]).to(dtype)
-        for block, delta in zip(tangent.blocks, prior.precision.tolist(), strict=True)
+        block.name: -delta * (mean[block.name] - posterior.prior.mean[block.name]).to(dtype)
+        for block, delta in zip(tangent.blocks, posterior.prior.precision.tolist(), strict=True)
     }
     length = tangent.chunk_length(1, dtype)
     for batch in loader:
@@ -120,15 +107,52 @@ def log_joint_gradient(
         for rows, chunk in batches.chunks(inputs, length):
 
             def score(outputs: Tensor, targets: Tensor = targets[rows]) -> Tensor:
-                return likelihood.score(outputs, targets).unsqueeze(-1)  # (B, C, 1)
+                return posterior.likelihood.score(outputs, targets).unsqueeze(-1)  # (B, C, 1)
 
             record = tangent.record(chunk, score, dtype)
             count += record.samples
             for name in gradient:
-                gradient[name] = gradient[name] + data_weight * record[name].sum_rows()[0]
-    if count != samples:
+                gradient[name] = gradient[name] + posterior.data_weight * record[name].sum_rows()[0]
+    if count != posterior.samples:
         raise LapwingError(
-            f"The loader shows {count} samples, and the fit saw {samples}. Pass the training data of the fit, in a "
-            "loader that can be gone through again."
+            f"The loader shows {count} samples, and the fit saw {posterior.samples}. Pass the training data of the fit "
+            "in a loader that can be gone through again."
         )
     return gradient
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a posterior is, in numbers; prints as a small report.
+
+    Attributes:
+        method: the method and its options.
+        weights: P.
+        samples: n.
+        prior_precision: δ, or None without a prior.
+        noise_variance: σ².
+        log_evidence: log Z in nats.
+        effective_parameters: `Σ s λ/(s λ + δ)`, how many directions the data determined.
+        coverage: the table of layer families.
+    """
+
+    method: str
+    weights: int
+    samples: int
+    prior_precision: float | dict[str, float] | None
+    noise_variance: float | None
+    log_evidence: float | None
+    effective_parameters: float | None
+    coverage: str
+
+    def __str__(self) -> str:
+        """The report."""
+        lines = [f"{self.method} over {self.weights:,} weights, {self.samples:,} samples"]
+        if self.prior_precision is not None:
+            lines.append(f"prior precision {self.prior_precision}")
+        if self.noise_variance is not None:
+            lines.append(f"noise variance {self.noise_variance:.4g}")
+        if self.log_evidence is not None:
+            lines.append(f"log evidence {self.log_evidence:.2f}")
+            lines.append(f"effective number of parameters {self.effective_parameters:.1f}")
+        return "\n".join([*lines, self.coverage])

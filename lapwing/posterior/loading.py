@@ -18,10 +18,9 @@ from ..network.batches import Forward
 from ..network.eager import outside_modes
 from ..network.stamp import Stamp, fingerprint
 from ..tangent import Tangent
-from . import storage
 from .posterior import Posterior
 from .prior import Prior
-from .saving import HEADER, check_contents
+from .storage import HEADER, check_contents, read
 
 DTYPES = frozenset(str(value) for value in vars(torch).values() if isinstance(value, torch.dtype))
 
@@ -71,7 +70,7 @@ def load(
             f"The first argument of lw.load is a {type(path).__name__}. Pass the path of a file, and then the network: "
             "write lw.load('posterior.safetensors', model)."
         )
-    tensors, header = storage.read(path)
+    tensors, header = read(path)
     likelihood = None if likelihood is None else resolve(likelihood)
     try:
         return _rebuilt(path, tensors, header, model, likelihood, forward, memory)

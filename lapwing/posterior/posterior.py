@@ -23,17 +23,10 @@ from ..network.module_state import walked_once
 from ..network.stamp import Stamp
 from ..prediction import Linearized, Way
 from ..tangent import Tangent, split
-from .diagnosis import Diagnosis, summary
-from .evidence import (
-    LogEvidence,
-    effective_parameters,
-    gain_at_linearised_mode,
-    log_joint_gradient,
-    squared_distance,
-)
+from .evidence import Diagnosis, LogEvidence, effective_parameters, gain_at_linearised_mode, squared_distance
 from .latents import latent_of
 from .prior import Prior, check_positive, check_range
-from .saving import write
+from .storage import save
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,7 +76,20 @@ class Posterior:
 
     def __repr__(self) -> str:
         """One line; the network and its blocks are under `model` and `print(posterior.tangent.coverage)`."""
-        return summary(self)
+        precision, parameters = self.prior_precision, list(self.tangent.parameters)
+        names = ", ".join(parameters[:4]) + (f", ... {len(parameters)} parameters" if len(parameters) > 4 else "")
+        facts = [repr(self.likelihood)]
+        if isinstance(precision, float):
+            facts.append(f"prior_precision={precision:.4g}")
+        elif precision is not None:
+            facts.append(f"prior_precision=one for each of {len(precision)} blocks")
+        facts += [
+            f"{name}={getattr(self, name):g}" for name in ("data_factor", "temperature") if getattr(self, name) != 1
+        ]
+        return (
+            f"<Posterior by {self.method} over {self.tangent.size:,} weights of {type(self.model).__name__} ({names}), "
+            f"{self.samples:,} samples, {', '.join(facts)}>"
+        )
 
     @property
     def tuned(self) -> bool:
@@ -211,11 +217,7 @@ class Posterior:
                     "The evidence at the linearised mode needs the training data. Write "
                     "posterior.log_marginal_likelihood(linearised_mode=True, loader=loader)."
                 )
-            gradient = log_joint_gradient(
-                self.tangent, self.prior, self.likelihood, loader,
-                samples=self.samples, data_weight=self.data_weight, dtype=self.covariance.dtype,
-            )  # fmt: skip
-            value = value + gain_at_linearised_mode(self.covariance, gradient)
+            value = value + gain_at_linearised_mode(self, loader)
         return float(value)
 
     def latent(self, x: Any, via: Way = Linearized(), joint: bool = False) -> AnyLatent:  # noqa: B008 (frozen)
@@ -321,7 +323,7 @@ class Posterior:
             LapwingError: for a path that cannot be written, or weights that changed since the fit.
         """
         self._check_network()
-        write(self, path)
+        save(self, path)
 
     def _check_network(self) -> None:
         check_mode(self.tangent.model)

@@ -1,5 +1,6 @@
-"""Files: tensors and one JSON header in a safetensors file that carries a checksum of itself.
+"""Files: what a saved posterior holds, and the safetensors file that carries it with a checksum of itself.
 
+A file holds everything but the network, of which it keeps fingerprints to know it again by: tensors and a JSON header.
 A file is written under a temporary name and renamed, so that it is whole or not there. The checksum is the SHA-256 of
 all bytes of the file, its own 64 digits taken as zeros; nothing is read before it agrees.
 """
@@ -13,16 +14,22 @@ import os
 import re
 import secrets
 import stat
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+import safetensors.torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
+from ..contents import Entry, Mismatch, check_json, check_tensors, is_count, is_positive, largest
+from ..covariance import COVARIANCES
 from ..errors import LapwingError
+from ..network.stamp import fingerprint
+from ..tangent import Tangent
+
+if TYPE_CHECKING:
+    from .posterior import Posterior
 
 FORMAT = 3
 """The one format that is written and read; docs/file-format.md describes it."""
@@ -42,18 +49,82 @@ HEAD_BYTES = 100_000_000
 PIECE = 2**20
 """So many bytes are read at once."""
 
-PREFIX = ".lapwing-"
-"""What names of temporary files begin with."""
+HEADER = {
+    "format": int, "tangent": dict,
+    "covariance": {"class": str, "extra": dict},
+    "likelihood": {"name": str, "noise_variance": lambda value: value is None or is_positive(value)},
+    "given": (bool, bool),
+    "samples": lambda samples: is_count(samples) and samples > 0,
+    "data_factor": lambda factor: is_positive(factor) and factor >= 1,
+    "temperature": is_positive, "method": lambda method: type(method) is str, "forward": bool, "dtypes": dict,
+}  # fmt: skip
+"""What a file's header must be."""
 
-ABANDONED = 3600.0
-"""A temporary file that nothing was written to for so many seconds is what a killed process left."""
+
+def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
+    """Writes what `load` needs to one file: `Posterior.save` once the network is known to be that of the fit.
+
+    Args:
+        posterior: the posterior.
+        path: the file.
+
+    Raises:
+        LapwingError: for a path that cannot be written, and for what `load` would refuse, such as NaN.
+    """
+    kind = type(posterior.covariance)
+    if COVARIANCES.get(kind.__name__) is not kind:
+        raise LapwingError(
+            f"The covariance class {kind.__name__} is not registered, so files cannot name it. Decorate it with "
+            "@lapwing.covariance.register."
+        )
+    tensors = {f"covariance/{name}": tensor for name, tensor in posterior.covariance.tensors().items()}
+    tensors |= {f"prior_mean/{name}": tensor for name, tensor in posterior.prior.mean.items()}
+    tensors |= {f"statistics/{name}": tensor for name, tensor in posterior.statistics.items()}
+    tensors |= {f"history/{name}": tensor for name, tensor in posterior.history.items()}
+    state = posterior.tangent.state()
+    tensors |= {f"weights/{name}": fingerprint(value) for name, value in state.items()}
+    header = {
+        "tangent": posterior.tangent.to_json(),
+        "covariance": {"class": kind.__name__, "extra": posterior.covariance.extra()},
+        "likelihood": {"name": posterior.likelihood.name, "noise_variance": posterior.noise_variance},
+        "given": [posterior.prior.given, posterior.noise_given],
+        "samples": posterior.samples,
+        "data_factor": posterior.data_factor,
+        "temperature": posterior.temperature,
+        "method": posterior.method,
+        "forward": posterior.tangent.forward is not None,
+        "dtypes": {name: str(value.dtype) for name, value in state.items()},
+    }
+    try:
+        read = json.loads(json.dumps({"format": FORMAT, **header}))
+        check_json(read, HEADER, "the header")
+        check_contents(posterior.tangent, tensors, read)
+    except Mismatch as error:
+        raise LapwingError(
+            f"The posterior cannot be saved, since {error}. Look at posterior.diagnose(), and fit again with other "
+            "options."
+        ) from error
+    write(path, tensors, header)
+
+
+def check_contents(tangent: Tangent, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    """Raises where the tensors that predictions are made of do not belong to a checked header and a network.
+
+    The network's fingerprints are compared besides, and the history may hold anything.
+    """
+    kind, bound = COVARIANCES[header["covariance"]["class"]], largest(tangent.dtype, 1 / 2)
+    described = kind.entries(tangent, header["covariance"]["extra"])
+    entries = {f"covariance/{name}": entry for name, entry in described.items()}
+    entries |= {f"prior_mean/{b.name}": Entry((b.size,), (tangent.dtype,), -bound, bound) for b in tangent.blocks}
+    entries |= {name: Entry() for name in tensors if name.startswith("statistics/")}
+    used = {name: value for name, value in tensors.items() if not name.startswith(("weights/", "history/"))}
+    check_tensors(used, entries)
 
 
 def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
     """Writes tensors and a JSON header; the file appears whole or not at all.
 
-    A link is followed, an existing file keeps its mode, and a new one gets the mode that the umask allows. Temporary
-    files that killed processes left in the folder more than an hour ago are removed.
+    A link is followed, an existing file keeps its mode, and a new one gets the mode that the umask allows.
 
     Args:
         path: where to.
@@ -65,13 +136,12 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict
     """
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     text = json.dumps({"sha256": BLANK.decode(), "format": FORMAT, **header}, allow_nan=False)
-    data = memoryview(save(plain, {KEY: text}))
+    data = memoryview(safetensors.torch.save(plain, {KEY: text}))
     place = CHECKSUM.search(data)
     assert place is not None
     parts = data[: place.start()], hashlib.sha256(data).hexdigest().encode(), data[place.end() :]
     try:
         target, mode = _place(path)
-        _remove_abandoned(target.parent)
         with _replacing(target, mode) as file:
             for part in parts:
                 file.write(part)
@@ -108,7 +178,7 @@ def _place(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
 @contextlib.contextmanager
 def _replacing(target: Path, mode: int | None) -> Iterator[BinaryIO]:
     """Opens a temporary file beside a file, which it replaces when all is written."""
-    temporary = target.parent / f"{PREFIX}{secrets.token_hex(8)}.tmp"
+    temporary = target.parent / f".lapwing-{secrets.token_hex(8)}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     handle = os.open(temporary, flags, 0o666 if mode is None else mode & 0o777)
     try:
@@ -128,16 +198,6 @@ def _replacing(target: Path, mode: int | None) -> Iterator[BinaryIO]:
             os.fsync(folder)
         finally:
             os.close(folder)
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Removes temporary files that killed processes left."""
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith(PREFIX) and entry.name.endswith(".tmp") and entry.is_file(follow_symlinks=False):
-                with contextlib.suppress(OSError):
-                    if time.time() - entry.stat().st_mtime > ABANDONED:
-                        os.unlink(entry.path)
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -189,14 +249,10 @@ def _check_sum(path: Path, file: BinaryIO) -> None:
     head = file.read(min(int.from_bytes(start, "little"), HEAD_BYTES))
     checksums = CHECKSUM.findall(head)
     if len(checksums) != 1:
-        origin = "has another origin than posterior.save(path), or is damaged. Pass the path of a saved posterior to "
-        origin += "lw.load(path, model)."
-        if b'"lapwing":' in head and not checksums:
-            origin = (
-                "was written by lapwing 0.1 before it had a checksum, or is damaged. Save the posterior again with "
-            )
-            origin += "posterior.save(path)."
-        raise LapwingError(f"The file {_shown(path)} {origin}")
+        raise LapwingError(
+            f"The file {_shown(path)} has another origin than posterior.save(path), or is damaged. Pass the path of a "
+            "saved posterior to lw.load(path, model)."
+        )
     digest = hashlib.sha256(start)
     digest.update(CHECKSUM.sub(BLANK, head))
     piece = bytearray(PIECE)

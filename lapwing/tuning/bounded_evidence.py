@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from ..covariance import PriorCovariance
-from ..errors import LapwingError, shown
-from ..likelihoods import Gaussian
+from ..errors import LapwingError
+from ..methods.options import check_count, check_positive
 from ..network import batches
 from ..network.eager import outside_modes
 from ..network.loaders import other_size
@@ -21,6 +21,7 @@ from .base import Training, Tuning
 from .evidence import Evidence
 from .held_out import held_out_scores, mean_variances
 from .leave_one_out import leave_one_out
+from .search import evenly
 
 log = logging.getLogger("lapwing")
 
@@ -82,19 +83,15 @@ class BoundedEvidence(Tuning):
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
-        for name, value, low in (("samples", self.samples, 1), ("points", self.points, 3)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise LapwingError(
-                    f"{name}={shown(value)} is not a whole number from {low} up. Write "
-                    "lw.BoundedEvidence(samples=500, points=17)."
-                )
-        for name, number in (("nats", self.nats), ("decades", self.decades)):
-            real = isinstance(number, (int, float)) and not isinstance(number, bool)
-            if not (real and 0 < number < math.inf):
-                raise LapwingError(
-                    f"{name}={shown(number)} is not a positive finite number. Write "
-                    "lw.BoundedEvidence(nats=0.005, decades=8.0)."
-                )
+        check_positive("lw.BoundedEvidence", "nats", self.nats, 0.005)
+        check_positive("lw.BoundedEvidence", "decades", self.decades, 8.0)
+        check_count("lw.BoundedEvidence", "samples", self.samples)
+        check_count("lw.BoundedEvidence", "points", self.points)
+        if self.points < 3:
+            raise LapwingError(
+                f"lw.BoundedEvidence(points={self.points}) interpolates between 3 points or more. Write "
+                "lw.BoundedEvidence(points=17)."
+            )
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
@@ -103,7 +100,7 @@ class BoundedEvidence(Tuning):
         is_bounded = posterior.prior.given or tuned.noise_variance is not None
         if is_bounded or not isinstance(tuned.covariance, PriorCovariance):
             return tuned
-        exponents = [self.decades * i / (self.points - 1) for i in range(self.points)]
+        exponents = evenly(0.0, self.decades, self.points)
         candidates = [_raised(tuned, exponent) for exponent in exponents]
         costs = self.costs(candidates, training.loader, training.shown)
         exponent = crossing(exponents, costs, self.nats)
@@ -124,12 +121,9 @@ class BoundedEvidence(Tuning):
     def _with_bounded_noise(self, posterior: Posterior, tuned: Posterior, training: Training) -> Posterior:
         """Returns the maximum of the evidence, or that at the σ² with which predictions have the width s."""
         residual, best = posterior.likelihood.residual_variance(posterior.statistics), tuned.noise_variance
-        if posterior.noise_given or not isinstance(posterior.likelihood, Gaussian) or residual is None or best is None:
+        if posterior.noise_given or residual is None or best is None:
             return tuned
-        shown = training.shown or posterior.samples
-        parts = list(self._parts(posterior, training.loader, training.shown, 2 * self.samples))
-        if not parts:
-            raise other_size(0, "to the tuning", posterior.samples)
+        parts = list(spread(training.loader, 2 * self.samples, posterior, training.shown))
         exact = leave_one_out(posterior, parts)
         inputs = [part for part, _ in parts]
         bound = exact.width
@@ -138,11 +132,14 @@ class BoundedEvidence(Tuning):
                 return tuned
             top = min(best, bound)
         else:  # too narrow: raise it, if s comes from more weights than the posterior treats and from enough samples
-            if not exact.more_weights or 2 * exact.samples < shown * posterior.data_factor:
+            if (
+                not exact.more_weights
+                or 2 * exact.samples < (training.shown or posterior.samples) * posterior.data_factor
+            ):
                 return tuned
             top = bound
         low, high = math.log(residual), math.log(max(residual, top))
-        logs = [low + (high - low) * i / (POINTS - 1) for i in range(POINTS)]
+        logs = evenly(low, high, POINTS)
         ends = [_at_noise(posterior, math.exp(x)) for x in (low, (low + high) / 2, high)]
         candidates = [posterior.at(_between(ends, i / (POINTS - 1)), math.exp(x)) for i, x in enumerate(logs)]
         totals = [math.exp(x) + v for x, v in zip(logs, mean_variances(candidates, inputs), strict=True)]
@@ -175,46 +172,43 @@ class BoundedEvidence(Tuning):
         """
         first = candidates[0]
         totals, count = [0.0] * len(candidates), 0
-        for inputs, targets in self._parts(first, loader, shown, self.samples):
+        for inputs, targets in spread(loader, self.samples, first, shown):
             size = batches.size(inputs)
             scores = held_out_scores(candidates, None, [(inputs, targets)])  # checks the targets
             certain = float(first.likelihood.log_prob(first.tangent.outputs_of(inputs), targets).double().sum())
             totals = [cost + certain - size * score for cost, (score,) in zip(totals, scores, strict=True)]
             count += size
-        if not count:
-            raise other_size(0, "to the tuning", first.samples)
         return [cost / count for cost in totals]
 
-    def _parts(
-        self, posterior: Posterior, loader: Iterable[Any], shown: int | None, limit: int
-    ) -> Iterator[tuple[Any, Tensor]]:
-        """Yields batches spread over the loader, which must show as many samples as a fit that saw all of it."""
-        whole, exact = shown or posterior.samples, shown == posterior.samples
-        for inputs, targets in self._spread(loader, whole, limit, exact):
-            yield batches.plain(inputs, posterior.tangent.device), batches.plain(targets, posterior.tangent.device)
 
-    @staticmethod
-    def _spread(loader: Iterable[Any], whole: int, limit: int, exact: bool = False) -> Iterator[tuple[Any, Tensor]]:
-        """Yields whole batches spread evenly over the loader, up to a number of samples.
+def spread(loader: Iterable[Any], limit: int, posterior: Posterior, shown: int | None) -> Iterator[tuple[Any, Tensor]]:
+    """Yields whole batches spread evenly over the training data of a posterior, up to a number of samples.
 
-        Raises:
-            LapwingError: if exact, where the loader ends after another number of samples.
-        """
-        start = taken = 0
-        for batch in loader:
-            inputs, targets = batches.split(batch)
-            size, left = batches.size(inputs), limit - taken
-            if size and left > 0 and taken * whole <= start * limit:
-                if size > left:  # every so many of its samples
-                    rows = slice(0, left * (size // left), size // left)
-                    inputs, targets = batches.take(inputs, rows), targets[rows]
-                taken += batches.size(inputs)
-                yield inputs, targets
-            start += size
-            if taken >= limit:
-                return
-        if exact and start != whole:
-            raise other_size(start, "to the tuning", whole)
+    Args:
+        loader: the training data.
+        limit: how many samples.
+        posterior: whose device they are put on.
+        shown: how many samples the loader shows; those of the posterior where None.
+
+    Raises:
+        LapwingError: for a loader without samples, or that ends after other samples than the fit had, if it had all.
+    """
+    device, whole = posterior.tangent.device, shown or posterior.samples
+    start = taken = 0
+    for batch in loader:
+        inputs, targets = batches.split(batch)
+        size, left = batches.size(inputs), limit - taken
+        if size and left > 0 and taken * whole <= start * limit:
+            if size > left:  # every so many of its samples
+                rows = slice(0, left * (size // left), size // left)
+                inputs, targets = batches.take(inputs, rows), targets[rows]
+            taken += batches.size(inputs)
+            yield batches.plain(inputs, device), batches.plain(targets, device)
+        start += size
+        if taken >= limit:
+            return
+    if not taken or (shown == posterior.samples and start != whole):
+        raise other_size(start, "to the tuning", posterior.samples)
 
 
 def crossing(points: Sequence[float], costs: Sequence[float], bound: float) -> float:

@@ -5,50 +5,40 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..covariance import Latent, PriorCovariance, Subspace
+from ..covariance import Latent, Subspace
 from ..errors import LapwingError, shown
 from ..likelihoods import Prediction
 from ..network import batches
 from ..posterior import Posterior
 from ..tangent import Record
+from .search import evenly
 
 log = logging.getLogger("lapwing")
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Candidates for one scalar δ.
+PLATEAU = 1e-4
+"""Candidates whose scores differ by less are tied, in nats a sample."""
 
-    Attributes:
-        decades: the range of log10 δ.
-        points: how many.
-    """
+NOISE_EXPONENTS = evenly(-3.0, 3.0, 25)
+"""Candidates for log10 of σ² relative to the evidence's."""
 
-    decades: tuple[float, float]
-    points: int
 
-    def check(self, tuning: str) -> None:
-        """Raises for a range or number that makes no grid."""
-        pair = isinstance(self.decades, tuple) and len(self.decades) == 2
-        rising = pair and all(isinstance(end, Real) for end in self.decades) and self.decades[0] < self.decades[1]
-        if not (rising and isinstance(self.points, int) and self.points >= 3):
-            raise LapwingError(
-                f"{tuning} needs a rising range and at least 3 points, and has decades={shown(self.decades)}, "
-                f"points={shown(self.points)}. Write decades=(-5, 7), points=25."
-            )
-
-    @property
-    def exponents(self) -> list[float]:
-        """The values of log10 δ."""
-        low, high = self.decades
-        return [low + (high - low) * i / (self.points - 1) for i in range(self.points)]
+def check_grid(tuning: str, decades: Any, points: Any) -> None:
+    """Raises for a range or number that makes no grid."""
+    pair = isinstance(decades, tuple) and len(decades) == 2
+    rising = pair and all(isinstance(end, Real) for end in decades) and decades[0] < decades[1]
+    if not (rising and isinstance(points, int) and points >= 3):
+        raise LapwingError(
+            f"{tuning} needs a rising range and at least 3 points, and has decades={shown(decades)}, "
+            f"points={shown(points)}. Write decades=(-5, 7), points=25."
+        )
 
 
 def with_ranks(posterior: Posterior, ranks: Sequence[int]) -> list[Posterior]:
@@ -70,22 +60,25 @@ def with_ranks(posterior: Posterior, ranks: Sequence[int]) -> list[Posterior]:
     return [*(replace(posterior, covariance=covariance.with_rank(rank)) for rank in shorter), posterior]
 
 
-def best_of(posteriors: Sequence[Posterior], grid: Grid, loader: Iterable[Any]) -> Posterior:
+def best_of(
+    posteriors: Sequence[Posterior], decades: tuple[float, float], points: int, loader: Iterable[Any]
+) -> Posterior:
     """Returns the posterior with the best held-out log likelihood, at its best scalar δ and noise variance.
 
-    What the user gave is kept.
-
-    All pairs of a grid are compared, and the best is refined by parabolas through its neighbours. Raising σ² by a
-    factor q at δ/q multiplies the whole covariance of y by q, so a candidate for σ² needs no contraction:
+    What the user gave is kept. All pairs of a grid are compared, and the best is refined by parabolas through its
+    neighbours. Raising σ² by a factor q at δ/q multiplies the whole covariance of y by q, so a candidate for σ² needs
+    no contraction:
     `log N(y; f, q S) = log N(f + (y - f)/√q; f, S) - C/2 log q`.
     """
     first = posteriors[0]
     open_noise = not first.noise_given and first.noise_variance is not None
     if first.prior.given:
-        scores = held_out_scores(posteriors, None, loader) if len(posteriors) > 1 else [[0.0]]
-        best = posteriors[max(range(len(scores)), key=lambda i: scores[i][0])]
+        best = first
+        if len(posteriors) > 1:
+            scores = held_out_scores(posteriors, None, loader)
+            best = posteriors[max(range(len(scores)), key=lambda i: scores[i][0])]
         return _best_noise(best, loader) if open_noise else best
-    deltas, factors = grid.exponents, NOISE_EXPONENTS if open_noise else [0.0]
+    deltas, factors = evenly(*decades, points), NOISE_EXPONENTS if open_noise else [0.0]
     table = _scores(posteriors, [10**e for e in deltas], [10**e for e in factors], loader)
     which, at, k = (int(i) for i in torch.unravel_index(table.nan_to_num(-math.inf).argmax(), table.shape))
     delta = _refined(deltas, table[which, :, k].tolist(), at)
@@ -93,7 +86,7 @@ def best_of(posteriors: Sequence[Posterior], grid: Grid, loader: Iterable[Any]) 
     if at in (0, len(deltas) - 1):
         row = table[which, :, k].tolist()
         tied = sum(row[at] - score < PLATEAU for score in row)
-        low, high = grid.decades
+        low, high = decades
         if tied > 1:
             advice = f"{tied} candidates there differ by less than {PLATEAU:g} nats, so that it matters little"
         else:
@@ -107,13 +100,6 @@ def best_of(posteriors: Sequence[Posterior], grid: Grid, loader: Iterable[Any]) 
     best = posteriors[which]
     noise = None if best.noise_variance is None else best.noise_variance * factor
     return best.at(torch.full_like(best.prior.precision, 10**delta / factor), noise)
-
-
-PLATEAU = 1e-4
-"""Candidates whose scores differ by less are tied, in nats a sample."""
-
-NOISE_EXPONENTS = [i / 4 for i in range(-12, 13)]
-"""Candidates for log10 of σ² relative to the evidence's."""
 
 
 def _best_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior:
@@ -171,15 +157,15 @@ def _scores(
                 first.likelihood.check(record.outputs, labels)
                 count += record.samples
                 for members in groups:
-                    candidates = [
-                        (i, j, posteriors[i] if precisions is None else _at(posteriors[i], precisions[j]))
+                    candidates = {
+                        (i, j): posteriors[i] if precisions is None else _at(posteriors[i], precisions[j])
                         for i in members
                         for j in range(totals.shape[1])
-                    ]
-                    latents = _latents(record, [candidate for _, _, candidate in candidates], marginal)
-                    for (i, j, candidate), latent in zip(candidates, latents, strict=True):
+                    }
+                    latents = _latents(record, list(candidates.values()), marginal)
+                    for (place, candidate), latent in zip(candidates.items(), latents, strict=True):
                         prediction = candidate.likelihood.predict(latent)
-                        totals[i, j] += _log_probs(prediction, record.outputs, labels, factors)
+                        totals[place] += _log_probs(prediction, record.outputs, labels, factors)
     if not count:
         raise LapwingError(
             "The loader of validation data shows no batch. Write lw.Validation([(x_val, y_val)]), with held-out "
@@ -227,19 +213,13 @@ def _contraction_groups(posteriors: Sequence[Posterior]) -> list[list[int]]:
     """Returns the indices of posteriors whose covariances one contraction of J gives."""
     groups: list[list[int]] = []
     for i, posterior in enumerate(posteriors):
-        covariance = _prior_covariance(posterior)
-        for group in groups:
-            if covariance.is_contracted_with(_prior_covariance(posteriors[group[0]])):
-                group.append(i)
-                break
-        else:
+        covariance: Any = posterior.covariance
+        group = next((g for g in groups if covariance.is_contracted_with(posteriors[g[0]].covariance)), None)
+        if group is None:
             groups.append([i])
+        else:
+            group.append(i)
     return groups
-
-
-def _prior_covariance(posterior: Posterior) -> PriorCovariance:
-    assert isinstance(posterior.covariance, PriorCovariance)  # others are not tuned
-    return posterior.covariance
 
 
 def _numbers_per_sample(posteriors: Sequence[Posterior], priors: int, marginal: bool) -> int:
@@ -252,7 +232,7 @@ def _numbers_per_sample(posteriors: Sequence[Posterior], priors: int, marginal: 
 
 def _latents(record: Record, candidates: Sequence[Posterior], marginal: bool) -> Iterable[Latent]:
     """Returns the latent of each candidate of one contraction, with variances alone where the link reads no more."""
-    covariances = [_prior_covariance(candidate) for candidate in candidates]
+    covariances: list[Any] = [candidate.covariance for candidate in candidates]
     if marginal:
         variances = covariances[0].output_marginals(record, covariances)
         return (Latent(record.outputs, (marginals,)) for marginals in variances)

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from ..covariance import Latent
 from ..covariance.terms import DenseTerm
-from ..errors import LapwingError, is_one_of, shown
+from ..errors import LapwingError
 from ..likelihoods import LaplaceBridge, Link
+from ..methods.options import check_choice
 from ..network import batches
 from ..posterior import Posterior
 from ..prediction import Scaled, Streamlined, Way
-from .held_out import Grid
+from .held_out import check_grid
 from .search import golden_section
 
 log = logging.getLogger("lapwing")
@@ -80,39 +81,30 @@ def scale_factor(
         >>> posterior.predict(x, via=way).probs.shape
         torch.Size([64, 3])
     """
-    _check(posterior, loader, by)
-    grid = Grid(decades, points)
-    grid.check("scale_factor")
-    trace, size = _divergence(posterior) if by == "evidence" else (0.0, 0.0)
-    kept, count = [], 0
+    if not isinstance(posterior, Posterior) or not hasattr(loader, "__iter__") or isinstance(loader, Tensor):
+        raise LapwingError(
+            "lw.scale_factor takes a posterior and a loader of (inputs, targets) batches, not "
+            f"{batches.describe(posterior)} and {batches.describe(loader)}. Write "
+            "lw.scale_factor(posterior, [(x_val, y_val)])."
+        )
+    check_choice("lw.scale_factor", "by", by, ("validation", "evidence"))
+    check_grid("scale_factor", decades, points)
+    expected, likelihood = by == "evidence", posterior.likelihood
+    trace, size = _divergence(posterior) if expected else (0.0, 0.0)
     with torch.no_grad():
-        for batch in loader:
-            inputs, targets = batches.split(batch, posterior.tangent.device)
-            latent = posterior.latent(inputs, via)
-            posterior.likelihood.check(latent.mean, targets)
-            read = None if by == "evidence" else posterior.likelihood.choose_link(latent, link)
-            if isinstance(read, LaplaceBridge):
-                raise LapwingError(
-                    "The probabilities of link=LaplaceBridge() stay as they are when all variances are scaled, so that "
-                    "no scale factor is best. Write link=lw.Probit()."
-                )
-            if read is None:  # expectations take all moments
-                mean, covariance = latent.mean.detach().double(), latent.covariance.detach().double()
-                latent = Latent(mean, (DenseTerm(covariance),))
-            else:
-                latent = latent.compact(read.reads_covariance)
-            kept.append((latent, targets))
-            count += len(latent.mean)
-        if not count:
-            raise LapwingError(
-                "The loader of lw.scale_factor shows no sample. Write lw.scale_factor(posterior, [(x_val, y_val)])."
-            )
-        term = _expected if by == "evidence" else _predicted
+        kept = _latents(posterior, loader, via, link, expected)
+        count = sum(len(latent.mean) for latent, _ in kept)
 
         def score(exponent: float) -> float:
-            factor = 10**exponent
-            fit = sum(term(posterior, latent.scaled(factor), targets, link) for latent, targets in kept) / count
-            return fit - (factor * trace - size * math.log(factor)) / 2
+            factor, total = 10**exponent, 0.0
+            for latent, targets in kept:
+                scaled = latent.scaled(factor)
+                if expected:  # from the same draws at every scale, where it takes draws
+                    values = likelihood.log_power_mean(scaled.mean, scaled.covariance, targets, 0.0, link=link)
+                else:
+                    values = likelihood.predict(scaled, link).log_prob(targets)
+                total += float(values.sum())
+            return total / count - (factor * trace - size * math.log(factor)) / 2
 
         exponent = golden_section(score, *decades, points)
         best = score(exponent)
@@ -127,19 +119,31 @@ def scale_factor(
     return Scaled(via, 10**exponent)
 
 
-def _check(posterior: Any, loader: Any, by: Any) -> None:
-    """Refuses what is not a posterior, no loader, or no known label."""
-    if not isinstance(posterior, Posterior) or not hasattr(loader, "__iter__") or isinstance(loader, Tensor):
+def _latents(
+    posterior: Posterior, loader: Iterable[Any], via: Way, link: Link | None, expected: bool
+) -> list[tuple[Any, Tensor]]:
+    """Returns latents and targets of a loader: with all moments for expectations, else with what the link reads."""
+    kept: list[tuple[Any, Tensor]] = []
+    for batch in loader:
+        inputs, targets = batches.split(batch, posterior.tangent.device)
+        latent: Any = posterior.latent(inputs, via)
+        posterior.likelihood.check(latent.mean, targets)
+        if expected:
+            latent = Latent(latent.mean.detach().double(), (DenseTerm(latent.covariance.detach().double()),))
+        else:
+            chosen = posterior.likelihood.choose_link(latent, link)
+            if isinstance(chosen, LaplaceBridge):
+                raise LapwingError(
+                    "The probabilities of link=LaplaceBridge() stay as they are when all variances are scaled, so that "
+                    "no scale factor is best. Write link=lw.Probit()."
+                )
+            latent = latent.compact(chosen is not None and chosen.reads_covariance)
+        kept.append((latent, targets))
+    if not kept:
         raise LapwingError(
-            "lw.scale_factor takes a posterior and a loader of (inputs, targets) batches, not "
-            f"{batches.describe(posterior)} and {batches.describe(loader)}. Write "
-            "lw.scale_factor(posterior, [(x_val, y_val)])."
+            "The loader of lw.scale_factor shows no sample. Write lw.scale_factor(posterior, [(x_val, y_val)])."
         )
-    if not is_one_of(by, ("validation", "evidence")):
-        raise LapwingError(
-            f"by={shown(by)} is neither 'validation' nor 'evidence'. Write "
-            "lw.scale_factor(posterior, loader, by='validation')."
-        )
+    return kept
 
 
 def _divergence(posterior: Posterior) -> tuple[float, float]:
@@ -159,13 +163,3 @@ def _divergence(posterior: Posterior) -> tuple[float, float]:
     trace = sum(delta * float(variances[block.name].double().sum()) for block, delta in named)
     data = posterior.samples * posterior.data_factor / posterior.temperature
     return trace / data, covariance.size / data
-
-
-def _predicted(posterior: Posterior, latent: Any, targets: Tensor, link: Link | None) -> float:
-    """Returns `Σ log p(y)` of the predictions."""
-    return float(posterior.likelihood.predict(latent, link).log_prob(targets).sum())
-
-
-def _expected(posterior: Posterior, latent: Any, targets: Tensor, link: Link | None) -> float:
-    """Returns `Σ E[log p(y|f)]`, from the same draws at every scale where it takes draws."""
-    return float(posterior.likelihood.log_power_mean(latent.mean, latent.covariance, targets, 0.0, link=link).sum())

@@ -16,9 +16,14 @@ class _LBFGS(torch.optim.LBFGS):
     add_param_group = inspect.unwrap(torch.optim.LBFGS.add_param_group)
 
 
+def evenly(low: float, high: float, points: int) -> list[float]:
+    """Returns evenly spaced points from one end of a range to the other."""
+    return [low + (high - low) * i / (points - 1) for i in range(points)]
+
+
 def best_of_grid(function: Callable[[float], float], low: float, high: float, points: int) -> tuple[list[float], int]:
     """Returns a grid and the index of its best point, where NaN counts as worst."""
-    grid = [low + (high - low) * i / (points - 1) for i in range(points)]
+    grid = evenly(low, high, points)
     values = [function(x) for x in grid]
     return grid, max(range(points), key=lambda i: values[i] if not math.isnan(values[i]) else -math.inf)
 

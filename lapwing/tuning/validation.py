@@ -1,17 +1,22 @@
-"""Tuning on held-out data: the prior precision, and the rank, with the best log likelihood there."""
+"""Tuning on held-out data: the prior precision, the rank, and how many training points the curvature sums."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+from ..errors import LapwingError
+from ..methods.options import check_choice, check_count
 from ..network import batches
 from ..network.eager import outside_modes
 from ..posterior import Posterior
 from .base import Training, Tuning
 from .evidence import Evidence
-from .held_out import Grid, best_of, with_ranks
+from .held_out import best_of, check_grid, with_ranks
+
+log = logging.getLogger("lapwing")
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Validation(Tuning):
     def __post_init__(self) -> None:
         """Checks loader and grid."""
         batches.check_loader(self.loader, "Validation")
-        Grid(self.decades, self.points).check("Validation")
+        check_grid("Validation", self.decades, self.points)
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
         """For an open noise variance alone, whose search starts there."""
@@ -64,4 +69,78 @@ class Validation(Tuning):
         if posterior.tuned and not self.ranks:
             return posterior
         start = posterior if posterior.noise_given else Evidence().tune(posterior)
-        return best_of(with_ranks(start, self.ranks), Grid(self.decades, self.points), self.loader)
+        return best_of(with_ranks(start, self.ranks), self.decades, self.points, self.loader)
+
+
+@dataclass(frozen=True)
+class EarlyStopping(Tuning):
+    """Chooses n, how many training points the curvature sums, and δ by held-out log likelihood.
+
+    Deng et al. 2022, section 5.2. The covariance is `(S_n + δI)⁻¹` with `S_n` summed over the first n points: a wide
+    posterior where the model is misspecified and that of all data too narrow. The sums on the way are kept, so all
+    pairs (n, δ) are compared, not only the first n at which the score falls. Without validation data, strongly
+    augmented training images can stand in for it: `lapwing.evaluation.augmentation`.
+
+    Args:
+        loader: held-out (inputs, targets) batches.
+        form: "published", `(S_n + δI)⁻¹`; or "scaled", `(S_n + (n/N) δI)⁻¹`, as in the authors' program: the whole
+            covariance of N points, `((N/n) S_n + δI)⁻¹`, times N/n. With δ free the two are one family; they differ
+            where δ is given.
+        prefixes: parts of the data to choose among: a half, a quarter, ... of it.
+        decades: the range of log10 δ.
+        points: candidates for δ.
+        ranks: for subspaces, numbers of leading directions to choose among beside all of them.
+
+    Raises:
+        LapwingError: for another label, or numbers that make no grid.
+
+    Cost: memory of `prefixes` curvatures (K x K for subspaces); one pass over the loader, contracted once for
+    subspaces and once a prefix for others. The first samples of the training loader should be a random subset.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> _ = torch.manual_seed(0)
+        >>> x, y = torch.randn(64, 4), torch.arange(64) % 3
+        >>> model, held_out = torch.nn.Linear(4, 3).eval(), [(x[32:], y[32:])]
+        >>> posterior = lw.fit(model, [(x[:32], y[:32])], lw.ELLA(rank=5, rows=20), tune=lw.EarlyStopping(held_out))
+        >>> posterior.samples in (1, 2, 4, 8, 16, 32)
+        True
+    """
+
+    loader: Iterable[Any]
+    form: Literal["published", "scaled"] = "published"
+    prefixes: int = 10
+    decades: tuple[float, float] = (-5.0, 7.0)
+    points: int = 25
+    ranks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Checks loader, label and grid."""
+        batches.check_loader(self.loader, "EarlyStopping")
+        check_grid("EarlyStopping", self.decades, self.points)
+        check_choice("lw.EarlyStopping", "form", self.form, ("published", "scaled"))
+        check_count("lw.EarlyStopping", "prefixes", self.prefixes)
+
+    def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
+        """For an open noise variance alone, whose search starts there."""
+        return noise_open
+
+    @outside_modes
+    def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
+        """Returns the posterior of the best part of the data, at the best δ and rank."""
+        if not training.prefixes:
+            raise LapwingError(
+                f"The fit of {posterior.method} kept no sums of the first samples. Use a method that sums a curvature "
+                "over data: write lw.fit(model, loader, lw.ELLA(), tune=lw.EarlyStopping(validation_loader))."
+            )
+        whole = posterior.samples * posterior.data_factor
+        candidates = []
+        for part in (*training.prefixes, posterior):
+            part = part if part.noise_given else Evidence().tune(part)
+            if self.form == "scaled" and part.prior.given and part.samples < whole and part is not posterior:
+                part = part.at(part.prior.precision * (part.samples / whole), part.noise_variance)
+            candidates.extend(with_ranks(part, self.ranks))
+        best = best_of(candidates, self.decades, self.points, self.loader)
+        text = f"{best.samples} of {posterior.samples} samples"
+        log.info("Early stopping chose %s", text)
+        return replace(best, method=f"{posterior.method}, curvature of the first {text}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import LapwingError, shown
-from lapwing.evaluation.arguments import real_tensor
+from lapwing.evaluation.metrics import real_tensor
 from lapwing.linalg import symmetric_eigen
 
 _SHAPES = {2: "(n, n)", 3: "(B, C, C)", 4: "(B, C, B, C)"}

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.evaluation import COMMON, corrupt
 from lapwing.tuning import Tuning
 from papers.common import drawing
 from papers.common.cifar import Cifar, normalised, pixels
+from papers.common.corruptions import COMMON, corrupt
 from papers.common.data import images as read_images
 from papers.common.scores import averaged, class_scores, probabilities
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.evaluation.corruptions import DIGITS, corrupt
+from papers.common.corruptions import DIGITS, corrupt
 from papers.common.data import batched, images, random_rows
 from papers.common.scores import averaged
 from papers.common.training import seeded, shuffled, train

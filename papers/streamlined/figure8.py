@@ -9,10 +9,10 @@ import torch
 
 import lapwing as lw
 from lapwing.evaluation import metrics
-from lapwing.evaluation.rotations import rotate
 from lapwing.prediction import Way
 from papers.common import drawing
 from papers.common.results import Rows, once
+from papers.common.rotations import rotate
 from papers.common.scores import probabilities
 from papers.streamlined.table2 import MLPTask
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.covariance import Latent
 from lapwing.evaluation import metrics
-from lapwing.evaluation.rotations import rotate
 from lapwing.tuning import Training, Tuning
 from papers.common import drawing
 from papers.common.data import Pictures, pictures
 from papers.common.results import Rows, once
+from papers.common.rotations import rotate
 from papers.common.scores import class_scores, entropy, probabilities
 from papers.valla.figure4 import COLOURS
 from papers.valla.training import IMAGES, Untuned, trained

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.evaluation.corruptions import COMMON, corrupt
 from lapwing.tuning import Tuning
 from papers.common import drawing
 from papers.common.cifar import Cifar, normalised, pixels
+from papers.common.corruptions import COMMON, corrupt
 from papers.common.results import Rows, once
 from papers.common.scores import class_scores, probabilities
 from papers.valla.figure5 import LINKS, latents

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 
 import lapwing as lw
-from lapwing.evaluation import RotatedLoader, corrupt, metrics, rotate
+from lapwing.evaluation import metrics
 from lapwing.likelihoods import MixturePrediction
 
 P, Y, S = torch.full((6, 3), 1 / 3), torch.arange(6) % 3, torch.rand(6)
@@ -77,7 +77,6 @@ def posterior_of_images() -> lw.Posterior:
 
 def test_posteriors_loaders_and_numbers(posterior: lw.Posterior) -> None:
     x, y = torch.randn(6, 4), Y
-    images = torch.rand(1, 1, 8, 8)
     refused: list[tuple[Callable[[], Any], str]] = [
         (lambda: lw.compare({"a": posterior}, 3), "compare needs an iterable of .inputs, targets. batches, not 3"),
         (lambda: lw.compare({"a": posterior}, x), r"not Tensor \(6, 4\) float32. Write \[\(x, y\)\]"),
@@ -90,14 +89,11 @@ def test_posteriors_loaders_and_numbers(posterior: lw.Posterior) -> None:
         (lambda: lw.compare({"a": posterior}, list), "batches, not <class 'list'>"),
         (lambda: lw.compare({"a": posterior}, [(x[:0], y[:0])]), "loader of compare has no samples"),
         (lambda: lw.compare({"a": posterior}, [(x, y)], fit_seconds={"a": "1 s"}), "fit_seconds is {'a': '1 s'}"),
+        (lambda: lw.compare({"a": posterior}, [(x, y)], fit_seconds={"a": 10**400}), "fit_seconds is {'a': 1000"),
+        (lambda: metrics.nll(10**400), "takes a dense tensor of real numbers as log_prob"),
+        (lambda: metrics.expected_calibration_error(P, Y, 10**400), "bins is 1000"),
         (lambda: lw.compare({1: posterior}, [(x, y)]), "A name of the posteriors is 1"),
-        (lambda: RotatedLoader(3, 10.0), "RotatedLoader needs an iterable"),
-        (lambda: rotate(images.to_sparse(), 10.0), "sparse_coo.*to_dense"),
-        (lambda: corrupt(images.to("meta"), "fog", 1), "images for corrupt.*meta device"),
         (lambda: posterior_of_images().predict(torch.rand(5)), r"Sequential, called as model\(x\).*Dimension out of"),
-        (lambda: corrupt(images, ["fog"], 1), "The corruption .'fog"),
-        (lambda: corrupt(images, "fog", torch.ones(3)), r"severity=Tensor \(3,\)"),
-        (lambda: rotate(images, 10.0, fill="black"), "fill is 'black'"),
         (lambda: lw.compare({"net": nn.Linear(4, 1).eval()}, [(torch.randn(6, 4), Y)]), r"shape \(6, 1\)"),
     ]
     for action, words in refused:

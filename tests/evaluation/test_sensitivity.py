@@ -267,6 +267,8 @@ class TestPlots:
         axis = plt.subplots()[1]
         with pytest.raises(LapwingError, match="pictures and 1 axes"):
             self.found(6, 4, 4).plot(axis)
+        with pytest.raises(LapwingError, match="of the types"):
+            self.found(6, 3).plot("axis")
         with pytest.raises(LapwingError, match=r"plot\(low=1.0\)"):
             self.found(6, 4, 4).plot(low=1.0)
         with pytest.raises(LapwingError, match="needs 6 labels, and 2 were passed"):

@@ -252,11 +252,7 @@ class TestHardCases:
                 close(concatenate(fitted.tangent.blocks, found), v @ sigma, 1e-7)
             assert fitted.covariance.dtype == torch.float64
             value = fitted.log_marginal_likelihood(linearised_mode=True, loader=problem.loader)
-            gradient = log_joint_gradient(
-                fitted.tangent, fitted.prior, fitted.likelihood, problem.loader,
-                samples=fitted.samples, data_weight=fitted.data_weight, dtype=fitted.covariance.dtype,
-            )  # fmt: skip
-            g = concatenate(fitted.tangent.blocks, gradient)
+            g = concatenate(fitted.tangent.blocks, log_joint_gradient(fitted, problem.loader))
             assert value == pytest.approx(fitted.log_marginal_likelihood() + float(g @ sigma @ g) / 2, rel=1e-6)
             assert fitted.latent(problem.test, via=lw.MonteCarlo(3)).draws.shape[0] == 3
 

@@ -16,7 +16,7 @@ import lapwing as lw
 from lapwing.errors import LapwingError
 from lapwing.network import batches
 from lapwing.tuning import Training
-from lapwing.tuning.bounded_evidence import BoundedEvidence, crossing
+from lapwing.tuning.bounded_evidence import BoundedEvidence, crossing, spread
 from lapwing.tuning.leave_one_out import leave_one_out
 from tests.zoo import ZOO
 
@@ -383,14 +383,15 @@ def test_a_given_prior_is_kept():
 def test_samples_are_at_most_as_many_as_asked_and_spread_over_the_loader(samples):
     parts = [(torch.arange(start, start + 10.0)[:, None], torch.zeros(10)) for start in range(0, 90, 10)]
     parts.insert(3, (torch.zeros(0, 1), torch.zeros(0)))
-    taken = list(BoundedEvidence._spread(parts, 90, samples))
+    posterior = lw.fit(nn.Linear(1, 1).eval(), parts, prior_precision=1.0, tune=None)
+    taken = list(spread(parts, samples, posterior, None))
     rows = torch.cat([x for x, _ in taken]).flatten()
     assert len(rows) == min(samples, 90) == len(rows.unique())
     assert all(len(x) == len(y) for x, y in taken)
     if samples >= 20:
         assert rows.max() >= 40  # not the first ones alone
     whole = [(torch.arange(90.0)[:, None], torch.zeros(90))]
-    ((x, _),) = BoundedEvidence._spread(whole, 90, samples)
+    ((x, _),) = spread(whole, samples, posterior, None)
     assert len(x) == min(samples, 90)
     assert samples == 1 or x.max() >= 90 / 2
 

@@ -351,7 +351,7 @@ def test_bad_input():
         lw.scale_factor(model, held_out)
     with pytest.raises(LapwingError, match="a posterior and a loader"):
         lw.scale_factor(posterior, held_out[0][0])
-    with pytest.raises(LapwingError, match="neither 'validation' nor 'evidence'"):
+    with pytest.raises(LapwingError, match="one of 'validation', 'evidence'"):
         lw.scale_factor(posterior, held_out, by="bound")
     with pytest.raises(LapwingError, match="rising range"):
         lw.scale_factor(posterior, held_out, decades=(1.0, -1.0))

@@ -15,8 +15,9 @@ from scipy import ndimage
 from torch import Tensor
 
 from lapwing.errors import LapwingError
-from lapwing.evaluation.corruptions import COMMON, CORRUPTIONS, DIGITS, checked, corrupt, pixels, warp
+from lapwing.evaluation.augmentation import pixels, warp
 from papers.common import data, networks
+from papers.common.corruptions import COMMON, CORRUPTIONS, DIGITS, checked, corrupt
 
 SEVERITIES = (1, 2, 3, 4, 5)
 
@@ -222,6 +223,7 @@ class TestRefusals:
             (torch.rand(4, 2, 28, 28), r"not \(4, 2, 28, 28\)"),
             (torch.rand(4, 1, 7, 28), "at least 8"),
             ([1.0], "not list"),
+            (torch.zeros(1, 1, 8, 8, device="meta"), "images for corrupt.*meta device"),
             (torch.zeros(1, 1, 9, 9, dtype=torch.uint8), r"not torch.uint8\. .*/ 255"),
             (torch.full((1, 1, 9, 9), 1.1), r"81 of 81 values .*largest 1.1.*std \+ mean"),
             (torch.full((1, 1, 9, 9), -0.1), "81 of 81"),
@@ -235,6 +237,8 @@ class TestRefusals:
     def test_other_names_severities_and_seeds(self):
         with pytest.raises(LapwingError, match=r"corruption 'rain' is unknown\. Choose one of gaussian_noise.*edges"):
             corrupt(GREY, "rain", 1)
+        with pytest.raises(LapwingError, match="The corruption .'fog"):
+            corrupt(GREY, ["fog"], 1)
         with pytest.raises(LapwingError, match="one channel"):
             corrupt(GREY, "saturate", 1)
         for severity in (0, 6, 2.5, True, "3"):

@@ -6,10 +6,10 @@ small images, and grow with the severity; so results compare posteriors with eac
 Lengths are in pixels of an image of 32 and grow with larger ones. Frost and snow are drawn, not photographed, and
 `edges` is a gradient magnitude in place of Canny's.
 
-Written in torch, so that they run where the images are and `[eval]` needs nothing more: of the packages that offer
-such corruptions, imagecorruptions refuses images below 32 pixels, takes one uint8 image at a time and needs OpenCV,
-scikit-image and numba; kornia and albumentations draw their own strengths, know no severities, lack half of the kinds,
-and are large. Only `jpeg` calls Pillow (which matplotlib brings), since the codec itself is the point.
+Written in torch, so that they run where the images are: of the packages that offer such corruptions, imagecorruptions
+refuses images below 32 pixels, takes one uint8 image at a time and needs OpenCV, scikit-image and numba; kornia and
+albumentations draw their own strengths, know no severities, lack half of the kinds, and are large. Only `jpeg` calls
+Pillow (which matplotlib brings), since the codec itself is the point.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from ..errors import LapwingError, extra, shown
-from ..network.batches import check_dense
+from lapwing import LapwingError
+from lapwing.errors import shown
+from lapwing.evaluation.augmentation import check_form, in_range, pixels, seeded, warp
 
 _Apply = Callable[[Tensor, float, Generator], Tensor]
 
@@ -68,8 +69,7 @@ def corrupt(images: Tensor, name: str, severity: int, seed: int = 0) -> Tensor:
         Images of the same shape, dtype and device, in [0, 1].
 
     Raises:
-        LapwingError: an unknown name, a severity out of range, or other images; for `jpeg` where Pillow is missing
-            (`pip install lapwing[eval]`).
+        LapwingError: an unknown name, a severity out of range, or other images.
 
     Cost: time and memory a small multiple of the images'; blurs and `elastic` sample every image up to 15 times.
 
@@ -99,56 +99,6 @@ def checked(images: Tensor, asked: str) -> Tensor:
     """Returns images without their graph if they are (B, 1 or 3, H, W) in [0, 1], rounding clamped; raises if not."""
     check_form(images, asked)
     return in_range(images.detach(), asked, torch.finfo(images.dtype).eps, "Write images * std + mean")
-
-
-def check_form(images: Tensor, asked: str) -> None:
-    """Raises for anything but floating-point images (B, 1 or 3, H, W)."""
-    if isinstance(images, Tensor):
-        check_dense(images, f"The tensor of images for {asked}")
-    if not isinstance(images, Tensor) or images.ndim != 4 or images.shape[1] not in (1, 3) or min(images.shape[2:]) < 8:
-        form = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
-        raise LapwingError(
-            f"{asked} takes images as a tensor (B, 1, H, W) or (B, 3, H, W) with H and W at least 8, not {form}. Write "
-            "x[None] for a single image, x.movedim(-1, 1) for channels last."
-        )
-    if not images.is_floating_point():
-        raise LapwingError(
-            f"{asked} takes floating-point images, not {images.dtype}. Write images.float() / 255 for bytes."
-        )
-
-
-def in_range(images: Tensor, asked: str, eps: float, remedy: str) -> Tensor:
-    """Returns images clamped to [0, 1]; raises where they are further outside than rounding at `eps`."""
-    wrong = ~((images >= -8 * eps) & (images <= 1 + 8 * eps))  # NaN is wrong too
-    if wrong.any():
-        raise LapwingError(
-            f"{asked} takes images in [0, 1], and {int(wrong.sum())} of {images.numel()} values are outside or NaN "
-            f"(smallest {float(images.min()):.4g}, largest {float(images.max()):.4g}). {remedy} for normalised images."
-        )
-    return images.clamp(0.0, 1.0)
-
-
-def seeded(seed: int) -> Generator:
-    """Returns a generator on the CPU; raises for a seed that is none."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise LapwingError(f"seed={shown(seed)} is out of range. Pass a whole number from 0 to 2**63 - 1: seed=0.")
-    return Generator().manual_seed(seed)
-
-
-def warp(images: Tensor, places: Tensor, padding: str = "zeros") -> Tensor:
-    """Samples images bilinearly at places (B, H, W, 2) or (H, W, 2), in pixels from the centre, x first."""
-    half = places.new_tensor([images.shape[3] / 2, images.shape[2] / 2])
-    grid = (places / half).expand(len(images), -1, -1, -1)
-    return F.grid_sample(images, grid, padding_mode=padding, align_corners=False)
-
-
-def pixels(images: Tensor) -> Tensor:
-    """Returns the places (H, W, 2) of pixels from the centre, x first: what `warp` would leave in place."""
-    across, down = (
-        torch.arange(size, dtype=images.dtype, device=images.device) - (size - 1) / 2
-        for size in (images.shape[3], images.shape[2])
-    )
-    return torch.stack(torch.meshgrid(across, down, indexing="xy"), -1)
 
 
 def _unit(images: Tensor) -> float:
@@ -296,12 +246,13 @@ def _pixelate(x: Tensor, s: float, g: Generator) -> Tensor:
 
 def _jpeg(x: Tensor, s: float, g: Generator) -> Tensor:
     """`s` is 100 minus the codec's quality; colour is not subsampled."""
-    codec = extra("PIL.Image")
+    from PIL import Image
+
     decoded = []
     for image in (x * 255).round().byte().movedim(1, -1).cpu().numpy():
         file = io.BytesIO()
-        codec.fromarray(image.squeeze()).save(file, "JPEG", quality=int(100 - s), subsampling=0)
-        decoded.append(np.asarray(codec.open(file)).reshape(image.shape))
+        Image.fromarray(image.squeeze()).save(file, "JPEG", quality=int(100 - s), subsampling=0)
+        decoded.append(np.asarray(Image.open(file)).reshape(image.shape))
     return torch.from_numpy(np.stack(decoded)).movedim(-1, 1).to(x) / 255
 
 

@@ -1,4 +1,4 @@
-"""Rotations against pixels moved by hand and scipy, and curves against `compare`."""
+"""Rotations against pixels moved by hand and scipy."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pytest
 import torch
 from scipy import ndimage
 
-import lapwing as lw
 from lapwing.errors import LapwingError
-from lapwing.evaluation import RotatedLoader, rotate, rotation_curves
+from papers.common.rotations import rotate
 
 
 def some_images(*shape: int) -> torch.Tensor:
@@ -99,6 +98,8 @@ def test_the_images_are_left_alone():
         ((torch.zeros(3, 8, 8), 30), "x[None]"),
         ((torch.zeros(1, 3, 8, 8, dtype=torch.uint8), 30), "x.float() / 255"),
         (([1, 2], 30), "list"),
+        ((torch.zeros(1, 1, 8, 8).to_sparse(), 30), "to_dense"),
+        ((torch.zeros(1, 1, 8, 8), 30, "black"), "fill is 'black'"),
         ((torch.zeros(1, 3, 8, 8), math.nan), "degrees=nan"),
         ((torch.zeros(1, 3, 8, 8), "30"), "degrees='30'"),
         ((torch.zeros(1, 3, 8, 8), 30, [0.0, 1.0]), "fill has shape (2,), and the images have 3 channels"),
@@ -108,21 +109,3 @@ def test_bad_arguments(arguments, said):
     with pytest.raises(LapwingError) as caught:
         rotate(*arguments)
     assert said in str(caught.value)
-
-
-def test_curves_are_compare_at_each_angle():
-    x, y = torch.rand(12, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3)).eval()
-    posterior = lw.fit(model, [(x, y)], lw.KFAC())
-    loader = [(x[:7], y[:7]), (x[7:], y[7:])]
-    curves = rotation_curves({"KFAC": posterior}, loader, degrees=(0, 20, 90))
-    assert set(curves) == {"MAP", "KFAC"}
-    assert set(curves["KFAC"]) == {"accuracy", "NLL", "ECE", "Brier"}
-    for i, degrees in enumerate((0, 20, 90)):
-        wanted = -float(posterior.predict(rotate(x, degrees)).log_prob(y).mean())
-        assert curves["KFAC"]["NLL"][i] == pytest.approx(wanted, rel=1e-5)
-    rotated = list(RotatedLoader(loader, 90))
-    assert torch.equal(rotated[1][0], torch.rot90(x[7:], 1, (2, 3)))
-    assert torch.equal(rotated[1][1], y[7:])
-    with pytest.raises(LapwingError, match="no angle"):
-        rotation_curves({"KFAC": posterior}, loader, degrees=())
