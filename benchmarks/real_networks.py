@@ -62,7 +62,7 @@ def study(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
         validated = lw.Validation(validation).tune(fitted)
         row["validation_seconds"] = time.perf_counter() - start
         deltas = {"evidence": fitted.prior_precision, "validation": validated.prior_precision}
-        on_validation = held_out_scores([fitted], list(deltas.values()), validation[:5])[0]
+        on_validation = held_out_scores([fitted], list(deltas.values()), validation[:5])[0, :, 0].tolist()
         for (tuned, delta), score in zip(deltas.items(), on_validation, strict=True):
             row[tuned] = {"prior_precision": delta, "nll_on_500_validation_images": -score}
         start = time.perf_counter()
@@ -86,7 +86,7 @@ def defaults(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
         logits, data.y_test[:500]))}}  # fmt: skip
     for label, (method, params) in METHODS.items():
         fitted = lw.fit(model, train, method, params=params, data_size=data_size, seed=SEED)
-        score = held_out_scores([fitted], None, some)[0][0]
+        score = float(held_out_scores([fitted], None, some))
         found[label] = {"prior_precision": fitted.prior_precision, "nll_on_500_validation_images": -score}
         if label == "last layer":
             test = batched(data.x_test[VALIDATION:], data.y_test[VALIDATION:])

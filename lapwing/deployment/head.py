@@ -22,7 +22,7 @@ from ..prediction.streamlined.program import Program
 from ..prediction.streamlined.rules.linear import Layer, bias_alone, has_one_position
 from ..prediction.streamlined.schedule import Step
 from ..prediction.streamlined.sites import resolve
-from ..tangent import Block, Vectors
+from ..tangent import Block
 
 MAX_NUMBERS = 2**27
 """Matrices of quadratic forms that are diagonalised have at most so many entries."""
@@ -204,13 +204,7 @@ def _squares_of(spread: Callable[[Tensor], Tensor], inputs: int, like: Tensor, w
 
 
 class _WithBasis(LayerBlock):
-    """A layer's covariance with a basis, by `_squares_of` where the structure has none.
-
-    Args:
-        block: the layer's weights.
-        covariance: their covariance.
-        like: gives the device and the dtype of rows.
-    """
+    """A layer's covariance with a basis, by `_squares_of` where the structure has none; `like` is a row of inputs."""
 
     def __init__(self, block: Block, covariance: LayerBlock, like: Tensor) -> None:
         self._block, self._covariance, self._like = block, covariance, like
@@ -234,23 +228,13 @@ class _WithBasis(LayerBlock):
 
 
 class CovarianceWithBases:
-    """What a program of moments reads of a covariance, with a basis for every layer.
-
-    Args:
-        covariance: Σ.
-        dtype: of the rows that are pushed through it.
-    """
+    """What a program of moments reads of a covariance, with a basis for every layer; `dtype` is that of its rows."""
 
     def __init__(self, covariance: Covariance, dtype: torch.dtype) -> None:
-        self.blocks, self.record_dtype = covariance.blocks, covariance.record_dtype
+        self.blocks, self.record_dtype, self.diagonal = covariance.blocks, covariance.record_dtype, covariance.diagonal
         self._covariance, self._dtype = covariance, dtype
-
-    def diagonal(self) -> Vectors:
-        """Returns the marginal variances."""
-        return self._covariance.diagonal()
 
     def layer_block(self, name: str) -> LayerBlock:
         """Returns one block's covariance."""
-        block = next(block for block in self.blocks if block.name == name)
         like = torch.empty(0, dtype=self._dtype, device=self._covariance.device)
-        return _WithBasis(block, self._covariance.layer_block(name), like)
+        return _WithBasis(self._covariance.block(name), self._covariance.layer_block(name), like)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -115,9 +114,10 @@ class Predictor(nn.Module):
         super()._apply(fn, recurse)
         device = next((buffer.device for buffer in self.buffers()), None)
         if device is not None:
-            moved = functools.partial(_on_device, device=device)
             for node in self.calls.graph.nodes:
-                node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), moved)
+                node.args, node.kwargs = fx.node.map_aggregate(
+                    (node.args, node.kwargs), lambda leaf: device if isinstance(leaf, torch.device) else leaf
+                )
             self.calls.recompile()
         return self
 
@@ -178,10 +178,6 @@ class _Plain(fx.Transformer):
             bend = torch.nn.functional.softplus(args[1]).tanh()
             return args[0] * (bend + args[1] * args[1].sigmoid() * (1 - bend * bend))
         return super().call_function(target, args, kwargs)
-
-
-def _on_device(leaf: Any, device: torch.device) -> Any:
-    return device if isinstance(leaf, torch.device) else leaf
 
 
 def _name_outputs(graph: Any, names: tuple[str, ...]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from ..prediction.streamlined.program import Program
 from ..prediction.streamlined.schedule import Step
 from ..prediction.streamlined.sites import run as run_call
 from ..tangent import Tangent
-from .head import CovarianceWithBases, Head, read_head
+from .head import CovarianceWithBases, read_head
 
 aten = torch.ops.aten
 
@@ -83,7 +83,7 @@ def trace(
             raise _one_size(tangent)
         with_bases = CovarianceWithBases(covariance, covariance.record_dtype or tangent.dtype)
         program = _program(tangent, with_bases, graph, via, inputs)
-        run = Run.of(program, covariance, inputs, observe, centred, tangent.dtype)
+        run = Run(program, covariance, inputs, observe, centred, tangent.dtype)
         if linearised:
             _check_last(program, run, tangent)
         with quiet():
@@ -159,13 +159,14 @@ def _one_size(tangent: Tangent) -> LapwingError:
 class Run(nn.Module):
     """What is exported: the program's steps, without a C x C matrix at the end where a network ends with a layer.
 
+    The program runs once at an example, which fills its constants. What does not depend on the inputs is kept.
+
     Args:
-        program: the steps.
-        values: what does not depend on the inputs, by name.
-        steps: the steps that do, before the end.
-        head: the last layer, or None.
-        end: the last layer and the views after it; empty where `head` is None.
+        program: the network's moments.
+        covariance: Σ.
+        inputs: the example.
         observe: what is made of the moments.
+        centred: whether it reads the variances of centred outputs.
         dtype: of what is observed.
 
     Attributes:
@@ -173,36 +174,12 @@ class Run(nn.Module):
     """
 
     def __init__(
-        self,
-        program: Program,
-        values: Mapping[str, Any],
-        steps: tuple[Step, ...],
-        head: Head | None,
-        end: tuple[Step, ...],
-        observe: Observe,
-        dtype: torch.dtype,
+        self, program: Program, covariance: Covariance, inputs: Any, observe: Observe, centred: bool, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.program, self.values, self.steps, self.head, self.end = program, dict(values), steps, head, end
-        self.observe, self.dtype = observe, dtype
-        self.complete = head is not None
-
-    @classmethod
-    def of(
-        cls,
-        program: Program,
-        covariance: Covariance,
-        inputs: Any,
-        observe: Observe,
-        centred: bool,
-        dtype: torch.dtype,
-    ) -> Run:
-        """Runs the program once, which fills its constants, and keeps what does not depend on the inputs."""
-        samples = batches.size(inputs)
-        fixed = program.weights()
+        samples, fixed = batches.size(inputs), dict(program.weights())
         values = {**program.graph.bind(inputs), **fixed}
-        end = _end(program)
-        head, steps = None, []
+        end, head, steps = _end(program), None, []
         for step in program.schedule.steps:
             name = step.node.name
             if end and step is end[0]:
@@ -212,9 +189,9 @@ class Run(nn.Module):
                 fixed[name] = values[name]
             elif head is None or step not in end:
                 steps.append(step)
-        run = cls(program, fixed, tuple(steps), head, end if head is not None else (), observe, dtype)
-        run.complete = head is not None or values[program.schedule.output].covariance is not None
-        return run
+        self.program, self.observe, self.dtype = program, observe, dtype
+        self.values, self.steps, self.head, self.end = fixed, tuple(steps), head, end
+        self.complete = head is not None or values[program.schedule.output].covariance is not None
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
         """Returns what is observed of the moments."""

@@ -7,8 +7,8 @@ methods side by side, and `metrics.py`.
 from __future__ import annotations
 
 from . import metrics
-from .augmentation import AugmentedLoader, StrongAugmentation
+from .augmentation import StrongAugmentation
 from .comparison import Comparison, compare
 from .sensitivity import Sensitivities, sensitivity
 
-__all__ = ["AugmentedLoader", "Comparison", "Sensitivities", "StrongAugmentation", "compare", "metrics", "sensitivity"]
+__all__ = ["Comparison", "Sensitivities", "StrongAugmentation", "compare", "metrics", "sensitivity"]

@@ -13,16 +13,13 @@ expected to give. All of it is torch, and runs where the images are.
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ..errors import LapwingError, shown
 from ..network import batches
@@ -86,9 +83,11 @@ class StrongAugmentation:
 
     Example:
         >>> augment = StrongAugmentation(flip=False, normalise=([0.1307], [0.3081]))
-        >>> digits = (torch.rand(4, 1, 28, 28) - 0.1307) / 0.3081
-        >>> augment(digits, seed=1).shape
+        >>> loader = [((torch.rand(4, 1, 28, 28) - 0.1307) / 0.3081, torch.arange(4))]
+        >>> held_out = [(augment(images, seed=i), labels) for i, (images, labels) in enumerate(loader)]
+        >>> held_out[0][0].shape
         torch.Size([4, 1, 28, 28])
+        >>> tuning = lw.Validation(held_out)
     """
 
     strength: float = 0.5
@@ -178,98 +177,6 @@ class StrongAugmentation:
                 "mean and a positive std for each channel: normalise=([0.5], [0.25]) for one channel."
             )
         return mean, std
-
-
-@dataclass(frozen=True)
-class AugmentedLoader:
-    """A loader of (images, targets) whose images are augmented, the same way on every pass.
-
-    Stands in for held-out data where there are none (ELLA, section 5.2): for `lw.Validation`, or for early stopping.
-
-    Args:
-        loader: batches of (images, targets), in an order that repeats: a shuffling DataLoader is refused.
-        augment: what is done to the images; `StrongAugmentation()` by default.
-        seed: of every random choice; each batch draws anew.
-
-    Raises:
-        LapwingError: a loader that shuffles or is none, or a function that takes no seed; while iterating, no batch,
-            or batches of something else.
-
-    Cost: that of the loader and the augmentation, on every pass.
-
-    Example:
-        >>> loader = [(torch.rand(8, 1, 28, 28), torch.arange(8))]
-        >>> held_out = AugmentedLoader(loader, StrongAugmentation(flip=False))
-        >>> [(images.shape, labels.shape) for images, labels in held_out]
-        [(torch.Size([8, 1, 28, 28]), torch.Size([8]))]
-        >>> tuning = lw.Validation(held_out)
-    """
-
-    loader: Iterable[Any]
-    augment: StrongAugmentation = StrongAugmentation()
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Checks the loader and the seed."""
-        seeded(self.seed)
-        if not callable(self.augment):
-            raise LapwingError(f"augment is {shown(self.augment)}. Pass a function of images and a seed.")
-        _check_seeded(self.augment)
-        if not batches.is_loader(self.loader) or isinstance(self.loader, Iterator):
-            raise LapwingError(
-                f"The loader {batches.describe(self.loader)} cannot be iterated again. Pass a DataLoader or a list of "
-                "(images, labels) batches."
-            )
-        samplers = (getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None))
-        drawn = (sampler for each in samplers for sampler in (each, getattr(each, "sampler", None)))
-        if any(isinstance(s, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)) for s in drawn):
-            raise LapwingError(
-                "The DataLoader shuffles, so images would be augmented in another way on every pass. Write "
-                "DataLoader(dataset, batch_size=..., shuffle=False)."
-            )
-
-    def __len__(self) -> int:
-        """Number of batches, where the loader knows it."""
-        if not isinstance(self.loader, Sized):
-            raise TypeError(f"object of type {type(self.loader).__name__!r} has no len()")
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yields batches as the loader does, the images augmented."""
-        number = -1
-        for number, batch in enumerate(self.loader):
-            images, targets = batches.split(batch)
-            key = next(iter(images)) if isinstance(images, dict) and len(images) == 1 else None
-            images = images if key is None else images[key]
-            if not isinstance(images, Tensor):
-                raise LapwingError(
-                    f"The batch {batches.describe(batch)} has no tensor of images. Yield (images, labels)."
-                )
-            images = self.augment(images, seed=(self.seed + 1_000_003 * number) % 2**63)
-            if isinstance(batch, Mapping):
-                yield {**batch, key: images}
-            else:
-                yield (images if key is None else {key: images}, targets)
-        if number < 0:
-            raise LapwingError(
-                "The loader of AugmentedLoader shows no batch. Pass one that shows at least one batch of (images, "
-                "labels)."
-            )
-
-
-def _check_seeded(augment: Callable[..., Any]) -> None:
-    """Raises for a function that cannot be called with images and `seed=`."""
-    try:
-        signature = inspect.signature(augment.forward if isinstance(augment, nn.Module) else augment)
-    except ValueError:  # some that are not written in Python have none
-        return
-    try:
-        signature.bind(None, seed=0)
-    except TypeError as error:
-        raise LapwingError(
-            f"augment cannot be called as augment(images, seed=0): {error}. Pass lambda images, seed: augment(images) "
-            "for a function that takes no seed."
-        ) from error
 
 
 def check_form(images: Tensor, asked: str) -> None:

@@ -144,7 +144,8 @@ def compare(
             ]
             if not strange:
                 raise LapwingError("The foreign inputs of compare hold no samples. Pass a tensor (B, ...) or a loader.")
-            rows[name]["AUROC"] = float(metrics.auroc(*(_uncertainties(p, score) for p in (parts, strange))))
+            sides = (torch.cat([part.uncertainty(score) for part in side]).detach() for side in (parts, strange))
+            rows[name]["AUROC"] = float(metrics.auroc(*sides))
         if name in fits:
             rows[name]["fit s"] = fits[name]
         rows[name]["passes"] = 1.0 if candidate.alone else cost
@@ -218,7 +219,7 @@ def _candidates(posteriors: Mapping[str, Candidate], loader: Iterable[Any]) -> d
     for name, candidate in posteriors.items():
         if isinstance(candidate, nn.Module):
             device = next((parameter.device for parameter in candidate.parameters()), None)
-            rows[name] = _network(partial(_call, candidate), likelihood, device)
+            rows[name] = _network(torch.no_grad()(partial(call, candidate)), likelihood, device)
         else:
             posterior, way = candidate if isinstance(candidate, tuple) else (candidate, Linearized())
             predict = partial(posterior.predict, via=way)
@@ -246,11 +247,6 @@ def _network(forward: Callable[[Any], Tensor], likelihood: Likelihood, device: t
         return likelihood.predict(Latent(outputs, (EigenTerm(None, torch.zeros_like(outputs)),)))
 
     return _Candidate(predict, forward, device, True)
-
-
-def _call(model: nn.Module, inputs: Any) -> Tensor:
-    with torch.no_grad():
-        return call(model, inputs)
 
 
 def _likelihood(loader: Iterable[Any]) -> Likelihood:
@@ -319,11 +315,6 @@ def _row(parts: list[Prediction], targets: list[Tensor]) -> dict[str, float]:
         for column, (metric, names) in METRICS.items()
         if set(names) <= set(joined)
     }
-
-
-def _uncertainties(parts: list[Prediction], score: Score) -> Tensor:
-    """Returns one uncertainty for each sample."""
-    return torch.cat([part.uncertainty(score) for part in parts]).detach()
 
 
 __all__ = ["Comparison", "compare"]

@@ -115,8 +115,8 @@ def log_joint_gradient(posterior: Posterior, loader: Iterable[Any]) -> Vectors:
                 gradient[name] = gradient[name] + posterior.data_weight * record[name].sum_rows()[0]
     if count != posterior.samples:
         raise LapwingError(
-            f"The loader shows {count} samples, and the fit saw {posterior.samples}. Pass the training data of the fit "
-            "in a loader that can be gone through again."
+            f"The loader shows {count} samples, and the fit saw {posterior.samples}. Pass the training data of the "
+            "fit, in a loader that can be gone through again."
         )
     return gradient
 

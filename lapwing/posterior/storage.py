@@ -64,10 +64,6 @@ HEADER = {
 def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     """Writes what `load` needs to one file: `Posterior.save` once the network is known to be that of the fit.
 
-    Args:
-        posterior: the posterior.
-        path: the file.
-
     Raises:
         LapwingError: for a path that cannot be written, and for what `load` would refuse, such as NaN.
     """
@@ -125,11 +121,6 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict
     """Writes tensors and a JSON header; the file appears whole or not at all.
 
     A link is followed, an existing file keeps its mode, and a new one gets the mode that the umask allows.
-
-    Args:
-        path: where to.
-        tensors: by name; moved to the CPU.
-        header: JSON.
 
     Raises:
         LapwingError: if the file cannot be written there; an old one is kept.

@@ -18,8 +18,7 @@ from ..network import batches
 from ..network.eager import outside_modes
 from ..network.loaders import other_size
 from ..posterior import Posterior
-from .base import Training, Tuning
-from .evidence import Evidence
+from .evidence import Evidence, Training, Tuning
 from .held_out import held_out_scores, mean_variances
 from .leave_one_out import leave_one_out
 from .search import evenly
@@ -160,21 +159,15 @@ class BoundedEvidence(Tuning):
     def costs(self, candidates: Sequence[Posterior], loader: Iterable[Any], shown: int | None = None) -> list[float]:
         """Returns what the spread of each candidate costs, in nats a training sample; negative where it helps.
 
-        Args:
-            candidates: posteriors of one fit.
-            loader: the training data.
-            shown: how many samples it shows; those of the candidates where None.
-
-        Raises:
-            LapwingError: for a loader without samples.
+        The candidates are posteriors of one fit, and the loader shows its training data: see `spread`.
         """
         first = candidates[0]
         totals, count = [0.0] * len(candidates), 0
         for inputs, targets in spread(loader, self.samples, first, shown):
             size = batches.size(inputs)
-            scores = held_out_scores(candidates, None, [(inputs, targets)])  # checks the targets
+            scores = held_out_scores(candidates, None, [(inputs, targets)])[:, 0, 0].tolist()  # checks the targets
             certain = float(first.likelihood.log_prob(first.tangent.outputs_of(inputs), targets).double().sum())
-            totals = [cost + certain - size * score for cost, (score,) in zip(totals, scores, strict=True)]
+            totals = [cost + certain - size * score for cost, score in zip(totals, scores, strict=True)]
             count += size
         return [cost / count for cost in totals]
 

@@ -1,10 +1,13 @@
-"""Tuning by the evidence: prior precision (scalar or per layer) and noise variance, without validation data."""
+"""What a tuning is, and the first of them: prior precision and noise variance by the evidence."""
 
 from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +16,6 @@ from ..covariance import PriorCovariance, Subspace
 from ..errors import LapwingError, shown
 from ..network.eager import outside_modes
 from ..posterior import Posterior
-from .base import Training, Tuning
 from .search import ascend, best_of_grid, golden_section
 
 log = logging.getLogger("lapwing")
@@ -23,6 +25,40 @@ LOWEST, HIGHEST = -8.0, 10.0
 
 BEYOND = 5.0
 """Decades by which an ascent may leave that range and come back: at its end it would have no slope."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a tuning gets of a fit, beside the posterior.
+
+    Attributes:
+        loader: the training data.
+        prefixes: posteriors of the first samples alone, by rising number, if the tuning asks for them; with
+            `data_size`, the posterior of all samples too, not scaled.
+        shown: how many samples the loader shows, or None if unknown. The posterior may be of fewer.
+    """
+
+    loader: Iterable[Any] = ()
+    prefixes: tuple[Posterior, ...] = ()
+    shown: int | None = None
+
+
+class Tuning(ABC):
+    """How prior precision and noise variance are chosen where the user gave none.
+
+    Attributes:
+        prefixes: for how many first parts of the data (a half, a quarter, ...) the tuning needs posteriors.
+    """
+
+    prefixes: int = 0
+
+    def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
+        """Whether the tuning reads the lower bound of the evidence, by what is open."""
+        return prior_open or noise_open
+
+    @abstractmethod
+    def tune(self, posterior: Posterior, training: Training) -> Posterior:
+        """Returns the tuned posterior; numbers that the user gave are kept."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +105,7 @@ class Evidence(Tuning):
         return True
 
     @outside_modes
-    def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
+    def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:
         """Returns the posterior at the maximum of the evidence."""
         best, covariance = self._tuned(posterior), posterior.covariance
         if self.rank_gap is None:

@@ -75,11 +75,11 @@ def best_of(
     if first.prior.given:
         best = first
         if len(posteriors) > 1:
-            scores = held_out_scores(posteriors, None, loader)
-            best = posteriors[max(range(len(scores)), key=lambda i: scores[i][0])]
+            scores = held_out_scores(posteriors, None, loader)[:, 0, 0].tolist()
+            best = posteriors[max(range(len(scores)), key=scores.__getitem__)]
         return _best_noise(best, loader) if open_noise else best
     deltas, factors = evenly(*decades, points), NOISE_EXPONENTS if open_noise else [0.0]
-    table = _scores(posteriors, [10**e for e in deltas], [10**e for e in factors], loader)
+    table = held_out_scores(posteriors, [10**e for e in deltas], loader, [10**e for e in factors])
     which, at, k = (int(i) for i in torch.unravel_index(table.nan_to_num(-math.inf).argmax(), table.shape))
     delta = _refined(deltas, table[which, :, k].tolist(), at)
     factor = 10 ** _refined(factors, table[which, at].tolist(), k)
@@ -109,7 +109,7 @@ def _best_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior:
         assert posterior.noise_variance is not None
         return posterior.at(posterior.prior.precision, posterior.noise_variance * 10**exponent)
 
-    row = [score for (score,) in held_out_scores([at(exponent) for exponent in NOISE_EXPONENTS], None, loader)]
+    row = held_out_scores([at(exponent) for exponent in NOISE_EXPONENTS], None, loader)[:, 0, 0].tolist()
     return at(_refined(NOISE_EXPONENTS, row, max(range(len(row)), key=row.__getitem__)))
 
 
@@ -123,25 +123,22 @@ def _refined(points: Sequence[float], scores: Sequence[float], at: int) -> float
 
 
 def held_out_scores(
-    posteriors: Sequence[Posterior], precisions: Sequence[float] | None, loader: Iterable[Any]
-) -> list[list[float]]:
-    """Returns the mean held-out log likelihood, linearised and with the default link, a row a posterior.
+    posteriors: Sequence[Posterior],
+    precisions: Sequence[float] | None,
+    loader: Iterable[Any],
+    factors: Sequence[float] = (1.0,),
+) -> Tensor:
+    """Returns mean held-out log likelihoods (posteriors, precisions, factors), linearised, with the default link.
 
     Args:
         posteriors: of one fit.
-        precisions: candidates for a scalar δ, a column each; None keeps each posterior's own.
+        precisions: candidates for a scalar δ; None keeps each posterior's own.
         loader: held-out batches.
+        factors: of the whole covariance of y.
 
     Raises:
         LapwingError: for an empty loader.
     """
-    return _scores(posteriors, precisions, [1.0], loader)[:, :, 0].tolist()
-
-
-def _scores(
-    posteriors: Sequence[Posterior], precisions: Sequence[float] | None, factors: Sequence[float], loader: Iterable[Any]
-) -> Tensor:
-    """Returns mean held-out log likelihoods (posteriors, precisions, factors); a factor widens all of y."""
     first = posteriors[0]
     link = first.likelihood.default_link
     marginal = not link.reads_covariance or (link.closed_form and first.tangent.outputs == 1)
@@ -175,11 +172,9 @@ def _scores(
 
 
 def mean_variances(posteriors: Sequence[Posterior], parts: Iterable[Any]) -> list[float]:
-    """Returns the mean of `J_n Σ J_nᵀ` over inputs and outputs, linearised, for posteriors of one fit.
+    """Returns the mean of `J_n Σ J_nᵀ` over batches of inputs and outputs, linearised.
 
-    Args:
-        posteriors: from one by `at`, so that they differ in prior and noise alone.
-        parts: batches of inputs.
+    The posteriors come from one by `at`, so that they differ in prior and noise alone.
     """
     first = posteriors[0]
     totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0

@@ -10,8 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..covariance import Latent
-from ..covariance.terms import DenseTerm
 from ..errors import LapwingError
 from ..likelihoods import LaplaceBridge, Link
 from ..methods.options import check_choice
@@ -128,17 +126,16 @@ def _latents(
         inputs, targets = batches.split(batch, posterior.tangent.device)
         latent: Any = posterior.latent(inputs, via)
         posterior.likelihood.check(latent.mean, targets)
-        if expected:
-            latent = Latent(latent.mean.detach().double(), (DenseTerm(latent.covariance.detach().double()),))
-        else:
+        reads_covariance = expected
+        if not expected:
             chosen = posterior.likelihood.choose_link(latent, link)
             if isinstance(chosen, LaplaceBridge):
                 raise LapwingError(
                     "The probabilities of link=LaplaceBridge() stay as they are when all variances are scaled, so that "
                     "no scale factor is best. Write link=lw.Probit()."
                 )
-            latent = latent.compact(chosen is not None and chosen.reads_covariance)
-        kept.append((latent, targets))
+            reads_covariance = chosen.reads_covariance
+        kept.append((latent.compact(reads_covariance), targets))
     if not kept:
         raise LapwingError(
             "The loader of lw.scale_factor shows no sample. Write lw.scale_factor(posterior, [(x_val, y_val)])."

@@ -29,13 +29,7 @@ def best_of_grid(function: Callable[[float], float], low: float, high: float, po
 
 
 def ascend(function: Callable[[Tensor], Tensor], start: Tensor, low: Sequence[float], high: Sequence[float]) -> Tensor:
-    """Maximises a smooth function of a few numbers within a box, by L-BFGS with gradients of autograd.
-
-    Args:
-        function: of a float64 tensor (k,), to a scalar.
-        start: inside the box.
-        low: the box's lower ends, one a number.
-        high: its upper ends.
+    """Maximises a smooth function of k numbers within the box from `low` to `high`, by L-BFGS and autograd's gradients.
 
     Returns:
         The best point (k,); the start where the ascent does not improve on it.
@@ -60,12 +54,6 @@ def ascend(function: Callable[[Tensor], Tensor], start: Tensor, low: Sequence[fl
 
 def golden_section(function: Callable[[float], float], low: float, high: float, points: int) -> float:
     """Maximises a function of one number: a grid, then golden sections around its best point to 1e-6.
-
-    Args:
-        function: of one float.
-        low: left end.
-        high: right end.
-        points: of the grid.
 
     Returns:
         The best point; an end of the range if the function is best there.

@@ -12,8 +12,7 @@ from ..methods.options import check_choice, check_count
 from ..network import batches
 from ..network.eager import outside_modes
 from ..posterior import Posterior
-from .base import Training, Tuning
-from .evidence import Evidence
+from .evidence import Evidence, Training, Tuning
 from .held_out import best_of, check_grid, with_ranks
 
 log = logging.getLogger("lapwing")
@@ -79,7 +78,7 @@ class EarlyStopping(Tuning):
     Deng et al. 2022, section 5.2. The covariance is `(S_n + δI)⁻¹` with `S_n` summed over the first n points: a wide
     posterior where the model is misspecified and that of all data too narrow. The sums on the way are kept, so all
     pairs (n, δ) are compared, not only the first n at which the score falls. Without validation data, strongly
-    augmented training images can stand in for it: `lapwing.evaluation.augmentation`.
+    augmented training images can stand in for it: `lapwing.evaluation.StrongAugmentation`.
 
     Args:
         loader: held-out (inputs, targets) batches.

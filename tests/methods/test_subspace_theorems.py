@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 import lapwing as lw
 from lapwing.covariance import ExplicitBasis, ImplicitBasis
-from lapwing.evaluation.augmentation import AugmentedLoader, StrongAugmentation
+from lapwing.evaluation import StrongAugmentation
 from lapwing.network.forward_mode import jvp
 from lapwing.tangent import record
 from tests import oracle
@@ -260,7 +260,8 @@ def score(posterior: lw.Posterior, data: list[tuple[Tensor, Tensor]]) -> float:
 def test_early_stopping_on_augmented_digits(digits, form, delta):
     """ELLA, section 5.2, with a given δ: the prefix with the best score on augmented training images is chosen."""
     model, loader, (x_test, y_test) = digits
-    augmented = AugmentedLoader(loader, StrongAugmentation(flip=False))
+    augment = StrongAugmentation(flip=False)
+    augmented = [(augment(x, seed=1_000_003 * i), y) for i, (x, y) in enumerate(loader)]
     method = lw.ELLA(20, 200)
     tune = lw.EarlyStopping(augmented, form=form)
     stopped = lw.fit(model, loader, method, prior_precision=delta, tune=tune)
