@@ -29,7 +29,7 @@ OUTPUT = Path("demo-output")
 TUNED = "The prior precision is tuned on validation images, or without them by the evidence, bounded."
 
 METHODS = {
-    "last layer, no held-out data": (None, lw.last_layer),  # what lw.fit(model, loader) does
+    "last layer, no held-out data": (None, lw.last_layer),  # what lw.fit(model, loader) does for classes
     "last layer": (None, lw.last_layer),
     "Diagonal": (lw.Diagonal(), lw.everything),
     "KFAC": (lw.KFAC(), lw.everything),
@@ -148,12 +148,15 @@ def picture(path: Path) -> None:
         "Full": lw.Full(),
         "KFAC": lw.KFAC(),
         "Diagonal": lw.Diagonal(),
-        "KFAC on the last layer (the default)": None,
+        "KFAC on the last layer": None,
         "ELLA, rank 10": lw.ELLA(rank=10, rows="all"),
         "ELLA, rank 10, prior outside its span": lw.ELLA(rank=10, rows="all", residual="prior"),
     }
     likelihood = lw.Gaussian(noise_variance=0.15**2)  # known here; the prior precision is tuned by the evidence
-    posteriors = {name: lw.fit(model, [(x, y)], method, likelihood=likelihood) for name, method in methods.items()}
+    posteriors = {
+        name: lw.fit(model, [(x, y)], method, likelihood=likelihood, params=lw.everything if method else lw.last_layer)
+        for name, method in methods.items()
+    }
     grid = torch.linspace(-6.5, 6, 400)[:, None]
     figure, axes = plt.subplots(2, 3, figsize=(11, 6), sharex=True, sharey=True, layout="constrained")
     for axis, (name, posterior) in zip(axes.flat, posteriors.items(), strict=True):

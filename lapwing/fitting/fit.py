@@ -26,6 +26,7 @@ from ..posterior import Posterior
 from ..posterior.prior import Prior, check_range
 from ..tangent import LastLayer, Predicate, Tangent, everything, last_layer
 from ..tuning import BoundedEvidence, Training, Tuning
+from .default_method import default_fit
 from .runner import Runner
 
 log = logging.getLogger("lapwing")
@@ -58,10 +59,12 @@ def fit(
     Args:
         model: the trained network, in eval mode. Outputs (B, C).
         loader: the training data: an iterable of (inputs, targets) batches that can be read several times.
-        method: the structure of Σ and how it is fitted; KFAC when None.
+        method: the structure of Σ and how it is fitted. Where `params` is None too, None means in a regression `Full`
+            over all trained weights where that is cheap, KFAC over them where there are at most a million, and else
+            KFAC of the last layer, as for a classifier. The log names it. With `params` None means KFAC.
         likelihood: "categorical", "gaussian" or an instance; None infers it from the targets' dtype, and
             refuses floats that are labels all the same.
-        params: which parameters to treat; None means the last layer where `method` is None, else everything.
+        params: which parameters to treat; None means everything that is trained where there is a method.
         prior_precision: δ, in 1/weight²: a number, or {block or parameter pattern: number}; None is tuned.
         prior_mean: μ0, a number for all weights or {parameter: tensor} (others 0).
         tune: how what is None is tuned: `BoundedEvidence()` and `Evidence()` without held-out data, with them
@@ -92,6 +95,7 @@ def fit(
         >>> lw.fit(model, [(x, y)]).predict(x).probs.shape
         torch.Size([32, 3])
     """
+    is_default = method is None and params is None
     method, params = _method_and_params(method, params)
     _check_numbers(prior_precision, weight_decay, temperature, data_size, seed)
     _check_tuning(tune)
@@ -101,12 +105,13 @@ def fit(
     if data_size is not None:
         _check_data_size(data_size, known_size(loader) or 0)
     likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
-    tangent = Tangent.survey(model, inputs, params, forward, memory)
+    runner = Runner(loader, progress, 0 if tune is None else tune.prefixes, data_size)
+    chosen = default_fit(model, inputs, likelihood, forward, memory, runner.count) if is_default else None
+    method, tangent = chosen or (method, Tangent.survey(model, inputs, params, forward, memory))
     if likelihood.activation is not None:
         weight = next(iter(tangent.parameters.values()))
         some = batches.plain(batches.take(inputs, slice(0, 16)), tangent.device)
         check_logits(likelihood, tangent.outputs_of(some), weight.dtype)
-    runner = Runner(loader, progress, 0 if tune is None else tune.prefixes, data_size)
     drawn = runner.shown()
     if data_size is None:
         warn_of_unseen_samples(loader, drawn)

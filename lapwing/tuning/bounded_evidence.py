@@ -1,13 +1,14 @@
-"""Tuning by the evidence, bounded by the training data: a classifier's spread, and the noise of a regression."""
+"""Tuning without held-out data: a classifier's spread by the bounded evidence, a regression's width by leaving out."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..covariance import PriorCovariance
@@ -23,47 +24,47 @@ from .search import evenly
 
 log = logging.getLogger("lapwing")
 
-WARN_FACTOR = 2.0
-"""A noise variance that is raised to more than so many times the evidence's is warned of."""
+LOWEST_NOISE = 1e-6
+"""The noise variance is at least this part of the width of predictions."""
 
-POINTS = 13
-"""Noise variances that are looked at between the residuals' and the evidence's."""
+POINTS = 25
+"""Noise variances that are looked at where the user gave the prior precision."""
+
+WARN_FACTOR, WARN_SAMPLES = 10.0, 100
+"""A width of more than so many mean squared residuals is warned of, if so many samples tell it."""
 
 
 @dataclass(frozen=True)
 class BoundedEvidence(Tuning):
-    """The maximum of the evidence, moved where the training data refute it: by default, what `lw.fit` tunes with.
+    """Prior precision and noise variance without held-out data: by default, what `lw.fit` tunes with.
 
-    `δ = max(δ_evidence, min{δ : mean_n [log p(y_n|f_n) - log p(y_n|N(f_n, J_n Σ_δ J_nᵀ))] <= nats})`, or
-    `σ² = max(r², {σ² : σ² + mean_n J_n Σ J_nᵀ = s})` and δ of the evidence at that σ² (where all weights are treated,
-    not above the evidence's σ²).
-
+    Classification: `δ = max(δ_evidence, min{δ : mean_n [log p(y_n|f_n) - log p(y_n|N(f_n, J_n Σ_δ J_nᵀ))] <= nats})`.
     The evidence takes the loss for a quadratic. A classifier that is sure of its training labels lies where the loss is
     flat, beside a slope. Its curvature is small there, and the evidence (of Evidence, with one δ) spreads the weights
     too wide. The prior precision is raised until the spread costs the training data no more than `nats` a sample.
 
-    In a regression Diagonal, KFAC and subspaces overestimate the effective number of weights γ in `σ² = Σ r²/(NC - γ)`
-    (MacKay 1992), or count as noise the curvature that they leave out: σ² can be a thousand times the mean squared
-    residual r². It is lowered until predictions of the training data are as wide as s, the leave-one-out variance of
-    the exact linearised model, but never below r². A posterior of some weights alone, such as the last layer, does not
-    see what the other weights have memorised. For it σ² is also raised, to the s of all trained weights
-    (`requires_grad`: freeze those that other data trained). This needs at least half the data, since s of fewer
-    samples is too large, and a network of at most a million weights, few of them without a layer family.
+    Regression: `(δ, σ²) = (δ*/c, c σ*²)`, `c = s/(σ*² + mean_n J_n Σ* J_nᵀ)`. The linearised network is a Gaussian
+    process, with the evidence highest at (δ*, σ*²). From its leave-one-out predictions comes s, the width of targets
+    that it has not seen, and c scales the covariance of any method to that width (of `Full`, which tells seen inputs
+    from others, its width at unseen ones). So networks that overfit or interpolate get their width too, the last layer
+    alone included. Widths are never below the mean squared residual. All trained weights count (`requires_grad`: freeze
+    those that other data trained) in networks of at most a million weights, few of them without a layer family. In
+    larger ones the treated weights alone do. A given prior precision is kept, and σ² makes the width; of a given noise
+    variance the evidence chooses the prior precision.
 
     Args:
         nats: what the spread may cost, in nats a training sample, with the default link.
-        samples: how many training samples are used at most, twice as many for a regression, in whole batches spread
-            evenly over the loader, which should not be sorted.
+        samples: how many training samples are used at most, four times as many for a regression, in whole batches
+            spread evenly over the loader, which should not be sorted.
         decades: how far above the evidence's δ to search, in powers of ten.
         points: candidates in that range; between them the cost is interpolated.
 
     Raises:
         LapwingError: for numbers out of range, or a loader without samples.
 
-    Cost: the evidence's, and one pass through the loader for `samples` samples. For classifiers they are recorded and
+    Cost: for classifiers the evidence's, and one pass through the loader for `samples` samples, which are recorded and
     contracted once, with `points` variances (or Gram matrices, if the link reads covariances) an output. For
-    regression: a kernel of at most 1 000 rows, of all trained weights, its eigenvalues, three searches for δ more, and
-    one record of the samples with 13 variances an output.
+    regression: a kernel of at most 2 000 rows, of all trained weights, its eigenvalues, and predictions of the samples.
 
     Example:
         >>> import torch, lapwing as lw
@@ -93,10 +94,14 @@ class BoundedEvidence(Tuning):
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
-        """Returns the posterior at the maximum of the evidence, or at the nearest point within the bound."""
-        tuned = self._with_bounded_noise(posterior, Evidence().tune(posterior), training)
-        is_bounded = posterior.prior.fixed or tuned.noise_variance is not None
-        if is_bounded or not isinstance(tuned.covariance, PriorCovariance):
+        """Returns the posterior at the evidence's prior precision within the bound, or at the width of a regression."""
+        if not isinstance(posterior.covariance, PriorCovariance):
+            return posterior
+        residual = posterior.likelihood.residual_variance(posterior.statistics)
+        if residual is not None and not posterior.noise_fixed:
+            return self._with_width(posterior, residual, training)
+        tuned = Evidence().tune(posterior)
+        if posterior.prior.fixed or tuned.noise_variance is not None:
             return tuned
         exponents = evenly(0.0, self.decades, self.points)
         candidates = [_raised(tuned, exponent) for exponent in exponents]
@@ -116,46 +121,39 @@ class BoundedEvidence(Tuning):
             )  # fmt: skip
         return _raised(tuned, exponent)
 
-    def _with_bounded_noise(self, posterior: Posterior, tuned: Posterior, training: Training) -> Posterior:
-        """Returns the maximum of the evidence, or that at the σ² with which predictions have the width s."""
-        residual, best = posterior.likelihood.residual_variance(posterior.statistics), tuned.noise_variance
-        if posterior.noise_fixed or residual is None or best is None:
-            return tuned
-        parts = list(spread(training.loader, 2 * self.samples, posterior, training.shown))
-        exact = leave_one_out(posterior, parts)
+    def _with_width(self, posterior: Posterior, residual: float, training: Training) -> Posterior:
+        """Returns the posterior of a regression whose predictions of unseen targets have the width s."""
+        parts = list(spread(training.loader, 4 * self.samples, posterior, training.shown))
+        size = max(training.shown or 0, posterior.samples * posterior.data_factor)
+        exact = leave_one_out(posterior, parts, size)
+        explained = (exact.training_variance / exact.noise_variance - 1) * exact.samples / size
+        width = max(exact.width, (1 + explained) * residual)  # the network may fit worse than its linearised model
+        precision = posterior.prior.precision
+        if not posterior.prior.fixed:
+            precision = torch.full_like(precision, exact.precision)
+        start = posterior.at(precision, exact.noise_variance)
         inputs = [part for part, _ in parts]
-        bound = exact.width
-        if best + mean_variances([tuned], inputs)[0] > bound:  # too wide: lower σ², if the residual leaves room
-            if best <= residual:
-                return tuned
-            top = min(best, bound)
-        else:  # too narrow: raise it, if s comes from more weights than the posterior treats and from enough samples
-            if (
-                not exact.more_weights
-                or 2 * exact.samples < (training.shown or posterior.samples) * posterior.data_factor
-            ):
-                return tuned
-            top = bound
-        low, high = math.log(residual), math.log(max(residual, top))
-        logs = evenly(low, high, POINTS)
-        ends = [_at_noise(posterior, math.exp(x)) for x in (low, (low + high) / 2, high)]
-        candidates = [posterior.at(_between(ends, i / (POINTS - 1)), math.exp(x)) for i, x in enumerate(logs)]
-        totals = [math.exp(x) + v for x, v in zip(logs, mean_variances(candidates, inputs), strict=True)]
-        falling = [-x for x in reversed(logs)]  # from the widest predictions to the narrowest
-        chosen = math.exp(-crossing(falling, totals[::-1], bound))
+        training_variance = exact.noise_variance + mean_variances([start], inputs)[0]
+        factor = width / exact.unseen(training_variance)
+        noise = max(factor * exact.noise_variance, LOWEST_NOISE * width)
+        if posterior.prior.fixed:
+            noise = _noise_of_width(posterior, inputs, factor * training_variance)
+        else:
+            precision = precision / factor
         log.info(
-            "The evidence's noise variance %.3g is %s to %.3g: on its training data %s is as wide as the exact "
-            "linearised model on samples left out, %.3g",
-            best, "lowered" if chosen < best else "raised", chosen, posterior.method, bound,
+            "Targets that are left out have a variance of %.3g by the exact linearised model of %d weights and %d "
+            "samples, and the mean squared residual is %.3g: the noise variance of %s is %.3g",
+            exact.width, exact.weights, exact.samples, residual, posterior.method, noise,
         )  # fmt: skip
-        if chosen > WARN_FACTOR * best:
+        if width > WARN_FACTOR * residual and exact.samples >= WARN_SAMPLES:
             log.warning(
-                "The noise variance is %.3g, the mean squared residual %.3g: %s seems to have memorised its training "
-                "targets. If the weights that %s leaves out were trained on other data, freeze them before the fit: "
+                "%s has memorised its training targets: the mean squared residual is %.3g, and predictions of unseen "
+                "targets need a variance of %.3g, which they have now. Train for a shorter time or with more weight "
+                "decay. If other data trained some of the layers, freeze these before the fit: "
                 "parameter.requires_grad_(False).",
-                chosen, residual, type(posterior.tangent.model).__name__, posterior.method,
+                type(posterior.tangent.model).__name__, residual, width,
             )  # fmt: skip
-        return _at_noise(posterior, chosen)
+        return posterior.at(precision, noise)
 
     def costs(self, candidates: Sequence[Posterior], loader: Iterable[Any], shown: int | None = None) -> list[float]:
         """Returns what the spread of each candidate costs, in nats a training sample; negative where it helps.
@@ -230,14 +228,9 @@ def _raised(posterior: Posterior, exponent: float) -> Posterior:
     return posterior.at(posterior.prior.precision * 10**exponent, posterior.noise_variance)
 
 
-def _at_noise(posterior: Posterior, noise_variance: float) -> Posterior:
-    """Returns the posterior at a noise variance, with the evidence's δ there unless it was given."""
-    likelihood = posterior.likelihood.with_noise_variance(noise_variance)
-    return replace(Evidence().tune(replace(posterior, likelihood=likelihood, noise_fixed=True)), noise_fixed=False)
-
-
-def _between(ends: Sequence[Posterior], place: float) -> Tensor:
-    """Returns the prior precisions between those at the ends and the middle of a range, by a parabola in logarithms."""
-    low, middle, high = (end.prior.precision.log() for end in ends)
-    x = 2 * place - 1
-    return (middle + x * (high - low) / 2 + x**2 * (low + high - 2 * middle) / 2).exp()
+def _noise_of_width(posterior: Posterior, inputs: Sequence[Any], width: float) -> float:
+    """Returns the σ² with which predictions of these inputs have a mean variance, at the posterior's prior."""
+    logs = evenly(math.log(LOWEST_NOISE * width), math.log(width), POINTS)
+    candidates = [posterior.at(posterior.prior.precision, math.exp(x)) for x in logs]
+    widths = [math.exp(x) + v for x, v in zip(logs, mean_variances(candidates, inputs), strict=True)]
+    return math.exp(-crossing([-x for x in reversed(logs)], widths[::-1], width))  # from the widest to the narrowest

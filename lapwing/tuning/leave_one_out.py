@@ -1,4 +1,4 @@
-"""Leave-one-out predictions of the exact linearised model, by which `BoundedEvidence` bounds a regression."""
+"""Leave-one-out predictions of the exact linearised model: `BoundedEvidence` sets a regression's width by them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..network.eager import parameters_of
 from ..posterior import Posterior
 from ..tangent import Tangent
 from ..tangent.anchors import Anchors
-from .search import ascend, best_of_grid
+from .search import ascend, best_of_grid, evenly
 
-MAX_ROWS = 1000
+MAX_ROWS = 2000
 """The kernel is built of at most so many pairs of a sample and an output."""
 
 MAX_WEIGHTS = 1_000_000
@@ -34,8 +34,11 @@ MAX_EXPLICIT_WEIGHTS = 1000
 RANGE = (-10.0, 6.0)
 """Decades of δσ², relative to the mean eigenvalue of the kernel, that are searched."""
 
+MOST_EXPLAINED = 0.9
+"""Of the targets, copies aside, the weights explain at most this part, the noise the others."""
+
 SAME_SAMPLE = 0.98
-"""Cosine between the gradients of two samples from which on they are left out at once: each predicts the other."""
+"""Cosine between the gradients of two samples from which on they are copies, if their targets are equal too."""
 
 
 log = logging.getLogger("lapwing")
@@ -46,29 +49,54 @@ class LeaveOneOut:
     """The exact Gaussian process of the linearised network on some training samples, at its own best δ and σ².
 
     Attributes:
-        width: s, the mean variance of a target given the other samples, or its mean squared error if that is more.
-        precision: δ, as a multiple of the given one where there was one.
+        width: s, the mean variance of a target that all N samples but its own predict, or the mean squared error if
+            that is more.
+        variance: the mean variance alone, by the n samples of the kernel.
+        training_variance: `σ² + mean_n J_n Σ J_nᵀ` of the exact posterior of these, which has seen the targets too.
+        curve: by how much N samples narrow predictions, against n.
+        precision: δ, as a multiple of the prior's where that is fixed.
         noise_variance: σ².
-        samples: how many samples it is built of.
-        more_weights: whether it counts weights that the posterior leaves out.
+        samples: n.
+        weights: how many weights count.
     """
 
     width: float
+    variance: float
+    training_variance: float
+    curve: float
     precision: float
     noise_variance: float
     samples: int
-    more_weights: bool
+    weights: int
+
+    def unseen(self, training_variance: float) -> float:
+        """Returns how wide a posterior's predictions of unseen targets are, at this δ and σ², by its training variance.
+
+        The exact posterior tells inputs that it has seen from others. Those that are wider than it at inputs that they
+        have seen, such as KFAC, do so in part, by measurement a quarter of the way on a logarithmic scale. Others leave
+        out directions, and are about as wide everywhere.
+        """
+        if self.curve == 1 and abs(training_variance / self.training_variance - 1) < 1e-3:
+            return self.variance
+        if self.curve * self.training_variance < training_variance < self.curve * self.variance:
+            return training_variance**0.75 * (self.curve * self.variance) ** 0.25
+        return training_variance
 
 
 @torch.no_grad()
-def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, Tensor]]) -> LeaveOneOut:
+def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, Tensor]], size: float | None = None) -> LeaveOneOut:
     """Returns `s = max(mean_n diag V_n, mean_n e_n²)`, `V_n = ([C⁻¹]_nn)⁻¹`, `e_n = V_n [C⁻¹ r]_n`, `C = JJᵀ/δ + σ²I`.
 
     The linearised network is a Gaussian process, `r = y - f + J(θ̂ - μ0) ~ N(0, C)`, whose marginal likelihood and
     leave-one-out predictions are exact (Rasmussen & Williams 2006, equations 5.8, 5.10 to 5.12, for blocks), at its own
     mode and not at the network's weights, which need not be one. A sample is left out with all its outputs, and with
-    samples like it, since duplicates would predict its target. Errors count besides variances, since the model has no
+    its copies, which would predict its target. Errors count besides variances, since the model has no
     noise that outputs share.
+
+    Weights that explain all targets but no noise would leave nothing to posteriors that see less, so σ² is at least
+    what leaves a tenth of the targets to it (`MOST_EXPLAINED`).
+
+    Of N samples, n are in the kernel. More samples tell more: s is multiplied by `learning_curve` at N/n.
 
     All trained weights count (`requires_grad`), also where the posterior treats only some: the layers before the
     treated ones were trained on the targets too. Where they are too many, or a layer among them is refused, only the
@@ -77,27 +105,32 @@ def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, Tensor]]) -> 
     Args:
         posterior: of a regression with noise σ². Its network is used, and its prior where all weights are treated.
         parts: batches of inputs and targets. Of many samples with many outputs some are taken.
+        size: N; as many as there are in `parts` where None.
 
-    Cost: M = N C backward passes, at most MAX_ROWS, `JJᵀ` of all pairs, and time O(M³).
+    Cost: M = n C backward passes, at most MAX_ROWS, `JJᵀ` of all pairs, and time O(M³).
     """
     parts = [part for part in parts if batches.size(part[0])]
+    samples = sum(batches.size(inputs) for inputs, _ in parts)
     try:
-        tangent = _trained(posterior, parts[0][0], sum(batches.size(inputs) for inputs, _ in parts))
+        tangent = _trained(posterior, parts[0][0], samples)
         if tangent is not None:
-            return _left_out(posterior, tangent, parts)
+            return _left_out(posterior, tangent, parts, size or samples)
     except (LapwingError, RuntimeError) as error:  # of layers that the fit has nothing to do with
         log.info("The trained weights that %s leaves out do not count: %s", posterior.method, error)
-    return _left_out(posterior, posterior.tangent, parts)
+    return _left_out(posterior, posterior.tangent, parts, size or samples)
 
 
-def _left_out(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, Tensor]]) -> LeaveOneOut:
+def _left_out(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, Tensor]], size: float) -> LeaveOneOut:
     """Returns what `leave_one_out` does, for these weights."""
-    residuals = torch.cat([_residuals(posterior, inputs, targets) for inputs, targets in parts])  # (N, C)
+    targets, residuals = (
+        torch.cat(every) for every in zip(*(_targets(posterior, *part) for part in parts), strict=True)
+    )
     treated = tangent is posterior.tangent
     outputs, prior_fixed = residuals.shape[1], posterior.prior.fixed and treated
     count = min(len(residuals), max(20, MAX_ROWS // outputs))
     times = min(outputs, MAX_ROWS // count)
-    samples = (torch.arange(count) * len(residuals) // count).repeat_interleave(times)
+    chosen = torch.arange(count) * len(residuals) // count
+    samples = chosen.repeat_interleave(times)
     turns = torch.arange(len(samples)) % outputs
     anchors = Anchors(tangent, tuple(inputs for inputs, _ in parts), samples, turns)
     precision = posterior.prior.precision if prior_fixed else torch.ones(len(tangent.blocks), dtype=torch.float64)
@@ -106,6 +139,7 @@ def _left_out(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any,
     offset = {name: (value - mean.get(name, 0.0)).double()[None] for name, value in tangent.mean().items()}
     labels = residuals[samples, turns] + anchors.inner(offset)[0].double()
     gram = anchors.gram(weights, torch.float64)
+    same = _copies(gram, targets[chosen], times)
     values, vectors = torch.linalg.eigh(gram)
     values, squares = values.clamp_min(0), (vectors.T @ labels).square()
     unit = float(values.mean()) or 1.0
@@ -115,19 +149,51 @@ def _left_out(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any,
         spectrum = values + unit * 10**log10
         if prior_fixed:
             return spectrum, torch.ones_like(log10)
-        return spectrum, (squares / spectrum).mean().clamp_min(1e-100)  # 0: nothing to explain
+        return spectrum, (squares / spectrum).mean().clamp_min(1e-24)  # 0: nothing to explain
 
     def evidence(log10: Tensor) -> Tensor:
         spectrum, scale = at(log10)
         return -0.5 * (squares / (scale * spectrum) + (scale * spectrum).log()).sum()
 
-    grid, best = best_of_grid(lambda log10: float(evidence(values.new_tensor(log10))), *RANGE, 65)
+    explained = [float((values / (values + unit * 10**end)).mean()) for end in evenly(*RANGE, 65)]
+    most = MOST_EXPLAINED * float((1 / same.sum(1)).mean())  # of copies one counts
+    low = evenly(*RANGE, 65)[sum(part > most for part in explained)]
+    grid, best = best_of_grid(lambda log10: float(evidence(values.new_tensor(log10))), low, RANGE[1], 65)
     start = values.new_tensor(grid[best : best + 1])
-    log10 = ascend(lambda point: evidence(point[0]), start, RANGE[:1], RANGE[1:])[0]
+    log10 = ascend(lambda point: evidence(point[0]), start, [low], RANGE[1:])[0]
     spectrum, scale = at(log10)
+    noise = float(scale * unit * 10**log10)
     inverse = (vectors / (scale * spectrum)) @ vectors.T
-    width = _width(gram, inverse, labels, times, times == outputs)
-    return LeaveOneOut(width, 1 / float(scale), float(scale * unit * 10**log10), count, not treated)
+    variance, error = _left_out_moments(inverse, labels, times, same)
+    curve = learning_curve(scale * values, noise, size / count)
+    training_variance = noise * (2 - noise * float(inverse.diagonal().mean()))
+    return LeaveOneOut(
+        curve * max(variance, error), variance, training_variance, curve, 1 / float(scale), noise, count, tangent.size
+    )
+
+
+def learning_curve(values: Tensor, noise_variance: float, factor: float) -> float:
+    """Returns by how much more samples narrow predictions of unseen targets, at most 1.
+
+    The width κ solves `κ = σ² + mean_i λ_i/(1 + factor λ_i/κ)` (Sollich 1999, equation 10, with the spectrum of the
+    kernel for that of all inputs). The result is κ at the factor over κ at 1.
+
+    Args:
+        values: λ, eigenvalues of the kernel of n samples (M,).
+        noise_variance: σ².
+        factor: N/n.
+    """
+    if factor <= 1:
+        return 1.0
+    widths = []
+    for more in (factor, 1.0):
+        low, high = noise_variance, noise_variance + float(values.mean())
+        for _ in range(60):
+            middle = (low + high) / 2
+            rises = noise_variance + float((values / (1 + more * values / middle)).mean()) > middle
+            low, high = (middle, high) if rises else (low, middle)
+        widths.append(high)
+    return widths[0] / widths[1]
 
 
 def _trained(posterior: Posterior, inputs: Any, samples: int) -> Tangent | None:
@@ -139,46 +205,65 @@ def _trained(posterior: Posterior, inputs: Any, samples: int) -> Tangent | None:
         for name, value in parameters_of(tangent.model).items()
         if value.requires_grad and name not in treated and value.is_floating_point()
     }
-    if not others or tangent.size + sum(others.values()) > MAX_WEIGHTS:
+    if not others:
         return None
     names = treated | others.keys()
-    whole = Tangent.survey(
-        tangent.model, inputs, lambda name, _: name in names, tangent.forward, tangent.memory, warn=False
-    )
-    if whole.explicit_size > MAX_EXPLICIT_WEIGHTS or samples * whole.plan.work(whole.blocks) > MAX_MULTIPLY_ADDS:
-        return None
-    return whole
+    if tangent.size + sum(others.values()) <= MAX_WEIGHTS:
+        whole = Tangent.survey(
+            tangent.model, inputs, lambda name, _: name in names, tangent.forward, tangent.memory, warn=False
+        )
+        if whole.explicit_size <= MAX_EXPLICIT_WEIGHTS and samples * whole.plan.work(whole.blocks) <= MAX_MULTIPLY_ADDS:
+            return whole
+    log.info(
+        "%s is too large to look at all trained weights: only those that %s treats count for the noise variance",
+        type(tangent.model).__name__, posterior.method,
+    )  # fmt: skip
+    return None
 
 
-def _width(gram: Tensor, inverse: Tensor, labels: Tensor, times: int, whole: bool) -> float:
-    """Returns s.
+def _left_out_moments(inverse: Tensor, labels: Tensor, times: int, same: Tensor) -> tuple[float, float]:
+    """Returns the mean variance and squared error of targets that are left out.
 
     Args:
-        gram: `JJᵀ` (M, M), the pairs of a sample side by side.
-        inverse: C⁻¹ (M, M).
+        inverse: C⁻¹ (M, M), the pairs of a sample side by side.
         labels: r (M,).
         times: how many pairs a sample has.
-        whole: whether these are all its outputs, so that samples can be compared.
+        same: which samples are left out at once with each (N, N).
     """
-    count = len(labels) // times
-    kernel = gram.unflatten(0, (count, times)).unflatten(2, (count, times)).diagonal(dim1=1, dim2=3).sum(-1)  # (N, N)
-    size = kernel.diagonal().clamp_min(torch.finfo(kernel.dtype).tiny).sqrt()
-    same = kernel >= SAME_SAMPLE * size * size[:, None] if whole else torch.zeros_like(kernel, dtype=torch.bool)
-    same.fill_diagonal_(True)
     weighted, inside = inverse @ labels, torch.arange(times, device=labels.device)
-    variance = error = 0.0
-    for group in same.unique(dim=0):  # samples that are left out at once
+    alone = same.sum(1) == 1
+    rows = alone.nonzero() * times + inside  # (samples, C)
+    left = torch.linalg.inv(inverse[rows[:, :, None], rows[:, None]])
+    variance = float(left.diagonal(dim1=1, dim2=2).sum())
+    error = float((left @ weighted[rows][..., None]).square().sum())
+    groups, group_of = same[~alone].unique(dim=0, return_inverse=True)
+    others = (~alone).nonzero()
+    for i, group in enumerate(groups):
         rows = (group.nonzero() * times + inside).flatten()
-        left = torch.linalg.inv(inverse[rows][:, rows])
-        members = (same == group).all(1).nonzero() * times + inside  # of the samples with exactly this group
-        counted = torch.isin(rows, members)
+        left = torch.linalg.inv(inverse[rows[:, None], rows])
+        counted = torch.isin(rows, others[group_of == i] * times + inside)  # of the samples with exactly this group
         variance += float(left.diagonal()[counted].sum())
         error += float((left @ weighted[rows])[counted].square().sum())
-    return max(variance, error) / len(labels)
+    return variance / len(labels), error / len(labels)
 
 
-def _residuals(posterior: Posterior, inputs: Any, targets: Tensor) -> Tensor:
-    """Returns y - f, (B, C), in float64."""
+def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:
+    """Returns which samples are copies of which, themselves included (N, N), by `JJᵀ` (M, M) and y (N, C).
+
+    Samples of which only some outputs are in the kernel cannot be compared, and have no copies.
+    """
+    count, outputs = targets.shape
+    alone = torch.eye(count, dtype=torch.bool, device=gram.device)
+    if times < outputs:
+        return alone
+    kernel = gram.unflatten(0, (count, times)).unflatten(2, (count, times)).diagonal(dim1=1, dim2=3).sum(-1)  # (N, N)
+    size = kernel.diagonal().clamp_min(torch.finfo(kernel.dtype).tiny).sqrt()
+    return alone | ((kernel >= SAME_SAMPLE * size * size[:, None]) & (targets == targets[:, None]).all(-1))
+
+
+def _targets(posterior: Posterior, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns y and y - f, (B, C), in float64."""
     outputs = posterior.tangent.outputs_of(inputs).double()
     posterior.likelihood.check(outputs, targets)
-    return aligned_targets("Gaussian", outputs, targets) - outputs
+    targets = aligned_targets("Gaussian", outputs, targets)
+    return targets, targets - outputs

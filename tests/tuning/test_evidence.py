@@ -447,6 +447,7 @@ def test_units_of_the_targets_do_not_matter(tune, unit, caplog):
             solution = torch.linalg.lstsq(hidden.double(), y.double()).solution.float()
             model[2].weight.copy_(scale * solution[:-1].T)
             model[2].bias.copy_(scale * solution[-1])
+        model[0].requires_grad_(False)  # one δ for it too would be another prior in another unit
         posterior = lw.fit(model, [(x, scale * y)], lw.Full(), params=lw.last_layer, tune=tune)
         (delta,) = posterior.prior.precision.tolist()
         low, high = posterior.predict(x).interval(0.9)

@@ -1,0 +1,94 @@
+"""What `lw.fit` treats where neither a method nor parameters are named, by its price."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ..errors import LapwingError
+from ..likelihoods import Likelihood
+from ..methods import KFAC, Full, Method
+from ..network.batches import Forward
+from ..tangent import Tangent, everything
+
+log = logging.getLogger("lapwing")
+
+FULL_NUMBERS = 2**20
+"""`Full` where its basis or its covariance has at most so many numbers: a prediction reads them for each output."""
+
+FULL_MULTIPLY_ADDS = 2**33
+"""`Full` where its fit takes at most so many: a second or two."""
+
+KFAC_WEIGHTS = 1_000_000
+"""KFAC over all trained weights where there are at most so many: as many as the tuning looks at."""
+
+KFAC_EXPLICIT_WEIGHTS = 1000
+"""KFAC where at most so many weights have no layer family: their rows are gradients of one sample after another."""
+
+KFAC_OUTPUTS = 10
+"""KFAC where there are at most so many outputs: a fit and a prediction take a backward pass for each."""
+
+
+def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Method | None:
+    """Returns the method over all weights of a tangent, or None where they cost too much.
+
+    Args:
+        tangent: of all trained weights.
+        likelihood: of the fit.
+        samples: N.
+    """
+    if not _is_regression(likelihood):
+        return None
+    weights, rows = tangent.size, samples * tangent.outputs
+    numbers = min(weights, rows) * weights
+    if numbers <= min(FULL_NUMBERS, tangent.memory // 24) and rows * numbers <= FULL_MULTIPLY_ADDS:
+        return Full()
+    explicit, outputs = tangent.explicit_size, tangent.outputs
+    affordable = weights <= KFAC_WEIGHTS and explicit <= KFAC_EXPLICIT_WEIGHTS and outputs <= KFAC_OUTPUTS
+    return KFAC() if affordable else None
+
+
+def default_fit(
+    model: nn.Module, inputs: Any, likelihood: Likelihood, forward: Forward | None, memory: int | None,
+    count: Callable[[], int],
+) -> tuple[Method, Tangent] | None:  # fmt: skip
+    """Returns the method and the weights of a regression as a whole; None where its last layer alone is treated.
+
+    A classifier's last layer is treated: without held-out data the spread of all its weights is not known well enough.
+
+    Args:
+        model: the network.
+        inputs: of the first batch.
+        likelihood: of the fit.
+        forward: how the network is called.
+        memory: the budget in bytes.
+        count: returns N.
+    """
+    if not _is_regression(likelihood):
+        return None
+    try:
+        tangent = Tangent.survey(model, inputs, everything, forward, memory, warn=False)
+    except LapwingError as error:  # frozen weights, quantized layers, ...
+        log.info("The last layer alone is treated, since all trained weights cannot be: %s", error)
+        return None
+    method = default_method(tangent, likelihood, count())
+    if method is None:
+        log.info(
+            "The last layer alone is treated, since all %d weights cost too much. For all of them write lw.fit(model, "
+            "loader, lw.KFAC()).", tangent.size,
+        )  # fmt: skip
+        return None
+    log.info(
+        "%s over all %d trained weights, the default for a regression of this size. For cheaper predictions write "
+        "lw.fit(model, loader, lw.KFAC(), params=lw.last_layer).",
+        method, tangent.size,
+    )  # fmt: skip
+    return method, tangent
+
+
+def _is_regression(likelihood: Likelihood) -> bool:
+    """Whether a likelihood has a noise variance, set or open."""
+    return likelihood.needs_noise or likelihood.noise_variance is not None

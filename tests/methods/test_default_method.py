@@ -1,0 +1,98 @@
+"""What a fit without a method treats: by likelihood and price, said in the log, and as calibrated as promised."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import lapwing as lw
+from lapwing.fitting.default_method import default_method
+
+
+def tangent(size, outputs=1, explicit=0, memory=2**30):
+    """What the choice reads of a tangent."""
+    return SimpleNamespace(size=size, outputs=outputs, explicit_size=explicit, memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("made", "samples", "expected"),
+    [
+        (tangent(1000), 200, lw.Full()),
+        (tangent(1000), 5000, lw.Full()),
+        (tangent(1000), 10**6, lw.KFAC()),  # its fit takes too long
+        (tangent(5000), 200, lw.Full()),  # in its dual form
+        (tangent(5000), 1000, lw.KFAC()),
+        (tangent(1000, memory=2**20), 200, lw.KFAC()),
+        (tangent(900_000, 10), 200, lw.KFAC()),
+        (tangent(900_000, 11), 200, None),
+        (tangent(900_000, explicit=2000), 200, None),
+        (tangent(2_000_000), 10, None),
+    ],
+    ids=str,
+)
+def test_a_regression_is_treated_as_a_whole_where_that_is_cheap(made, samples, expected):
+    assert default_method(made, lw.Gaussian(), samples) == expected
+    assert default_method(made, lw.Gaussian(0.1), samples) == expected
+    assert default_method(made, lw.Categorical(), samples) is None
+    assert default_method(made, lw.Bernoulli(), samples) is None
+
+
+def trained(width=20, rows=60):
+    """A small network that overfits, its data in an uneven last batch, and other data."""
+    torch.manual_seed(0)
+    x = torch.randn(rows + 200, 3)
+    y = (x[:, :1] * x[:, 1:2]).sin() + 0.3 * torch.randn(len(x), 1)
+    model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 1))
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(500):
+        optimiser.zero_grad()
+        (model(x[:rows]) - y[:rows]).square().mean().backward()
+        optimiser.step()
+    return model.eval(), list(zip(x[:rows].split(40), y[:rows].split(40), strict=True)), (x[rows:], y[rows:])
+
+
+def test_the_default_is_said_and_covers(caplog):
+    model, loader, (x, y) = trained()
+    with caplog.at_level(logging.INFO, "lapwing"):
+        posterior = lw.fit(model, loader)
+    assert "Full(form='auto') over all 101 trained weights, the default" in caplog.text
+    assert "params=lw.last_layer" in caplog.text
+    assert posterior.tangent.size == 101
+    low, high = posterior.predict(x).interval(0.9)
+    assert 0.8 < ((low <= y) & (y <= high)).float().mean() < 0.97
+
+
+def test_what_was_asked_for_is_done():
+    model, loader, _ = trained()
+    assert lw.fit(model, loader, params=lw.last_layer).tangent.size == 21
+    assert lw.fit(model, loader, lw.KFAC()).method.startswith("KFAC")
+    assert lw.fit(model, loader, params=lw.everything).method.startswith("KFAC")
+    labels = [(x, (y[:, 0] > 0).long()) for x, y in loader]
+    head = nn.Sequential(model[0], nn.Tanh(), nn.Linear(20, 2)).eval()
+    assert lw.fit(head, labels).tangent.size == 42
+
+
+def test_frozen_weights_are_left_out_and_the_last_layer_remains(caplog):
+    model, loader, _ = trained()
+    model[0].requires_grad_(False)
+    assert lw.fit(model, loader).tangent.size == 21
+    model.requires_grad_(False)
+    with caplog.at_level(logging.INFO, "lapwing"):
+        assert lw.fit(model, loader).tangent.size == 21
+    assert "The last layer alone is treated, since all trained weights cannot be" in caplog.text
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_dear_weights_are_said(caplog, monkeypatch):
+    model, loader, _ = trained()
+    monkeypatch.setattr("lapwing.fitting.default_method.FULL_NUMBERS", 100)
+    assert lw.fit(model, loader).tangent.size == 101
+    monkeypatch.setattr("lapwing.fitting.default_method.KFAC_WEIGHTS", 100)
+    with caplog.at_level(logging.INFO, "lapwing"):
+        posterior = lw.fit(model, loader)
+    assert (posterior.tangent.size, posterior.method[:4]) == (21, "KFAC")
+    assert "all 101 weights cost too much" in caplog.text
