@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import repeat
+from itertools import pairwise, repeat
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +128,7 @@ def table(name: str, size: str, regime: str) -> Cell:
 def cnn(channels: Sequence[int], size: int, dropout: float) -> nn.Sequential:
     """Returns a network of 3 x 3 convolutions, each halving the image, and a last layer for ten classes."""
     layers: list[nn.Module] = []
-    for a, b in zip(channels[:-1], channels[1:], strict=True):
+    for a, b in pairwise(channels):
         layers += [nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
         size //= 2
     return nn.Sequential(*layers, nn.Flatten(), nn.Dropout(dropout), nn.Linear(channels[-1] * size * size, 10))

@@ -61,7 +61,7 @@ def evaluate(cell: Cell, seed: int, arms: Sequence[str], rows: Rows) -> None:
         return
     data = cell.data(seed)
     model = cell.trained(data, seed)
-    x, y = data.test
+    x = data.test[0]
     around = {
         name: measures.predicted(make(model, data)[0], x)
         for name, make in (("network", measures.network), ("temperature", measures.temperature))
