@@ -28,17 +28,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.defaults", description=__doc__.partition("\n")[0])
     parser.add_argument("--train", action="store_true", help="train what the cache lacks, and do no more")
     parser.add_argument("--arms", default="network,temperature,default,validated", help="names, or all")
-    parser.add_argument("--cells", default="*", help="pattern of names, such as 'mnist*'")
+    parser.add_argument("--cells", default="*", help="patterns of names, such as 'mnist*,boston*', run in this order")
     parser.add_argument("--seeds", type=int, default=1, help="how many")
     parser.add_argument("--out", type=Path, default=measure.RESULTS / "defaults.json")
     parser.add_argument("--cache", type=Path, default=CACHE)
     asked = parser.parse_args()
     arms = list(measures.ARMS) if asked.arms == "all" else asked.arms.split(",")
-    cells = [cell for cell in CELLS if fnmatch.fnmatch(cell.name, asked.cells)]
+    patterns = asked.cells.split(",")
+    cells = list(dict.fromkeys(cell for pattern in patterns for cell in CELLS if fnmatch.fnmatch(cell.name, pattern)))
     if unknown := set(arms) - set(measures.ARMS):
         parser.error(f"There is no arm {', '.join(unknown)}. Name some of {', '.join(measures.ARMS)}.")
     if not cells:
-        parser.error(f"No cell is named {asked.cells}. The cells are {', '.join(cell.name for cell in CELLS)}.")
+        parser.error(f"No cell has a name like {asked.cells}. The cells are {', '.join(cell.name for cell in CELLS)}.")
     asked.cache.mkdir(parents=True, exist_ok=True)
     os.environ["LAPWING_NETWORKS"] = str(asked.cache)
     rows = run.Rows(asked.cache / "rows.jsonl")

@@ -66,8 +66,7 @@ def evaluate(cell: Cell, seed: int, arms: Sequence[str], rows: Rows) -> None:
         name: measures.predicted(make(model, data)[0], x)
         for name, make in (("network", measures.network), ("temperature", measures.temperature))
     }
-    _, passing = measures.seconds(lambda: measures.outputs(model, x), 3)
-    _, training = measures.seconds(lambda: measures.outputs(model, data.train[0]), 3)
+    passing, training = (measures.forward_seconds(model, inputs) for inputs in (x, data.train[0]))
     for arm in (arm for arm in missing if measures.applies(arm, model)):
         row: Row = {"cell": cell.name, "family": cell.family, "seed": seed, "arm": arm}
         try:
