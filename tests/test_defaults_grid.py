@@ -11,7 +11,19 @@ from torch.distributions import Categorical, Independent, Normal
 from torch.nn import functional as F
 
 from benchmarks.defaults import measures, run
-from benchmarks.defaults.networks import CELLS, Cell, Data
+from benchmarks.defaults.networks import (
+    CELLS,
+    LENGTH,
+    WORDS,
+    Cell,
+    Data,
+    Moved,
+    TextCNN,
+    TextTransformer,
+    cnn,
+    hashed,
+    interpolate,
+)
 from papers.common.networks import mlp
 from papers.common.training import Recipe
 
@@ -117,3 +129,39 @@ def test_temperature_scaling_undoes_a_factor():
 def test_cells_have_names_of_their_own():
     names = [cell.name for cell in CELLS]
     assert len(set(names)) == len(names) >= 40
+
+
+def test_texts_become_words_and_padding():
+    tokens = hashed(["The bird", "the BIRD sings", ""])
+    assert tokens.shape == (3, LENGTH)
+    assert torch.equal(tokens[0, :2], tokens[1, :2])
+    assert ((tokens != 0).sum(1) == torch.tensor([2, 3, 1])).all()
+    assert int(tokens.max()) < WORDS
+
+
+@pytest.mark.parametrize("network", [TextCNN, TextTransformer])
+def test_networks_of_texts_have_posteriors(network):
+    tokens, y = hashed(["a b c", "d e", "f g h i"]).repeat(4, 1), torch.arange(12) % 2
+    predict, _ = measures.default(network(2).eval(), Data((tokens, y), (tokens, y), (tokens, y)))
+    assert predict(tokens).probs.shape == (12, 2)
+
+
+def test_transformers_of_texts_do_not_read_padding():
+    tokens, model = hashed(["a b c"]), TextTransformer(2).eval()
+    before = model(tokens)
+    with torch.no_grad():
+        model.embedding.weight[0] += 1
+    torch.testing.assert_close(model(tokens), before)
+
+
+def test_moved_images_keep_shape_and_mode():
+    x, model = torch.randn(5, 3, 8, 8), cnn((3, 4, 4), 8, 0.5)
+    assert Moved(True)(x).shape == x.shape
+    assert model(Moved(False)(x)).shape == (5, 10)
+
+
+def test_interpolation_leaves_rounding():
+    x = torch.randn(10, 2, dtype=torch.float64)
+    y, model = torch.randn(10, 1, dtype=torch.float64), mlp(2, 20, 1).double()
+    interpolate(model, (x, y), 0, steps=100)
+    assert float((measures.outputs(model, x) - y).square().mean()) < 1e-10

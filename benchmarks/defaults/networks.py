@@ -83,12 +83,12 @@ def validation_rows(rows: int) -> int:
 # tables
 
 WELL = {"small": Recipe(F.mse_loss, 1500, 5e-3, 1e-3, 50), "large": Recipe(F.mse_loss, 3000, 5e-3, 1e-4)}
-LONG = {"small": Recipe(F.mse_loss, 4000, 3e-3, batch=50), "large": Recipe(F.mse_loss, 8000, 3e-3)}
+LONG = {"small": Recipe(F.mse_loss, 4000, 3e-3, batch=50), "large": Recipe(F.mse_loss, 5000, 3e-3)}
 
 
-def interpolate(model: nn.Module, data: Part, seed: int) -> nn.Module:
-    """Trains until rounding is all that is left of the residuals, in float64: Adam, then LBFGS on all data."""
-    Recipe(F.mse_loss, 1500, 5e-3, batch=0).train(model, data, seed)
+def interpolate(model: nn.Module, data: Part, seed: int, steps: int = 1500) -> nn.Module:
+    """Trains until rounding is all that is left of the residuals, in float64: steps of Adam, then LBFGS."""
+    Recipe(F.mse_loss, steps, 5e-3, batch=0).train(model, data, seed)
     optimiser = torch.optim.LBFGS(
         model.parameters(), max_iter=2000, history_size=50, tolerance_grad=1e-12, tolerance_change=1e-16,
         line_search_fn="strong_wolfe",
@@ -168,7 +168,7 @@ def foreign_images(name: str) -> Tensor:
 def picture(name: str, rows: int, regularised: bool = False) -> Cell:
     """Returns an image cell; regularised means weight decay, dropout and images that are moved."""
     channels, size = ((3, 16, 32, 32), 32) if name == "cifar10" else ((1, 12, 24), 28)
-    steps = 300 + rows // 8 + (400 if regularised else 0)
+    steps = 300 + rows // 10 + (200 if regularised else 0)
     recipe = Recipe(F.cross_entropy, steps, 2e-3, 5e-4 if regularised else 0.0, 50)
 
     def data(seed: int) -> Data:
