@@ -83,7 +83,7 @@ def validation_rows(rows: int) -> int:
 # tables
 
 WELL = {"small": Recipe(F.mse_loss, 1500, 5e-3, 1e-3, 50), "large": Recipe(F.mse_loss, 3000, 5e-3, 1e-4)}
-LONG = {"small": Recipe(F.mse_loss, 4000, 3e-3, batch=50), "large": Recipe(F.mse_loss, 5000, 3e-3)}
+LONG = {"small": Recipe(F.mse_loss, 500, 2e-3, batch=50), "large": Recipe(F.mse_loss, 5000, 3e-3)}
 
 
 def interpolate(model: nn.Module, data: Part, seed: int, steps: int = 1500) -> nn.Module:
@@ -99,7 +99,7 @@ def interpolate(model: nn.Module, data: Part, seed: int, steps: int = 1500) -> n
 REGIMES: dict[str, tuple[str, tuple[int, ...], type[nn.Module], torch.dtype]] = {
     "well": ("well fitted", (20, 20), nn.Tanh, torch.float32),
     "over": ("overfitted", (100, 100), nn.ReLU, torch.float32),
-    "exact": ("interpolated", (50, 50), nn.Tanh, torch.float64),
+    "exact": ("interpolated", (100, 100), nn.Tanh, torch.float64),
 }
 
 
@@ -293,8 +293,8 @@ CELLS = (
     *(table(name, "small", "well") for name in WELL_SMALL),
     *(table(name, "small", "over") for name in ("uci_boston", "uci_concrete", "uci_energy", "uci_wine_red",
                                                 "uci_airfoil", "kin40k")),
-    *(table(name, "small", "exact") for name in ("uci_boston", "uci_concrete", "uci_energy", "uci_airfoil", "uci_power",
-                                                 "kin40k")),
+    *(table(name, "small", "exact") for name in ("uci_boston", "uci_energy", "uci_airfoil", "uci_power",
+                                                 "kin40k", "california_housing")),
     *(table(name, "large", "well") for name in ("uci_concrete", "uci_wine_red", "uci_airfoil", "uci_power", "kin40k",
                                                 "california_housing")),
     *(table(name, "large", "over") for name in ("uci_concrete", "uci_energy", "uci_wine_red", "uci_airfoil")),
