@@ -52,8 +52,8 @@ def main() -> None:
                 cell.trained(cell.data(seed), seed)
                 print(f"{cell.name} {seed}: {time.perf_counter() - start:.1f} s", flush=True)
     if not asked.train:
-        names = {cell.name for cell in cells}
-        found = run.results([row for row in rows.rows if row["cell"] in names and row["arm"] in arms])
+        shown = [row for cell in cells for row in rows.rows if row["cell"] == cell.name and row["arm"] in arms]
+        found = run.results(shown)
         print("", run.table(found["families"]), "", run.verdicts(found["aims"]), sep="\n")
         print(measure.write(asked.out.stem, found, asked.seeds - 1, asked.out.parent))
 
