@@ -52,7 +52,8 @@ def main() -> None:
                 cell.trained(cell.data(seed), seed)
                 print(f"{cell.name} {seed}: {time.perf_counter() - start:.1f} s", flush=True)
     if not asked.train:
-        shown = [row for cell in cells for row in rows.rows if row["cell"] == cell.name and row["arm"] in arms]
+        reported = {"network", "temperature", *arms}  # all others are judged by these two
+        shown = [row for cell in cells for row in rows.rows if row["cell"] == cell.name and row["arm"] in reported]
         found = run.results(shown)
         print("", run.table(found["families"]), "", run.verdicts(found["aims"]), sep="\n")
         print(measure.write(asked.out.stem, found, asked.seeds - 1, asked.out.parent))
