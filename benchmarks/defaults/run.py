@@ -1,0 +1,226 @@
+"""Runs arms on cells, a row each, kept in the cache; averages them by family, and judges them by the aims."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import lapwing
+from benchmarks.defaults import measures
+from benchmarks.defaults.networks import Cell, Data
+
+Row = dict[str, Any]
+
+TOLERANCE = 2e-3
+"""Nats by which the default may be worse than the network, if the standard error is smaller."""
+
+
+def code() -> str:
+    """Returns a hash of lapwing and of the measures: rows of other code are made again."""
+    files = [*sorted(Path(lapwing.__file__).parent.rglob("*.py")), Path(measures.__file__)]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def commit() -> str:
+    """Returns the commit of the checkout, or nothing outside one."""
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+
+
+class Rows:
+    """Rows of cells and arms in a file of JSON lines, a line each; those of other code are left there, unread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.code = path, code()
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self.rows = [row for row in map(json.loads, lines) if row["code"] == self.code]
+
+    def has(self, cell: Cell, seed: int, arm: str) -> bool:
+        """Tells whether there is a row."""
+        return any((row["cell"], row["seed"], row["arm"]) == (cell.name, seed, arm) for row in self.rows)
+
+    def add(self, row: Row) -> None:
+        """Appends a row."""
+        self.rows.append({**row, "code": self.code})
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(self.rows[-1]) + "\n")
+
+
+def evaluate(cell: Cell, seed: int, arms: Sequence[str], rows: Rows) -> None:
+    """Runs the arms of a cell that have no row; an arm that raises is a row with its message."""
+    missing = [arm for arm in arms if not rows.has(cell, seed, arm)]
+    if not missing:
+        return
+    data = cell.data(seed)
+    model = cell.trained(data, seed)
+    x = data.test[0]
+    around = {
+        name: measures.predicted(make(model, data)[0], x)
+        for name, make in (("network", measures.network), ("temperature", measures.temperature))
+    }
+    passing, training = (measures.forward_seconds(model, inputs) for inputs in (x, data.train[0]))
+    for arm in (arm for arm in missing if measures.applies(arm, model)):
+        row: Row = {"cell": cell.name, "family": cell.family, "seed": seed, "arm": arm}
+        try:
+            row |= _measured(arm, model, data, around, passing, training)
+        except Exception as error:  # the grid goes on, whatever an arm does
+            row["error"] = f"{type(error).__name__}: {error}"
+        rows.add(row)
+        print(f"{cell.name} {seed} {arm}: {row.get('error') or round(row['nll'], 4)}", flush=True)
+
+
+def _measured(arm: str, model: nn.Module, data: Data, around: dict[str, Any], passing: float, training: float) -> Row:
+    (predict, facts), fit = measures.seconds(lambda: measures.ARMS[arm](model, data))
+    x, y = data.test
+    found, spent = measures.seconds(lambda: measures.predicted(predict, x))
+    foreign = None if data.foreign is None else measures.predicted(predict, data.foreign)
+    row = {"train": len(data.train[0]), "weights": sum(weights.numel() for weights in model.parameters())}
+    row |= measures.scores(found, y, foreign)
+    for name, other in around.items():
+        row |= measures.paired(found, other, y, name)
+    if "accuracy" in row:
+        row["classes_changed"] = int((found.probs.argmax(-1) != around["network"].probs.argmax(-1)).sum())
+    costs = {"fit_seconds": fit, "fit_passes": fit / training, "predict_seconds": spent,
+             "predict_passes": spent / passing}  # fmt: skip
+    return {**row, **costs, **facts}
+
+
+def with_best(rows: Iterable[Row]) -> list[Row]:
+    """Returns the rows, and one more for each cell with candidates: that of the best of them on the test rows."""
+    rows = list(rows)
+    tried: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        if row["arm"].removesuffix("-validated") in measures.CANDIDATES and "error" not in row:
+            tried.setdefault((row["cell"], row["seed"]), []).append(row)
+    best = [min(some, key=lambda row: row["nll"]) for some in tried.values()]
+    return [*rows, *({**row, "arm": "best", "of": row["arm"]} for row in best)]
+
+
+COLUMNS = {
+    "nll": "NLL", "nll_minus_network": "-network", "nll_minus_temperature": "-temp.", "coverage": "90 % int.",
+    "width_over_residual": "width", "accuracy": "accuracy", "ece": "ECE", "ece_floor": "floor",
+    "auroc_entropy": "AUROC", "fit_passes": "fit", "predict_passes": "predict",
+}  # fmt: skip
+"""What the table shows: means over a family; costs are medians, in forward passes of the same data."""
+
+
+def families(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
+    """Returns family -> arm -> column -> number, of rows without an error."""
+    found: dict[str, dict[str, Row]] = {}
+    for family in dict.fromkeys(row["family"] for row in rows):
+        for arm in dict.fromkeys(row["arm"] for row in rows):
+            some = [row for row in rows if row["family"] == family and row["arm"] == arm and "error" not in row]
+            if some:
+                averages = {
+                    column: (statistics.median if column.endswith("passes") else statistics.fmean)(
+                        [row[column] for row in some]
+                    )
+                    for column in COLUMNS
+                    if column in some[0]
+                }
+                found.setdefault(family, {})[arm] = {"cells": len(some), **averages}
+    return found
+
+
+def table(averages: dict[str, dict[str, Row]]) -> str:
+    """Returns the averages as text."""
+    lines = []
+    for family, arms in averages.items():
+        columns = [column for column in COLUMNS if column in next(iter(arms.values()))]
+        lines += ["", f"{family:<28}{'cells':>6}" + "".join(f"{COLUMNS[column]:>11}" for column in columns)]
+        for arm, row in arms.items():
+            numbers = "".join(f"{row[column]:>11.4g}" if column in row else f"{'':>11}" for column in columns)
+            lines.append(f"  {arm:<26}{row['cells']:>6}{numbers}")
+    return "\n".join(lines[1:])
+
+
+def aims(rows: Sequence[Row]) -> list[Row]:
+    """Returns the aims: what is asked, whether it is met, and by how many, with the cells that miss it worst first."""
+    rows = [row for row in rows if "error" not in row]
+    plain = {(row["cell"], row["seed"]): row for row in rows if row["arm"] == "network"}
+    scaled = {(row["cell"], row["seed"]): row for row in rows if row["arm"] == "temperature"}
+    both = plain.keys() & scaled.keys()
+    chosen = {
+        arm: [row for row in rows if row["arm"] == arm and (row["cell"], row["seed"]) in both]
+        for arm in ("default", "validated")
+    }
+    tables = [row for row in chosen["default"] if "coverage" in row]
+    classes = [row for row in chosen["validated"] if "accuracy" in row]
+
+    def reference(of: dict[tuple[str, int], Row], row: Row) -> Row:
+        return of[row["cell"], row["seed"]]
+
+    found = [
+        _each(
+            "default: NLL at most the network's, plus 0.002 or a standard error", chosen["default"], 1.0,
+            lambda row: row["nll_minus_network"] - max(TOLERANCE, row["nll_minus_network_error"]),
+        ),
+        _mean("default: 90 % intervals cover 86 to 94 % in each family", tables,
+              lambda some: abs(statistics.fmean(row["coverage"] for row in some) - 0.9) - 0.04),
+        _each("default: 90 % intervals cover 80 to 97 %", tables, 0.9,
+              lambda row: max(0.8 - row["coverage"], row["coverage"] - 0.97)),
+        _mean("validated: NLL at most that of temperature scaling in each family", chosen["validated"],
+              lambda some: statistics.fmean(row["nll_minus_temperature"] for row in some)),
+        _each("validated: NLL at most that of temperature scaling, plus a standard error", chosen["validated"], 0.9,
+              lambda row: row["nll_minus_temperature"] - row["nll_minus_temperature_error"]),
+        _each(
+            "validated: ECE at most that of temperature scaling plus a standard error, or 0.02 above its floor",
+            classes, 1.0,
+            lambda row: row["ece"] - max(reference(scaled, row)["ece"] + row["ece_deviation"],
+                                         row["ece_floor"] + 0.02),
+        ),
+        _each("validated: classes are the network's", classes, 1.0, lambda row: float(row["classes_changed"])),
+        _each("validated: AUROC at least the network's", classes, 0.9,
+              lambda row: reference(plain, row)["auroc_entropy"] - row["auroc_entropy"]),
+    ]  # fmt: skip
+    return [aim for aim in found if aim["of"]]
+
+
+def _each(aim: str, rows: Sequence[Row], share: float, excess: Callable[[Row], float]) -> Row:
+    """Returns an aim that so large a share of the cells has to meet: where the excess is 0 or less."""
+    misses = {_name(row): excess(row) for row in rows if not excess(row) <= 0.0}
+    return _judged(aim if share == 1.0 else f"{aim}, in {share:.0%} of the cells", misses, len(rows), share)
+
+
+def _mean(aim: str, rows: Sequence[Row], excess: Callable[[list[Row]], float]) -> Row:
+    """Returns an aim of the mean of each family."""
+    some = {family: [row for row in rows if row["family"] == family] for family in {row["family"] for row in rows}}
+    misses = {family: excess(part) for family, part in some.items() if not excess(part) <= 0.0}
+    return _judged(aim, misses, len(some), 1.0)
+
+
+def _judged(aim: str, misses: dict[str, float], count: int, share: float) -> Row:
+    worst = dict(sorted(misses.items(), key=lambda miss: -miss[1]))
+    return {"aim": aim, "met": count - len(misses) >= share * count, "of": count, "misses": worst}
+
+
+def _name(row: Row) -> str:
+    return row["cell"] if row["seed"] == 0 else f"{row['cell']} {row['seed']}"
+
+
+def verdicts(judged: Sequence[Row], shown: int = 3) -> str:
+    """Returns the aims as text, with the worst misses."""
+    lines = []
+    for aim in judged:
+        worst = ", ".join(f"{name} by {excess:.3g}" for name, excess in list(aim["misses"].items())[:shown])
+        count = f"{aim['of'] - len(aim['misses'])} of {aim['of']}"
+        lines.append(f"{'met    ' if aim['met'] else 'not met'} {count:>9}  {aim['aim']}{worst and f' ({worst})'}")
+    return "\n".join(lines)
+
+
+def results(rows: Sequence[Row]) -> dict[str, Any]:
+    """Returns what the JSON file has: averages, aims, and every row."""
+    everything = with_best(rows)
+    short = [{key: value for key, value in row.items() if key != "code"} for row in everything]
+    return {
+        "commit": commit(), "threads": torch.get_num_threads(), "families": families(everything),
+        "aims": aims(everything), "rows": short,
+    }  # fmt: skip

@@ -1,0 +1,167 @@
+"""The grid of the defaults: its arms and measures on tiny data, its rows and its aims."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+from torch.distributions import Categorical, Independent, Normal
+from torch.nn import functional as F
+
+from benchmarks.defaults import measures, run
+from benchmarks.defaults.networks import (
+    CELLS,
+    LENGTH,
+    WORDS,
+    Cell,
+    Data,
+    Moved,
+    TextCNN,
+    TextTransformer,
+    cnn,
+    hashed,
+    interpolate,
+)
+from papers.common.networks import mlp
+from papers.common.training import Recipe
+
+FIRST = ("network", "temperature", "default", "validated")
+
+
+def regression() -> Cell:
+    def data(seed: int) -> Data:
+        x = torch.randn(90, 2)
+        y = x.sum(1, keepdim=True).sin() + 0.3 * torch.randn(90, 1)
+        parts = zip(x.split([40, 20, 30]), y.split([40, 20, 30]), strict=True)
+        return Data(*parts)
+
+    recipe = Recipe(F.mse_loss, 40, 1e-2, batch=0)
+    return Cell("waves", "tables, tiny", data, lambda _: mlp(2, 8, 1), recipe.train)
+
+
+def classification() -> Cell:
+    def data(seed: int) -> Data:
+        x = torch.randn(90, 2)
+        y = (x[:, 0] + 0.5 * torch.randn(90) > 0).long()
+        parts = zip(x.split([40, 20, 30]), y.split([40, 20, 30]), strict=True)
+        return Data(*parts, foreign=5 + torch.randn(25, 2))
+
+    recipe = Recipe(F.cross_entropy, 40, 1e-2, batch=0)
+    return Cell("halves", "points, tiny", data, lambda _: mlp(2, 8, 2), recipe.train)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAPWING_NETWORKS", str(tmp_path))
+    return tmp_path / "rows.jsonl"
+
+
+def test_arms_of_cells_become_rows_and_aims(cache):
+    rows = run.Rows(cache)
+    for cell in (regression(), classification()):
+        run.evaluate(cell, 0, FIRST, rows)
+    assert [row.get("error") for row in rows.rows] == [None] * 8
+    for row in rows.rows:
+        if row["arm"] in ("network", "temperature"):
+            assert row[f"nll_minus_{row['arm']}"] == row[f"nll_minus_{row['arm']}_error"] == 0.0
+    assert {row["classes_changed"] for row in rows.rows if row["cell"] == "halves"} == {0}
+    assert len(run.aims(rows.rows)) == 8
+    result = run.results(rows.rows)
+    assert result["families"]["tables, tiny"]["default"]["cells"] == 1
+    assert "AUROC" in run.table(result["families"])
+    assert run.verdicts(result["aims"]).count("met") >= 8
+
+
+def test_rows_are_kept_and_errors_do_not_end_the_run(cache, monkeypatch):
+    def broken(model, data):
+        raise ValueError("no such luck")
+
+    monkeypatch.setitem(measures.ARMS, "default", broken)
+    run.evaluate(regression(), 0, ("default", "network"), run.Rows(cache))
+    before = cache.read_text()
+    again = run.Rows(cache)
+    run.evaluate(regression(), 0, ("default", "network"), again)
+    assert cache.read_text() == before
+    assert [row.get("error") for row in again.rows] == ["ValueError: no such luck", None]
+    cache.write_text(before.replace(again.code, "other"))
+    assert run.Rows(cache).rows == []
+    assert os.listdir(cache.parent).count("waves-0.safetensors") == 1
+
+
+def test_the_best_candidate_is_a_row():
+    tried = [{"cell": "a", "seed": 0, "arm": arm, "nll": nll}
+             for arm, nll in (("kfac", 1.0), ("ella-validated", 0.5), ("default", 0.1))]  # fmt: skip
+    best = run.with_best([*tried, {"cell": "a", "seed": 0, "arm": "full", "error": "?"}])[-1]
+    assert (best["arm"], best["of"], best["nll"]) == ("best", "ella-validated", 0.5)
+
+
+def test_scores_are_those_of_the_formulas():
+    mean, y = torch.zeros(4, 1, dtype=torch.float64), torch.tensor([[0.0], [1.0], [2.0], [-3.0]])
+    row = measures.scores(Independent(Normal(mean, 1.0), 1), y)
+    assert row["nll"] == pytest.approx(0.5 * math.log(2 * math.pi) + 0.5 * 14 / 4)
+    assert row["coverage"] == 0.5
+    assert row["squared_error"] == 14 / 4
+    assert row["width_over_residual"] == pytest.approx(1 / math.sqrt(14 / 4))
+    probs = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.2, 0.8]], dtype=torch.float64)
+    row = measures.scores(Categorical(probs), torch.tensor([0, 1, 1]), Categorical(torch.full((2, 2), 0.5)))
+    assert row["ece"] == pytest.approx((abs(1 - 1.8) + 0.2) / 3)
+    assert row["accuracy"] == pytest.approx(2 / 3)
+    assert row["auroc_entropy"] == row["auroc_confidence"] == 1.0
+
+
+def test_a_calibrated_network_has_the_noise_floor():
+    confidence = 0.5 + 0.5 * torch.rand(2000, dtype=torch.float64)
+    row = measures.scores(Categorical(torch.stack([confidence, 1 - confidence], 1)),
+                          (torch.rand(2000) > confidence).long())  # fmt: skip
+    assert abs(row["ece"] - row["ece_floor"]) < 4 * row["ece_deviation"]
+
+
+def test_temperature_scaling_undoes_a_factor():
+    logits = torch.randn(4000, 3)
+    y = Categorical(logits=logits).sample()
+    data = Data((logits, y), (4 * logits, y), (logits, y))
+    _, facts = measures.temperature(torch.nn.Identity(), data)
+    assert facts["temperature"] == pytest.approx(4, rel=0.1)
+
+
+def test_cells_have_names_of_their_own():
+    names = [cell.name for cell in CELLS]
+    assert len(set(names)) == len(names) >= 40
+
+
+def test_texts_become_words_and_padding():
+    tokens = hashed(["The bird", "the BIRD sings", ""])
+    assert tokens.shape == (3, LENGTH)
+    assert torch.equal(tokens[0, :2], tokens[1, :2])
+    assert ((tokens != 0).sum(1) == torch.tensor([2, 3, 1])).all()
+    assert int(tokens.max()) < WORDS
+
+
+@pytest.mark.parametrize("network", [TextCNN, TextTransformer])
+def test_networks_of_texts_have_posteriors(network):
+    tokens, y = hashed(["a b c", "d e", "f g h i"]).repeat(4, 1), torch.arange(12) % 2
+    predict, _ = measures.default(network(2).eval(), Data((tokens, y), (tokens, y), (tokens, y)))
+    assert predict(tokens).probs.shape == (12, 2)
+
+
+def test_transformers_of_texts_do_not_read_padding():
+    tokens, model = hashed(["a b c"]), TextTransformer(2).eval()
+    before = model(tokens)
+    with torch.no_grad():
+        model.embedding.weight[0] += 1
+    torch.testing.assert_close(model(tokens), before)
+
+
+def test_moved_images_keep_shape_and_mode():
+    x, model = torch.randn(5, 3, 8, 8), cnn((3, 4, 4), 8, 0.5)
+    assert Moved(True)(x).shape == x.shape
+    assert model(Moved(False)(x)).shape == (5, 10)
+
+
+def test_interpolation_leaves_rounding():
+    x = torch.randn(10, 2, dtype=torch.float64)
+    y, model = torch.randn(10, 1, dtype=torch.float64), mlp(2, 20, 1).double()
+    interpolate(model, (x, y), 0, steps=100)
+    assert float((measures.outputs(model, x) - y).square().mean()) < 1e-10
