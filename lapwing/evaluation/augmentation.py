@@ -186,8 +186,8 @@ def check_form(images: Tensor, caller: str) -> None:
     if not isinstance(images, Tensor) or images.ndim != 4 or images.shape[1] not in (1, 3) or min(images.shape[2:]) < 8:
         form = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
         raise LapwingError(
-            f"{caller} takes images as a tensor (B, 1, H, W) or (B, 3, H, W) with H and W at least 8, not {form}. Write "
-            "x[None] for a single image, x.movedim(-1, 1) for channels last."
+            f"{caller} takes images as a tensor (B, 1, H, W) or (B, 3, H, W) with H and W at least 8, not {form}. "
+            "Write x[None] for a single image, x.movedim(-1, 1) for channels last."
         )
     if not images.is_floating_point():
         raise LapwingError(
