@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..covariance import Latent, Subspace
+from ..covariance import Latent, PriorCovariance, Subspace
 from ..errors import LapwingError, shown
 from ..network import batches
 from ..posterior import Posterior
@@ -92,7 +92,8 @@ def best_of(
             and `WIDER`. The errors are those of the mean difference of the two, sample by sample.
     """
     first = posteriors[0]
-    open_noise, open_prior = not first.noise_fixed, not first.prior.fixed
+    priorless = not isinstance(first.covariance, PriorCovariance)
+    open_noise, open_prior = not (first.noise_fixed or priorless), not (first.prior.fixed or priorless)
     open_scale = bool(temperatures) and first.logit_temperature == 1
     noise = first.noise_variance
     if open_noise:
@@ -355,6 +356,8 @@ def _numbers_per_sample(posteriors: Sequence[Posterior], priors: int, marginal: 
 def _latents(record: Record, candidates: Sequence[Posterior], marginal: bool) -> Iterable[Latent]:
     """Returns the latent of each candidate of one contraction, with variances alone where the link reads no more."""
     covariances: list[Any] = [candidate.covariance for candidate in candidates]
+    if not isinstance(covariances[0], PriorCovariance):
+        return [Latent(record.outputs, covariance.output_covariance(record)) for covariance in covariances]
     if marginal:
         variances = covariances[0].output_marginals(record, covariances)
         return (Latent(record.outputs, (marginals,)) for marginals in variances)
