@@ -69,6 +69,6 @@ __all__ = [
     "LaplaceBridge", "LapwingError", "Likelihood", "Linearized", "MeanField", "Method", "MonteCarlo", "NaturalGradient",
     "OptimalSubspace", "Posterior", "Probit", "Quadrature", "SampledLLA", "SampledLink", "Scaled", "StochasticGradient",
     "Streamlined", "SubsetOfData", "SubsetOfWeights", "TemperatureScaling", "Uncertain", "VaLLA", "Validation",
-    "VariationalBound", "compare", "coverage", "deploy", "evaluation", "everything", "fit", "last_layer", "load", "matching",
-    "propagate", "scale_factor",
+    "VariationalBound", "compare", "coverage", "deploy", "evaluation", "everything", "fit", "last_layer", "load",
+    "matching", "propagate", "scale_factor",
 ]  # fmt: skip
