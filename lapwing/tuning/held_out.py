@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..covariance import Latent, PriorCovariance, Subspace
 from ..errors import LapwingError, shown
+from ..likelihoods import SampledLink
 from ..network import batches
 from ..posterior import Posterior
 from ..tangent import Record
@@ -141,10 +142,34 @@ def best_of(
     return best.at(precision, None if noise is None else noise * factor)
 
 
+def held_out_report(posterior: Posterior, loader: Iterable[Any]) -> str:
+    """Returns what was chosen, and a classifier's score by the default link and by draws, which should agree.
+
+    Cost: a pass over the loader.
+    """
+    delta = posterior.prior_precision
+    chosen = "" if delta is None else f"prior precision {posterior.prior.precision.min().item():.3g}, "
+    if posterior.logit_temperature is None:
+        return chosen + f"noise variance {posterior.noise_variance:.3g}"
+    sums, count, link = torch.zeros(2, dtype=torch.float64), 0, posterior.likelihood.default_link
+    for batch in loader:
+        inputs, targets = batches.split(batch, posterior.tangent.device)
+        if batches.size(inputs):
+            latent = posterior.latent(inputs)
+            for k, each in enumerate((link, SampledLink())):
+                sums[k] += posterior.likelihood.predict(latent, each).log_prob(targets).double().sum().cpu()
+            count += batches.size(inputs)
+    closed, drawn = (-sums / count).tolist()
+    return (
+        f"{chosen}logit temperature {posterior.logit_temperature:.3g}. Its negative log likelihood is {closed:.4f} "
+        f"by {link} and {drawn:.4f} by draws of the outputs"
+    )
+
+
 def _warn_of_edge(
     best: Posterior, exponents: Sequence[float], row: Sequence[float], at: int, chosen: float, open_noise: bool
 ) -> None:
-    """Warns of a choice at an end of the range."""
+    """Warns of a choice at an end of the range; says so where it is one of many wide ones that are alike."""
     low, high = exponents[0], exponents[-1]
     tied = sum(row[at] - score < PLATEAU for score in row)
     if tied > 1:
@@ -152,7 +177,10 @@ def _warn_of_edge(
     else:
         meaning = "no spread in the weights at all" if at else "the widest spread in the range"
         advice = f"the held-out data ask for {meaning}; decades=({low - 3:g}, {high + 3:g}) looks further"
-    log.warning(
+    if at and best.logit_temperature is not None:
+        advice += ". Without spread foreign inputs are ranked by the network's own confidence alone"
+    log.log(
+        logging.INFO if 1 < tied < len(row) and not at else logging.WARNING,
         "Validation of %s chose the edge of its range, prior precision %.3g%s: %s.",
         best.method, 10**chosen,
         f" (1e{exponents[at]:g} beside the mean squared held-out residual)" if open_noise else "", advice,

@@ -12,7 +12,7 @@ from ..network import batches
 from ..network.eager import outside_modes
 from ..posterior import Posterior
 from .evidence import Training, Tuning
-from .held_out import TEMPERATURES, best_of, check_grid, with_ranks
+from .held_out import TEMPERATURES, best_of, check_grid, held_out_report, with_ranks
 
 log = logging.getLogger("lapwing")
 
@@ -45,7 +45,8 @@ class Validation(Tuning):
         LapwingError: for a range or number that makes no grid.
 
     Cost: one pass over the loader: one record and contraction a batch, and `points` variances (or Gram matrices, if
-    the link reads covariances) an output.
+    the link reads covariances) an output. Another where the log shows what was chosen (`logging.INFO`), to compare the
+    default link with draws.
 
     Example:
         >>> import torch, lapwing as lw
@@ -80,7 +81,10 @@ class Validation(Tuning):
         if posterior.tuned and not self.ranks and posterior.logit_temperature != 1:
             return posterior
         candidates = with_ranks(posterior, self.ranks)
-        return best_of(candidates, self.decades, self.points, self.loader, TEMPERATURES, self.errors)
+        best = best_of(candidates, self.decades, self.points, self.loader, TEMPERATURES, self.errors)
+        if log.isEnabledFor(logging.INFO):
+            log.info("Validation of %s: %s", best.method, held_out_report(best, self.loader))
+        return best
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,10 @@ def test_open_noise_is_chosen_on_held_out_data_too(method, prior):
     ("decades", "told"),
     [
         ((0.0, 2.0), r"the widest spread in the range; decades=\(-3, 5\) looks further\."),
-        ((9.0, 11.0), r"3 candidates there differ by less than 0.0001 nats, so that it matters little\."),
+        (
+            (9.0, 11.0),
+            r"3 candidates there differ by less than 0.0001 nats, so that it matters little\.",
+        ),
         ((-4.0, 2.0), None),
     ],
 )
@@ -226,3 +229,13 @@ def test_streamlined_and_deployed_networks_follow_the_temperature():
     x, _ = held_out[0]
     check_way(plain, warm, x, lw.Streamlined())
     torch.testing.assert_close(lw.deploy(warm, x)(x), warm.predict(x, via=lw.Streamlined()).probs)
+
+
+def test_the_log_compares_the_link_with_draws(caplog):
+    model, loader, held_out = overconfident()
+    with caplog.at_level("INFO", "lapwing"):
+        chosen = lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out))
+    (text,) = [one.getMessage() for one in caplog.records if "by draws" in one.getMessage()]
+    closed, drawn = (float(number) for number in re.findall(r"(\d\.\d{4}) by", text))
+    assert closed == pytest.approx(-score(chosen, held_out), abs=1e-4)
+    assert drawn == pytest.approx(closed, abs=0.05)
