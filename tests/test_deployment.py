@@ -383,7 +383,9 @@ def test_options_of_the_way(name: str, via: Any) -> None:
     assert_same(lw.deploy(posterior, inputs(2), via)(inputs(3)), posterior, inputs(3), via, "prediction")
 
 
-@pytest.mark.parametrize("link", [lw.Probit(), lw.Probit(marginal=True), lw.LaplaceBridge()], ids=str)
+@pytest.mark.parametrize(
+    "link", [lw.Probit(), lw.Probit(scale="weighted"), lw.Probit(scale="marginal"), lw.LaplaceBridge()], ids=str
+)
 def test_links(link: Any) -> None:
     for params in (lw.everything, lw.last_layer):
         posterior, inputs = fitted("mlp", lw.KFAC(), params)

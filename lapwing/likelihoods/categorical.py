@@ -80,7 +80,7 @@ class Categorical(LogitLikelihood):
         """Returns `Quadrature` for two classes, `SampledLink`, and at α = 1 the closed forms of predictions.
 
         At α = 1 `log_power_mean` is the log predictive probability: `Probit()` and `LaplaceBridge()` give it
-        without randomness, `Probit(marginal=True)` as in the VaLLA paper.
+        without randomness, `Probit(scale="marginal")` as in the VaLLA paper.
         """
         two: Integrals = {Quadrature: self._power_mean_by_quadrature} if outputs == 2 else {}
         closed: Integrals = {Probit: self._log_predictive, LaplaceBridge: self._log_predictive} if alpha == 1 else {}
