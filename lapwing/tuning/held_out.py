@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..covariance import Latent, PriorCovariance, Subspace
 from ..errors import LapwingError, shown
-from ..likelihoods import SampledLink
+from ..likelihoods import Gaussian, SampledLink
 from ..network import batches
 from ..posterior import Posterior
 from ..tangent import Record
@@ -75,7 +75,7 @@ def best_of(
     points: int,
     loader: Iterable[Any],
     temperatures: Sequence[float] = (),
-    errors: float = 0.0,
+    tolerance: float = 0.0,
 ) -> Posterior:
     """Returns the posterior with the best held-out log likelihood, at its best scalar δ, noise variance and T.
 
@@ -89,13 +89,14 @@ def best_of(
         points: candidates in that range.
         loader: held-out batches.
         temperatures: candidates for log10 T, rising; none leaves it.
-        errors: among classifiers the widest is chosen whose score is at most so many standard errors below the best,
-            and `WIDER`. The errors are those of the mean difference of the two, sample by sample.
+        tolerance: among classifiers the widest is chosen whose score is at most so many standard errors below the
+            best, and `WIDER`. The errors are those of the mean difference of the two, sample by sample.
     """
     first = posteriors[0]
     priorless = not isinstance(first.covariance, PriorCovariance)
     open_noise, open_prior = not (first.noise_fixed or priorless), not (first.prior.fixed or priorless)
     open_scale = bool(temperatures) and first.logit_temperature == 1
+    open_factor = open_noise and open_prior and isinstance(first.likelihood, Gaussian)
     noise = first.noise_variance
     if open_noise:
         noise = _residual(first, loader)
@@ -111,11 +112,11 @@ def best_of(
 
     second = torch.zeros(len(posteriors), len(exponents), dtype=torch.float64)
     scores: Tensor | None = None
-    if open_noise and open_prior:
+    if open_factor:
         table, second = width_scores(posteriors, candidates, loader)
     else:
         scores = sample_scores(posteriors, candidates, loader, temperatures if open_scale else ())
-        means = scores.mean(-1)  # (posteriors, points, temperatures)
+        means = scores.mean(-1, dtype=torch.float64)  # (posteriors, points, temperatures)
         table, places = means.max(-1)
         scores = scores.gather(2, places[..., None, None].expand(-1, -1, 1, scores.shape[-1])).squeeze(2)
         if open_scale:
@@ -124,11 +125,11 @@ def best_of(
     which, at = (int(i) for i in torch.unravel_index(table.nan_to_num(-math.inf).argmax(), table.shape))
     best, row = posteriors[which], table[which].tolist()
     exponent = _refined(exponents, row, at)
-    if open_prior and scores is not None and (widest := _widest(scores[which], at, errors)) != at:
+    if open_prior and scores is not None and (widest := _widest(scores[which], at, tolerance)) != at:
         at, exponent = widest, exponents[widest]
     other = _between(exponents, second[which].tolist(), at, exponent)
     if open_prior and at in (0, len(exponents) - 1):
-        _warn_of_edge(best, exponents, row, at, exponent - other if open_noise else exponent, open_noise)
+        _warn_of_edge(best, exponents, row, at, exponent - other if open_factor else exponent, open_noise)
     if open_scale:
         temperature = 10 ** max(other, temperatures[0])
         best = replace(best, likelihood=best.likelihood.with_logit_temperature(temperature))
@@ -137,7 +138,7 @@ def best_of(
         return best.at(best.prior.precision, noise * 10**exponent)
     if not open_prior:
         return best
-    factor = 10**other if open_noise else 1.0
+    factor = 10**other if open_factor else 1.0
     precision = torch.full_like(best.prior.precision, 10**exponent / factor)
     return best.at(precision, None if noise is None else noise * factor)
 
@@ -151,13 +152,16 @@ def held_out_report(posterior: Posterior, loader: Iterable[Any]) -> str:
     chosen = "" if delta is None else f"prior precision {posterior.prior.precision.min().item():.3g}, "
     if posterior.logit_temperature is None:
         return chosen + f"noise variance {posterior.noise_variance:.3g}"
-    sums, count, link = torch.zeros(2, dtype=torch.float64), 0, posterior.likelihood.default_link
+    link, likelihood = posterior.likelihood.default_link, posterior.likelihood
+    if SampledLink not in likelihood.links:
+        return f"{chosen}logit temperature {posterior.logit_temperature:.3g}"
+    sums, count = torch.zeros(2, dtype=torch.float64), 0
     for batch in loader:
         inputs, targets = batches.split(batch, posterior.tangent.device)
         if batches.size(inputs):
             latent = posterior.latent(inputs)
             for k, each in enumerate((link, SampledLink())):
-                sums[k] += posterior.likelihood.predict(latent, each).log_prob(targets).double().sum().cpu()
+                sums[k] += likelihood.predict(latent, each).log_prob(targets).double().sum().cpu()
             count += batches.size(inputs)
     closed, drawn = (-sums / count).tolist()
     return (
@@ -203,12 +207,12 @@ def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
     return residual
 
 
-def _widest(scores: Tensor, at: int, errors: float) -> int:
+def _widest(scores: Tensor, at: int, tolerance: float) -> int:
     """Returns the lowest of the candidates (points, N) below the best that are within so many paired errors of it."""
     widest = at
-    while errors and widest > 0:
-        difference = scores[at] - scores[widest - 1]
-        bound = min(WIDER, errors * float(difference.std()) / math.sqrt(len(difference)))
+    while tolerance and widest > 0:
+        difference = scores[at].double() - scores[widest - 1]
+        bound = min(WIDER, tolerance * float(difference.std()) / math.sqrt(len(difference)))
         if not float(difference.mean()) <= bound:
             break
         widest -= 1
@@ -226,9 +230,9 @@ def _refined(points: Sequence[float], scores: Sequence[float], at: int) -> float
 
 def _between(points: Sequence[float], values: Sequence[float], at: int, point: float) -> float:
     """Returns the value at a point by the parabola through those at the closest point of a grid and its neighbours."""
-    if point == points[at]:
+    left, middle, right = values[at - 1 : at + 2] if 0 < at < len(points) - 1 else [values[at]] * 3
+    if point == points[at] or not math.isfinite(left + right):
         return values[at]
-    left, middle, right = values[at - 1 : at + 2]
     step = (point - points[at]) / (points[1] - points[0])
     return middle + step * (right - left) / 2 + step**2 * (left - 2 * middle + right) / 2
 
@@ -247,13 +251,13 @@ def held_out_scores(
     def candidates(posterior: Posterior) -> list[Posterior]:
         return [posterior] if precisions is None else [_at(posterior, precision) for precision in precisions]
 
-    return sample_scores(posteriors, candidates, loader).mean(-1)
+    return sample_scores(posteriors, candidates, loader).mean(-1, dtype=torch.float64)
 
 
 def sample_scores(
     posteriors: Sequence[Posterior], candidates: Candidates, loader: Iterable[Any], temperatures: Sequence[float] = ()
 ) -> Tensor:
-    """Returns the log likelihood of each held-out sample, (posteriors, candidates, temperatures, N), float64.
+    """Returns the log likelihood of each held-out sample, (posteriors, candidates, temperatures, N).
 
     Args:
         posteriors: of one fit.
@@ -272,7 +276,7 @@ def sample_scores(
             latent = latent.at_temperatures(divisors)
             labels = labels.repeat(len(divisors), *[1] * (labels.ndim - 1))
         scores = likelihood.predict(latent).log_prob(labels)
-        rows.setdefault(place, []).append(scores.double().cpu().unflatten(0, (max(1, len(divisors)), -1)))
+        rows.setdefault(place, []).append(scores.cpu().unflatten(0, (max(1, len(divisors)), -1)))
     joined = [torch.cat(parts, 1) for _, parts in sorted(rows.items())]
     return torch.stack(joined).unflatten(0, (len(posteriors), -1))
 
@@ -314,7 +318,7 @@ def _contracted(
     marginal = not link.reads_covariance or (link.closed_form and first.tangent.outputs == 1)
     groups = _contraction_groups(posteriors)
     scratch = _numbers_per_sample(posteriors, len(candidates(first)), marginal)
-    scratch += copies * first.tangent.outputs * (1 if marginal else first.tangent.outputs)
+    scratch += 4 * copies * first.tangent.outputs * (1 if marginal else first.tangent.outputs)
     count = 0
     with torch.no_grad():
         for batch in loader:

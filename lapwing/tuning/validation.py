@@ -38,7 +38,7 @@ class Validation(Tuning):
         decades: the range of log10 δ; of a regression where σ² is the mean squared held-out residual.
         points: candidates.
         ranks: for subspaces, numbers of leading directions to choose among beside all of them.
-        errors: of classifiers the widest spread is taken whose score is at most so many standard errors, and 0.001
+        tolerance: of classifiers the widest spread is taken whose score is at most so many standard errors, and 0.001
             nats, below the best. The errors are those of the difference, sample by sample; 0 for the best.
 
     Raises:
@@ -62,14 +62,14 @@ class Validation(Tuning):
     decades: tuple[float, float] = (-5.0, 7.0)
     points: int = 25
     ranks: tuple[int, ...] = ()
-    errors: float = 0.5
+    tolerance: float = 0.5
 
     def __post_init__(self) -> None:
         """Checks loader and grid."""
         batches.check_loader(self.loader, "Validation")
         check_grid("Validation", self.decades, self.points)
-        if self.errors != 0:
-            check_positive("lw.Validation", "errors", self.errors, 0.5)
+        if self.tolerance != 0:
+            check_positive("lw.Validation", "tolerance", self.tolerance, 0.5)
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
         """False."""
@@ -81,7 +81,7 @@ class Validation(Tuning):
         if posterior.tuned and not self.ranks and posterior.logit_temperature != 1:
             return posterior
         candidates = with_ranks(posterior, self.ranks)
-        best = best_of(candidates, self.decades, self.points, self.loader, TEMPERATURES, self.errors)
+        best = best_of(candidates, self.decades, self.points, self.loader, TEMPERATURES, self.tolerance)
         if log.isEnabledFor(logging.INFO):
             log.info("Validation of %s: %s", best.method, held_out_report(best, self.loader))
         return best
@@ -151,6 +151,7 @@ class EarlyStopping(Tuning):
         whole = posterior.samples * posterior.data_factor
         candidates = []
         for part in (*training.prefixes, posterior):
+            part = part if part.noise_fixed else part.with_defaults()
             if self.form == "scaled" and part.prior.fixed and part.samples < whole and part is not posterior:
                 part = part.at(part.prior.precision * (part.samples / whole), part.noise_variance)
             candidates.extend(with_ranks(part, self.ranks))

@@ -133,7 +133,7 @@ def score(posterior, loader):
 def test_prior_and_temperature_are_the_best_pair(outputs):
     """Against a brute-force grid of single predictions; the likelihood at T is the mean of the logits divided."""
     model, loader, held_out = overconfident(outputs=outputs)
-    chosen = lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out, errors=0.0))
+    chosen = lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out, tolerance=0.0))
     around = [chosen.with_prior(10**e) for e in (-1.0, 0.0, 1.0, 1.5, 2.0, 2.5, 3.0)]
     grid = max(
         score(replace(one, likelihood=type(one.likelihood)(logit_temperature=10**t)), held_out)
@@ -156,7 +156,7 @@ def test_a_network_that_is_too_unsure_keeps_its_logits():
 
 def test_the_widest_of_equally_good_spreads_is_chosen():
     model, loader, held_out = overconfident()
-    best, wide = (lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out, errors=e)) for e in (0.0, 1.0))
+    best, wide = (lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out, tolerance=e)) for e in (0.0, 1.0))
     assert wide.prior_precision < best.prior_precision
     assert abs(score(best, held_out) - score(wide, held_out)) < WIDER + 2e-4
 
