@@ -208,7 +208,15 @@ def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
 
 
 def _widest(scores: Tensor, at: int, tolerance: float) -> int:
-    """Returns the lowest of the candidates (points, N) below the best that are within so many paired errors of it."""
+    """Returns the lowest of the candidates (points, N) below the best that are within so many paired errors of it.
+
+    Spreads so wide that wider ones predict the same, down to the end of the range, are one: its narrowest is returned.
+    """
+
+    def saturated(place: int) -> bool:
+        """Whether the candidates up to the next one predict the same."""
+        return place + 1 < len(scores) and float((scores[place + 1] - scores[0]).abs().mean()) < PLATEAU
+
     widest = at
     while tolerance and widest > 0:
         difference = scores[at].double() - scores[widest - 1]
@@ -216,6 +224,8 @@ def _widest(scores: Tensor, at: int, tolerance: float) -> int:
         if not float(difference.mean()) <= bound:
             break
         widest -= 1
+    while tolerance and saturated(widest):
+        widest += 1
     return widest
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lapwing as lw
-from lapwing.tuning.held_out import WIDER, held_out_scores, width_scores
+from lapwing.tuning.held_out import WIDER, _widest, held_out_scores, width_scores
 from tests.zoo import ZOO
 
 METHODS = [lw.Diagonal(), lw.KFAC(uncovered="dense"), lw.ELLA(rank=5, rows=12), lw.ELLA(5, 12, "prior"), lw.Full()]
@@ -159,6 +159,19 @@ def test_the_widest_of_equally_good_spreads_is_chosen():
     best, wide = (lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out, tolerance=e)) for e in (0.0, 1.0))
     assert wide.prior_precision < best.prior_precision
     assert abs(score(best, held_out) - score(wide, held_out)) < WIDER + 2e-4
+
+
+def test_the_widest_goes_by_paired_differences():
+    """Scores that differ between samples, with candidates that differ from the best by a constant, or by noise."""
+    common, noise = torch.randn(2, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    noise = noise - noise.mean()
+    best = common
+    assert _widest(torch.stack([best - 0.5, best - 5e-4, best]), 2, 0.5) == 2  # surely worse, though by little
+    assert _widest(torch.stack([best - 0.5, best - 5e-4 + 0.1 * noise, best]), 2, 0.5) == 1
+    assert _widest(torch.stack([best - 0.5, best - 2e-3 + noise, best]), 2, 0.5) == 2  # by more than WIDER
+    assert _widest(torch.stack([best - 5e-4 + 0.1 * noise, best]), 1, 0.0) == 1
+    alike = torch.stack([best, best + 1e-5, best + 2e-5, best - 0.5])
+    assert _widest(alike, 2, 0.5) == 2  # those below predict the same
 
 
 @pytest.mark.parametrize("name", ["mlp_scalar", "deep_linear"])
