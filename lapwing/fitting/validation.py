@@ -87,7 +87,7 @@ def with_all_weights(
         return posterior
     last, every = (sample_scores([one], lambda one: [one], _loader(validation)).flatten() for one in (posterior, other))
     gain = every - last
-    deviation = float(gain.std()) / math.sqrt(len(gain))
+    deviation = float(gain.std(correction=0)) / math.sqrt(len(gain))
     better = float(gain.mean()) > max(GAIN, deviation)
     log.info(
         "%s is treated: on held-out data all weights gain %.2g nats a sample, with a standard error of %.2g.",

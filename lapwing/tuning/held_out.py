@@ -220,7 +220,7 @@ def _widest(scores: Tensor, at: int, tolerance: float) -> int:
     widest = at
     while tolerance and widest > 0:
         difference = scores[at].double() - scores[widest - 1]
-        bound = min(WIDER, tolerance * float(difference.std()) / math.sqrt(len(difference)))
+        bound = min(WIDER, tolerance * float(difference.std(correction=0)) / math.sqrt(len(difference)))
         if not float(difference.mean()) <= bound:
             break
         widest -= 1
