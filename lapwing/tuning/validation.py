@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, Literal
 
-from ..errors import LapwingError, check_choice, check_count, check_positive
+from ..errors import LapwingError, check_choice, check_count, shown
 from ..network import batches
 from ..network.eager import outside_modes
 from ..posterior import Posterior
@@ -68,8 +70,11 @@ class Validation(Tuning):
         """Checks loader and grid."""
         batches.check_loader(self.loader, "Validation")
         check_grid("Validation", self.decades, self.points)
-        if self.tolerance != 0:
-            check_positive("lw.Validation", "tolerance", self.tolerance, 0.5)
+        if not (isinstance(self.tolerance, Real) and 0 <= self.tolerance < math.inf):
+            raise LapwingError(
+                f"tolerance={shown(self.tolerance)} is not a number of standard errors from 0 up. Write "
+                "lw.Validation(loader, tolerance=0.5), or 0.0 for the best score."
+            )
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
         """False."""

@@ -252,3 +252,21 @@ def test_the_log_compares_the_link_with_draws(caplog):
     closed, drawn = (float(number) for number in re.findall(r"(\d\.\d{4}) by", text))
     assert closed == pytest.approx(-score(chosen, held_out), abs=1e-4)
     assert drawn == pytest.approx(closed, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: lw.Validation([], tolerance=-1.0), r"tolerance=-1.0 is not a number of standard errors from 0 up\."),
+        (lambda: lw.Categorical(logit_temperature=0), "The logit temperature of Categorical is 0. Pass a positive"),
+        (lambda: lw.Gaussian().with_logit_temperature(2.0), "The gaussian likelihood has no logit temperature."),
+    ],
+)
+def test_messages(make, message):
+    with pytest.raises(lw.LapwingError, match=message):
+        make()
+
+
+def test_a_likelihood_names_its_temperature():
+    assert repr(lw.Categorical()) == "Categorical()"
+    assert repr(lw.Bernoulli(logit_temperature=2)) == "Bernoulli(logit_temperature=2)"
