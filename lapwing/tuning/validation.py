@@ -42,6 +42,7 @@ class Validation(Tuning):
         ranks: for subspaces, numbers of leading directions to choose among beside all of them.
         tolerance: of classifiers the widest spread is taken whose score is at most so many standard errors, and 0.001
             nats, below the best. The errors are those of the difference, sample by sample; 0 for the best.
+        tempered: whether to choose a classifier's logit temperature too; False leaves it, for the best prior alone.
 
     Raises:
         LapwingError: for a range or number that makes no grid.
@@ -65,11 +66,17 @@ class Validation(Tuning):
     points: int = 25
     ranks: tuple[int, ...] = ()
     tolerance: float = 0.5
+    tempered: bool = True
 
     def __post_init__(self) -> None:
         """Checks loader and grid."""
         batches.check_loader(self.loader, "Validation")
         check_grid("Validation", self.decades, self.points)
+        if not isinstance(self.tempered, bool):
+            raise LapwingError(
+                f"tempered={shown(self.tempered)} is neither True nor False. Write lw.Validation(loader, "
+                "tempered=False) to leave the logits as they are."
+            )
         if not (isinstance(self.tolerance, Real) and 0 <= self.tolerance < math.inf):
             raise LapwingError(
                 f"tolerance={shown(self.tolerance)} is not a number of standard errors from 0 up. Write "
@@ -83,10 +90,13 @@ class Validation(Tuning):
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior at the best δ and rank."""
-        if posterior.tuned and not self.ranks and posterior.logit_temperature != 1:
+        scaled = not self.tempered or posterior.logit_temperature != 1
+        if posterior.tuned and not self.ranks and scaled:
             return posterior
         candidates = with_ranks(posterior, self.ranks)
-        best = best_of(candidates, self.decades, self.points, self.loader, TEMPERATURES, self.tolerance)
+        best = best_of(
+            candidates, self.decades, self.points, self.loader, TEMPERATURES if self.tempered else (), self.tolerance
+        )
         if log.isEnabledFor(logging.INFO):
             log.info("Validation of %s: %s", best.method, held_out_report(best, self.loader))
         return best

@@ -152,6 +152,8 @@ def test_a_network_that_is_too_unsure_keeps_its_logits():
     """T is at least 1: below it the means are sharpened beside a variance that should be smaller."""
     model, loader, held_out = overconfident(scale=0.3)
     assert lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out)).logit_temperature == 1.0
+    model, loader, held_out = overconfident()
+    assert lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out, tempered=False)).logit_temperature == 1.0
 
 
 def test_the_widest_of_equally_good_spreads_is_chosen():
@@ -258,6 +260,7 @@ def test_the_log_compares_the_link_with_draws(caplog):
     ("make", "message"),
     [
         (lambda: lw.Validation([], tolerance=-1.0), r"tolerance=-1.0 is not a number of standard errors from 0 up\."),
+        (lambda: lw.Validation([], tempered=2), "tempered=2 is neither True nor False."),
         (lambda: lw.Categorical(logit_temperature=0), "The logit temperature of Categorical is 0. Pass a positive"),
         (lambda: lw.Gaussian().with_logit_temperature(2.0), "The gaussian likelihood has no logit temperature."),
     ],
