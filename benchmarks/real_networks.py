@@ -59,7 +59,7 @@ def study(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
         fitted = lw.fit(model, train, method, params=params, tune=lw.Evidence(), data_size=data_size, seed=SEED)
         row: dict[str, Any] = {"fit_seconds": time.perf_counter() - start, "weights": fitted.tangent.size}
         start = time.perf_counter()
-        validated = lw.Validation(validation).tune(fitted)
+        validated = lw.Validation(validation, tempered=False, tolerance=0.0).tune(fitted)
         row["validation_seconds"] = time.perf_counter() - start
         deltas = {"evidence": fitted.prior_precision, "validation": validated.prior_precision}
         on_validation = held_out_scores([fitted], list(deltas.values()), validation[:5])[0, :, 0].tolist()

@@ -32,7 +32,7 @@ new_inputs, true_labels = x[1400:], y[1400:]
 
 # Fit: KFAC on the last layer. Held-out data choose the prior precision; without them leave `tune` out.
 model.eval()
-posterior = lw.fit(model, train_loader, tune=lw.Validation(held_out_loader))
+posterior = lw.fit(model, train_loader, validation=held_out_loader)
 print(posterior.diagnose())
 
 # Predict: class probabilities which know how sure the weights are.

@@ -46,9 +46,13 @@ def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Me
     numbers = min(weights, rows) * weights
     if numbers <= min(FULL_NUMBERS, tangent.memory // 24) and rows * numbers <= FULL_MULTIPLY_ADDS:
         return Full()
-    explicit, outputs = tangent.explicit_size, tangent.outputs
-    affordable = weights <= KFAC_WEIGHTS and explicit <= KFAC_EXPLICIT_WEIGHTS and outputs <= KFAC_OUTPUTS
-    return KFAC() if affordable else None
+    return KFAC() if is_affordable_for_kfac(tangent, KFAC_OUTPUTS) else None
+
+
+def is_affordable_for_kfac(tangent: Tangent, outputs: int) -> bool:
+    """Whether KFAC may treat all weights of a tangent, with at most so many outputs, without being asked."""
+    affordable = tangent.size <= KFAC_WEIGHTS and tangent.explicit_size <= KFAC_EXPLICIT_WEIGHTS
+    return affordable and tangent.outputs <= outputs
 
 
 def default_fit(

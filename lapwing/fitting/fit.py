@@ -28,7 +28,7 @@ from ..tangent import LastLayer, Predicate, Tangent, everything, last_layer
 from ..tuning import BoundedEvidence, Training, Tuning, Validation
 from .default_method import default_fit
 from .runner import Runner
-from .validation import validation_tuning
+from .validation import validation_tuning, with_all_weights
 
 log = logging.getLogger("lapwing")
 
@@ -63,7 +63,8 @@ def fit(
         loader: the training data: an iterable of (inputs, targets) batches that can be read several times.
         method: the structure of Σ and how it is fitted. Where `params` is None too, None means in a regression `Full`
             over all trained weights where that is cheap, KFAC over them where there are at most a million, and else
-            KFAC of the last layer, as for a classifier. The log names it. With `params` None means KFAC.
+            KFAC of the last layer, as for a classifier. With `validation` a classifier has KFAC over all weights where
+            that is cheap and held-out data prefer it. The log names it. With `params` None means KFAC.
         likelihood: "categorical", "gaussian" or an instance; None infers it from the targets' dtype, and
             refuses floats that are labels all the same.
         params: which parameters to treat; None means everything that is trained where there is a method.
@@ -91,7 +92,8 @@ def fit(
         LapwingError: for bad input, says what is wrong and what to do; the network stays as it was.
 
     Cost: the method's passes over the data, each about 1 + C passes of the network; see the method. Then the tuning's,
-        which exceeds that where there are many weights and few data: see `BoundedEvidence`.
+        which exceeds that where there are many weights and few data: see `BoundedEvidence`. With `validation` and
+        without a method a classifier is fitted twice, if it has at most 20 outputs.
 
     Example:
         >>> import torch, lapwing as lw
@@ -148,7 +150,18 @@ def fit(
         return _checked(whole)
     if tune is None:
         return _checked(whole if whole.tuned else whole.with_defaults())
-    return _checked(tune.tune(whole, Training(loader, prefixes, runner.count())))
+    posterior = _checked(tune.tune(whole, Training(loader, prefixes, runner.count())))
+    if not is_default or validation is None or likelihood.logit_temperature is None:
+        return posterior
+
+    def fit_all() -> Posterior:
+        return fit(
+            model, loader, KFAC(), likelihood=likelihood, prior_precision=prior_precision, prior_mean=prior_mean,
+            tune=tune, data_size=data_size, temperature=temperature, forward=forward, memory=memory, seed=seed,
+            progress=progress,
+        )  # fmt: skip
+
+    return with_all_weights(posterior, fit_all, validation, inputs, runner.count())
 
 
 def _posteriors(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,9 +14,22 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from ..errors import LapwingError
 from ..network import batches
 from ..network.loaders import first_batch
+from ..posterior import Posterior
+from ..tangent import Tangent, everything
 from ..tuning import Tuning, Validation
+from ..tuning.held_out import sample_scores
+from .default_method import is_affordable_for_kfac
 
 log = logging.getLogger("lapwing")
+
+OUTPUTS = 20
+"""All weights are tried where there are at most so many outputs: a prediction takes a backward pass for each."""
+
+MULTIPLY_ADDS = 2**37
+"""And where the rows of all samples take at most so many: some ten seconds."""
+
+GAIN = 2e-3
+"""All weights must gain so many nats a held-out sample, since their predictions cost more."""
 
 
 def validation_tuning(validation: Any, tune: Tuning | None, loader: Iterable[Any], first: tuple[Any, Any]) -> Tuning:
@@ -35,8 +49,7 @@ def validation_tuning(validation: Any, tune: Tuning | None, loader: Iterable[Any
             f"validation= and tune={type(tune).__name__} exclude each other, since validation= tunes by "
             "lw.Validation(loader). Leave one of them out."
         )
-    pair = isinstance(validation, tuple) and len(validation) == 2 and isinstance(validation[1], Tensor)
-    held_out = [validation] if pair else validation
+    held_out = _loader(validation)
     tuning = Validation(held_out)
     if held_out is loader or _same_dataset(held_out, loader) or _same_rows(batches.split(first_batch(held_out)), first):
         log.warning(
@@ -45,6 +58,48 @@ def validation_tuning(validation: Any, tune: Tuning | None, loader: Iterable[Any
             "validation=(x_val, y_val)."
         )
     return tuning
+
+
+def with_all_weights(
+    posterior: Posterior, fit: Callable[[], Posterior], validation: Any, inputs: Any, samples: int
+) -> Posterior:
+    """Returns a classifier's posterior of the last layer, or that of all weights where held-out data prefer it.
+
+    The latter is preferred where it is better by more than the standard error of the difference, sample by sample.
+
+    Args:
+        posterior: of the last layer.
+        fit: returns that of all weights.
+        validation: the held-out data.
+        inputs: of the first batch.
+        samples: N.
+    """
+    tangent = posterior.tangent
+    try:
+        whole = Tangent.survey(tangent.model, inputs, everything, tangent.forward, tangent.memory, warn=False)
+        work = samples * whole.outputs * whole.plan.work(whole.blocks)
+        if not is_affordable_for_kfac(whole, OUTPUTS) or work > MULTIPLY_ADDS:
+            log.info("The last layer alone is treated, since all %d weights cost too much.", whole.size)
+            return posterior
+        other = fit()
+    except LapwingError as error:  # frozen weights, quantized layers, ...
+        log.info("The last layer alone is treated, since all trained weights cannot be: %s", error)
+        return posterior
+    last, every = (sample_scores([one], lambda one: [one], _loader(validation)).flatten() for one in (posterior, other))
+    gain = every - last
+    deviation = float(gain.std(correction=0)) / math.sqrt(len(gain))
+    better = float(gain.mean()) > max(GAIN, deviation)
+    log.info(
+        "%s is treated: on held-out data all weights gain %.2g nats a sample, with a standard error of %.2g.",
+        f"All of {whole.size} weights" if better else "The last layer alone", float(gain.mean()), deviation,
+    )  # fmt: skip
+    return other if better else posterior
+
+
+def _loader(validation: Any) -> Iterable[Any]:
+    """Returns a loader for a loader or a pair of tensors."""
+    pair = isinstance(validation, tuple) and len(validation) == 2 and isinstance(validation[1], Tensor)
+    return [validation] if pair else validation
 
 
 def _same_dataset(one: Any, other: Any) -> bool:

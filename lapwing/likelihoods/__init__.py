@@ -6,7 +6,7 @@ It imports `covariance` (the latent Gaussian that a link takes), `network` and `
 
 from __future__ import annotations
 
-from .base import Likelihood, NoiselessLikelihood, register, resolve
+from .base import Likelihood, LogitLikelihood, NoiselessLikelihood, register, resolve
 from .bernoulli import Bernoulli, BernoulliPrediction
 from .categorical import Categorical, ClassPrediction
 from .gaussian import Gaussian, RegressionPrediction
@@ -16,7 +16,8 @@ from .targets import aligned_targets, check_real_targets
 
 __all__ = [
     "Bernoulli", "BernoulliPrediction", "BinaryLink", "Categorical", "ClassLink", "ClassPrediction",
-    "DiscretePrediction", "ExactLink", "Gaussian", "LaplaceBridge", "Likelihood", "Link", "MixturePrediction",
-    "NoiselessLikelihood", "Prediction", "Probit", "Quadrature", "RealPrediction", "RegressionPrediction",
-    "SampledLink", "aligned_targets", "check_real_targets", "latent_draws", "register", "resolve",
+    "DiscretePrediction", "ExactLink", "Gaussian", "LaplaceBridge", "Likelihood", "Link", "LogitLikelihood",
+    "MixturePrediction", "NoiselessLikelihood", "Prediction", "Probit", "Quadrature", "RealPrediction",
+    "RegressionPrediction", "SampledLink", "aligned_targets", "check_real_targets", "latent_draws", "register",
+    "resolve",
 ]  # fmt: skip

@@ -333,6 +333,11 @@ class LogitLikelihood(NoiselessLikelihood):
             )
         object.__setattr__(self, "logit_temperature", float(self.logit_temperature))  # numpy's numbers are no JSON
 
+    def __repr__(self) -> str:
+        """Names T where it is not 1."""
+        option = "" if self.logit_temperature == 1 else f"logit_temperature={self.logit_temperature:.4g}"
+        return f"{type(self).__name__}({option})"
+
     def with_logit_temperature(self, logit_temperature: float | None) -> Likelihood:
         """Returns the likelihood, of the same class, at another T, which is 1 where None."""
         return replace(self, logit_temperature=1.0 if logit_temperature is None else logit_temperature)

@@ -22,7 +22,7 @@ from .targets import aligned_targets, check_binary_targets
 
 
 @register
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Bernoulli(LogitLikelihood):
     """`y_c ~ Bernoulli(σ(f_c))`, independently for each of C outputs; Λ = diag(p(1 - p)).
 

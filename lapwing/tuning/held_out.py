@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..covariance import Latent, PriorCovariance, Subspace
 from ..errors import LapwingError, shown
+from ..likelihoods import Gaussian, SampledLink
 from ..network import batches
 from ..posterior import Posterior
 from ..tangent import Record
@@ -74,7 +75,7 @@ def best_of(
     points: int,
     loader: Iterable[Any],
     temperatures: Sequence[float] = (),
-    errors: float = 0.0,
+    tolerance: float = 0.0,
 ) -> Posterior:
     """Returns the posterior with the best held-out log likelihood, at its best scalar δ, noise variance and T.
 
@@ -88,13 +89,14 @@ def best_of(
         points: candidates in that range.
         loader: held-out batches.
         temperatures: candidates for log10 T, rising; none leaves it.
-        errors: among classifiers the widest is chosen whose score is at most so many standard errors below the best,
-            and `WIDER`. The errors are those of the mean difference of the two, sample by sample.
+        tolerance: among classifiers the widest is chosen whose score is at most so many standard errors below the
+            best, and `WIDER`. The errors are those of the mean difference of the two, sample by sample.
     """
     first = posteriors[0]
     priorless = not isinstance(first.covariance, PriorCovariance)
     open_noise, open_prior = not (first.noise_fixed or priorless), not (first.prior.fixed or priorless)
     open_scale = bool(temperatures) and first.logit_temperature == 1
+    open_factor = open_noise and open_prior and isinstance(first.likelihood, Gaussian)
     noise = first.noise_variance
     if open_noise:
         noise = _residual(first, loader)
@@ -110,11 +112,11 @@ def best_of(
 
     second = torch.zeros(len(posteriors), len(exponents), dtype=torch.float64)
     scores: Tensor | None = None
-    if open_noise and open_prior:
+    if open_factor:
         table, second = width_scores(posteriors, candidates, loader)
     else:
         scores = sample_scores(posteriors, candidates, loader, temperatures if open_scale else ())
-        means = scores.mean(-1)  # (posteriors, points, temperatures)
+        means = scores.mean(-1, dtype=torch.float64)  # (posteriors, points, temperatures)
         table, places = means.max(-1)
         scores = scores.gather(2, places[..., None, None].expand(-1, -1, 1, scores.shape[-1])).squeeze(2)
         if open_scale:
@@ -123,11 +125,11 @@ def best_of(
     which, at = (int(i) for i in torch.unravel_index(table.nan_to_num(-math.inf).argmax(), table.shape))
     best, row = posteriors[which], table[which].tolist()
     exponent = _refined(exponents, row, at)
-    if open_prior and scores is not None and (widest := _widest(scores[which], at, errors)) != at:
+    if open_prior and scores is not None and (widest := _widest(scores[which], at, tolerance)) != at:
         at, exponent = widest, exponents[widest]
     other = _between(exponents, second[which].tolist(), at, exponent)
     if open_prior and at in (0, len(exponents) - 1):
-        _warn_of_edge(best, exponents, row, at, exponent - other if open_noise else exponent, open_noise)
+        _warn_of_edge(best, exponents, row, at, exponent - other if open_factor else exponent, open_noise)
     if open_scale:
         temperature = 10 ** max(other, temperatures[0])
         best = replace(best, likelihood=best.likelihood.with_logit_temperature(temperature))
@@ -136,15 +138,42 @@ def best_of(
         return best.at(best.prior.precision, noise * 10**exponent)
     if not open_prior:
         return best
-    factor = 10**other if open_noise else 1.0
+    factor = 10**other if open_factor else 1.0
     precision = torch.full_like(best.prior.precision, 10**exponent / factor)
     return best.at(precision, None if noise is None else noise * factor)
+
+
+def held_out_report(posterior: Posterior, loader: Iterable[Any]) -> str:
+    """Returns what was chosen, and a classifier's score by the default link and by draws, which should agree.
+
+    Cost: a pass over the loader.
+    """
+    delta = posterior.prior_precision
+    chosen = "" if delta is None else f"prior precision {posterior.prior.precision.min().item():.3g}, "
+    if posterior.logit_temperature is None:
+        return chosen + f"noise variance {posterior.noise_variance:.3g}"
+    link, likelihood = posterior.likelihood.default_link, posterior.likelihood
+    if SampledLink not in likelihood.links:
+        return f"{chosen}logit temperature {posterior.logit_temperature:.3g}"
+    sums, count = torch.zeros(2, dtype=torch.float64), 0
+    for batch in loader:
+        inputs, targets = batches.split(batch, posterior.tangent.device)
+        if batches.size(inputs):
+            latent = posterior.latent(inputs)
+            for k, each in enumerate((link, SampledLink())):
+                sums[k] += likelihood.predict(latent, each).log_prob(targets).double().sum().cpu()
+            count += batches.size(inputs)
+    closed, drawn = (-sums / count).tolist()
+    return (
+        f"{chosen}logit temperature {posterior.logit_temperature:.3g}. Its negative log likelihood is {closed:.4f} "
+        f"by {link} and {drawn:.4f} by draws of the outputs"
+    )
 
 
 def _warn_of_edge(
     best: Posterior, exponents: Sequence[float], row: Sequence[float], at: int, chosen: float, open_noise: bool
 ) -> None:
-    """Warns of a choice at an end of the range."""
+    """Warns of a choice at an end of the range; says so where it is one of many wide ones that are alike."""
     low, high = exponents[0], exponents[-1]
     tied = sum(row[at] - score < PLATEAU for score in row)
     if tied > 1:
@@ -152,7 +181,10 @@ def _warn_of_edge(
     else:
         meaning = "no spread in the weights at all" if at else "the widest spread in the range"
         advice = f"the held-out data ask for {meaning}; decades=({low - 3:g}, {high + 3:g}) looks further"
-    log.warning(
+    if at and best.logit_temperature is not None:
+        advice += ". Without spread foreign inputs are ranked by the network's own confidence alone"
+    log.log(
+        logging.INFO if 1 < tied < len(row) and not at else logging.WARNING,
         "Validation of %s chose the edge of its range, prior precision %.3g%s: %s.",
         best.method, 10**chosen,
         f" (1e{exponents[at]:g} beside the mean squared held-out residual)" if open_noise else "", advice,
@@ -175,15 +207,25 @@ def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
     return residual
 
 
-def _widest(scores: Tensor, at: int, errors: float) -> int:
-    """Returns the lowest of the candidates (points, N) below the best that are within so many paired errors of it."""
+def _widest(scores: Tensor, at: int, tolerance: float) -> int:
+    """Returns the lowest of the candidates (points, N) below the best that are within so many paired errors of it.
+
+    Spreads so wide that wider ones predict the same, down to the end of the range, are one: its narrowest is returned.
+    """
+
+    def saturated(place: int) -> bool:
+        """Whether the candidates up to the next one predict the same."""
+        return place + 1 < len(scores) and float((scores[place + 1] - scores[0]).abs().mean()) < PLATEAU
+
     widest = at
-    while errors and widest > 0:
-        difference = scores[at] - scores[widest - 1]
-        bound = min(WIDER, errors * float(difference.std()) / math.sqrt(len(difference)))
+    while tolerance and widest > 0:
+        difference = scores[at].double() - scores[widest - 1]
+        bound = min(WIDER, tolerance * float(difference.std(correction=0)) / math.sqrt(len(difference)))
         if not float(difference.mean()) <= bound:
             break
         widest -= 1
+    while tolerance and saturated(widest):
+        widest += 1
     return widest
 
 
@@ -198,9 +240,9 @@ def _refined(points: Sequence[float], scores: Sequence[float], at: int) -> float
 
 def _between(points: Sequence[float], values: Sequence[float], at: int, point: float) -> float:
     """Returns the value at a point by the parabola through those at the closest point of a grid and its neighbours."""
-    if point == points[at]:
+    left, middle, right = values[at - 1 : at + 2] if 0 < at < len(points) - 1 else [values[at]] * 3
+    if point == points[at] or not math.isfinite(left + right):
         return values[at]
-    left, middle, right = values[at - 1 : at + 2]
     step = (point - points[at]) / (points[1] - points[0])
     return middle + step * (right - left) / 2 + step**2 * (left - 2 * middle + right) / 2
 
@@ -219,13 +261,13 @@ def held_out_scores(
     def candidates(posterior: Posterior) -> list[Posterior]:
         return [posterior] if precisions is None else [_at(posterior, precision) for precision in precisions]
 
-    return sample_scores(posteriors, candidates, loader).mean(-1)
+    return sample_scores(posteriors, candidates, loader).mean(-1, dtype=torch.float64)
 
 
 def sample_scores(
     posteriors: Sequence[Posterior], candidates: Candidates, loader: Iterable[Any], temperatures: Sequence[float] = ()
 ) -> Tensor:
-    """Returns the log likelihood of each held-out sample, (posteriors, candidates, temperatures, N), float64.
+    """Returns the log likelihood of each held-out sample, (posteriors, candidates, temperatures, N).
 
     Args:
         posteriors: of one fit.
@@ -244,7 +286,7 @@ def sample_scores(
             latent = latent.at_temperatures(divisors)
             labels = labels.repeat(len(divisors), *[1] * (labels.ndim - 1))
         scores = likelihood.predict(latent).log_prob(labels)
-        rows.setdefault(place, []).append(scores.double().cpu().unflatten(0, (max(1, len(divisors)), -1)))
+        rows.setdefault(place, []).append(scores.cpu().unflatten(0, (max(1, len(divisors)), -1)))
     joined = [torch.cat(parts, 1) for _, parts in sorted(rows.items())]
     return torch.stack(joined).unflatten(0, (len(posteriors), -1))
 
@@ -286,7 +328,7 @@ def _contracted(
     marginal = not link.reads_covariance or (link.closed_form and first.tangent.outputs == 1)
     groups = _contraction_groups(posteriors)
     scratch = _numbers_per_sample(posteriors, len(candidates(first)), marginal)
-    scratch += copies * first.tangent.outputs * (1 if marginal else first.tangent.outputs)
+    scratch += 4 * copies * first.tangent.outputs * (1 if marginal else first.tangent.outputs)
     count = 0
     with torch.no_grad():
         for batch in loader:

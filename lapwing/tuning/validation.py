@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, Literal
 
-from ..errors import LapwingError, check_choice, check_count, check_positive
+from ..errors import LapwingError, check_choice, check_count, shown
 from ..network import batches
 from ..network.eager import outside_modes
 from ..posterior import Posterior
 from .evidence import Training, Tuning
-from .held_out import TEMPERATURES, best_of, check_grid, with_ranks
+from .held_out import TEMPERATURES, best_of, check_grid, held_out_report, with_ranks
 
 log = logging.getLogger("lapwing")
 
@@ -38,14 +40,16 @@ class Validation(Tuning):
         decades: the range of log10 δ; of a regression where σ² is the mean squared held-out residual.
         points: candidates.
         ranks: for subspaces, numbers of leading directions to choose among beside all of them.
-        errors: of classifiers the widest spread is taken whose score is at most so many standard errors, and 0.001
+        tolerance: of classifiers the widest spread is taken whose score is at most so many standard errors, and 0.001
             nats, below the best. The errors are those of the difference, sample by sample; 0 for the best.
+        tempered: whether to choose a classifier's logit temperature too; False leaves it, for the best prior alone.
 
     Raises:
         LapwingError: for a range or number that makes no grid.
 
     Cost: one pass over the loader: one record and contraction a batch, and `points` variances (or Gram matrices, if
-    the link reads covariances) an output.
+    the link reads covariances) an output. Another where the log shows what was chosen (`logging.INFO`), to compare the
+    default link with draws.
 
     Example:
         >>> import torch, lapwing as lw
@@ -61,14 +65,23 @@ class Validation(Tuning):
     decades: tuple[float, float] = (-5.0, 7.0)
     points: int = 25
     ranks: tuple[int, ...] = ()
-    errors: float = 0.5
+    tolerance: float = 0.5
+    tempered: bool = True
 
     def __post_init__(self) -> None:
         """Checks loader and grid."""
         batches.check_loader(self.loader, "Validation")
         check_grid("Validation", self.decades, self.points)
-        if self.errors != 0:
-            check_positive("lw.Validation", "errors", self.errors, 0.5)
+        if not isinstance(self.tempered, bool):
+            raise LapwingError(
+                f"tempered={shown(self.tempered)} is neither True nor False. Write lw.Validation(loader, "
+                "tempered=False) to leave the logits as they are."
+            )
+        if not (isinstance(self.tolerance, Real) and 0 <= self.tolerance < math.inf):
+            raise LapwingError(
+                f"tolerance={shown(self.tolerance)} is not a number of standard errors from 0 up. Write "
+                "lw.Validation(loader, tolerance=0.5), or 0.0 for the best score."
+            )
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
         """False."""
@@ -77,10 +90,16 @@ class Validation(Tuning):
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior at the best δ and rank."""
-        if posterior.tuned and not self.ranks and posterior.logit_temperature != 1:
+        scaled = not self.tempered or posterior.logit_temperature != 1
+        if posterior.tuned and not self.ranks and scaled:
             return posterior
         candidates = with_ranks(posterior, self.ranks)
-        return best_of(candidates, self.decades, self.points, self.loader, TEMPERATURES, self.errors)
+        best = best_of(
+            candidates, self.decades, self.points, self.loader, TEMPERATURES if self.tempered else (), self.tolerance
+        )
+        if log.isEnabledFor(logging.INFO):
+            log.info("Validation of %s: %s", best.method, held_out_report(best, self.loader))
+        return best
 
 
 @dataclass(frozen=True)
@@ -147,6 +166,7 @@ class EarlyStopping(Tuning):
         whole = posterior.samples * posterior.data_factor
         candidates = []
         for part in (*training.prefixes, posterior):
+            part = part if part.noise_fixed else part.with_defaults()
             if self.form == "scaled" and part.prior.fixed and part.samples < whole and part is not posterior:
                 part = part.at(part.prior.precision * (part.samples / whole), part.noise_variance)
             candidates.extend(with_ranks(part, self.ranks))

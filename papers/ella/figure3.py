@@ -72,12 +72,13 @@ def fitted(setup: Cifar, seed: int) -> tuple[dict[str, Callable[[Tensor], Tensor
     Returns:
         method -> images to class probabilities, MAP among them; and method -> what was chosen.
     """
+    prior_alone = lw.Validation(setup.val[:5], tempered=False, tolerance=0.0)
     methods: dict[str, tuple[lw.Method, Any, Tuning]] = {
         "ELLA": (lw.ELLA(rank=20, rows=2000), lw.everything, lw.EarlyStopping(setup.val)),
-        "last layer, KFAC": (lw.KFAC(), lw.last_layer, lw.Validation(setup.val[:5])),
+        "last layer, KFAC": (lw.KFAC(), lw.last_layer, prior_alone),
         "last layer, full, early stopping": (lw.Full(), lw.last_layer, lw.EarlyStopping(setup.val)),
-        "diagonal": (lw.Diagonal(), lw.everything, lw.Validation(setup.val[:5])),
-        "KFAC": (lw.KFAC(), lw.everything, lw.Validation(setup.val[:5])),
+        "diagonal": (lw.Diagonal(), lw.everything, prior_alone),
+        "KFAC": (lw.KFAC(), lw.everything, prior_alone),
     }
 
     def plain(x: Tensor) -> Tensor:

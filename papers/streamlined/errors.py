@@ -35,7 +35,11 @@ def _add(rows: Rows, name: str, seed: int, inputs: int) -> None:
 
     def add_part(part: str) -> None:
         run = f"{name}, {part}, seed {seed}"
-        posterior = once(lambda: setting().laplace(treated(setting().model)[part], lw.Validation(setting().val)))
+        posterior = once(
+            lambda: setting().laplace(
+                treated(setting().model)[part], lw.Validation(setting().val, tempered=False, tolerance=0.0)
+            )
+        )
         for label, via, factor in (
             ("as in the paper", PAPER, 1),
             ("as in the paper, Σ / 100", PAPER, 100),

@@ -32,7 +32,7 @@ def run(seeds: Sequence[int] = (0, 1)) -> dict[str, Any]:
 def _add(
     rows: Rows, name: str, seed: int, setting: Callable[[], Setting], params: Callable[[], Any], counts: Sequence[int]
 ) -> None:
-    laplace = once(lambda: setting().laplace(params(), lw.Validation(setting().val)))
+    laplace = once(lambda: setting().laplace(params(), lw.Validation(setting().val, tempered=False, tolerance=0.0)))
     variational = once(lambda: setting().variational(params()))
     for method, posterior in (("LA", laplace), ("MFVI", variational)):
         run = f"{name}, {method}, seed {seed}"

@@ -29,7 +29,9 @@ def run(seeds: Sequence[int] = (0,), tested: int = 1000) -> dict[str, Any]:
 def _add(rows: Rows, seed: int, tested: int) -> None:
     setting = once(lambda: Setting.load("fashion_mnist", seed, tested=tested, tuned=500))
     params = once(lambda: treated(setting().model)["attention"])
-    laplace = once(lambda: setting().laplace(params(), lw.Validation(setting().val), seed))
+    laplace = once(
+        lambda: setting().laplace(params(), lw.Validation(setting().val, tempered=False, tolerance=0.0), seed)
+    )
     variational = once(lambda: setting().variational(params(), seed=seed))
     for method, posterior in (("LA", laplace), ("MFVI", variational)):
         for label, way in VALUES.items():

@@ -42,7 +42,9 @@ def add(rows: Rows, name: str, seed: int, parts: Sequence[str], draws: int, quic
     def add_part(part: str) -> None:
         run, curves = f"{name}, {part}, seed {seed}", part == "attention" and seed == 0
         params = once(lambda: treated(setting().model)[part])
-        validated = once(lambda: setting().laplace(params(), lw.Validation(setting().val), seed))
+        validated = once(
+            lambda: setting().laplace(params(), lw.Validation(setting().val, tempered=False, tolerance=0.0), seed)
+        )
         evidence = once(lambda: setting().laplace(params(), lw.BoundedEvidence(), seed))
         variational = once(lambda: setting().variational(params(), seed=seed))
         for label, way in ways.items():

@@ -114,3 +114,14 @@ def test_bad_options():
     problem = setup("mlp")
     with pytest.raises(lw.LapwingError, match="kept no sums"):
         lw.EarlyStopping(held_out).tune(problem.fit(lw.KFAC()))
+
+
+def test_open_noise_beside_a_given_prior():
+    """Parts of the data have no noise of their own: it is sought on the held-out data."""
+    problem = setup("mlp_scalar")
+    held_out = [(problem.case.inputs(7, 5), problem.case.targets(7, 5))]
+    for form in ("published", "scaled"):
+        tune = lw.EarlyStopping(held_out, form, prefixes=3)
+        chosen = problem.fit(lw.KFAC(), likelihood=lw.Gaussian(), prior_precision=2.0, tune=tune)
+        assert chosen.noise_variance > 0
+        assert form == "scaled" or chosen.prior_precision == 2.0

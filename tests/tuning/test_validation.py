@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lapwing as lw
-from lapwing.tuning.held_out import WIDER, held_out_scores, width_scores
+from lapwing.tuning.held_out import WIDER, _widest, held_out_scores, width_scores
 from tests.zoo import ZOO
 
 METHODS = [lw.Diagonal(), lw.KFAC(uncovered="dense"), lw.ELLA(rank=5, rows=12), lw.ELLA(5, 12, "prior"), lw.Full()]
@@ -82,7 +82,10 @@ def test_open_noise_is_chosen_on_held_out_data_too(method, prior):
     ("decades", "told"),
     [
         ((0.0, 2.0), r"the widest spread in the range; decades=\(-3, 5\) looks further\."),
-        ((9.0, 11.0), r"3 candidates there differ by less than 0.0001 nats, so that it matters little\."),
+        (
+            (9.0, 11.0),
+            r"3 candidates there differ by less than 0.0001 nats, so that it matters little\.",
+        ),
         ((-4.0, 2.0), None),
     ],
 )
@@ -130,7 +133,7 @@ def score(posterior, loader):
 def test_prior_and_temperature_are_the_best_pair(outputs):
     """Against a brute-force grid of single predictions; the likelihood at T is the mean of the logits divided."""
     model, loader, held_out = overconfident(outputs=outputs)
-    chosen = lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out, errors=0.0))
+    chosen = lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out, tolerance=0.0))
     around = [chosen.with_prior(10**e) for e in (-1.0, 0.0, 1.0, 1.5, 2.0, 2.5, 3.0)]
     grid = max(
         score(replace(one, likelihood=type(one.likelihood)(logit_temperature=10**t)), held_out)
@@ -149,13 +152,28 @@ def test_a_network_that_is_too_unsure_keeps_its_logits():
     """T is at least 1: below it the means are sharpened beside a variance that should be smaller."""
     model, loader, held_out = overconfident(scale=0.3)
     assert lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out)).logit_temperature == 1.0
+    model, loader, held_out = overconfident()
+    assert lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out, tempered=False)).logit_temperature == 1.0
 
 
 def test_the_widest_of_equally_good_spreads_is_chosen():
     model, loader, held_out = overconfident()
-    best, wide = (lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out, errors=e)) for e in (0.0, 1.0))
+    best, wide = (lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out, tolerance=e)) for e in (0.0, 1.0))
     assert wide.prior_precision < best.prior_precision
     assert abs(score(best, held_out) - score(wide, held_out)) < WIDER + 2e-4
+
+
+def test_the_widest_goes_by_paired_differences():
+    """Scores that differ between samples, with candidates that differ from the best by a constant, or by noise."""
+    common, noise = torch.randn(2, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    noise = noise - noise.mean()
+    best = common
+    assert _widest(torch.stack([best - 0.5, best - 5e-4, best]), 2, 0.5) == 2  # surely worse, though by little
+    assert _widest(torch.stack([best - 0.5, best - 5e-4 + 0.1 * noise, best]), 2, 0.5) == 1
+    assert _widest(torch.stack([best - 0.5, best - 2e-3 + noise, best]), 2, 0.5) == 2  # by more than WIDER
+    assert _widest(torch.stack([best - 5e-4 + 0.1 * noise, best]), 1, 0.0) == 1
+    alike = torch.stack([best, best + 1e-5, best + 2e-5, best - 0.5])
+    assert _widest(alike, 2, 0.5) == 2  # those below predict the same
 
 
 @pytest.mark.parametrize("name", ["mlp_scalar", "deep_linear"])
@@ -226,3 +244,32 @@ def test_streamlined_and_deployed_networks_follow_the_temperature():
     x, _ = held_out[0]
     check_way(plain, warm, x, lw.Streamlined())
     torch.testing.assert_close(lw.deploy(warm, x)(x), warm.predict(x, via=lw.Streamlined()).probs)
+
+
+def test_the_log_compares_the_link_with_draws(caplog):
+    model, loader, held_out = overconfident()
+    with caplog.at_level("INFO", "lapwing"):
+        chosen = lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out))
+    (text,) = [one.getMessage() for one in caplog.records if "by draws" in one.getMessage()]
+    closed, drawn = (float(number) for number in re.findall(r"(\d\.\d{4}) by", text))
+    assert closed == pytest.approx(-score(chosen, held_out), abs=1e-4)
+    assert drawn == pytest.approx(closed, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: lw.Validation([], tolerance=-1.0), r"tolerance=-1.0 is not a number of standard errors from 0 up\."),
+        (lambda: lw.Validation([], tempered=2), "tempered=2 is neither True nor False."),
+        (lambda: lw.Categorical(logit_temperature=0), "The logit temperature of Categorical is 0. Pass a positive"),
+        (lambda: lw.Gaussian().with_logit_temperature(2.0), "The gaussian likelihood has no logit temperature."),
+    ],
+)
+def test_messages(make, message):
+    with pytest.raises(lw.LapwingError, match=message):
+        make()
+
+
+def test_a_likelihood_names_its_temperature():
+    assert repr(lw.Categorical()) == "Categorical()"
+    assert repr(lw.Bernoulli(logit_temperature=2)) == "Bernoulli(logit_temperature=2)"
