@@ -14,7 +14,7 @@ from ..covariance import AnyLatent, Latent
 from ..covariance.terms import DenseTerm
 from ..linalg import check_draws, seeded
 from ..network import batches
-from .base import Integrals, NoiselessLikelihood, register
+from .base import Integrals, LogitLikelihood, register
 from .links import (
     ClassLink,
     LaplaceBridge,
@@ -32,8 +32,11 @@ from .targets import check_labels
 
 @register
 @dataclass(frozen=True)
-class Categorical(NoiselessLikelihood):
+class Categorical(LogitLikelihood):
     """`y ~ softmax(f)` with integer labels (B,) from 0 to C - 1; Λ = diag(p) - p pᵀ.
+
+    Args:
+        logit_temperature: T, which divides the mean of the logits in predictions.
 
     Example:
         >>> import torch
@@ -70,7 +73,7 @@ class Categorical(NoiselessLikelihood):
         self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> ClassPrediction:
         """Returns class probabilities by `Probit()`, `LaplaceBridge()` or `SampledLink()`, which averages draws."""
-        chosen = cast("ClassLink", self.choose_link(latent, link))
+        chosen, latent = cast("ClassLink", self.choose_link(latent, link)), self.tempered(latent)
         return ClassPrediction(chosen.log_probs(latent, generator), latent, chosen)
 
     def integrals(self, outputs: int, alpha: float) -> Integrals:
