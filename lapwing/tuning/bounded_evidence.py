@@ -175,7 +175,8 @@ class BoundedEvidence(Tuning):
         for inputs, targets in spread(loader, self.samples, first, shown):
             size = batches.size(inputs)
             scores = held_out_scores(candidates, None, [(inputs, targets)])[:, 0, 0].tolist()  # checks the targets
-            certain = float(first.likelihood.log_prob(first.tangent.outputs_of(inputs), targets).double().sum())
+            logits = first.tangent.outputs_of(inputs) / (first.logit_temperature or 1.0)
+            certain = float(first.likelihood.log_prob(logits, targets).double().sum())
             totals = [cost + certain - size * score for cost, score in zip(totals, scores, strict=True)]
             count += size
         return [cost / count for cost in totals]

@@ -73,6 +73,21 @@ def test_a_network_that_memorised_its_labels_is_held_to_the_bound(params, nats):
     assert cost(coarse, loader) == pytest.approx(nats, rel=0.2)
 
 
+@pytest.mark.parametrize("temperature", [0.7, 3.0])
+def test_a_logit_temperature_is_no_cost_of_the_spread(temperature):
+    model, loader = memorised()
+    fitted = lw.fit(model, loader, tune=None, likelihood=lw.Categorical(logit_temperature=temperature))
+    candidates = [fitted.with_prior(delta) for delta in (1.0, 1e12)]
+    alone = sum(float(cross_entropy(model(x).detach() / temperature, y, reduction="sum")) for x, y in loader)
+    lost = [
+        (-sum(float(candidate.predict(x).log_prob(y).sum()) for x, y in loader) - alone) / 40
+        for candidate in candidates
+    ]
+    found = BoundedEvidence().costs(candidates, loader)
+    assert found == pytest.approx(lost, abs=1e-9)
+    assert found[0] > 1e-4 > found[1]
+
+
 def test_where_the_spread_costs_little_the_evidence_stays():
     model, loader = memorised()
     wide = lw.fit(model, loader, lw.KFAC(), tune=lw.Evidence())
