@@ -167,7 +167,7 @@ def test_at_alpha_one_the_optimal_A_is_not_the_closed_form(still):
     assert 1.5 < ratio < 10, ratio
 
 
-@pytest.mark.parametrize("name", ["mlp_scalar", "mlp", "attention"])
+@pytest.mark.parametrize("name", ["mlp_scalar", "mlp", pytest.param("attention", marks=pytest.mark.slow)])
 def test_moving_points_raise_the_bound(name):
     """The evidence's lower bound with the points found is above that of the points it began at."""
     case = setup(name, samples=40)
