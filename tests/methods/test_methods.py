@@ -235,7 +235,7 @@ class TestFullPrimal(MethodConformance):
         return oracle.laplace_covariance(G, delta)
 
 
-class TestFullDual(OnEveryLastLayer, TestFullPrimal):
+class TestFullDual(OnFewNetworks, OnEveryLastLayer, TestFullPrimal):
     method = lw.Full(form="dual")
 
 

@@ -320,9 +320,9 @@ def test_bad_targets_are_told_before_a_step():
     ("name", "fit"),
     [
         *(("mlp", fit) for fit in MOVING),
-        ("mlp_scalar", MOVING[0]), ("cnn_bn_inplace", MOVING[1]), ("attention", MOVING[0]), ("gpt2", MOVING[1]),
+        ("mlp_scalar", MOVING[0]), ("cnn_bn_inplace", MOVING[1]), ("attention", MOVING[0]),
         ("tied", MOVING[2]), ("frozen_trunk", MOVING[0]), ("all_frozen", MOVING[1]),
-        pytest.param("vit", MOVING[1], marks=pytest.mark.slow),
+        *(pytest.param(name, MOVING[1], marks=pytest.mark.slow) for name in ("gpt2", "vit")),
     ],
 )  # fmt: skip
 def test_networks(name, fit, tmp_path):

@@ -93,7 +93,7 @@ def bert():
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
-        vocab_size=17, max_position_embeddings=16, hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=17, max_position_embeddings=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
         intermediate_size=16, num_labels=3, initializer_range=0.4,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -142,7 +142,7 @@ def test_transformer_encoder_in_both_layouts():
     for first in (True, False):
         torch.manual_seed(4)
         layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=first, activation="gelu")
-        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
 
         class Pooled(nn.Module):
             def __init__(self, encoder=encoder, first=first):

@@ -130,7 +130,7 @@ def convolutions():
 def vision_transformer():
     torch.manual_seed(0)
     patches = [nn.Conv2d(3, 12, 2, 2), nn.Flatten(2), Function(lambda x: x.transpose(1, 2))]
-    layers = [nn.TransformerEncoderLayer(12, 3, 24, batch_first=True, norm_first=True) for _ in range(2)]
+    layers = [nn.TransformerEncoderLayer(12, 3, 24, batch_first=True, norm_first=True)]
     return nn.Sequential(*patches, *layers, nn.LayerNorm(12), mean_of_tokens(), nn.Linear(12, 4)), torch.rand(
         6, 3, 8, 8
     )
