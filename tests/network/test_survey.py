@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -236,11 +237,16 @@ def test_joint_covariances_by_chunks_as_long_as_what_samples_share() -> None:
     assert 5 in lengths
 
 
+@cache
+def surveyed(name: str) -> Tangent:
+    """A network of the zoo, to be read only: it is surveyed once for all tests."""
+    return Tangent.survey(ZOO[name].build(), ZOO[name].inputs(4, 0), EVERY)
+
+
 @pytest.mark.parametrize("name", ZOO)
 def test_one_sample_gives_the_same_survey(name: str) -> None:
-    case = ZOO[name]
-    model = case.build()
-    many, one = (Tangent.survey(model, case.inputs(samples, 0), EVERY) for samples in (4, 1))
+    case, many = ZOO[name], surveyed(name)
+    one = Tangent.survey(case.build(), case.inputs(1, 0), EVERY)
     assert one.blocks == many.blocks
     assert one.plan.uses == many.plan.uses
     assert not one.plan.single_sample
@@ -273,9 +279,7 @@ def test_a_network_that_runs_on_one_sample_only_says_so_later() -> None:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_json_round_trip(name: str) -> None:
-    case = ZOO[name]
-    model, x = case.build(), case.inputs(3, 0)
-    tangent = Tangent.survey(model, x, EVERY)
+    case, tangent, x = ZOO[name], surveyed(name), ZOO[name].inputs(3, 0)
     data = json.loads(json.dumps(tangent.to_json()))
     again = Tangent.from_json(data, case.build(), None, None)
     assert again.blocks == tangent.blocks
@@ -286,16 +290,20 @@ def test_json_round_trip(name: str) -> None:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_coverage_names_every_parameter_once_and_says_why_not(name: str) -> None:
-    case = ZOO[name]
-    model, x = case.build(), case.inputs(4, 0)
-    report = lw.coverage(model, x, EVERY)
+    tangent = surveyed(name)
+    report = tangent.coverage
     named = [parameter for line in report.lines for parameter in line.parameters]
-    own = dict(getattr(model, "_orig_mod", model).named_parameters())
+    own = dict(oracle.uncompiled(tangent.model).named_parameters())
     assert sorted(named) == sorted(own)
     assert sum(line.weights for line in report.lines) == sum(value.numel() for value in own.values())
     for line in report.lines:
         assert (line.family == "generic") == bool(line.reason)
         assert line.block in str(report)
+
+
+def test_the_coverage_of_a_network_is_that_of_its_survey() -> None:
+    tangent = surveyed("custom_parameter")
+    assert lw.coverage(tangent.model, ZOO["custom_parameter"].inputs(4, 0), EVERY) == tangent.coverage
 
 
 class Transferred(nn.Module):
@@ -448,10 +456,9 @@ def shared_and_tied() -> nn.Module:
 
 @pytest.mark.parametrize("name", [*ZOO, "shared and tied"])
 def test_a_state_has_the_names_that_the_network_gives(name: str) -> None:
-    model = shared_and_tied() if name == "shared and tied" else ZOO[name].build()
-    x = torch.randn(3, 4) if name == "shared and tied" else ZOO[name].inputs(3, 0)
-    state = Tangent.survey(model.eval(), x, lw.matching("*")).state()
-    own = getattr(model, "_orig_mod", model)
+    shared = name == "shared and tied"
+    tangent = Tangent.survey(shared_and_tied().eval(), torch.randn(3, 4), EVERY) if shared else surveyed(name)
+    state, own = tangent.state(), oracle.uncompiled(tangent.model)
     parameters = dict(own.named_parameters())
     assert list(state)[: len(parameters)] == list(parameters)
     buffers = [name for name in own.state_dict() if name not in dict(own.named_parameters(remove_duplicate=False))]
