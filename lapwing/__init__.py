@@ -30,6 +30,7 @@ from .methods import (
     StochasticGradient,
     SubsetOfData,
     SubsetOfWeights,
+    TemperatureScaling,
     VaLLA,
     VariationalBound,
 )
@@ -67,7 +68,7 @@ __all__ = [
     "ConjugateGradients", "Diagonal", "EarlyStopping", "Evidence", "Full", "Gaussian", "InducingPoints",
     "LaplaceBridge", "LapwingError", "Likelihood", "Linearized", "MeanField", "Method", "MonteCarlo", "NaturalGradient",
     "OptimalSubspace", "Posterior", "Probit", "Quadrature", "SampledLLA", "SampledLink", "Scaled", "StochasticGradient",
-    "Streamlined", "SubsetOfData", "SubsetOfWeights", "Uncertain", "VaLLA", "Validation", "VariationalBound",
-    "compare", "coverage", "deploy", "evaluation", "everything", "fit", "last_layer", "load", "matching",
-    "propagate", "scale_factor",
+    "Streamlined", "SubsetOfData", "SubsetOfWeights", "TemperatureScaling", "Uncertain", "VaLLA", "Validation",
+    "VariationalBound", "compare", "coverage", "deploy", "evaluation", "everything", "fit", "last_layer", "load",
+    "matching", "propagate", "scale_factor",
 ]  # fmt: skip

@@ -59,6 +59,11 @@ def is_positive(value: Any) -> bool:
     return (type(value) is float or is_count(value)) and 1e-37 <= value <= 1e37
 
 
+def is_positive_or_none(value: Any) -> bool:
+    """Whether a value is such a number, or null."""
+    return value is None or is_positive(value)
+
+
 def is_count(value: Any) -> bool:
     """Whether a value is a count, 0 included."""
     return type(value) is int and 0 <= value < 2**48

@@ -45,14 +45,14 @@ def check_memory(what: str, count: int, numbers: int) -> None:
         )
 
 
-def check_draws(asked: str, name: str, count: int, numbers: int = 0) -> None:
+def check_draws(caller: str, name: str, count: int, numbers: int = 0) -> None:
     """Raises where a count is not a positive whole number, or where so many draws do not fit into memory."""
     if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
         raise LapwingError(
-            f"{asked}({name}={shown(count)}) is not a number of draws. Pass a whole number of at least 1: "
-            f"{asked}({name}=512)."
+            f"{caller}({name}={shown(count)}) is not a number of draws. Pass a whole number of at least 1: "
+            f"{caller}({name}=512)."
         )
-    check_memory(f"{asked}({count})", int(count), numbers)
+    check_memory(f"{caller}({count})", int(count), numbers)
 
 
 def seeded(generator: torch.Generator | None, device: torch.device) -> torch.Generator:

@@ -392,8 +392,13 @@ def test_options_of_the_way(name: str, via: Any) -> None:
 
 @pytest.mark.parametrize(
     ("link", "params"),
-    [(lw.Probit(), lw.last_layer), (lw.Probit(marginal=True), lw.everything), (lw.LaplaceBridge(), lw.last_layer)],
-    ids=["probit", "marginal probit", "bridge"],
+    [
+        (lw.Probit(), lw.last_layer),
+        (lw.Probit(scale="weighted"), lw.everything),
+        (lw.Probit(scale="marginal"), lw.last_layer),
+        (lw.LaplaceBridge(), lw.last_layer),
+    ],
+    ids=["probit", "weighted probit", "marginal probit", "bridge"],
 )
 def test_links(link: Any, params: Any) -> None:
     posterior, inputs = fitted("mlp", lw.KFAC(), params)

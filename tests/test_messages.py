@@ -56,7 +56,7 @@ NEEDED: dict[Any, dict[str, Any]] = {
     lw.EarlyStopping: {"loader": [(X, Y)]}, lw.Scaled: {"via": lw.Linearized(), "factor": 1.0},
     lw.InducingPoints: {"inputs": X},
 }  # fmt: skip
-LEFT_OUT = {"joint", "lower_bound", "linearised_mode", "marginal", "path"}
+LEFT_OUT = {"joint", "lower_bound", "linearised_mode", "path"}
 """Arguments of which only counts whether they are true, and paths, which the file system refuses in its own words."""
 
 

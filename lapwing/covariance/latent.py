@@ -2,7 +2,8 @@
 
 A way through the network returns one of three: a Gaussian for each input (`Latent`), one Gaussian over all inputs
 (`JointLatent`), or outputs under draws of the weights (`LatentDraws`). All have `mean`, `variance`, `std`,
-`centred_variance`, `covariance`, `sample`, `scaled`, `compact` and `with_checks`; `draws` is None where there are none.
+`centred_variance`, `covariance`, `sample`, `scaled`, `tempered`, `compact` and `with_checks`; `draws` is None where
+there are none.
 """
 
 from __future__ import annotations
@@ -75,6 +76,16 @@ class Latent:
     def scaled(self, factor: float) -> Latent:
         """Returns the latent with its covariance times a number >= 0."""
         return Latent(self.mean, tuple(term.scaled(factor) for term in self.terms))
+
+    def tempered(self, temperature: float) -> Latent:
+        """Returns the latent with its mean divided by a temperature; the covariance stays."""
+        return replace(self, mean=self.mean / temperature)
+
+    def at_temperatures(self, temperatures: Sequence[float]) -> Latent:
+        """Returns the latent at each temperature, one copy of the batch after another."""
+        copies = len(temperatures)
+        whole = self._with_rows([rows.repeat(copies, *[1] * (rows.ndim - 1)) for rows in self._rows])
+        return replace(whole, mean=torch.cat([self.mean / temperature for temperature in temperatures]))
 
     def compact(self, covariances: bool) -> Latent:
         """Returns a detached float64 copy that keeps covariances, or variances alone."""
@@ -174,6 +185,10 @@ class JointLatent:
         """Returns the latent with its covariance times a number >= 0."""
         return JointLatent(self.mean, self.covariance * factor)
 
+    def tempered(self, temperature: float) -> JointLatent:
+        """Returns the latent with its mean divided by a temperature; the covariance stays."""
+        return replace(self, mean=self.mean / temperature)
+
     def compact(self, covariances: bool) -> JointLatent:
         """Returns a detached float64 copy."""
         return JointLatent(self.mean.detach().double(), self.covariance.detach().double())
@@ -244,6 +259,10 @@ class LatentDraws:
         """Returns draws moved along lines to their mean, so that the covariance is multiplied by a number >= 0."""
         mean = self.mean
         return LatentDraws(mean + (self.draws - mean) * factor**0.5, self.joint)
+
+    def tempered(self, temperature: float) -> LatentDraws:
+        """Returns draws that are moved as a whole, so that their mean is divided by a temperature."""
+        return LatentDraws(self.draws + self.mean * (1 / temperature - 1), self.joint)
 
     def compact(self, covariances: bool) -> LatentDraws:
         """Returns a detached float64 copy: predictions average over the draws themselves."""

@@ -101,8 +101,8 @@ def _check_way(posterior: Posterior, x: Any, via: Way) -> None:
         if variance > WARN_FACTOR * linearised:
             log.warning(
                 "Streamlined variances are %.1e times the linearised ones: products of uncertain weights and inputs, "
-                "which linearisation leaves out, exceed it. Compare both ways, and write "
-                "via=lw.scale_factor(posterior, loader), or fit with a larger prior_precision.",
+                "which linearisation leaves out, exceed it. Write via=lw.scale_factor(posterior, loader). Or deploy "
+                "linearised predictions of the last layer: lw.fit(model, loader, lw.KFAC(), params=lw.last_layer).",
                 float(variance / linearised.clamp_min(torch.finfo(linearised.dtype).tiny)),
             )
 

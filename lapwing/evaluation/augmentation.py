@@ -179,28 +179,28 @@ class StrongAugmentation:
         return mean, std
 
 
-def check_form(images: Tensor, asked: str) -> None:
+def check_form(images: Tensor, caller: str) -> None:
     """Raises for anything but floating-point images (B, 1 or 3, H, W)."""
     if isinstance(images, Tensor):
-        batches.check_dense(images, f"The tensor of images for {asked}")
+        batches.check_dense(images, f"The tensor of images for {caller}")
     if not isinstance(images, Tensor) or images.ndim != 4 or images.shape[1] not in (1, 3) or min(images.shape[2:]) < 8:
         form = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
         raise LapwingError(
-            f"{asked} takes images as a tensor (B, 1, H, W) or (B, 3, H, W) with H and W at least 8, not {form}. Write "
-            "x[None] for a single image, x.movedim(-1, 1) for channels last."
+            f"{caller} takes images as a tensor (B, 1, H, W) or (B, 3, H, W) with H and W at least 8, not {form}. "
+            "Write x[None] for a single image, x.movedim(-1, 1) for channels last."
         )
     if not images.is_floating_point():
         raise LapwingError(
-            f"{asked} takes floating-point images, not {images.dtype}. Write images.float() / 255 for bytes."
+            f"{caller} takes floating-point images, not {images.dtype}. Write images.float() / 255 for bytes."
         )
 
 
-def in_range(images: Tensor, asked: str, eps: float, remedy: str) -> Tensor:
+def in_range(images: Tensor, caller: str, eps: float, remedy: str) -> Tensor:
     """Returns images clamped to [0, 1]; raises where they are further outside than rounding at `eps`."""
     wrong = ~((images >= -8 * eps) & (images <= 1 + 8 * eps))  # NaN is wrong too
     if wrong.any():
         raise LapwingError(
-            f"{asked} takes images in [0, 1], and {int(wrong.sum())} of {images.numel()} values are outside or NaN "
+            f"{caller} takes images in [0, 1], and {int(wrong.sum())} of {images.numel()} values are outside or NaN "
             f"(smallest {float(images.min()):.4g}, largest {float(images.max()):.4g}). {remedy} for normalised images."
         )
     return images.clamp(0.0, 1.0)

@@ -227,8 +227,10 @@ def _candidates(posteriors: Mapping[str, Candidate], loader: Iterable[Any]) -> d
 
 
 def _with_noise(posterior: Posterior) -> Likelihood:
-    """Returns the likelihood with the mean squared residual as noise, unless σ² is fixed."""
+    """Returns the likelihood at T = 1, with the mean squared residual as noise, unless σ² is fixed."""
     likelihood = posterior.likelihood
+    if likelihood.logit_temperature is not None:
+        likelihood = likelihood.with_logit_temperature(1.0)
     residual = likelihood.residual_variance(posterior.statistics)
     return likelihood if residual is None or posterior.noise_fixed else likelihood.with_noise_variance(residual)
 

@@ -263,11 +263,11 @@ def interval_coverage(lower: Tensor, upper: Tensor, y: Tensor) -> Tensor:
     return ((lower <= y) & (y <= upper)).double().mean()
 
 
-def real_tensor(asked: str, name: str, value: Any) -> Tensor:
+def real_tensor(caller: str, name: str, value: Any) -> Tensor:
     """Returns an argument as a tensor of real numbers, without its graph; numbers, lists and arrays become one.
 
     Args:
-        asked: the function that the user called.
+        caller: the function that the user called.
         name: the argument.
         value: its value.
 
@@ -279,9 +279,9 @@ def real_tensor(asked: str, name: str, value: Any) -> Tensor:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         tensor = None
     if tensor is not None:
-        check_dense(tensor, f"The argument {name} of {asked}")
+        check_dense(tensor, f"The argument {name} of {caller}")
     if tensor is None or tensor.is_complex():
-        raise LapwingError(f"{asked} takes a dense tensor of real numbers as {name}. {name} is {shown(value)}.")
+        raise LapwingError(f"{caller} takes a dense tensor of real numbers as {name}. {name} is {shown(value)}.")
     return tensor
 
 

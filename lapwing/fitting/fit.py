@@ -25,9 +25,10 @@ from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.prior import Prior, check_range
 from ..tangent import LastLayer, Predicate, Tangent, everything, last_layer
-from ..tuning import BoundedEvidence, Training, Tuning
+from ..tuning import BoundedEvidence, Training, Tuning, Validation
 from .default_method import default_fit
 from .runner import Runner
+from .validation import validation_tuning
 
 log = logging.getLogger("lapwing")
 
@@ -46,6 +47,7 @@ def fit(
     prior_precision: float | Mapping[str, float] | None = None,
     prior_mean: float | Mapping[str, Tensor] = 0.0,
     tune: Tuning | None = DEFAULT_TUNING,
+    validation: Iterable[Any] | tuple[Any, Tensor] | None = None,
     data_size: int | None = None,
     weight_decay: float | None = None,
     temperature: float = 1.0,
@@ -69,6 +71,9 @@ def fit(
         prior_mean: μ0, a number for all weights or {parameter: tensor} (others 0).
         tune: how what is None is tuned: `BoundedEvidence()` and `Evidence()` without held-out data, with them
             `Validation(loader)` or `EarlyStopping(loader)`; None for δ = 1 and σ² the mean squared residual.
+        validation: held-out data, a loader or a pair of tensors (x, y), that the network was not trained on. They tune
+            by `Validation` what is None: δ, and σ² or a classifier's logit temperature. The best calibration needs
+            them, a few hundred samples. In place of `tune`.
         data_size: N where the loader shows only n of N training points: G and the likelihood are scaled by N/n.
         weight_decay: γ, sets `δ = N γ`.
         temperature: τ, `Σ = (G/τ + Δ)⁻¹`; above 1 widens.
@@ -102,6 +107,9 @@ def fit(
     check_progress(progress)
     seed = int(seed)
     inputs, targets = batches.split(first_batch(loader))
+    if validation is not None:
+        other = None if tune is DEFAULT_TUNING else tune
+        tune = validation_tuning(validation, other, loader, (inputs, targets))
     if data_size is not None:
         _check_data_size(data_size, known_size(loader) or 0)
     likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
@@ -133,6 +141,8 @@ def fit(
         warn_of_unseen_samples(loader, runner.shown())
     whole, prefixes = _posteriors(runner, method, problem, result)
     if result.precision is not None or not isinstance(result.covariance, PriorCovariance):
+        if isinstance(tune, Validation) and whole.logit_temperature == 1:
+            return _checked(tune.tune(whole))  # chooses the logit temperature
         if not prior.fixed and tune is not None and tune is not DEFAULT_TUNING:
             log.warning("%s chooses its own prior; tune=%s was not used", type(method).__name__, type(tune).__name__)
         return _checked(whole)
@@ -152,6 +162,8 @@ def _posteriors(
     tangent, likelihood, prior = result.tangent or problem.tangent, problem.likelihood, problem.prior
     if result.noise_variance is not None:
         likelihood = likelihood.with_noise_variance(result.noise_variance)
+    if result.logit_temperature is not None:
+        likelihood = likelihood.with_logit_temperature(result.logit_temperature)
     if result.precision is not None:
         prior = replace(prior, precision=result.precision, fixed=True)
 
@@ -227,7 +239,7 @@ def _method_and_params(method: Any, params: Any) -> tuple[Method, Predicate | La
             "lw.SWAG.from_snapshots."
         )
     if params is None:
-        params = last_layer if method is None else everything
+        params = last_layer if method is None or method.treats_last_layer else everything
     return method or KFAC(), params
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..covariance import AnyLatent
-from ..errors import LapwingError, shown
+from ..errors import LapwingError, is_positive, shown
 from ..linalg import cholesky, seeded
 from .links import Link, SampledLink, at_least_float32
 from .predictions import Prediction
@@ -98,6 +98,11 @@ class Likelihood(ABC):
     def needs_noise(self) -> bool:
         """Whether there is a σ² and it is still to be tuned."""
 
+    @property
+    def logit_temperature(self) -> float | None:
+        """T, which divides the mean of the logits in predictions; None where outputs are no logits."""
+        return None
+
     @abstractmethod
     def residual_variance(self, statistics: dict[str, Tensor]) -> float | None:
         """Returns the σ² of highest likelihood for added statistics, where tuning starts; None where there is none."""
@@ -105,6 +110,19 @@ class Likelihood(ABC):
     @abstractmethod
     def with_noise_variance(self, noise_variance: float | None) -> Likelihood:
         """Returns the likelihood at another σ²."""
+
+    def with_logit_temperature(self, logit_temperature: float | None) -> Likelihood:
+        """Returns the likelihood at another T.
+
+        Raises:
+            LapwingError: for a number where outputs are no logits.
+        """
+        if logit_temperature is not None:
+            raise LapwingError(
+                f"The {self.name} likelihood has no logit temperature. Leave out "
+                f"logit_temperature={shown(logit_temperature)}, which is for lw.Categorical and lw.Bernoulli."
+            )
+        return self
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns `∇_f log p(y|f)`, (B, C), in the dtype of the outputs.
@@ -291,6 +309,39 @@ class NoiselessLikelihood(Likelihood):
         return self
 
 
+@dataclass(frozen=True)
+class LogitLikelihood(NoiselessLikelihood):
+    """A likelihood of logits, whose predictions divide their mean by a temperature T and leave their covariance.
+
+    A network that is too sure of its training data is so in its logits too, and no spread of the weights lowers all of
+    them alike. The loss, and with it the curvature and the evidence, is that of T = 1.
+
+    Args:
+        logit_temperature: T. Held-out data choose it where it is 1; another number is kept.
+
+    Raises:
+        LapwingError: if `logit_temperature` is not positive and finite.
+    """
+
+    logit_temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not is_positive(self.logit_temperature):
+            raise LapwingError(
+                f"The logit temperature of {type(self).__name__} is {shown(self.logit_temperature)}. Pass a positive "
+                f"finite number: {type(self).__name__}(logit_temperature=1.5), or leave it out."
+            )
+        object.__setattr__(self, "logit_temperature", float(self.logit_temperature))  # numpy's numbers are no JSON
+
+    def with_logit_temperature(self, logit_temperature: float | None) -> Likelihood:
+        """Returns the likelihood, of the same class, at another T, which is 1 where None."""
+        return replace(self, logit_temperature=1.0 if logit_temperature is None else logit_temperature)
+
+    def tempered(self, latent: AnyLatent) -> AnyLatent:
+        """Returns the latent that predictions are made of: its mean is divided by T."""
+        return latent if self.logit_temperature == 1 else latent.tempered(self.logit_temperature)
+
+
 Kind = TypeVar("Kind", bound=type[Likelihood])
 
 REGISTERED: dict[str, type[Likelihood]] = {}
@@ -301,7 +352,8 @@ def register(kind: Kind) -> Kind:
     """Registers a class of likelihoods by its `name`: write `@register` above the class.
 
     `lw.fit(..., likelihood="name")` and `lw.load` then find it, once the module that holds the class is imported. A
-    file stores the name and the noise variance of a likelihood, so a registered class has no other option.
+    file stores the name, the noise variance and the logit temperature of a likelihood, so a registered class has no
+    other option.
 
     Returns:
         The class.
@@ -315,7 +367,7 @@ def register(kind: Kind) -> Kind:
             "@dataclass(frozen=True)."
         )
     _check_name(kind)
-    options = [field.name for field in fields(kind) if field.name != "noise_variance"]
+    options = [field.name for field in fields(kind) if field.name not in ("noise_variance", "logit_temperature")]
     if options:
         raise LapwingError(
             f"A file does not store the options {', '.join(options)} of {kind.__name__}. Leave the class unregistered, "

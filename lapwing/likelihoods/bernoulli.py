@@ -15,7 +15,7 @@ from ..errors import LapwingError
 from ..linalg import check_draws, seeded
 from ..network import batches
 from . import quadrature
-from .base import Integrals, NoiselessLikelihood, register
+from .base import Integrals, LogitLikelihood, register
 from .links import BinaryLink, Link, Probit, Quadrature, SampledLink, at_least_float32
 from .predictions import DiscretePrediction
 from .targets import aligned_targets, check_binary_targets
@@ -23,11 +23,14 @@ from .targets import aligned_targets, check_binary_targets
 
 @register
 @dataclass(frozen=True)
-class Bernoulli(NoiselessLikelihood):
+class Bernoulli(LogitLikelihood):
     """`y_c ~ Bernoulli(σ(f_c))`, independently for each of C outputs; Λ = diag(p(1 - p)).
 
     One output for a question with two answers, several for several labels at once. Targets are 0 and 1, as bool,
     integers or floats, (B, C), or (B,) when C = 1.
+
+    Args:
+        logit_temperature: T, which divides the mean of the logits in predictions.
 
     Example:
         >>> import torch
@@ -62,7 +65,7 @@ class Bernoulli(NoiselessLikelihood):
         self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> BernoulliPrediction:
         """Returns probabilities of yes by `Quadrature()`, `Probit()` or `SampledLink()`; weight draws are averaged."""
-        chosen = cast("BinaryLink", self.choose_link(latent, link))
+        chosen, latent = cast("BinaryLink", self.choose_link(latent, link)), self.tempered(latent)
         return BernoulliPrediction(chosen.log_odds(latent, generator), latent, chosen)
 
     def integrals(self, outputs: int, alpha: float) -> Integrals:

@@ -14,7 +14,7 @@ from ..covariance import AnyLatent, Latent
 from ..covariance.terms import DenseTerm
 from ..linalg import check_draws, seeded
 from ..network import batches
-from .base import Integrals, NoiselessLikelihood, register
+from .base import Integrals, LogitLikelihood, register
 from .links import (
     ClassLink,
     LaplaceBridge,
@@ -32,8 +32,11 @@ from .targets import check_labels
 
 @register
 @dataclass(frozen=True)
-class Categorical(NoiselessLikelihood):
+class Categorical(LogitLikelihood):
     """`y ~ softmax(f)` with integer labels (B,) from 0 to C - 1; Λ = diag(p) - p pᵀ.
+
+    Args:
+        logit_temperature: T, which divides the mean of the logits in predictions.
 
     Example:
         >>> import torch
@@ -70,14 +73,14 @@ class Categorical(NoiselessLikelihood):
         self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> ClassPrediction:
         """Returns class probabilities by `Probit()`, `LaplaceBridge()` or `SampledLink()`, which averages draws."""
-        chosen = cast("ClassLink", self.choose_link(latent, link))
+        chosen, latent = cast("ClassLink", self.choose_link(latent, link)), self.tempered(latent)
         return ClassPrediction(chosen.log_probs(latent, generator), latent, chosen)
 
     def integrals(self, outputs: int, alpha: float) -> Integrals:
         """Returns `Quadrature` for two classes, `SampledLink`, and at α = 1 the closed forms of predictions.
 
         At α = 1 `log_power_mean` is the log predictive probability: `Probit()` and `LaplaceBridge()` give it
-        without randomness, `Probit(marginal=True)` as in the VaLLA paper.
+        without randomness, `Probit(scale="marginal")` as in the VaLLA paper.
         """
         two: Integrals = {Quadrature: self._power_mean_by_quadrature} if outputs == 2 else {}
         closed: Integrals = {Probit: self._log_predictive, LaplaceBridge: self._log_predictive} if alpha == 1 else {}

@@ -172,11 +172,11 @@ class Gaussian(Likelihood):
         volume = torch.log1p((alpha * values).clamp_min(-0.5)).sum(-1) / alpha
         return (constant - 0.5 * volume - 0.5 * white.square().sum(-1)).to(dtype)
 
-    def _set_noise(self, asked: str) -> float:
+    def _set_noise(self, caller: str) -> float:
         """Returns σ², refusing one that is still to be tuned."""
         if self.noise_variance is None:
             raise LapwingError(
-                f"Gaussian {asked} needs a noise variance, and noise_variance=None is still to be tuned. Write "
+                f"Gaussian {caller} needs a noise variance, and noise_variance=None is still to be tuned. Write "
                 "Gaussian(noise_variance=0.1), or let fit() tune it."
             )
         return self.noise_variance

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from numbers import Integral
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..covariance import AnyLatent
-from ..errors import LapwingError, shown
+from ..errors import LapwingError, check_choice, shown
 from ..linalg import seeded
 from . import quadrature
 
@@ -59,7 +59,7 @@ def latent_draws(latent: AnyLatent, count: int, generator: torch.Generator | Non
 
 
 def probit_logits(mean: Tensor, variance: Tensor) -> Tensor:
-    """Returns `m / sqrt(1 + π/8 v)`, elementwise: MacKay's probit approximation."""
+    """Returns `m / sqrt(1 + π/8 v)`: MacKay's probit approximation."""
     return mean * torch.rsqrt(1.0 + (math.pi / 8.0) * variance)
 
 
@@ -92,45 +92,58 @@ class BinaryLink(Link, ABC):
 
 @dataclass(frozen=True)
 class Probit(ClassLink, BinaryLink):
-    """Probit link on one-against-the-rest logits, in closed form: time and memory O(B C) beside the variances.
+    """Probit link in closed form, with one scale for each input: time and memory O(B C) beside the variances.
 
-    `softmax_c(f'_c / sqrt(1 + π/8 v_c))` with `f' = f - mean(f)` and `v_c = Var[f_c - mean_{k≠c} f_k]`. The
-    softmax does not see a shift common to all outputs, and the data say nothing of it, so its prior variance must not
-    count; for two classes this is the exact binary probit. The textbook form reads the marginal variances Σ_cc instead,
-    which include that shift.
+    `softmax(f / sqrt(1 + π/8 v̄))`, where v̄ is the mean over classes of `v_c = Var[f_c - mean_{k≠c} f_k]`. One scale
+    keeps the network's classes. The softmax does not see a shift common to all outputs, and the data say nothing of it,
+    so its prior variance must not count. For two classes this is the exact binary probit. For Bernoulli outputs it is
+    `sigmoid(f / sqrt(1 + π/8 v))`, and `scale` does not matter.
 
     Args:
-        marginal: Take the textbook form, `softmax(f_c / sqrt(1 + π/8 Σ_cc))`.
+        scale: which variance scales the logits.
+
+            - "mean": v̄.
+            - "weighted": `Σ_c p_c v_c` with `p = softmax(f)`, which keeps the classes too.
+            - "class": v_c, another one for each of the centred logits `f - mean(f)`. It can change the classes.
+            - "marginal": Σ_cc, the textbook form. It includes the variance of the shift, and can change the classes.
+
+    Raises:
+        LapwingError: for another `scale`.
 
     Example:
         >>> import torch, lapwing as lw
         >>> _ = torch.manual_seed(0)
         >>> x, y = torch.randn(32, 4), torch.arange(32) % 3
-        >>> posterior = lw.fit(torch.nn.Linear(4, 3).eval(), [(x, y)], prior_precision=1.0)
-        >>> textbook = posterior.predict(x, link=lw.Probit(marginal=True))
-        >>> bool(textbook.confidence.mean() < posterior.predict(x, link=lw.Probit()).confidence.mean())
+        >>> model = torch.nn.Linear(4, 3).eval()
+        >>> posterior = lw.fit(model, [(x, y)], prior_precision=1.0)
+        >>> prediction, textbook = posterior.predict(x), posterior.predict(x, link=lw.Probit(scale="marginal"))
+        >>> bool((prediction.classes == model(x).argmax(1)).all())
+        True
+        >>> bool(textbook.confidence.mean() < prediction.confidence.mean())
         True
     """
 
-    marginal: bool = False
+    scale: Literal["mean", "weighted", "class", "marginal"] = "mean"
     reads_covariance: ClassVar[bool] = False
     closed_form: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.marginal, bool):
-            raise LapwingError(
-                f"Probit(marginal=...) takes True or False, not a {type(self.marginal).__name__}. Write "
-                "Probit(marginal=True) for the textbook form."
-            )
+        check_choice("lw.Probit", "scale", self.scale, ("mean", "weighted", "class", "marginal"))
 
     def log_probs(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
         """Returns log probabilities (B, C); reads the mean and variances only and draws nothing."""
         mean = at_least_float32(latent.mean)
-        if self.marginal:
+        if self.scale == "marginal":
             return torch.log_softmax(probit_logits(mean, at_least_float32(latent.variance)), -1)
         classes = mean.shape[-1]
-        contrast = at_least_float32(latent.centred_variance) * (classes / (classes - 1)) ** 2
-        return torch.log_softmax(probit_logits(mean - mean.mean(-1, keepdim=True), contrast), -1)
+        variance = at_least_float32(latent.centred_variance) * (classes / (classes - 1)) ** 2  # of f_c - mean_{k≠c} f_k
+        if self.scale == "class":
+            mean = mean - mean.mean(-1, keepdim=True)
+        elif self.scale == "weighted":
+            variance = (mean.softmax(-1) * variance).sum(-1, keepdim=True)
+        else:
+            variance = variance.mean(-1, keepdim=True)
+        return torch.log_softmax(probit_logits(mean, variance), -1)
 
     def log_odds(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
         """Returns `f / sqrt(1 + π/8 v)`, (B, C); reads the mean and variances only and draws nothing."""

@@ -30,6 +30,7 @@ from .state import BlockSums, DataSummary, State
 from .subset_of_data import SubsetOfData
 from .subset_of_weights import SubsetOfWeights
 from .swag import SWAG, SnapshotCollector
+from .temperature_scaling import TemperatureScaling
 from .valla import ClosedForm, NaturalGradient, VaLLA
 from .valla.alpha_divergence import AlphaDivergence
 from .valla.moving_points import VariationalBound
@@ -39,6 +40,6 @@ __all__ = [
     "EKFAC", "ELLA", "KFAC", "SWAG", "AlphaDivergence", "Batch", "BlockSums", "ClosedForm", "ConjugateGradients",
     "CurvaturePass", "DataSummary", "Diagonal", "FisherRoot", "FitResult", "Full", "InducingPoints", "IteratePass",
     "MeanField", "Method", "NaturalGradient", "OptimalSubspace", "Pass", "Passes", "Problem", "SampledLLA",
-    "SnapshotCollector", "State", "StochasticGradient", "SubsetOfData", "SubsetOfWeights", "SumPass", "VaLLA",
-    "VariationalBound", "run_curvature_pass",
+    "SnapshotCollector", "State", "StochasticGradient", "SubsetOfData", "SubsetOfWeights", "SumPass",
+    "TemperatureScaling", "VaLLA", "VariationalBound", "run_curvature_pass",
 ]  # fmt: skip

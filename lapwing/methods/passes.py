@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic
+from typing import Any, ClassVar, Generic
 
 import torch
 from torch import Tensor
@@ -165,6 +165,7 @@ class FitResult:
         summary: of the samples whose curvature and evidence these are, if the method chose them; None for all.
         data_factor: a factor of both, beside the N/n of `data_size`.
         tangent: the network at the mean that the method moved to, a copy of the user's; None leaves it where it is.
+        logit_temperature: T that the method chose; None leaves it to the tuning.
     """
 
     covariance: Covariance
@@ -174,6 +175,7 @@ class FitResult:
     summary: DataSummary | None = None
     data_factor: float = 1.0
     tangent: Tangent | None = None
+    logit_temperature: float | None = None
 
 
 Passes = Generator[Pass, Any, Covariance | FitResult]
@@ -201,6 +203,9 @@ class Method(ABC):
         >>> lw.fit(torch.nn.Linear(4, 3).eval(), [(x, y)], DiagonalForMany(10)).predict(x).probs.shape
         torch.Size([32, 3])
     """
+
+    treats_last_layer: ClassVar[bool] = False
+    """Whether `lw.fit` treats the last layer in place of everything where `params` is None."""
 
     @abstractmethod
     def passes(self, problem: Problem) -> Passes:

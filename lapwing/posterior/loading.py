@@ -134,7 +134,10 @@ def _rebuilt(
     none = torch.zeros(len(tangent.blocks), dtype=torch.float64, device=device)
     prior = Prior(none if covariance.precision is None else covariance.precision, mean, prior_fixed)
     statistics = {name: value.to(device) for name, value in part("statistics/").items()}
+    if (likelihood.logit_temperature is None) != (saved["logit_temperature"] is None):
+        raise Mismatch("its logit temperature is not that of its likelihood")
     likelihood = likelihood.with_noise_variance(saved["noise_variance"])
+    likelihood = likelihood.with_logit_temperature(saved["logit_temperature"])
     residual = likelihood.residual_variance(statistics)
     fits = math.isfinite(float(likelihood.log_likelihood(statistics))) and (
         residual is None or 0 <= residual < math.inf

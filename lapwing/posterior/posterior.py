@@ -115,6 +115,11 @@ class Posterior:
         return self.likelihood.noise_variance
 
     @property
+    def logit_temperature(self) -> float | None:
+        """T of a classifier's likelihood, which divides the mean of the logits in predictions, else None."""
+        return self.likelihood.logit_temperature
+
+    @property
     def data_weight(self) -> float:
         """How often each of the n samples counts, k = N/(n τ)."""
         return self.data_factor / self.temperature

@@ -22,7 +22,7 @@ import safetensors.torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..contents import Entry, Mismatch, check_json, check_tensors, is_count, is_positive, largest
+from ..contents import Entry, Mismatch, check_json, check_tensors, is_count, is_positive, is_positive_or_none, largest
 from ..covariance import COVARIANCES
 from ..errors import LapwingError
 from ..network.stamp import fingerprint
@@ -31,7 +31,7 @@ from ..tangent import Tangent
 if TYPE_CHECKING:
     from .posterior import Posterior
 
-FORMAT = 3
+FORMAT = 4
 """The one format that is written and read; docs/file-format.md describes it."""
 
 KEY = "lapwing"
@@ -52,7 +52,7 @@ PIECE = 2**20
 HEADER = {
     "format": int, "tangent": dict,
     "covariance": {"class": str, "extra": dict},
-    "likelihood": {"name": str, "noise_variance": lambda value: value is None or is_positive(value)},
+    "likelihood": {"name": str, "noise_variance": is_positive_or_none, "logit_temperature": is_positive_or_none},
     "given": (bool, bool),
     "samples": lambda samples: is_count(samples) and samples > 0,
     "data_factor": lambda factor: is_positive(factor) and factor >= 1,
@@ -82,7 +82,11 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     header = {
         "tangent": posterior.tangent.to_json(),
         "covariance": {"class": kind.__name__, "extra": posterior.covariance.extra()},
-        "likelihood": {"name": posterior.likelihood.name, "noise_variance": posterior.noise_variance},
+        "likelihood": {
+            "name": posterior.likelihood.name,
+            "noise_variance": posterior.noise_variance,
+            "logit_temperature": posterior.logit_temperature,
+        },
         "given": [posterior.prior.fixed, posterior.noise_fixed],
         "samples": posterior.samples,
         "data_factor": posterior.data_factor,

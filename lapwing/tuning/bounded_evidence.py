@@ -33,6 +33,9 @@ POINTS = 25
 WARN_FACTOR, WARN_SAMPLES = 10.0, 100
 """A width of more than so many mean squared residuals is warned of, if so many samples tell it."""
 
+CERTAIN_NLL = 0.05
+"""Below this NLL, in nats a training sample, training labels show little of how calibrated a classifier is."""
+
 
 @dataclass(frozen=True)
 class BoundedEvidence(Tuning):
@@ -103,6 +106,13 @@ class BoundedEvidence(Tuning):
         tuned = Evidence().tune(posterior)
         if posterior.prior.fixed or tuned.noise_variance is not None:
             return tuned
+        nll = -float(tuned.likelihood.log_likelihood(tuned.statistics)) / tuned.samples
+        if nll < CERTAIN_NLL:
+            log.info(
+                "%s has memorised its training labels, whose NLL is %.2g a sample: they cannot show how calibrated it "
+                "is. For calibrated probabilities hold data out, and write lw.fit(model, loader, validation=held_out).",
+                type(tuned.tangent.model).__name__, nll,
+            )  # fmt: skip
         exponents = evenly(0.0, self.decades, self.points)
         candidates = [_raised(tuned, exponent) for exponent in exponents]
         costs = self.costs(candidates, training.loader, training.shown)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..covariance import Latent, Subspace
+from ..covariance import Latent, PriorCovariance, Subspace
 from ..errors import LapwingError, shown
-from ..likelihoods import Prediction
 from ..network import batches
 from ..posterior import Posterior
 from ..tangent import Record
@@ -26,8 +25,17 @@ log = logging.getLogger("lapwing")
 PLATEAU = 1e-4
 """Candidates whose scores differ by less are tied, in nats a sample."""
 
-NOISE_EXPONENTS = evenly(-3.0, 3.0, 25)
-"""Candidates for log10 of σ² relative to the evidence's."""
+TEMPERATURES = evenly(0.0, 1.5, 16)
+"""Candidates for log10 of the logit temperature T. Below 1 it would sharpen the means beside a huge spread."""
+
+WIDER = 1e-3
+"""A wider spread than the best may cost so many nats a sample, however large the standard error is."""
+
+NOISES = evenly(-6.0, 0.5, 27)
+"""Candidates for log10 of σ² beside the mean squared held-out residual, where the prior precision is the user's."""
+
+Candidates = Callable[[Posterior], list[Posterior]]
+"""Returns the candidates around a posterior, which differ in prior and noise alone."""
 
 
 def check_grid(tuning: str, decades: Any, points: Any) -> None:
@@ -61,56 +69,122 @@ def with_ranks(posterior: Posterior, ranks: Sequence[int]) -> list[Posterior]:
 
 
 def best_of(
-    posteriors: Sequence[Posterior], decades: tuple[float, float], points: int, loader: Iterable[Any]
+    posteriors: Sequence[Posterior],
+    decades: tuple[float, float],
+    points: int,
+    loader: Iterable[Any],
+    temperatures: Sequence[float] = (),
+    errors: float = 0.0,
 ) -> Posterior:
-    """Returns the posterior with the best held-out log likelihood, at its best scalar δ and noise variance.
+    """Returns the posterior with the best held-out log likelihood, at its best scalar δ, noise variance and T.
 
-    What the user gave is kept. All pairs of a grid are compared, and the best is refined by parabolas through its
-    neighbours. Raising σ² by a factor q at δ/q multiplies the whole covariance of y by q, so a candidate for σ² needs
-    no contraction:
-    `log N(y; f, q S) = log N(f + (y - f)/√q; f, S) - C/2 log q`.
+    What the user gave is kept. The best point of a grid is refined by the parabola through its neighbours. At each
+    point the second number has its best value there: for classifiers T, for regressions the factor c of the covariance
+    of y, `(δ, σ²) -> (δ/c, c σ²)`, which needs no other contraction. c is in closed form, see `width_scores`.
+
+    Args:
+        posteriors: of one fit.
+        decades: the range of log10 δ; of a regression beside the mean squared held-out residual as noise.
+        points: candidates in that range.
+        loader: held-out batches.
+        temperatures: candidates for log10 T, rising; none leaves it.
+        errors: among classifiers the widest is chosen whose score is at most so many standard errors below the best,
+            and `WIDER`. The errors are those of the mean difference of the two, sample by sample.
     """
     first = posteriors[0]
-    open_noise = not first.noise_fixed and first.noise_variance is not None
-    if first.prior.fixed:
-        best = first
-        if len(posteriors) > 1:
-            scores = held_out_scores(posteriors, None, loader)[:, 0, 0].tolist()
-            best = posteriors[max(range(len(scores)), key=scores.__getitem__)]
-        return _best_noise(best, loader) if open_noise else best
-    deltas, factors = evenly(*decades, points), NOISE_EXPONENTS if open_noise else [0.0]
-    table = held_out_scores(posteriors, [10**e for e in deltas], loader, [10**e for e in factors])
-    which, at, k = (int(i) for i in torch.unravel_index(table.nan_to_num(-math.inf).argmax(), table.shape))
-    delta = _refined(deltas, table[which, :, k].tolist(), at)
-    factor = 10 ** _refined(factors, table[which, at].tolist(), k)
-    if at in (0, len(deltas) - 1):
-        row = table[which, :, k].tolist()
-        tied = sum(row[at] - score < PLATEAU for score in row)
-        low, high = decades
-        if tied > 1:
-            advice = f"{tied} candidates there differ by less than {PLATEAU:g} nats, so that it matters little"
-        else:
-            meaning = "no spread in the weights at all" if at else "the widest spread in the range"
-            advice = f"the held-out data ask for {meaning}; decades=({low - 3:g}, {high + 3:g}) looks further"
-        log.warning(
-            "Validation of %s chose the edge of its range, prior precision %.3g%s: %s.",
-            posteriors[which].method, 10**delta / factor,
-            f" (1e{delta:g} at the evidence's noise)" if open_noise else "", advice,
-        )  # fmt: skip
-    best = posteriors[which]
-    noise = None if best.noise_variance is None else best.noise_variance * factor
-    return best.at(torch.full_like(best.prior.precision, 10**delta / factor), noise)
+    priorless = not isinstance(first.covariance, PriorCovariance)
+    open_noise, open_prior = not (first.noise_fixed or priorless), not (first.prior.fixed or priorless)
+    open_scale = bool(temperatures) and first.logit_temperature == 1
+    noise = first.noise_variance
+    if open_noise:
+        noise = _residual(first, loader)
+        posteriors = [posterior.at(posterior.prior.precision, noise) for posterior in posteriors]
+    exponents = evenly(*decades, points) if open_prior else NOISES if open_noise else [0.0]
+
+    def candidates(posterior: Posterior) -> list[Posterior]:
+        if open_prior:
+            return [_at(posterior, 10**exponent) for exponent in exponents]
+        if noise is None or not open_noise:
+            return [posterior]
+        return [posterior.at(posterior.prior.precision, noise * 10**exponent) for exponent in exponents]
+
+    second = torch.zeros(len(posteriors), len(exponents), dtype=torch.float64)
+    scores: Tensor | None = None
+    if open_noise and open_prior:
+        table, second = width_scores(posteriors, candidates, loader)
+    else:
+        scores = sample_scores(posteriors, candidates, loader, temperatures if open_scale else ())
+        means = scores.mean(-1)  # (posteriors, points, temperatures)
+        table, places = means.max(-1)
+        scores = scores.gather(2, places[..., None, None].expand(-1, -1, 1, scores.shape[-1])).squeeze(2)
+        if open_scale:
+            flat = [_refined(temperatures, row.tolist(), int(row.argmax())) for row in means.flatten(0, 1)]
+            second = torch.tensor(flat, dtype=torch.float64).view_as(table)
+    which, at = (int(i) for i in torch.unravel_index(table.nan_to_num(-math.inf).argmax(), table.shape))
+    best, row = posteriors[which], table[which].tolist()
+    exponent = _refined(exponents, row, at)
+    if open_prior and scores is not None and (widest := _widest(scores[which], at, errors)) != at:
+        at, exponent = widest, exponents[widest]
+    other = _between(exponents, second[which].tolist(), at, exponent)
+    if open_prior and at in (0, len(exponents) - 1):
+        _warn_of_edge(best, exponents, row, at, exponent - other if open_noise else exponent, open_noise)
+    if open_scale:
+        temperature = 10 ** max(other, temperatures[0])
+        best = replace(best, likelihood=best.likelihood.with_logit_temperature(temperature))
+    if open_noise and not open_prior:
+        assert noise is not None
+        return best.at(best.prior.precision, noise * 10**exponent)
+    if not open_prior:
+        return best
+    factor = 10**other if open_noise else 1.0
+    precision = torch.full_like(best.prior.precision, 10**exponent / factor)
+    return best.at(precision, None if noise is None else noise * factor)
 
 
-def _best_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior:
-    """Scans σ² at a given prior precision."""
+def _warn_of_edge(
+    best: Posterior, exponents: Sequence[float], row: Sequence[float], at: int, chosen: float, open_noise: bool
+) -> None:
+    """Warns of a choice at an end of the range."""
+    low, high = exponents[0], exponents[-1]
+    tied = sum(row[at] - score < PLATEAU for score in row)
+    if tied > 1:
+        advice = f"{tied} candidates there differ by less than {PLATEAU:g} nats, so that it matters little"
+    else:
+        meaning = "no spread in the weights at all" if at else "the widest spread in the range"
+        advice = f"the held-out data ask for {meaning}; decades=({low - 3:g}, {high + 3:g}) looks further"
+    log.warning(
+        "Validation of %s chose the edge of its range, prior precision %.3g%s: %s.",
+        best.method, 10**chosen,
+        f" (1e{exponents[at]:g} beside the mean squared held-out residual)" if open_noise else "", advice,
+    )  # fmt: skip
 
-    def at(exponent: float) -> Posterior:
-        assert posterior.noise_variance is not None
-        return posterior.at(posterior.prior.precision, posterior.noise_variance * 10**exponent)
 
-    row = held_out_scores([at(exponent) for exponent in NOISE_EXPONENTS], None, loader)[:, 0, 0].tolist()
-    return at(_refined(NOISE_EXPONENTS, row, max(range(len(row)), key=row.__getitem__)))
+def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
+    """Returns the mean squared residual of held-out data, where the search for widths starts."""
+    sums: dict[str, Tensor] = {}
+    for batch in loader:
+        inputs, targets = batches.split(batch, posterior.tangent.device)
+        if batches.size(inputs):
+            outputs = posterior.tangent.outputs_of(posterior.tangent.check(inputs).inputs)
+            posterior.likelihood.check(outputs, targets)
+            values = posterior.likelihood.statistics(outputs, targets)
+            sums = {name: value + sums.get(name, 0.0) for name, value in values.items()}
+    residual = posterior.likelihood.residual_variance(sums) if sums else None
+    if residual is None:
+        raise _no_batch()
+    return residual
+
+
+def _widest(scores: Tensor, at: int, errors: float) -> int:
+    """Returns the lowest of the candidates (points, N) below the best that are within so many paired errors of it."""
+    widest = at
+    while errors and widest > 0:
+        difference = scores[at] - scores[widest - 1]
+        bound = min(WIDER, errors * float(difference.std()) / math.sqrt(len(difference)))
+        if not float(difference.mean()) <= bound:
+            break
+        widest -= 1
+    return widest
 
 
 def _refined(points: Sequence[float], scores: Sequence[float], at: int) -> float:
@@ -122,19 +196,87 @@ def _refined(points: Sequence[float], scores: Sequence[float], at: int) -> float
     return points[at] + (points[1] - points[0]) * max(-0.5, min(0.5, shift))
 
 
+def _between(points: Sequence[float], values: Sequence[float], at: int, point: float) -> float:
+    """Returns the value at a point by the parabola through those at the closest point of a grid and its neighbours."""
+    if point == points[at]:
+        return values[at]
+    left, middle, right = values[at - 1 : at + 2]
+    step = (point - points[at]) / (points[1] - points[0])
+    return middle + step * (right - left) / 2 + step**2 * (left - 2 * middle + right) / 2
+
+
 def held_out_scores(
-    posteriors: Sequence[Posterior],
-    precisions: Sequence[float] | None,
-    loader: Iterable[Any],
-    factors: Sequence[float] = (1.0,),
+    posteriors: Sequence[Posterior], precisions: Sequence[float] | None, loader: Iterable[Any]
 ) -> Tensor:
-    """Returns mean held-out log likelihoods (posteriors, precisions, factors), linearised, with the default link.
+    """Returns mean held-out log likelihoods (posteriors, precisions, 1), linearised, with the default link.
 
     Args:
         posteriors: of one fit.
         precisions: candidates for a scalar δ; None keeps each posterior's own.
         loader: held-out batches.
-        factors: of the whole covariance of y.
+    """
+
+    def candidates(posterior: Posterior) -> list[Posterior]:
+        return [posterior] if precisions is None else [_at(posterior, precision) for precision in precisions]
+
+    return sample_scores(posteriors, candidates, loader).mean(-1)
+
+
+def sample_scores(
+    posteriors: Sequence[Posterior], candidates: Candidates, loader: Iterable[Any], temperatures: Sequence[float] = ()
+) -> Tensor:
+    """Returns the log likelihood of each held-out sample, (posteriors, candidates, temperatures, N), float64.
+
+    Args:
+        posteriors: of one fit.
+        candidates: around a posterior.
+        loader: held-out batches.
+        temperatures: log10 of T; the likelihood's own alone where there are none.
+
+    Raises:
+        LapwingError: for an empty loader.
+    """
+    rows: dict[tuple[int, int], list[Tensor]] = {}
+    divisors = [10**exponent for exponent in temperatures]
+    for place, candidate, latent, labels in _contracted(posteriors, candidates, loader, max(1, len(divisors))):
+        likelihood = candidate.likelihood
+        if divisors:
+            latent = latent.at_temperatures(divisors)
+            labels = labels.repeat(len(divisors), *[1] * (labels.ndim - 1))
+        scores = likelihood.predict(latent).log_prob(labels)
+        rows.setdefault(place, []).append(scores.double().cpu().unflatten(0, (max(1, len(divisors)), -1)))
+    joined = [torch.cat(parts, 1) for _, parts in sorted(rows.items())]
+    return torch.stack(joined).unflatten(0, (len(posteriors), -1))
+
+
+def width_scores(
+    posteriors: Sequence[Posterior], candidates: Candidates, loader: Iterable[Any]
+) -> tuple[Tensor, Tensor]:
+    """Returns mean held-out log likelihoods at the best factor c of y's covariance, and log10 c, (posteriors, points).
+
+    With `r = y - f` and the covariance S of y, `log N(y; f, c S)` is highest in the mean at `c = mean rᵀS⁻¹r / C`. For
+    one output that is `mean r²/(σ² + v)`. Of a Gaussian likelihood; float64.
+
+    Raises:
+        LapwingError: for an empty loader.
+    """
+    rows: dict[tuple[int, int], list[Tensor]] = {}
+    outputs = posteriors[0].tangent.outputs
+    for place, candidate, latent, labels in _contracted(posteriors, candidates, loader):
+        prediction = candidate.likelihood.predict(latent.compact(covariances=outputs > 1))
+        volume = prediction.log_prob(latent.mean.double())  # of r = 0
+        squares = 2 * (volume - prediction.log_prob(labels))
+        rows.setdefault(place, []).append(torch.stack([volume, squares]).cpu())
+    means = torch.stack([torch.cat(parts, 1).mean(1) for _, parts in sorted(rows.items())])
+    volume, squares = means.unflatten(0, (len(posteriors), -1)).unbind(-1)
+    factor = (squares / outputs).clamp_min(torch.finfo(squares.dtype).tiny)
+    return volume - outputs * (1 + factor.log()) / 2, factor.log10()
+
+
+def _contracted(
+    posteriors: Sequence[Posterior], candidates: Candidates, loader: Iterable[Any], copies: int = 1
+) -> Iterator[tuple[tuple[int, int], Posterior, Latent, Tensor]]:
+    """Yields the place of each candidate, itself, its latent and the labels, batch by batch.
 
     Raises:
         LapwingError: for an empty loader.
@@ -143,9 +285,9 @@ def held_out_scores(
     link = first.likelihood.default_link
     marginal = not link.reads_covariance or (link.closed_form and first.tangent.outputs == 1)
     groups = _contraction_groups(posteriors)
-    scratch = _numbers_per_sample(posteriors, len(precisions or [0]), marginal)
+    scratch = _numbers_per_sample(posteriors, len(candidates(first)), marginal)
+    scratch += copies * first.tangent.outputs * (1 if marginal else first.tangent.outputs)
     count = 0
-    totals = torch.zeros(len(posteriors), len(precisions or [0]), len(factors), dtype=torch.float64)
     with torch.no_grad():
         for batch in loader:
             inputs, targets = batches.split(batch, first.tangent.device)
@@ -154,21 +296,19 @@ def held_out_scores(
                 first.likelihood.check(record.outputs, labels)
                 count += record.samples
                 for members in groups:
-                    candidates = {
-                        (i, j): posteriors[i] if precisions is None else _at(posteriors[i], precisions[j])
-                        for i in members
-                        for j in range(totals.shape[1])
-                    }
-                    latents = _latents(record, list(candidates.values()), marginal)
-                    for (place, candidate), latent in zip(candidates.items(), latents, strict=True):
-                        prediction = candidate.likelihood.predict(latent)
-                        totals[place] += _log_probs(prediction, record.outputs, labels, factors)
+                    some = {(i, j): one for i in members for j, one in enumerate(candidates(posteriors[i]))}
+                    latents = _latents(record, list(some.values()), marginal)
+                    for (place, candidate), latent in zip(some.items(), latents, strict=True):
+                        yield place, candidate, latent, labels
     if not count:
-        raise LapwingError(
-            "The loader of validation data shows no batch. Write lw.Validation([(x_val, y_val)]), with held-out "
-            "batches in a loader that can be gone through twice."
-        )
-    return totals / count
+        raise _no_batch()
+
+
+def _no_batch() -> LapwingError:
+    return LapwingError(
+        "The loader of validation data shows no batch. Write lw.Validation([(x_val, y_val)]), with held-out batches in "
+        "a loader that can be gone through twice."
+    )
 
 
 def mean_variances(posteriors: Sequence[Posterior], parts: Iterable[Any]) -> list[float]:
@@ -186,18 +326,6 @@ def mean_variances(posteriors: Sequence[Posterior], parts: Iterable[Any]) -> lis
                 totals += torch.stack([latent.variance.double().sum().cpu() for latent in latents])
                 count += record.outputs.numel()
     return (totals / count).tolist()
-
-
-def _log_probs(prediction: Prediction, outputs: Tensor, labels: Tensor, factors: Sequence[float]) -> Tensor:
-    """Returns the log likelihood of a batch, summed, for each factor of y's covariance."""
-    if list(factors) == [1.0]:
-        return prediction.log_prob(labels).double().sum().cpu()
-    labels = labels.reshape(outputs.shape)
-    sums = [
-        prediction.log_prob(outputs + (labels - outputs) / q**0.5).double().sum() - outputs.numel() * math.log(q) / 2
-        for q in factors
-    ]
-    return torch.stack(sums).cpu()
 
 
 def _at(posterior: Posterior, precision: float) -> Posterior:
@@ -228,6 +356,8 @@ def _numbers_per_sample(posteriors: Sequence[Posterior], priors: int, marginal: 
 def _latents(record: Record, candidates: Sequence[Posterior], marginal: bool) -> Iterable[Latent]:
     """Returns the latent of each candidate of one contraction, with variances alone where the link reads no more."""
     covariances: list[Any] = [candidate.covariance for candidate in candidates]
+    if not isinstance(covariances[0], PriorCovariance):
+        return [Latent(record.outputs, covariance.output_covariance(record)) for covariance in covariances]
     if marginal:
         variances = covariances[0].output_marginals(record, covariances)
         return (Latent(record.outputs, (marginals,)) for marginals in variances)

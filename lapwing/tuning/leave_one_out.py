@@ -156,8 +156,8 @@ def _left_out(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any,
         return -0.5 * (squares / (scale * spectrum) + (scale * spectrum).log()).sum()
 
     explained = [float((values / (values + unit * 10**end)).mean()) for end in evenly(*RANGE, 65)]
-    most = MOST_EXPLAINED * float((1 / same.sum(1)).mean())  # of copies one counts
-    low = evenly(*RANGE, 65)[sum(part > most for part in explained)]
+    limit = MOST_EXPLAINED * float((1 / same.sum(1)).mean())  # of copies one counts
+    low = evenly(*RANGE, 65)[sum(part > limit for part in explained)]
     grid, best = best_of_grid(lambda log10: float(evidence(values.new_tensor(log10))), low, RANGE[1], 65)
     start = values.new_tensor(grid[best : best + 1])
     log10 = ascend(lambda point: evidence(point[0]), start, [low], RANGE[1:])[0]

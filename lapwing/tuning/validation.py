@@ -7,29 +7,39 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..errors import LapwingError, check_choice, check_count
+from ..errors import LapwingError, check_choice, check_count, check_positive
 from ..network import batches
 from ..network.eager import outside_modes
 from ..posterior import Posterior
-from .evidence import Evidence, Training, Tuning
-from .held_out import best_of, check_grid, with_ranks
+from .evidence import Training, Tuning
+from .held_out import TEMPERATURES, best_of, check_grid, with_ranks
 
 log = logging.getLogger("lapwing")
 
 
 @dataclass(frozen=True)
 class Validation(Tuning):
-    """Chooses one scalar δ, and σ², by the mean log likelihood of held-out data, linearised and with the default link.
+    """Chooses δ, and σ² or a logit temperature T, by the mean log likelihood of held-out data.
 
-    All candidates are scored from one contraction of each batch: a candidate costs next to nothing. The best
-    point of the grid is refined by a parabola through its neighbours. Where the noise variance is None, all pairs
-    (δ, σ²) are compared, within three decades of the evidence's σ².
+    Predictions are linearised, with the default link. All candidates are scored from one contraction of each batch: a
+    candidate costs next to nothing. The best point of the grid is refined by a parabola through its neighbours.
+
+    Classification: all pairs of one scalar δ and `T >= 1` are compared. T divides the mean of the logits: spread alone
+    does not make up for logits that are all too large. Of pairs that held-out data cannot tell from the best, the one
+    with the widest spread is chosen: it ranks foreign inputs best.
+
+    Regression: for each `λ = δσ²` the best factor c of the covariance of y, which is that of `(δ/c, c σ²)`, is in
+    closed form, `mean r²/(σ² + v)` for one output. So δ and σ² are the best pair for one pass over a grid of λ.
+
+    What the user gave is kept, a logit temperature other than 1 too.
 
     Args:
         loader: held-out (inputs, targets) batches, not the training data.
-        decades: the range of log10 δ.
+        decades: the range of log10 δ; of a regression where σ² is the mean squared held-out residual.
         points: candidates.
         ranks: for subspaces, numbers of leading directions to choose among beside all of them.
+        errors: of classifiers the widest spread is taken whose score is at most so many standard errors, and 0.001
+            nats, below the best. The errors are those of the difference, sample by sample; 0 for the best.
 
     Raises:
         LapwingError: for a range or number that makes no grid.
@@ -51,23 +61,26 @@ class Validation(Tuning):
     decades: tuple[float, float] = (-5.0, 7.0)
     points: int = 25
     ranks: tuple[int, ...] = ()
+    errors: float = 0.5
 
     def __post_init__(self) -> None:
         """Checks loader and grid."""
         batches.check_loader(self.loader, "Validation")
         check_grid("Validation", self.decades, self.points)
+        if self.errors != 0:
+            check_positive("lw.Validation", "errors", self.errors, 0.5)
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
-        """For an open noise variance alone, whose search starts there."""
-        return noise_open
+        """False."""
+        return False
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior at the best δ and rank."""
-        if posterior.tuned and not self.ranks:
+        if posterior.tuned and not self.ranks and posterior.logit_temperature != 1:
             return posterior
-        start = posterior if posterior.noise_fixed else Evidence().tune(posterior)
-        return best_of(with_ranks(start, self.ranks), self.decades, self.points, self.loader)
+        candidates = with_ranks(posterior, self.ranks)
+        return best_of(candidates, self.decades, self.points, self.loader, TEMPERATURES, self.errors)
 
 
 @dataclass(frozen=True)
@@ -120,8 +133,8 @@ class EarlyStopping(Tuning):
         check_count("lw.EarlyStopping", "prefixes", self.prefixes)
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
-        """For an open noise variance alone, whose search starts there."""
-        return noise_open
+        """False."""
+        return False
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
@@ -134,7 +147,6 @@ class EarlyStopping(Tuning):
         whole = posterior.samples * posterior.data_factor
         candidates = []
         for part in (*training.prefixes, posterior):
-            part = part if part.noise_fixed else Evidence().tune(part)
             if self.form == "scaled" and part.prior.fixed and part.samples < whole and part is not posterior:
                 part = part.at(part.prior.precision * (part.samples / whole), part.noise_variance)
             candidates.extend(with_ranks(part, self.ranks))

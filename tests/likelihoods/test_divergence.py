@@ -117,10 +117,10 @@ class TestAgainstIntegration:
 def test_link_of_a_prediction_at_one():
     """At α = 1 it is the log predictive probability, whichever link gives it."""
     latent, labels = random_latent(batch=4, size=3), torch.tensor([0, 1, 2, 0])
-    for link in (Probit(), Probit(marginal=True), LaplaceBridge()):
+    for link in (Probit(), Probit(scale="marginal"), LaplaceBridge()):
         found = Categorical().log_power_mean(latent.mean, latent.covariance, labels, 1.0, link=link)
         torch.testing.assert_close(found, link_of(latent, link, labels))
-    with pytest.raises(LapwingError, match=r"alpha=0.5 with link=Probit\(marginal=False\). Write link=SampledLink\(\)"):
+    with pytest.raises(LapwingError, match=r"alpha=0.5 with link=Probit\(scale='mean'\). Write link=SampledLink\(\)"):
         Categorical().log_power_mean(latent.mean, latent.covariance, labels, 0.5, link=Probit())
     gaussian = Gaussian(0.3)
     density = gaussian.predict(latent).log_prob(latent.mean + 1)
@@ -226,7 +226,7 @@ def test_gaussian_noise():
     (slope,) = torch.autograd.grad(found.sum(), noise)
     ends = [Gaussian(0.2 + h).log_power_mean(*arguments).sum() for h in (-1e-6, 1e-6)]
     assert float(slope) == pytest.approx(float(ends[1] - ends[0]) / 2e-6, rel=1e-6)
-    with pytest.raises(LapwingError, match=r"link=Probit\(marginal=False\). Write link=ExactLink\(\)"):
+    with pytest.raises(LapwingError, match=r"link=Probit\(scale='mean'\). Write link=ExactLink\(\)"):
         Gaussian(0.2).log_power_mean(*arguments, link=Probit())
     one = random_latent(size=1)
     flat, column = (

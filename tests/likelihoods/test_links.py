@@ -16,6 +16,7 @@ from lapwing.likelihoods import links as links_module
 from tests.likelihoods.fakes import FakeDraws, FakeLatent, MarginalLatent, gauss_hermite, random_latent
 
 F64 = torch.float64
+SCALES = ["mean", "weighted", "class", "marginal"]
 
 
 def integrated(latent, nodes=40):
@@ -61,11 +62,53 @@ def test_probit_approximates_independent_logits(size, scale, tolerance):
     torch.testing.assert_close(probs, integrated(latent), atol=tolerance, rtol=0)
 
 
-def test_probit_formula():
-    latent = random_latent()
-    variance = latent.covariance.diagonal(dim1=1, dim2=2)
-    expected = torch.softmax(latent.mean / torch.sqrt(1 + math.pi / 8 * variance), -1)
-    torch.testing.assert_close(Probit(marginal=True).log_probs(latent).exp(), expected)
+def probit_variances(latent, scale: str):
+    """The variance that scales each logit (B, C), contrast by contrast."""
+    _, size = latent.mean.shape
+    if scale == "marginal":
+        return latent.covariance.diagonal(dim1=1, dim2=2)
+    columns = []
+    for c in range(size):
+        contrast = torch.full((size,), -1 / (size - 1), dtype=F64)  # f_c less the mean of the others
+        contrast[c] = 1.0
+        columns.append(torch.einsum("c,bcd,d->b", contrast, latent.covariance, contrast))
+    variances = torch.stack(columns, 1)
+    if scale == "class":
+        return variances
+    weights = latent.mean.softmax(1) if scale == "weighted" else torch.full_like(variances, 1 / size)
+    return (weights * variances).sum(1, keepdim=True).expand_as(variances)
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize("scale", SCALES)
+def test_probit_formula(scale, size):
+    latent = random_latent(size=size)
+    centred = latent.mean if scale == "marginal" else latent.mean - latent.mean.mean(1, keepdim=True)
+    expected = torch.softmax(centred / torch.sqrt(1 + math.pi / 8 * probit_variances(latent, scale)), -1)
+    torch.testing.assert_close(Probit(scale=scale).log_probs(latent).exp(), expected)
+
+
+@pytest.mark.parametrize("scale", ["mean", "weighted", "class"])
+def test_probit_of_two_classes_is_the_binary_one(scale):
+    latent = random_latent(size=2)
+    gap = latent.mean[:, 1] - latent.mean[:, 0]
+    variance = latent.covariance[:, 0, 0] + latent.covariance[:, 1, 1] - 2 * latent.covariance[:, 0, 1]
+    expected = torch.sigmoid(gap / torch.sqrt(1 + math.pi / 8 * variance))
+    torch.testing.assert_close(Probit(scale=scale).log_probs(latent)[:, 1].exp(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("batch", "size"), [(1, 2), (7, 10), (5, 1000)])
+def test_one_scale_keeps_the_classes(size, batch, dtype):
+    """However unlike the variances are; with a scale for each class they change."""
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.randn(batch, size, generator=generator).to(dtype)
+    variance = (4 * torch.randn(batch, size, generator=generator)).exp().to(dtype)
+    latent = Latent(mean, (EigenTerm(None, variance),))
+    for scale in ("mean", "weighted"):
+        assert torch.equal(Categorical().predict(latent, Probit(scale=scale)).classes, mean.argmax(1))
+    if size > 2:
+        assert not torch.equal(Categorical().predict(latent, Probit(scale="class")).classes, mean.argmax(1))
 
 
 def correlated(size: int, shift: float) -> Latent:
@@ -78,12 +121,12 @@ def correlated(size: int, shift: float) -> Latent:
     )
 
 
-@pytest.mark.parametrize("link", [Probit(), LaplaceBridge()])
+@pytest.mark.parametrize("link", [Probit(), Probit("weighted"), Probit("class"), LaplaceBridge()])
 def test_closed_links_do_not_see_a_common_shift(link):
     """The softmax cannot; the textbook probit does, and flattens the probabilities."""
     without, with_shift = correlated(3, 0.0), correlated(3, 50.0)
     torch.testing.assert_close(link.log_probs(with_shift), link.log_probs(without))
-    textbook = Probit(marginal=True).log_probs(with_shift)
+    textbook = Probit(scale="marginal").log_probs(with_shift)
     assert (textbook.max(-1).values < Probit().log_probs(with_shift).max(-1).values).all()
 
 
@@ -93,7 +136,9 @@ def test_probit_approximates_correlated_logits(size, tolerance):
     latent = correlated(size, 4.0)
     exact = integrated(latent)
     torch.testing.assert_close(Probit().log_probs(latent).exp(), exact, atol=tolerance, rtol=0)
-    errors = [float((link.log_probs(latent).exp() - exact).abs().max()) for link in (Probit(), Probit(marginal=True))]
+    errors = [
+        float((link.log_probs(latent).exp() - exact).abs().max()) for link in (Probit(), Probit(scale="marginal"))
+    ]
     assert errors[0] < errors[1]
 
 
@@ -141,7 +186,7 @@ def test_bridge_approximates_where_a_dirichlet_fits(size):
     torch.testing.assert_close(LaplaceBridge().log_probs(latent).exp(), integrated(latent), atol=0.1, rtol=0)
 
 
-@pytest.mark.parametrize("link", [Probit(), LaplaceBridge()])
+@pytest.mark.parametrize("link", [Probit(), Probit("weighted"), Probit("class"), LaplaceBridge()])
 def test_closed_links_read_mean_and_variance_only(link):
     latent = MarginalLatent(torch.randn(2, 1000, generator=torch.Generator().manual_seed(0)), torch.ones(2, 1000))
     logs = link.log_probs(latent)
@@ -161,14 +206,14 @@ def test_links_keep_log_accuracy_where_probabilities_underflow(link):
         )
 
 
-@pytest.mark.parametrize("link", [Probit(), LaplaceBridge()])
+@pytest.mark.parametrize("link", [Probit(), Probit("weighted"), Probit("class"), LaplaceBridge()])
 def test_zero_variance_is_finite_and_ordered(link):
     logs = link.log_probs(MarginalLatent(torch.tensor([[1.0, 0.0, -2.0]]), torch.zeros(1, 3)))
     assert logs.isfinite().all()
     assert logs[0].argsort(descending=True).tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("link", [Probit(), LaplaceBridge(), SampledLink(16)])
+@pytest.mark.parametrize("link", [*map(Probit, SCALES), LaplaceBridge(), SampledLink(16)])
 def test_links_are_differentiable_in_mean_and_covariance(link):
     latent = random_latent(batch=2, size=3)
 
@@ -211,7 +256,7 @@ def test_default_link_and_refused_links():
     latent, draws = random_latent(), FakeDraws(torch.zeros(5, 4, 3))
     assert Categorical().predict(latent).link == Probit()
     with pytest.raises(
-        LapwingError, match=r"categorical .* weight draws .* link=Probit\(marginal=False\). Write link=SampledLink\(\)"
+        LapwingError, match=r"categorical .* weight draws .* link=Probit\(scale='mean'\). Write link=SampledLink\(\)"
     ):
         Categorical().predict(draws, Probit())
     with pytest.raises(LapwingError, match=r"a Gaussian latent .*Probit\(\) or LaplaceBridge\(\) or SampledLink\(\)"):

@@ -54,7 +54,7 @@ def test_class_prediction_numbers():
     torch.testing.assert_close(prediction.entropy(), reference.entropy())
     labels = torch.tensor([0, 1, 2, 1, 0])
     torch.testing.assert_close(prediction.log_prob(labels), reference.log_prob(labels))
-    assert "5 inputs, 3 classes, link=Probit(marginal=False)" in repr(prediction)
+    assert "5 inputs, 3 classes, link=Probit(scale='mean')" in repr(prediction)
 
 
 def test_entropy_is_finite_at_certainty():

@@ -82,6 +82,22 @@ def test_where_the_spread_costs_little_the_evidence_stays():
     )
 
 
+@pytest.mark.parametrize("classes", [2, 3])
+def test_memorised_labels_are_told_of_where_they_choose_the_prior_precision(classes, caplog):
+    model, loader = memorised(classes=classes)
+    nll = sum(cross_entropy(model(x), y, reduction="sum").item() for x, y in loader) / 40
+    with caplog.at_level(logging.INFO, "lapwing"):
+        for options, tells in (({}, True), ({"prior_precision": 1.0}, False), ({"tune": lw.Evidence()}, False)):
+            caplog.clear()
+            lw.fit(model, loader, **options)
+            line = f"Sequential has memorised its training labels, whose NLL is {nll:.2g} a sample"
+            assert (line in caplog.text) is tells
+        caplog.clear()
+        torch.nn.init.zeros_(model[-1].weight)  # sure of nothing
+        lw.fit(model, loader)
+        assert "memorised" not in caplog.text
+
+
 def overfitted(dtype=torch.float64, rows=60, steps=300):
     """A network that fits a noisy curve too closely, its data in two batches, and other data."""
     found = copy.deepcopy(trained(dtype, rows, steps))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 import lapwing as lw
-from lapwing.tuning.held_out import held_out_scores
+from lapwing.tuning.held_out import WIDER, held_out_scores, width_scores
 from tests.zoo import ZOO
 
 METHODS = [lw.Diagonal(), lw.KFAC(uncovered="dense"), lw.ELLA(rank=5, rows=12), lw.ELLA(5, 12, "prior"), lw.Full()]
@@ -86,18 +87,142 @@ def test_open_noise_is_chosen_on_held_out_data_too(method, prior):
     ],
 )
 def test_a_choice_at_the_edge_of_the_range_is_told(decades, told, caplog):
-    """A network that is far too sure, whose best prior precision lies between 0.001 and 10."""
+    """A network that is far too sure, whose best prior precision lies between 0.001 and 10 where T is given."""
     torch.manual_seed(0)
     x = torch.randn(300, 3, dtype=torch.float64)
     y = (x[:, 0] + torch.randn(300, dtype=torch.float64) > 0).long()
     model = torch.nn.Linear(3, 2).double().eval()
     with torch.no_grad():
-        model.weight.copy_(torch.tensor([[-1.1, 0.4, 0.3], [1.1, -0.4, -0.3]]))
+        model.weight.copy_(2 * torch.tensor([[-1.1, 0.4, 0.3], [1.1, -0.4, -0.3]]))
     held_out = [(x[200:], y[200:])]
     tuning = lw.Validation(held_out, decades=decades, points=3 if told else 11)
     with caplog.at_level("WARNING", "lapwing"):
-        lw.fit(model, [(x[:5], y[:5])], lw.Full(), tune=tuning)
+        likelihood = lw.Categorical(logit_temperature=2.0)
+        assert lw.fit(model, [(x[:5], y[:5])], lw.Full(), likelihood=likelihood, tune=tuning).logit_temperature == 2.0
     shown = [record.getMessage() for record in caplog.records if "edge of its range" in record.getMessage()]
     assert len(shown) == (told is not None)
     if told is not None:
         assert re.search(told, shown[0])
+
+
+def overconfident(scale=4.0, outputs=3):
+    """A network whose logits are too large, its training data, and held-out data, in float64."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, outputs)).double().eval()
+    x = torch.randn(160, 2, dtype=torch.float64)
+    with torch.no_grad():
+        logits = 3 * model(x)
+        y = (
+            torch.distributions.Categorical(logits=logits).sample()
+            if outputs > 1
+            else torch.rand(160, 1) < logits.sigmoid()
+        )
+        model[2].weight.mul_(3 * scale)
+        model[2].bias.mul_(3 * scale)
+    return model, [(x[:60], y[:60])], [(x[60:120], y[60:120]), (x[120:], y[120:])]
+
+
+def score(posterior, loader):
+    return torch.cat([posterior.predict(x).log_prob(y) for x, y in loader]).mean().item()
+
+
+@pytest.mark.parametrize("outputs", [3, 1])
+def test_prior_and_temperature_are_the_best_pair(outputs):
+    """Against a brute-force grid of single predictions; the likelihood at T is the mean of the logits divided."""
+    model, loader, held_out = overconfident(outputs=outputs)
+    chosen = lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out, errors=0.0))
+    around = [chosen.with_prior(10**e) for e in (-1.0, 0.0, 1.0, 1.5, 2.0, 2.5, 3.0)]
+    grid = max(
+        score(replace(one, likelihood=type(one.likelihood)(logit_temperature=10**t)), held_out)
+        for one in around
+        for t in (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8)
+    )
+    assert score(chosen, held_out) >= grid - 2e-3
+    assert chosen.logit_temperature > 2
+    plain = lw.fit(model, loader, lw.KFAC(), tune=None, prior_precision=chosen.prior_precision)
+    latent = plain.latent(held_out[0][0])
+    by_hand = plain.likelihood.predict(type(latent)(latent.mean / chosen.logit_temperature, latent.terms))
+    torch.testing.assert_close(by_hand.probs, chosen.predict(held_out[0][0]).probs)
+
+
+def test_a_network_that_is_too_unsure_keeps_its_logits():
+    """T is at least 1: below it the means are sharpened beside a variance that should be smaller."""
+    model, loader, held_out = overconfident(scale=0.3)
+    assert lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out)).logit_temperature == 1.0
+
+
+def test_the_widest_of_equally_good_spreads_is_chosen():
+    model, loader, held_out = overconfident()
+    best, wide = (lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out, errors=e)) for e in (0.0, 1.0))
+    assert wide.prior_precision < best.prior_precision
+    assert abs(score(best, held_out) - score(wide, held_out)) < WIDER + 2e-4
+
+
+@pytest.mark.parametrize("name", ["mlp_scalar", "deep_linear"])
+def test_the_factor_of_a_regression_is_the_best_one(name):
+    """(δ/c, c σ²) has c times the covariance of y, and no other c scores better: one output and several."""
+    case = ZOO[name]
+    loader, held_out = [(case.inputs(9, 1), case.targets(9, 1))], [(case.inputs(4, 2), case.targets(4, 2))] * 2
+    posterior = lw.fit(case.build(), loader, lw.KFAC(), likelihood=lw.Gaussian(0.5), params=lw.matching("*"), tune=None)
+    one = posterior.with_prior(3.0)
+    scores, factors = width_scores([one], lambda posterior: [posterior], held_out)
+    best = 10 ** factors.item()
+    assert score(one.with_prior(3.0 / best, 0.5 * best), held_out) == pytest.approx(scores.item(), rel=1e-9)
+    for other in (0.9 * best, 1.1 * best):
+        assert score(one.with_prior(3.0 / other, 0.5 * other), held_out) < scores.item()
+
+
+def test_a_regression_that_interpolates_gets_its_width():
+    """The mean squared training residual, 0, says nothing of the noise: the search starts at held-out residuals."""
+    torch.manual_seed(0)
+    x = torch.randn(200, 10, dtype=torch.float64)
+    y = x[:, :1] + 0.5 * torch.randn(200, 1, dtype=torch.float64)
+    model = torch.nn.Linear(10, 1).double().eval()
+    with torch.no_grad():
+        solution = torch.linalg.pinv(torch.cat([x[:8], torch.ones(8, 1, dtype=x.dtype)], 1)) @ y[:8]
+        model.weight.copy_(solution[:10].T)
+        model.bias.copy_(solution[10])
+    posterior = lw.fit(model, [(x[:8], y[:8])], tune=lw.Validation([(x[8:100], y[8:100])]))
+    lower, upper = posterior.predict(x[100:]).interval(0.9)
+    assert 0.8 < ((lower <= y[100:]) & (y[100:] <= upper)).double().mean() < 0.98
+
+
+def last_layers():
+    """A network of which the last layer is treated, at T = 1 and with T chosen; and inputs."""
+    model, loader, held_out = overconfident()
+    fits = [lw.fit(model, loader, lw.KFAC(), params=lw.last_layer, prior_precision=5.0, tune=tuning)
+            for tuning in (None, lw.Validation(held_out))]  # fmt: skip
+    return model, *fits, held_out
+
+
+def check_way(plain, warm, x, via):
+    cold, tempered = plain.latent(x, via=via), warm.predict(x, via=via)
+    torch.testing.assert_close(tempered.latent.mean, cold.mean / warm.logit_temperature)
+    torch.testing.assert_close(tempered.latent.covariance, cold.covariance)
+    assert tempered.confidence.mean() < plain.predict(x, via=via).confidence.mean() - 0.05
+
+
+def test_predictions_and_files_follow_the_temperature(tmp_path):
+    """Linearised, joint and drawn predictions and files; not the network alone in a comparison."""
+    model, plain, warm, held_out = last_layers()
+    x, _ = held_out[0]
+    assert warm.logit_temperature > 1.5
+    assert warm.prior_precision == 5.0
+    check_way(plain, warm, x, lw.Linearized())
+    check_way(plain, warm, x, lw.MonteCarlo(200))
+    joint = warm.likelihood.predict(warm.latent(x, joint=True))
+    torch.testing.assert_close(joint.probs, warm.predict(x).probs)
+    warm.save(tmp_path / "warm.safetensors")
+    again = lw.load(tmp_path / "warm.safetensors", model)
+    assert again.logit_temperature == warm.logit_temperature
+    assert torch.equal(again.predict(x).probs, warm.predict(x).probs)
+    alone = [lw.compare({"posterior": one}, held_out, repeats=1)["MAP"]["NLL"] for one in (plain, warm)]
+    assert alone[0] == alone[1]
+
+
+@pytest.mark.slow
+def test_streamlined_and_deployed_networks_follow_the_temperature():
+    _, plain, warm, held_out = last_layers()
+    x, _ = held_out[0]
+    check_way(plain, warm, x, lw.Streamlined())
+    torch.testing.assert_close(lw.deploy(warm, x)(x), warm.predict(x, via=lw.Streamlined()).probs)

@@ -49,7 +49,7 @@ class SampledLLA(Method):
 
     On an MNIST network (2 000 images) Full's evidence spreads the weights far too wide, as it does for networks that
     are sure of their training labels: test NLL 0.435, the network's own 0.049. At a δ chosen by held-out data, a
-    hundred times larger, it was 0.049 by the default probit link and 0.048 by `link=lw.SampledLink()`. So compare a few
+    hundred times larger, it was 0.049 by `lw.Probit(scale="class")` and 0.048 by `lw.SampledLink()`. So compare a few
     `prior_precision=` on held-out data for classifiers; solves are quick there (7 iterations in place of 45).
 
     Source: Antorán et al. 2023, Sampling-based Inference for Large Linear Models, with Application to Linearised
