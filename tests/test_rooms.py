@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -16,6 +17,7 @@ ORDER = (
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
 
 
+@cache
 def imports(name: str) -> set[str]:
     """The modules of lapwing that one imports when it runs: at its top, or in a function."""
     tree, package = ast.parse(FILES[name].read_text()), name.split(".")[:-1]

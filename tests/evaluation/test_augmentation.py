@@ -205,6 +205,7 @@ def test_augmented_images_tune_a_posterior():
     assert posterior.prior_precision == again.prior_precision
 
 
+@pytest.mark.slow
 def test_a_trained_network_is_less_right_on_augmented_training_images(data_folder: Path) -> None:
     """The stand-in for validation data: accuracy falls below that of test images, and not to chance."""
     found, model = data.images("mnist"), networks.mnist_cnn()

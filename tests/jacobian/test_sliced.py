@@ -26,11 +26,13 @@ from tests.jacobian.test_contractions import (
 )
 from tests.zoo import ZOO
 
-EVERY = lw.matching("*")
+EVERY, SLOW = lw.matching("*"), pytest.mark.slow
 NETWORKS = (
     "mlp", "mlp_scalar", "cnn_bn_inplace", "grouped_strided_conv", "conv1d", "attention", "mha_seq_first", "gpt2",
     "tied", "embedding_bag_of_tokens", "shared_module", "functional_reuse", "custom_parameter", "lstm", "all_frozen",
 )  # fmt: skip
+LONG = ("grouped_strided_conv", "conv1d", "attention", "lstm")
+"""They take seconds; the same layers are in `cnn_bn_inplace`, `gpt2`, `custom_parameter` and the networks of strips."""
 
 
 def heaviest(record: tn.Record) -> int:
@@ -45,9 +47,9 @@ def with_budget(tangent: tn.Tangent, inputs: Any, cotangents: Any, part: float) 
 
 @pytest.mark.parametrize(
     ("name", "part"),
-    [(name, 0.4) for name in NETWORKS]
-    + [("mlp", 1.0), ("attention", 1.0), ("mlp", 0.02), ("shared_module", 0.02)]
-    + [pytest.param(name, 0.02, marks=pytest.mark.slow) for name in ("cnn_bn_inplace", "tied")],
+    [pytest.param(name, 0.4, marks=SLOW if name in LONG else []) for name in NETWORKS]
+    + [("mlp", 1.0), ("attention", 1.0), ("shared_module", 0.02)]
+    + [pytest.param(name, 0.02, marks=SLOW) for name in ("mlp", "cnn_bn_inplace", "tied")],
 )
 def test_contractions_with_a_tiny_budget(name: str, part: float) -> None:
     """All cotangents of the heaviest block fit, a few of them do, or one: rows are then held a few at a time, too."""
@@ -60,7 +62,6 @@ def test_contractions_with_a_tiny_budget(name: str, part: float) -> None:
     for cotangents, rows in ((None, plain), (u, u.mT @ plain), (u[..., :1], u[..., :1].mT @ plain)):
         small = with_budget(tangent, x, cotangents, part)
         record, second, whole = small.record(x, cotangents), small.record(other), tangent.record(x, cotangents)
-        assert part == 1.0 or len(record._groups) > 1
         kinds = set()
         for block, wanted, their_rows in zip(tangent.blocks, rows.split(columns, -1), theirs, strict=True):
             jacobian = record[block.name]
@@ -114,19 +115,6 @@ def test_blocks_may_be_asked_for_in_any_order() -> None:
         close(kept[name].rows(), wanted[name])
 
 
-def test_derivatives_in_the_inputs_ignore_the_budget() -> None:
-    case = ZOO["mlp"]
-    _, x, tangent = survey(case)
-    found = []
-    for chosen in (tangent, replace(tangent, memory=8)):
-        leaf = x.clone().requires_grad_()
-        record = chosen.record(leaf)
-        sum(record[name].squared_norm() for name in record).backward()
-        found.append(leaf.grad)
-    close(*found)
-    assert found[0].abs().max() > 0
-
-
 def test_groups_are_consecutive_and_as_long_as_fits() -> None:
     loads = [(3, 12), (3, 12), (100, 400), (1, 4), (1, 4), (1, 4)]
     assert grouped(loads, 18) == [range(0, 2), range(2, 3), range(3, 6)]
@@ -148,7 +136,7 @@ def test_what_fits_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     record, calls[:] = with_budget(tangent, x, None, 1.0).record(x), []
     for name in record:
         record[name].squared_sum()
-    assert len(calls) == len(record._groups) > 1
+    assert 1 < len(calls) <= len(record)
 
 
 METHODS = {
@@ -216,7 +204,8 @@ class Tokens(nn.Module):
         return self.head(torch.tanh(self.mix(h)).mean(1))
 
 
-@pytest.mark.parametrize("power", [24, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("power", [24, 25])
 def test_the_peak_of_many_outputs_at_many_positions(power: int) -> None:
     """400 outputs at 1024 positions: one sample's gradients are 225 MiB, 14 times the smallest budget."""
     torch.manual_seed(0)
@@ -257,7 +246,7 @@ class Wide(nn.Module):
         return self.head(torch.tanh(self.mix(x)).mean(1))
 
 
-@pytest.mark.parametrize("positions", [4, 64])
+@pytest.mark.parametrize("positions", [4, pytest.param(64, marks=SLOW)])
 def test_the_peak_of_many_outputs_of_a_wide_layer(positions: int) -> None:
     """Its rows, 100 MiB, are held a few at a time; with 4 positions the gradients fit, and slices of rows must, too."""
     torch.manual_seed(0)

@@ -221,6 +221,7 @@ def test_one_output_and_derivatives_in_the_inputs(name: str, monkeypatch: pytest
             sum(record[block].squared_norm() for block in record).backward()
             found.append(leaf.grad)
         close(*found)
+        assert found[0].abs().max() > 0
 
 
 def test_repeated_tokens_are_merged_to_as_many_as_there_are() -> None:
@@ -253,7 +254,7 @@ def picture() -> nn.Module:
 
 
 HUGE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "image": (picture, lambda: torch.randn(1, 3, 256, 256)),
+    "image": (picture, lambda: torch.randn(1, 3, 192, 192)),
     "larger image": (picture, lambda: torch.randn(1, 3, 512, 512)),
     "text": (lambda: Text(10, 64), lambda: torch.randint(7, (1, 30_000))),
 }
@@ -284,8 +285,8 @@ def contractions(block: tn.Block, jacobian: tn.BlockJacobian) -> dict[str, Calla
 
 @pytest.mark.parametrize(
     ("name", "power"),
-    [("image", 24), ("text", 24), pytest.param("text", 26, marks=SLOW)]
-    + [pytest.param("larger image", power, marks=SLOW) for power in (24, 26)],
+    [("image", 24)]
+    + [pytest.param(name, power, marks=SLOW) for name in ("text", "larger image") for power in (24, 26)],
 )
 def test_the_peak_of_one_large_sample(name: str, power: int, caplog: pytest.LogCaptureFixture) -> None:
     """What each contraction builds for one output is below twice the budget, activations and their gradients aside."""
@@ -309,10 +310,11 @@ def test_the_peak_of_one_large_sample(name: str, power: int, caplog: pytest.LogC
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("image", lw.KFAC()), ("text", lw.Diagonal()), pytest.param("text", lw.KFAC(), marks=SLOW)]
-    + [
-        pytest.param(name, method, marks=SLOW)
-        for name, method in (("image", lw.Diagonal()), ("larger image", lw.KFAC()))
+    [
+        pytest.param(name, method, marks=[] if (name, method) == ("image", lw.KFAC()) else SLOW)
+        for method in (lw.KFAC(), lw.Diagonal())
+        for name in ("image", "text", "larger image")
+        if name != "larger image" or method == lw.KFAC()
     ],
     ids=str,
 )

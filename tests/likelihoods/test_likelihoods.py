@@ -301,9 +301,9 @@ def test_likelihood_is_abstract():
 
 
 def test_an_added_likelihood_predicts():
-    """Poisson: the mean of y is ``exp(m + v/2)`` under the latent Gaussian; 50 000 draws."""
+    """Poisson: the mean of y is ``exp(m + v/2)`` under the latent Gaussian; 10 000 draws."""
     latent = random_latent(size=1, scale=0.2)
-    prediction = Poisson().predict(latent, SampledLink(50_000))
+    prediction = Poisson().predict(latent, SampledLink(10_000))
     exact = torch.exp(latent.mean + 0.5 * latent.variance)
     torch.testing.assert_close(prediction.mean, exact, rtol=0.02, atol=0)
     total = sum(prediction.log_prob(torch.full((4, 1), float(count))).exp() for count in range(80))

@@ -52,6 +52,10 @@ LAST = (
     "functional_reuse",
     "compiled",
 )
+POSITIONS = (
+    *FEW, "mlp_scalar", "cnn_bn_inplace", "conv1d", "circular_conv", "attention", "mha_seq_first", "gpt2",
+    "embedding_bag_of_tokens", "patch_embedding", "functional_reuse",
+)  # fmt: skip
 
 
 EVERY_NETWORK = tuple(pytest.param(name, marks=pytest.mark.slow) if name == "vit" else name for name in ZOO)
@@ -207,6 +211,16 @@ class OnEveryLastLayer:
         super().test_last_layer(name)
 
 
+class OnEveryKindOfPosition:
+    """For factors that differ from others only where a layer is used at several positions."""
+
+    @pytest.mark.parametrize(
+        "name", [name if name in POSITIONS else pytest.param(name, marks=pytest.mark.slow) for name in ZOO]
+    )
+    def test_covariance_and_latent(self, name):
+        super().test_covariance_and_latent(name)
+
+
 class TestDiagonal(MethodConformance):
     method = lw.Diagonal()
 
@@ -221,7 +235,7 @@ class TestFullPrimal(MethodConformance):
         return oracle.laplace_covariance(G, delta)
 
 
-class TestFullDual(OnEveryLastLayer, TestFullPrimal):
+class TestFullDual(OnFewNetworks, OnEveryLastLayer, TestFullPrimal):
     method = lw.Full(form="dual")
 
 
@@ -361,7 +375,7 @@ class TestKfacExpand(OnEveryLastLayer, KroneckerConformance):
     method = lw.KFAC()
 
 
-class TestKfacReduce(KroneckerConformance):
+class TestKfacReduce(OnEveryKindOfPosition, KroneckerConformance):
     method = lw.KFAC(weight_sharing="reduce")
 
 
@@ -370,7 +384,7 @@ class TestEkfacExpand(KroneckerConformance):
     corrected = True
 
 
-class TestEkfacReduce(KroneckerConformance):
+class TestEkfacReduce(OnEveryKindOfPosition, KroneckerConformance):
     """A null space of A has anyone's eigenvectors, mean inputs one: for few samples, where patches add up."""
 
     method = lw.EKFAC(weight_sharing="reduce")
@@ -469,10 +483,9 @@ def test_residual_only_adds_and_shrinks_to_full(name):
 # --- sampled Fisher, in expectation ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mlp", "deep_linear"])
-def test_sampled_fisher_is_right_in_expectation(name, monkeypatch):
+def test_sampled_fisher_is_right_in_expectation(monkeypatch):
     """Mean of the sampled curvature's diagonal over 60 seeds, within 5 standard errors of the exact one."""
-    problem = setup(name)
+    problem = setup("mlp")
     monkeypatch.setattr(problem_module, "EXACT_FISHER_OUTPUTS", 0)
     draws = []
     for seed in range(60):

@@ -236,7 +236,7 @@ class TestHardCases:
     @pytest.mark.parametrize("implicit", [False, True])
     @pytest.mark.parametrize("residual", [None, "prior"])
     def test_products_with_any_leading_dimensions(self, implicit, residual, monkeypatch):
-        problem = setup("gpt2")
+        problem = setup("bilinear" if implicit else "gpt2")
         if implicit:
             monkeypatch.setattr(
                 "lapwing.methods.ella.span_of_anchors", with_budget(subspace.span_of_anchors, 16 * 6**2)
@@ -341,8 +341,17 @@ def test_a_small_budget_loses_no_direction(residual):
         torch.testing.assert_close(fitted.latent(x).variance, wanted, rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("method", [lw.ELLA(20, rows="all"), lw.OptimalSubspace(20, "prior", rows=100)], ids=str)
-@pytest.mark.parametrize(("width", "samples"), [(250, 100), (70, 600)])
+@pytest.mark.parametrize(
+    ("width", "samples", "method"),
+    [
+        (250, 100, lw.OptimalSubspace(20, "prior", rows=100)),
+        *(
+            pytest.param(width, samples, lw.ELLA(20, rows="all"), marks=pytest.mark.slow)
+            for width, samples in ((250, 100), (70, 600))
+        ),
+    ],
+    ids=str,
+)
 def test_rows_that_do_not_fit_lose_no_direction(method, width, samples):
     """Rows, or what orthonormalises them, exceed the budget: their Gram matrix in float32 shows 7 directions.
 

@@ -167,7 +167,7 @@ def test_at_alpha_one_the_optimal_A_is_not_the_closed_form(still):
     assert 1.5 < ratio < 10, ratio
 
 
-@pytest.mark.parametrize("name", ["mlp_scalar", "mlp", "attention"])
+@pytest.mark.parametrize("name", ["mlp_scalar", "mlp", pytest.param("attention", marks=pytest.mark.slow)])
 def test_moving_points_raise_the_bound(name):
     """The evidence's lower bound with the points found is above that of the points it began at."""
     case = setup(name, samples=40)
@@ -320,9 +320,9 @@ def test_bad_targets_are_told_before_a_step():
     ("name", "fit"),
     [
         *(("mlp", fit) for fit in MOVING),
-        ("mlp_scalar", MOVING[0]), ("cnn_bn_inplace", MOVING[1]), ("attention", MOVING[0]), ("gpt2", MOVING[1]),
+        ("mlp_scalar", MOVING[0]), ("cnn_bn_inplace", MOVING[1]), ("attention", MOVING[0]),
         ("tied", MOVING[2]), ("frozen_trunk", MOVING[0]), ("all_frozen", MOVING[1]),
-        pytest.param("vit", MOVING[1], marks=pytest.mark.slow),
+        *(pytest.param(name, MOVING[1], marks=pytest.mark.slow) for name in ("gpt2", "vit")),
     ],
 )  # fmt: skip
 def test_networks(name, fit, tmp_path):

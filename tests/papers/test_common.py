@@ -95,6 +95,7 @@ def evaluate(model: nn.Module, images: data.Images) -> tuple[float, float]:
     return float(right), float(F.cross_entropy(logits, images.y_test))
 
 
+@pytest.mark.slow
 def test_mnist_network(data_folder: Path) -> None:
     accuracy, loss = evaluate(networks.mnist_cnn(), data.images("mnist"))
     assert accuracy == pytest.approx(0.9901, abs=5e-5)

@@ -66,12 +66,11 @@ def identical(one: lw.Posterior, other: lw.Posterior, x: Any, y: Tensor) -> None
 
 # --- save and load ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.parametrize("name", ["cnn_bn_inplace", "deep_linear", "embedding_bag_of_tokens"])
-def test_round_trip_of_every_method(method: lw.Method, name: str, tmp_path: Path) -> None:
-    model, x, y, loader = data(name)
+def test_round_trip_of_every_method(method: lw.Method, tmp_path: Path) -> None:
+    model, x, y, loader = data("embedding_bag_of_tokens")
     posterior = lw.fit(model, loader, method, params=EVERY)
     posterior.save(tmp_path / "p")
-    identical(lw.load(tmp_path / "p", ZOO[name].build()), posterior, x, y)
+    identical(lw.load(tmp_path / "p", ZOO["embedding_bag_of_tokens"].build()), posterior, x, y)
 
 
 ROUND_TRIPS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -441,12 +440,13 @@ def test_threads_that_predict_at_the_same_time(name: str) -> None:
     """Each runs the network at other weights; nobody else may see them."""
     model, x, _, loader = data(name, 5)
     posterior = lw.fit(model, loader, lw.KFAC(), params=EVERY)
-    ways = [lw.MonteCarlo(draws=3), lw.Linearized()]
+    ways = [lw.MonteCarlo(draws=3), lw.Linearized(), *([lw.Streamlined()] if name == "mlp" else [])]
     expected = [posterior.latent(x, via=way).covariance for way in ways]
     sums = [posterior.covariance.to_dense().sum(), posterior.sample(2)]
 
     def work(i: int) -> None:
-        torch.testing.assert_close(posterior.latent(x, via=ways[i % 2]).covariance, expected[i % 2])
+        way = i % len(ways)
+        torch.testing.assert_close(posterior.latent(x, via=ways[way]).covariance, expected[way])
         torch.testing.assert_close(posterior.sample(2), sums[1])
         other = lw.fit(model, loader, lw.KFAC(), params=EVERY) if i % 3 == 0 else posterior
         torch.testing.assert_close(other.covariance.to_dense().sum(), sums[0])
@@ -479,18 +479,6 @@ def test_pickles_do_not_grow_with_use(method: Any) -> None:
     before = len(pickle.dumps(posterior))
     posterior.latent(x).covariance.sum()
     assert len(pickle.dumps(posterior)) < 1.01 * before
-
-
-def test_threads_of_streamlined_and_monte_carlo() -> None:
-    model, x, _, loader = data("mlp")
-    posterior = lw.fit(model, loader, lw.KFAC())
-    ways = [lw.MonteCarlo(draws=5), lw.Streamlined()]
-    expected = [posterior.latent(x, via=way).mean for way in ways]
-
-    def work(i: int) -> None:
-        torch.testing.assert_close(posterior.latent(x, via=ways[i % 2]).mean, expected[i % 2])
-
-    in_threads(work, 20)
 
 
 def test_replace_gives_another_posterior() -> None:

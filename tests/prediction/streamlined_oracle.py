@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +20,7 @@ from lapwing.covariance import (
     LowRankWithResidual,
 )
 from lapwing.prediction.streamlined import Streamlined
+from tests.zoo import ZOO
 
 F64 = torch.float64
 KINDS = ("kronecker", "diagonal", "dense block", "dense", "low rank", "low rank with residual")
@@ -103,6 +106,12 @@ def mlp(outputs: int = 3) -> nn.Sequential:
 
 def survey(model, x, params=None):
     return tn.Tangent.survey(model.eval(), x, params or tn.matching("*"))
+
+
+@cache
+def surveyed(name: str) -> tn.Tangent:
+    """A network of the zoo with all its parameters treated, to be read only: its graph is traced once for all tests."""
+    return survey(ZOO[name].build(), ZOO[name].inputs(4, 0))
 
 
 def linear_by_loops(mean: Tensor, cov: Tensor, weight: Tensor, S: Tensor | None) -> Tensor:

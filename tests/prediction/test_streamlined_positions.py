@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -13,8 +15,8 @@ from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
 from lapwing.prediction.streamlined.moments import Moments
 from papers.common.networks import BasicBlock
-from tests.prediction.streamlined_oracle import F64, Function, build, draw_outputs
-from tests.prediction.test_streamlined_networks import covariance_of
+from tests.prediction.streamlined_oracle import F64, Function, build, draw_outputs, surveyed
+from tests.prediction.test_streamlined_networks import NAMES, covariance_of
 from tests.zoo import ZOO
 
 SURE = {"scale": 1e7, "precision": 1e8}  # products of weights with uncertain inputs do not count
@@ -109,9 +111,7 @@ def test_attention_and_residuals_of_equal_tokens_are_one():
 
 def test_without_positions_nothing_changes():
     for name in ("mlp", "prelu"):
-        case = ZOO[name]
-        x = case.inputs(3, 0)
-        tangent = tn.Tangent.survey(case.build(), x, tn.matching("*"))
+        tangent, x = surveyed(name), ZOO[name].inputs(3, 0)
         covariance = covariance_of(tangent)
         ways = [Streamlined(positions=positions) for positions in ("independent", "correlated")]
         both = [way.latent(tangent, covariance, x).covariance for way in ways]
@@ -130,7 +130,7 @@ def convolutions():
 def vision_transformer():
     torch.manual_seed(0)
     patches = [nn.Conv2d(3, 12, 2, 2), nn.Flatten(2), Function(lambda x: x.transpose(1, 2))]
-    layers = [nn.TransformerEncoderLayer(12, 3, 24, batch_first=True, norm_first=True) for _ in range(2)]
+    layers = [nn.TransformerEncoderLayer(12, 3, 24, batch_first=True, norm_first=True)]
     return nn.Sequential(*patches, *layers, nn.LayerNorm(12), mean_of_tokens(), nn.Linear(12, 4)), torch.rand(
         6, 3, 8, 8
     )
@@ -151,11 +151,9 @@ def test_correlated_positions_are_nearer(make):
     assert errors[1] < 0.7
 
 
-@pytest.mark.parametrize("name", [n for n in ZOO if n not in ("tied", "shared_module", "functional_reuse")])
+@pytest.mark.parametrize("name", NAMES)
 def test_correlations_are_between_zero_and_one(name):
-    case = ZOO[name]
-    x = case.inputs(3, 0)
-    tangent = tn.Tangent.survey(case.build(), x, tn.matching("*"))
+    tangent, x = surveyed(name), ZOO[name].inputs(3, 0)
     with without_compiled():
         program = Streamlined().program(tangent, covariance_of(tangent), x)
     values = program.start(x, {})
@@ -271,10 +269,16 @@ class Cross(nn.Module):
         return self.out(found.transpose(1, 2).flatten(2)).mean(1)
 
 
-def cross_attended(function, positions="correlated", groups=1, **options):
+@cache
+def cross(function, groups):
+    """The network with this attention, surveyed once for all tests, and its inputs."""
     torch.manual_seed(0)
     model, x = Cross(function, groups).double().eval(), torch.rand(3, 5, 4, dtype=F64)
-    tangent = tn.Tangent.survey(model, x, tn.matching("key.*", "value.*", "out.*"))
+    return tn.Tangent.survey(model, x, tn.matching("key.*", "value.*", "out.*")), x
+
+
+def cross_attended(function, positions="correlated", groups=1, **options):
+    tangent, x = cross(function, groups)
     torch.manual_seed(1)
     return Streamlined(positions=positions, **options).latent(tangent, covariance_of(tangent), x).variance
 
@@ -286,15 +290,20 @@ def test_attention_by_hand_takes_what_positions_share_through(kind):
     assert (expected > cross_attended(fused, "independent")).all()
 
 
+def shared_values(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, scale=1.0, enable_gqa=True)
+
+
+def repeated_values(q, k, v):
+    return fused(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
+
+
+@pytest.mark.parametrize("positions", ["independent", "correlated"])
 @pytest.mark.parametrize("attention", ["values", "scores", "tokens", "features"])
-def test_heads_that_share_values_equal_repeated_ones(attention):
-    def shared(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, scale=1.0, enable_gqa=True)
-
-    def repeated(q, k, v):
-        return fused(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
-
-    both = [cross_attended(function, groups=2, attention=attention) for function in (shared, repeated)]
+def test_heads_that_share_values_equal_repeated_ones(attention, positions):
+    both = [
+        cross_attended(function, positions, 2, attention=attention) for function in (shared_values, repeated_values)
+    ]
     torch.testing.assert_close(*both, rtol=1e-9, atol=1e-12)
 
 

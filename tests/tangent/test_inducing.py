@@ -51,7 +51,10 @@ def test_blocks_equal_the_oracle(name, small):
     close(found.outputs, oracle.outputs(problem.model, problem.test))
 
 
-@pytest.mark.parametrize(("name", "small"), [*((name, True) for name in NETWORKS), ("mlp", False)])
+@pytest.mark.parametrize(
+    ("name", "small"),
+    [*((name, True) for name in NETWORKS[:-1]), ("mlp", False), pytest.param("vit", True, marks=pytest.mark.slow)],
+)
 def test_gradients_equal_finite_differences(name, small):
     """Central differences of random sums of K_Z and K_xZ, along random directions in Z."""
     problem = setup(name)
@@ -80,7 +83,7 @@ def test_gradients_equal_finite_differences(name, small):
         torch.testing.assert_close(wanted, slope, rtol=2e-5, atol=2e-5 * float(first.inner.detach().abs().max()))
 
 
-@pytest.mark.parametrize("name", ["mlp", "mlp_scalar"])
+@pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.slow), "mlp_scalar"])
 def test_gradcheck(name):
     problem = setup(name)
     anchors = points(problem)

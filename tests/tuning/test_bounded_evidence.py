@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -114,6 +115,14 @@ def test_memorised_labels_are_told_of_where_they_choose_the_prior_precision(clas
 
 def overfitted(dtype=torch.float64, rows=60, steps=300):
     """A network that fits a noisy curve too closely, its data in two batches, and other data."""
+    found = copy.deepcopy(trained(dtype, rows, steps))
+    torch.manual_seed(0)
+    return found
+
+
+@cache
+def trained(dtype, rows, steps):
+    """What `overfitted` returns a copy of: it is trained once for all tests."""
     torch.manual_seed(0)
     x = torch.randn(rows + 200, 3, dtype=dtype)
     y = (x[:, :1] * x[:, 1:2]).sin() + 0.3 * torch.randn(len(x), 1, dtype=dtype)
@@ -423,7 +432,7 @@ def test_training_variance_and_the_part_that_weights_explain_at_most():
 def test_learning_curve(factor):
     """Its widths solve the equation; of few inputs that need not be told apart, it is that of a ridge regression."""
     values, noise = torch.logspace(3, -6, 40, dtype=torch.float64), 0.1
-    grid = torch.linspace(noise, noise + float(values.mean()), 2_000_001, dtype=torch.float64)
+    grid = noise * torch.linspace(0, math.log(1 + float(values.mean()) / noise), 40_001, dtype=torch.float64).exp()
     widths = []
     for more in (factor, 1.0):
         right = noise + sum(value / (1 + more * value / grid) for value in values) / len(values)

@@ -145,7 +145,7 @@ def test_no_other_factor_predicts_held_out_targets_better(via, outputs):
     assert is_best(lambda factor: naive(posterior, held_out, via, factor), found.factor)
 
 
-@pytest.mark.parametrize("link", [None, lw.Probit(scale="marginal"), lw.SampledLink(2000)], ids=repr)
+@pytest.mark.parametrize("link", [None, lw.Probit(scale="marginal"), lw.SampledLink(500)], ids=repr)
 @pytest.mark.parametrize("via", [lw.Linearized(), lw.Streamlined()], ids=repr)
 def test_no_other_factor_predicts_held_out_labels_better(via, link):
     model, loader, held_out = classification()
