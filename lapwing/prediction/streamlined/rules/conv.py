@@ -39,7 +39,7 @@ def convolution(site: Site, arguments: dict[str, Any], positions: bool = True) -
     if variance is not None:
         second = site.constant("second", lambda: total_of([w.square(), spread]), w, spread)
         parts.append(apply(variance, second))
-    treated = conv_weights(site)
+    treated = site.weights
     treated = None if treated is None or treated.is_diagonal else treated
     shared = treated is not None and isinstance(bias, Moments) and treated.block.bias
     shift = bias.variance if isinstance(bias, Moments) and not shared else None
@@ -71,12 +71,6 @@ def convolution(site: Site, arguments: dict[str, Any], positions: bool = True) -
         return Moments(h, total)
     rho = layer_correlation(total, total_of(pooled), individual, layout, site.samples, 1)  # (B, O)
     return Moments(h, total, layout.spread(rho, total, 1))
-
-
-def conv_weights(site: Site) -> Treated | None:
-    """Returns the treated weights of a convolution, None where they are no layer's."""
-    treated = site.treated("weight")
-    return treated if treated is not None and treated.is_stored_as(transposed=False) else None
 
 
 def _inherited(cover: Sequence[Tensor], w: Tensor, spread: Tensor | None) -> Tensor:
