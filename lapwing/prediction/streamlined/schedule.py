@@ -195,14 +195,13 @@ def _outside(
 
 
 def _fused(node: fx.Node, source: str, members: Mapping[str, list[fx.Node]]) -> Fused:
-    inside = {member.name: member for member in members[source]}
-    needed, waiting = set[str](), [node]
-    while waiting:
-        member = waiting.pop()
-        if member.name not in needed:
-            needed.add(member.name)
-            waiting.extend(inside[s.name] for s in member.all_input_nodes if s.name in inside)
-    return Fused(source, tuple(member for member in members[source] if member.name in needed))
+    """Returns the function that gives one of the values made of a source, with those of its members that it takes."""
+    needed, body = {node}, []
+    for member in reversed(members[source]):
+        if member in needed:
+            body.append(member)
+            needed.update(member.all_input_nodes)
+    return Fused(source, tuple(reversed(body)))
 
 
 def _needed(steps: list[Step], output: str) -> list[Step]:
