@@ -247,6 +247,24 @@ def test_texts_of_other_lengths(length: int) -> None:
     assert_same(predictor(texts(3, length)), posterior, texts(3, length), lw.Streamlined(), "latent", 2e-6)
 
 
+class PooledTokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.pool, self.head = nn.Embedding(11, 6), nn.AdaptiveAvgPool1d(2), nn.Linear(12, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.pool(self.table(tokens).mT).flatten(1))
+
+
+@pytest.mark.slow
+def test_pools_over_tokens_of_other_lengths() -> None:
+    tokens = torch.randint(11, (20, 7), generator=torch.Generator().manual_seed(0))
+    data = [(tokens, torch.arange(20) % 3)]
+    posterior = lw.fit(PooledTokens().eval(), data, lw.Diagonal(), params=lw.everything, prior_precision=10.0)
+    predictor, other = lw.deploy(posterior, tokens, lw.Streamlined(), "latent"), tokens[:5, :4]
+    assert_same(predictor(other), posterior, other, lw.Streamlined(), "latent", 2e-6)
+
+
 @pytest.mark.parametrize(
     "name",
     ["residual_block"]

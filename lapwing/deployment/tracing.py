@@ -190,7 +190,7 @@ class Run(nn.Module):
                 steps.append(step)
         self.program, self.observe, self.dtype = program, observe, dtype
         self.values, self.steps, self.head, self.end = fixed, tuple(steps), head, end
-        self.complete = head is not None or values[program.schedule.output].covariance is not None
+        self.complete = head is not None or values[program.graph.output].covariance is not None
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
         """Returns what is observed of the moments."""
@@ -203,7 +203,7 @@ class Run(nn.Module):
         for step in self.steps:
             values[step.node.name] = program.step(step, values, samples)
         if self.head is None:
-            mean, plain, centred = _whole(values[program.schedule.output])
+            mean, plain, centred = _whole(values[program.graph.output])
         else:
             mean, spread = self.head(program.cast(self.head.source, values[self.head.source]))
             for step in self.end[1:]:

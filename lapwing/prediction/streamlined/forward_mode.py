@@ -19,6 +19,7 @@ from ...network.generic import jvp
 from .axes import SampleAxes
 from .moments import Moments, Value, mean_of
 from .operations import Kind, aten, is_a
+from .rules.attention import products
 from .schedule import Schedule, Step
 from .sites import Site, arguments_of, run
 
@@ -33,13 +34,9 @@ def evaluate(step: Step, values: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """Runs a step on tensors; attention by plain products, which have forward-mode derivatives."""
     if step.fused is not None:
         return step.fused(values[step.fused.source], values)
-    if not is_a(step.node, Kind.ATTENTION):
-        return run(step.node, values, dtype)
-    arguments = arguments_of(step.node, values, dtype)
-    mask = arguments["attn_mask"]
-    if mask is not None and mask.dtype == torch.bool:  # the plain products add masks
-        arguments["attn_mask"] = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
-    return aten._scaled_dot_product_attention_math.default(**arguments)[0]
+    if is_a(step.node, Kind.ATTENTION):
+        return products(arguments_of(step.node, values, dtype))[0]
+    return run(step.node, values, dtype)
 
 
 def chunk_size(like: Tensor) -> int:

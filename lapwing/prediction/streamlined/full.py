@@ -25,8 +25,7 @@ from .forward_mode import chunk_size, evaluate, push
 from .moments import mean_of, total_of, variance_of
 from .operations import Kind, is_a, named
 from .program import Program
-from .rules.conv import conv_weights, geometry
-from .rules.linear import linear_weights
+from .rules.conv import geometry
 from .schedule import Schedule, Step
 from .sites import Site, Treated, refusal
 
@@ -102,7 +101,7 @@ class FullProgram:
         self._last_reads = {
             n: place for place, call in enumerate(self._calls) for n in (*call.reads, *call.step.sources)
         }
-        self._last_reads[program.schedule.output] = len(self._calls)
+        self._last_reads[program.graph.output] = len(self._calls)
         self._covariance = weakref.ref(covariance)  # programs are kept for as long as their posterior lives
         self._matrices: dict[str, Tensor] = {}
 
@@ -134,7 +133,7 @@ class FullProgram:
             known[name, name] = spread
         for place, call in enumerate(self._calls):
             self._run_call(place, call, values, known, samples)
-        output = program.schedule.output
+        output = program.graph.output
         return values[output], known[output, output]
 
     def _run_call(
@@ -260,15 +259,10 @@ def _between(known: Covariances, a: str, b: str) -> Tensor | None:
 
 def _treated_layer(site: Site | None) -> tuple[Treated, str] | None:
     """Returns the weights of a linear layer or convolution and the name of its input, None where others share them."""
-    if site is None:
+    if site is None or not is_a(site.node, Kind.LINEAR, Kind.CONVOLUTION):
         return None
-    if is_a(site.node, Kind.CONVOLUTION):
-        treated = conv_weights(site)
-        if treated is not None and treated.block.matrix_shape[0] > 1:
-            return None  # groups go by the derivative
-    else:
-        treated = linear_weights(site) if is_a(site.node, Kind.LINEAR) else None
-    if treated is None or not treated.block.has_weight:
+    treated = site.weights
+    if treated is None or treated.block.matrix_shape[0] > 1:  # groups go by the derivative
         return None
     arguments = named(site.node, site.node.args, site.node.kwargs)
     source = arguments.get("input", arguments.get("mat1", arguments.get("self")))

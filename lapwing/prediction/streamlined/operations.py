@@ -43,10 +43,8 @@ class Kind(Flag):
     """The result has no slope: new tensors of the same shape, rounded values."""
     STATISTIC = auto()
     """A reduction, which with its dimensions kept may be a part of a norm written by hand."""
-    MOVE = auto()
-    """Moves, repeats, joins or leaves out entries."""
     VIEW = auto()
-    """A move that may stand between the products of an attention written by hand."""
+    """A move of entries that may stand between the products of an attention written by hand."""
     ORDERED = auto()
     """A move that keeps the order of a sample's entries, so that their covariances stay as they are."""
     PRODUCT = auto()
@@ -58,7 +56,6 @@ class Kind(Flag):
     ATTENTION = auto()
     SOFTMAX = auto()
     NORM = auto()
-    POOLING = auto()
 
 
 Rule = Callable[["Site", dict[str, Any]], Value]

@@ -54,7 +54,7 @@ def build(
     treated = _treated(tangent, covariance, graph, dtype)
     inputs = frozenset(name for place in uncertain if (name := graph.leaves[place]) is not None)
     steps = schedule(graph, frozenset(treated), inputs, way.attention)
-    _check_uses(network, steps, treated)
+    _check_uses(network, graph, steps, treated)
     _check_forward_mode(network, steps, treated, way)
     calls = [step.node for step in steps.steps if step.uncertain and step.fused is None]
     ruleless = any(operation_of(node).rule is None for node in calls)
@@ -118,11 +118,11 @@ def _treated(
     return treated
 
 
-def _check_uses(network: str, steps: Schedule, treated: Mapping[str, tuple[Treated, str]]) -> None:
+def _check_uses(network: str, graph: Graph, steps: Schedule, treated: Mapping[str, tuple[Treated, str]]) -> None:
     """Refuses parameters that several calls share: their outputs are correlated, which variances cannot hold."""
     uses: dict[str, list[fx.Node]] = {}
     for placeholder, (_, name) in treated.items():
-        uses.setdefault(name, []).extend(steps.users.get(placeholder, ()))
+        uses.setdefault(name, []).extend(node for node in graph.nodes if placeholder in map(str, node.all_input_nodes))
     for name, nodes in uses.items():
         carrying = [node for node in nodes if node.name in steps.uncertain]
         if len(carrying) > 1:
@@ -131,7 +131,7 @@ def _check_uses(network: str, steps: Schedule, treated: Mapping[str, tuple[Treat
                 "independent, as streamlined prediction takes them. Treat other parameters with "
                 "params=lw.matching(...). Or predict with via=lw.Linearized()."
             )
-    if steps.output not in steps.uncertain:
+    if graph.output not in steps.uncertain:
         raise LapwingError(
             f"No treated parameter of {network} reaches its outputs by what streamlined prediction carries. Treat "
             "values, or layers after an attention. Or predict with via=lw.Linearized()."
@@ -179,7 +179,7 @@ class Program:
             last_reads.update(dict.fromkeys((*step.sources, *(branches.reads if branches else ())), place))
         self._frees: list[list[str]] = [[] for _ in steps]
         for name, place in last_reads.items():
-            if name != self.schedule.output and name not in self.graph.tensors:
+            if name != self.graph.output and name not in self.graph.tensors:
                 self._frees[place].append(name)
         self._casts: dict[str, tuple[Any, Tensor]] = {}
 
@@ -199,7 +199,7 @@ class Program:
             values[step.node.name] = self.step(step, values, samples)
             for name in freed:
                 values.pop(name, None)
-        output: Moments = values[self.schedule.output]
+        output: Moments = values[self.graph.output]
         return output.mean, torch.diag_embed(output.variance) if output.covariance is None else output.covariance
 
     def start(self, inputs: Any, variances: Mapping[int, Tensor]) -> dict[str, Value]:
@@ -306,7 +306,7 @@ def _ends(schedule: Schedule) -> frozenset[str]:
     for step in schedule.steps:
         for name in step.sources:
             readers[name] = readers.get(name, 0) + 1
-    ends, name = [], schedule.output
+    ends, name = [], schedule.steps[-1].node.name
     while name in steps:
         step = steps[name]
         ends.append(name)

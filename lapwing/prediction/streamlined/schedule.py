@@ -46,15 +46,11 @@ class Schedule:
 
     Attributes:
         steps: the steps.
-        output: name of the output's value.
         uncertain: names of all uncertain values.
-        users: name of a value -> the calls that read it.
     """
 
     steps: tuple[Step, ...]
-    output: str
     uncertain: frozenset[str]
-    users: Mapping[str, list[fx.Node]]
 
 
 def schedule(graph: Graph, treated: frozenset[str], inputs: frozenset[str], attention: str) -> Schedule:
@@ -91,10 +87,10 @@ def schedule(graph: Graph, treated: frozenset[str], inputs: frozenset[str], atte
         elif root[node.name] == node.name:
             sources = tuple(s.name for s in _carriers(node, attention) if s.name in uncertain)
             steps.append(Step(node, None, sources, True))
-        elif _escapes(node, users, root, output, uncertain):
+        else:
             fused = _fused(node, root[node.name], members)
             steps.append(Step(node, fused, (fused.source,), True))
-    return Schedule(tuple(_needed(steps, output)), output, frozenset(uncertain), users)
+    return Schedule(tuple(_needed(steps, output)), frozenset(uncertain))
 
 
 def _carriers(node: fx.Node, attention: str) -> list[fx.Node]:
@@ -198,25 +194,14 @@ def _outside(
     return outside
 
 
-def _escapes(
-    node: fx.Node, users: Mapping[str, list[fx.Node]], root: Mapping[str, str], output: str, uncertain: set[str]
-) -> bool:
-    """Whether a value is needed outside the function that it is a part of."""
-    mine = root[node.name]
-    return node.name == output or any(
-        user.name not in uncertain or root[user.name] != mine for user in users.get(node.name, ())
-    )
-
-
 def _fused(node: fx.Node, source: str, members: Mapping[str, list[fx.Node]]) -> Fused:
-    inside = {member.name: member for member in members[source]}
-    needed, waiting = set[str](), [node]
-    while waiting:
-        member = waiting.pop()
-        if member.name not in needed:
-            needed.add(member.name)
-            waiting.extend(inside[s.name] for s in member.all_input_nodes if s.name in inside)
-    return Fused(source, tuple(member for member in members[source] if member.name in needed))
+    """Returns the function that gives one of the values made of a source, with those of its members that it takes."""
+    needed, body = {node}, []
+    for member in reversed(members[source]):
+        if member in needed:
+            body.append(member)
+            needed.update(member.all_input_nodes)
+    return Fused(source, tuple(reversed(body)))
 
 
 def _needed(steps: list[Step], output: str) -> list[Step]:

@@ -48,11 +48,6 @@ class Treated:
         """Whether the weights are independent of each other, so that their variances say all."""
         return self.rotation is not None and self.rotation[0] is None
 
-    def is_stored_as(self, transposed: bool) -> bool:
-        """Whether the block is that of a weight (O, I, *kernel), or (I, O) where it is transposed, and of no table."""
-        matrix = self.block.matrix
-        return matrix is not None and not matrix.one_hot and matrix.transposed == transposed
-
 
 @dataclass
 class Site:
@@ -102,6 +97,17 @@ class Site:
         if not blocks or blocks[0].block.matrix is None or any(other is not blocks[0] for other in blocks):
             return None
         return blocks[0]
+
+    @property
+    def weights(self) -> Treated | None:
+        """The treated weights of a layer, None where they are not laid out as this call reads them.
+
+        They are (O, I, *kernel) where the call names them "weight", and (I, O) elsewhere.
+        """
+        treated = self.treated("weight", "mat2", "other")
+        matrix = None if treated is None else treated.block.matrix
+        fits = matrix is not None and not matrix.one_hot and matrix.transposed == ("weight" not in self.roles)
+        return treated if fits else None
 
     def constant(self, key: str, make: Callable[[], Any], *sources: Tensor | None) -> Any:
         """Returns what `make` gives for these weights, made anew when they change or for another dtype."""

@@ -10,25 +10,27 @@ import torch
 from torch import Tensor, fx
 
 from ..moments import Moments, Value, is_constant, mean_of, sum_correlation, total_of, variance_of
-from ..operations import Kind, Operation, aten, broadcast, named, register_aten, same_along, shape_of
+from ..operations import Kind, Operation, aten, broadcast, named, operation_of, register_aten, same_along, shape_of
 from ..sites import Site
 from . import elementwise
 
 Bilinear = Callable[[Tensor, Tensor], Tensor]
 
 
-def added(site: Site, arguments: dict[str, Any]) -> Moments:
-    """Returns the moments of `x + α y` for independent x and y: residual branches, shifts."""
-    x, y, alpha = arguments["self"], arguments["other"], arguments.get("alpha", 1)
-    mean = site.apply(arguments, self=mean_of(x), other=mean_of(y))
-    v, w = variance_of(x), variance_of(y)
-    if w is not None and alpha != 1:
-        w = w * alpha**2
-    total = total_of([v, w])
-    total = total if total.shape == mean.shape else total.expand_as(mean)
-    parts = [(v, _correlation_in(site, x)), (w, _correlation_in(site, y))]
-    positions = () if site.layout is None else site.layout.positions
-    return Moments(mean, total, sum_correlation(total, [(v, r) for v, r in parts if v is not None], positions))
+def combined(site: Site, arguments: dict[str, Any]) -> Moments:
+    """Returns the moments of sums, quotients and choices of independent x and y: `Var = Σ_x (∂/∂x)² v_x`."""
+    means = {name: mean_of(value) for name, value in arguments.items()}
+    slope_of: Any = operation_of(site.node).slope
+    mean, parts, linear = site.apply(means), [], True
+    for name, x in arguments.items():
+        if isinstance(x, Moments):
+            slope = slope_of(means, mean, name)
+            linear = linear and not isinstance(slope, Tensor)
+            changes = isinstance(slope, Tensor) or abs(slope) != 1
+            parts.append((slope**2 * x.variance if changes else x.variance, _correlation_in(site, x)))
+    total = total_of([variance for variance, _ in parts]).expand_as(mean)
+    positions = site.layout.positions if linear and site.layout is not None else ()
+    return Moments(mean, total, sum_correlation(total, parts, positions))
 
 
 def _correlation_in(site: Site, x: Value) -> Tensor | float | None:
@@ -161,19 +163,6 @@ def _einsum(site: Site, arguments: dict[str, Any]) -> Moments:
     return contracted(site, operands[0], operands[1], lambda x, y: torch.einsum(equation, x, y))
 
 
-def divided(site: Site, arguments: dict[str, Any]) -> Moments:
-    """Returns the moments of `x / y`, linearised in y, for independent x and y."""
-    x, y = arguments["self"], arguments["other"]
-    ratio, inverse = mean_of(x) / mean_of(y), mean_of(y).reciprocal().square()
-    v, w = variance_of(x), variance_of(y)
-    parts = [] if v is None else [v * inverse]
-    if w is not None:
-        parts.append(ratio.square() * inverse * w)
-    total = total_of(parts).expand_as(ratio)
-    sides = [_correlation_in(site, side) for side in (x, y) if isinstance(side, Moments)]
-    return Moments(ratio, total, sum_correlation(total, zip(parts, sides, strict=True)))
-
-
 def summed(site: Site, arguments: dict[str, Any]) -> Moments:
     """Returns the moments of a sum or mean over dimensions."""
     x: Moments = arguments["self"]
@@ -212,25 +201,12 @@ def _gated_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
     return None if label is None else label.narrow(dim, 0, label.shape[dim] // 2)
 
 
-def chosen(site: Site, arguments: dict[str, Any]) -> Moments:
-    """Returns the moments of `where(c, x, y)`."""
-    x, y, condition = arguments["self"], arguments["other"], arguments["condition"]
-    mean = torch.where(condition, mean_of(x), mean_of(y))
-    v, w = (value.variance if isinstance(value, Moments) else mean.new_zeros(()) for value in (x, y))
-    variance = torch.where(condition, v, w)
-    rho = [_correlation_in(site, value) for value in (x, y)]
-    if rho == [None, None]:
-        return Moments(mean, variance)
-    first, second = (variance.new_zeros(()) + (0 if r is None else r) for r in rho)
-    return Moments(mean, variance, torch.where(condition, first, second))
-
-
 _PAIR = Kind.ELEMENTWISE
-register_aten(Operation(_PAIR, added, broadcast, elementwise.added), "add.Tensor")
-register_aten(Operation(_PAIR, added, broadcast, elementwise.subtracted), "sub.Tensor", "subtract.Tensor")
+register_aten(Operation(_PAIR, combined, broadcast, elementwise.added), "add.Tensor")
+register_aten(Operation(_PAIR, combined, broadcast, elementwise.subtracted), "sub.Tensor", "subtract.Tensor")
+register_aten(Operation(_PAIR, combined, broadcast, elementwise.divided), "div.Tensor", "divide.Tensor")
+register_aten(Operation(_PAIR, combined, broadcast, elementwise.chosen), "where.self")
 register_aten(Operation(_PAIR, multiplied, broadcast, elementwise.multiplied), "mul.Tensor", "multiply.Tensor")
-register_aten(Operation(_PAIR, divided, broadcast, elementwise.divided), "div.Tensor", "divide.Tensor")
-register_aten(Operation(_PAIR, chosen, broadcast, elementwise.chosen), "where.self")
 register_aten(Operation(Kind.STATISTIC, summed, _summed_label, elementwise.mean), "mean.dim")
 register_aten(Operation(Kind.STATISTIC, summed, _summed_label, lambda a, y, name: 1.0), "sum.dim_IntList")
 register_aten(Operation(Kind.OTHER, gated, _gated_label), "glu.default")

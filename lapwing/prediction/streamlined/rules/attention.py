@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ..moments import Moments, Value, mean_of, ratio, root, sum_correlation, total_of
-from ..operations import Kind, Operation, register_aten, same_along, shape_of
+from ..operations import Kind, Operation, aten, register_aten, same_along, shape_of
 from ..sites import Site
 
 
@@ -33,16 +33,12 @@ def attended(site: Site, arguments: dict[str, Any]) -> Moments:
     Cost: beside one attention of the means, a product of P² (B, H, T, T) with the variances; with scores three more,
     and as many as a head has features.
     """
-    query, key, value, mask = (arguments[name] for name in ("query", "key", "value", "attn_mask"))
-    q = mean_of(query)
-    if arguments["enable_gqa"] and q.shape[-3] != mean_of(key).shape[-3]:
-        times = q.shape[-3] // mean_of(key).shape[-3]
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    if arguments["enable_gqa"] and mean_of(query).shape[-3] != mean_of(key).shape[-3]:
+        times = mean_of(query).shape[-3] // mean_of(key).shape[-3]
         key, value = _repeated(key, times), _repeated(value, times)
-    k, v = mean_of(key), mean_of(value)
-    scale = q.shape[-1] ** -0.5 if arguments["scale"] is None else arguments["scale"]
-    weights = _masked(q @ k.mT * scale, mask, arguments["is_causal"]).softmax(-1)
-    weights = weights if mask is None else weights.nan_to_num(0.0)
-    mean, square = weights @ v, weights.square()
+    mean, weights = products({**arguments, "key": mean_of(key), "value": mean_of(value), "query": mean_of(query)})
+    square = weights.square()
     if site.attention == "tokens" and isinstance(value, Moments):
         result = _mixed(site, value, weights, square)
         if result is not None:
@@ -54,7 +50,8 @@ def attended(site: Site, arguments: dict[str, Any]) -> Moments:
             common = (weights @ value.common).square()
             parts.append(common)
     if site.attention == "scores":
-        parts.extend(part * scale**2 for part in _from_scores(query, key, v, mean, weights))
+        scale = mean_of(query).shape[-1] ** -0.5 if arguments["scale"] is None else arguments["scale"]
+        parts.extend(part * scale**2 for part in _from_scores(query, key, mean_of(value), mean, weights))
     total = total_of(parts)
     result = Moments(mean, total, None if common is None else sum_correlation(total, [(common, 1.0)]))
     return _marked(site, result, value, weights)
@@ -83,13 +80,12 @@ def _repeated(value: Any, times: int) -> Any:
     return value.repeat_interleave(times, -3)
 
 
-def _masked(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    if causal:
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~visible, -torch.inf)
-    if mask is None:
-        return scores
-    return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+def products(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Returns an attention's outputs and P by plain products, which have forward-mode derivatives."""
+    mask, like = arguments["attn_mask"], arguments["query"]
+    if mask is not None and mask.dtype == torch.bool:  # the plain products add masks
+        arguments = {**arguments, "attn_mask": like.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)}
+    return aten._scaled_dot_product_attention_math.default(**arguments)
 
 
 def _attended_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:

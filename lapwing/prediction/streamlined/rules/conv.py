@@ -31,25 +31,23 @@ def convolution(site: Site, arguments: dict[str, Any], positions: bool = True) -
     mean, variance = mean_of(x), variance_of(x)
     w, b, spread = mean_of(weight), mean_of(bias), variance_of(weight)
 
-    def apply(x: Tensor, kernel: Tensor, shift: Tensor | None = None) -> Tensor:
-        return site.apply(arguments, input=x, weight=kernel, bias=shift)
+    def apply(x: Tensor, kernel: Tensor) -> Tensor:
+        return site.apply(arguments, input=x, weight=kernel, bias=None)
 
-    h, second = apply(mean, w, b), None
-    parts: list[Tensor] = []
-    if variance is not None:
-        second = site.constant("second", lambda: total_of([w.square(), spread]), w, spread)
-        parts.append(apply(variance, second))
-    treated = conv_weights(site)
+    h = site.apply(arguments, input=mean, weight=w, bias=b)
+    second = site.constant("second", lambda: total_of([w.square(), spread]), w, spread)
+    parts: list[Tensor] = [] if variance is None else [apply(variance, second)]
+    treated = site.weights
     treated = None if treated is None or treated.is_diagonal else treated
     shared = treated is not None and isinstance(bias, Moments) and treated.block.bias
     shift = bias.variance if isinstance(bias, Moments) and not shared else None
     if treated is not None:
         parts.append(_from_weights(site, treated, arguments, mean, shared))
     elif spread is not None:
-        parts.append(apply(mean.square(), spread, shift))
-    if shift is not None and (treated is not None or spread is None):
-        parts.append(shift.reshape(-1, *(1,) * (w.ndim - 2)).expand_as(h))
-    total = total_of(parts)
+        parts.append(apply(mean.square(), spread))
+    if shift is not None:
+        parts.append(shift.reshape(-1, *(1,) * (w.ndim - 2)))
+    total = total_of(parts).expand_as(h)
     layout = site.layout if positions else None
     if layout is None:
         return Moments(h, total)
@@ -57,7 +55,7 @@ def convolution(site: Site, arguments: dict[str, Any], positions: bool = True) -
     individual = None
     if isinstance(x, Moments):
         groups, cover = arguments["groups"], _cover(site, arguments, mean)
-        counted = site.constant("counted", lambda: _counted(cover, second), second)  # (O, C)
+        counted = site.constant("counted", lambda: (second * _inside(cover)).flatten(2).sum(-1), second)  # (O, C)
         individual = _by_groups(layout.mean(x.individual, site.samples, 1), counted, groups)
         if x.correlation is not None:
             inherited = site.constant("inherited", lambda: _inherited(cover, w, spread), w, spread)  # (O, C)
@@ -73,23 +71,11 @@ def convolution(site: Site, arguments: dict[str, Any], positions: bool = True) -
     return Moments(h, total, layout.spread(rho, total, 1))
 
 
-def conv_weights(site: Site) -> Treated | None:
-    """Returns the treated weights of a convolution, None where they are no layer's."""
-    treated = site.treated("weight")
-    return treated if treated is not None and treated.is_stored_as(transposed=False) else None
-
-
 def _inherited(cover: Sequence[Tensor], w: Tensor, spread: Tensor | None) -> Tensor:
     """Returns `(Σ_k W_jck)² + Σ_k Var[W_jck]` (O, C), each k counted for the share of positions that see it inside."""
     inside = _inside(cover)
     total = (w * inside).flatten(2).sum(-1).square()
     return total if spread is None else total + (spread * inside.square()).flatten(2).sum(-1)
-
-
-def _counted(cover: Sequence[Tensor], second: Tensor | None) -> Tensor:
-    """Returns `Σ_k (W² + Var[W])_jck` (O, C), counted likewise."""
-    assert second is not None
-    return (second * _inside(cover)).flatten(2).sum(-1)
 
 
 def _inside(cover: Sequence[Tensor]) -> Tensor:

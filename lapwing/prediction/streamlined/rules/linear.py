@@ -53,7 +53,7 @@ class Layer:
             roles = ("self", "other" if "other" in arguments else "mat2", None)
         source, weight, bias = roles
         b = None if bias is None else arguments[bias]
-        return cls(site, source, arguments[source], arguments[weight], b, weight != "weight", linear_weights(site))
+        return cls(site, source, arguments[source], arguments[weight], b, weight != "weight", site.weights)
 
     @property
     def matrix(self) -> Tensor:
@@ -126,8 +126,7 @@ def linear(site: Site, arguments: dict[str, Any]) -> Moments:
     if layer.source == "self" and site.treated("other", "mat2") is None:
         return contracted(site, layer.x, layer.weight, torch.matmul)
     x, mean, variance = layer.x, mean_of(layer.x), variance_of(layer.x)
-    w, b = mean_of(layer.weight), mean_of(layer.bias)
-    h = _product(mean, w, b) if layer.transposed else F.linear(mean, w, b)
+    h = site.apply({name: mean_of(value) for name, value in arguments.items()})
     parts: list[Tensor | None] = [] if variance is None else [variance @ layer.second()]
     if layer.is_uncertain:
         parts.append(total_of(layer.added(mean)))
@@ -182,21 +181,10 @@ def has_one_position(layer: Layer, samples: int) -> bool:
     return x.ndim > 1 and w.ndim == 2 and x.numel() == samples * x.shape[-1]
 
 
-def linear_weights(site: Site) -> Treated | None:
-    """Returns the treated weights of a linear layer, None where they are not laid out as this call reads them."""
-    treated = site.treated("weight", "mat2", "other")
-    transposed = site.node.target is not aten.linear.default
-    return treated if treated is not None and treated.is_stored_as(transposed) else None
-
-
 def bias_alone(site: Site) -> Treated | None:
     """Returns the block of a treated bias without weights."""
     alone = site.treated("bias", "self")
     return alone if alone is not None and not alone.block.has_weight else None
-
-
-def _product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    return x @ w if b is None else torch.addmm(b, x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[-1])
 
 
 def linear_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:

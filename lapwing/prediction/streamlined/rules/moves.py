@@ -6,8 +6,8 @@ A move is the same call on means, on variances, and on the numbers of their chan
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from math import ceil
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from ..operations import (
     OPERATIONS,
     Kind,
     Operation,
-    Rule,
     aten,
     broadcast,
     length_of,
@@ -130,7 +129,7 @@ def averaged(site: Site, arguments: dict[str, Any]) -> Moments:
     def apply(x: Tensor) -> Tensor:
         return site.apply(arguments, self=x)
 
-    divisors = _divisors(arguments, x.mean)
+    divisors = _divisors(site, arguments, x.mean)
     if x.correlation is None:
         return Moments(apply(x.mean), apply(x.variance) / divisors)
     common = apply(x.common).square()
@@ -138,79 +137,40 @@ def averaged(site: Site, arguments: dict[str, Any]) -> Moments:
     return Moments(apply(x.mean), variance, sum_correlation(variance, [(common, 1.0)]))
 
 
-def _divisors(arguments: dict[str, Any], x: Tensor) -> Tensor | int:
-    """Returns what the sum of each window is divided by."""
-    if arguments.get("divisor_override") is not None:
-        return arguments["divisor_override"]
-    if "output_size" in arguments:  # adaptive
-        sizes = arguments["output_size"]
-        sizes = [sizes] if isinstance(sizes, int) else sizes
-        space = len(sizes)
-        spans = [_adaptive(n, size) for n, size in zip(x.shape[-space:], sizes, strict=True)]
-    else:
-        kernel = arguments["kernel_size"]
-        space = len(kernel)
-        stride, padding = _numbers(arguments["stride"] or kernel, space), _numbers(arguments["padding"], space)
-        kernel = _numbers(kernel, space)
-        spans = [
-            _windows(n, k, s, p, arguments["ceil_mode"], arguments["count_include_pad"])
-            for n, k, s, p in zip(x.shape[-space:], kernel, stride, padding, strict=True)
-        ]
-    counts = x.new_ones(())
-    for span in spans:
-        counts = counts[..., None] * x.new_tensor(span)
-    return counts
+def _divisors(site: Site, arguments: dict[str, Any], x: Tensor) -> Tensor:
+    """Returns what the sum of each window is divided by, (*grid): its length along each dimension, over its mean of 1.
+
+    The places in a window of length n have the variance `(n² - 1)/12`.
+    """
+    windows: Any = arguments.get("kernel_size", arguments.get("output_size"))
+    sizes = tuple(x.shape[-len(windows) :])
+
+    def make() -> Tensor:
+        ones = torch.ones(1, *sizes, dtype=torch.double)
+        mean = site.apply(arguments, self=ones)
+        count = torch.ones_like(mean)
+        for dim in range(1, ones.ndim):
+            place = ones.cumsum(dim)
+            first, second = (site.apply(arguments, self=power) / mean for power in (place, place.square()))
+            count = count * (12 * (second - first.square()) + 1).sqrt().round()
+        return (count / mean)[0].to(x)
+
+    return site.constant(f"divisors {sizes} {x.dtype}", make)
 
 
-def _numbers(value: Any, space: int) -> list[int]:
-    value = [value] if isinstance(value, int) else list(value)
-    return value * (space if len(value) == 1 else 1)
-
-
-def _adaptive(length: int, size: int) -> list[int]:
-    return [ceil((i + 1) * length / size) - i * length // size for i in range(size)]
-
-
-def _windows(length: int, kernel: int, stride: int, padding: int, up: bool, include: bool) -> list[int]:
-    count = (length + 2 * padding - kernel + (stride - 1 if up else 0)) // stride + 1
-    if up and (count - 1) * stride >= length + padding:  # the last window must start inside
-        count -= 1
-    spans = []
-    for i in range(count):
-        start = i * stride - padding
-        stop = min(start + kernel, length + padding)
-        spans.append(stop - start if include else min(stop, length) - max(start, 0))
-    return spans
-
-
-def _won(space: int) -> Rule:
-    """Returns the rule of a maximum over windows: the moments of the entry that is largest on average."""
-    pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[space - 1]
-
-    def won(site: Site, arguments: dict[str, Any]) -> Moments:
-        x: Moments = arguments["self"]
-        options = {name: arguments[name] for name in ("kernel_size", "padding", "dilation", "ceil_mode")}
-        mean, index = pool(x.mean, stride=arguments["stride"] or None, return_indices=True, **options)
-        return _winners(x, mean, index, space)
-
-    return won
-
-
-def won_adaptively(site: Site, arguments: dict[str, Any]) -> tuple[Moments, Tensor]:
-    """Returns the same for adaptive windows, and the places of the winners."""
+def won(site: Site, arguments: dict[str, Any], pool: Callable[..., Any]) -> Any:
+    """Returns the moments of the entry of each window that is largest on average; of adaptive ones its place too."""
     x: Moments = arguments["self"]
-    mean, index = site.apply(arguments, self=x.mean)
-    return _winners(x, mean, index, len(arguments["output_size"])), index
-
-
-def _winners(x: Moments, mean: Tensor, index: Tensor, space: int) -> Moments:
-    """Returns the moments of the entries at flat places of the last dimensions."""
+    mean, index = pool(x.mean, return_indices=True, **{n: value for n, value in arguments.items() if n != "self"})
+    adaptive = "output_size" in arguments
+    space = len(arguments["output_size" if adaptive else "kernel_size"])
 
     def at(values: Tensor) -> Tensor:
         return values.flatten(-space).gather(-1, index.flatten(-space)).reshape(index.shape)
 
     rho = x.full_correlation
-    return Moments(mean, at(x.variance), None if rho is None else at(rho))
+    moments = Moments(mean, at(x.variance), None if rho is None else at(rho))
+    return (moments, index) if adaptive else moments
 
 
 def largest(site: Site, arguments: dict[str, Any]) -> Any:
@@ -238,7 +198,7 @@ def _window_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
 
 
 def _moves(*names: str, kind: Kind = Kind.OTHER) -> None:
-    register_aten(Operation(Kind.MOVE | kind, moved, moved_label), *names)
+    register_aten(Operation(kind, moved, moved_label), *names)
 
 
 _moves(
@@ -258,26 +218,19 @@ _moves(
     "take_along_dim.default", "select_copy.int", "masked_select.default", "adjoint.default", "pad.default",
     "constant_pad_nd.default",
 )  # fmt: skip
-register_aten(Operation(Kind.MOVE, moved, joined_label), "cat.default", "concat.default", "concatenate.default")
+register_aten(Operation(Kind.OTHER, moved, joined_label), "cat.default", "concat.default", "concatenate.default")
 register_aten(
-    Operation(Kind.MOVE | Kind.ELEMENTWISE | Kind.IDENTITY, moved, moved_label, one), "clone.default",
-    "contiguous.default",
-)  # fmt: skip
-register_aten(
-    Operation(Kind.MOVE | Kind.ELEMENTWISE | Kind.VIEW, moved, moved_label, one), "expand.default", "expand_as.default"
+    Operation(Kind.ELEMENTWISE | Kind.IDENTITY, moved, moved_label, one), "clone.default", "contiguous.default"
 )
-OPERATIONS[operator.getitem] = Operation(Kind.MOVE, picked, moved_label, one)
+register_aten(Operation(Kind.ELEMENTWISE | Kind.VIEW, moved, moved_label, one), "expand.default", "expand_as.default")
+OPERATIONS[operator.getitem] = Operation(Kind.OTHER, picked, moved_label, one)
 register_aten(
-    Operation(Kind.POOLING, averaged, _window_label),
+    Operation(Kind.OTHER, averaged, _window_label),
     "avg_pool1d.default", "avg_pool2d.default", "avg_pool3d.default", "adaptive_avg_pool1d.default",
     "adaptive_avg_pool2d.default", "adaptive_avg_pool3d.default",
 )  # fmt: skip
-register_aten(Operation(Kind.POOLING, _won(1), _window_label), "max_pool1d.default")
-register_aten(Operation(Kind.POOLING, _won(2), _window_label), "max_pool2d.default")
-register_aten(Operation(Kind.POOLING, _won(3), _window_label), "max_pool3d.default")
-register_aten(
-    Operation(Kind.POOLING, won_adaptively, broadcast),
-    "adaptive_max_pool1d.default", "adaptive_max_pool2d.default", "adaptive_max_pool3d.default",
-)  # fmt: skip
+for _space in (1, 2, 3):
+    for _name, _label in ((f"max_pool{_space}d", _window_label), (f"adaptive_max_pool{_space}d", broadcast)):
+        register_aten(Operation(Kind.OTHER, partial(won, pool=getattr(F, _name)), _label), f"{_name}.default")
 register_aten(Operation(Kind.STATISTIC, largest, broadcast), "amax.default", "amin.default")
 register_aten(Operation(Kind.OTHER, largest, broadcast), "max.dim", "min.dim")

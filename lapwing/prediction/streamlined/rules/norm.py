@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..moments import Moments, Value, mean_of, ratio, sum_correlation, total_of, variance_of
-from ..operations import Arguments, Kind, Operation, Slope, aten, broadcast, register_aten
+from ..operations import Arguments, Kind, Operation, Slope, aten, broadcast, is_a, register_aten
 from ..sites import Site, Treated
 
 
@@ -40,30 +39,19 @@ def normalised(x: Tensor, variance: Tensor, eps: float, centred: bool) -> tuple[
     return x, (1 - 2 / d - 2 / d * square) * scaled + (total + 2 * x * cross + square * second)
 
 
-def layer_norm(site: Site, arguments: dict[str, Any]) -> Moments:
-    """`F.layer_norm` and `F.rms_norm` over the last dimensions."""
-    x, centred = arguments["input"], site.node.target is aten.layer_norm.default
+def sample_norm(site: Site, arguments: dict[str, Any]) -> Moments:
+    """`F.layer_norm` and `F.rms_norm` over the last dimensions, `F.group_norm` over groups of channels."""
+    x, grouped = arguments["input"], "num_groups" in arguments
+    shape, eps = mean_of(x).shape, arguments["eps"]
     if isinstance(x, Moments):
-        count, eps = len(arguments["normalized_shape"]), arguments["eps"]
+        lead = (shape[0], arguments["num_groups"]) if grouped else shape[: -len(arguments["normalized_shape"])]
         eps = torch.finfo(x.mean.dtype).eps if eps is None else eps
-        mean, variance = normalised(x.mean.flatten(-count), x.variance.flatten(-count), eps, centred)
-        inner: Value = Moments(mean.reshape(x.mean.shape), variance.reshape(x.mean.shape), x.correlation)
+        centred = site.node.target is not aten.rms_norm.default
+        parts = normalised(x.mean.reshape(*lead, -1), x.variance.reshape(*lead, -1), eps, centred)
+        inner: Value = Moments(parts[0].reshape(shape), parts[1].reshape(shape), x.correlation)
     else:
-        inner = site.apply(arguments, weight=None, **({"bias": None} if centred else {}))
-    return affine(site, inner, arguments["weight"], arguments.get("bias"), 0)
-
-
-def group_norm(site: Site, arguments: dict[str, Any]) -> Moments:
-    """`F.group_norm`."""
-    x, groups = arguments["input"], arguments["num_groups"]
-    shape = mean_of(x).shape
-    if isinstance(x, Moments):
-        mean, variance = (value.reshape(shape[0], groups, -1) for value in (x.mean, x.variance))
-        mean, variance = normalised(mean, variance, arguments["eps"], True)
-        inner: Value = Moments(mean.reshape(shape), variance.reshape(shape), x.correlation)
-    else:
-        inner = F.group_norm(x, groups, eps=arguments["eps"])
-    return affine(site, inner, arguments["weight"], arguments["bias"], len(shape) - 2)
+        inner = site.apply({**arguments, **{name: None for name in ("weight", "bias") if name in arguments}})
+    return affine(site, inner, arguments["weight"], arguments.get("bias"), len(shape) - 2 if grouped else 0)
 
 
 def batch_norm(site: Site, arguments: dict[str, Any]) -> Moments | tuple[Moments]:
@@ -157,20 +145,12 @@ def _crossed(treated: Treated, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def softmax(site: Site, arguments: dict[str, Any]) -> Moments:
-    """Returns the moments of a softmax, linearised: `v_y = y² [(1 - 2y) v + Σ y² v]`."""
-    x, dim = arguments["self"], arguments["dim"]
-    y = x.mean.softmax(dim)
-    square = y.square()
-    shared = (square * x.variance).sum(dim, keepdim=True)
-    return Moments(y, square * ((1 - 2 * y) * x.variance + shared))
-
-
-def log_softmax(site: Site, arguments: dict[str, Any]) -> Moments:
-    """Returns the moments of a log softmax, linearised: `v_y = (1 - 2y) v + Σ y² v`."""
-    x, dim = arguments["self"], arguments["dim"]
-    y = x.mean.log_softmax(dim)
-    p = y.exp()
-    return Moments(y, (1 - 2 * p) * x.variance + (p.square() * x.variance).sum(dim, keepdim=True))
+    """Returns the moments of a softmax, `v_y = y² u`, or of its logarithm, `v_y = u`: `u = (1 - 2p) v + Σ p² v`."""
+    x, dim, logarithm = arguments["self"], arguments["dim"], not is_a(site.node, Kind.SOFTMAX)
+    y = x.mean.log_softmax(dim) if logarithm else x.mean.softmax(dim)
+    p = y.exp() if logarithm else y
+    variance = (1 - 2 * p) * x.variance + (p.square() * x.variance).sum(dim, keepdim=True)
+    return Moments(y, variance if logarithm else p.square() * variance)
 
 
 def _batch_norm_slope(a: Arguments, y: Any, name: str) -> Slope:
@@ -180,11 +160,12 @@ def _batch_norm_slope(a: Arguments, y: Any, name: str) -> Slope:
     return slope.reshape(-1, *(1,) * (a["input"].ndim - 2))
 
 
-register_aten(Operation(Kind.NORM, layer_norm, broadcast), "layer_norm.default", "rms_norm.default")
-register_aten(Operation(Kind.NORM, group_norm, broadcast), "group_norm.default")
+register_aten(
+    Operation(Kind.NORM, sample_norm, broadcast), "layer_norm.default", "rms_norm.default", "group_norm.default"
+)
 register_aten(  # in eval mode, which is checked; the second gives a tuple
     Operation(Kind.NORM | Kind.ELEMENTWISE, batch_norm, broadcast, _batch_norm_slope),
     "batch_norm.default", "_native_batch_norm_legit_no_training.default",
 )  # fmt: skip
 register_aten(Operation(Kind.SOFTMAX, softmax, broadcast), "softmax.int", "_softmax.default", "_safe_softmax.default")
-register_aten(Operation(Kind.OTHER, log_softmax, broadcast), "log_softmax.int", "_log_softmax.default")
+register_aten(Operation(Kind.OTHER, softmax, broadcast), "log_softmax.int", "_log_softmax.default")
