@@ -32,7 +32,7 @@ TEMPERATURES = evenly(0.0, 1.5, 16)
 WIDER = 1e-3
 """A wider spread than the best may cost so many nats a sample, however large the standard error is."""
 
-SURE = 2.0
+SURE = 3.0
 """A regression's λ = δσ² is that of the training data, unless another is better by so many paired standard errors."""
 
 NOISES = evenly(-6.0, 0.5, 27)

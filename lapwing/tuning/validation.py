@@ -34,7 +34,7 @@ class Validation(Tuning):
     Regression: for each `λ = δσ²` the best factor c of the covariance of y, which is that of `(δ/c, c σ²)`, is in
     closed form, `mean r²/(σ² + v)` for one output. λ says how predictions of different inputs differ in width, which
     few held-out samples hardly tell. So λ is that of `BoundedEvidence`, by the training data, unless another is better
-    by two standard errors of the paired difference.
+    by three standard errors of the paired difference.
 
     What the user gave is kept, a logit temperature other than 1 too.
 
@@ -52,8 +52,7 @@ class Validation(Tuning):
 
     Cost: one pass over the loader: one record and contraction a batch, and `points` variances (or Gram matrices, if
     the link reads covariances) an output; for a regression a forward pass, and the kernel of `BoundedEvidence`. Another
-    pass where the log shows what was chosen (`logging.INFO`), to compare the
-    default link with draws.
+    pass where the log shows what was chosen (`logging.INFO`), to compare the default link with draws.
 
     Example:
         >>> import torch, lapwing as lw
