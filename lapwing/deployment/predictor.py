@@ -143,10 +143,16 @@ class Predictor(nn.Module):
         self._check(x)
         leaves = tuple(x[name] for name in self.names) if self.keys else tuple(x) if self.names else (x,)
         leaves = tuple(_several(leaf, free) for leaf, free in zip(leaves, self._free, strict=True))
+        shapes: Any = tuple(free or None for free in self._free)
+        calls: Any = _Plain(self.calls).transform()
         try:
             with quiet(), _silent():
+                if torch.__version__ < "2.7":  # its exporter to ONNX takes names of free lengths for fixed ones
+                    free = tuple({dim: Dim.AUTO for dim in names} for names in self._free)
+                    calls = torch.export.export(calls, leaves, dynamic_shapes=free, strict=False)
+                    shapes = None
                 program = torch.onnx.export(
-                    _Plain(self.calls).transform(), leaves, dynamic_shapes=tuple(free or None for free in self._free),
+                    calls, leaves, dynamic_shapes=shapes,
                     input_names=list(self.names) or ["x"], dynamo=True, verbose=False,
                 )  # fmt: skip
         except torch.onnx.OnnxExporterError as error:
@@ -171,6 +177,8 @@ class _Plain(fx.Transformer):
         if target is aten.asinh.default:
             size = args[0].abs()
             return args[0].sign() * (size + (size * size + 1).sqrt()).log()
+        if target is aten.addcmul.default:  # torch 2.6 cannot decompose it for a free batch
+            return args[0] + kwargs.get("value", 1) * args[1] * args[2]
         if target is aten.silu_backward.default:
             gate = args[1].sigmoid()
             return args[0] * gate * (1 + args[1] * (1 - gate))
