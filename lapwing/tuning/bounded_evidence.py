@@ -182,6 +182,18 @@ class BoundedEvidence(Tuning):
         return [cost / count for cost in totals]
 
 
+def trained_product(posterior: Posterior, training: Training) -> float | None:
+    """Returns `λ = δσ²` of a regression by the evidence of the exact linearised model; None without a prior.
+
+    It says how predictions of different inputs differ in width; `(δ/c, c σ²)` has the same λ for every c.
+    """
+    if not isinstance(posterior.covariance, PriorCovariance):
+        return None
+    parts = list(spread(training.loader, 4 * BoundedEvidence.samples, posterior, training.shown))
+    exact = leave_one_out(posterior, parts, max(training.shown or 0, posterior.samples * posterior.data_factor))
+    return exact.precision * exact.noise_variance
+
+
 def spread(loader: Iterable[Any], limit: int, posterior: Posterior, shown: int | None) -> Iterator[tuple[Any, Tensor]]:
     """Yields whole batches spread evenly over the training data of a posterior, up to a number of samples.
 

@@ -32,6 +32,9 @@ TEMPERATURES = evenly(0.0, 1.5, 16)
 WIDER = 1e-3
 """A wider spread than the best may cost so many nats a sample, however large the standard error is."""
 
+SURE = 3.0
+"""A regression's λ = δσ² is that of the training data, unless another is better by so many paired standard errors."""
+
 NOISES = evenly(-6.0, 0.5, 27)
 """Candidates for log10 of σ² beside the mean squared held-out residual, where the prior precision is the user's."""
 
@@ -76,6 +79,7 @@ def best_of(
     loader: Iterable[Any],
     temperatures: Sequence[float] = (),
     tolerance: float = 0.0,
+    product: float | None = None,
 ) -> Posterior:
     """Returns the posterior with the best held-out log likelihood, at its best scalar δ, noise variance and T.
 
@@ -91,6 +95,8 @@ def best_of(
         temperatures: candidates for log10 T, rising; none leaves it.
         tolerance: among classifiers the widest is chosen whose score is at most so many standard errors below the
             best, and `WIDER`. The errors are those of the mean difference of the two, sample by sample.
+        product: `λ = δσ²` of a regression by its training data, which is kept unless another is surely better; None
+            for the best.
     """
     first = posteriors[0]
     priorless = not isinstance(first.covariance, PriorCovariance)
@@ -102,18 +108,20 @@ def best_of(
         noise = _residual(first, loader)
         posteriors = [posterior.at(posterior.prior.precision, noise) for posterior in posteriors]
     exponents = evenly(*decades, points) if open_prior else NOISES if open_noise else [0.0]
+    start = math.log10(product / noise) if open_factor and product is not None and noise is not None else None
 
     def candidates(posterior: Posterior) -> list[Posterior]:
         if open_prior:
-            return [_at(posterior, 10**exponent) for exponent in exponents]
+            every = exponents if start is None else [*exponents, start]
+            return [_at(posterior, 10**exponent) for exponent in every]
         if noise is None or not open_noise:
             return [posterior]
         return [posterior.at(posterior.prior.precision, noise * 10**exponent) for exponent in exponents]
 
     second = torch.zeros(len(posteriors), len(exponents), dtype=torch.float64)
-    scores: Tensor | None = None
     if open_factor:
-        table, second = width_scores(posteriors, candidates, loader)
+        scores, second = width_scores(posteriors, candidates, loader)
+        table = scores.mean(-1)[:, : len(exponents)]
     else:
         scores = sample_scores(posteriors, candidates, loader, temperatures if open_scale else ())
         means = scores.mean(-1, dtype=torch.float64)  # (posteriors, points, temperatures)
@@ -125,10 +133,12 @@ def best_of(
     which, at = (int(i) for i in torch.unravel_index(table.nan_to_num(-math.inf).argmax(), table.shape))
     best, row = posteriors[which], table[which].tolist()
     exponent = _refined(exponents, row, at)
-    if open_prior and scores is not None and (widest := _widest(scores[which], at, tolerance)) != at:
+    if open_prior and not open_factor and (widest := _widest(scores[which], at, tolerance)) != at:
         at, exponent = widest, exponents[widest]
     other = _between(exponents, second[which].tolist(), at, exponent)
-    if open_prior and at in (0, len(exponents) - 1):
+    if start is not None and not _surely_better(scores[which, at], scores[which, -1]):
+        exponent, other = start, float(second[which, -1])
+    elif open_prior and at in (0, len(exponents) - 1):
         _warn_of_edge(best, exponents, row, at, exponent - other if open_factor else exponent, open_noise)
     if open_scale:
         temperature = 10 ** max(other, temperatures[0])
@@ -205,6 +215,12 @@ def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
     if residual is None:
         raise _no_batch()
     return residual
+
+
+def _surely_better(scores: Tensor, others: Tensor) -> bool:
+    """Whether scores (N,) are better than others in the mean, by more than chance."""
+    gain = scores - others
+    return float(gain.mean()) > SURE * float(gain.std(correction=0)) / math.sqrt(len(gain))
 
 
 def _widest(scores: Tensor, at: int, tolerance: float) -> int:
@@ -294,7 +310,7 @@ def sample_scores(
 def width_scores(
     posteriors: Sequence[Posterior], candidates: Candidates, loader: Iterable[Any]
 ) -> tuple[Tensor, Tensor]:
-    """Returns mean held-out log likelihoods at the best factor c of y's covariance, and log10 c, (posteriors, points).
+    """Returns held-out log likelihoods (posteriors, candidates, N) at the best factor c of y's covariance, and log10 c.
 
     With `r = y - f` and the covariance S of y, `log N(y; f, c S)` is highest in the mean at `c = mean rᵀS⁻¹r / C`. For
     one output that is `mean r²/(σ² + v)`. Of a Gaussian likelihood; float64.
@@ -309,10 +325,10 @@ def width_scores(
         volume = prediction.log_prob(latent.mean.double())  # of r = 0
         squares = 2 * (volume - prediction.log_prob(labels))
         rows.setdefault(place, []).append(torch.stack([volume, squares]).cpu())
-    means = torch.stack([torch.cat(parts, 1).mean(1) for _, parts in sorted(rows.items())])
-    volume, squares = means.unflatten(0, (len(posteriors), -1)).unbind(-1)
-    factor = (squares / outputs).clamp_min(torch.finfo(squares.dtype).tiny)
-    return volume - outputs * (1 + factor.log()) / 2, factor.log10()
+    joined = torch.stack([torch.cat(parts, 1) for _, parts in sorted(rows.items())])
+    volume, squares = joined.unflatten(0, (len(posteriors), -1)).unbind(2)  # (posteriors, candidates, N)
+    factor = (squares.mean(-1, keepdim=True) / outputs).clamp_min(torch.finfo(squares.dtype).tiny)
+    return volume - (squares / factor + outputs * factor.log()) / 2, factor.squeeze(-1).log10()
 
 
 def _contracted(

@@ -13,6 +13,7 @@ from ..errors import LapwingError, check_choice, check_count, shown
 from ..network import batches
 from ..network.eager import outside_modes
 from ..posterior import Posterior
+from .bounded_evidence import trained_product
 from .evidence import Training, Tuning
 from .held_out import TEMPERATURES, best_of, check_grid, held_out_report, with_ranks
 
@@ -31,7 +32,9 @@ class Validation(Tuning):
     with the widest spread is chosen: it ranks foreign inputs best.
 
     Regression: for each `λ = δσ²` the best factor c of the covariance of y, which is that of `(δ/c, c σ²)`, is in
-    closed form, `mean r²/(σ² + v)` for one output. So δ and σ² are the best pair for one pass over a grid of λ.
+    closed form, `mean r²/(σ² + v)` for one output. λ says how predictions of different inputs differ in width, which
+    few held-out samples hardly tell. So λ is that of `BoundedEvidence`, by the training data, unless another is better
+    by three standard errors of the paired difference.
 
     What the user gave is kept, a logit temperature other than 1 too.
 
@@ -48,8 +51,8 @@ class Validation(Tuning):
         LapwingError: for a range or number that makes no grid.
 
     Cost: one pass over the loader: one record and contraction a batch, and `points` variances (or Gram matrices, if
-    the link reads covariances) an output. Another where the log shows what was chosen (`logging.INFO`), to compare the
-    default link with draws.
+    the link reads covariances) an output; for a regression a forward pass, and the kernel of `BoundedEvidence`. Another
+    pass where the log shows what was chosen (`logging.INFO`), to compare the default link with draws.
 
     Example:
         >>> import torch, lapwing as lw
@@ -93,10 +96,13 @@ class Validation(Tuning):
         scaled = not self.tempered or posterior.logit_temperature != 1
         if posterior.tuned and not self.ranks and scaled:
             return posterior
-        candidates = with_ranks(posterior, self.ranks)
+        product = None
+        if not posterior.noise_fixed and not posterior.prior.fixed and training.shown is not None:
+            product = trained_product(posterior, training)
         best = best_of(
-            candidates, self.decades, self.points, self.loader, TEMPERATURES if self.tempered else (), self.tolerance
-        )
+            with_ranks(posterior, self.ranks), self.decades, self.points, self.loader,
+            TEMPERATURES if self.tempered else (), self.tolerance, product,
+        )  # fmt: skip
         if log.isEnabledFor(logging.INFO):
             log.info("Validation of %s: %s", best.method, held_out_report(best, self.loader))
         return best

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import lapwing as lw
-from lapwing.tuning.held_out import WIDER, _widest, held_out_scores, width_scores
+import lapwing.tuning.held_out as search
+from lapwing.tuning.held_out import WIDER, _widest, best_of, held_out_scores, width_scores
 from tests.zoo import ZOO
 
 METHODS = [lw.Diagonal(), lw.KFAC(uncovered="dense"), lw.ELLA(rank=5, rows=12), lw.ELLA(5, 12, "prior"), lw.Full()]
@@ -185,9 +186,28 @@ def test_the_factor_of_a_regression_is_the_best_one(name):
     one = posterior.with_prior(3.0)
     scores, factors = width_scores([one], lambda posterior: [posterior], held_out)
     best = 10 ** factors.item()
-    assert score(one.with_prior(3.0 / best, 0.5 * best), held_out) == pytest.approx(scores.item(), rel=1e-9)
+    assert score(one.with_prior(3.0 / best, 0.5 * best), held_out) == pytest.approx(float(scores.mean()), rel=1e-9)
     for other in (0.9 * best, 1.1 * best):
-        assert score(one.with_prior(3.0 / other, 0.5 * other), held_out) < scores.item()
+        assert score(one.with_prior(3.0 / other, 0.5 * other), held_out) < scores.mean()
+
+
+def test_the_product_of_a_regression_is_that_of_its_training_data(monkeypatch):
+    """δσ² is the default's unless held-out data are sure of another; σ² is the one that they need beside it."""
+    case = ZOO["mlp_scalar"]
+    loader, held_out = [(case.inputs(40, 1), case.targets(40, 1))], [(case.inputs(20, 2), case.targets(20, 2))]
+    plain = lw.fit(case.build(), loader, lw.KFAC(), params=lw.matching("*"))
+    product = plain.prior_precision * plain.noise_variance
+    untuned = lw.fit(case.build(), loader, lw.KFAC(), params=lw.matching("*"), tune=None)
+    for sure, kept in ((3.0, True), (-1e9, False)):
+        monkeypatch.setattr(search, "SURE", sure)
+        chosen = best_of([untuned], (-5.0, 7.0), 25, held_out, product=product)
+        assert (abs(chosen.prior_precision * chosen.noise_variance / product - 1) < 1e-6) == kept
+    monkeypatch.undo()
+    tuned = lw.fit(case.build(), loader, lw.KFAC(), params=lw.matching("*"), validation=held_out)
+    assert tuned.prior_precision * tuned.noise_variance == pytest.approx(product, rel=1e-3)
+    for factor in (0.9, 1.1):
+        other = tuned.with_prior(tuned.prior_precision / factor, tuned.noise_variance * factor)
+        assert score(other, held_out) < score(tuned, held_out)
 
 
 def test_a_regression_that_interpolates_gets_its_width():
