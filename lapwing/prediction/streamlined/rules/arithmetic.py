@@ -18,16 +18,27 @@ Bilinear = Callable[[Tensor, Tensor], Tensor]
 
 
 def combined(site: Site, arguments: dict[str, Any]) -> Moments:
-    """Returns the moments of sums, quotients and choices of independent x and y: `Var = Σ_x (∂/∂x)² v_x`."""
+    """Returns the moments of sums, products, quotients and choices of independent x and y: residual branches, gates.
+
+    E = g(m)        Var = Σ_x (∂g/∂x)² v_x, and v_x v_y for products
+    """
+    return _combined(site, site.node.target, operation_of(site.node).slope, arguments)
+
+
+def _combined(site: Site, function: Any, slope_of: Any, arguments: dict[str, Any]) -> Moments:
     means = {name: mean_of(value) for name, value in arguments.items()}
-    slope_of: Any = operation_of(site.node).slope
-    mean, parts, linear = site.apply(means), [], True
+    mean, linear = function(**means), True
+    parts: list[tuple[Tensor, Any]] = []
     for name, x in arguments.items():
         if isinstance(x, Moments):
             slope = slope_of(means, mean, name)
-            linear = linear and not isinstance(slope, Tensor)
             changes = isinstance(slope, Tensor) or abs(slope) != 1
+            linear = linear and not isinstance(slope, Tensor)
             parts.append((slope**2 * x.variance if changes else x.variance, _correlation_in(site, x)))
+    if slope_of is elementwise.multiplied and len(parts) == 2:
+        rho, other = parts[0][1], parts[1][1]
+        both = None if rho is None or other is None else rho * other
+        parts.append((arguments["self"].variance * arguments["other"].variance, both))
     total = total_of([variance for variance, _ in parts]).expand_as(mean)
     positions = site.layout.positions if linear and site.layout is not None else ()
     return Moments(mean, total, sum_correlation(total, parts, positions))
@@ -41,29 +52,6 @@ def _correlation_in(site: Site, x: Value) -> Tensor | float | None:
     if is_constant(x.variance, len(site.node.meta["val"].shape), layout.positions):
         return 1.0
     return x.correlation
-
-
-def multiplied(site: Site, arguments: dict[str, Any]) -> Moments:
-    """Returns the moments of `x y` for independent x and y: gates, scales.
-
-    E = m_x m_y        Var = m_y² v_x + m_x² v_y + v_x v_y
-    """
-    x, y = arguments["self"], arguments["other"]
-    return _times(x, y, _correlation_in(site, x), _correlation_in(site, y))
-
-
-def _times(x: Value, y: Value, *rho: Tensor | float | None) -> Moments:
-    """Returns the moments of `x y` for independent x and y with these correlations of their positions."""
-    result = product(x, y, torch.mul)
-    if all(part is None for part in rho):
-        return result
-    if not (isinstance(x, Moments) and isinstance(y, Moments)):
-        kept = rho[0] if isinstance(x, Moments) else rho[1]
-        return result if kept is None else Moments(result.mean, result.variance, result.variance.new_ones(()) * kept)
-    first, second = y.mean.square() * x.variance, x.mean.square() * y.variance
-    both = None if None in rho else rho[0] * rho[1]  # type: ignore[operator]
-    parts = [(first, rho[0]), (second, rho[1]), (x.variance * y.variance, both)]
-    return Moments(result.mean, result.variance, sum_correlation(result.variance, parts))
 
 
 def product(x: Value, y: Value, bilinear: Bilinear) -> Moments:
@@ -192,7 +180,8 @@ def gated(site: Site, arguments: dict[str, Any]) -> Moments:
     (x, y), (v, w) = (part.chunk(2, dim) for part in (source.mean, source.variance))
     rho = (None, None) if source.correlation is None else source.full_correlation.chunk(2, dim)
     gate = y.sigmoid()
-    return _times(Moments(x, v), Moments(gate, (gate * (1 - gate)).square() * w), *rho)
+    sides = {"self": Moments(x, v, rho[0]), "other": Moments(gate, (gate * (1 - gate)).square() * w, rho[1])}
+    return _combined(site, aten.mul.Tensor, elementwise.multiplied, sides)
 
 
 def _gated_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
@@ -201,12 +190,14 @@ def _gated_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
     return None if label is None else label.narrow(dim, 0, label.shape[dim] // 2)
 
 
-_PAIR = Kind.ELEMENTWISE
-register_aten(Operation(_PAIR, combined, broadcast, elementwise.added), "add.Tensor")
-register_aten(Operation(_PAIR, combined, broadcast, elementwise.subtracted), "sub.Tensor", "subtract.Tensor")
-register_aten(Operation(_PAIR, combined, broadcast, elementwise.divided), "div.Tensor", "divide.Tensor")
-register_aten(Operation(_PAIR, combined, broadcast, elementwise.chosen), "where.self")
-register_aten(Operation(_PAIR, multiplied, broadcast, elementwise.multiplied), "mul.Tensor", "multiply.Tensor")
+for _slope, *_names in (
+    (elementwise.added, "add.Tensor"),
+    (elementwise.subtracted, "sub.Tensor", "subtract.Tensor"),
+    (elementwise.multiplied, "mul.Tensor", "multiply.Tensor"),
+    (elementwise.divided, "div.Tensor", "divide.Tensor"),
+    (elementwise.chosen, "where.self"),
+):
+    register_aten(Operation(Kind.ELEMENTWISE, combined, broadcast, _slope), *_names)
 register_aten(Operation(Kind.STATISTIC, summed, _summed_label, elementwise.mean), "mean.dim")
 register_aten(Operation(Kind.STATISTIC, summed, _summed_label, lambda a, y, name: 1.0), "sum.dim_IntList")
 register_aten(Operation(Kind.OTHER, gated, _gated_label), "glu.default")
