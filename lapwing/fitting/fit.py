@@ -96,7 +96,7 @@ def fit(
         torch.Size([32, 3])
     """
     is_default = method is None and params is None
-    method, params = _method_and_params(method, params)
+    method, params = method_and_params(method, params)
     _check_numbers(prior_precision, weight_decay, temperature, data_size, seed)
     _check_tuning(tune)
     check_progress(progress)
@@ -204,7 +204,7 @@ def _check_noise(likelihood: Likelihood, tangent: Tangent) -> None:
         check_range("noise variance", torch.tensor(likelihood.noise_variance, dtype=torch.float64), tangent.dtype)
 
 
-def _method_and_params(method: Any, params: Any) -> tuple[Method, Predicate | LastLayer]:
+def method_and_params(method: Any, params: Any) -> tuple[Method, Predicate | LastLayer]:
     """Returns the method and the selection of parameters, with the defaults for what is None.
 
     Raises:

@@ -13,6 +13,7 @@ from ..covariance import Basis, ExplicitBasis, ImplicitBasis, LowRank, LowRankWi
 from ..covariance.dense import cut, expand
 from ..linalg import RANK_CUT, eigen_in_place, orthonormal_rows
 from ..tangent import Anchors
+from .cost import DOUBLE, Outline, Work
 from .passes import Batch, CurvaturePass, Passes, run_curvature_pass
 from .problem import Problem
 from .state import State
@@ -91,6 +92,13 @@ def leading_of(gram: Callable[[torch.dtype], Tensor], rank: int, dtype: torch.dt
         return leading_of(gram, rank, torch.float64)
     kept = torch.arange(len(values) - 1, len(values) - 1 - count, -1, device=values.device)
     return (vectors[:, kept] * values[kept].rsqrt()).T
+
+
+def projection(outline: Outline, rank: int, residual: Residual) -> Work:
+    """Returns what a prediction takes that projects J on K directions, with or without the prior outside them."""
+    if residual is None:
+        return outline.prediction(lambda layer, columns: layer.projected(columns, rank))
+    return outline.prediction(lambda layer, columns: layer.projected(columns, rank) + layer.squares(columns), DOUBLE)
 
 
 @dataclass

@@ -1,0 +1,212 @@
+"""plan(): what a fit and its predictions would take, counted from shapes before anything is fitted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..likelihoods import Likelihood, resolve
+from ..likelihoods.inferred import inferred_likelihood
+from ..methods import Method, Outline, Work
+from ..methods.cost import CALL, MOVE
+from ..network import batches
+from ..network.batches import Forward
+from ..network.calling import call
+from ..network.eager import outside_modes
+from ..network.loaders import first_batch
+from ..tangent import LastLayer, Predicate, Tangent
+from .default_method import default_fit
+from .fit import method_and_params
+from .runner import Runner
+
+RECORD_CALLS, LAYER_CALLS = 100, 8
+"""Operations of one batch beside those of the network: to record it, and to contract each layer."""
+
+UNKNOWN = "?"
+"""Stands in a table for what a method does not say."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a fit would take; `print(plan)` shows a table. All is None that a method of your own does not state.
+
+    Attributes:
+        method: the method and its options.
+        parameters: P, how many weights are treated.
+        outputs: C.
+        passes: of the fit, in forward passes of its data; tuning comes on top.
+        predict_passes: of a prediction, in forward passes of its inputs.
+        kept_bytes: what the posterior keeps beside the network, exact where rounding cuts no direction.
+        peak_bytes: what the fit holds at most beside the network, with the workspace of decompositions; tuning is left
+            out.
+    """
+
+    method: str
+    parameters: int
+    outputs: int
+    passes: float | None = None
+    predict_passes: float | None = None
+    kept_bytes: int | None = None
+    peak_bytes: int | None = None
+
+    def __str__(self) -> str:
+        """Returns a table of one row."""
+        return _table([self])
+
+
+class Plans(tuple[Plan, ...]):
+    """Plans of several methods; `print(plans)` shows a table."""
+
+    def __str__(self) -> str:
+        """Returns a table with a row for each method."""
+        return _table(self)
+
+
+@outside_modes
+def plan(
+    model: nn.Module,
+    loader: Iterable[Any],
+    method: Method | Sequence[Method | None] | None = None,
+    *,
+    likelihood: str | Likelihood | None = None,
+    params: Predicate | LastLayer | None = None,
+    data_size: int | None = None,
+    forward: Forward | None = None,
+    memory: int | None = None,
+) -> Any:
+    """Says what `lw.fit` would take with the same arguments: time in forward passes, and memory in bytes.
+
+    Nothing is fitted. The network is surveyed on the first batch, and its operations are counted on one sample. Passes
+    are a count of multiply-adds and of moved numbers: a guide to within a factor of about two, on which no machine
+    agrees.
+
+    Args:
+        model: the trained network, in eval mode.
+        loader: the training data.
+        method: as in `lw.fit`, where None is the default; or a list of methods.
+        likelihood: as in `lw.fit`.
+        params: as in `lw.fit`.
+        data_size: as in `lw.fit`; counts where the loader does not know its length.
+        forward: as in `lw.fit`.
+        memory: as in `lw.fit`.
+
+    Returns:
+        A frozen `Plan`, or a tuple of them where `method` is a list. Both print as a table.
+
+    Raises:
+        LapwingError: for bad input, as `lw.fit`.
+
+    Cost: that of a survey and three runs on one sample. The loader is read to count samples if it has no length.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> x, y = torch.randn(32, 4), torch.randint(3, (32,))
+        >>> model = torch.nn.Linear(4, 3).eval()
+        >>> lw.plan(model, [(x, y)], lw.Diagonal()).kept_bytes  # 15 variances, and the prior precision
+        68
+    """
+    if isinstance(method, (list, tuple)):
+        options: dict[str, Any] = {"likelihood": likelihood, "params": params, "data_size": data_size}
+        return Plans(plan(model, loader, one, **options, forward=forward, memory=memory) for one in method)
+    is_default = method is None and params is None
+    method, params = method_and_params(method, params)
+    inputs, targets = batches.split(first_batch(loader))
+    likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
+    runner = Runner(loader, False)
+
+    def count() -> int:
+        return runner.shown() or data_size or runner.count()
+
+    chosen = default_fit(model, inputs, likelihood, forward, memory, count) if is_default else None
+    method, tangent = chosen or (method, Tangent.survey(model, inputs, params, forward, memory))
+    cost = method.cost(Outline.of(tangent, inputs, count()))
+    if cost is None:
+        return Plan(repr(method), tangent.size, tangent.outputs)
+    network = _Network.counted(tangent, inputs)
+    return Plan(
+        repr(method), tangent.size, tangent.outputs,
+        network.passes(cost.fit), network.passes(cost.predict), cost.kept, cost.peak,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Network:
+    """What runs of a network take for one sample of a batch, in multiply-adds.
+
+    Attributes:
+        forward: a forward pass.
+        record: one that is recorded.
+        backward: one backward pass of its activations.
+    """
+
+    forward: float
+    record: float
+    backward: float
+
+    @classmethod
+    def counted(cls, tangent: Tangent, inputs: Any) -> _Network:
+        """Counts the operations of one sample: of a forward pass, and of records with one and two cotangents."""
+        samples = batches.size(inputs)
+        one = batches.plain(batches.take(inputs, slice(0, 1)), tangent.device)
+        with torch.no_grad(), _Operations() as forward:
+            call(tangent.model, one, tangent.forward)
+        records = []
+        for columns in (1, 2):
+            with _Operations() as operations:
+                record = tangent.record(one, torch.zeros(1, tangent.outputs, columns, device=tangent.device))
+                for name in record:
+                    record[name]  # takes the gradients
+            records.append(operations)
+        backward = records[1].work - records[0].work
+        calls = records[0].calls + RECORD_CALLS + LAYER_CALLS * len(tangent.blocks)
+        recorded = records[0].work - backward + CALL * calls / samples
+        return cls(forward.work + CALL * forward.calls / samples, recorded, backward)
+
+    def passes(self, work: Work) -> float:
+        """Returns work in forward passes."""
+        network = work.records * self.record + work.backwards * self.backward
+        return (network + work.products) / self.forward
+
+
+class _Operations(TorchDispatchMode):
+    """Counts operations: their multiply-adds and the numbers they write (`work`), and how many there are (`calls`)."""
+
+    def __init__(self) -> None:
+        from torch.utils.flop_counter import flop_registry  # not needed to import lapwing
+
+        super().__init__()
+        self.work, self.calls, self._flops = 0.0, 0, flop_registry
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
+        self.calls += 1
+        flops = self._flops.get(function.overloadpacket)
+        if flops is not None:
+            self.work += flops(*args, **kwargs, out_val=out) / 2
+        if not function.is_view:
+            self.work += MOVE * sum(value.numel() for value in tree_leaves(out) if isinstance(value, Tensor))
+        return out
+
+
+def _table(plans: Sequence[Plan]) -> str:
+    """Returns a row for each plan, the method at its end."""
+    head = ("weights", "outputs", "fit", "predict", "kept", "peak", "method")
+    rows = [head, *map(_row, plans)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head) - 1)]
+    lines = ["  ".join([*map(str.rjust, row, widths), row[-1]]) for row in rows]
+    units = "fit and predict in forward passes, kept and peak in MiB"
+    return "\n".join([*lines, units])
+
+
+def _row(one: Plan) -> tuple[str, ...]:
+    """Returns the cells of a plan."""
+    passes = [UNKNOWN if count is None else f"{count:,.1f}" for count in (one.passes, one.predict_passes)]
+    sizes = [UNKNOWN if size is None else f"{size / 2**20:,.2f}" for size in (one.kept_bytes, one.peak_bytes)]
+    return f"{one.parameters:,}", f"{one.outputs:,}", *passes, *sizes, one.method
