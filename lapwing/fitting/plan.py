@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +28,6 @@ from .runner import Runner
 
 RECORD_CALLS, LAYER_CALLS = 100, 8
 """Operations of one batch beside those of the network: to record it, and to contract each layer."""
-
-UNKNOWN = "?"
-"""Stands in a table for what a method does not say."""
 
 
 @dataclass(frozen=True)
@@ -168,10 +166,10 @@ class _Network:
         recorded = records[0].work - backward + CALL * calls / samples
         return cls(forward.work + CALL * forward.calls / samples, recorded, backward)
 
-    def passes(self, work: Work) -> float:
-        """Returns work in forward passes."""
+    def passes(self, work: Work) -> float | None:
+        """Returns work in forward passes, None where it is not known."""
         network = work.records * self.record + work.backwards * self.backward
-        return (network + work.products) / self.forward
+        return None if math.isnan(network) else (network + work.products) / self.forward
 
 
 class _Operations(TorchDispatchMode):
@@ -207,6 +205,6 @@ def _table(plans: Sequence[Plan]) -> str:
 
 def _row(one: Plan) -> tuple[str, ...]:
     """Returns the cells of a plan."""
-    passes = [UNKNOWN if count is None else f"{count:,.1f}" for count in (one.passes, one.predict_passes)]
-    sizes = [UNKNOWN if size is None else f"{size / 2**20:,.2f}" for size in (one.kept_bytes, one.peak_bytes)]
+    passes = ["?" if count is None else f"{count:,.1f}" for count in (one.passes, one.predict_passes)]
+    sizes = ["?" if size is None else f"{size / 2**20:,.2f}" for size in (one.kept_bytes, one.peak_bytes)]
     return f"{one.parameters:,}", f"{one.outputs:,}", *passes, *sizes, one.method

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import torch
 
 from ..contents import Entry
-from ..covariance import Covariance
+from ..covariance import Covariance, PriorCovariance
 from ..jacobian.jacobian import SLICE_BYTES
 from ..network import batches
 from ..tangent import Tangent
@@ -56,12 +56,16 @@ class Work:
         return Work(factor * self.records, factor * self.backwards, factor * self.products)
 
 
+UNKNOWN = Work(math.nan)
+"""Work that is not known beforehand."""
+
+
 @dataclass(frozen=True)
 class Cost:
     """What a method takes.
 
     Attributes:
-        fit: for each sample of the data, tuning left out.
+        fit: for each sample of the data, tuning left out; `UNKNOWN` where only the fit shows how many passes it takes.
         predict: for each input.
         kept: bytes of the covariance.
         peak: bytes that the fit holds at most beside the network, the covariance included.
@@ -190,9 +194,9 @@ class Outline:
         outputs = self.tangent.outputs
         return Work(1, outputs, factor * self.total(lambda layer: count(layer, outputs)))
 
-    def chunk(self, columns: int | None = None, dtype: torch.dtype | None = None, scratch: int = 0) -> int:
+    def chunk(self, dtype: torch.dtype | None = None, scratch: int = 0) -> int:
         """Returns the bytes of the samples that are recorded at once, with `scratch` further numbers of each."""
-        columns, tangent = self.columns if columns is None else columns, self.tangent
+        columns, tangent = self.columns, self.tangent
         length = min(self.batch, tangent.chunk_length(columns, dtype, scratch))
         itemsize = (dtype or tangent.dtype).itemsize
         sizes = [(2 * patches + columns * outputs, columns * outputs) for outputs, patches in tangent.plan.sizes]
@@ -207,10 +211,11 @@ class Outline:
 
     def stored(self, kind: type[Covariance], extra: Mapping[str, Any], dtype: torch.dtype | None = None) -> int:
         """Returns the bytes of a covariance's tensors, as its files list them; in `dtype` where they leave it open."""
-        entries = kind.entries(self.tangent, {"scale": 1.0, **extra}).values()
+        scale = {"scale": 1.0} if issubclass(kind, PriorCovariance) else {}
+        entries = kind.entries(self.tangent, {**scale, **extra}).values()
         return sum(_bytes(entry, dtype or self.tangent.dtype) for entry in entries)
 
 
 def _bytes(entry: Entry, dtype: torch.dtype) -> int:
     assert entry.shape is not None
-    return prod(entry.shape) * (entry.dtypes[0] if len(entry.dtypes) == 1 else dtype).itemsize
+    return math.prod(entry.shape) * (entry.dtypes[0] if len(entry.dtypes) == 1 else dtype).itemsize

@@ -70,7 +70,7 @@ class Full(Method):
             kept = outline.stored(DenseCovariance, {})
             fit += Work(products=DOUBLE / 2 * outline.columns * size**2) + outline.once(EIGEN * size**3)
             predict += Work(products=DOUBLE * outline.tangent.outputs * size**2)
-            chunk = outline.chunk(None, torch.float64, 2 * outline.columns * size)
+            chunk = outline.chunk(torch.float64, 2 * outline.columns * size)
             return Cost(fit, predict, kept, 8 * size**2 + max(32 * size**2, chunk))  # the sum, its copies and LAPACK's
         rank, numbers = min(rows, size), rows * size
         basis = {"rank": rank, "rows": True, "basis": {"class": "ExplicitBasis", "extra": {"rank": rank}}}

@@ -9,11 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..covariance import Covariance
+from ..covariance import Covariance, LowRank, LowRankWithResidual
 from ..covariance.basis import CoordinateBasis
 from ..errors import LapwingError, check_choice, check_count, is_one_of, shown
 from ..posterior import Posterior
 from ..tangent import Block
+from .cost import DOUBLE, MOVE, Cost, Layer, Outline, Work
 from .diagonal import SquaredSums
 from .passes import Method, Pass, Passes
 from .problem import Problem
@@ -94,6 +95,27 @@ class SubsetOfWeights(Method):
         picked = scores.argsort(descending=True, stable=True)[:size]
         basis = CoordinateBasis(tangent.blocks, picked, record_dtype(problem, self.residual))
         return (yield from on_basis(problem, basis, self.residual))
+
+    def cost(self, outline: Outline) -> Cost:
+        """Returns the cost of a pass for the diagonal, where that chooses, and of one for the chosen columns of J."""
+        size, columns = min(self.size, outline.tangent.size), outline.columns
+        factor, dtype = (1, outline.tangent.dtype) if self.residual is None else (DOUBLE, torch.float64)
+        rows = {} if self.residual is None else {"rows": False}
+        basis = {"class": "CoordinateBasis", "extra": {"rank": size}}
+        kept = outline.stored(LowRankWithResidual if rows else LowRank, {"rank": size, "basis": basis, **rows}, dtype)
+
+        def gathered(layer: Layer, columns: int) -> float:
+            return 0.0 if layer.single else layer.rows(columns)
+
+        picked = Work(products=factor * size * (MOVE + size))
+        fit = outline.over_data(gathered, factor) + picked.times(columns)
+        predict = outline.prediction(gathered, factor) + picked.times(outline.tangent.outputs)
+        if self.residual is not None:
+            predict += Work(products=outline.prediction(Layer.squares, factor).products)
+        if self.by == "diagonal":
+            fit += outline.over_data(Layer.squares)
+        chunk = outline.chunk(dtype, 3 * columns * size)
+        return Cost(fit, predict, kept, kept + max(80 * size**2, chunk))
 
     def _scores(self, problem: Problem) -> Generator[Pass, Any, Tensor]:
         """Returns a number a weight (P,): the largest are chosen, the first of equals."""
