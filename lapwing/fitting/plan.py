@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
-from ..methods import Method, Outline, Work
+from ..linalg import MEMORY
+from ..methods import KFAC, Diagonal, Method, Outline, Work
 from ..methods.cost import CALL, MOVE
 from ..network import batches
 from ..network.batches import Forward
@@ -22,8 +24,7 @@ from ..network.calling import call
 from ..network.eager import outside_modes
 from ..network.loaders import first_batch
 from ..tangent import LastLayer, Predicate, Tangent
-from .default_method import default_fit
-from .fit import method_and_params
+from .default_method import default_fit, method_and_params
 from .runner import Runner
 
 RECORD_CALLS, LAYER_CALLS = 100, 8
@@ -133,6 +134,31 @@ def plan(
     )  # fmt: skip
 
 
+def check_room(method: Method, outline: Outline) -> None:
+    """Raises where the peak of a fit exceeds the memory of its device, and names a method that does not.
+
+    The machine's whole memory counts, since what others hold of it may be given back; of a GPU what is free counts.
+    """
+    cost, device = method.cost(outline), outline.tangent.device
+    if cost is None or cost.peak <= outline.tangent.memory:
+        return
+    available, where = MEMORY, "this machine has"
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        available, where = torch.cuda.mem_get_info(device)[0] + cached, "the GPU has free"
+    if cost.peak <= available:
+        return
+    instead = "Treat fewer weights: write params=lw.last_layer."
+    for other in (Diagonal(), KFAC()):
+        peak = other.cost(outline).peak
+        if peak <= available:
+            instead = f"Use lw.{type(other).__name__}(), which needs {peak / 2**30:.3g} GiB."
+    raise LapwingError(
+        f"{shown(method)} needs {cost.peak / 2**30:.3g} GiB for {outline.tangent.size} weights, and {where} "
+        f"{available / 2**30:.3g} GiB. {instead}"
+    )
+
+
 @dataclass(frozen=True)
 class _Network:
     """What runs of a network take for one sample of a batch, in multiply-adds.
@@ -175,11 +201,17 @@ class _Network:
 class _Operations(TorchDispatchMode):
     """Counts operations: their multiply-adds and the numbers they write (`work`), and how many there are (`calls`)."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         from torch.utils.flop_counter import flop_registry  # not needed to import lapwing
 
         super().__init__()
         self.work, self.calls, self._flops = 0.0, 0, flop_registry
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would import it, for seconds
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}

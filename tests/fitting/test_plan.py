@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -12,7 +13,11 @@ import lapwing as lw
 from benchmarks.measure import LiveBytes
 from lapwing.fitting import Plan
 
-METHODS = [lw.Diagonal(), lw.KFAC(), lw.KFAC(uncovered="dense"), lw.EKFAC(), lw.Full("primal")]
+METHODS = [
+    lw.Diagonal(), lw.KFAC(), lw.KFAC(uncovered="dense"), lw.EKFAC(), lw.Full("primal"), lw.ELLA(10, 40),
+    lw.ELLA(10, 40, residual="prior"), lw.VaLLA(20), lw.SubsetOfData(20), lw.SubsetOfWeights(30),
+    lw.OptimalSubspace(10, rows=60, residual="prior"), lw.SampledLLA(8), lw.MeanField(5),
+]  # fmt: skip
 
 
 class Live(LiveBytes):
@@ -147,3 +152,17 @@ def test_nothing_is_written():
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
     assert not model._forward_hooks
     assert generator.shape == torch.get_rng_state().shape
+
+
+def test_a_fit_that_exceeds_the_machine_is_refused_and_a_cheaper_method_named(monkeypatch):
+    torch.manual_seed(0)
+    model, data = mlp(), regression((12,))
+    wide = nn.Sequential(nn.Linear(12, 3000), nn.ReLU(), nn.Linear(3000, 3)).eval()
+    needed = lw.plan(wide, data, lw.KFAC(), memory=2**24).peak_bytes
+    monkeypatch.setattr(import_module("lapwing.fitting.plan"), "MEMORY", needed - 1)
+    with pytest.raises(lw.LapwingError, match=r"KFAC.* GiB for 48003 weights, and .* Use lw.Diagonal\(\)"):
+        lw.fit(wide, data, lw.KFAC(), memory=2**24)
+    lw.fit(model, data, lw.KFAC(), memory=2**24)
+    monkeypatch.setattr(import_module("lapwing.fitting.plan"), "MEMORY", 2**10)
+    with pytest.raises(lw.LapwingError, match=r"params=lw.last_layer"):
+        lw.fit(wide, data, lw.KFAC(), memory=2**24)
