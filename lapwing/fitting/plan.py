@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..errors import LapwingError, shown
+from ..errors import LapwingError, check_count, shown
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
 from ..linalg import MEMORY
@@ -20,9 +20,8 @@ from ..methods import KFAC, Diagonal, Method, Outline, Work
 from ..methods.cost import CALL, MOVE
 from ..network import batches
 from ..network.batches import Forward
-from ..network.calling import call
 from ..network.eager import outside_modes
-from ..network.loaders import first_batch
+from ..network.loaders import first_batch, known_size
 from ..tangent import LastLayer, Predicate, Tangent
 from .default_method import default_fit, method_and_params
 from .runner import Runner
@@ -113,6 +112,8 @@ def plan(
     if isinstance(method, (list, tuple)):
         options: dict[str, Any] = {"likelihood": likelihood, "params": params, "data_size": data_size}
         return Plans(plan(model, loader, one, **options, forward=forward, memory=memory) for one in method)
+    if data_size is not None:
+        check_count("lw.plan", "data_size", data_size)
     is_default = method is None and params is None
     method, params = method_and_params(method, params)
     inputs, targets = batches.split(first_batch(loader))
@@ -120,7 +121,7 @@ def plan(
     runner = Runner(loader, False)
 
     def count() -> int:
-        return runner.shown() or data_size or runner.count()
+        return known_size(loader) or runner.shown() or data_size or runner.count()
 
     chosen = default_fit(model, inputs, likelihood, forward, memory, count) if is_default else None
     method, tangent = chosen or (method, Tangent.survey(model, inputs, params, forward, memory))
@@ -178,8 +179,8 @@ class _Network:
         """Counts the operations of one sample: of a forward pass, and of records with one and two cotangents."""
         samples = batches.size(inputs)
         one = batches.plain(batches.take(inputs, slice(0, 1)), tangent.device)
-        with torch.no_grad(), _Operations() as forward:
-            call(tangent.model, one, tangent.forward)
+        with _Operations() as forward:
+            tangent.outputs_of(one)
         records = []
         for columns in (1, 2):
             with _Operations() as operations:

@@ -26,8 +26,9 @@ DOUBLE = 2
 CALL = 80_000
 """What one operation costs before it computes anything, in multiply-adds."""
 
-EIGEN, SINGULAR = 13, 40
-"""What eigenpairs of an n x n matrix cost, in n³ multiply-adds, and singular vectors of (m, n) in m n min(m, n)."""
+EIGEN, SINGULAR, TRIANGLE = 13, 40, 9
+"""What eigenpairs of an n x n matrix cost, in n³ multiply-adds; singular vectors of (m, n), from all of it or by slices
+that leave a triangle, in m n min(m, n)."""
 
 WORKSPACE = 24
 """Bytes a number of a matrix that is decomposed: its copy in float64, and the workspace of LAPACK."""

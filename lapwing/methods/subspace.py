@@ -13,7 +13,7 @@ from ..covariance import Basis, ExplicitBasis, ImplicitBasis, LowRank, LowRankWi
 from ..covariance.dense import cut, expand
 from ..linalg import RANK_CUT, eigen_in_place, orthonormal_rows
 from ..tangent import Anchors
-from .cost import DOUBLE, EIGEN, SINGULAR, WORKSPACE, Cost, Outline, Work
+from .cost import DOUBLE, EIGEN, SINGULAR, TRIANGLE, WORKSPACE, Cost, Outline, Work
 from .passes import Batch, CurvaturePass, Passes, run_curvature_pass
 from .problem import Problem
 from .state import State
@@ -102,10 +102,11 @@ def on_rows_cost(outline: Outline, count: int, rank: int, residual: Residual) ->
     fit = Work(1, 1).times(count / outline.samples)  # each row is a forward and a backward pass
     predict = projection(outline, rank, residual)
     if _fit(count, size, dtype, memory):
-        whole = count * size <= min(SVD_NUMBERS, memory // 16)
-        least = min(count, size)
-        span = count * size * (dtype.itemsize + 16 * whole) + 8 * least * (count + size) * whole + 56 * least**2
-        fit += outline.once(SINGULAR * count * size * least)
+        whole, least = count * size <= min(SVD_NUMBERS, memory // 16), min(count, size)
+        rows = count * size * dtype.itemsize
+        svd = 16 * count * size + 8 * least * (count + size) if whole else 0
+        span = rows + max(min(2 * rows, memory // 2), svd + 56 * least**2)
+        fit += outline.once((SINGULAR if whole else TRIANGLE) * count * size * least)
     else:  # pairs of chunks of rows, each recorded again
         length = tangent.chunk_length(1, dtype) // 2
         fit = fit.times(1 + count / (2 * max(1, length)))
@@ -117,8 +118,8 @@ def on_rows_cost(outline: Outline, count: int, rank: int, residual: Residual) ->
             extra = {"scales": dict.fromkeys(outline.layers, 1.0), "rows": count, "nests": []}
     basis = {"class": "ImplicitBasis" if extra else "ExplicitBasis", "extra": {"rank": rank, **extra}}
     kind = LowRank if residual is None else LowRankWithResidual
-    rows = {} if residual is None else {"rows": False}
-    kept = outline.stored(kind, {"rank": rank, "basis": basis, **rows}, dtype)
+    own = {} if residual is None else {"rows": False}
+    kept = outline.stored(kind, {"rank": rank, "basis": basis, **own}, dtype)
     kept += count * outline.sample_bytes * bool(extra)
     chunk = outline.chunk(dtype, outline.columns * 3 * rank)
     fit += outline.over_data(lambda layer, columns: layer.projected(columns, rank), DOUBLE if residual else 1)

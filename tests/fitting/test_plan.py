@@ -16,7 +16,8 @@ from lapwing.fitting import Plan
 METHODS = [
     lw.Diagonal(), lw.KFAC(), lw.KFAC(uncovered="dense"), lw.EKFAC(), lw.Full("primal"), lw.ELLA(10, 40),
     lw.ELLA(10, 40, residual="prior"), lw.VaLLA(20), lw.SubsetOfData(20), lw.SubsetOfWeights(30),
-    lw.OptimalSubspace(10, rows=60, residual="prior"), lw.SampledLLA(8), lw.MeanField(5),
+    lw.OptimalSubspace(10, rows=60, residual="prior"), lw.MeanField(5),
+    lw.SampledLLA(8, lw.ConjugateGradients(iterations=3), em_steps=0),
 ]  # fmt: skip
 
 
