@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,11 +128,10 @@ def plan(
     cost = method.cost(Outline.of(tangent, inputs, count()))
     if cost is None:
         return Plan(repr(method), tangent.size, tangent.outputs)
-    network = _Network.counted(tangent, inputs)
+    passes = _passes(tangent, inputs)
     return Plan(
-        repr(method), tangent.size, tangent.outputs,
-        network.passes(cost.fit), network.passes(cost.predict), cost.kept, cost.peak,
-    )  # fmt: skip
+        repr(method), tangent.size, tangent.outputs, passes(cost.fit), passes(cost.predict), cost.kept, cost.peak
+    )
 
 
 def check_room(method: Method, outline: Outline) -> None:
@@ -160,43 +159,31 @@ def check_room(method: Method, outline: Outline) -> None:
     )
 
 
-@dataclass(frozen=True)
-class _Network:
-    """What runs of a network take for one sample of a batch, in multiply-adds.
+def _passes(tangent: Tangent, inputs: Any) -> Callable[[Work], float | None]:
+    """Returns a function that gives work in forward passes, None where it is not known.
 
-    Attributes:
-        forward: a forward pass.
-        record: one that is recorded.
-        backward: one backward pass of its activations.
+    The operations of one sample are counted: of a forward pass, and of records with one and two cotangents.
     """
+    samples = batches.size(inputs)
+    one = batches.plain(batches.take(inputs, slice(0, 1)), tangent.device)
+    with _Operations() as forward:
+        tangent.outputs_of(one)
+    records = []
+    for columns in (1, 2):
+        with _Operations() as operations:
+            record = tangent.record(one, torch.zeros(1, tangent.outputs, columns, device=tangent.device))
+            for name in record:
+                record[name]  # takes the gradients
+        records.append(operations)
+    backward = records[1].work - records[0].work
+    calls = records[0].calls + RECORD_CALLS + LAYER_CALLS * len(tangent.blocks)
+    recorded = records[0].work - backward + CALL * calls / samples
 
-    forward: float
-    record: float
-    backward: float
+    def passes(work: Work) -> float | None:
+        total = work.records * recorded + work.backwards * backward + work.products
+        return None if math.isnan(total) else total / (forward.work + CALL * forward.calls / samples)
 
-    @classmethod
-    def counted(cls, tangent: Tangent, inputs: Any) -> _Network:
-        """Counts the operations of one sample: of a forward pass, and of records with one and two cotangents."""
-        samples = batches.size(inputs)
-        one = batches.plain(batches.take(inputs, slice(0, 1)), tangent.device)
-        with _Operations() as forward:
-            tangent.outputs_of(one)
-        records = []
-        for columns in (1, 2):
-            with _Operations() as operations:
-                record = tangent.record(one, torch.zeros(1, tangent.outputs, columns, device=tangent.device))
-                for name in record:
-                    record[name]  # takes the gradients
-            records.append(operations)
-        backward = records[1].work - records[0].work
-        calls = records[0].calls + RECORD_CALLS + LAYER_CALLS * len(tangent.blocks)
-        recorded = records[0].work - backward + CALL * calls / samples
-        return cls(forward.work + CALL * forward.calls / samples, recorded, backward)
-
-    def passes(self, work: Work) -> float | None:
-        """Returns work in forward passes, None where it is not known."""
-        network = work.records * self.record + work.backwards * self.backward
-        return None if math.isnan(network) else (network + work.products) / self.forward
+    return passes
 
 
 class _Operations(TorchDispatchMode):

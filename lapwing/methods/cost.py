@@ -135,7 +135,8 @@ class Layer:
         by_rows = self.rows(columns) + rank * columns * self.size
         if self.shape is None:
             return by_rows
-        return min(by_rows, rank * self.positions * self.size * (1 + columns / self.shape[2]))
+        pushed = self.positions * (self.size * (1 + columns / self.shape[2]) + MOVE * self.size / self.shape[2])
+        return min(by_rows, rank * pushed)
 
 
 @dataclass(frozen=True)

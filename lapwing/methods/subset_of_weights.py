@@ -100,22 +100,15 @@ class SubsetOfWeights(Method):
         """Returns the cost of a pass for the diagonal, where that chooses, and of one for the chosen columns of J."""
         size, columns = min(self.size, outline.tangent.size), outline.columns
         factor, dtype = (1, outline.tangent.dtype) if self.residual is None else (DOUBLE, torch.float64)
-        rows = {} if self.residual is None else {"rows": False}
+        kind, own = (LowRank, {}) if self.residual is None else (LowRankWithResidual, {"rows": False})
         basis = {"class": "CoordinateBasis", "extra": {"rank": size}}
-        kept = outline.stored(LowRankWithResidual if rows else LowRank, {"rank": size, "basis": basis, **rows}, dtype)
-
-        def gathered(layer: Layer, columns: int) -> float:
-            return 0.0 if layer.single else layer.rows(columns)
-
+        kept = outline.stored(kind, {"rank": size, "basis": basis, **own}, dtype)
         picked = Work(products=factor * size * (MOVE + size))
-        fit = outline.over_data(gathered, factor) + picked.times(columns)
-        predict = outline.prediction(gathered, factor) + picked.times(outline.tangent.outputs)
-        if self.residual is not None:
-            predict += Work(products=outline.prediction(Layer.squares, factor).products)
+        fit = outline.over_data(_written, factor) + picked.times(columns)
+        predict = outline.prediction(_written, factor) + picked.times(outline.tangent.outputs)
         if self.by == "diagonal":
             fit += outline.over_data(Layer.squares)
-        chunk = outline.chunk(dtype, 3 * columns * size)
-        return Cost(fit, predict, kept, kept + max(80 * size**2, chunk))
+        return Cost(fit, predict, kept, kept + max(80 * size**2, outline.chunk(dtype, 3 * columns * size)))
 
     def _scores(self, problem: Problem) -> Generator[Pass, Any, Tensor]:
         """Returns a number a weight (P,): the largest are chosen, the first of equals."""
@@ -134,6 +127,11 @@ class SubsetOfWeights(Method):
         _check_same_weights(tangent.blocks, covariance.blocks)
         variances = covariance.diagonal()
         return torch.cat([variances[block.name].to(tangent.device) for block in tangent.blocks])
+
+
+def _written(layer: Layer, columns: int) -> float:
+    """Returns what R rows take where columns are picked of rows that are written out."""
+    return 0.0 if layer.single else layer.rows(columns)
 
 
 def _check_same_weights(mine: tuple[Block, ...], theirs: tuple[Block, ...]) -> None:

@@ -15,7 +15,7 @@ from ...covariance import Basis, LowRankWithResidual
 from ...errors import LapwingError, check_choice, check_count, check_positive, shown
 from ...network import batches
 from ...tangent import Anchors
-from ..cost import Cost, Outline
+from ..cost import Cost, Outline, Work
 from ..passes import Batch, IteratePass, Method, Passes
 from ..problem import Problem
 from ..state import State
@@ -29,10 +29,6 @@ class VallaFit(ABC):
     @abstractmethod
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
         """Yields passes, from the rows of J at the inducing points; returns the covariance or a `FitResult`."""
-
-    def share(self, outline: Outline) -> float | None:
-        """Returns what part of the data a fit goes through; None where it does not only sum over them."""
-        return None
 
 
 @dataclass(frozen=True)
@@ -53,10 +49,6 @@ class ClosedForm(VallaFit):
         """Yields a pass for the curvature on the span of the rows."""
         basis = span_of_anchors(problem, anchors, len(anchors), "prior")
         return (yield from on_basis(problem, basis, "prior"))
-
-    def share(self, outline: Outline) -> float:
-        """Returns all of them."""
-        return 1.0
 
 
 @dataclass(frozen=True)
@@ -95,11 +87,6 @@ class NaturalGradient(VallaFit):
         basis = span_of_anchors(problem, anchors, len(anchors), "prior")
         steps = _NaturalSteps(problem, basis, self)
         return steps.finish((yield steps))
-
-    def share(self, outline: Outline) -> float:
-        """Returns that of the steps, at most all where each step weighs as much as the ones before."""
-        part = self.steps * outline.batch / outline.samples
-        return part if self.rate else min(1.0, part)
 
 
 @dataclass(frozen=True)
@@ -158,18 +145,21 @@ class VaLLA(Method):
         return (yield from self.fit.passes(problem, anchors))
 
     def cost(self, outline: Outline) -> Cost | None:
-        """Returns the cost of clusters, of the points' rows and of the curvature on them, at fixed points."""
-        share, points = self.fit.share(outline), self.inducing_points
-        if share is None:
+        """Returns the cost of clusters, of the points' rows and of the curvature on them; None where points move."""
+        points, pool = self.inducing_points, 0
+        if not isinstance(self.fit, (ClosedForm, NaturalGradient)):
             return None
         if isinstance(points, InducingPoints):
             count = batches.size(points.inputs) * (outline.tangent.outputs if points.outputs is None else 1)
-            return on_rows_cost(outline, count, count, "prior")
-        pool = min(outline.samples, max(POOL, 20 * points))
-        count = min(points, pool * outline.tangent.outputs)
+        else:
+            pool = min(outline.samples, max(POOL, 20 * points))
+            count = min(points, pool * outline.tangent.outputs)
         cost = on_rows_cost(outline, count, count, "prior")
-        fit = cost.fit + outline.over_data(lambda *_: 0.0).times(share - 1)
-        fit += outline.once(STEPS * pool * count * outline.sample_numbers * (self.initial == "kmeans"))
+        clusters = outline.once(STEPS * pool * count * outline.sample_numbers * (self.initial == "kmeans"))
+        skipped = 0.0
+        if isinstance(self.fit, NaturalGradient):
+            skipped = max(0.0, 1 - self.fit.steps * outline.batch / outline.samples)
+        fit = cost.fit + clusters + Work(1, outline.columns).times(-skipped)
         return replace(cost, fit=fit, peak=max(cost.peak, cost.kept + pool * outline.sample_bytes * 4))
 
 
