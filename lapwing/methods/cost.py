@@ -194,7 +194,8 @@ class Outline:
     def prediction(self, count: Callable[[Layer, int], float], factor: float = 1.0) -> Work:
         """Returns the prediction of an input, with what each layer takes for all outputs."""
         outputs = self.tangent.outputs
-        return Work(1, outputs, factor * self.total(lambda layer: count(layer, outputs)))
+        backwards = 0 if all(layer.is_output for layer in self.layers.values()) else outputs
+        return Work(1, backwards, factor * self.total(lambda layer: count(layer, outputs)))
 
     def chunk(self, dtype: torch.dtype | None = None, scratch: int = 0) -> int:
         """Returns the bytes of the samples that are recorded at once, with `scratch` further numbers of each."""

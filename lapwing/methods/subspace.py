@@ -111,7 +111,7 @@ def on_rows_cost(outline: Outline, count: int, rank: int, residual: Residual) ->
         length = tangent.chunk_length(1, dtype) // 2
         fit = fit.times(1 + count / (2 * max(1, length)))
         fit += outline.once(count**2 * size + EIGEN * count**3)
-        span = WORKSPACE * count**2 + memory
+        span = WORKSPACE * count**2 + min(memory, 2 * count * tangent.bytes_per_sample(1, dtype))
         if rank * size * dtype.itemsize > memory:
             chunks = count / min(outline.batch, tangent.chunk_length(outline.columns, dtype))
             fit, predict = fit + Work(chunks, chunks), predict + Work(chunks, chunks)
@@ -120,7 +120,7 @@ def on_rows_cost(outline: Outline, count: int, rank: int, residual: Residual) ->
     kind = LowRank if residual is None else LowRankWithResidual
     own = {} if residual is None else {"rows": False}
     kept = outline.stored(kind, {"rank": rank, "basis": basis, **own}, dtype)
-    kept += count * outline.sample_bytes * bool(extra)
+    kept += min(count, outline.samples) * outline.sample_bytes * bool(extra)
     chunk = outline.chunk(dtype, outline.columns * 3 * rank)
     fit += outline.over_data(lambda layer, columns: layer.projected(columns, rank), DOUBLE if residual else 1)
     return Cost(fit, predict, kept, kept + max(span, chunk, 80 * rank**2))
