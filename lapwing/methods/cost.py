@@ -108,9 +108,14 @@ class Layer:
 
     def squares(self, columns: int) -> float:
         """Returns what `Σ_r J²` takes, or the diagonal of `J diag(w) Jᵀ`."""
-        if self.shape is None or not self.single:
+        if self.shape is None:
+            return 2 * MOVE * columns * self.size
+        _, outputs, inputs = self.shape
+        if self.one_hot:  # a sample reaches one row of weights at each position
+            return 2 * MOVE * columns * self.positions * outputs
+        if self.positions > 1:
             return self.rows(columns) + MOVE * columns * self.size
-        return self.size + MOVE * (columns * self.shape[1] * (not self.is_output) + self.shape[2])
+        return self.size + MOVE * (columns * outputs * (not self.is_output) + inputs)
 
     def factors(self, columns: int) -> float:
         """Returns what both Kronecker factors take."""
@@ -135,7 +140,8 @@ class Layer:
         by_rows = self.rows(columns) + rank * columns * self.size
         if self.shape is None:
             return by_rows
-        pushed = self.positions * (self.size * (1 + columns / self.shape[2]) + MOVE * self.size / self.shape[2])
+        outputs = self.shape[0] * self.shape[1]
+        pushed = self.positions * ((columns + MOVE) * outputs + (0 if self.one_hot else self.size))
         return min(by_rows, rank * pushed)
 
 
