@@ -81,8 +81,7 @@ def plan(
     """Says what `lw.fit` would take with the same arguments: time in forward passes, and memory in bytes.
 
     Nothing is fitted. The network is surveyed on the first batch, and its operations are counted on one sample. Passes
-    are a count of multiply-adds and of moved numbers: a guide to within a factor of about two, on which no machine
-    agrees.
+    come from a count of multiply-adds and of moved numbers: a guide to within a factor of about two.
 
     Args:
         model: the trained network, in eval mode.
