@@ -39,7 +39,7 @@ class Live(LiveBytes):
 
 def mlp():
     """A norm between two layers, for what no Kronecker product covers."""
-    return nn.Sequential(nn.Linear(12, 64), nn.LayerNorm(64), nn.Tanh(), nn.Linear(64, 3)).eval()
+    return nn.Sequential(nn.Linear(12, 40), nn.LayerNorm(40), nn.Tanh(), nn.Linear(40, 3)).eval()
 
 
 def cnn():
@@ -87,6 +87,14 @@ def test_the_dual_form_keeps_the_span_of_all_rows(samples):
     planned, exact, peak = compared(mlp(), regression((12,), samples), lw.Full("dual"))
     assert planned.kept_bytes == exact
     assert peak / 1.6 < planned.peak_bytes < 1.6 * peak
+
+
+def test_an_implicit_basis_keeps_inputs_in_place_of_directions():
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(12, 2500), nn.ReLU(), nn.Linear(2500, 3)).eval()
+    planned, exact, _ = compared(wide, regression((12,), 40), lw.SubsetOfData(20), memory=2**24)
+    assert planned.kept_bytes == exact
+    assert exact < 8 * 60 * planned.parameters / 100
 
 
 def test_other_dtypes_tied_weights_and_the_last_layer():
