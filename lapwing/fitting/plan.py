@@ -41,8 +41,8 @@ class Plan:
         passes: of the fit, in forward passes of its data; tuning comes on top.
         predict_passes: of a prediction, in forward passes of its inputs.
         kept_bytes: what the posterior keeps beside the network, exact where rounding cuts no direction.
-        peak_bytes: what the fit holds at most beside the network, with the workspace of decompositions; tuning is left
-            out.
+        peak_bytes: what the fit holds at most beside the weights: the network's activations on one chunk of samples and
+            the workspace of decompositions are counted, tuning is left out.
     """
 
     method: str
@@ -124,10 +124,10 @@ def plan(
 
     chosen = default_fit(model, inputs, likelihood, forward, memory, count) if is_default else None
     method, tangent = chosen or (method, Tangent.survey(model, inputs, params, forward, memory))
-    cost = method.cost(Outline.of(tangent, inputs, count()))
+    passes, activations = _network(tangent, inputs)
+    cost = method.cost(Outline.of(tangent, inputs, count(), activations))
     if cost is None:
         return Plan(repr(method), tangent.size, tangent.outputs)
-    passes = _passes(tangent, inputs)
     return Plan(
         repr(method), tangent.size, tangent.outputs, passes(cost.fit), passes(cost.predict), cost.kept, cost.peak
     )
@@ -158,8 +158,8 @@ def check_room(method: Method, outline: Outline) -> None:
     )
 
 
-def _passes(tangent: Tangent, inputs: Any) -> Callable[[Work], float | None]:
-    """Returns a function that gives work in forward passes, None where it is not known.
+def _network(tangent: Tangent, inputs: Any) -> tuple[Callable[[Work], float | None], int]:
+    """Returns a function that gives work in forward passes, None where it is not known, and the bytes of activations.
 
     The operations of one sample are counted: of a forward pass, and of records with one and two cotangents.
     """
@@ -182,11 +182,15 @@ def _passes(tangent: Tangent, inputs: Any) -> Callable[[Work], float | None]:
         total = work.records * recorded + work.backwards * backward + work.products
         return None if math.isnan(total) else total / (forward.work + CALL * forward.calls / samples)
 
-    return passes
+    return passes, forward.bytes // 2  # about half of what is written lives at once
 
 
 class _Operations(TorchDispatchMode):
-    """Counts operations: their multiply-adds and the numbers they write (`work`), and how many there are (`calls`)."""
+    """Counts operations: their multiply-adds and the numbers they write (`work`), and how many there are (`calls`).
+
+    Attributes:
+        bytes: what they write.
+    """
 
     supports_higher_order_operators = True
 
@@ -194,7 +198,7 @@ class _Operations(TorchDispatchMode):
         from torch.utils.flop_counter import flop_registry  # not needed to import lapwing
 
         super().__init__()
-        self.work, self.calls, self._flops = 0.0, 0, flop_registry
+        self.work, self.calls, self.bytes, self._flops = 0.0, 0, 0, flop_registry
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -208,7 +212,9 @@ class _Operations(TorchDispatchMode):
         if flops is not None:
             self.work += flops(*args, **kwargs, out_val=out) / 2
         if not function.is_view:
-            self.work += MOVE * sum(value.numel() for value in tree_leaves(out) if isinstance(value, Tensor))
+            written = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
+            self.work += MOVE * sum(value.numel() for value in written)
+            self.bytes += sum(value.nbytes for value in written)
         return out
 
 

@@ -156,6 +156,7 @@ class Outline:
         batch: how many of them the first batch has.
         sample_bytes: bytes of the inputs of one sample.
         sample_numbers: how many numbers they have.
+        activations: bytes that the network holds for one sample of a forward pass; 0 leaves them out of peaks.
     """
 
     tangent: Tangent
@@ -164,14 +165,15 @@ class Outline:
     batch: int
     sample_bytes: int
     sample_numbers: int
+    activations: int = 0
 
     @classmethod
-    def of(cls, tangent: Tangent, inputs: Any, samples: int) -> Outline:
+    def of(cls, tangent: Tangent, inputs: Any, samples: int, activations: int = 0) -> Outline:
         """Returns the outline of a fit whose first batch has these inputs."""
         leaves, count = batches.tensors(inputs), batches.size(inputs)
         columns = tangent.outputs if tangent.outputs <= EXACT_FISHER_OUTPUTS else 1
         numbers, sizes = sum(x.numel() for x in leaves), sum(x.nbytes for x in leaves)
-        return cls(tangent, columns, samples, count, sizes // count, numbers // count)
+        return cls(tangent, columns, samples, count, sizes // count, numbers // count, activations)
 
     @cached_property
     def layers(self) -> dict[str, Layer]:
@@ -211,7 +213,8 @@ class Outline:
         sizes = [(2 * patches + columns * outputs, columns * outputs) for outputs, patches in tangent.plan.sizes]
         numbers = sum(gradients for _, gradients in sizes) + max([(0, 0), *sizes])[0]
         numbers += 3 * columns * tangent.explicit_size + scratch
-        return length * numbers * itemsize + 2 * min(self._rows(length * columns), SLICE_BYTES, tangent.memory // 8)
+        rows = 2 * min(self._rows(length * columns), SLICE_BYTES, tangent.memory // 8)
+        return length * (numbers * itemsize + self.activations) + rows
 
     def _rows(self, count: int) -> int:
         """Returns the bytes of so many rows of the largest layer that writes them out."""
