@@ -48,6 +48,12 @@ def ratio(function: Callable[[], Any], reference: Callable[[], Any], rounds: int
 class LiveBytes(TorchDispatchMode):
     """Adds up the bytes of all tensors made within the block while they live; `.peak` is the most at once."""
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would import it, for seconds
+
     def __init__(self) -> None:
         super().__init__()
         self._known: dict[int, weakref.ref] = {}

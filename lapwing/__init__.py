@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .errors import LapwingError
-from .fitting import fit
+from .fitting import fit, plan
 from .likelihoods import Bernoulli, Categorical, Gaussian, LaplaceBridge, Likelihood, Probit, Quadrature, SampledLink
 from .methods import (
     EKFAC,
@@ -70,5 +70,5 @@ __all__ = [
     "OptimalSubspace", "Posterior", "Probit", "Quadrature", "SampledLLA", "SampledLink", "Scaled", "StochasticGradient",
     "Streamlined", "SubsetOfData", "SubsetOfWeights", "TemperatureScaling", "Uncertain", "VaLLA", "Validation",
     "VariationalBound", "compare", "coverage", "deploy", "evaluation", "everything", "fit", "last_layer", "load",
-    "matching", "propagate", "scale_factor",
+    "matching", "plan", "propagate", "scale_factor",
 ]  # fmt: skip

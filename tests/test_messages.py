@@ -34,6 +34,7 @@ OPTIONS = [
 ]  # fmt: skip
 CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (lw.fit, {"model": NETWORK, "loader": [(X, Y)]}),
+    (lw.plan, {"model": NETWORK, "loader": [(X, Y)]}),
     (lw.load, {"path": "nowhere.safetensors", "model": NETWORK}),
     (lw.coverage, {"model": NETWORK, "batch": X}),
     (lw.compare, {"posteriors": {"one": POSTERIOR}, "loader": [(X, Y)], "repeats": 1}),

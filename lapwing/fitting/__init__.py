@@ -6,5 +6,6 @@ It may import every room but `evaluation` and `deployment`. Begin with `fit.py`,
 from __future__ import annotations
 
 from .fit import fit
+from .plan import Plan, Plans, plan
 
-__all__ = ["fit"]
+__all__ = ["Plan", "Plans", "fit", "plan"]

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
 from ..methods import KFAC, Full, Method
 from ..network.batches import Forward
-from ..tangent import Tangent, everything
+from ..tangent import LastLayer, Predicate, Tangent, everything, last_layer
 
 log = logging.getLogger("lapwing")
 
@@ -91,6 +91,33 @@ def default_fit(
         method, tangent.size,
     )  # fmt: skip
     return method, tangent
+
+
+def method_and_params(method: Any, params: Any) -> tuple[Method, Predicate | LastLayer]:
+    """Returns the method and the selection of parameters, with the defaults for what is None.
+
+    Raises:
+        LapwingError: for a method that is a class, a tensor, or anything else but a method.
+    """
+    if isinstance(method, type) and issubclass(method, Method):
+        raise LapwingError(
+            f"method={method.__name__} is the class. Pass an instance with its options: lw.{method.__name__}()."
+        )
+    if hasattr(method, "shape") and hasattr(method, "dtype"):
+        raise LapwingError(
+            f"lw.fit takes a loader and then a method, and the third argument is {shown(method)}. Write lw.fit(model, "
+            "[(x, y)]) to fit on inputs x and targets y."
+        )
+    if method is not None and not isinstance(method, Method):
+        raise LapwingError(
+            f"method={shown(method)} is not a method. Pass lw.Full(), lw.Diagonal(), lw.KFAC(), lw.EKFAC(), "
+            "lw.ELLA(rank=20, rows=200), lw.OptimalSubspace(rank=20), lw.SubsetOfWeights(size=100), lw.VaLLA(), "
+            "lw.SubsetOfData(size=500), lw.SampledLLA() or lw.MeanField(): write method=lw.KFAC(). lw.SWAG is made by "
+            "lw.SWAG.from_snapshots."
+        )
+    if params is None:
+        params = last_layer if method is None or method.treats_last_layer else everything
+    return method or KFAC(), params
 
 
 def _is_regression(likelihood: Likelihood) -> bool:

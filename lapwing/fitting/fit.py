@@ -16,7 +16,7 @@ from ..errors import LapwingError, is_positive, shown
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import check_logits, inferred_likelihood
 from ..linalg import is_finite
-from ..methods import KFAC, FisherRoot, FitResult, Method, Problem
+from ..methods import KFAC, FisherRoot, FitResult, Method, Outline, Problem
 from ..network import batches
 from ..network.batches import Forward
 from ..network.eager import outside_modes
@@ -24,9 +24,10 @@ from ..network.loaders import check_progress, check_seed, first_batch, known_siz
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.prior import Prior, check_range
-from ..tangent import LastLayer, Predicate, Tangent, everything, last_layer
+from ..tangent import LastLayer, Predicate, Tangent
 from ..tuning import BoundedEvidence, Training, Tuning, Validation
-from .default_method import default_fit
+from .default_method import default_fit, method_and_params
+from .plan import check_room
 from .runner import Runner
 from .validation import validation_tuning, with_all_weights
 
@@ -103,7 +104,7 @@ def fit(
         torch.Size([32, 3])
     """
     is_default = method is None and params is None
-    method, params = _method_and_params(method, params)
+    method, params = method_and_params(method, params)
     _check_numbers(prior_precision, weight_decay, temperature, data_size, seed)
     _check_tuning(tune)
     check_progress(progress)
@@ -118,11 +119,12 @@ def fit(
     runner = Runner(loader, progress, 0 if tune is None else tune.prefixes, data_size)
     chosen = default_fit(model, inputs, likelihood, forward, memory, runner.count) if is_default else None
     method, tangent = chosen or (method, Tangent.survey(model, inputs, params, forward, memory))
+    drawn = runner.shown()
+    check_room(method, Outline.of(tangent, inputs, drawn or batches.size(inputs)))
     if likelihood.activation is not None:
         weight = next(iter(tangent.parameters.values()))
         some = batches.plain(batches.take(inputs, slice(0, 16)), tangent.device)
         check_logits(likelihood, tangent.outputs_of(some), weight.dtype)
-    drawn = runner.shown()
     if data_size is None:
         warn_of_unseen_samples(loader, drawn)
     if weight_decay is not None:
@@ -227,33 +229,6 @@ def _check_noise(likelihood: Likelihood, tangent: Tangent) -> None:
     """Raises for a noise variance that the weights' dtype cannot express."""
     if likelihood.noise_variance is not None:
         check_range("noise variance", torch.tensor(likelihood.noise_variance, dtype=torch.float64), tangent.dtype)
-
-
-def _method_and_params(method: Any, params: Any) -> tuple[Method, Predicate | LastLayer]:
-    """Returns the method and the selection of parameters, with the defaults for what is None.
-
-    Raises:
-        LapwingError: for a method that is a class, a tensor, or anything else but a method.
-    """
-    if isinstance(method, type) and issubclass(method, Method):
-        raise LapwingError(
-            f"method={method.__name__} is the class. Pass an instance with its options: lw.{method.__name__}()."
-        )
-    if hasattr(method, "shape") and hasattr(method, "dtype"):
-        raise LapwingError(
-            f"lw.fit takes a loader and then a method, and the third argument is {shown(method)}. Write lw.fit(model, "
-            "[(x, y)]) to fit on inputs x and targets y."
-        )
-    if method is not None and not isinstance(method, Method):
-        raise LapwingError(
-            f"method={shown(method)} is not a method. Pass lw.Full(), lw.Diagonal(), lw.KFAC(), lw.EKFAC(), "
-            "lw.ELLA(rank=20, rows=200), lw.OptimalSubspace(rank=20), lw.SubsetOfWeights(size=100), lw.VaLLA(), "
-            "lw.SubsetOfData(size=500), lw.SampledLLA() or lw.MeanField(): write method=lw.KFAC(). lw.SWAG is made by "
-            "lw.SWAG.from_snapshots."
-        )
-    if params is None:
-        params = last_layer if method is None or method.treats_last_layer else everything
-    return method or KFAC(), params
 
 
 def _check_numbers(

@@ -6,6 +6,7 @@ It imports `posterior` and what is below it, never `tuning` or `fitting`. Begin 
 
 from __future__ import annotations
 
+from .cost import Cost, Outline, Work
 from .diagonal import Diagonal
 from .ella import ELLA
 from .full import Full
@@ -38,8 +39,8 @@ from .valla.points import InducingPoints
 
 __all__ = [
     "EKFAC", "ELLA", "KFAC", "SWAG", "AlphaDivergence", "Batch", "BlockSums", "ClosedForm", "ConjugateGradients",
-    "CurvaturePass", "DataSummary", "Diagonal", "FisherRoot", "FitResult", "Full", "InducingPoints", "IteratePass",
-    "MeanField", "Method", "NaturalGradient", "OptimalSubspace", "Pass", "Passes", "Problem", "SampledLLA",
-    "SnapshotCollector", "State", "StochasticGradient", "SubsetOfData", "SubsetOfWeights", "SumPass",
-    "TemperatureScaling", "VaLLA", "VariationalBound", "run_curvature_pass",
+    "Cost", "CurvaturePass", "DataSummary", "Diagonal", "FisherRoot", "FitResult", "Full", "InducingPoints",
+    "IteratePass", "MeanField", "Method", "NaturalGradient", "OptimalSubspace", "Outline", "Pass", "Passes", "Problem",
+    "SampledLLA", "SnapshotCollector", "State", "StochasticGradient", "SubsetOfData", "SubsetOfWeights", "SumPass",
+    "TemperatureScaling", "VaLLA", "VariationalBound", "Work", "run_curvature_pass",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..covariance import Blockwise, DiagonalBlock
+from .cost import Cost, Layer, Outline
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
 from .problem import Problem
 from .state import BlockSums
@@ -25,6 +26,12 @@ class Diagonal(Method):
     def passes(self, problem: Problem) -> Passes:
         """Yields one pass."""
         return (yield from run_curvature_pass(SquaredSums(problem)))
+
+    def cost(self, outline: Outline) -> Cost:
+        """Returns the cost of one pass of squares."""
+        kept = outline.stored(Blockwise, {"kinds": dict.fromkeys(outline.layers, "diagonal")})
+        work = outline.over_data(Layer.squares), outline.prediction(Layer.squares)
+        return Cost(*work, kept, kept + outline.chunk())
 
 
 class SquaredSums(CurvaturePass[BlockSums]):

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import LapwingError, check_choice, check_count, shown
+from .cost import Cost, Outline
 from .passes import Method, Passes
 from .problem import Problem
 from .rows import SAMPLINGS, Sampling, sampled_anchors
-from .subspace import Residual, on_basis, span_of_anchors
+from .subspace import Residual, on_basis, on_rows_cost, span_of_anchors
 
 
 @dataclass(frozen=True)
@@ -66,3 +67,9 @@ class ELLA(Method):
         anchors = yield from sampled_anchors(problem, self.rows, self.sampling)
         basis = span_of_anchors(problem, anchors, self.rank, self.residual)
         return (yield from on_basis(problem, basis, self.residual))
+
+    def cost(self, outline: Outline) -> Cost:
+        """Returns the cost of the rows' span and of the curvature on it."""
+        pairs = outline.samples * (outline.tangent.outputs if self.sampling == "uniform" else 1)
+        count = pairs if self.rows == "all" else min(self.rows, pairs)
+        return on_rows_cost(outline, count, self.rank, self.residual)

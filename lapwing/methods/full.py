@@ -12,10 +12,11 @@ from ..covariance import DenseCovariance, ExplicitBasis, LowRankWithResidual
 from ..covariance.dense import cut
 from ..errors import check_choice
 from ..linalg import add_squares, mirrored
+from .cost import DOUBLE, EIGEN, SINGULAR, Cost, Layer, Outline, Work
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
 from .problem import Problem
 from .state import State
-from .subspace import orthonormal_span
+from .subspace import orthonormal_span, projection
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,23 @@ class Full(Method):
         needed = 16 * rows * size
         problem.require("Full(form='dual')", needed, f"{rows} rows of {size} weights", "use lw.KFAC() or fewer samples")
         return (yield from run_curvature_pass(_AllRows(problem, rows)))
+
+    def cost(self, outline: Outline) -> Cost:
+        """Returns the cost of all rows, and of the eigenpairs of their sum of squares or of their singular vectors."""
+        size, rows = outline.tangent.size, outline.samples * outline.columns
+        fit, predict = outline.over_data(Layer.rows, DOUBLE), outline.prediction(Layer.rows, DOUBLE)
+        if self.form == "primal" or (self.form == "auto" and rows >= size):
+            kept = outline.stored(DenseCovariance, {})
+            fit += Work(products=DOUBLE / 2 * outline.columns * size**2) + outline.once(EIGEN * size**3)
+            predict += Work(products=DOUBLE * outline.tangent.outputs * size**2)
+            chunk = outline.chunk(torch.float64, 2 * outline.columns * size)
+            return Cost(fit, predict, kept, 8 * size**2 + max(32 * size**2, chunk))  # the sum, its copies and LAPACK's
+        rank, numbers = min(rows, size), rows * size
+        basis = {"rank": rank, "rows": True, "basis": {"class": "ExplicitBasis", "extra": {"rank": rank}}}
+        kept = outline.stored(LowRankWithResidual, basis, torch.float64)
+        fit += outline.once(SINGULAR * numbers * rank)
+        scratch = max(12 * numbers, 8 * rows * rank) + 80 * rank**2
+        return Cost(fit, projection(outline, rank, "prior"), kept, kept + 8 * numbers + scratch)
 
 
 @dataclass

@@ -6,7 +6,7 @@ Both share the factor pass; EKFAC adds a second pass for the true second moments
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -16,6 +16,8 @@ from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, K
 from ..errors import check_choice
 from ..jacobian.jacobian import as_matrix
 from ..linalg import eigen_in_place, symmetric_eigen
+from ..tangent import Tangent
+from .cost import EIGEN, WORKSPACE, Cost, Layer, Outline
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
 from .problem import Problem
 from .state import BlockSums, State
@@ -59,10 +61,29 @@ class KFAC(Method):
         """Yields one pass."""
         return (yield from run_curvature_pass(self._factor_pass(problem)))
 
+    def cost(self, outline: Outline) -> Cost:
+        """Returns the cost of one pass of factors, and of their eigenpairs, of which one factor's are taken at once."""
+        kinds, itemsize = self._kinds(outline.tangent), outline.tangent.dtype.itemsize
+        names = {name: "kronecker" if kind == "factored" else kind for name, kind in kinds.items()}
+        kept, sides, scratch = outline.stored(Blockwise, {"kinds": names}), [], outline.chunk()
+        for block in outline.tangent.blocks:
+            groups, outputs, inputs = block.matrix_shape
+            if kinds[block.name] == "factored":
+                sides += groups * ([outputs] if block.matrix and block.matrix.one_hot else [outputs, inputs])
+                scratch = max(scratch, groups * (WORKSPACE - itemsize) * max(sides[-2:]) ** 2)
+            elif kinds[block.name] == "dense":
+                sides.append(block.size)
+                scratch = max(scratch, 2 * WORKSPACE * block.size**2)
+        fit = outline.over_data(Layer.factors) + outline.once(EIGEN * sum(side**3 for side in sides))
+        return Cost(fit, outline.prediction(_in_eigenbasis), kept, kept + scratch)
+
+    def _kinds(self, tangent: Tangent) -> dict[str, str]:
+        """Returns block name -> "factored", or what the block gets that no Kronecker product covers."""
+        return {block.name: "factored" if block.matrix is not None else self.uncovered for block in tangent.blocks}
+
     def _factor_pass(self, problem: Problem) -> _FactorPass:
         """Returns the factor pass, after a check that dense blocks fit."""
-        blocks = problem.tangent.blocks
-        kinds = {block.name: "factored" if block.matrix is not None else self.uncovered for block in blocks}
+        blocks, kinds = problem.tangent.blocks, self._kinds(problem.tangent)
         dense = sum(block.size**2 for block in blocks if kinds[block.name] == "dense")
         method = f"{type(self).__name__}(uncovered='dense')"
         problem.require(method, 8 * dense, "dense blocks", "write uncovered='diagonal'")
@@ -95,6 +116,19 @@ class EKFAC(KFAC):
         factors = self._factor_pass(problem)
         structures = factors.finish((yield factors)).structures
         return (yield from run_curvature_pass(_SecondMoments(problem, structures)))
+
+    def cost(self, outline: Outline) -> Cost:
+        """Returns KFAC's cost and that of the second pass."""
+        factors = super().cost(outline)
+        second = outline.tangent.size * outline.tangent.dtype.itemsize + outline.chunk()
+        return replace(
+            factors, fit=factors.fit + outline.over_data(_in_eigenbasis), peak=max(factors.peak, factors.kept + second)
+        )
+
+
+def _in_eigenbasis(layer: Layer, columns: int) -> float:
+    """Returns what R rows take to be turned into the eigenbasis and squared."""
+    return layer.turned(columns) + layer.squares(columns)
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -14,11 +14,12 @@ from ..covariance.dense import cut
 from ..errors import LapwingError, check_choice, check_count, is_one_of, shown
 from ..network import batches
 from ..tangent import Anchors, Vectors
+from .cost import DOUBLE, EIGEN, WORKSPACE, Cost, Outline, Work
 from .kfac import KFAC
 from .passes import Method, Pass, Passes, prior_covariance
 from .problem import Problem
 from .rows import anchors_at, choose
-from .subspace import Residual, leading_of, on_basis, record_dtype
+from .subspace import Residual, leading_of, on_basis, on_rows_cost, record_dtype
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,23 @@ class OptimalSubspace(Method):
         anchors = yield from self._subset(problem)
         basis = ExplicitBasis(self._directions(problem, anchors, approximate))
         return (yield from on_basis(problem, basis, self.residual))
+
+    def cost(self, outline: Outline) -> Cost | None:
+        """Returns the cost of Ψ_approx, of its products with the rows and their Gram matrix, and of the curvature."""
+        tangent, size, width = outline.tangent, outline.tangent.size, outline.tangent.outputs
+        first = self.curvature.cost(outline) if isinstance(self.curvature, Method) else Cost(Work(), Work(), 0, 0)
+        if first is None:
+            return None
+        inputs = outline.samples if self.rows == "all" else min(outline.samples, max(1, self.rows // width))
+        count = width * (inputs if self.at is None else batches.size(self.at))
+        cost = on_rows_cost(outline, min(self.rank, count), self.rank, self.residual)  # its pass, and what is kept
+        fits = 2 * count * size * 8 <= tangent.memory
+        again = 1.0 if fits else 1 + count / max(1, tangent.chunk_length(1, tangent.dtype, 4 * size))
+        rows = outline.total(lambda layer: layer.rows(1) + 2 * layer.turned(1))
+        fit = Work(1, 1, rows).times(again * count / outline.samples) + outline.once(DOUBLE * count**2 * size)
+        scratch = 16 * count * size + min(tangent.memory // 4, 8 * count * size) if fits else tangent.memory
+        peak = max(first.peak, first.kept + cost.kept + scratch + WORKSPACE * count**2, first.kept + cost.peak)
+        return replace(cost, fit=first.fit + cost.fit + fit + outline.once(EIGEN * count**3), peak=peak)
 
     def _subset(self, problem: Problem) -> Generator[Pass, Any, Anchors]:
         """Returns all outputs of the given inputs, or of training inputs chosen at random."""

@@ -24,6 +24,7 @@ from ..errors import LapwingError, shown
 from ..network import batches
 from ..network.gate import Checked
 from ..tangent import Record, Tangent
+from .cost import Cost, Outline
 from .problem import Problem
 from .state import DataSummary, S
 
@@ -210,6 +211,10 @@ class Method(ABC):
     @abstractmethod
     def passes(self, problem: Problem) -> Passes:
         """Yields passes, receives their finished states, and returns the covariance or a `FitResult`."""
+
+    def cost(self, outline: Outline) -> Cost | None:
+        """Returns what the fit and its predictions take, counted from shapes; None where that is not known."""
+        return None
 
 
 def prior_covariance(method: Method, problem: Problem, option: str) -> Generator[Pass, Any, PriorCovariance]:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..errors import LapwingError, check_choice, check_count
 from ..network import batches
+from ..tangent import Tangent
+from .cost import Cost, Outline
 from .ella import ELLA
 from .full import Full
 from .passes import Batch, FitResult, Method, Passes, SumPass
@@ -71,7 +73,11 @@ class SubsetOfData(Method):
         small = replace(
             problem, labels=lambda: problem.labels()[places], count=lambda: len(places), summary=lambda: summary
         )
-        passes = self._exact(small).passes(small)
+        method = self._exact(small.tangent, len(places), small.root.columns)
+        if isinstance(method, ELLA):
+            needed, what = 16 * method.rank**2, f"the Gram matrix of {method.rank} rows"
+            problem.require(f"SubsetOfData(size={len(places)})", needed, what, "ask for a smaller size")
+        passes = method.passes(small)
         state: State | None = None
         while True:
             try:
@@ -88,16 +94,19 @@ class SubsetOfData(Method):
                     "DataLoader(..., shuffle=False)."
                 )
 
-    def _exact(self, problem: Problem) -> Method:
+    def cost(self, outline: Outline) -> Cost:
+        """Returns the cost of the other method on the subset, as a part of all data."""
+        points = min(self.size, outline.samples)
+        small = replace(outline, samples=points, batch=min(points, outline.batch))
+        cost = self._exact(small.tangent, points, small.columns).cost(small)
+        return replace(cost, fit=cost.fit.times(points / outline.samples))
+
+    def _exact(self, tangent: Tangent, points: int, columns: int) -> Full | ELLA:
         """Returns the method that gives the exact posterior of the points within the memory budget."""
-        points, size = problem.count(), problem.tangent.size
-        rows = points * problem.root.columns
-        if (24 * size**2 if rows >= size else 16 * rows * size) <= problem.tangent.memory:
+        rows, size = points * columns, tangent.size
+        if (24 * size**2 if rows >= size else 16 * rows * size) <= tangent.memory:
             return Full()
-        anchors = points * problem.tangent.outputs
-        what = f"the Gram matrix of {anchors} rows"
-        problem.require(f"SubsetOfData(size={points})", 16 * anchors**2, what, "ask for a smaller size")
-        return ELLA(rank=anchors, rows="all", residual="prior")
+        return ELLA(rank=points * tangent.outputs, rows="all", residual="prior")
 
 
 def chosen_places(total: int, count: int, generator: torch.Generator, labels: Tensor | None) -> Tensor:

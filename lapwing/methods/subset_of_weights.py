@@ -9,11 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..covariance import Covariance
+from ..covariance import Covariance, LowRank, LowRankWithResidual
 from ..covariance.basis import CoordinateBasis
 from ..errors import LapwingError, check_choice, check_count, is_one_of, shown
 from ..posterior import Posterior
 from ..tangent import Block
+from .cost import DOUBLE, MOVE, Cost, Layer, Outline, Work
 from .diagonal import SquaredSums
 from .passes import Method, Pass, Passes
 from .problem import Problem
@@ -95,6 +96,20 @@ class SubsetOfWeights(Method):
         basis = CoordinateBasis(tangent.blocks, picked, record_dtype(problem, self.residual))
         return (yield from on_basis(problem, basis, self.residual))
 
+    def cost(self, outline: Outline) -> Cost:
+        """Returns the cost of a pass for the diagonal, where that chooses, and of one for the chosen columns of J."""
+        size, columns = min(self.size, outline.tangent.size), outline.columns
+        factor, dtype = (1, outline.tangent.dtype) if self.residual is None else (DOUBLE, torch.float64)
+        kind, own = (LowRank, {}) if self.residual is None else (LowRankWithResidual, {"rows": False})
+        basis = {"class": "CoordinateBasis", "extra": {"rank": size}}
+        kept = outline.stored(kind, {"rank": size, "basis": basis, **own}, dtype)
+        picked = Work(products=factor * size * (MOVE + size))
+        fit = outline.over_data(_written, factor) + picked.times(columns)
+        predict = outline.prediction(_written, factor) + picked.times(outline.tangent.outputs)
+        if self.by == "diagonal":
+            fit += outline.over_data(Layer.squares)
+        return Cost(fit, predict, kept, kept + max(80 * size**2, outline.chunk(dtype, 3 * columns * size)))
+
     def _scores(self, problem: Problem) -> Generator[Pass, Any, Tensor]:
         """Returns a number a weight (P,): the largest are chosen, the first of equals."""
         tangent = problem.tangent
@@ -112,6 +127,11 @@ class SubsetOfWeights(Method):
         _check_same_weights(tangent.blocks, covariance.blocks)
         variances = covariance.diagonal()
         return torch.cat([variances[block.name].to(tangent.device) for block in tangent.blocks])
+
+
+def _written(layer: Layer, columns: int) -> float:
+    """Returns what R rows take where columns are picked of rows that are written out."""
+    return 0.0 if layer.single else layer.rows(columns)
 
 
 def _check_same_weights(mine: tuple[Block, ...], theirs: tuple[Block, ...]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ..covariance import Basis, ExplicitBasis, ImplicitBasis, LowRank, LowRankWi
 from ..covariance.dense import cut, expand
 from ..linalg import RANK_CUT, eigen_in_place, orthonormal_rows
 from ..tangent import Anchors
+from .cost import DOUBLE, EIGEN, SINGULAR, TRIANGLE, WORKSPACE, Cost, Outline, Work
 from .passes import Batch, CurvaturePass, Passes, run_curvature_pass
 from .problem import Problem
 from .state import State
@@ -91,6 +92,45 @@ def leading_of(gram: Callable[[torch.dtype], Tensor], rank: int, dtype: torch.dt
         return leading_of(gram, rank, torch.float64)
     kept = torch.arange(len(values) - 1, len(values) - 1 - count, -1, device=values.device)
     return (vectors[:, kept] * values[kept].rsqrt()).T
+
+
+def on_rows_cost(outline: Outline, count: int, rank: int, residual: Residual) -> Cost:
+    """Returns the cost of the span of M rows of J and of the curvature on it: `span_of_anchors`, then `on_basis`."""
+    tangent, size = outline.tangent, outline.tangent.size
+    dtype = tangent.dtype if residual is None else torch.float64
+    rank, memory, extra = min(rank, count, size), tangent.memory, dict[str, Any]()
+    fit = Work(1, 1).times(count / outline.samples)  # each row is a forward and a backward pass
+    predict = projection(outline, rank, residual)
+    if _fit(count, size, dtype, memory):
+        whole, least = count * size <= min(SVD_NUMBERS, memory // 16), min(count, size)
+        rows = count * size * dtype.itemsize
+        svd = 16 * count * size + 8 * least * (count + size) if whole else 0
+        span = rows + max(min(2 * rows, memory // 2), svd + 56 * least**2)
+        fit += outline.once((SINGULAR if whole else TRIANGLE) * count * size * least)
+    else:  # pairs of chunks of rows, each recorded again
+        length = tangent.chunk_length(1, dtype) // 2
+        fit = fit.times(1 + count / (2 * max(1, length)))
+        fit += outline.once(count**2 * size + EIGEN * count**3)
+        span = WORKSPACE * count**2 + min(memory, 2 * count * tangent.bytes_per_sample(1, dtype))
+        if rank * size * dtype.itemsize > memory:
+            chunks = count / min(outline.batch, tangent.chunk_length(outline.columns, dtype))
+            fit, predict = fit + Work(chunks, chunks), predict + Work(chunks, chunks)
+            extra = {"scales": dict.fromkeys(outline.layers, 1.0), "rows": count, "nests": []}
+    basis = {"class": "ImplicitBasis" if extra else "ExplicitBasis", "extra": {"rank": rank, **extra}}
+    kind = LowRank if residual is None else LowRankWithResidual
+    own = {} if residual is None else {"rows": False}
+    kept = outline.stored(kind, {"rank": rank, "basis": basis, **own}, dtype)
+    kept += min(count, outline.samples) * outline.sample_bytes * bool(extra)
+    chunk = outline.chunk(dtype, outline.columns * 3 * rank)
+    fit += outline.over_data(lambda layer, columns: layer.projected(columns, rank), DOUBLE if residual else 1)
+    return Cost(fit, predict, kept, kept + max(span, chunk, 80 * rank**2))
+
+
+def projection(outline: Outline, rank: int, residual: Residual) -> Work:
+    """Returns what a prediction takes that projects J on K directions, with or without the prior outside them."""
+    if residual is None:
+        return outline.prediction(lambda layer, columns: layer.projected(columns, rank))
+    return outline.prediction(lambda layer, columns: layer.projected(columns, rank) + layer.squares(columns), DOUBLE)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ...errors import LapwingError, check_count, check_positive
 from ...likelihoods import Likelihood
 from ...network import batches
@@ -19,6 +20,7 @@ from ...network.selection import select
 from ...posterior import Posterior
 from ...tangent import LastLayer, Predicate, everything
 from ..constructed import constructed, copied, diagonal, put
+from ..cost import Cost, Layer, Outline, Work
 from ..passes import FitResult, LikelihoodPass, Method, Passes
 from ..problem import Problem
 from .fine_tuning import FineTuning
@@ -95,6 +97,14 @@ class MeanField(Method):
             diagonal(moved, variances, precision), precision, tuning.noise_variance(state), state.history, summary,
             problem.count() / summary.samples, moved,
         )  # fmt: skip
+
+    def cost(self, outline: Outline) -> Cost:
+        """Returns the cost of the steps, each a forward and a backward pass with layers run twice."""
+        tangent, share = outline.tangent, self.steps * outline.batch / outline.samples
+        kept = outline.stored(LowRankPlusDiagonal, {"rank": 0, "prior": True})
+        fit = Work(2, 2).times(share) + Work(1).times(min(1.0, share))
+        vectors = 10 * tangent.size * tangent.dtype.itemsize
+        return Cost(fit, outline.prediction(Layer.squares), kept, kept + vectors + outline.chunk() // outline.columns)
 
     @staticmethod
     @outside_modes

@@ -15,6 +15,7 @@ from ...covariance import Draws
 from ...errors import LapwingError, check_choice, check_count, shown
 from ...linalg import total
 from ...tangent import Vectors
+from ..cost import UNKNOWN, Cost, Outline
 from ..diagonal import SquaredSums
 from ..passes import FitResult, Method, Pass, Passes, prior_covariance
 from ..problem import Problem
@@ -142,6 +143,14 @@ class SampledLLA(Method):
             system.precision, float(history["noise_variance"][-1]) if problem.likelihood.needs_noise else None,
             {"residuals": residuals, **{name: torch.stack(values) for name, values in history.items()}},
         )  # fmt: skip
+
+    def cost(self, outline: Outline) -> Cost:
+        """Returns the cost of predictions and draws; how many passes solves take only the fit shows."""
+        draws, dtype = self.draws, outline.tangent.dtype
+        kept = outline.stored(Draws, {"count": draws})
+        predict = outline.prediction(lambda layer, columns: layer.projected(columns, draws))
+        vectors = 6 * outline.tangent.size * (draws + self.linearised_mode) * dtype.itemsize
+        return Cost(UNKNOWN, predict, kept, vectors + outline.chunk(dtype, 3 * outline.columns * draws))
 
     def _solve(
         self, system: LinearSystem, noise: float | None, mode: LinearisedMode, start: Vectors, products: Vectors

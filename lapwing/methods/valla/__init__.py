@@ -7,7 +7,7 @@ Here are the method and its fits at fixed points: the optimal A in closed form, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -15,11 +15,12 @@ from ...covariance import Basis, LowRankWithResidual
 from ...errors import LapwingError, check_choice, check_count, check_positive, shown
 from ...network import batches
 from ...tangent import Anchors
+from ..cost import Cost, Outline, Work
 from ..passes import Batch, IteratePass, Method, Passes
 from ..problem import Problem
 from ..state import State
-from ..subspace import ProjectedCurvature, on_basis, span_of_anchors
-from .points import INITIALS, InducingPoints, Initial, inducing_points
+from ..subspace import ProjectedCurvature, on_basis, on_rows_cost, span_of_anchors
+from .points import INITIALS, POOL, STEPS, InducingPoints, Initial, inducing_points
 
 
 class VallaFit(ABC):
@@ -142,6 +143,24 @@ class VaLLA(Method):
         """Yields a pass for the inducing points, then those of the fit."""
         anchors = yield from inducing_points(problem, self.inducing_points, self.initial)
         return (yield from self.fit.passes(problem, anchors))
+
+    def cost(self, outline: Outline) -> Cost | None:
+        """Returns the cost of clusters, of the points' rows and of the curvature on them; None where points move."""
+        points, pool = self.inducing_points, 0
+        if not isinstance(self.fit, (ClosedForm, NaturalGradient)):
+            return None
+        if isinstance(points, InducingPoints):
+            count = batches.size(points.inputs) * (outline.tangent.outputs if points.outputs is None else 1)
+        else:
+            pool = min(outline.samples, max(POOL, 20 * points))
+            count = min(points, pool * outline.tangent.outputs)
+        cost = on_rows_cost(outline, count, count, "prior")
+        clusters = outline.once(STEPS * pool * count * outline.sample_numbers * (self.initial == "kmeans"))
+        skipped = 0.0
+        if isinstance(self.fit, NaturalGradient):
+            skipped = max(0.0, 1 - self.fit.steps * outline.batch / outline.samples)
+        fit = cost.fit + clusters + Work(1, outline.columns).times(-skipped)
+        return replace(cost, fit=fit, peak=max(cost.peak, cost.kept + pool * outline.sample_bytes * 4))
 
 
 @dataclass

@@ -1,0 +1,233 @@
+"""What a fit and a prediction take, counted from shapes before anything runs: the terms in which methods state it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..contents import Entry
+from ..covariance import Covariance, PriorCovariance
+from ..jacobian.jacobian import SLICE_BYTES
+from ..network import batches
+from ..tangent import Tangent
+from .problem import EXACT_FISHER_OUTPUTS
+
+MOVE = 40
+"""What reading, changing and writing one number costs, in multiply-adds of a matrix product."""
+
+DOUBLE = 2
+"""What a multiply-add in float64 costs, in those of float32."""
+
+CALL = 80_000
+"""What one operation costs before it computes anything, in multiply-adds."""
+
+EIGEN, SINGULAR, TRIANGLE = 13, 40, 9
+"""What eigenpairs of an n x n matrix cost, in n³ multiply-adds; singular vectors of (m, n), from all of it or by slices
+that leave a triangle, in m n min(m, n)."""
+
+WORKSPACE = 24
+"""Bytes a number of a matrix that is decomposed: its copy in float64, and the workspace of LAPACK."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one sample takes.
+
+    Attributes:
+        records: recordings of the network, each a forward pass that keeps what layers got.
+        backwards: backward passes of its activations.
+        products: multiply-adds beside the network.
+    """
+
+    records: float = 0.0
+    backwards: float = 0.0
+    products: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        """Returns both."""
+        return Work(self.records + other.records, self.backwards + other.backwards, self.products + other.products)
+
+    def times(self, factor: float) -> Work:
+        """Returns so many of it."""
+        return Work(factor * self.records, factor * self.backwards, factor * self.products)
+
+
+UNKNOWN = Work(math.nan)
+"""Work that is not known beforehand."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a method takes.
+
+    Attributes:
+        fit: for each sample of the data, tuning left out; `UNKNOWN` where only the fit shows how many passes it takes.
+        predict: for each input.
+        kept: bytes of the covariance.
+        peak: bytes that the fit holds at most beside the network, the covariance included.
+    """
+
+    fit: Work
+    predict: Work
+    kept: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block of weights as its contractions see it.
+
+    Attributes:
+        size: P.
+        positions: T, how many places of a sample use the weights.
+        shape: (G, O, I), or None where rows are all there is.
+        one_hot: whether inputs are one-hot, such as tokens.
+        is_output: whether the layer's output is the network's.
+    """
+
+    size: int
+    positions: int
+    shape: tuple[int, int, int] | None
+    one_hot: bool
+    is_output: bool
+
+    @property
+    def single(self) -> bool:
+        """Whether each row is one outer product, which is never written out."""
+        return self.shape is not None and self.positions == 1 and not self.one_hot
+
+    def rows(self, columns: int) -> float:
+        """Returns what R rows take to be written out."""
+        products = columns * self.positions * self.size if self.positions > 1 and self.shape and not self.one_hot else 0
+        return products + MOVE * columns * self.size
+
+    def squares(self, columns: int) -> float:
+        """Returns what `Σ_r J²` takes, or the diagonal of `J diag(w) Jᵀ`."""
+        if self.shape is None:
+            return 2 * MOVE * columns * self.size
+        _, outputs, inputs = self.shape
+        if self.one_hot:  # a sample reaches one row of weights at each position
+            return 2 * MOVE * columns * self.positions * outputs
+        if self.positions > 1:
+            return self.rows(columns) + MOVE * columns * self.size
+        return self.size + MOVE * (columns * outputs * (not self.is_output) + inputs)
+
+    def factors(self, columns: int) -> float:
+        """Returns what both Kronecker factors take."""
+        if self.shape is None:
+            return self.squares(columns)
+        groups, outputs, inputs = self.shape
+        sides = (0 if self.one_hot else inputs, 1), (outputs, columns)
+        half = (count * side * (max(side // 2, min(side, 256)) + MOVE) for side, count in sides)
+        return groups * self.positions * sum(half)
+
+    def turned(self, columns: int) -> float:
+        """Returns what it takes to turn R rows into the eigenbasis of the factors."""
+        if self.shape is None:
+            return 0.0
+        groups, outputs, inputs = self.shape
+        left = 0 if self.one_hot else min(self.positions, columns * outputs) * inputs**2
+        right = 0 if self.is_output else min(self.positions, inputs) * columns * outputs**2
+        return groups * (left + right)
+
+    def projected(self, columns: int, rank: int) -> float:
+        """Returns what `J Wᵀ` takes for K directions."""
+        by_rows = self.rows(columns) + rank * columns * self.size
+        if self.shape is None:
+            return by_rows
+        outputs = self.shape[0] * self.shape[1]
+        pushed = self.positions * ((columns + MOVE) * outputs + (0 if self.one_hot else self.size))
+        return min(by_rows, rank * pushed)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a method may know of a fit that has not begun.
+
+    Attributes:
+        tangent: the network.
+        columns: R of the Fisher root.
+        samples: n, how many samples the loader shows.
+        batch: how many of them the first batch has.
+        sample_bytes: bytes of the inputs of one sample.
+        sample_numbers: how many numbers they have.
+        activations: bytes that the network holds for one sample of a forward pass; 0 leaves them out of peaks.
+    """
+
+    tangent: Tangent
+    columns: int
+    samples: int
+    batch: int
+    sample_bytes: int
+    sample_numbers: int
+    activations: int = 0
+
+    @classmethod
+    def of(cls, tangent: Tangent, inputs: Any, samples: int, activations: int = 0) -> Outline:
+        """Returns the outline of a fit whose first batch has these inputs."""
+        leaves, count = batches.tensors(inputs), batches.size(inputs)
+        columns = tangent.outputs if tangent.outputs <= EXACT_FISHER_OUTPUTS else 1
+        numbers, sizes = sum(x.numel() for x in leaves), sum(x.nbytes for x in leaves)
+        return cls(tangent, columns, samples, count, sizes // count, numbers // count, activations)
+
+    @cached_property
+    def layers(self) -> dict[str, Layer]:
+        """Block name -> its layer."""
+        plan, layers = self.tangent.plan, {}
+        for block in self.tangent.blocks:
+            uses = [i for i, _, _ in plan.uses.get(block.name, ())]
+            matrix = None if plan.is_explicit(block) or block.matrix is None else block.matrix_shape
+            positions = sum(plan.sizes[i][0] for i in uses) // (matrix[0] * matrix[1]) if matrix else 1
+            one_hot = block.matrix is not None and block.matrix.one_hot
+            layers[block.name] = Layer(block.size, max(1, positions), matrix, one_hot, plan.last in uses)
+        return layers
+
+    def total(self, count: Callable[[Layer], float]) -> float:
+        """Returns a sum over layers."""
+        return sum(map(count, self.layers.values()))
+
+    def once(self, products: float) -> Work:
+        """Returns work that is done once for all data, as a part of each sample's."""
+        return Work(products=products / max(1, self.samples))
+
+    def over_data(self, count: Callable[[Layer, int], float], factor: float = 1.0) -> Work:
+        """Returns one pass over the data, with what each layer takes for R columns."""
+        return Work(1, self.columns, factor * self.total(lambda layer: count(layer, self.columns)))
+
+    def prediction(self, count: Callable[[Layer, int], float], factor: float = 1.0) -> Work:
+        """Returns the prediction of an input, with what each layer takes for all outputs."""
+        outputs = self.tangent.outputs
+        backwards = 0 if all(layer.is_output for layer in self.layers.values()) else outputs
+        return Work(1, backwards, factor * self.total(lambda layer: count(layer, outputs)))
+
+    def chunk(self, dtype: torch.dtype | None = None, scratch: int = 0) -> int:
+        """Returns the bytes of the samples that are recorded at once, with `scratch` further numbers of each."""
+        columns, tangent = self.columns, self.tangent
+        length = min(self.batch, tangent.chunk_length(columns, dtype, scratch))
+        itemsize = (dtype or tangent.dtype).itemsize
+        sizes = [(2 * patches + columns * outputs, columns * outputs) for outputs, patches in tangent.plan.sizes]
+        numbers = sum(gradients for _, gradients in sizes) + max([(0, 0), *sizes])[0]
+        numbers += 3 * columns * tangent.explicit_size + scratch
+        rows = 2 * min(self._rows(length * columns), SLICE_BYTES, tangent.memory // 8)
+        return length * (numbers * itemsize + self.activations) + rows
+
+    def _rows(self, count: int) -> int:
+        """Returns the bytes of so many rows of the largest layer that writes them out."""
+        sizes = [layer.size for layer in self.layers.values() if not layer.single]
+        return count * max([0, *sizes]) * self.tangent.dtype.itemsize
+
+    def stored(self, kind: type[Covariance], extra: Mapping[str, Any], dtype: torch.dtype | None = None) -> int:
+        """Returns the bytes of a covariance's tensors, as its files list them; in `dtype` where they leave it open."""
+        scale = {"scale": 1.0} if issubclass(kind, PriorCovariance) else {}
+        entries = kind.entries(self.tangent, {**scale, **extra}).values()
+        return sum(_bytes(entry, dtype or self.tangent.dtype) for entry in entries)
+
+
+def _bytes(entry: Entry, dtype: torch.dtype) -> int:
+    assert entry.shape is not None
+    return math.prod(entry.shape) * (entry.dtypes[0] if len(entry.dtypes) == 1 else dtype).itemsize

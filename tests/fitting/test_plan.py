@@ -1,0 +1,177 @@
+"""`lw.plan`: bytes that a posterior keeps, peaks of a fit, and passes, from shapes, beside those of a real fit."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lapwing as lw
+from benchmarks.measure import LiveBytes
+from lapwing.fitting import Plan
+
+METHODS = [
+    lw.Diagonal(), lw.KFAC(), lw.KFAC(uncovered="dense"), lw.EKFAC(), lw.Full("primal"), lw.ELLA(10, 40),
+    lw.ELLA(10, 40, residual="prior"), lw.VaLLA(20), lw.SubsetOfData(20), lw.SubsetOfWeights(30),
+    lw.OptimalSubspace(10, rows=60, residual="prior"), lw.MeanField(5),
+    lw.SampledLLA(8, lw.ConjugateGradients(iterations=3), em_steps=0),
+]  # fmt: skip
+
+
+class Live(LiveBytes):
+    """Live bytes, with the workspace of LAPACK, which no tensor shows."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name, workspace = str(function), 0
+        if "linalg_eigh" in name:
+            workspace = 16 * args[0].shape[-1] ** 2
+        elif "linalg_svd" in name:
+            workspace = 8 * args[0].numel() + 56 * min(args[0].shape) ** 2
+        self.now += workspace
+        self.peak = max(self.peak, self.now)
+        out = super().__torch_dispatch__(function, types, args, kwargs)
+        self.now -= workspace
+        return out
+
+
+def mlp():
+    """A norm between two layers, for what no Kronecker product covers."""
+    return nn.Sequential(nn.Linear(12, 40), nn.LayerNorm(40), nn.Tanh(), nn.Linear(40, 3)).eval()
+
+
+def cnn():
+    """A convolution in groups, and a layer at many positions."""
+    return nn.Sequential(
+        nn.Conv2d(2, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.Flatten(), nn.Linear(128, 3)
+    ).eval()  # fmt: skip
+
+
+NETWORKS = {"mlp": (mlp, (12,)), "cnn": (cnn, (2, 6, 6))}
+
+
+def regression(shape, samples=120, batch=50, outputs=3):
+    """Batches of which the last is smaller."""
+    torch.manual_seed(0)
+    x, y = torch.randn(samples, *shape), torch.randn(samples, outputs)
+    return list(zip(x.split(batch), y.split(batch), strict=True))
+
+
+def kept(posterior):
+    return sum(value.nbytes for value in posterior.covariance.tensors().values())
+
+
+def compared(model, data, method, **options):
+    """The plan, and a fit's kept and peak bytes."""
+    planned = lw.plan(model, data, method, **options)
+    with Live() as live:
+        posterior = lw.fit(model, data, method, tune=None, **options)
+    return planned, kept(posterior), live.peak
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_kept_bytes_are_exact_and_peaks_near(name, method):
+    make, shape = NETWORKS[name]
+    torch.manual_seed(0)
+    planned, exact, peak = compared(make(), regression(shape), method, params=lw.everything)
+    assert planned.kept_bytes == exact
+    assert peak / 1.6 < planned.peak_bytes < 1.6 * peak
+
+
+@pytest.mark.parametrize("samples", [20, 60])
+def test_the_dual_form_keeps_the_span_of_all_rows(samples):
+    torch.manual_seed(0)
+    planned, exact, peak = compared(mlp(), regression((12,), samples), lw.Full("dual"))
+    assert planned.kept_bytes == exact
+    assert peak / 1.6 < planned.peak_bytes < 1.6 * peak
+
+
+def test_an_implicit_basis_keeps_inputs_in_place_of_directions():
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(12, 2500), nn.ReLU(), nn.Linear(2500, 3)).eval()
+    planned, exact, _ = compared(wide, regression((12,), 40), lw.SubsetOfData(20), memory=2**24)
+    assert planned.kept_bytes == exact
+    assert exact < 8 * 60 * planned.parameters / 100
+
+
+def test_other_dtypes_tied_weights_and_the_last_layer():
+    torch.manual_seed(0)
+    for model in (mlp().double(), mlp()):
+        data = [(x.to(model[0].weight.dtype), y.to(model[0].weight.dtype)) for x, y in regression((12,))]
+        planned, exact, _ = compared(model, data, lw.KFAC(), params=lw.last_layer)
+        assert planned.kept_bytes == exact
+    layer = nn.Linear(12, 12)
+    twice = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(12, 3)).eval()
+    planned, exact, _ = compared(twice, regression((12,)), lw.EKFAC())
+    assert planned.kept_bytes == exact
+    tokens = nn.Sequential(nn.Embedding(30, 4), nn.Flatten(), nn.Linear(20, 3)).eval()
+    planned, exact, _ = compared(tokens, [(torch.randint(30, (8, 5)), torch.randn(8, 3))], lw.KFAC())
+    assert planned.kept_bytes == exact
+
+
+def test_the_default_is_planned_as_it_is_fitted():
+    torch.manual_seed(0)
+    model, data = mlp(), regression((12,))
+    planned = lw.plan(model, data)
+    posterior = lw.fit(model, data)
+    assert planned.method == posterior.method
+    assert (planned.parameters, planned.outputs) == (posterior.tangent.size, 3)
+    assert planned.kept_bytes == kept(posterior)
+
+
+def test_passes_are_of_the_order_of_one_and_a_backward_pass_for_each_output():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)).eval()
+    data = [(torch.randn(100, 784), torch.randint(10, (100,)))]
+    diagonal, last = (lw.plan(model, data, lw.Diagonal(), params=params) for params in (None, lw.last_layer))
+    assert 3 < diagonal.passes < 11  # 5.6 were measured
+    assert 1 < last.passes < 3
+    assert 3 < diagonal.predict_passes < 11  # 4.6 were measured
+
+
+def test_several_plans_print_as_a_table_and_a_method_without_a_cost_says_so():
+    class Mine(lw.Method):
+        def passes(self, problem):
+            return (yield from lw.Diagonal().passes(problem))
+
+        def __repr__(self):
+            return "Mine()"
+
+    torch.manual_seed(0)
+    plans = lw.plan(mlp(), regression((12,)), [lw.Diagonal(), Mine()])
+    assert [one.method for one in plans] == ["Diagonal()", "Mine()"]
+    assert plans[1] == Plan("Mine()", plans[0].parameters, 3)
+    head, first, second, _ = str(plans).splitlines()
+    assert head.split()[-1] == "method"
+    assert first.split()[-1] == "Diagonal()"
+    assert second.split()[2:] == ["?", "?", "?", "?", "Mine()"]
+    assert len(str(plans[0]).splitlines()) == 3
+
+
+def test_nothing_is_written():
+    torch.manual_seed(0)
+    model, data = mlp(), regression((12,))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    lw.plan(model, data, lw.EKFAC())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    assert not model._forward_hooks
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_fit_that_exceeds_the_machine_is_refused_and_a_cheaper_method_named(monkeypatch):
+    torch.manual_seed(0)
+    model, data = mlp(), regression((12,))
+    wide = nn.Sequential(nn.Linear(12, 3000), nn.ReLU(), nn.Linear(3000, 3)).eval()
+    needed = lw.plan(wide, data, lw.KFAC(), memory=2**24).peak_bytes
+    monkeypatch.setattr(import_module("lapwing.fitting.plan"), "MEMORY", needed - 1)
+    with pytest.raises(lw.LapwingError, match=r"KFAC.* GiB for 48003 weights, and .* Use lw.Diagonal\(\)"):
+        lw.fit(wide, data, lw.KFAC(), memory=2**24)
+    lw.fit(model, data, lw.KFAC(), memory=2**24)
+    monkeypatch.setattr(import_module("lapwing.fitting.plan"), "MEMORY", 2**10)
+    with pytest.raises(lw.LapwingError, match=r"params=lw.last_layer"):
+        lw.fit(wide, data, lw.KFAC(), memory=2**24)
