@@ -296,7 +296,7 @@ def dense_score(posterior: lw.Posterior, V: Tensor, sigma: Tensor, data: list[tu
         phi = posterior.tangent.record(x).rows().double() @ V.T
         mean = posterior.model(x).detach().double()
         centred = phi - phi.mean(1, keepdim=True)  # a softmax does not see a shift common to all outputs
-        variance = torch.einsum("bck,kl,bcl->bc", centred, sigma, centred) * (10 / 9) ** 2
+        variance = (torch.einsum("bck,kl,bcl->bc", centred, sigma, centred) * (10 / 9) ** 2).mean(1, keepdim=True)
         logits = (mean - mean.mean(1, keepdim=True)) / (1 + torch.pi / 8 * variance).sqrt()
         found.append(torch.log_softmax(logits, 1)[torch.arange(len(y)), y])
     return float(torch.cat(found).mean())
