@@ -254,7 +254,9 @@ def score(posterior: lw.Posterior, data: list[tuple[Tensor, Tensor]]) -> float:
     return float(torch.cat([posterior.predict(x).log_prob(y) for x, y in data]).mean())
 
 
-@pytest.mark.parametrize(("form", "delta"), [("scaled", 100.0), pytest.param("published", 16.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("form", "delta"), [("scaled", 100.0), pytest.param("published", 16.0, marks=pytest.mark.slow)]
+)
 def test_early_stopping_on_augmented_digits(digits, form, delta):
     """ELLA, section 5.2, with a given δ: the prefix with the best score on augmented training images is chosen."""
     model, loader, (x_test, y_test) = digits

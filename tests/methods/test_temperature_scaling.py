@@ -74,3 +74,9 @@ def test_separable_data_have_no_best_temperature(caplog):
     model, x, _ = data()
     lw.fit(model, [(x, model(x).argmax(1))], lw.TemperatureScaling())
     assert "the end of the range. No logit is of a wrong class" in caplog.text
+
+
+def test_held_out_data_are_those_of_the_fit():
+    model, x, y = data()
+    with pytest.raises(lw.LapwingError, match=r"Write lw.fit\(model, held_out, lw.TemperatureScaling\(\)\)"):
+        lw.fit(model, [(x[:50], y[:50])], lw.TemperatureScaling(), validation=(x[50:], y[50:]))
