@@ -143,8 +143,8 @@ def fit(
     result = runner.run(method, problem)
     if result.logit_temperature is not None and validation is not None:
         raise LapwingError(
-            f"{type(method).__name__} takes its temperature from the data of the fit, and validation= is not used. Write "
-            f"lw.fit(model, held_out, lw.{type(method).__name__}())."
+            f"{type(method).__name__} takes its temperature from the data of the fit, and validation= is not used. "
+            f"Write lw.fit(model, held_out, lw.{type(method).__name__}())."
         )
     if data_size is None and drawn is None:
         warn_of_unseen_samples(loader, runner.shown())
