@@ -172,7 +172,7 @@ class Outline:
         """Returns the outline of a fit whose first batch has these inputs."""
         leaves, count = batches.tensors(inputs), batches.size(inputs)
         columns = tangent.outputs if tangent.outputs <= EXACT_FISHER_OUTPUTS else 1
-        numbers, sizes = sum(x.numel() for x in leaves), sum(x.nbytes for x in leaves)
+        numbers, sizes = sum(x.numel() for x in leaves), sum(x.numel() * x.dtype.itemsize for x in leaves)
         return cls(tangent, columns, samples, count, sizes // count, numbers // count, activations)
 
     @cached_property
