@@ -190,7 +190,8 @@ def _warn_of_edge(
         advice = f"{tied} candidates there differ by less than {PLATEAU:g} nats, so that it matters little"
     else:
         meaning = "no spread in the weights at all" if at else "the widest spread in the range"
-        advice = f"the held-out data ask for {meaning}; decades=({low - 3:g}, {high + 3:g}) looks further"
+        further = f"tune=lw.Validation(loader, decades=({low - 3:g}, {high + 3:g}))"
+        advice = f"the held-out data ask for {meaning}; {further} looks further"
     if at and best.logit_temperature is not None:
         advice += ". Without spread foreign inputs are ranked by the network's own confidence alone"
     log.log(

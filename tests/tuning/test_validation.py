@@ -82,7 +82,10 @@ def test_open_noise_is_chosen_on_held_out_data_too(method, prior):
 @pytest.mark.parametrize(
     ("decades", "told"),
     [
-        ((0.0, 2.0), r"the widest spread in the range; decades=\(-3, 5\) looks further\."),
+        (
+            (0.0, 2.0),
+            r"the widest spread in the range; tune=lw.Validation\(loader, decades=\(-3, 5\)\) looks further\.",
+        ),
         (
             (9.0, 11.0),
             r"3 candidates there differ by less than 0.0001 nats, so that it matters little\.",
