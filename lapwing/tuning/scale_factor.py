@@ -15,7 +15,7 @@ from ..likelihoods import LaplaceBridge, Link
 from ..network import batches
 from ..posterior import Posterior
 from ..prediction import Scaled, Streamlined, Way
-from .held_out import check_grid
+from .choice import check_grid
 from .search import golden_section
 
 log = logging.getLogger("lapwing")

@@ -14,8 +14,8 @@ from ..network import batches
 from ..network.eager import outside_modes
 from ..posterior import Posterior
 from .bounded_evidence import trained_product
+from .choice import TEMPERATURES, best_of, check_grid, held_out_report, with_ranks
 from .evidence import Training, Tuning
-from .held_out import TEMPERATURES, best_of, check_grid, held_out_report, with_ranks
 
 log = logging.getLogger("lapwing")
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import lapwing as lw
-import lapwing.tuning.held_out as search
-from lapwing.tuning.held_out import WIDER, _widest, best_of, held_out_scores, width_scores
+import lapwing.tuning.choice as choice
+from lapwing.tuning.choice import WIDER, _widest, best_of
+from lapwing.tuning.held_out import held_out_scores, width_scores
 from tests.zoo import ZOO
 
 METHODS = [lw.Diagonal(), lw.KFAC(uncovered="dense"), lw.ELLA(rank=5, rows=12), lw.ELLA(5, 12, "prior"), lw.Full()]
@@ -202,7 +203,7 @@ def test_the_product_of_a_regression_is_that_of_its_training_data(monkeypatch):
     product = plain.prior_precision * plain.noise_variance
     untuned = lw.fit(case.build(), loader, lw.KFAC(), params=lw.matching("*"), tune=None)
     for sure, kept in ((3.0, True), (-1e9, False)):
-        monkeypatch.setattr(search, "SURE", sure)
+        monkeypatch.setattr(choice, "SURE", sure)
         chosen = best_of([untuned], (-5.0, 7.0), 25, held_out, product=product)
         assert (abs(chosen.prior_precision * chosen.noise_variance / product - 1) < 1e-6) == kept
     monkeypatch.undo()

@@ -1,0 +1,294 @@
+"""The choice of prior precision, noise and logit temperature by scores on held-out data."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..covariance import PriorCovariance, Subspace
+from ..errors import LapwingError, shown
+from ..likelihoods import Gaussian, SampledLink
+from ..network import batches
+from ..posterior import Posterior
+from .held_out import at_precision, no_batch, sample_scores, width_scores
+from .search import evenly
+
+log = logging.getLogger("lapwing")
+
+PLATEAU = 1e-4
+"""Candidates whose scores differ by less are tied, in nats a sample."""
+
+TEMPERATURES = evenly(0.0, 1.5, 16)
+"""Candidates for log10 of the logit temperature T. Below 1 it would sharpen the means beside a huge spread."""
+
+WIDER = 1e-3
+"""A wider spread than the best may cost so many nats a sample, however large the standard error is."""
+
+SURE = 3.0
+"""A regression's λ = δσ² is that of the training data, unless another is better by so many paired standard errors."""
+
+NOISES = evenly(-6.0, 0.5, 27)
+"""Candidates for log10 of σ² beside the mean squared held-out residual, where the prior precision is the user's."""
+
+
+def check_grid(tuning: str, decades: Any, points: Any) -> None:
+    """Raises for a range or number that makes no grid."""
+    pair = isinstance(decades, tuple) and len(decades) == 2
+    rising = pair and all(isinstance(end, Real) for end in decades) and decades[0] < decades[1]
+    if not (rising and isinstance(points, int) and points >= 3):
+        raise LapwingError(
+            f"{tuning} needs a rising range and at least 3 points, and has decades={shown(decades)}, "
+            f"points={shown(points)}. Write decades=(-5, 7), points=25."
+        )
+
+
+def with_ranks(posterior: Posterior, ranks: Sequence[int]) -> list[Posterior]:
+    """Returns the posterior on its first directions, for each rank below its own; itself last.
+
+    Raises:
+        LapwingError: for a posterior that has no rank, or ranks below 1.
+    """
+    if isinstance(ranks, tuple) and not ranks:
+        return [posterior]
+    covariance = posterior.covariance
+    numbers = isinstance(ranks, (tuple, list)) and all(isinstance(rank, int) and rank > 0 for rank in ranks)
+    if not numbers or not isinstance(covariance, Subspace):
+        raise LapwingError(
+            f"ranks={shown(ranks)} of {posterior.method} are not ranks from 1 up of a subspace. Leave ranks out, or "
+            "fit lw.ELLA(rank=20) with ranks=(5, 10)."
+        )
+    shorter = [rank for rank in sorted(set(ranks)) if rank < covariance.rank]
+    return [*(replace(posterior, covariance=covariance.with_rank(rank)) for rank in shorter), posterior]
+
+
+def best_of(
+    posteriors: Sequence[Posterior],
+    decades: tuple[float, float],
+    points: int,
+    loader: Iterable[Any],
+    temperatures: Sequence[float] = (),
+    tolerance: float = 0.0,
+    product: float | None = None,
+) -> Posterior:
+    """Returns the posterior with the best held-out log likelihood, at its best scalar δ, noise variance and T.
+
+    What the user gave is kept. The best point of a grid is refined by the parabola through its neighbours. At each
+    point the second number has its best value there: for classifiers T, for regressions the factor c of the covariance
+    of y, `(δ, σ²) -> (δ/c, c σ²)`, which needs no other contraction. c is in closed form, see `width_scores`.
+
+    Args:
+        posteriors: of one fit.
+        decades: the range of log10 δ; of a regression beside the mean squared held-out residual as noise.
+        points: candidates in that range.
+        loader: held-out batches.
+        temperatures: candidates for log10 T, rising; none leaves it.
+        tolerance: among classifiers the widest is chosen whose score is at most so many standard errors below the
+            best, and `WIDER`. The errors are those of the mean difference of the two, sample by sample.
+        product: `λ = δσ²` of a regression by its training data, which is kept unless another is surely better; None
+            for the best.
+    """
+    first = posteriors[0]
+    has_prior = isinstance(first.covariance, PriorCovariance)
+    open_prior = has_prior and not first.prior.fixed
+    exponents = evenly(*decades, points)
+    if not has_prior or first.noise_fixed:
+        return _best_point(posteriors, exponents if open_prior else [], loader, temperatures, tolerance)
+    noise = _residual(first, loader)
+    posteriors = [posterior.at(posterior.prior.precision, noise) for posterior in posteriors]
+    if not open_prior:
+        return _best_noise(posteriors, noise, loader)
+    if isinstance(first.likelihood, Gaussian):
+        return _best_width(posteriors, exponents, noise, loader, product)
+    return _best_point(posteriors, exponents, loader, temperatures, tolerance)
+
+
+def _best_point(
+    posteriors: Sequence[Posterior],
+    exponents: Sequence[float],
+    loader: Iterable[Any],
+    temperatures: Sequence[float],
+    tolerance: float,
+) -> Posterior:
+    """Returns the best δ, where there are exponents, and T of a classifier."""
+
+    def candidates(posterior: Posterior) -> list[Posterior]:
+        return [at_precision(posterior, 10**exponent) for exponent in exponents] or [posterior]
+
+    open_temperature = bool(temperatures) and posteriors[0].logit_temperature == 1
+    scores = sample_scores(posteriors, candidates, loader, temperatures if open_temperature else ())
+    means = scores.mean(-1, dtype=torch.float64)  # (posteriors, points, temperatures)
+    table, places = means.max(-1)
+    which, at = _highest(table)
+    best, row, exponent = posteriors[which], table[which].tolist(), None
+    if exponents:
+        chosen = scores[which].gather(1, places[which][:, None, None].expand(-1, 1, scores.shape[-1])).squeeze(1)
+        widest = _widest(chosen, at, tolerance)
+        exponent = _refined(exponents, row, at) if widest == at else exponents[widest]
+        at = widest
+        if at in (0, len(exponents) - 1):
+            _warn_of_edge(best, exponents, row, at, exponent)
+    if open_temperature:
+        tops = [_refined(temperatures, line.tolist(), int(line.argmax())) for line in means[which]]
+        top = tops[at] if exponent is None else _between(exponents, tops, at, exponent)
+        temperature = 10 ** max(top, temperatures[0])
+        best = replace(best, likelihood=best.likelihood.with_logit_temperature(temperature))
+    return best if exponent is None else at_precision(best, 10**exponent)
+
+
+def _best_noise(posteriors: Sequence[Posterior], noise: float, loader: Iterable[Any]) -> Posterior:
+    """Returns the best σ² where the prior precision is the user's."""
+
+    def candidates(posterior: Posterior) -> list[Posterior]:
+        return [posterior.at(posterior.prior.precision, noise * 10**exponent) for exponent in NOISES]
+
+    table = sample_scores(posteriors, candidates, loader).mean(-1, dtype=torch.float64)[:, :, 0]
+    which, at = _highest(table)
+    best = posteriors[which]
+    return best.at(best.prior.precision, noise * 10 ** _refined(NOISES, table[which].tolist(), at))
+
+
+def _best_width(
+    posteriors: Sequence[Posterior],
+    exponents: Sequence[float],
+    noise: float,
+    loader: Iterable[Any],
+    product: float | None,
+) -> Posterior:
+    """Returns the best δ and σ² of a regression: δ beside one σ², and the factor of both in closed form."""
+    every = [*exponents] if product is None else [*exponents, math.log10(product / noise)]
+    scores, factors = width_scores(
+        posteriors, lambda posterior: [at_precision(posterior, 10**exponent) for exponent in every], loader
+    )
+    table = scores.mean(-1)[:, : len(exponents)]
+    which, at = _highest(table)
+    best, row = posteriors[which], table[which].tolist()
+    exponent = _refined(exponents, row, at)
+    factor = _between(exponents, factors[which].tolist(), at, exponent)
+    if product is not None and not _surely_better(scores[which, at], scores[which, -1]):
+        exponent, factor = every[-1], float(factors[which, -1])
+    elif at in (0, len(exponents) - 1):
+        _warn_of_edge(best, exponents, row, at, exponent - factor)
+    return best.at(torch.full_like(best.prior.precision, 10 ** (exponent - factor)), noise * 10**factor)
+
+
+def _highest(table: Tensor) -> tuple[int, int]:
+    """Returns which posterior and which point have the highest score; NaN is the lowest."""
+    which, at = (int(i) for i in torch.unravel_index(table.nan_to_num(-math.inf).argmax(), table.shape))
+    return which, at
+
+
+def held_out_report(posterior: Posterior, loader: Iterable[Any]) -> str:
+    """Returns what was chosen, and a classifier's score by the default link and by draws, which should agree.
+
+    Cost: a pass over the loader.
+    """
+    delta = posterior.prior_precision
+    chosen = "" if delta is None else f"prior precision {posterior.prior.precision.min().item():.3g}, "
+    if posterior.logit_temperature is None:
+        return chosen + f"noise variance {posterior.noise_variance:.3g}"
+    link, likelihood = posterior.likelihood.default_link, posterior.likelihood
+    if SampledLink not in likelihood.links:
+        return f"{chosen}logit temperature {posterior.logit_temperature:.3g}"
+    sums, count = torch.zeros(2, dtype=torch.float64), 0
+    for batch in loader:
+        inputs, targets = batches.split(batch, posterior.tangent.device)
+        if batches.size(inputs):
+            latent = posterior.latent(inputs)
+            for k, each in enumerate((link, SampledLink())):
+                sums[k] += likelihood.predict(latent, each).log_prob(targets).double().sum().cpu()
+            count += batches.size(inputs)
+    closed, drawn = (-sums / count).tolist()
+    return (
+        f"{chosen}logit temperature {posterior.logit_temperature:.3g}. Its negative log likelihood is {closed:.4f} "
+        f"by {link} and {drawn:.4f} by draws of the outputs"
+    )
+
+
+def _warn_of_edge(best: Posterior, exponents: Sequence[float], row: Sequence[float], at: int, chosen: float) -> None:
+    """Warns of a choice at an end of the range; says so where it is one of many wide ones that are alike."""
+    low, high = exponents[0], exponents[-1]
+    tied = sum(row[at] - score < PLATEAU for score in row)
+    if tied > 1:
+        advice = f"{tied} candidates there differ by less than {PLATEAU:g} nats, so that it matters little"
+    else:
+        meaning = "no spread in the weights at all" if at else "the widest spread in the range"
+        further = f"tune=lw.Validation(loader, decades=({low - 3:g}, {high + 3:g}))"
+        advice = f"the held-out data ask for {meaning}; {further} looks further"
+    if at and best.logit_temperature is not None:
+        advice += ". Without spread foreign inputs are ranked by the network's own confidence alone"
+    beside = best.logit_temperature is None and not best.noise_fixed
+    log.log(
+        logging.INFO if 1 < tied < len(row) and not at else logging.WARNING,
+        "Validation of %s chose the edge of its range, prior precision %.3g%s: %s.",
+        best.method, 10**chosen,
+        f" (1e{exponents[at]:g} beside the mean squared held-out residual)" if beside else "", advice,
+    )  # fmt: skip
+
+
+def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
+    """Returns the mean squared residual of held-out data, where the search for widths starts."""
+    sums: dict[str, Tensor] = {}
+    for batch in loader:
+        inputs, targets = batches.split(batch, posterior.tangent.device)
+        if batches.size(inputs):
+            outputs = posterior.tangent.outputs_of(posterior.tangent.check(inputs).inputs)
+            posterior.likelihood.check(outputs, targets)
+            values = posterior.likelihood.statistics(outputs, targets)
+            sums = {name: value + sums.get(name, 0.0) for name, value in values.items()}
+    residual = posterior.likelihood.residual_variance(sums) if sums else None
+    if residual is None:
+        raise no_batch()
+    return residual
+
+
+def _surely_better(scores: Tensor, others: Tensor) -> bool:
+    """Whether scores (N,) are better than others in the mean, by more than chance."""
+    gain = scores - others
+    return float(gain.mean()) > SURE * float(gain.std(correction=0)) / math.sqrt(len(gain))
+
+
+def _widest(scores: Tensor, at: int, tolerance: float) -> int:
+    """Returns the lowest of the candidates (points, N) below the best that are within so many paired errors of it.
+
+    Spreads so wide that wider ones predict the same, down to the end of the range, are one: its narrowest is returned.
+    """
+
+    def saturated(place: int) -> bool:
+        """Whether the candidates up to the next one predict the same."""
+        return place + 1 < len(scores) and float((scores[place + 1] - scores[0]).abs().mean()) < PLATEAU
+
+    widest = at
+    while tolerance and widest > 0:
+        difference = scores[at].double() - scores[widest - 1]
+        bound = min(WIDER, tolerance * float(difference.std(correction=0)) / math.sqrt(len(difference)))
+        if not float(difference.mean()) <= bound:
+            break
+        widest -= 1
+    while tolerance and saturated(widest):
+        widest += 1
+    return widest
+
+
+def _refined(points: Sequence[float], scores: Sequence[float], at: int) -> float:
+    """Returns the top of the parabola through the best point of a grid and its neighbours; at an edge the point."""
+    if at in (0, len(points) - 1):
+        return points[at]
+    left, middle, right = scores[at - 1 : at + 2]
+    shift = 0.5 * (left - right) / min(left - 2 * middle + right, -1e-300)  # in grid steps
+    return points[at] + (points[1] - points[0]) * max(-0.5, min(0.5, shift))
+
+
+def _between(points: Sequence[float], values: Sequence[float], at: int, point: float) -> float:
+    """Returns the value at a point by the parabola through those at the closest point of a grid and its neighbours."""
+    left, middle, right = values[at - 1 : at + 2] if 0 < at < len(points) - 1 else [values[at]] * 3
+    if point == points[at] or not math.isfinite(left + right):
+        return values[at]
+    step = (point - points[at]) / (points[1] - points[0])
+    return middle + step * (right - left) / 2 + step**2 * (left - 2 * middle + right) / 2
