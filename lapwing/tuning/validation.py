@@ -68,7 +68,7 @@ class Validation(Tuning):
     decades: tuple[float, float] = (-5.0, 7.0)
     points: int = 25
     ranks: tuple[int, ...] = ()
-    tolerance: float = 0.5
+    tolerance: float = 0.25
     tempered: bool = True
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Validation(Tuning):
         if not (isinstance(self.tolerance, Real) and 0 <= self.tolerance < math.inf):
             raise LapwingError(
                 f"tolerance={shown(self.tolerance)} is not a number of standard errors from 0 up. Write "
-                "lw.Validation(loader, tolerance=0.5), or 0.0 for the best score."
+                "lw.Validation(loader, tolerance=0.25), or 0.0 for the best score."
             )
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
