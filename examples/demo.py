@@ -145,7 +145,7 @@ def picture(path: Path) -> None:
         optimiser.step()
     model.eval()
     methods = {
-        "Full": lw.Full(),
+        "Full, the default": lw.Full(),
         "KFAC": lw.KFAC(),
         "Diagonal": lw.Diagonal(),
         "KFAC on the last layer": None,
