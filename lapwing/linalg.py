@@ -285,14 +285,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Cost: where either W or its transpose is contiguous, half of `F.linear`'s on some processors.
     """
-    if x.numel() * weight.shape[0] >= LARGE_PRODUCT and _suits(x, weight):
-        product = _onednn()
+    if x.numel() * weight.shape[0] >= LARGE_PRODUCT and suits_onednn(x, weight):
+        product = onednn()
         if product is not None:
             return product(x, weight, bias if bias is None else bias.contiguous())  # it reads no strides of a bias
     return F.linear(x, weight, bias)
 
 
-def _suits(x: Tensor, weight: Tensor) -> bool:
+def suits_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN takes these: it has no derivatives, and is a thousand times slower for slices of rows.
 
     Code that is compiled or exported keeps to public operators.
@@ -305,7 +305,7 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
 
 
 @cache
-def _onednn() -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
+def onednn() -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
     """Returns oneDNN's `F.linear`, or None where MKL is as fast or torch no longer has it."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or "GenuineIntel" in _maker():
         return None

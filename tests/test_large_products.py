@@ -18,10 +18,10 @@ def way(request, monkeypatch):
     if request.param == "oneDNN":
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
         monkeypatch.setattr(linalg, "_maker", lambda: "AuthenticAMD")
-        linalg._onednn.cache_clear()
-        assert linalg._onednn() is not None
+        linalg.onednn.cache_clear()
+        assert linalg.onednn() is not None
     yield
-    linalg._onednn.cache_clear()
+    linalg.onednn.cache_clear()
 
 
 def _layouts(rows, columns):
@@ -83,13 +83,13 @@ def _lacking(*_):
 def test_torch_alone_where_the_operator_is_missing_or_wrong_or_no_faster(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(linalg, "_maker", lambda: "GenuineIntel")
-    assert linalg._onednn.__wrapped__() is None
+    assert linalg.onednn.__wrapped__() is None
     monkeypatch.setattr(linalg, "_maker", lambda: "AuthenticAMD")
     for operator in (_lacking, lambda x, *_: x):
         monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", operator, raising=False)
-        assert linalg._onednn.__wrapped__() is None
+        assert linalg.onednn.__wrapped__() is None
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert linalg._onednn.__wrapped__() is None
+    assert linalg.onednn.__wrapped__() is None
 
 
 class Product(nn.Module):
@@ -117,7 +117,9 @@ def test_what_is_exported_or_compiled_keeps_to_public_operators(way):
 @pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC()])
 def test_large_products_of_fits_and_predictions_suit(monkeypatch, method, samples):
     seen = []
-    monkeypatch.setattr(linalg, "_suits", lambda x, w, suits=linalg._suits: seen.append(suits(x, w)) or seen[-1])
+    monkeypatch.setattr(
+        linalg, "suits_onednn", lambda x, w, suits=linalg.suits_onednn: seen.append(suits(x, w)) or seen[-1]
+    )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)).eval()
     x, y = torch.randn(samples, 784), torch.randint(10, (samples,))

@@ -28,27 +28,29 @@ from .metrics import real_tensor
 Normalisation = tuple[Sequence[float] | Tensor, Sequence[float] | Tensor]
 
 
-def _brightness(x: Tensor, magnitude: Tensor) -> Tensor:
+def brightened(x: Tensor, magnitude: Tensor) -> Tensor:
+    """Halves to doubles all values, by magnitudes of -1 to 1."""
     return x * (0.7 * magnitude).exp()
 
 
-def _contrast(x: Tensor, magnitude: Tensor) -> Tensor:
+def contrasted(x: Tensor, magnitude: Tensor) -> Tensor:
+    """Halves to doubles the distances to the mean of an image."""
     mean = x.mean((1, 2, 3), keepdim=True)
     return mean + (0.7 * magnitude).exp() * (x - mean)
 
 
-def _saturation(x: Tensor, magnitude: Tensor) -> Tensor:
-    """Does nothing to grey images."""
+def saturated(x: Tensor, magnitude: Tensor) -> Tensor:
+    """Halves to doubles the distances to grey; grey images stay."""
     grey = x.mean(1, keepdim=True)
     return grey + (0.7 * magnitude).exp() * (x - grey)
 
 
-def _solarise(x: Tensor, magnitude: Tensor) -> Tensor:
+def solarised(x: Tensor, magnitude: Tensor) -> Tensor:
     """Inverts what is brighter than a threshold that falls from 1 to 0.3."""
     return torch.where(x > 1 - 0.7 * magnitude.abs(), 1 - x, x)
 
 
-def _holed(x: Tensor, centres: Tensor, share: float) -> Tensor:
+def holed(x: Tensor, centres: Tensor, share: float) -> Tensor:
     """Fills a square of `share` times the side with the mean colour; centres (B, 2) in [0, 1], holes may leave."""
     sides = x.new_tensor([x.shape[3], x.shape[2]])
     places = pixels(x) - (centres[:, None, None] - 0.5) * sides  # (B, H, W, 2)
@@ -57,7 +59,7 @@ def _holed(x: Tensor, centres: Tensor, share: float) -> Tensor:
 
 
 _OPERATIONS: tuple[Callable[[Tensor, Tensor], Tensor] | None, ...] = (
-    None, None, None, _brightness, _contrast, _saturation, _solarise,
+    None, None, None, brightened, contrasted, saturated, solarised,
 )  # fmt: skip
 """Operations on pixels; the first three, rotate, shear and zoom, are sampled in one step with the crop."""
 
@@ -147,16 +149,16 @@ class StrongAugmentation:
         chosen = (order[:, :, None] == torch.arange(len(_OPERATIONS), device=x.device)).any(1)  # (B, operations)
         shift = ((2 * draw(count, 2) - 1) * self.strength * min(x.shape[2:]) / 8).round()
         mirrored = torch.where((draw(count) < 0.5) & self.flip, -1.0, 1.0).to(x)
-        x = self._placed(x, shift, mirrored, magnitudes * chosen)
+        x = self.placed(x, shift, mirrored, magnitudes * chosen)
         for place in range(self.operations):
             for number, operation in enumerate(_OPERATIONS):
                 rows = order[:, place] == number
                 if operation is not None and rows.any():
                     x[rows] = operation(x[rows], magnitudes[rows, number][:, None, None, None]).clamp(0.0, 1.0)
-        x = _holed(x, draw(count, 2), 0.5 * self.strength)
+        x = holed(x, draw(count, 2), 0.5 * self.strength)
         return ((x - mean) / std).to(images.dtype)
 
-    def _placed(self, x: Tensor, shift: Tensor, mirrored: Tensor, magnitudes: Tensor) -> Tensor:
+    def placed(self, x: Tensor, shift: Tensor, mirrored: Tensor, magnitudes: Tensor) -> Tensor:
         """Crops, flips, rotates, shears and zooms in one sampling; magnitudes 0 do nothing."""
         angle, lean, zoom = math.radians(30) * magnitudes[:, 0], 0.3 * magnitudes[:, 1], (0.3 * magnitudes[:, 2]).exp()
         cos, sin = angle.cos() * zoom, angle.sin() * zoom

@@ -251,7 +251,7 @@ class SharedOuter(MatrixJacobian):
     def gram(self, other: BlockJacobian) -> Tensor:
         """Returns `J J'ᵀ` (B, R, B', R') by rows, or by `Σ_tt' (a_t·a'_t')(g_t·g'_t')` where that is cheaper."""
         other = other.shared() if isinstance(other, Outer) else other
-        if not isinstance(other, SharedOuter) or self._rows_are_cheaper(other):
+        if not isinstance(other, SharedOuter) or self.rows_are_cheaper(other):
             return super().gram(other)
         cells = max(1, self.slice_bytes // (self.strips.dtype.itemsize * other.cotangents))
         mine = min(self.positions, max(isqrt(cells), cells // other.positions))  # whole, where a table fits
@@ -262,7 +262,7 @@ class SharedOuter(MatrixJacobian):
             for group in range(self.groups)
         )
 
-    def _rows_are_cheaper(self, other: SharedOuter) -> bool:
+    def rows_are_cheaper(self, other: SharedOuter) -> bool:
         """Compares the products of both ways, a group."""
         mine, theirs = self.batch * self.cotangents, other.batch * other.cotangents
         formed = mine * self.positions + (0 if other is self else theirs * other.positions)

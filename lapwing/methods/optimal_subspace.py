@@ -77,7 +77,7 @@ class OptimalSubspace(Method):
             curvature = yield from prior_covariance(self.curvature, problem, "curvature")
             approximate = curvature.with_prior(problem.precision, problem.curvature_scale())
         anchors = yield from self._subset(problem)
-        basis = ExplicitBasis(self._directions(problem, anchors, approximate))
+        basis = ExplicitBasis(self.directions(problem, anchors, approximate))
         return (yield from on_basis(problem, basis, self.residual))
 
     def cost(self, outline: Outline) -> Cost | None:
@@ -114,7 +114,7 @@ class OptimalSubspace(Method):
         chosen = choose(total, count, problem.generator()).sort().values
         return (yield from anchors_at(problem, chosen.repeat_interleave(width), torch.arange(width).repeat(count)))
 
-    def _directions(self, problem: Problem, anchors: Anchors, approximate: Covariance | None) -> dict[str, Tensor]:
+    def directions(self, problem: Problem, anchors: Anchors, approximate: Covariance | None) -> dict[str, Tensor]:
         """Returns `λ^(-1/2) U_sᵀ J Ψ_approx`, from rows in memory if they fit, else written out chunk by chunk.
 
         In float64 where the rows fit: the leading eigenvectors of thousands of rows spread over many decades.

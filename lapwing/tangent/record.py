@@ -43,6 +43,9 @@ class Record(Mapping[str, BlockJacobian]):
         samples: B.
         cotangents: R.
         dtype: what the contractions are done in.
+        tangent: the network.
+        noted: the recorded uses of layers.
+        graph: f with its graph; None once all gradients are taken.
     """
 
     def __init__(
@@ -56,8 +59,8 @@ class Record(Mapping[str, BlockJacobian]):
         dtype: torch.dtype,
         differentiable: bool,
     ) -> None:
-        self._tangent, self._inputs, self._noted, self._uses, self._u = tangent, inputs, noted, uses, cotangents
-        self._graph: Tensor | None = outputs
+        self.tangent, self._inputs, self.noted, self._uses, self._u = tangent, inputs, noted, uses, cotangents
+        self.graph: Tensor | None = outputs
         self._differentiable = differentiable
         self._limit = tangent.memory // dtype.itemsize  # numbers that fit the budget
         self._slice_bytes = min(SLICE_BYTES, tangent.memory // 8)
@@ -72,15 +75,15 @@ class Record(Mapping[str, BlockJacobian]):
 
     def __iter__(self) -> Iterator[str]:
         """Iterates over block names."""
-        return (block.name for block in self._tangent.blocks)
+        return (block.name for block in self.tangent.blocks)
 
     def __len__(self) -> int:
         """Number of blocks."""
-        return len(self._tangent.blocks)
+        return len(self.tangent.blocks)
 
     def __getitem__(self, name: str) -> BlockJacobian:
         """Builds the Jacobian of one block; patches are unfolded here and freed with the result."""
-        block = self._tangent.named_blocks[name]
+        block = self.tangent.named_blocks[name]
         groups = self._groups
         group = groups[0] if len(groups) == 1 else next(g for g in groups if any(b is block for b in g.blocks))
         if self._group is not group:
@@ -106,9 +109,9 @@ class Record(Mapping[str, BlockJacobian]):
         count = next(iter(vectors.values())).shape[0]
         taken = False in self._taken and len(self._groups) == 1
         fewer = 2 * count < self.cotangents and not taken
-        if fewer and not self._differentiable and self.dtype == self._tangent.dtype:
+        if fewer and not self._differentiable and self.dtype == self.tangent.dtype:
             products = forward_products(
-                self._tangent.call_with, self._tangent.parameters, split(self._tangent.blocks, vectors), self._inputs
+                self.tangent.call_with, self.tangent.parameters, split(self.tangent.blocks, vectors), self._inputs
             )  # (B, C, K), or None where the network has no forward mode
             if products is not None:
                 products = products.to(self.dtype)
@@ -118,11 +121,11 @@ class Record(Mapping[str, BlockJacobian]):
     @cached_property
     def _groups(self) -> list[Group]:
         """One group of all blocks where that fits, or where a graph keeps everything anyway."""
-        blocks, count = self._tangent.blocks, self.cotangents
-        numbers = 5 * sum([use.out.numel() for use in self._noted]) + 3 * self.samples * self._tangent.explicit_size
+        blocks, count = self.tangent.blocks, self.cotangents
+        numbers = 5 * sum([use.out.numel() for use in self.noted]) + 3 * self.samples * self.tangent.explicit_size
         if self._differentiable or count * numbers <= self._limit:
             return [Group(blocks, count)]
-        loads, groups = [self._load(block) for block in blocks], []
+        loads, groups = [self.load(block) for block in blocks], []
         for part in grouped(loads, self._limit):
             step, needed = count, sum(loads[part.start])
             if len(part) == 1 and needed > self._limit:
@@ -130,15 +133,15 @@ class Record(Mapping[str, BlockJacobian]):
             groups.append(Group(blocks[part.start : part.stop], step))
         return groups
 
-    def _load(self, block: Block) -> tuple[int, int]:
+    def load(self, block: Block) -> tuple[int, int]:
         """Returns how many numbers a block's gradients have, and how many a contraction needs beside them."""
         rows = self.samples * self.cotangents * block.size
         if block.is_generic:
             return rows, 2 * rows
-        assert self._graph is not None  # nothing is taken yet
-        uses = [self._noted[i] for i, _, _ in self._uses[block.name]]
-        gradients = self.cotangents * sum(use.out.numel() for use in uses if not use.is_output(self._graph))
-        return gradients, 4 * gradients + 2 * rows * self._tangent.plan.is_explicit(block)
+        assert self.graph is not None  # nothing is taken yet
+        uses = [self.noted[i] for i, _, _ in self._uses[block.name]]
+        gradients = self.cotangents * sum(use.out.numel() for use in uses if not use.is_output(self.graph))
+        return gradients, 4 * gradients + 2 * rows * self.tangent.plan.is_explicit(block)
 
     def _take(self, group: Group, block: Block, cut: slice | None = None) -> dict[Any, Tensor | None]:
         """Takes the rows of a group's generic parameters by name, or the gradients of its other uses by index.
@@ -147,23 +150,23 @@ class Record(Mapping[str, BlockJacobian]):
         """
         if block.is_generic:
             names = [name for b in group.blocks if b.is_generic for name in b.parameters]
-            values = {name: self._tangent.parameters[name] for name in names}
+            values = {name: self.tangent.parameters[name] for name in names}
             dtype = next(iter(values.values())).dtype
             with torch.set_grad_enabled(self._differentiable):
                 rows = per_sample_rows(
-                    self._tangent.call_with, values, self._inputs, self._explicit_cotangents(cut).mT.to(dtype)
+                    self.tangent.call_with, values, self._inputs, self._explicit_cotangents(cut).mT.to(dtype)
                 )
             return {name: row if self._differentiable else row.detach() for name, row in rows.items()}
         u = self._u if cut is None else self._explicit_cotangents(cut)
         wanted = sorted({i for b in group.blocks if not b.is_generic for i, _, _ in self._uses[b.name]})
         whole = cut is None and len(self._groups) == 1
-        passing = 0 if whole else sum(use.out.numel() for use in self._noted)  # also through layers not asked for
+        passing = 0 if whole else sum(use.out.numel() for use in self.noted)  # also through layers not asked for
         batched = 4 * passing * (self.cotangents if u is None else u.shape[-1]) <= self._limit
-        assert self._graph is not None  # taken again only where not all are taken at once
-        noted = [self._noted[i] for i in wanted]
-        gradients = output_gradients(self._graph, noted, u, self._differentiable, batched)
+        assert self.graph is not None  # taken again only where not all are taken at once
+        noted = [self.noted[i] for i in wanted]
+        gradients = output_gradients(self.graph, noted, u, self._differentiable, batched)
         if whole and not self._differentiable:
-            self._graph = None
+            self.graph = None
         return dict(zip(wanted, gradients, strict=True))
 
     def _explicit_cotangents(self, cut: slice | None) -> Tensor:
@@ -181,7 +184,7 @@ class Record(Mapping[str, BlockJacobian]):
         jacobians: list[BlockJacobian] = []
         limit = sys.maxsize if self._differentiable else self._limit // 2
         for i, axis, roles in self._uses[block.name]:
-            use = self._noted[i].use
+            use = self.noted[i].use
             jacobian = use.jacobian(taken[i], axis, self.samples, roles, self.dtype, limit)
             if block.matrix is None:
                 jacobian = _row_major(jacobian, block, use.matrix(), roles)

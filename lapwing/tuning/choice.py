@@ -129,7 +129,7 @@ def _best_point(
     best, row, exponent = posteriors[which], table[which].tolist(), None
     if exponents:
         chosen = scores[which].gather(1, places[which][:, None, None].expand(-1, 1, scores.shape[-1])).squeeze(1)
-        widest = _widest(chosen, at, tolerance)
+        widest = widest_of_equals(chosen, at, tolerance)
         exponent = _refined(exponents, row, at) if widest == at else exponents[widest]
         at = widest
         if at in (0, len(exponents) - 1):
@@ -254,7 +254,7 @@ def _surely_better(scores: Tensor, others: Tensor) -> bool:
     return float(gain.mean()) > SURE * float(gain.std(correction=0)) / math.sqrt(len(gain))
 
 
-def _widest(scores: Tensor, at: int, tolerance: float) -> int:
+def widest_of_equals(scores: Tensor, at: int, tolerance: float) -> int:
     """Returns the lowest of the candidates (points, N) below the best that are within so many paired errors of it.
 
     Spreads so wide that wider ones predict the same, down to the end of the range, are one: its narrowest is returned.

@@ -222,7 +222,7 @@ def trained(found: Task, seed: int) -> nn.Module:
     def make() -> None:
         with seeded(seed):
             train(
-                model, found.train, islice(_epochs(count, recipe.batch), steps), optimiser, clip=1.0,
+                model, found.train, islice(epochs(count, recipe.batch), steps), optimiser, clip=1.0,
                 factor=lambda i: min((i + 1) / rising, (steps - i) / max(1, steps - rising)),
                 forward=lambda x: model(trim(x)).logits,
             )  # fmt: skip
@@ -230,7 +230,7 @@ def trained(found: Task, seed: int) -> nn.Module:
     return kept(model, f"transformer_{found.name}_{seed}", make)
 
 
-def _epochs(count: int, size: int) -> Iterator[Tensor]:
+def epochs(count: int, size: int) -> Iterator[Tensor]:
     """Yields rows without end, every one once an epoch; a batch may begin in one epoch and end in the next."""
     rows = torch.empty(0, dtype=torch.long)
     while True:

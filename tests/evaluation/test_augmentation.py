@@ -98,7 +98,7 @@ class TestParts:
     def test_hole_is_filled_with_the_mean_colour(self):
         images = torch.rand(4, 3, 20, 30, dtype=torch.float64)
         centres = torch.tensor([[0.5, 0.5], [0.0, 0.0], [1.0, 1.0], [8 / 30, 0.5]], dtype=torch.float64)
-        found = augmentation._holed(images, centres, 0.5)
+        found = augmentation.holed(images, centres, 0.5)
         for image, hole, (y, x) in zip(
             images,
             found,
@@ -113,15 +113,15 @@ class TestParts:
     def test_operations_on_pixels_by_hand(self):
         x = torch.rand(2, 3, 8, 8, dtype=torch.float64)
         up = torch.full((2, 1, 1, 1), math.log(2) / 0.7, dtype=torch.float64)
-        torch.testing.assert_close(augmentation._brightness(x, up), 2 * x)
+        torch.testing.assert_close(augmentation.brightened(x, up), 2 * x)
         mean = x.mean((1, 2, 3), keepdim=True)
-        torch.testing.assert_close(augmentation._contrast(x, -up), (x + mean) / 2)
+        torch.testing.assert_close(augmentation.contrasted(x, -up), (x + mean) / 2)
         grey = x.mean(1, keepdim=True)
-        torch.testing.assert_close(augmentation._saturation(x, up), 2 * x - grey)
-        torch.testing.assert_close(augmentation._saturation(grey, up), grey)
-        solarised = augmentation._solarise(x, torch.full_like(up, -1.0))
+        torch.testing.assert_close(augmentation.saturated(x, up), 2 * x - grey)
+        torch.testing.assert_close(augmentation.saturated(grey, up), grey)
+        solarised = augmentation.solarised(x, torch.full_like(up, -1.0))
         torch.testing.assert_close(solarised, torch.where(x > 0.3, 1 - x, x))
-        torch.testing.assert_close(augmentation._solarise(x, 0 * up), x)
+        torch.testing.assert_close(augmentation.solarised(x, 0 * up), x)
 
     def test_geometry_by_hand(self):
         spot = torch.zeros(4, 1, 33, 33, dtype=torch.float64)
@@ -132,21 +132,21 @@ class TestParts:
         magnitudes[1, 2] = math.log(2) / 0.3
         magnitudes[3, 3:] = 5.0  # not geometry
         mirrored = torch.tensor([1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
-        found = augment._placed(spot, still, mirrored, magnitudes)
+        found = augment.placed(spot, still, mirrored, magnitudes)
         places = [tuple(image[0].nonzero()[0].tolist()) for image in found]
         assert places == [(10, 16), (16, 19), (16, 10), (16, 22)] or places == [(22, 16), (16, 19), (16, 10), (16, 22)]
         down = torch.zeros(1, 1, 33, 33, dtype=torch.float64)
         down[:, :, 22, 16] = 1.0
         magnitudes = torch.zeros(1, 7, dtype=torch.float64)
         magnitudes[0, 1] = 0.5 / 0.3  # leans by half: three pixels at six below the centre
-        (row, column) = augment._placed(down, still[:1], mirrored[:1], magnitudes)[0, 0].nonzero()[0].tolist()
+        (row, column) = augment.placed(down, still[:1], mirrored[:1], magnitudes)[0, 0].nonzero()[0].tolist()
         assert row == 22
         assert abs(column - 16) == 3
 
     def test_a_flip_mirrors_whatever_else_is_done(self):
         images, one = torch.rand(5, 3, 20, 24, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
         shift, magnitudes = torch.tensor([[2.0, -1.0]]).expand(5, -1), torch.randn(5, 7, dtype=torch.float64)
-        plain, flipped = (StrongAugmentation()._placed(images, shift, sign * one, magnitudes) for sign in (1, -1))
+        plain, flipped = (StrongAugmentation().placed(images, shift, sign * one, magnitudes) for sign in (1, -1))
         torch.testing.assert_close(flipped, plain.flip(3))
 
 

@@ -184,7 +184,7 @@ def summed(form) -> torch.Tensor:
 )
 def test_ntk_blocks_by_rows_and_by_positions(mine, theirs, slice_bytes, by_rows, monkeypatch):
     """Both ways, whatever the cost formula says: sequences of other lengths, groups, and slices down to one number."""
-    monkeypatch.setattr(tn.SharedOuter, "_rows_are_cheaper", lambda *_: by_rows)
+    monkeypatch.setattr(tn.SharedOuter, "rows_are_cheaper", lambda *_: by_rows)
     first, second = shared(*mine).within(slice_bytes), shared(*theirs).within(slice_bytes)
     wanted = torch.einsum("nrp,mqp->nrmq", summed(first), summed(second))
     close(first.gram(second), wanted)
@@ -211,10 +211,10 @@ def test_ntk_blocks_of_mixed_kinds(slice_bytes):
 def test_the_cheaper_way_to_an_ntk_block_is_taken():
     """A wide convolution with few positions goes by positions, a narrow one with many goes by rows."""
     few, many = shared(8, 1, 4, 1, 64, 289), shared(8, 1, 64, 1, 4, 9)
-    assert not few._rows_are_cheaper(few)
-    assert many._rows_are_cheaper(many)
+    assert not few.rows_are_cheaper(few)
+    assert many.rows_are_cheaper(many)
     many_outputs = shared(8, 60, 4, 1, 8, 9)
-    assert many_outputs._rows_are_cheaper(many_outputs)
+    assert many_outputs.rows_are_cheaper(many_outputs)
 
 
 @pytest.mark.parametrize("groups", [1, 3])

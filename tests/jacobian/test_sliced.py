@@ -37,7 +37,7 @@ LONG = ("grouped_strided_conv", "conv1d", "attention", "lstm")
 
 def heaviest(record: tn.Record) -> int:
     """The most numbers that one block holds and needs."""
-    return max(sum(record._load(block)) for block in record._tangent.blocks)
+    return max(sum(record.load(block)) for block in record.tangent.blocks)
 
 
 def with_budget(tangent: tn.Tangent, inputs: Any, cotangents: Any, part: float) -> tn.Tangent:

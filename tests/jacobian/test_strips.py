@@ -108,7 +108,7 @@ def test_ntk_blocks_by_pairs_of_strips(
     cuts: tuple[int, int], slice_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Position Grams of two sides cut differently, and cut again where a table of positions exceeds a slice."""
-    monkeypatch.setattr(tn.SharedOuter, "_rows_are_cheaper", lambda *_: False)
+    monkeypatch.setattr(tn.SharedOuter, "rows_are_cheaper", lambda *_: False)
     first, second = shared(3, 2, 6, 2, 3, 4), shared(2, 3, 9, 2, 3, 4)
     forms = [
         tn.SharedOuter(_cut(form.strips, most)).within(slice_bytes)
@@ -328,7 +328,7 @@ def test_the_peak_of_a_posterior_of_one_large_sample(
     surveyed = tn.Tangent.survey(model, x, EVERY, memory=2**24)
     with LiveBytes() as network:
         record = surveyed.record(x)
-        gradients = output_gradients(record._graph, record._noted, torch.ones(1, 10, 1), False)
+        gradients = output_gradients(record.graph, record.noted, torch.ones(1, 10, 1), False)
     del record, gradients
     monkeypatch.setattr(tn.Tangent, "survey", lambda *_: surveyed)
     with LiveBytes() as fitting:

@@ -102,7 +102,7 @@ def test_rows_in_chunks_equal_rows_together(monkeypatch):
     problem = setup("cnn_bn_inplace")
     method = lw.OptimalSubspace(4, lw.KFAC(), "all")
     together = problem.fit(method).covariance.to_dense()
-    original = lw.OptimalSubspace._directions
+    original = lw.OptimalSubspace.directions
 
     def narrow(self, given, anchors, approximate):
         fields = given.tangent.__dataclass_fields__
@@ -110,7 +110,7 @@ def test_rows_in_chunks_equal_rows_together(monkeypatch):
         tangent = replace(tangent, memory=max(4 * tangent.size * 8, 16 * len(anchors) ** 2))
         return original(self, replace(given, tangent=tangent), replace(anchors, tangent=tangent), approximate)
 
-    monkeypatch.setattr(lw.OptimalSubspace, "_directions", narrow)
+    monkeypatch.setattr(lw.OptimalSubspace, "directions", narrow)
     close(problem.fit(method).covariance.to_dense(), together)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.methods.passes import Batch
-from lapwing.methods.valla.points import _shares, cluster_centres, inducing_points, movable
+from lapwing.methods.valla.points import balanced_shares, cluster_centres, inducing_points, movable
 from lapwing.network import batches
 from lapwing.tangent import Anchors, Tangent
 from tests import oracle
@@ -247,10 +247,10 @@ def test_the_span_may_stay_implicit():
 
 
 def test_shares():
-    assert _shares([50, 5, 45], 12) == [4, 4, 4]
-    assert _shares([50, 2, 45], 12) == [5, 2, 5]
-    assert _shares([3, 1], 10) == [3, 1]
-    assert _shares([5], 0) == [0]
+    assert balanced_shares([50, 5, 45], 12) == [4, 4, 4]
+    assert balanced_shares([50, 2, 45], 12) == [5, 2, 5]
+    assert balanced_shares([3, 1], 10) == [3, 1]
+    assert balanced_shares([5], 0) == [0]
 
 
 def classes(count: int, sort: bool = False) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,7 @@ def test_the_bound_is_the_dense_one(name):
     for options, factor in (({}, 1.0), ({"temperature": 2.0, "data_size": 45}, 2.5)):
         problem = problem_of(case, prior_mean=0.3, **options)
         anchors = points_of(case, lw.VaLLA(4))
-        steps = moving_points._BoundSteps(problem, anchors, 3, 0.1, None)
+        steps = moving_points.BoundSteps(problem, anchors, 3, 0.1, None)
         state = steps.init()
         batch = Batch(case.tangent, case.x, case.y, 0)
         found = steps.objective(state, state.values, batch, torch.Generator())
@@ -97,7 +97,7 @@ def test_the_divergence_for_gaussian_noise(alpha):
     problem = problem_of(case, likelihood=lw.Gaussian(noise), data_size=90)
     anchors = points_of(case, lw.VaLLA(4))
     fit = lw.AlphaDivergence(alpha=alpha)
-    steps = alpha_divergence._AlphaSteps(fit, problem, anchors, None)
+    steps = alpha_divergence.AlphaSteps(fit, problem, anchors, None)
     state = steps.init()
     some = slice(0, 5)
     batch = Batch(case.tangent, oracle.take(case.x, some), case.y[some], 0)
@@ -122,7 +122,7 @@ def test_the_divergence_for_gaussian_noise(alpha):
 def test_the_divergence_for_classes_is_the_log_of_the_predicted_probability():
     case = setup("mlp")
     anchors = points_of(case, lw.VaLLA(4))
-    steps = alpha_divergence._AlphaSteps(lw.AlphaDivergence(), problem_of(case), anchors, None)
+    steps = alpha_divergence.AlphaSteps(lw.AlphaDivergence(), problem_of(case), anchors, None)
     state = steps.init()
     found = steps.objective(state, state.values, Batch(case.tangent, case.x, case.y, 0), torch.Generator())
     fitted = case.fit(lw.VaLLA(_given(anchors), fit=lw.AlphaDivergence(steps=1, learning_rate=1e-12)))
@@ -372,7 +372,7 @@ def test_points_in_half_precision_move_by_less_than_its_rounding():
     root = FisherRoot(likelihood, 1, torch.Generator())
     prior = Prior.read(tangent, 1.0)
     problem = Problem(tangent, likelihood, root, prior, False, 0, lambda: x[:, 0], lambda: 30, lambda: DataSummary(30))
-    steps = moving_points._BoundSteps(problem, anchors, 5, 1e-4, None)
+    steps = moving_points.BoundSteps(problem, anchors, 5, 1e-4, None)
     state = steps.init()
     for _ in range(5):
         steps.step(state, Batch(tangent, x, torch.zeros(30, 1), 0), torch.Generator())

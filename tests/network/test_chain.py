@@ -60,8 +60,8 @@ def recorded(model: nn.Module, samples: int = 5, u: Tensor | None = None) -> tup
 
 def is_chain(record: tn.Record) -> bool:
     """Whether the record's gradients are taken without autograd."""
-    assert record._graph is not None
-    return chain_gradients(record._graph, record._noted, None) is not None
+    assert record.graph is not None
+    return chain_gradients(record.graph, record.noted, None) is not None
 
 
 @pytest.mark.parametrize("end", [False, True])
@@ -151,7 +151,7 @@ def test_within_a_backward_pass() -> None:
     """Graph nodes do nothing when called there, so gradients go through autograd."""
     model = network(nn.ReLU())
     record = recorded(model)[2]
-    outputs, noted = record._graph, record._noted
+    outputs, noted = record.graph, record.noted
     assert outputs is not None
     wanted = output_gradients(outputs, noted, None, False)
     seen: list[Any] = []

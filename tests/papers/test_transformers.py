@@ -99,7 +99,7 @@ class TestTraining:
             assert all(torch.equal(a, b) for a, b in pairs) == equal
 
     def test_every_input_is_seen_once_an_epoch(self):
-        rows = torch.cat(list(islice(small._epochs(12, 5), 5))).tolist()
+        rows = torch.cat(list(islice(small.epochs(12, 5), 5))).tolist()
         assert sorted(rows[:12]) == sorted(rows[12:24]) == list(range(12))
         assert rows[:12] != rows[12:24]
 

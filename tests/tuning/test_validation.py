@@ -11,7 +11,7 @@ import torch
 
 import lapwing as lw
 import lapwing.tuning.choice as choice
-from lapwing.tuning.choice import WIDER, _widest, best_of
+from lapwing.tuning.choice import WIDER, best_of, widest_of_equals
 from lapwing.tuning.held_out import held_out_scores, width_scores
 from tests.zoo import ZOO
 
@@ -173,12 +173,12 @@ def test_the_widest_goes_by_paired_differences():
     common, noise = torch.randn(2, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     noise = noise - noise.mean()
     best = common
-    assert _widest(torch.stack([best - 0.5, best - 5e-4, best]), 2, 0.5) == 2  # surely worse, though by little
-    assert _widest(torch.stack([best - 0.5, best - 5e-4 + 0.1 * noise, best]), 2, 0.5) == 1
-    assert _widest(torch.stack([best - 0.5, best - 2e-3 + noise, best]), 2, 0.5) == 2  # by more than WIDER
-    assert _widest(torch.stack([best - 5e-4 + 0.1 * noise, best]), 1, 0.0) == 1
+    assert widest_of_equals(torch.stack([best - 0.5, best - 5e-4, best]), 2, 0.5) == 2  # surely worse, though by little
+    assert widest_of_equals(torch.stack([best - 0.5, best - 5e-4 + 0.1 * noise, best]), 2, 0.5) == 1
+    assert widest_of_equals(torch.stack([best - 0.5, best - 2e-3 + noise, best]), 2, 0.5) == 2  # by more than WIDER
+    assert widest_of_equals(torch.stack([best - 5e-4 + 0.1 * noise, best]), 1, 0.0) == 1
     alike = torch.stack([best, best + 1e-5, best + 2e-5, best - 0.5])
-    assert _widest(alike, 2, 0.5) == 2  # those below predict the same
+    assert widest_of_equals(alike, 2, 0.5) == 2  # those below predict the same
 
 
 @pytest.mark.parametrize("name", ["mlp_scalar", "deep_linear"])

@@ -84,7 +84,7 @@ class AlphaDivergence(VallaFit):
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
         """Yields a pass for the residuals if σ² is open, then the steps."""
-        steps = _AlphaSteps(self, problem, anchors, (yield from initial_noise(problem)))
+        steps = AlphaSteps(self, problem, anchors, (yield from initial_noise(problem)))
         return steps.finish((yield steps))
 
 
@@ -107,7 +107,7 @@ def inner_factor(inner: Tensor, root: Tensor) -> Tensor:
     return cholesky(torch.eye(len(root), dtype=root.dtype, device=root.device) + root.T @ inner @ root)
 
 
-class _AlphaSteps(MovingSteps):
+class AlphaSteps(MovingSteps):
     """Steps down the divergence; L is among the values, as `root`."""
 
     label, method = "alpha-divergence", "AlphaDivergence"

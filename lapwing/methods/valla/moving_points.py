@@ -204,7 +204,7 @@ class VariationalBound(VallaFit):
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
         """Yields a pass for the residuals if σ² is open, the steps, then the passes for A."""
-        steps = _BoundSteps(problem, anchors, self.steps, self.learning_rate, (yield from initial_noise(problem)))
+        steps = BoundSteps(problem, anchors, self.steps, self.learning_rate, (yield from initial_noise(problem)))
         if not steps.init().values:  # nothing is open
             return (yield from self.then.passes(problem, anchors))
         state = yield steps
@@ -213,7 +213,7 @@ class VariationalBound(VallaFit):
         return FitResult(covariance, history=state.history)
 
 
-class _BoundSteps(MovingSteps):
+class BoundSteps(MovingSteps):
     """Steps down the negative bound.
 
     They keep `h` (M, M), the mean of `φᵀΛφ` over recent samples, for `φ = J J̃ᵀ C⁻ᵀ` with `K_Z = C Cᵀ` at unit prior.

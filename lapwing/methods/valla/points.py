@@ -93,7 +93,7 @@ def inducing_points(problem: Problem, wanted: int | InducingPoints, initial: Ini
             "stay there", batches.describe(groups[0]), wanted,
         )  # fmt: skip
     kinds = [(labels == label).nonzero()[:, 0] for label in labels.unique()]  # as many of each class
-    shares = _shares([len(kind) for kind in kinds], wanted)
+    shares = balanced_shares([len(kind) for kind in kinds], wanted)
     generator = problem.generator()
     if initial == "data" or joined is None:
         chosen = [kind[choose(len(kind), share, generator)] for kind, share in zip(kinds, shares, strict=True)]
@@ -173,7 +173,7 @@ def _joined(groups: list[Any]) -> Any | None:
     return batches.unflatten((torch.cat(same) for same in zip(*[leaves for leaves, _ in parts], strict=True)), nest)
 
 
-def _shares(available: list[int], wanted: int) -> list[int]:
+def balanced_shares(available: list[int], wanted: int) -> list[int]:
     """Divides a number as evenly as what is available of each kind allows."""
     shares = [0] * len(available)
     left = min(wanted, sum(available))
