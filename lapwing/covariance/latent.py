@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import LapwingError
 from ..linalg import check_draws, is_finite, nonnegative, psd_root, seeded, total
 from ..network.eager import full_precision
+from .positions import LatentAtPositions
 from .terms import DenseTerm, FactoredTerm, MarginalTerm, Term, concatenate, standard_deviation
 
 
@@ -124,6 +125,10 @@ class Latent:
             del part, rows  # before the next one is made
         assert whole is not None
         return whole
+
+    def taken(self, rows: Tensor) -> Latent:
+        """Returns the latent of some samples, in this order."""
+        return self._with_rows([values[rows] for values in self._rows])
 
     @property
     def _rows(self) -> list[Tensor]:
@@ -279,7 +284,7 @@ class LatentDraws:
         return LatentDraws(torch.cat([part.draws for part in parts], 1))
 
 
-AnyLatent = Latent | JointLatent | LatentDraws
+AnyLatent = Latent | JointLatent | LatentDraws | LatentAtPositions
 
 
 def check_finite(values: Tensor) -> Tensor:

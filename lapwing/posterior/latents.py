@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import AnyLatent, Covariance
+from ..covariance.positions import LatentAtPositions
 from ..errors import LapwingError, shown
 from ..network import batches
 from ..network.eager import outside_modes
@@ -52,7 +53,13 @@ def _latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via:
         )
     with torch.set_grad_enabled(wants_gradient((values, spreads) if spreads else values)):
         latent = via.latent(tangent, covariance, inputs, joint)
-    if latent.mean.shape[1] != tangent.outputs:
+    if tangent.positions is not None:
+        if not isinstance(latent, LatentAtPositions):
+            raise LapwingError(
+                f"The outputs of {type(tangent.model).__name__} have positions, which via={shown(via)} does not take. "
+                "Pass via=lw.Linearized() or via=lw.MonteCarlo(draws=50)."
+            )
+    elif latent.mean.shape[1] != tangent.outputs:
         raise LapwingError(
             f"The fit had {tangent.outputs} outputs of {type(tangent.model).__name__}, and these inputs, "
             f"{batches.describe(values)}, give outputs of shape {tuple(latent.mean.shape)}. Check the shape of the "

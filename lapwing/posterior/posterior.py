@@ -15,6 +15,7 @@ from torch import Tensor
 from ..covariance import AnyLatent, Covariance, PriorCovariance
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, Link, Prediction
+from ..likelihoods.positions import predicted
 from ..linalg import check_memory
 from ..network.eager import full_precision, outside_modes
 from ..network.gate import check_mode
@@ -233,7 +234,8 @@ class Posterior:
 
         Returns:
             `.mean .variance .std` (B, C), `.covariance` (B, C, C), `.sample(n)`; differentiable in x where x requires
-            gradients.
+            gradients. Of outputs with positions mean and variance have the shape of the outputs, and the covariance is
+            that of each position, such as (B, T, C, C) or (B, H, W, C, C).
 
         Raises:
             LapwingError: for bad inputs, or weights that changed since the fit.
@@ -261,7 +263,8 @@ class Posterior:
 
         Returns:
             Classification: `.probs .confidence .entropy() .mutual_information()`; regression: `.mean .std .variance
-            .interval(0.9) .epistemic_variance .aleatoric_variance`; both: `.log_prob(y) .sample(n) .distribution()`.
+            .interval(0.9) .epistemic_variance .aleatoric_variance`; both: `.log_prob(y) .sample(n) .distribution()`. Of
+            outputs with positions in their shape, and one number for each position where that is one for each input.
 
         Raises:
             LapwingError: for bad inputs, or a link that does not fit.
@@ -273,7 +276,7 @@ class Posterior:
                 f"generator={shown(generator)} is not a torch.Generator. Write "
                 "generator=torch.Generator().manual_seed(0), or leave it out for seed 0."
             )
-        return self.likelihood.predict(self.latent(x, via), link, generator)
+        return predicted(self.likelihood, self.latent(x, via), link, generator)
 
     @outside_modes
     def sample(self, n: int, seed: int = 0) -> dict[str, Tensor]:

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 
 from ..covariance import AnyLatent, Covariance, JointLatent, Latent
+from ..covariance.positions import LatentAtPositions
 from ..covariance.terms import DenseTerm
+from ..errors import LapwingError
 from ..network import batches
 from ..network.gate import Checked
 from ..network.tracing import wants_gradient
 from ..tangent import Tangent
+from .positions import at_positions
 from .uncertain import carried, separate
 from .way import Way
 
@@ -37,17 +40,28 @@ class Linearized(Way):
         values, spreads = separate(inputs)
         if not spreads:
             return _of_weights(tangent, covariance, values, joint)
+        if tangent.positions is not None:
+            raise LapwingError(
+                "The outputs have positions, and uncertain inputs are not carried to them. Pass "
+                "via=lw.MonteCarlo(draws=50), which draws the inputs too."
+            )
         checked = tangent.check(values)
         mean, added = carried(tangent, values, spreads, wants_gradient(values))
         batches.check_outputs(mean, "these inputs")
         if not tangent.blocks:
             return Latent(mean, (DenseTerm(added),))
-        return _of_weights(tangent, covariance, checked, joint).plus(added)
+        latent = _of_weights(tangent, covariance, checked, joint)
+        assert not isinstance(latent, LatentAtPositions)  # refused above
+        return latent.plus(added)
 
 
-def _of_weights(tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> Latent | JointLatent:
+def _of_weights(
+    tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool
+) -> Latent | JointLatent | LatentAtPositions:
     """Returns `N(f(x, θ̂), J Σ Jᵀ)` at certain inputs."""
     dtype, checked = covariance.record_dtype, tangent.check(inputs)
+    if tangent.positions is not None:
+        return at_positions(tangent, covariance, checked, joint)
     if joint:
         return _joint(tangent, covariance, checked, dtype)
     parts = (

@@ -15,6 +15,7 @@ from ..errors import LapwingError, shown
 from ..linalg import check_memory
 from ..network import batches
 from ..tangent import Tangent, split
+from .positions import draws_at_positions
 from .uncertain import drawn, separate
 from .way import Way
 
@@ -65,6 +66,8 @@ class MonteCarlo(Way):
         values, spreads = separate(inputs)
         tangent.check(values)
         draws = _stacked(self._outputs(tangent, covariance, values, spreads), self.draws)
+        if tangent.positions is not None:
+            return draws_at_positions(tangent, draws, tangent.outputs_of(values).shape, joint)
         return LatentDraws(draws, joint)
 
     def _outputs(self, tangent: Tangent, covariance: Covariance, values: Any, spreads: Any) -> Iterator[Tensor]:
