@@ -22,7 +22,7 @@ from ..errors import LapwingError
 from ..jacobian.layers import READERS, Use
 from ..jacobian.plain_functions import transformed
 from .batches import Forward, size, tensors
-from .calling import as_matrix, call, shaped_outputs
+from .calling import OutputsWithPositions, as_matrix, call, shaped_outputs
 from .chain import chain_gradients
 from .eager import EagerMode, swapped, without_compiled
 
@@ -223,6 +223,8 @@ def run_spread(
     """Records the network with tables spread over the samples, unless that changes its outputs."""
     try:
         outputs, noted, *_ = recording = run(model, inputs, forward, watched, size(inputs), frozen)
+    except OutputsWithPositions:
+        raise
     except (LapwingError, RuntimeError, TypeError, ValueError, IndexError):  # it may not take the table's new shape
         return run(model, inputs, forward, watched, frozen=frozen)
     if any(use.spread for use in noted):

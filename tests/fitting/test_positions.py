@@ -236,13 +236,13 @@ def test_a_column_of_the_sampled_root_covers_all_positions(monkeypatch):
     outputs = torch.randn(2, 2 * CLASSES, dtype=F64)
     root = FisherRoot(lw.Categorical(), CLASSES, torch.Generator().manual_seed(0), positions=2)
     assert root.columns == root(outputs).shape[2] == 8
-    mean = torch.stack([r @ r.mT for r in (root(outputs) for _ in range(4000))]).mean(0)
+    mean = torch.stack([r @ r.mT for r in (root(outputs) for _ in range(1000))]).mean(0)
     monkeypatch.undo()
     exact = FisherRoot(lw.Categorical(), CLASSES, torch.Generator(), positions=2)(outputs)
     blocks = oracle.softmax_fisher(outputs.reshape(-1, CLASSES)).reshape(2, 2, CLASSES, CLASSES)
     wanted = torch.stack([torch.block_diag(*pair) for pair in blocks])
     close(exact @ exact.mT, wanted)
-    assert (mean - wanted).abs().max() < 0.02
+    assert (mean - wanted).abs().max() < 0.04
 
 
 def test_too_many_positions_for_all_weights_are_sampled_in_the_fit_and_refused_in_predictions(caplog):
@@ -280,7 +280,7 @@ def test_held_out_scores_leave_out_labels_that_do_not_count():
     )
     costs, count = spread_costs([posterior], loader)
     assert count == len(wanted)
-    assert costs[0] == pytest.approx(float(certain.sum() - wanted.sum()), rel=1e-9)
+    assert costs[0] == pytest.approx(float((certain.sum() - wanted.sum()).detach()), rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["tagger", "3x3"])
