@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from ..errors import LapwingError, check_choice, check_count, shown
 from .cost import Cost, Outline
@@ -44,8 +44,6 @@ class ELLA(Method):
         >>> lw.ELLA(rank=20, rows=200)
         ELLA(rank=20, rows=200, residual=None, sampling='uniform')
     """
-
-    takes_positions: ClassVar[bool] = False
 
     rank: int = 20
     rows: int | Literal["all"] = 200

@@ -150,6 +150,28 @@ def test_a_last_layer_is_that_of_single_positions(method):
     assert mine.log_marginal_likelihood() == pytest.approx(single.log_marginal_likelihood(), rel=1e-9)
 
 
+@pytest.mark.parametrize("params", [lw.last_layer, lw.everything])
+@pytest.mark.parametrize("name", ["transformer", "3x3"])
+def test_subspaces_of_all_rows_or_weights_are_the_whole(name, params):
+    """ELLA on the rows of every position, its basis written out or implicit, and all weights as a subset."""
+    model, loader, x = case(name)
+    posterior = lw.fit(model, loader, lw.Full(), params=params, prior_precision=2.0)
+    wanted = posterior.latent(x).covariance
+    for method in (lw.ELLA(rank=1000, rows="all", residual="prior"), lw.SubsetOfWeights(size=posterior.tangent.size)):
+        close(lw.fit(model, loader, method, params=params, prior_precision=2.0).latent(x).covariance, wanted, 1e-7)
+
+
+def test_ella_by_the_gram_matrix_of_its_rows(tmp_path, monkeypatch):
+    model, loader, x = case("transformer")
+    written = lw.fit(model, loader, lw.ELLA(rank=4, rows=12), prior_precision=1.0)
+    monkeypatch.setattr("lapwing.methods.subspace._fit", lambda *_: False)
+    other = lw.fit(model, loader, lw.ELLA(rank=4, rows=12), prior_precision=1.0)
+    close(other.latent(x).covariance, written.latent(x).covariance, 1e-6)
+    other.save(tmp_path / "posterior.safetensors")
+    again = lw.load(tmp_path / "posterior.safetensors", model)
+    close(again.latent(x).covariance, other.latent(x).covariance)
+
+
 def test_kfac_of_all_weights_is_that_of_single_tokens():
     model, loader, x = case("tagger", ignored=False)
     mine = lw.fit(model, loader, lw.KFAC(), prior_precision=2.0)
