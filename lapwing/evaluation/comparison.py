@@ -22,7 +22,7 @@ from ..likelihoods.inferred import inferred_likelihood
 from ..network import batches
 from ..network.calling import call
 from ..posterior import Posterior
-from ..prediction import Linearized, Way
+from ..prediction import Way
 from . import metrics
 
 Candidate = Posterior | nn.Module | tuple[Posterior, Way]
@@ -220,7 +220,7 @@ def _candidates(posteriors: Mapping[str, Candidate], loader: Iterable[Any]) -> d
             device = next((parameter.device for parameter in candidate.parameters()), None)
             rows[name] = _network(torch.no_grad()(partial(call, candidate)), likelihood, device)
         else:
-            posterior, way = candidate if isinstance(candidate, tuple) else (candidate, Linearized())
+            posterior, way = candidate if isinstance(candidate, tuple) else (candidate, None)
             predict = partial(posterior.predict, via=way)
             rows[name] = _Candidate(predict, posterior.tangent.outputs_of, posterior.tangent.device, False)
     return rows

@@ -174,6 +174,12 @@ class Tangent:
         """The number of weights whose rows are always formed."""
         return sum(block.size for block in self.blocks if self.plan.is_explicit(block))
 
+    @cached_property
+    def treats_output_alone(self) -> bool:
+        """Whether the layer that gives the outputs is all that is treated: its rows need no backward pass."""
+        uses = [use for block in self.blocks for use in self.plan.uses.get(block.name, [(-1,)])]
+        return self.plan.last >= 0 and all(use[0] == self.plan.last for use in uses)
+
     def state(self) -> dict[str, Tensor]:
         """Returns what the outputs depend on, as `state_of` does."""
         return state_of(self.model)
