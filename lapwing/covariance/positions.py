@@ -13,7 +13,7 @@ from ..errors import LapwingError
 from ..network.positions import Places
 
 if TYPE_CHECKING:
-    from .latent import Latent, LatentDraws
+    from .latent import Latent, LatentDraws, LinearDraws
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class LatentAtPositions:
         places: where these rows lie in the outputs.
     """
 
-    rows: Latent | LatentDraws
+    rows: Latent | LatentDraws | LinearDraws
     places: Places
     joint = False
 
@@ -60,7 +60,7 @@ class LatentAtPositions:
         return None if self.rows.draws is None else self.places.whole(self.rows.draws, 1)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws outputs (n, ...), positions independent of each other; `generator=None` means seed 0."""
+        """Draws outputs (n, ...), positions independent unless the latent is made of draws; seed 0 where None."""
         return self.places.whole(self.rows.sample(n, generator), 1)
 
     def scaled(self, factor: float) -> LatentAtPositions:

@@ -25,7 +25,7 @@ from ..network import batches
 from ..network.calling import shaped_outputs
 from ..network.positions import Positions
 from ..posterior import Posterior
-from ..prediction import Linearized, Way
+from ..prediction import Way
 from . import metrics
 
 Candidate = Posterior | nn.Module | tuple[Posterior, Way]
@@ -228,7 +228,7 @@ def _candidates(posteriors: Mapping[str, Candidate], loader: Iterable[Any]) -> d
             run = torch.no_grad()(partial(shaped_outputs, candidate, forward=layout))
             rows[name] = _network(run, likelihood, device, positions)
         else:
-            posterior, way = candidate if isinstance(candidate, tuple) else (candidate, Linearized())
+            posterior, way = candidate if isinstance(candidate, tuple) else (candidate, None)
             predict = partial(posterior.predict, via=way)
             rows[name] = _Candidate(predict, posterior.tangent.outputs_of, posterior.tangent.device, False)
     return rows

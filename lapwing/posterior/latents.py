@@ -14,13 +14,14 @@ from ..errors import LapwingError, shown
 from ..network import batches
 from ..network.eager import outside_modes
 from ..network.tracing import wants_gradient
-from ..prediction import Uncertain, Way
+from ..prediction import DefaultWay, Uncertain, Way
 from ..prediction.uncertain import placed, separate
 from ..tangent import Tangent
 
 
-def latent_of(tangent: Tangent, covariance: Covariance, x: Any, via: Way, joint: bool) -> AnyLatent:
+def latent_of(tangent: Tangent, covariance: Covariance, x: Any, via: Way | None, joint: bool) -> AnyLatent:
     """Returns the latent distribution of the outputs at a batch of inputs or at a loader: see `Posterior.latent`."""
+    via = DefaultWay() if via is None else via
     if not isinstance(via, Way):
         raise LapwingError(
             f"via={shown(via)} is not a way through the network. Write via=lw.Linearized(), lw.MonteCarlo(draws=50) or "

@@ -20,7 +20,7 @@ from ..linalg import check_memory
 from ..network.eager import full_precision, outside_modes
 from ..network.gate import check_mode
 from ..network.stamp import Stamp
-from ..prediction import Linearized, Way
+from ..prediction import Way
 from ..tangent import Tangent, split
 from .evidence import Diagnosis, LogEvidence, effective_parameters, gain_at_linearised_mode, squared_distance
 from .latents import latent_of
@@ -224,12 +224,13 @@ class Posterior:
             value = value + gain_at_linearised_mode(self, loader)
         return float(value)
 
-    def latent(self, x: Any, via: Way = Linearized(), joint: bool = False) -> AnyLatent:  # noqa: B008 (frozen)
+    def latent(self, x: Any, via: Way | None = None, joint: bool = False) -> AnyLatent:
         """Returns the latent distribution of the outputs f(x).
 
         Args:
             x: a batch of inputs, or a loader; `lw.Uncertain(x, variance)` in place of any tensor that is measured.
-            via: the way through the network.
+            via: the way through the network; None is `lw.Linearized()`, with `draws=64` for more than 1 000 outputs
+                where more than the last layer is treated.
             joint: keep covariances across inputs: `.covariance` is then (B, C, B, C), whose memory is not the budget's.
 
         Returns:
@@ -249,7 +250,7 @@ class Posterior:
     def predict(
         self,
         x: Any,
-        via: Way = Linearized(),  # noqa: B008 (frozen)
+        via: Way | None = None,
         link: Link | None = None,
         generator: torch.Generator | None = None,
     ) -> Prediction:
@@ -257,7 +258,7 @@ class Posterior:
 
         Args:
             x: a batch of inputs, or a loader.
-            via: the way through the network.
+            via: the way through the network; None as in `latent`.
             link: from the latent Gaussian to class probabilities; the likelihood's default when None.
             generator: of links that draw; seed 0 when None.
 

@@ -66,9 +66,7 @@ class MonteCarlo(Way):
         values, spreads = separate(inputs)
         tangent.check(values)
         draws = _stacked(self._outputs(tangent, covariance, values, spreads), self.draws)
-        if tangent.positions is not None:
-            return draws_at_positions(tangent, draws, tangent.outputs_of(values).shape, joint)
-        return LatentDraws(draws, joint)
+        return draws_at_positions(tangent, LatentDraws(draws, joint), values)
 
     def _outputs(self, tangent: Tangent, covariance: Covariance, values: Any, spreads: Any) -> Iterator[Tensor]:
         """Yields the outputs (B, C) under one draw after another."""

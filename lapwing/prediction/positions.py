@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
-from ..covariance import Covariance, Latent, LatentDraws
+from ..covariance import Covariance, Latent, LatentDraws, LinearDraws
 from ..covariance.positions import LatentAtPositions
 from ..errors import LapwingError
 from ..network.gate import Checked
@@ -39,18 +42,28 @@ def at_positions(tangent: Tangent, covariance: Covariance, checked: Checked, joi
     return LatentAtPositions(latent, positions.places(checked.samples, sizes))
 
 
-def draws_at_positions(tangent: Tangent, draws: Tensor, shape: torch.Size, joint: bool) -> LatentAtPositions:
-    """Returns the latent of outputs under draws of the weights (S, B, T C), of outputs of this shape.
+AnyDraws = TypeVar("AnyDraws", LinearDraws, LatentDraws)
+
+
+def draws_at_positions(tangent: Tangent, latent: AnyDraws, inputs: Any) -> AnyDraws | LatentAtPositions:
+    """Returns a latent of draws (S, B, T C), position by position where the outputs have positions.
 
     Raises:
-        LapwingError: for a joint latent.
+        LapwingError: for a joint latent of positions.
+
+    Cost: a forward pass, for the sizes of the positions.
     """
     positions = tangent.positions
-    assert positions is not None
-    if joint:
+    if positions is None:
+        return latent
+    if latent.joint:
         raise refused_joint()
-    rows = draws.reshape(len(draws), -1, positions.outputs)
-    return LatentAtPositions(LatentDraws(rows), positions.places(shape[0], positions.sizes(shape)))
+    sizes = positions.sizes(tangent.outputs_of(inputs).shape)
+    tensors = {f.name: getattr(latent, f.name) for f in fields(latent)}
+    for name, value in tensors.items():
+        if isinstance(value, Tensor):
+            tensors[name] = value.unflatten(-1, (-1, positions.outputs)).flatten(-3, -2)
+    return LatentAtPositions(replace(latent, **tensors), positions.places(latent.mean.shape[0], sizes))
 
 
 def refused_joint() -> LapwingError:

@@ -208,6 +208,14 @@ class Tangent:
         """Where the outputs have positions, None where they are a matrix (B, C)."""
         return self.forward if isinstance(self.forward, Positions) else None
 
+    @cached_property
+    def treats_output_alone(self) -> bool:
+        """Whether the layer that gives the outputs is all that is treated: its rows need no backward pass."""
+        if self.positions is not None:
+            return self.positions.direct
+        uses = [use for block in self.blocks for use in self.plan.uses.get(block.name, [(-1,)])]
+        return self.plan.last >= 0 and all(use[0] == self.plan.last for use in uses)
+
     def state(self) -> dict[str, Tensor]:
         """Returns what the outputs depend on, as `state_of` does."""
         return state_of(self.model)

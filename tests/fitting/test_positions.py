@@ -267,7 +267,7 @@ def test_a_column_of_the_sampled_root_covers_all_positions(monkeypatch):
     assert (mean - wanted).abs().max() < 0.04
 
 
-def test_too_many_positions_for_all_weights_are_sampled_in_the_fit_and_refused_in_predictions(caplog):
+def test_too_many_positions_for_all_weights_are_sampled(caplog):
     model = Segmentation(1).to(F64).eval()
     x, y = torch.randn(4, 2, 20, 20, dtype=F64), torch.randint(CLASSES, (4, 20, 20))
     with caplog.at_level(logging.INFO, "lapwing"):
@@ -277,7 +277,8 @@ def test_too_many_positions_for_all_weights_are_sampled_in_the_fit_and_refused_i
     found = torch.cat([s.eigenvalues for s in posterior.covariance.structures.values()])
     assert float(found.sum()) == pytest.approx(float(exact.sum()), rel=0.5)
     with pytest.raises(lw.LapwingError, match=r"lw.Linearized\(draws=64\)"):
-        posterior.predict(x)
+        posterior.predict(x, via=lw.Linearized())
+    assert posterior.predict(x).probs.shape == (4, CLASSES, 20, 20)  # by 64 draws
     assert lw.fit(model, [(x, y)]).predict(x).probs.shape == (4, CLASSES, 20, 20)  # the last layer
 
 
@@ -375,6 +376,18 @@ def test_the_network_and_its_modes_are_as_before():
         assert torch.equal(value, before[name][0])
         assert value.requires_grad == before[name][1]
         assert value.grad is None
+
+
+@pytest.mark.parametrize("name", ["transformer", "3x3"])
+def test_draws_of_linearised_outputs(name):
+    model, loader, x = case(name)
+    posterior = lw.fit(model, loader, lw.KFAC(), prior_precision=2.0)
+    exact, drawn = posterior.latent(x), posterior.latent(x, via=lw.Linearized(draws=3000))
+    close(drawn.mean, exact.mean)
+    assert (drawn.variance / exact.variance - 1).abs().max() < 6 * (2 / 3000) ** 0.5
+    assert drawn.covariance.shape == exact.covariance.shape
+    assert (drawn.covariance - exact.covariance).abs().max() < 0.15 * exact.covariance.abs().max()
+    assert posterior.predict(x, via=lw.Linearized(draws=8)).entropy().shape == posterior.predict(x).entropy().shape
 
 
 def test_half_precision_and_thousands_of_classes():
