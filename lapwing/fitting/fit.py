@@ -17,6 +17,7 @@ from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import check_logits, inferred_likelihood
 from ..linalg import is_finite
 from ..methods import KFAC, FisherRoot, FitResult, Method, Outline, Problem
+from ..methods.problem import root_columns
 from ..network import batches
 from ..network.batches import Forward
 from ..network.eager import outside_modes
@@ -140,7 +141,7 @@ def fit(
     prior = Prior.read(tangent, prior_precision, prior_mean)
     _check_noise(likelihood, tangent)
     generator = torch.Generator(tangent.device).manual_seed(seed)
-    spread = 1 if positions is None or positions.direct else positions.count
+    _, spread = root_columns(tangent)
     root = FisherRoot(likelihood, tangent.outputs, generator, spread)
     if not root.exact:
         log.info(

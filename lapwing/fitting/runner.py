@@ -48,7 +48,7 @@ class Runner:
         self._summary = DataSummary()
         self._statistics_at: dict[int, dict[str, Tensor]] = {}
         self._covariance_at: dict[int, Covariance] = {}
-        self._takes_positions, self._method = True, ""
+        self._takes_positions, self._method, self._any_counted = True, "", False
         self.whole = False
 
     def labels(self) -> Tensor:
@@ -113,6 +113,11 @@ class Runner:
                     self._keep(start, step, state, notes)
         if step.limit is None or start < step.limit:
             self._check_size(start, f"to the pass '{step.label}'")
+        if notes and not self._any_counted:
+            raise LapwingError(
+                "None of the labels counts: all of them are the ignore_index of the likelihood. Pass labels of "
+                "classes, or another likelihood=lw.Categorical(ignore_index=...)."
+            )
         self.whole = self.whole or step.limit is None
         return state
 
@@ -178,6 +183,7 @@ class Runner:
     def _counted(self, targets: Tensor, problem: Problem) -> Tensor | None:
         """Returns which targets count, where some do not."""
         counted = problem.likelihood.labelled(targets)
+        self._any_counted = self._any_counted or counted is None or bool(counted.any())
         if counted is None or (problem.tangent.positions is None and counted.ndim > 1):  # the check of targets refuses
             return None
         if not self._takes_positions:

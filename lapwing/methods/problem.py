@@ -22,6 +22,14 @@ POSITION_DRAWS = 8
 """So many columns are drawn for an input whose outputs have positions, each with noise at all positions at once."""
 
 
+def root_columns(tangent: Tangent) -> tuple[int, int]:
+    """Returns how many columns the Fisher root has for an input, and at how many positions it is taken at once."""
+    positions = tangent.positions
+    spread = 1 if positions is None or positions.direct else positions.count
+    exact = tangent.outputs * spread <= EXACT_FISHER_OUTPUTS
+    return tangent.outputs * spread if exact else 1 if spread == 1 else POSITION_DRAWS, spread
+
+
 class FisherRoot:
     """Cotangents (B, C, R), `root rootᵀ = Λ` at the outputs: exact, or Monte-Carlo columns for many outputs.
 

@@ -155,7 +155,6 @@ class Positions:
 
 
 def _fits(shape: tuple[int, ...], targets: tuple[int, ...], axis: int) -> bool:
-    """Whether targets have one number for each position, if the outputs hold the classes on this dimension."""
+    """Whether targets, of any number of samples, have one number for each position with the classes at this axis."""
     sizes = shape[2:] if axis == 1 else shape[1:-1]
-    one = (shape[0], 1, *sizes) if axis == 1 else (shape[0], *sizes, 1)
-    return tuple(targets) in ((shape[0], *sizes), one)
+    return tuple(targets[1:]) in (sizes, (1, *sizes) if axis == 1 else (*sizes, 1))

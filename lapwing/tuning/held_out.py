@@ -69,6 +69,11 @@ def sample_scores(
         counted = likelihood.labelled(labels[: scores.shape[1]])
         rows.setdefault(place, []).append((scores if counted is None else scores[:, counted]).cpu())
     joined = [torch.cat(parts, 1) for _, parts in sorted(rows.items())]
+    if not joined[0].shape[1]:
+        raise LapwingError(
+            "None of the held-out labels counts: all of them are the ignore_index of the likelihood. Pass held-out "
+            "data with labels of classes."
+        )
     return torch.stack(joined).unflatten(0, (len(posteriors), -1))
 
 

@@ -216,9 +216,9 @@ def test_shapes_of_predictions_for_pixels_and_tokens():
 
 def test_the_targets_say_which_dimension_holds_the_classes():
     head = nn.Conv1d(2, CLASSES, 1).to(F64).eval()
-    x, y = torch.randn(4, 2, 5, dtype=F64), torch.randint(CLASSES, (4, 5))
+    x, y = torch.randn(9, 2, 5, dtype=F64), torch.randint(CLASSES, (9, 5))
     posterior = lw.fit(head, [(x, y)], prior_precision=1.0)
-    assert posterior.predict(x).entropy().shape == (4, 5)
+    assert posterior.predict(x).entropy().shape == (9, 5)
     linear = nn.Linear(2, CLASSES).to(F64).eval()
     linear.load_state_dict({"weight": head.weight[:, :, 0], "bias": head.bias})
     last = lw.fit(linear, [(x.mT.unsqueeze(2), y.unsqueeze(2))], prior_precision=1.0)  # (B, T, 1, C)
@@ -438,6 +438,24 @@ def test_what_does_not_take_positions_says_so():
         lw.fit(model, loader).predict(loader)
     value = posterior.log_marginal_likelihood(linearised_mode=True, loader=loader)
     assert value > posterior.log_marginal_likelihood()
+
+
+def test_labels_of_which_none_counts():
+    model, loader, x = case("3x3")
+    none = [(x, torch.full_like(y, -100)) for x, y in loader]
+    with pytest.raises(lw.LapwingError, match="None of the labels counts"):
+        lw.fit(model, none)
+    with pytest.raises(lw.LapwingError, match="None of the held-out labels counts"):
+        lw.fit(model, loader, validation=none)
+    assert lw.fit(model, [loader[0], none[1]]).samples == 5
+
+
+def test_the_plan_of_a_fit_over_positions():
+    model, loader, _ = case("3x3")
+    for params in (lw.last_layer, lw.everything):
+        plan = lw.plan(model, loader, lw.KFAC(), params=params)
+        assert plan.passes > 1
+        assert plan.predict_passes > 1
 
 
 @pytest.mark.parametrize("wrong", [1.5, True, None, 2**40])
