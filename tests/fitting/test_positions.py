@@ -269,17 +269,17 @@ def test_a_column_of_the_sampled_root_covers_all_positions(monkeypatch):
 
 def test_too_many_positions_for_all_weights_are_sampled(caplog):
     model = Segmentation(1).to(F64).eval()
-    x, y = torch.randn(4, 2, 20, 20, dtype=F64), torch.randint(CLASSES, (4, 20, 20))
+    x, y = torch.randn(2, 2, 19, 18, dtype=F64), torch.randint(CLASSES, (2, 19, 18))
     with caplog.at_level(logging.INFO, "lapwing"):
         posterior = lw.fit(model, [(x, y)], lw.Diagonal())
-    assert "1200 outputs at 400 positions" in caplog.text
+    assert "1026 outputs at 342 positions" in caplog.text
     exact = torch.diag(dense(model, [(x, y)], list(posterior.tangent.parameters)))
     found = torch.cat([s.eigenvalues for s in posterior.covariance.structures.values()])
     assert float(found.sum()) == pytest.approx(float(exact.sum()), rel=0.5)
     with pytest.raises(lw.LapwingError, match=r"lw.Linearized\(draws=64\)"):
         posterior.predict(x, via=lw.Linearized())
-    assert posterior.predict(x).probs.shape == (4, CLASSES, 20, 20)  # by 64 draws
-    assert lw.fit(model, [(x, y)]).predict(x).probs.shape == (4, CLASSES, 20, 20)  # the last layer
+    assert posterior.predict(x).probs.shape == (2, CLASSES, 19, 18)  # by 64 draws
+    assert lw.fit(model, [(x, y)]).predict(x).probs.shape == (2, CLASSES, 19, 18)  # the last layer
 
 
 @pytest.mark.parametrize("tune", [lw.BoundedEvidence(), lw.Evidence(), None])
@@ -382,11 +382,11 @@ def test_the_network_and_its_modes_are_as_before():
 def test_draws_of_linearised_outputs(name):
     model, loader, x = case(name)
     posterior = lw.fit(model, loader, lw.KFAC(), prior_precision=2.0)
-    exact, drawn = posterior.latent(x), posterior.latent(x, via=lw.Linearized(draws=3000))
+    exact, drawn = posterior.latent(x), posterior.latent(x, via=lw.Linearized(draws=1000))
     close(drawn.mean, exact.mean)
-    assert (drawn.variance / exact.variance - 1).abs().max() < 6 * (2 / 3000) ** 0.5
+    assert (drawn.variance / exact.variance - 1).abs().max() < 6 * (2 / 1000) ** 0.5
     assert drawn.covariance.shape == exact.covariance.shape
-    assert (drawn.covariance - exact.covariance).abs().max() < 0.15 * exact.covariance.abs().max()
+    assert (drawn.covariance - exact.covariance).abs().max() < 0.25 * exact.covariance.abs().max()
     assert posterior.predict(x, via=lw.Linearized(draws=8)).entropy().shape == posterior.predict(x).entropy().shape
 
 
@@ -441,7 +441,7 @@ def test_what_does_not_take_positions_says_so():
 
 
 def test_labels_of_which_none_counts():
-    model, loader, x = case("3x3")
+    model, loader, _ = case("3x3")
     none = [(x, torch.full_like(y, -100)) for x, y in loader]
     with pytest.raises(lw.LapwingError, match="None of the labels counts"):
         lw.fit(model, none)
