@@ -211,15 +211,14 @@ def test_inputs_of_the_wrong_shape(posterior: lw.Posterior) -> None:
 
 def test_outputs_that_are_no_matrix() -> None:
     sequence = nn.Linear(4, 3).eval()
-    x, line = torch.randn(8, 5, 4), "model(inputs[0])[torch.arange(len(inputs[1])), inputs[1]]"
-    parts = "outputs of Linear have the shape (4, 5, 3)", "(batch, outputs)", "forward=", line, "((x, positions), y)"
-    refused(lambda: fit([(x, Y)], sequence), *parts)
-    at = torch.arange(8) % 5  # what the message says
+    x = torch.randn(8, 5, 4)
+    refused(lambda: fit([(x, Y)], sequence), "targets have the shape (8,)", "outputs (8, 5, 3)", "of shape (8, 5)")
+    at = torch.arange(8) % 5
     picked = fit([((x, at), Y)], sequence, forward=lambda model, i: model(i[0])[torch.arange(len(i[1])), i[1]])
     assert picked.predict((x, at)).probs.shape == (8, 3)
-    images, line = nn.Conv2d(5, 3, 1).eval(), "model(inputs[0])[torch.arange(len(inputs[1])), :, inputs[1], inputs[2]]"
-    refused(lambda: fit([(x[..., None], Y)], images), "(4, 3, 4, 1)", line, "((x, rows, columns), y)")
-    parts = "Linear", "shape (20, 3)", "4 samples", "one row for each sample", "forward=", "one position"
+    deep = lambda model, x: model(x)[..., None, None, None]  # noqa: E731
+    refused(lambda: fit([(x, Y)], sequence, forward=deep), "(4, 5, 3, 1, 1, 1)", "(batch, outputs, rows, columns)")
+    parts = "Linear", "shape (20, 3)", "4 samples", "one row for each sample", "forward="
     flat = lambda model, x: model(x).flatten(0, 1)  # noqa: E731
     refused(lambda: fit([(torch.randn(8, 5, 4), Y)], sequence, forward=flat), *parts)
     refused(

@@ -116,7 +116,7 @@ def _exported_way(via: Way) -> tuple[Streamlined, float, bool]:
     while isinstance(inner, Scaled):
         factor *= inner.factor
         inner = inner.via
-    if isinstance(inner, Linearized):
+    if isinstance(inner, Linearized) and inner == Linearized():
         return Streamlined(), factor, True
     if isinstance(inner, Streamlined) and inner.covariance == "diagonal" and inner.residual != "correlated":
         return inner, factor, False

@@ -6,7 +6,7 @@ import csv
 import io
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
 from typing import Any, Literal
@@ -15,14 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from ..covariance import Latent
+from ..covariance.positions import LatentAtPositions
 from ..covariance.terms import EigenTerm
 from ..errors import LapwingError, check_choice, check_count, shown
 from ..likelihoods import Likelihood, Prediction
 from ..likelihoods.inferred import inferred_likelihood
+from ..likelihoods.positions import predicted
 from ..network import batches
-from ..network.calling import call
+from ..network.calling import shaped_outputs
+from ..network.positions import Positions
 from ..posterior import Posterior
-from ..prediction import Linearized, Way
+from ..prediction import Way
 from . import metrics
 
 Candidate = Posterior | nn.Module | tuple[Posterior, Way]
@@ -143,7 +146,9 @@ def compare(
             ]
             if not strange:
                 raise LapwingError("The foreign inputs of compare hold no samples. Pass a tensor (B, ...) or a loader.")
-            sides = (torch.cat([part.uncertainty(score) for part in side]).detach() for side in (parts, strange))
+            sides = (
+                torch.cat([part.uncertainty(score).flatten() for part in side]).detach() for side in (parts, strange)
+            )
             rows[name]["AUROC"] = float(metrics.auroc(*sides))
         if name in fits:
             rows[name]["fit s"] = fits[name]
@@ -212,15 +217,18 @@ def _candidates(posteriors: Mapping[str, Candidate], loader: Iterable[Any]) -> d
     around = [c[0] if isinstance(c, tuple) else c for c in posteriors.values()]
     fitted = [posterior for posterior in around if isinstance(posterior, Posterior)]
     likelihood = _with_noise(fitted[0]) if fitted else _likelihood(loader)
+    positions = fitted[0].tangent.positions if fitted else None
     rows: dict[str, _Candidate] = {}
     if len(fitted) == len(around) and len({id(posterior.tangent.model) for posterior in fitted}) == 1:
-        rows["MAP"] = _network(fitted[0].tangent.outputs_of, likelihood, fitted[0].tangent.device)
+        rows["MAP"] = _network(fitted[0].tangent.outputs_of, likelihood, fitted[0].tangent.device, positions)
     for name, candidate in posteriors.items():
         if isinstance(candidate, nn.Module):
             device = next((parameter.device for parameter in candidate.parameters()), None)
-            rows[name] = _network(torch.no_grad()(partial(call, candidate)), likelihood, device)
+            layout = None if positions is None else replace(positions, forward=None)
+            run = torch.no_grad()(partial(shaped_outputs, candidate, forward=layout))
+            rows[name] = _network(run, likelihood, device, positions)
         else:
-            posterior, way = candidate if isinstance(candidate, tuple) else (candidate, Linearized())
+            posterior, way = candidate if isinstance(candidate, tuple) else (candidate, None)
             predict = partial(posterior.predict, via=way)
             rows[name] = _Candidate(predict, posterior.tangent.outputs_of, posterior.tangent.device, False)
     return rows
@@ -235,17 +243,24 @@ def _with_noise(posterior: Posterior) -> Likelihood:
     return likelihood if residual is None or posterior.noise_fixed else likelihood.with_noise_variance(residual)
 
 
-def _network(forward: Callable[[Any], Tensor], likelihood: Likelihood, device: torch.device | None) -> _Candidate:
+def _network(
+    forward: Callable[[Any], Tensor], likelihood: Likelihood, device: torch.device | None, positions: Positions | None
+) -> _Candidate:
     """Returns a network as a posterior without spread."""
 
     def predict(inputs: Any) -> Prediction:
         outputs = forward(inputs)
-        if likelihood.activation == "softmax" and outputs.shape[1] < 2:
+        if likelihood.activation == "softmax" and positions is None and outputs.shape[1] < 2:
             raise LapwingError(
                 f"A network of the comparison has outputs of shape {tuple(outputs.shape)}, and {likelihood.name} "
                 "predictions need one for each class. Pass a network with as many outputs as classes."
             )
-        return likelihood.predict(Latent(outputs, (EigenTerm(None, torch.zeros_like(outputs)),)))
+        rows = outputs if positions is None else positions.rows(outputs)
+        latent = Latent(rows, (EigenTerm(None, torch.zeros_like(rows)),))
+        if positions is None:
+            return likelihood.predict(latent)
+        places = positions.places(len(outputs), positions.sizes(outputs.shape))
+        return predicted(likelihood, LatentAtPositions(latent, places), None, None)
 
     return _Candidate(predict, forward, device, True)
 

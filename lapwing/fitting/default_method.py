@@ -78,6 +78,9 @@ def default_fit(
     except LapwingError as error:  # frozen weights, quantized layers, ...
         log.info("The last layer alone is treated, since all trained weights cannot be: %s", error)
         return None
+    if tangent.positions is not None:
+        log.info("The last layer alone is treated, since the outputs have positions.")
+        return None
     method = default_method(tangent, likelihood, count())
     if method is None:
         log.info(

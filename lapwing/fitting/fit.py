@@ -17,6 +17,7 @@ from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import check_logits, inferred_likelihood
 from ..linalg import is_finite
 from ..methods import KFAC, FisherRoot, FitResult, Method, Outline, Problem
+from ..methods.problem import root_columns
 from ..network import batches
 from ..network.batches import Forward
 from ..network.eager import outside_modes
@@ -60,7 +61,8 @@ def fit(
     """Fits a Gaussian `N(θ̂, Σ)` over the weights of a trained network, which is not touched.
 
     Args:
-        model: the trained network, in eval mode. Outputs (B, C).
+        model: the trained network, in eval mode. Outputs (B, C), or with positions: (B, T, C), (B, C, H, W) or
+            (B, C, D, H, W), with targets (B, T), (B, H, W), (B, D, H, W), or of the shape of the outputs.
         loader: the training data: an iterable of (inputs, targets) batches that can be read several times.
         method: the structure of Σ and how it is fitted. Where `params` is None too, None means in a regression `Full`
             over all trained weights where that is cheap, KFAC over them where there are at most a million, and else
@@ -118,13 +120,20 @@ def fit(
     likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
     runner = Runner(loader, progress, 0 if tune is None else tune.prefixes, data_size)
     chosen = default_fit(model, inputs, likelihood, forward, memory, runner.count) if is_default else None
-    method, tangent = chosen or (method, Tangent.survey(model, inputs, params, forward, memory))
+    method, tangent = chosen or (method, Tangent.survey(model, inputs, params, forward, memory, targets=targets))
+    positions = tangent.positions
+    if positions is not None and not method.takes_positions:
+        raise LapwingError(
+            f"The outputs of {type(model).__name__} have positions, {positions.count} for each sample of the first "
+            f"batch, and {type(method).__name__} does not take them. Write lw.fit(model, loader, lw.KFAC())."
+        )
     drawn = runner.shown()
     check_room(method, Outline.of(tangent, inputs, drawn or batches.size(inputs)))
     if likelihood.activation is not None:
         weight = next(iter(tangent.parameters.values()))
         some = batches.plain(batches.take(inputs, slice(0, 16)), tangent.device)
-        check_logits(likelihood, tangent.outputs_of(some), weight.dtype)
+        outputs = tangent.outputs_of(some)
+        check_logits(likelihood, outputs if positions is None else positions.rows(outputs), weight.dtype)
     if data_size is None:
         warn_of_unseen_samples(loader, drawn)
     if weight_decay is not None:
@@ -132,9 +141,14 @@ def fit(
     prior = Prior.read(tangent, prior_precision, prior_mean)
     _check_noise(likelihood, tangent)
     generator = torch.Generator(tangent.device).manual_seed(seed)
-    root = FisherRoot(likelihood, tangent.outputs, generator)
-    if tangent.outputs > root.columns:
-        log.info("%d outputs: the Fisher information is sampled, one draw per input", tangent.outputs)
+    _, spread = root_columns(tangent)
+    root = FisherRoot(likelihood, tangent.outputs, generator, spread)
+    if not root.exact:
+        log.info(
+            "%d outputs%s: the Fisher information is sampled, %s per input",
+            tangent.outputs * spread, f" at {spread} positions" if spread > 1 else "",
+            "one draw" if root.draws == 1 else f"{root.draws} draws",
+        )  # fmt: skip
     traces = tune is not None and tune.reads_evidence(not prior.fixed, likelihood.needs_noise)
     problem = Problem(
         tangent, likelihood, root, prior, traces, seed, runner.labels, runner.count, runner.summary, float(temperature),

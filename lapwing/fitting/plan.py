@@ -23,6 +23,7 @@ from ..network.batches import Forward
 from ..network.eager import outside_modes
 from ..network.loaders import first_batch, known_size
 from ..tangent import LastLayer, Predicate, Tangent
+from ..tangent.anchors import output_width
 from .default_method import default_fit, method_and_params
 from .runner import Runner
 
@@ -123,7 +124,7 @@ def plan(
         return known_size(loader) or runner.shown() or data_size or runner.count()
 
     chosen = default_fit(model, inputs, likelihood, forward, memory, count) if is_default else None
-    method, tangent = chosen or (method, Tangent.survey(model, inputs, params, forward, memory))
+    method, tangent = chosen or (method, Tangent.survey(model, inputs, params, forward, memory, targets=targets))
     passes, activations = _network(tangent, inputs)
     cost = method.cost(Outline.of(tangent, inputs, count(), activations))
     if cost is None:
@@ -170,7 +171,7 @@ def _network(tangent: Tangent, inputs: Any) -> tuple[Callable[[Work], float | No
     records = []
     for columns in (1, 2):
         with _Operations() as operations:
-            record = tangent.record(one, torch.zeros(1, tangent.outputs, columns, device=tangent.device))
+            record = tangent.record(one, torch.zeros(1, output_width(tangent, one), columns, device=tangent.device))
             for name in record:
                 record[name]  # takes the gradients
         records.append(operations)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from ..covariance import Covariance
+from ..errors import LapwingError
 from ..methods.passes import Batch, CurvaturePass, FitResult, IteratePass, LikelihoodPass, Method, Pass, SumPass
 from ..methods.problem import Problem
 from ..methods.rows import class_labels
@@ -47,6 +48,7 @@ class Runner:
         self._summary = DataSummary()
         self._statistics_at: dict[int, dict[str, Tensor]] = {}
         self._covariance_at: dict[int, Covariance] = {}
+        self._takes_positions, self._method, self._any_counted = True, "", False
         self.whole = False
 
     def labels(self) -> Tensor:
@@ -83,6 +85,7 @@ class Runner:
 
     def run(self, method: Method, problem: Problem) -> FitResult:
         """Runs all passes; returns the method's result."""
+        self._takes_positions, self._method = method.takes_positions, type(method).__name__
         passes = method.passes(problem)
         state: State | None = None
         while True:
@@ -105,11 +108,16 @@ class Runner:
                 step.update(state, batch)
                 start += batches.size(batch.inputs)
                 if notes:
-                    self._summary.add(problem.likelihood, batch.outputs(), batch.targets)
+                    self._summary.add(problem.likelihood, *batch.rows(), batches.size(batch.inputs))
                 if start in self._stops():
                     self._keep(start, step, state, notes)
         if step.limit is None or start < step.limit:
             self._check_size(start, f"to the pass '{step.label}'")
+        if notes and not self._any_counted:
+            raise LapwingError(
+                "None of the labels counts: all of them are the ignore_index of the likelihood. Pass labels of "
+                "classes, or another likelihood=lw.Categorical(ignore_index=...)."
+            )
         self.whole = self.whole or step.limit is None
         return state
 
@@ -127,7 +135,7 @@ class Runner:
                     start, taken = start + batches.size(batch.inputs), taken + 1
                     bar.update()
                     if notes:
-                        self._summary.add(problem.likelihood, batch.outputs(), batch.targets)
+                        self._summary.add(problem.likelihood, *batch.rows(), batches.size(batch.inputs))
                     if taken == step.steps or step.converged(state):
                         return state
                 self._check_size(start, f"to the pass '{step.label}'")
@@ -167,10 +175,23 @@ class Runner:
             for first, last in pairwise(cuts):
                 rows = slice(first, last)
                 part = inputs if last - first == samples else batches.take(inputs, rows)
-                yield Batch(problem.tangent, part, targets[rows], start + first)
+                yield Batch(problem.tangent, part, targets[rows], start + first, self._counted(targets[rows], problem))
             start += end
             if start == limit:
                 return
+
+    def _counted(self, targets: Tensor, problem: Problem) -> Tensor | None:
+        """Returns which targets count, where some do not."""
+        counted = problem.likelihood.labelled(targets)
+        self._any_counted = self._any_counted or counted is None or bool(counted.any())
+        if counted is None or (problem.tangent.positions is None and counted.ndim > 1):  # the check of targets refuses
+            return None
+        if not self._takes_positions:
+            raise LapwingError(
+                f"{int((~counted).sum())} of the {counted.numel()} labels of a batch do not count, and "
+                f"{self._method} takes them all. Drop those samples, or write lw.fit(model, loader, lw.KFAC())."
+            )
+        return counted
 
     def _check_size(self, samples: int, to: str) -> None:
         """Notes n the first time; raises when the loader shows nothing, or another number."""

@@ -58,6 +58,10 @@ class Likelihood(ABC):
             LapwingError: for NaN targets, or a wrong range, shape, dtype or device.
         """
 
+    def labelled(self, targets: Tensor) -> Tensor | None:
+        """Returns which targets count, a mask of their shape; None where all of them do."""
+        return None
+
     @abstractmethod
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns `log p(y|f)` with all its constants, (B,); targets are taken as checked."""
@@ -352,6 +356,9 @@ Kind = TypeVar("Kind", bound=type[Likelihood])
 REGISTERED: dict[str, type[Likelihood]] = {}
 """Names -> class."""
 
+STORED = "noise_variance", "logit_temperature", "ignore_index"
+"""The options of a likelihood that a file stores."""
+
 
 def register(kind: Kind) -> Kind:
     """Registers a class of likelihoods by its `name`: write `@register` above the class.
@@ -372,7 +379,7 @@ def register(kind: Kind) -> Kind:
             "@dataclass(frozen=True)."
         )
     _check_name(kind)
-    options = [field.name for field in fields(kind) if field.name not in ("noise_variance", "logit_temperature")]
+    options = [field.name for field in fields(kind) if field.name not in STORED]
     if options:
         raise LapwingError(
             f"A file does not store the options {', '.join(options)} of {kind.__name__}. Leave the class unregistered, "

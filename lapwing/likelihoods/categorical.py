@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, ClassVar, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import distributions as dist
 
 from ..covariance import AnyLatent, Latent
 from ..covariance.terms import DenseTerm
+from ..errors import LapwingError, shown
 from ..linalg import check_draws, seeded
 from ..network import batches
 from .base import Integrals, LogitLikelihood, register
@@ -27,7 +29,7 @@ from .links import (
 )
 from .predictions import DiscretePrediction
 from .quadrature import binary_log_power_mean
-from .targets import check_labels
+from .targets import check_labels, which_count
 
 
 @register
@@ -35,27 +37,58 @@ from .targets import check_labels
 class Categorical(LogitLikelihood):
     """`y ~ softmax(f)` with integer labels (B,) from 0 to C - 1; Λ = diag(p) - p pᵀ.
 
+    Labels that are `ignore_index` do not count, as in `torch.nn.functional.cross_entropy`: padding, for instance. They
+    are left out of the Fisher information, the evidence and the tuning, and their log probability is 0.
+
     Args:
         logit_temperature: T, which divides the mean of the logits in predictions.
+        ignore_index: the label of samples and positions that do not count.
+
+    Raises:
+        LapwingError: for a temperature that is not positive and finite, or an `ignore_index` that is not an integer.
 
     Example:
         >>> import torch
+        >>> Categorical(ignore_index=0).log_prob(torch.zeros(2, 3), torch.tensor([0, 1]))
+        tensor([ 0.0000, -1.0986])
         >>> Categorical().fisher_root(torch.zeros(4, 3)).shape
         torch.Size([4, 3, 3])
     """
 
+    ignore_index: int = -100
     name: ClassVar[str] = "categorical"
     links: ClassVar[tuple[type[Link], ...]] = (Probit, LaplaceBridge, SampledLink)
     default_link: ClassVar[Link] = Probit()
     activation: ClassVar[str | None] = "softmax"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        index = self.ignore_index
+        if isinstance(index, bool) or not isinstance(index, Integral) or not -(2**31) <= index < 2**31:
+            raise LapwingError(
+                f"The ignore_index of Categorical is {shown(index)}. Pass the integer that stands for labels that do "
+                "not count: Categorical(ignore_index=-100)."
+            )
+        object.__setattr__(self, "ignore_index", int(index))
+
+    def __repr__(self) -> str:
+        """Names the options that are not the default."""
+        text = super().__repr__()
+        if self.ignore_index == -100:
+            return text
+        return f"{text[:-1]}{'' if text.endswith('()') else ', '}ignore_index={self.ignore_index})"
+
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Checks integer labels (B,) from 0 to C - 1."""
-        check_labels("Categorical", outputs.shape, outputs.device, targets)
+        """Checks integer labels (B,) from 0 to C - 1, or `ignore_index`."""
+        check_labels("Categorical", outputs.shape, outputs.device, targets, self.ignore_index)
+
+    def labelled(self, targets: Tensor) -> Tensor | None:
+        """Returns which labels are not `ignore_index`; None where none is."""
+        return which_count(targets, self.ignore_index)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns `f_y - log Σ_c exp f_c`, (B,)."""
-        return torch.log_softmax(at_least_float32(outputs), -1).gather(-1, targets.long()[:, None]).squeeze(-1)
+        """Returns `f_y - log Σ_c exp f_c`, (B,), and 0 for labels that do not count."""
+        return label_values(torch.log_softmax(at_least_float32(outputs), -1), targets, self.ignore_index)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """Returns `(I - p 1ᵀ) diag(√p)`, (B, C, C): column k is √p_k (e_k - p)."""
@@ -74,7 +107,7 @@ class Categorical(LogitLikelihood):
     ) -> ClassPrediction:
         """Returns class probabilities by `Probit()`, `LaplaceBridge()` or `SampledLink()`, which averages draws."""
         chosen, latent = cast("ClassLink", self.choose_link(latent, link)), self.tempered(latent)
-        return ClassPrediction(chosen.log_probs(latent, generator), latent, chosen)
+        return ClassPrediction(chosen.log_probs(latent, generator), latent, chosen, self.ignore_index)
 
     def integrals(self, outputs: int, alpha: float) -> Integrals:
         """Returns `Quadrature` for two classes, `SampledLink`, and at α = 1 the closed forms of predictions.
@@ -99,7 +132,7 @@ class Categorical(LogitLikelihood):
     ) -> Tensor:
         mean = at_least_float32(mean)
         latent = Latent(mean, (DenseTerm(covariance.to(mean.dtype)),))
-        return link.log_probs(latent).gather(-1, targets.long()[:, None]).squeeze(-1)
+        return label_values(link.log_probs(latent), targets, self.ignore_index)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -110,11 +143,13 @@ class ClassPrediction(DiscretePrediction):
         log_probs: Log probabilities, (B, C).
         latent: The latent they come from, for `mutual_information` and joint samples.
         link: The link that made them.
+        ignore_index: The label that does not count.
     """
 
     log_probs: Tensor
     latent: AnyLatent
     link: Link
+    ignore_index: int = -100
 
     @property
     def probs(self) -> Tensor:
@@ -171,14 +206,21 @@ class ClassPrediction(DiscretePrediction):
             targets: Labels, (B,).
 
         Returns:
-            Log probabilities, (B,).
+            Log probabilities, (B,); 0 for labels that do not count.
 
         Raises:
             LapwingError: for labels of a wrong shape, dtype or range.
         """
         targets = batches.plain(targets, self.log_probs.device)
-        check_labels("ClassPrediction.log_prob", self.log_probs.shape, self.log_probs.device, targets)
-        return self.log_probs.gather(-1, targets.long()[:, None]).squeeze(-1)
+        check_labels(
+            "ClassPrediction.log_prob", self.log_probs.shape, self.log_probs.device, targets, self.ignore_index
+        )
+        return label_values(self.log_probs, targets, self.ignore_index)
+
+    def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
+        """Returns log probabilities (n,), class probabilities (n, C) and labels (n,) of the n labels that count."""
+        values, counted = super().for_metrics(targets), which_count(targets, self.ignore_index)
+        return values if counted is None else {name: value[counted] for name, value in values.items()}
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws labels, int64 (n, B).
@@ -211,6 +253,13 @@ class ClassPrediction(DiscretePrediction):
     def __repr__(self) -> str:
         inputs, classes = self.log_probs.shape
         return f"ClassPrediction({inputs} inputs, {classes} classes, link={self.link})"
+
+
+def label_values(values: Tensor, labels: Tensor, ignored: int) -> Tensor:
+    """Returns the value (B,) of each label's class, for values (B, C), and 0 for labels that do not count."""
+    numbers = labels.long()
+    picked = values.gather(-1, numbers.clamp(0, values.shape[-1] - 1)[:, None]).squeeze(-1)
+    return picked.masked_fill(numbers == ignored, 0.0)
 
 
 def _entropy(log_probs: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from ..covariance import AnyLatent
+from ..covariance import AnyLatent, LinearDraws
 from ..errors import LapwingError, shown
 from ..linalg import check_draws, cholesky, seeded
 from ..network import batches
@@ -244,7 +244,7 @@ class RegressionPrediction(RealPrediction):
             targets: y, (B, C), or (B,) when C = 1.
 
         Returns:
-            Log densities, (B,), in nats. Cost O(B C³), or O(S B C) for S weight draws.
+            Log densities, (B,), in nats. Cost O(B C³), or O(S B C) for S weight draws, O(S² B C) for S linearised ones.
 
         Raises:
             LapwingError: for targets of a wrong shape or dtype, or not finite.
@@ -257,6 +257,9 @@ class RegressionPrediction(RealPrediction):
             return mixture_log_density(draws, self.noise_variance, targets)
         if mean.shape[-1] == 1:
             return dist.Normal(mean, self.std, validate_args=False).log_prob(targets).squeeze(-1)
+        if isinstance(self.latent, LinearDraws):
+            factor = self.latent.factor.double()
+            return self._low_rank(mean.double(), factor).log_prob(targets.double()).to(mean.dtype)
         factor = cholesky(self._noisy(self._blocks().double()))  # (B, C, C)
         normal = dist.MultivariateNormal(mean.double(), scale_tril=factor, validate_args=False)
         return normal.log_prob(targets.double()).to(mean.dtype)
@@ -284,8 +287,9 @@ class RegressionPrediction(RealPrediction):
         """Returns y as a `torch.distributions` object.
 
         Returns:
-            Batch shape (B,), event shape (C,): a Normal for one output, a MultivariateNormal for several, a mixture for
-            weight draws. From a joint latent batch shape () and event shape (B·C,), inputs first.
+            Batch shape (B,), event shape (C,): a Normal for one output, a MultivariateNormal for several, a
+            LowRankMultivariateNormal for linearised draws, a mixture for weight draws. From a joint latent batch shape
+            () and event shape (B·C,), inputs first.
         """
         mean, draws = self.mean, self._draws()
         if draws is not None:
@@ -293,6 +297,13 @@ class RegressionPrediction(RealPrediction):
             noise = torch.full_like(centres, math.sqrt(self.noise_variance))
             weights = dist.Categorical(logits=torch.zeros_like(centres[..., 0]))
             return dist.MixtureSameFamily(weights, dist.Independent(dist.Normal(centres, noise), 1))
+        if isinstance(self.latent, LinearDraws):
+            factor = at_least_float32(self.latent.factor)
+            return (
+                self._low_rank(mean.flatten(), factor.flatten(0, 1))
+                if self.latent.joint
+                else self._low_rank(mean, factor)
+            )
         if self.latent.joint:
             size = mean.numel()
             covariance = at_least_float32(self.latent.covariance).reshape(size, size)  # (B, C, B, C) -> (B·C, B·C)
@@ -309,6 +320,11 @@ class RegressionPrediction(RealPrediction):
         """Returns weight draws in at least float32, or None."""
         draws = self.latent.draws
         return None if draws is None else at_least_float32(draws)
+
+    def _low_rank(self, mean: Tensor, factor: Tensor) -> dist.LowRankMultivariateNormal:
+        """Returns `N(mean, F Fᵀ + σ² I)`, whose density takes S x S matrices alone."""
+        noise = torch.full_like(mean, self.noise_variance)
+        return dist.LowRankMultivariateNormal(mean, factor, noise, validate_args=False)
 
     def _blocks(self) -> Tensor:
         """Returns the latent covariance of every input, (B, C, C)."""

@@ -10,8 +10,20 @@ from lapwing.network.batches import check_dense
 from ..errors import LapwingError
 
 
-def check_labels(name: str, outputs_shape: torch.Size, device: torch.device, labels: Tensor) -> None:
+def which_count(labels: Tensor, ignored: int) -> Tensor | None:
+    """Returns which labels are not the one that does not count, a mask of their shape; None where all of them are."""
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_meta:
+        return None
+    mask = labels.long() != ignored
+    return None if bool(mask.all()) else mask
+
+
+def check_labels(
+    name: str, outputs_shape: torch.Size, device: torch.device, labels: Tensor, ignored: int | None = None
+) -> None:
     """Checks integer class labels (B,) against outputs (B, C), as `check_real_targets` checks real ones.
+
+    The label that does not count, if there is one, is accepted too.
 
     Raises:
         LapwingError: for a wrong shape, device or dtype, NaN labels, or labels outside 0 to C - 1.
@@ -49,6 +61,8 @@ def check_labels(name: str, outputs_shape: torch.Size, device: torch.device, lab
         )
     numbers = labels.long()
     bad = (numbers < 0) | (numbers >= classes)
+    if bool(bad.any()) and ignored is not None:
+        bad &= numbers != ignored
     if bool(bad.any()):
         first = "Write `y = y.long()` first. " if dtype in (torch.uint16, torch.uint32, torch.uint64) else ""
         raise LapwingError(
@@ -199,7 +213,7 @@ def _range_line(labels: Tensor, bad: Tensor, classes: int) -> str:
     low, high = int(labels.min()), int(labels.max())
     wrong = labels[bad]
     if bool((wrong == -100).all()):
-        return "Drop ignored rows with `keep = y != -100; x, y = x[keep], y[keep]`"
+        return "Pass `likelihood=lw.Categorical(ignore_index=-100)` for labels that do not count"
     if low == 1 and high == classes:
         return "Write `y = y - 1` for labels that count from 1"
     if classes == 2 and bool((labels.abs() == 1).all()):

@@ -15,7 +15,7 @@ from ..covariance import Covariance, PriorCovariance
 from ..jacobian.jacobian import SLICE_BYTES
 from ..network import batches
 from ..tangent import Tangent
-from .problem import EXACT_FISHER_OUTPUTS
+from .problem import root_columns
 
 MOVE = 40
 """What reading, changing and writing one number costs, in multiply-adds of a matrix product."""
@@ -171,7 +171,7 @@ class Outline:
     def of(cls, tangent: Tangent, inputs: Any, samples: int, activations: int = 0) -> Outline:
         """Returns the outline of a fit whose first batch has these inputs."""
         leaves, count = batches.tensors(inputs), batches.size(inputs)
-        columns = tangent.outputs if tangent.outputs <= EXACT_FISHER_OUTPUTS else 1
+        columns = root_columns(tangent)[0]
         numbers, sizes = sum(x.numel() for x in leaves), sum(x.numel() * x.dtype.itemsize for x in leaves)
         return cls(tangent, columns, samples, count, sizes // count, numbers // count, activations)
 
@@ -184,7 +184,8 @@ class Outline:
             matrix = None if plan.is_explicit(block) or block.matrix is None else block.matrix_shape
             positions = sum(plan.sizes[i][0] for i in uses) // (matrix[0] * matrix[1]) if matrix else 1
             one_hot = block.matrix is not None and block.matrix.one_hot
-            layers[block.name] = Layer(block.size, max(1, positions), matrix, one_hot, plan.last in uses)
+            is_output = self.tangent.treats_output_alone if self.tangent.positions else plan.last in uses
+            layers[block.name] = Layer(block.size, max(1, positions), matrix, one_hot, is_output)
         return layers
 
     def total(self, count: Callable[[Layer], float]) -> float:
@@ -201,13 +202,16 @@ class Outline:
 
     def prediction(self, count: Callable[[Layer, int], float], factor: float = 1.0) -> Work:
         """Returns the prediction of an input, with what each layer takes for all outputs."""
-        outputs = self.tangent.outputs
+        positions = self.tangent.positions
+        outputs = self.tangent.outputs * (1 if positions is None or positions.direct else positions.count)
         backwards = 0 if all(layer.is_output for layer in self.layers.values()) else outputs
         return Work(1, backwards, factor * self.total(lambda layer: count(layer, outputs)))
 
     def chunk(self, dtype: torch.dtype | None = None, scratch: int = 0) -> int:
         """Returns the bytes of the samples that are recorded at once, with `scratch` further numbers of each."""
         columns, tangent = self.columns, self.tangent
+        if tangent.positions is not None and tangent.positions.direct:
+            return tangent.memory  # as many positions as fit
         length = min(self.batch, tangent.chunk_length(columns, dtype, scratch))
         itemsize = (dtype or tangent.dtype).itemsize
         sizes = [(2 * patches + columns * outputs, columns * outputs) for outputs, patches in tangent.plan.sizes]

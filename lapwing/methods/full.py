@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..covariance import DenseCovariance, ExplicitBasis, LowRankWithResidual
 from ..covariance.dense import cut
-from ..errors import check_choice
+from ..errors import LapwingError, check_choice
 from ..linalg import add_squares, mirrored
 from .cost import DOUBLE, EIGEN, SINGULAR, Cost, Layer, Outline, Work
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
@@ -55,7 +55,13 @@ class Full(Method):
         """Yields one pass, for the GGN or for all rows."""
         size = problem.tangent.size
         rows = problem.count() * problem.root.columns
-        if self.form == "primal" or (self.form == "auto" and rows >= size):
+        positions = problem.tangent.positions
+        if self.form == "dual" and positions is not None:
+            raise LapwingError(
+                "Full(form='dual') keeps rows of a fixed number of outputs, and these outputs have positions. Write "
+                "lw.Full(form='primal')."
+            )
+        if positions is not None or self.form == "primal" or (self.form == "auto" and rows >= size):
             problem.require("Full", 24 * size**2, f"a dense covariance of {size} weights", "use lw.KFAC()")
             return (yield from run_curvature_pass(_DenseCurvature(problem)))
         needed = 16 * rows * size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -52,6 +52,8 @@ class OptimalSubspace(Method):
         >>> lw.OptimalSubspace(rank=10, curvature=lw.Diagonal()).rows
         1000
     """
+
+    takes_positions: ClassVar[bool] = False
 
     rank: int = 20
     curvature: Method | Literal["prior"] = KFAC()  # noqa: RUF009 (frozen)

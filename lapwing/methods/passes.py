@@ -25,7 +25,7 @@ from ..network import batches
 from ..network.gate import Checked
 from ..tangent import Record, Tangent
 from .cost import Cost, Outline
-from .problem import Problem
+from .problem import FisherRoot, Problem
 from .state import DataSummary, S
 
 
@@ -38,13 +38,17 @@ class Batch:
         inputs: B samples that have passed the gate.
         targets: their targets.
         start: the number of samples before this batch.
+        counted: which targets count, as `Likelihood.labelled` says; None for all.
     """
 
     tangent: Tangent
     inputs: Any
     targets: Tensor
     start: int
+    counted: Tensor | None = None
     _outputs: list[tuple[slice, Tensor]] = field(default_factory=list)
+    _rows: list[Tensor] = field(default_factory=list)
+    _sizes: tuple[int, ...] | None = None
 
     @property
     def checked(self) -> Checked:
@@ -54,9 +58,31 @@ class Batch:
     def records(
         self, cotangents: Any = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
     ) -> Iterator[tuple[slice, Record]]:
-        """Yields records of the batch's chunks, as `Tangent.records` does."""
-        for part, record in self.tangent.records(self.checked, cotangents, dtype, scratch_per_sample):
-            self.note(record.outputs, part)
+        """Yields records of the batch's chunks, as `Tangent.records` does.
+
+        For the fit's Fisher root they are of the samples alone whose targets count, and the slices count these.
+        """
+        positions, counted, checked = self.tangent.positions, self.counted, self.checked
+        self._rows.clear()
+        counted = counted if isinstance(cotangents, FisherRoot) else None
+        if positions is None and counted is None:
+            for part, record in self.tangent.records(checked, cotangents, dtype, scratch_per_sample):
+                self.note(record.outputs, part)
+                yield part, record
+            return
+        if positions is None:
+            rows = counted.nonzero()[:, 0] if counted is not None else torch.empty(0)
+            if not len(rows):
+                return
+            checked, counted = checked.take(rows), None
+        elif counted is not None:
+            counted = counted.flatten(1)
+        for part, record in self.tangent.records(checked, cotangents, dtype, scratch_per_sample, counted):
+            outputs = record.outputs.reshape(-1, self.tangent.outputs)
+            if positions is not None and counted is not None and not positions.direct:
+                outputs = outputs[counted[part].flatten()]
+            self._rows.append(outputs)
+            self._sizes = record.sizes
             yield part, record
 
     def note(self, outputs: Tensor, part: slice | None = None) -> None:
@@ -71,6 +97,23 @@ class Batch:
         batches.check_outputs(outputs, "these inputs")
         self._outputs = [(slice(0, len(outputs)), outputs)]
         return outputs
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Returns outputs (N, C) and targets of what counts: samples, or positions of samples."""
+        positions, targets, mask = self.tangent.positions, self.targets, self.counted
+        if positions is None and mask is None:
+            return self.outputs(), targets
+        if self._rows:
+            outputs = torch.cat(self._rows)
+        else:
+            shaped = self.outputs()
+            self._sizes = None if positions is None else positions.sizes(shaped.shape)
+            outputs = shaped if positions is None else positions.rows(shaped)
+            outputs = outputs if mask is None else outputs[mask.flatten()]
+        if positions is not None and self._sizes is not None:
+            places = positions.places(batches.size(self.inputs), self._sizes)
+            targets = places.targets(targets, positions.outputs)
+        return outputs, targets if mask is None else targets[mask.flatten()]
 
 
 class SumPass(ABC, Generic[S]):
@@ -150,8 +193,8 @@ class LikelihoodPass(SumPass[DataSummary]):
 
     def update(self, state: DataSummary, batch: Batch) -> None:
         if self._tangent is not None:
-            batch = Batch(self._tangent, batch.inputs, batch.targets, batch.start)
-        state.add(self._likelihood, batch.outputs(), batch.targets)
+            batch = Batch(self._tangent, batch.inputs, batch.targets, batch.start, batch.counted)
+        state.add(self._likelihood, *batch.rows(), batches.size(batch.inputs))
 
 
 @dataclass(frozen=True)
@@ -207,6 +250,9 @@ class Method(ABC):
 
     treats_last_layer: ClassVar[bool] = False
     """Whether `lw.fit` treats the last layer in place of everything where `params` is None."""
+    takes_positions: ClassVar[bool] = True
+    """Whether the method takes outputs with positions and labels that do not count: those that go by `Batch.records`
+    alone do."""
 
     @abstractmethod
     def passes(self, problem: Problem) -> Passes:

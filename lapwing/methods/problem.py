@@ -10,36 +10,73 @@ from torch import Tensor
 
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
+from ..network.positions import EXACT_OUTPUTS
 from ..posterior.prior import Prior
 from ..tangent import Tangent
 from .state import DataSummary
 
-EXACT_FISHER_OUTPUTS = 1000
-"""Up to this many outputs Λ is exact; above, one Monte-Carlo draw per sample stands for it."""
+EXACT_FISHER_OUTPUTS = EXACT_OUTPUTS
+"""Up to this many outputs Λ is exact; above, Monte-Carlo draws stand for it."""
+
+POSITION_DRAWS = 8
+"""So many columns are drawn for an input whose outputs have positions, each with noise at all positions at once."""
+
+
+def root_columns(tangent: Tangent) -> tuple[int, int]:
+    """Returns how many columns the Fisher root has for an input, and at how many positions it is taken at once."""
+    positions = tangent.positions
+    spread = 1 if positions is None or positions.direct else positions.count
+    exact = tangent.outputs * spread <= EXACT_FISHER_OUTPUTS
+    return tangent.outputs * spread if exact else 1 if spread == 1 else POSITION_DRAWS, spread
 
 
 class FisherRoot:
-    """Cotangents (B, C, R), `root rootᵀ = Λ` at the outputs: exact, or one Monte-Carlo column for many outputs.
+    """Cotangents (B, C, R), `root rootᵀ = Λ` at the outputs: exact, or Monte-Carlo columns for many outputs.
+
+    Of outputs (B, T C) with T positions Λ is block-diagonal over positions. A column drawn for them has independent
+    noise at every position, so that `E[r rᵀ] = Λ`: S backward passes in place of T C.
+
+    Args:
+        likelihood: p(y | f) of one position.
+        outputs: C.
+        generator: of the draws.
+        positions: T on the first batch, 1 where each position is a sample.
 
     Attributes:
-        columns: R.
+        columns: R, on batches with so many positions.
     """
 
-    def __init__(self, likelihood: Likelihood, outputs: int, generator: torch.Generator) -> None:
-        self._likelihood, self._generator = likelihood, generator
-        self._exact = outputs <= EXACT_FISHER_OUTPUTS
-        self.columns = outputs if self._exact else 1
+    def __init__(self, likelihood: Likelihood, outputs: int, generator: torch.Generator, positions: int = 1) -> None:
+        self._likelihood, self._generator, self._outputs = likelihood, generator, outputs
+        self.exact = outputs * positions <= EXACT_FISHER_OUTPUTS
+        self.draws = 1 if positions == 1 else POSITION_DRAWS
+        self.columns = outputs * positions if self.exact else self.draws
 
     def __call__(self, outputs: Tensor) -> Tensor:
-        """Returns the root at outputs (B, C)."""
-        if self._exact:
+        """Returns the root at outputs (B, C), or (B, T C)."""
+        count = outputs.shape[1] // self._outputs
+        if count == 1:
+            return self._root(outputs, self.exact)
+        rows, shape = outputs.reshape(-1, self._outputs), (len(outputs), count, self._outputs)
+        if outputs.shape[1] > EXACT_FISHER_OUTPUTS:
+            columns = torch.cat([self._root(rows, False) for _ in range(self.draws)], -1) / self.draws**0.5
+            return columns.unflatten(0, shape[:2]).flatten(1, 2)
+        each = self._root(rows, True).unflatten(0, shape[:2])  # (B, T, C, R)
+        whole = each.new_zeros(*shape, count, each.shape[-1])
+        places = torch.arange(count, device=each.device)
+        whole[:, places, :, places] = each.transpose(0, 1)
+        return whole.flatten(3).flatten(1, 2)
+
+    def _root(self, outputs: Tensor, exact: bool) -> Tensor:
+        """Returns the likelihood's root at outputs (B, C)."""
+        if exact:
             root, name = self._likelihood.fisher_root(outputs), "fisher_root"
         else:
             root, name = self._likelihood.sampled_fisher_root(outputs, self._generator), "sampled_fisher_root"
         if root.ndim != 3 or root.shape[:2] != outputs.shape:
             raise LapwingError(
                 f"{name} of {type(self._likelihood).__name__} returned {tuple(root.shape)} and must return "
-                f"{'(B, C, R)' if self._exact else '(B, C, 1)'}, with (B, C) = {tuple(outputs.shape)}. Use "
+                f"{'(B, C, R)' if exact else '(B, C, 1)'}, with (B, C) = {tuple(outputs.shape)}. Use "
                 "torch.diag_embed for a diagonal root."
             )
         return root

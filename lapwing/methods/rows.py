@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import LapwingError, shown
 from ..network import batches
 from ..tangent import Anchors
+from ..tangent.anchors import output_width
 from .passes import Batch, Pass, SumPass
 from .problem import Problem
 from .state import State
@@ -110,7 +111,11 @@ def anchors_at(problem: Problem, samples: Tensor, outputs: Tensor) -> Generator[
 
 
 def _anchors(problem: Problem, chosen: _ChosenInputs, state: KeptInputs, samples: Tensor, outputs: Tensor) -> Anchors:
-    return Anchors(problem.tangent, chosen.groups(state), torch.searchsorted(samples.unique(), samples), outputs)
+    groups, places = chosen.groups(state), torch.searchsorted(samples.unique(), samples)
+    if problem.tangent.positions is not None:  # drawn for as many positions as on the first batch
+        widths = torch.cat([torch.full((batches.size(g),), output_width(problem.tangent, g)) for g in groups])
+        outputs = outputs % widths[places]
+    return Anchors(problem.tangent, groups, places, outputs)
 
 
 def choose_rows(problem: Problem, rows: int | Literal["all"], sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -125,7 +130,8 @@ def choose_rows(problem: Problem, rows: int | Literal["all"], sampling: Sampling
     Raises:
         LapwingError: for targets that are no class labels, where they are needed.
     """
-    generator, width = problem.generator(), problem.tangent.outputs
+    generator, width, positions = problem.generator(), problem.tangent.outputs, problem.tangent.positions
+    width = width if positions is None else width * positions.count
     labels = problem.labels()
     if rows == "all" or sampling == "uniform":
         total = len(labels) * width

@@ -46,6 +46,8 @@ class TemperatureScaling(Method):
         True
     """
 
+    takes_positions: ClassVar[bool] = False
+
     treats_last_layer: ClassVar[bool] = True
 
     def passes(self, problem: Problem) -> Passes:

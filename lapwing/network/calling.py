@@ -9,34 +9,64 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import LapwingError, shown
+from ..errors import LapwingError
 from .batches import Forward, describe, short, size, tensors
 from .eager import network_precision
+from .invoke import invoke
 from .module_state import preserved_state
+from .positions import Positions
+
+
+class OutputsWithPositions(LapwingError):
+    """Raised where outputs have positions, and the call does not say which dimension holds the classes.
+
+    Attributes:
+        shape: of the outputs.
+    """
+
+    def __init__(self, message: str, shape: torch.Size) -> None:
+        super().__init__(message)
+        self.shape = shape
 
 
 def call(
     model: nn.Module, inputs: Any, forward: Forward | None = None, mode: AbstractContextManager | None = None
 ) -> Tensor:
-    """Runs the network and returns its outputs as a matrix (B, C).
+    """Runs the network and returns its outputs as a matrix (B, C), those with positions as (B, T C).
+
+    The arguments and errors are those of `shaped_outputs`.
+    """
+    return as_matrix(shaped_outputs(model, inputs, forward, mode), forward)
+
+
+def as_matrix(outputs: Tensor, forward: Forward | None) -> Tensor:
+    """Returns the outputs of a network that is called so as a matrix."""
+    return forward.matrix(outputs) if isinstance(forward, Positions) else outputs
+
+
+def shaped_outputs(
+    model: nn.Module, inputs: Any, forward: Forward | None = None, mode: AbstractContextManager | None = None
+) -> Tensor:
+    """Runs the network and returns its outputs (B, C), or with positions in their own shape.
 
     Args:
         model: the network.
         inputs: a tensor `model(x)`, a tuple `model(*x)` or a mapping `model(**x)`.
-        forward: replaces that call: `forward(model, inputs)`.
+        forward: replaces that call: `forward(model, inputs)`; `Positions` for outputs with positions.
         mode: entered for the network alone, since a function mode would also see the checks of its outputs.
 
     Returns:
         Outputs (B, C); (B,) becomes (B, 1); `.logits` of a Hugging Face output is taken.
 
     Raises:
+        OutputsWithPositions: for outputs of three to five dimensions, unless `forward` says how to read them.
         LapwingError: for inputs that the model cannot be called with, inputs of a shape or dtype that it does not take,
             and outputs that are no (B, C) matrix.
     """
     try:
         with network_precision(), preserved_state(model):
             with mode or nullcontext():
-                out = _called(model, inputs, forward)
+                out = invoke(model, inputs, forward)
             if not isinstance(out, Tensor):  # which may be the network's own attribute
                 out = getattr(out, "logits", out["logits"] if isinstance(out, Mapping) and "logits" in out else None)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -45,58 +75,37 @@ def call(
         raise
     if isinstance(out, Tensor) and out.ndim == 1:
         out = out[:, None]
-    if isinstance(out, Tensor) and out.ndim in (3, 4) and out.is_floating_point():
+    positioned = isinstance(out, Tensor) and out.is_floating_point() and 3 <= out.ndim <= 5
+    if positioned and out.shape[0] == size(inputs):
+        if isinstance(forward, Positions):
+            return out
         raise _with_positions(model, out)
-    if not isinstance(out, Tensor) or out.ndim != 2 or not out.is_floating_point():
+    if not positioned and (not isinstance(out, Tensor) or out.ndim != 2 or not out.is_floating_point()):
         returned = "no tensor and no .logits" if not isinstance(out, Tensor) else describe(out)
         if isinstance(out, Tensor) and out.ndim == 0:
             returned += " (squeeze() also takes the batch away where it is one sample: write squeeze(-1))"
         raise LapwingError(
             f"{type(model).__name__} returns {returned}, and must return a floating-point tensor of shape (batch, "
-            "outputs). Pass forward=lambda model, inputs: model(inputs)... to return one."
+            "outputs), or with positions (batch, positions, outputs) or (batch, outputs, rows, columns). Pass "
+            "forward=lambda model, inputs: model(inputs)... to return one."
         )
     if out.shape[0] != size(inputs):
         raise LapwingError(
             f"The outputs of {type(model).__name__} have the shape {tuple(out.shape)} at {size(inputs)} samples, "
             f"{describe(inputs)}, and must have one row for each sample, with the batch first in inputs and outputs. "
-            "Pass a single sample as x[None], or pass forward=lambda model, inputs: model(inputs)... to return such a "
-            "matrix, of outputs with positions at one position for each sample."
+            "Pass a single sample as x[None], or pass forward=lambda model, inputs: model(inputs)... to return such "
+            "outputs."
         )
     return out
 
 
-def _with_positions(model: nn.Module, out: Tensor) -> LapwingError:
-    """Says how outputs at many positions of a sample are treated: at one position for each sample."""
-    image = out.ndim == 4
-    places, names = ("[torch.arange(len(inputs[1])), :, inputs[1], inputs[2]]", "rows, columns") if image else (
-        "[torch.arange(len(inputs[1])), inputs[1]]", "positions"
-    )  # fmt: skip
-    meant = "(batch, outputs, rows, columns)" if image else "(batch, positions, outputs)"
-    return LapwingError(
+def _with_positions(model: nn.Module, out: Tensor) -> OutputsWithPositions:
+    """Says where outputs with positions are taken, and where they are not."""
+    return OutputsWithPositions(
         f"The outputs of {type(model).__name__} have the shape {tuple(out.shape)} and must have the shape (batch, "
-        f"outputs). If that is {meant}, treat each position as a sample: pass forward=lambda model, inputs: "
-        f"model(inputs[0]){places} and batches ((x, {names}), y) with one position and one target for each sample: see "
-        "'Outputs with positions' in docs/gotchas.md. To treat their mean, average over the positions in forward=."
-    )
-
-
-def _called(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
-    if forward is not None and not callable(forward):
-        raise LapwingError(
-            f"forward={shown(forward)} is not a function of the model and a batch's inputs. Write forward=lambda "
-            "model, inputs: model(inputs)."
-        )
-    if forward is not None:
-        return forward(model, inputs)
-    if isinstance(inputs, Tensor):
-        return model(inputs)
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    if isinstance(inputs, (tuple, list)):
-        return model(*inputs)
-    raise LapwingError(
-        f"The inputs have the type {type(inputs).__name__}, and {type(model).__name__} is called with a tensor, a "
-        "tuple or a dict of tensors. Pass forward=lambda model, inputs: model(...) to say how it is called."
+        "outputs) here. Fit them with lw.fit, which takes outputs with positions. To treat their mean, average over "
+        "the positions in forward=.",
+        out.shape,
     )
 
 
@@ -114,6 +123,7 @@ def _blames_inputs(error: Exception) -> bool:
 
 def _refused(model: nn.Module, inputs: Any, forward: Forward | None, error: Exception) -> LapwingError:
     """Says what the network did not take: how it was called, or what it was given."""
+    forward = forward.forward if isinstance(forward, Positions) else forward
     call_of = {True: "model(x)", False: "model(*inputs)"}[isinstance(inputs, Tensor)]
     how = (
         "forward(model, inputs)"

@@ -1,13 +1,14 @@
 """Derivatives of any network: per-sample gradients of any parameter, and products `J V` by forward mode.
 
-Gradients go by vmap where the network allows it, else by loops. Both are compared with autograd.
+Gradients go by vmap where the network allows it, else by loops; products by forward mode, else by two backward passes.
+All are compared with autograd.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -147,38 +148,102 @@ def forward_products(
 
     Cost: about 2 K forward passes and one backward pass; memory of one dual forward pass.
     """
-    values = {name: value.detach() for name, value in parameters.items()}
-    directions = {name: vectors[name].to(value.dtype) for name, value in values.items()}
+    with torch.no_grad():
+        products = WeightProducts(network, parameters, (by_forward_mode,))(vectors, inputs)
+    return None if products is None else products.movedim(0, -1)
 
-    def outputs(weights: dict[str, Tensor]) -> Tensor:
-        return network(weights, inputs)
+
+Outputs = Callable[[dict[str, Tensor]], Tensor]
+"""Values of the weights by name -> outputs (B, C) at some inputs."""
+
+DIRECTIONS = 8
+"""How many directions forward mode takes at once."""
+
+
+def by_forward_mode(outputs: Outputs, values: dict[str, Tensor], directions: dict[str, Tensor]) -> Tensor:
+    """Returns `J V` (K, B, C) by forward mode: about 2 passes a direction, 3 where a layer has no batched product."""
 
     def product(direction: dict[str, Tensor]) -> Tensor:
         return jvp(outputs, (values,), (direction,))[1]
 
-    try:
-        with batching_quiet(), torch.no_grad():
-            products = vmap(product, chunk_size=8, out_dims=-1, randomness="error")(directions)  # (B, C, K)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError):
+    with batching_quiet():
+        return vmap(product, chunk_size=DIRECTIONS, randomness="error")(directions)
+
+
+def by_two_backward_passes(outputs: Outputs, values: dict[str, Tensor], directions: dict[str, Tensor]) -> Tensor:
+    """Returns `J V` (K, B, C) as the derivative of `Jᵀu` in u: for operations that have no forward mode."""
+    graph = torch.is_grad_enabled()
+    leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
+    with torch.enable_grad():
+        out = outputs(leaves)
+        u = torch.zeros_like(out).requires_grad_()
+        pulled = torch.autograd.grad(out, list(leaves.values()), u, create_graph=True, materialize_grads=True)
+        moving = [(name, row) for name, row in zip(leaves, pulled, strict=True) if row.requires_grad]
+        rows = [row for _, row in moving]
+        count = len(next(iter(directions.values())))
+        products = [
+            torch.autograd.grad(rows, u, [directions[name][k] for name, _ in moving], True, create_graph=graph)[0]
+            for k in range(count)
+        ]
+    return torch.stack(products)
+
+
+class WeightProducts:
+    """Products `J V` (K, B, C) for vectors (K, *shape) by name, by the first route that agrees with a backward pass.
+
+    The first call compares a random sum of its products with `Jᵀu`; later ones, at the same inputs, take that route.
+    Differentiable in the inputs where gradients are on.
+
+    Args:
+        network: the network as a function of some weights and the inputs.
+        parameters: where the Jacobian is taken, by name.
+        routes: what to try, in order.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        parameters: Mapping[str, Tensor],
+        routes: Sequence[Callable[[Outputs, dict[str, Tensor], dict[str, Tensor]], Tensor]] = (
+            by_forward_mode,
+            by_two_backward_passes,
+        ),
+    ) -> None:
+        self._network, self._routes, self._checked = network, tuple(routes), False
+        self._values = {name: value.detach() for name, value in parameters.items()}
+
+    def __call__(self, vectors: Mapping[str, Tensor], inputs: Any) -> Tensor | None:
+        """Returns the products, or None where no route gives them."""
+        values = self._values
+        directions = {name: vectors[name].to(value.dtype) for name, value in values.items()}
+
+        def outputs(weights: dict[str, Tensor]) -> Tensor:
+            return self._network(weights, inputs)
+
+        for route in self._routes:
+            try:
+                products = route(outputs, values, directions)
+            except (RuntimeError, ValueError, TypeError, NotImplementedError):
+                continue
+            if self._checked or _agrees_with_reverse_mode(outputs, values, directions, products.detach()):
+                self._routes, self._checked = (route,), True
+                return products
         return None
-    return products if _agrees_with_reverse_mode(outputs, values, directions, products) else None
 
 
 def _agrees_with_reverse_mode(
-    outputs: Callable[[dict[str, Tensor]], Tensor],
-    values: dict[str, Tensor],
-    directions: dict[str, Tensor],
-    products: Tensor,
+    outputs: Outputs, values: dict[str, Tensor], directions: dict[str, Tensor], products: Tensor
 ) -> bool:
     """Compares `uᵀ J V` for a random u with one backward pass."""
-    u = torch.randn(products.shape[:2], generator=torch.Generator().manual_seed(0)).to(products)
+    u = torch.randn(products.shape[1:], generator=torch.Generator().manual_seed(0)).to(products)
     leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
     with torch.enable_grad():
         gradients = _gradients(outputs(leaves), leaves.values(), u)
     wanted = total(
-        directions[name].flatten(1) @ gradient.flatten() for name, gradient in zip(leaves, gradients, strict=True)
+        directions[name].flatten(1) @ gradient.detach().flatten()
+        for name, gradient in zip(leaves, gradients, strict=True)
     )  # (K,)
-    contracted = torch.einsum("bc,bck->k", u, products)
+    contracted = products.flatten(1) @ u.flatten()
     eps = torch.finfo(products.dtype).eps
-    allowed = 3 * eps**0.5 * wanted.norm() + 100 * eps * products.abs().sum() / products.shape[-1]
+    allowed = 3 * eps**0.5 * wanted.norm() + 100 * eps * products.abs().sum() / len(products)
     return bool((contracted - wanted).norm() <= allowed)

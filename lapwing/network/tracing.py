@@ -22,7 +22,7 @@ from ..errors import LapwingError
 from ..jacobian.layers import READERS, Use
 from ..jacobian.plain_functions import transformed
 from .batches import Forward, size, tensors
-from .calling import call
+from .calling import OutputsWithPositions, as_matrix, call, shaped_outputs
 from .chain import chain_gradients
 from .eager import EagerMode, swapped, without_compiled
 
@@ -87,6 +87,7 @@ class Recording(NamedTuple):
         routed: whether values may have decided what lies where.
         differentiated: whether the network took gradients itself, which its outputs may contain.
         elsewhere: watched parameters that reach the outputs by other ways than the uses, or may.
+        shaped: the outputs in the network's own shape, with positions where it has them.
     """
 
     outputs: Tensor
@@ -94,6 +95,7 @@ class Recording(NamedTuple):
     routed: bool
     differentiated: bool
     elsewhere: set[str]
+    shaped: Tensor
 
 
 class Recorder(EagerMode):
@@ -205,9 +207,10 @@ def run(
     """
     recorder = Recorder(watched, spread, frozen)
     with torch.enable_grad(), without_compiled():
-        outputs = call(model, inputs, forward, recorder)
+        shaped = shaped_outputs(model, inputs, forward, recorder)
+        outputs = as_matrix(shaped, forward)
     elsewhere = recorder.elsewhere(outputs, tensors(inputs))
-    return Recording(outputs, recorder.noted, recorder.routed, recorder.differentiated, elsewhere)
+    return Recording(outputs, recorder.noted, recorder.routed, recorder.differentiated, elsewhere, shaped)
 
 
 def run_spread(
@@ -220,6 +223,8 @@ def run_spread(
     """Records the network with tables spread over the samples, unless that changes its outputs."""
     try:
         outputs, noted, *_ = recording = run(model, inputs, forward, watched, size(inputs), frozen)
+    except OutputsWithPositions:
+        raise
     except (LapwingError, RuntimeError, TypeError, ValueError, IndexError):  # it may not take the table's new shape
         return run(model, inputs, forward, watched, frozen=frozen)
     if any(use.spread for use in noted):

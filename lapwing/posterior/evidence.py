@@ -105,9 +105,14 @@ def log_joint_gradient(posterior: Posterior, loader: Iterable[Any]) -> Vectors:
     for batch in loader:
         inputs, targets = batches.split(batch, tangent.device)
         for rows, chunk in batches.chunks(inputs, length):
+            labels, positions = targets[rows], tangent.positions
+            if positions is not None:
+                sizes = positions.sizes(tangent.outputs_of(chunk).shape)
+                labels = positions.places(len(labels), sizes).targets(labels, tangent.outputs)
 
-            def score(outputs: Tensor, targets: Tensor = targets[rows]) -> Tensor:
-                return posterior.likelihood.score(outputs, targets).unsqueeze(-1)  # (B, C, 1)
+            def score(outputs: Tensor, labels: Tensor = labels) -> Tensor:
+                scores = posterior.likelihood.score(outputs.reshape(-1, tangent.outputs), labels)
+                return scores.reshape_as(outputs).unsqueeze(-1)  # (B, C, 1), or (B, T C, 1)
 
             record = tangent.record(chunk, score, dtype)
             count += record.samples

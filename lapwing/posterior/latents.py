@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 
 from ..covariance import AnyLatent, Covariance
+from ..covariance.positions import LatentAtPositions
 from ..errors import LapwingError, shown
 from ..network import batches
 from ..network.eager import outside_modes
 from ..network.tracing import wants_gradient
-from ..prediction import Uncertain, Way
+from ..prediction import DefaultWay, Uncertain, Way
 from ..prediction.uncertain import placed, separate
 from ..tangent import Tangent
 
 
-def latent_of(tangent: Tangent, covariance: Covariance, x: Any, via: Way, joint: bool) -> AnyLatent:
+def latent_of(tangent: Tangent, covariance: Covariance, x: Any, via: Way | None, joint: bool) -> AnyLatent:
     """Returns the latent distribution of the outputs at a batch of inputs or at a loader: see `Posterior.latent`."""
+    via = DefaultWay() if via is None else via
     if not isinstance(via, Way):
         raise LapwingError(
             f"via={shown(via)} is not a way through the network. Write via=lw.Linearized(), lw.MonteCarlo(draws=50) or "
@@ -52,7 +54,13 @@ def _latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via:
         )
     with torch.set_grad_enabled(wants_gradient((values, spreads) if spreads else values)):
         latent = via.latent(tangent, covariance, inputs, joint)
-    if latent.mean.shape[1] != tangent.outputs:
+    if tangent.positions is not None:
+        if not isinstance(latent, LatentAtPositions):
+            raise LapwingError(
+                f"The outputs of {type(tangent.model).__name__} have positions, which via={shown(via)} does not take. "
+                "Pass via=lw.Linearized() or via=lw.MonteCarlo(draws=50)."
+            )
+    elif latent.mean.shape[1] != tangent.outputs:
         raise LapwingError(
             f"The fit had {tangent.outputs} outputs of {type(tangent.model).__name__}, and these inputs, "
             f"{batches.describe(values)}, give outputs of shape {tuple(latent.mean.shape)}. Check the shape of the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from ..contents import Mismatch, check_json
 from ..covariance import COVARIANCES
 from ..errors import LapwingError, shown
-from ..likelihoods import Likelihood, resolve
+from ..likelihoods import Categorical, Likelihood, resolve
 from ..likelihoods.base import REGISTERED
 from ..network.batches import Forward
 from ..network.eager import outside_modes
@@ -20,7 +21,7 @@ from ..network.stamp import Stamp, fingerprint
 from ..tangent import Tangent
 from .posterior import Posterior
 from .prior import Prior
-from .storage import HEADER, check_contents, read
+from .storage import HEADER, check_contents, likelihood_pattern, read
 
 DTYPES = frozenset(str(value) for value in vars(torch).values() if isinstance(value, torch.dtype))
 
@@ -97,6 +98,7 @@ def _rebuilt(
         return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
     check_json(header, HEADER, "the header")
+    check_json(header["likelihood"], likelihood_pattern(header["likelihood"]), "the header/likelihood")
     check_json(list(tensors), [str], "the names of tensors")
     if header["forward"] != (forward is not None):
         raise LapwingError(
@@ -138,6 +140,10 @@ def _rebuilt(
         raise Mismatch("its logit temperature is not that of its likelihood")
     likelihood = likelihood.with_noise_variance(saved["noise_variance"])
     likelihood = likelihood.with_logit_temperature(saved["logit_temperature"])
+    if "ignore_index" in saved:
+        if not isinstance(likelihood, Categorical):
+            raise Mismatch("its likelihood has no label that does not count")
+        likelihood = replace(likelihood, ignore_index=saved["ignore_index"])
     residual = likelihood.residual_variance(statistics)
     fits = math.isfinite(float(likelihood.log_likelihood(statistics))) and (
         residual is None or 0 <= residual < math.inf

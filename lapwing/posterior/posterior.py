@@ -15,11 +15,12 @@ from torch import Tensor
 from ..covariance import AnyLatent, Covariance, PriorCovariance
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, Link, Prediction
+from ..likelihoods.positions import predicted
 from ..linalg import check_memory
 from ..network.eager import full_precision, outside_modes
 from ..network.gate import check_mode
 from ..network.stamp import Stamp
-from ..prediction import Linearized, Way
+from ..prediction import Way
 from ..tangent import Tangent, split
 from .evidence import Diagnosis, LogEvidence, effective_parameters, gain_at_linearised_mode, squared_distance
 from .latents import latent_of
@@ -223,17 +224,19 @@ class Posterior:
             value = value + gain_at_linearised_mode(self, loader)
         return float(value)
 
-    def latent(self, x: Any, via: Way = Linearized(), joint: bool = False) -> AnyLatent:  # noqa: B008 (frozen)
+    def latent(self, x: Any, via: Way | None = None, joint: bool = False) -> AnyLatent:
         """Returns the latent distribution of the outputs f(x).
 
         Args:
             x: a batch of inputs, or a loader; `lw.Uncertain(x, variance)` in place of any tensor that is measured.
-            via: the way through the network.
+            via: the way through the network; None is `lw.Linearized()`, with `draws=64` for more than 1 000 outputs
+                where more than the last layer is treated.
             joint: keep covariances across inputs: `.covariance` is then (B, C, B, C), whose memory is not the budget's.
 
         Returns:
             `.mean .variance .std` (B, C), `.covariance` (B, C, C), `.sample(n)`; differentiable in x where x requires
-            gradients.
+            gradients. Of outputs with positions mean and variance have the shape of the outputs, and the covariance is
+            that of each position, such as (B, T, C, C) or (B, H, W, C, C).
 
         Raises:
             LapwingError: for bad inputs, or weights that changed since the fit.
@@ -247,7 +250,7 @@ class Posterior:
     def predict(
         self,
         x: Any,
-        via: Way = Linearized(),  # noqa: B008 (frozen)
+        via: Way | None = None,
         link: Link | None = None,
         generator: torch.Generator | None = None,
     ) -> Prediction:
@@ -255,13 +258,14 @@ class Posterior:
 
         Args:
             x: a batch of inputs, or a loader.
-            via: the way through the network.
+            via: the way through the network; None as in `latent`.
             link: from the latent Gaussian to class probabilities; the likelihood's default when None.
             generator: of links that draw; seed 0 when None.
 
         Returns:
             Classification: `.probs .confidence .entropy() .mutual_information()`; regression: `.mean .std .variance
-            .interval(0.9) .epistemic_variance .aleatoric_variance`; both: `.log_prob(y) .sample(n) .distribution()`.
+            .interval(0.9) .epistemic_variance .aleatoric_variance`; both: `.log_prob(y) .sample(n) .distribution()`. Of
+            outputs with positions in their shape, and one number for each position where that is one for each input.
 
         Raises:
             LapwingError: for bad inputs, or a link that does not fit.
@@ -273,7 +277,7 @@ class Posterior:
                 f"generator={shown(generator)} is not a torch.Generator. Write "
                 "generator=torch.Generator().manual_seed(0), or leave it out for seed 0."
             )
-        return self.likelihood.predict(self.latent(x, via), link, generator)
+        return predicted(self.likelihood, self.latent(x, via), link, generator)
 
     @outside_modes
     def sample(self, n: int, seed: int = 0) -> dict[str, Tensor]:

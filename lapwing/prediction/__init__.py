@@ -6,11 +6,11 @@ the default way.
 
 from __future__ import annotations
 
-from .linearized import Linearized
+from .linearized import DefaultWay, Linearized
 from .montecarlo import MonteCarlo
 from .propagation import propagate
 from .streamlined import Streamlined
 from .uncertain import Uncertain
 from .way import Scaled, Way
 
-__all__ = ["Linearized", "MonteCarlo", "Scaled", "Streamlined", "Uncertain", "Way", "propagate"]
+__all__ = ["DefaultWay", "Linearized", "MonteCarlo", "Scaled", "Streamlined", "Uncertain", "Way", "propagate"]

@@ -2,52 +2,201 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, fields
+from functools import cache
 from math import isqrt
 from typing import Any
 
 import torch
 
-from ..covariance import AnyLatent, Covariance, JointLatent, Latent
+from ..covariance import AnyLatent, Covariance, Draws, JointLatent, Latent, LinearDraws
+from ..covariance.positions import LatentAtPositions
 from ..covariance.terms import DenseTerm
+from ..errors import LapwingError, shown
+from ..linalg import check_memory
 from ..network import batches
 from ..network.gate import Checked
+from ..network.generic import DIRECTIONS, WeightProducts
 from ..network.tracing import wants_gradient
-from ..tangent import Tangent
+from ..tangent import Tangent, split
+from .positions import at_positions, draws_at_positions
 from .uncertain import carried, separate
 from .way import Way
+
+log = logging.getLogger("lapwing")
 
 
 @dataclass(frozen=True)
 class Linearized(Way):
     """`f(x) ~ N(f(x, θ̂), J(x) Σ J(x)ᵀ)` (Immer et al. 2021, equation 6), without forming J where a layer allows.
 
+    With `draws=S` the covariance is that of S draws, `f_s = f(x, θ̂) + J(x)(θ_s - θ̂)` with `θ_s ~ N(θ̂, Σ)`, for networks
+    with very many outputs: no C x C matrix is formed, all draws are joint over outputs and inputs, and the mean is the
+    network's output. A variance has a relative standard error of `√(2/S)`, 18 % at 64 draws (`standard_error` of the
+    latent). Every call draws the same weights.
+
+    Args:
+        draws: S, at least 2; None computes the covariance itself.
+        seed: of the draws.
+
+    Raises:
+        LapwingError: for numbers out of range; with `draws`, for `lw.Uncertain` inputs and for networks whose products
+            `J δ` neither forward mode nor two backward passes give.
+
     Cost: one forward and C backward passes of activations, and the structure's contractions; chunked under the memory
     budget, joint covariances for every pair of chunks. Differentiable in inputs that require gradients. Uncertain
-    inputs (`lw.Uncertain`) add `J_x Σ_x J_xᵀ` by one more forward and C backward passes.
+    inputs (`lw.Uncertain`) add `J_x Σ_x J_xᵀ` by one more forward and C backward passes. With draws: S weight draws a
+    call, and about two forward passes a draw for linear layers, three to four for convolutions, whatever C is. It keeps
+    S numbers for each output of each input.
 
     Example:
         >>> import lapwing as lw
-        >>> lw.Linearized()
-        Linearized()
+        >>> lw.Linearized(), lw.Linearized(draws=64)
+        (Linearized(), Linearized(draws=64))
     """
+
+    draws: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        if self.draws is not None and not is_whole(self.draws, 2):
+            raise LapwingError(
+                f"Linearized(draws={shown(self.draws)}) needs a whole number of at least 2. Write "
+                "lw.Linearized(draws=64), or leave it out for the exact covariance."
+            )
+        if not is_whole(self.seed, 0):
+            raise LapwingError(
+                f"Linearized(seed={shown(self.seed)}) needs a whole number from 0 to 2**63 - 1. Write "
+                "lw.Linearized(draws=64, seed=0)."
+            )
+
+    def __repr__(self) -> str:
+        """Shows what is not the default."""
+        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"Linearized({', '.join(changed)})"
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
         """Returns the latent Gaussian; with covariances (B, C, B, C) when joint."""
         values, spreads = separate(inputs)
+        if self.draws is not None:
+            return self._of_draws(tangent, covariance, values, spreads, joint)
         if not spreads:
             return _of_weights(tangent, covariance, values, joint)
+        if tangent.positions is not None:
+            raise LapwingError(
+                "The outputs have positions, and uncertain inputs are not carried to them. Pass "
+                "via=lw.MonteCarlo(draws=50), which draws the inputs too."
+            )
         checked = tangent.check(values)
         mean, added = carried(tangent, values, spreads, wants_gradient(values))
         batches.check_outputs(mean, "these inputs")
         if not tangent.blocks:
             return Latent(mean, (DenseTerm(added),))
-        return _of_weights(tangent, covariance, checked, joint).plus(added)
+        latent = _of_weights(tangent, covariance, checked, joint)
+        assert not isinstance(latent, LatentAtPositions)  # refused above
+        return latent.plus(added)
+
+    def _of_draws(
+        self, tangent: Tangent, covariance: Covariance, values: Any, spreads: Any, joint: bool
+    ) -> LinearDraws | LatentAtPositions:
+        """Returns the Gaussian of draws; refuses inputs and networks that cannot have it."""
+        if spreads:
+            raise LapwingError(
+                f"{self} does not take lw.Uncertain inputs. Write via=lw.Linearized(), or via=lw.MonteCarlo(draws=50)."
+            )
+        assert self.draws is not None
+        latent = latent_of_draws(tangent, covariance, values, self.draws, self.seed, joint)
+        if latent is None:
+            raise LapwingError(
+                f"{self} needs products of the Jacobian with weights, and {type(tangent.model).__name__} calls an "
+                "operation that has neither forward mode nor a second derivative. Write via=lw.MonteCarlo(draws=50), "
+                "or via=lw.Linearized() for the exact covariance."
+            )
+        return latent
 
 
-def _of_weights(tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> Latent | JointLatent:
+MANY_OUTPUTS = 1000
+"""With more outputs than these the default way draws, unless the last layer alone is treated."""
+
+DEFAULT_DRAWS = 64
+
+
+@dataclass(frozen=True)
+class DefaultWay(Way):
+    """`Linearized()`, or `Linearized(draws=64)` for more than 1 000 outputs of a network treated beyond its last layer.
+
+    Inputs that are uncertain, and networks that do not allow draws, get the exact covariance in any case.
+    """
+
+    def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
+        """Returns the latent by the way that suits the number of outputs."""
+        outputs = tangent.outputs * (1 if tangent.positions is None else tangent.positions.count)
+        if outputs > MANY_OUTPUTS and not tangent.treats_output_alone and not separate(inputs)[1]:
+            latent = latent_of_draws(tangent, covariance, inputs, DEFAULT_DRAWS, 0, joint)
+            if latent is not None:
+                _say_draws(outputs, tangent.positions is None)
+                return latent
+        return Linearized().latent(tangent, covariance, inputs, joint)
+
+
+@cache
+def _say_draws(outputs: int, exact: bool) -> None:
+    """Says once what the default way does for so many outputs, and where the exact one is to be had."""
+    log.info(
+        "%d outputs: predictions take %d draws of the weights, so that variances have an error of %.0f %%.%s",
+        outputs, DEFAULT_DRAWS, 100 * (2 / DEFAULT_DRAWS) ** 0.5,
+        f" via=lw.Linearized() gives the exact ones, by {outputs} backward passes." if exact else "",
+    )  # fmt: skip
+
+
+def is_whole(value: Any, low: int) -> bool:
+    """Whether a value is a whole number from `low` to 2**63 - 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value < 2**63
+
+
+def latent_of_draws(
+    tangent: Tangent, covariance: Covariance, inputs: Any, draws: int, seed: int, joint: bool
+) -> LinearDraws | LatentAtPositions | None:
+    """Returns `N(f(x, θ̂), 1/S Σ_s d_s d_sᵀ)` with `d_s = J(x)(θ_s - θ̂)`, or None where no route gives such products.
+
+    Weights are drawn a group at a time, as many as fit a quarter of the memory budget, and each group goes through all
+    inputs. What is a covariance of few draws itself, as that of `lw.SampledLLA`, gives no more than those.
+    """
+    checked = tangent.check(inputs)
+    count = min(draws, covariance.count) if isinstance(covariance, Draws) else draws
+    positions = 1 if tangent.positions is None else tangent.positions.count
+    check_memory(f"lw.Linearized(draws={draws})", count, checked.samples * tangent.outputs * positions)
+    chunks = list(checked.chunks(tangent.chunk_length(DIRECTIONS)))
+    mean = torch.cat([tangent.call_with({}, chunk.inputs).to(tangent.dtype) for _, chunk in chunks])
+    batches.check_outputs(mean, "these inputs")
+    products = [WeightProducts(tangent.call_with, tangent.parameters) for _ in chunks]
+    generator = torch.Generator(covariance.device).manual_seed(seed)
+    group = max(1, min(count, tangent.memory // (4 * tangent.size * tangent.dtype.itemsize)))
+    whole = None
+    for start in range(0, count, group):
+        stop = min(start + group, count)
+        steps = split(tangent.blocks, covariance.sample(stop - start, generator))
+        for product, (rows, chunk) in zip(products, chunks, strict=True):
+            part = product(steps, chunk.inputs)
+            if part is None:
+                return None
+            if len(part) == count and len(chunks) == 1:
+                return draws_at_positions(tangent, LinearDraws(mean, part.to(tangent.dtype), joint), checked.inputs)
+            whole = mean.new_empty(count, *mean.shape) if whole is None else whole
+            whole[start:stop, rows] = part.to(tangent.dtype)
+    assert whole is not None
+    return draws_at_positions(tangent, LinearDraws(mean, whole, joint), checked.inputs)
+
+
+def _of_weights(
+    tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool
+) -> Latent | JointLatent | LatentAtPositions:
     """Returns `N(f(x, θ̂), J Σ Jᵀ)` at certain inputs."""
     dtype, checked = covariance.record_dtype, tangent.check(inputs)
+    if tangent.positions is not None:
+        return at_positions(tangent, covariance, checked, joint)
     if joint:
         return _joint(tangent, covariance, checked, dtype)
     parts = (

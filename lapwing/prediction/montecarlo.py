@@ -15,6 +15,7 @@ from ..errors import LapwingError, shown
 from ..linalg import check_memory
 from ..network import batches
 from ..tangent import Tangent, split
+from .positions import draws_at_positions
 from .uncertain import drawn, separate
 from .way import Way
 
@@ -65,7 +66,7 @@ class MonteCarlo(Way):
         values, spreads = separate(inputs)
         tangent.check(values)
         draws = _stacked(self._outputs(tangent, covariance, values, spreads), self.draws)
-        return LatentDraws(draws, joint)
+        return draws_at_positions(tangent, LatentDraws(draws, joint), values)
 
     def _outputs(self, tangent: Tangent, covariance: Covariance, values: Any, spreads: Any) -> Iterator[Tensor]:
         """Yields the outputs (B, C) under one draw after another."""

@@ -24,6 +24,13 @@ from .tangent import Tangent
 Weights = Mapping[str, float]
 
 
+def output_width(tangent: Tangent, inputs: Any) -> int:
+    """Returns how many outputs each of these inputs has: C, or T C. Cost: a forward pass of one for the latter."""
+    if tangent.positions is None:
+        return tangent.outputs
+    return tangent.outputs_of(batches.take(inputs, slice(0, 1))).numel()
+
+
 def ntk(mine: Record, theirs: Record, weights: Weights) -> Tensor:
     """Returns `Σ_b w_b J_b J'_bᵀ` (B, R, B', R'), the weighted NTK of two records."""
     blocks = ((weight, name, mine[name]) for name, weight in weights.items())
@@ -33,6 +40,8 @@ def ntk(mine: Record, theirs: Record, weights: Weights) -> Tensor:
 @dataclass(frozen=True)
 class Anchors:
     """Rows `J̃` (M, P): row m is the gradient of output `outputs[m]` at sample `samples[m]`.
+
+    Of outputs with positions, output `t C + c` is output c of position t.
 
     Attributes:
         tangent: the network.
@@ -148,7 +157,8 @@ class Anchors:
         counts = [batches.count_tensors(nest) for nest in nests]
         inputs = {f"inputs/{i}/{j}": Entry() for i, count in enumerate(counts) for j in range(count)}
         samples = Entry((rows,), (torch.int64,), 0, 2**48)
-        return {**inputs, "samples": samples, "outputs": Entry((rows,), (torch.int64,), 0, tangent.outputs - 1)}
+        width = tangent.outputs if tangent.positions is None else 2**48
+        return {**inputs, "samples": samples, "outputs": Entry((rows,), (torch.int64,), 0, width - 1)}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], nests: list[str]) -> Anchors:
@@ -180,6 +190,11 @@ class Anchors:
             first = stop
         return groups
 
+    @cached_property
+    def _widths(self) -> list[int]:
+        """How many outputs each group has: T C of outputs with positions, which one sample shows."""
+        return [output_width(self.tangent, group) for group in self.inputs]
+
     def requests(self, dtype: torch.dtype, scratch: int, share: int = 1) -> Iterator[tuple[Tensor, Any, Tensor]]:
         """Yields `(slots, inputs, cotangents)` of chunks. A sample whose outputs do not fit is in several chunks.
 
@@ -189,13 +204,14 @@ class Anchors:
             share: each chunk takes one part of so many of the memory budget.
         """
         tangent = self.tangent
-        for _, group, picks in self._groups:
+        for number, (_, group, picks) in enumerate(self._groups):
+            width = self._widths[number]
             for samples, slots in picks:
                 for columns in slots.split(self._columns(slots.shape[1], dtype, scratch, tangent.memory // share), 1):
                     times = columns.shape[1]
                     length = max(1, tangent.chunk_length(times, dtype, times * scratch) // share)
                     for mine, where in zip(samples.split(length), columns.split(length), strict=True):
-                        u = torch.zeros(len(mine), tangent.outputs, times, device=tangent.device)
+                        u = torch.zeros(len(mine), width, times, device=tangent.device)
                         u.scatter_(1, self.outputs[where][:, None].to(u.device), 1.0)
                         yield where.flatten(), batches.take(group, mine), u
 

@@ -46,7 +46,10 @@ class Record(Mapping[str, BlockJacobian]):
         tangent: the network.
         noted: the recorded uses of layers.
         graph: f with its graph; None once all gradients are taken.
+        sizes: of the positions of outputs that have some, such as (H, W).
     """
+
+    sizes: tuple[int, ...] | None = None
 
     def __init__(
         self,
@@ -97,6 +100,17 @@ class Record(Mapping[str, BlockJacobian]):
             self._taken[generic] = self._take(group, block)
         return self._form(block, self._taken[generic])
 
+    def at_position(self, which: int) -> Record:
+        """Returns the record of one position's C outputs (B, C), for a record of all outputs (B, T C) of positions."""
+        positions, graph = self.tangent.positions, self.graph
+        assert positions is not None
+        assert graph is not None
+        width = positions.outputs
+        u = positions.one_by_one(len(graph), graph.shape[1] // width, which, graph)
+        record = Record(self.tangent, self._inputs, graph, self.noted, self._uses, u, self.dtype, self._differentiable)
+        record.outputs, record.sizes = self.outputs[:, which * width : (which + 1) * width], self.sizes
+        return record
+
     def rows(self) -> Tensor:
         """Returns the whole Jacobian (B, R, P), blocks in order."""
         return torch.cat([self[name].rows() for name in self], -1)
@@ -109,7 +123,7 @@ class Record(Mapping[str, BlockJacobian]):
         count = next(iter(vectors.values())).shape[0]
         taken = False in self._taken and len(self._groups) == 1
         fewer = 2 * count < self.cotangents and not taken
-        if fewer and not self._differentiable and self.dtype == self.tangent.dtype:
+        if fewer and self._inputs is not None and not self._differentiable and self.dtype == self.tangent.dtype:
             products = forward_products(
                 self.tangent.call_with, self.tangent.parameters, split(self.tangent.blocks, vectors), self._inputs
             )  # (B, C, K), or None where the network has no forward mode

@@ -9,30 +9,34 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from ..contents import Mismatch, check_json, is_count
 from ..errors import LapwingError
 from ..jacobian.blocks import Block
+from ..jacobian.layers import BatchAxis
+from ..jacobian.layers.linear import LinearUse
 from ..linalg import accumulation_dtype
 from ..network import batches
 from ..network.batches import Forward
-from ..network.calling import call
+from ..network.calling import OutputsWithPositions, shaped_outputs
 from ..network.eager import LOCK, outside_modes, parameters_of, without_compiled
 from ..network.functional import call_with
 from ..network.gate import Checked, check_constant, check_inputs, check_recording, checked_memory, checked_network
 from ..network.module_state import modules_of
-from ..network.plan import Coverage, Plan
+from ..network.plan import Coverage, Plan, Uses
+from ..network.positions import EXACT_OUTPUTS, POSITIONS, Positions
 from ..network.probe import probe
 from ..network.sample_axis import SampleAxisCheck, SampleAxisMoved
 from ..network.selection import LastLayer, Predicate, everything
 from ..network.stamp import Stamp
-from ..network.tracing import run, wants_gradient
+from ..network.tracing import RecordedUse, Recording, run, wants_gradient
 from .record import Record
 
 log = logging.getLogger("lapwing")
@@ -42,6 +46,9 @@ TANGENT = {
     "outputs": lambda outputs: is_count(outputs) and 0 < outputs < 2**31,
 }  # fmt: skip
 """A tangent in a file."""
+
+DENSER = 64
+"""Where positions are samples, so many times as many of them are taken as where each takes backward passes."""
 
 Cotangents = Callable[[Tensor], Tensor] | Tensor | None
 
@@ -77,6 +84,7 @@ class Tangent:
         forward: Forward | None = None,
         memory: int | None = None,
         warn: bool = True,
+        targets: Any = None,
     ) -> Tangent:
         """Runs the network on a few samples, finds and checks what covers each parameter.
 
@@ -87,6 +95,7 @@ class Tangent:
             forward: `forward(model, inputs)` where plain calling does not do.
             memory: budget in bytes for one chunk; 1 GiB when None.
             warn: warn of idle parameters and of needs above the budget.
+            targets: of the batch; their shape may say where outputs with positions hold the classes.
 
         Raises:
             LapwingError: for bad input.
@@ -102,17 +111,32 @@ class Tangent:
         check_inputs(inputs, (), "the inputs of the first batch")
         batches.check_lists(inputs)
         before = Stamp.of(state_of(model))
-        surveyed = probe(model, parameters, inputs, params, forward, max_numbers=memory // 16, warn=warn)
+        try:
+            surveyed = probe(model, parameters, inputs, params, forward, max_numbers=memory // 16, warn=warn)
+        except OutputsWithPositions as error:
+            forward = Positions.of(error.shape, tuple(targets.shape) if isinstance(targets, Tensor) else None, forward)
+            surveyed = probe(model, parameters, inputs, params, forward, max_numbers=memory // 16, warn=warn)
         check_constant(model, before.changed(state_of(model)))
         tangent = cls(model, forward, *surveyed, memory)
+        if isinstance(forward, Positions):
+            tangent = tangent._at_positions(forward, inputs)
         if warn:
             tangent._warn_of_memory()
         return tangent
 
+    def _at_positions(self, forward: Positions, inputs: Any) -> Tangent:
+        """Returns the tangent with C outputs a position, once it is known whether the treated layer gives them."""
+        few = batches.take(inputs, slice(0, 2))
+        direct = self._direct_use(*self._recording(Checked(few, batches.size(few)))) is not None
+        return replace(self, forward=replace(forward, direct=direct), outputs=forward.outputs)
+
     def to_json(self) -> dict[str, Any]:
         """Returns everything but the network and the budget, as JSON."""
-        return {"blocks": [asdict(b) for b in self.blocks], "plan": self.plan.to_json(), "outputs": self.outputs,
+        data = {"blocks": [asdict(b) for b in self.blocks], "plan": self.plan.to_json(), "outputs": self.outputs,
                 "reasons": [line.reason for line in self.coverage.lines]}  # fmt: skip
+        if self.positions is not None:
+            data["positions"] = {name: getattr(self.positions, name) for name in POSITIONS}
+        return data
 
     @classmethod
     def from_json(cls, data: Any, model: nn.Module, forward: Forward | None, memory: int | None) -> Tangent:
@@ -125,7 +149,12 @@ class Tangent:
         memory = checked_memory(memory)
         model = checked_network(model)
         named = parameters_of(model)
-        check_json(data, TANGENT, "tangent")
+        pattern = {**TANGENT, "positions": POSITIONS} if "positions" in data else TANGENT
+        check_json(data, pattern, "tangent")
+        if "positions" in data:
+            forward = Positions(forward, **data["positions"])
+            if forward.outputs != data["outputs"]:
+                raise Mismatch("the outputs of a position are not those of the tangent")
         blocks = tuple(Block.from_json(block) for block in data["blocks"])
         names = [name for block in blocks for name in block.parameters]
         if not len(data["reasons"]) == len(blocks) == len({block.name for block in blocks}) or len(set(names)) < len(
@@ -174,6 +203,19 @@ class Tangent:
         """The number of weights whose rows are always formed."""
         return sum(block.size for block in self.blocks if self.plan.is_explicit(block))
 
+    @property
+    def positions(self) -> Positions | None:
+        """Where the outputs have positions, None where they are a matrix (B, C)."""
+        return self.forward if isinstance(self.forward, Positions) else None
+
+    @cached_property
+    def treats_output_alone(self) -> bool:
+        """Whether the layer that gives the outputs is all that is treated: its rows need no backward pass."""
+        if self.positions is not None:
+            return self.positions.direct
+        uses = [use for block in self.blocks for use in self.plan.uses.get(block.name, [(-1,)])]
+        return self.plan.last >= 0 and all(use[0] == self.plan.last for use in uses)
+
     def state(self) -> dict[str, Tensor]:
         """Returns what the outputs depend on, as `state_of` does."""
         return state_of(self.model)
@@ -184,20 +226,26 @@ class Tangent:
         return {block.name: block.join(parameters) for block in self.blocks}
 
     def call_with(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
-        """Returns the outputs (B, C) at other values for some treated parameters by name, differentiable in both.
+        """Returns the outputs (B, C), or (B, T C), at other values for some treated parameters, differentiable in both.
 
         The network is not written, and takes all inputs at once.
         """
         return call_with(self.model, self.forward, self.parameters, values, inputs, self.plan.unseen)
 
     def outputs_of(self, inputs: Any) -> Tensor:
-        """Returns the network's outputs (B, C), without gradients, as many samples at once as fit the memory budget."""
+        """Returns the network's outputs (B, C), those with positions in their own shape, without gradients.
+
+        As many samples are taken at once as fit the memory budget.
+        """
         parts = []
         with torch.no_grad(), without_compiled():
             for _, chunk in batches.chunks(inputs, self.chunk_length(1)):
-                outputs = call(self.model, chunk, self.forward)
+                outputs = shaped_outputs(self.model, chunk, self.forward)
                 parts.append(outputs.detach().to(self.dtype))  # a scripted network may give them a graph all the same
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        outputs = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self.positions is not None:
+            self.positions.sizes(outputs.shape)
+        return outputs
 
     def record(
         self,
@@ -231,42 +279,147 @@ class Tangent:
         """
         return inputs if isinstance(inputs, Checked) else check_inputs(inputs, self.plan.shared, where)
 
-    def _record(self, checked: Checked, cotangents: Cotangents, dtype: torch.dtype) -> Record:
-        inputs, differentiable = checked.inputs, wants_gradient(checked.inputs)
+    def _recording(self, checked: Checked) -> tuple[Recording, Uses]:
+        """Runs the network on a chunk, and reads which uses make up each block."""
         named = self.parameters
         watched = {name: named[name] for name in self.plan.watched}
         spread = checked.samples if self.plan.spread else 1
         frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
-        recording = run(self.model, inputs, self.forward, watched, spread, frozen)
-        check_recording(self.model, inputs, recording, self.outputs)
-        outputs, noted, name = recording.outputs, recording.noted, type(self.model).__name__
+        recording = run(self.model, checked.inputs, self.forward, watched, spread, frozen)
+        width = self.outputs if self.positions is None else recording.outputs.shape[1]
+        check_recording(self.model, checked.inputs, recording, width)
+        noted, name = recording.noted, type(self.model).__name__
         kinds = tuple([use.use.kind for use in noted])
-        uses = self.plan.uses_in([use.names for use in noted], kinds, len(outputs), name)
+        uses = self.plan.uses_in([use.names for use in noted], kinds, len(recording.outputs), name)
         if not all(use.reached for use in noted):  # no gradient there, of whatever shape
             uses = {key: [use for use in every if noted[use[0]].reached] or every for key, every in uses.items()}
-        self._sample_axis.check(recording, uses, name)
+        return recording, uses
+
+    def _record(self, checked: Checked, cotangents: Cotangents, dtype: torch.dtype) -> Record:
+        inputs, differentiable = checked.inputs, wants_gradient(checked.inputs)
+        recording, uses = self._recording(checked)
+        self._sample_axis.check(recording, uses, type(self.model).__name__)
+        outputs = recording.outputs
         if callable(cotangents):
             cotangents = cotangents(outputs if differentiable else outputs.detach())
-        return Record(self, inputs, outputs, noted, uses, cotangents, dtype, differentiable)
+        record = Record(self, inputs, outputs, recording.noted, uses, cotangents, dtype, differentiable)
+        if self.positions is not None:
+            record.sizes = self.positions.sizes(recording.shaped.shape)
+        return record
 
     @cached_property
     def _sample_axis(self) -> SampleAxisCheck:
         return SampleAxisCheck()
 
     def records(
-        self, inputs: Any, cotangents: Cotangents = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
+        self,
+        inputs: Any,
+        cotangents: Cotangents = None,
+        dtype: torch.dtype | None = None,
+        scratch_per_sample: int = 0,
+        kept: Tensor | None = None,
+        some: int | None = None,
     ) -> Iterator[tuple[slice, Record]]:
         """Yields records of consecutive chunks of samples that fit the memory budget.
+
+        Where the outputs have positions, and the treated layer gives the outputs or `cotangents` is None, each position
+        is a sample: the records have C outputs, and the slices count the positions of all samples, with a step T where
+        a record is of one position of each sample. Otherwise their outputs are (B, T C).
 
         Args:
             inputs: B samples, checked or not.
             cotangents: as in `record`; a function, or None (a tensor cannot be cut along).
             dtype: as in `record`.
             scratch_per_sample: further numbers that the caller holds a sample, in units of `dtype`.
+            kept: (B, T), which positions count. Where positions are samples, the slices count these alone.
+            some: how many positions of an input are enough where each takes C backward passes of its own, and a 64th
+                of what is enough where positions are samples. Then the slices have steps.
         """
-        for part, chunk in self.check(inputs).chunks(self.chunk_length(cotangents, dtype, scratch_per_sample)):
-            for rows, record in self.recorded(chunk, cotangents, dtype or self.dtype):
-                yield slice(part.start + rows.start, part.start + rows.stop), record
+        dtype = dtype or self.dtype
+        positions = self.positions
+        if positions is None:
+            for part, chunk in self.check(inputs).chunks(self.chunk_length(cotangents, dtype, scratch_per_sample)):
+                for rows, record in self.recorded(chunk, cotangents, dtype):
+                    yield slice(part.start + rows.start, part.start + rows.stop), record
+        elif positions.direct:
+            stride = 1 if some is None else -(-positions.count // (DENSER * some))
+            yield from self._direct_records(
+                positions, self.check(inputs), cotangents, dtype, scratch_per_sample, kept, stride
+            )
+        else:
+            scratch_per_sample *= 1 if cotangents is None else positions.count
+            for part, chunk in self.check(inputs).chunks(self.chunk_length(cotangents, dtype, scratch_per_sample)):
+                u = cotangents if kept is None or not callable(cotangents) else _masked(cotangents, kept[part])
+                for rows, record in self.recorded(chunk, u, dtype):
+                    here = slice(part.start + rows.start, part.start + rows.stop)
+                    yield from ((here, record),) if u is not None else _by_position(record, here, positions, some)
+
+    def _direct_records(
+        self,
+        positions: Positions,
+        checked: Checked,
+        cotangents: Cotangents,
+        dtype: torch.dtype,
+        scratch: int,
+        kept: Tensor | None,
+        stride: int,
+    ) -> Iterator[tuple[slice, Record]]:
+        """Yields records of positions as samples, every so many of them, of a layer that gives the outputs."""
+        differentiable, start = wants_gradient(checked.inputs), 0
+        inputs = max(block.matrix_shape[2] for block in self.blocks)
+        numbers = 2 * inputs + 5 * getattr(cotangents, "columns", self.outputs) * self.outputs + scratch
+        step = max(1, self.memory // (numbers * dtype.itemsize))
+        for part, chunk in checked.chunks(self.chunk_length(1, dtype)):
+            recording, uses = self._recording(chunk)
+            use = self._direct_use(recording, uses)
+            sizes = positions.sizes(recording.shaped.shape)
+            patches = None if use is None else use.use.position_inputs(sizes, step)
+            if use is None or patches is None:
+                raise LapwingError(
+                    f"The layer of {next(iter(self.parameters))} gave the outputs of {type(self.model).__name__} on "
+                    "the first batch, and not on this one. Let forward() return them in the same way on every batch."
+                )
+            f, first = positions.rows(recording.shaped), 0
+            mask = None if kept is None else kept[part].flatten()
+            if mask is not None and len(mask) != len(f):
+                raise LapwingError(
+                    f"The targets have {mask.numel() // chunk.samples} positions of a sample, and the outputs "
+                    f"{len(f) // chunk.samples}, of shape {tuple(recording.shaped.shape)}. Pass one target for each."
+                )
+            roles = {name: [(0, BatchAxis(), each[0][2])] for name, each in uses.items()}
+            for a in patches:
+                here = slice(first, first + len(a))
+                outputs, first = f[here], here.stop
+                if mask is not None:
+                    a, outputs = a[mask[here]], outputs[mask[here]]
+                rows = slice(start, start + len(a))
+                start = rows.stop
+                if stride > 1:
+                    skipped = -rows.start % stride
+                    rows = slice(rows.start + skipped, rows.stop, stride)
+                    a, outputs = a[skipped::stride], outputs[skipped::stride]
+                if not len(a):
+                    continue
+                if not differentiable:
+                    outputs = outputs.detach().requires_grad_()
+                weights = use.use.parameters
+                layer = LinearUse(a, weights["weight"], weights.get("bias"), getattr(use.use, "transposed", False))
+                versions = a._version, outputs._version, 0
+                noted = RecordedUse(layer, use.names, get_gradient_edge(outputs), outputs, versions)
+                u = cotangents(outputs if differentiable else outputs.detach()) if callable(cotangents) else None
+                record = Record(self, None, outputs, [noted], roles, u, dtype, differentiable)
+                record.sizes = sizes
+                yield rows, record
+
+    def _direct_use(self, recording: Recording, uses: Uses) -> RecordedUse | None:
+        """Returns the one use of all treated weights whose output is the network's, position by position, or None."""
+        positions, noted = self.positions, {i for every in uses.values() for i, _, _ in every}
+        if positions is None or len(noted) != 1 or set(uses) != {block.name for block in self.blocks}:
+            return None
+        use = recording.noted[noted.pop()]
+        same = use.out is recording.shaped and use.out._version == use.versions[1] and not use.spread
+        fits = same and use.use.features == positions.axis
+        return use if fits and use.use.position_inputs((), 1) is not None else None
 
     def recorded(self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype) -> Iterator[tuple[slice, Record]]:
         """Yields the record of one chunk, or one for each sample where a layer does not hold them as in the fit."""
@@ -321,6 +474,36 @@ class Tangent:
             + scratch_per_sample
         )
         return numbers * (dtype or self.dtype).itemsize
+
+
+def _by_position(record: Record, rows: slice, positions: Positions, some: int | None) -> Iterator[tuple[slice, Record]]:
+    """Yields the records of each position's C outputs, or of so many positions spread evenly."""
+    count = record.outputs.shape[1] // positions.outputs
+    if some is None and record.outputs.shape[1] > EXACT_OUTPUTS:
+        raise LapwingError(
+            f"The network has {count} positions of {positions.outputs} outputs for each sample, more than "
+            f"{EXACT_OUTPUTS} in all, and each takes a backward pass. Pass via=lw.Linearized(draws=64), or treat the "
+            "last layer alone: params=lw.last_layer."
+        )
+    for i in range(min(count, some or count)):
+        which = i if some is None else i * count // min(count, some)
+        yield slice(rows.start * count + which, rows.stop * count, count), record.at_position(which)
+
+
+def _masked(cotangents: Callable[[Tensor], Tensor], kept: Tensor) -> Callable[[Tensor], Tensor]:
+    """Returns cotangents (B, T C, R) that are 0 at the positions that do not count."""
+
+    def masked(outputs: Tensor) -> Tensor:
+        if outputs.shape[1] % kept.shape[1]:
+            raise LapwingError(
+                f"The targets have {kept.shape[1]} positions of a sample, and the outputs of a sample are "
+                f"{outputs.shape[1]} numbers. Pass one target for each position."
+            )
+        u = cotangents(outputs)
+        return (u.unflatten(1, (kept.shape[1], -1)) * kept[:, :, None, None]).flatten(1, 2)
+
+    masked.columns = cotangents.columns  # type: ignore[attr-defined]
+    return masked
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

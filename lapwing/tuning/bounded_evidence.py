@@ -18,7 +18,7 @@ from ..network.eager import outside_modes
 from ..network.loaders import other_size
 from ..posterior import Posterior
 from .evidence import Evidence, Training, Tuning
-from .held_out import held_out_scores, mean_variances
+from .held_out import mean_variances, spread_costs
 from .leave_one_out import leave_one_out
 from .search import evenly
 
@@ -53,12 +53,14 @@ class BoundedEvidence(Tuning):
     alone included. Widths are never below the mean squared residual. All trained weights count (`requires_grad`: freeze
     those that other data trained) in networks of at most a million weights, few of them without a layer family. In
     larger ones the treated weights alone do. A given prior precision is kept, and σ² makes the width; of a given noise
-    variance the evidence chooses the prior precision.
+    variance the evidence chooses the prior precision. Where the outputs have positions, a regression is tuned by the
+    evidence alone.
 
     Args:
         nats: what the spread may cost, in nats a training sample, with the default link.
         samples: how many training samples are used at most, four times as many for a regression, in whole batches
-            spread evenly over the loader, which should not be sorted.
+            spread evenly over the loader, which should not be sorted. Of outputs with positions they are sixteen times
+            as many positions, of 8 inputs or more.
         decades: how far above the evidence's δ to search, in powers of ten.
         points: candidates in that range; between them the cost is interpolated.
 
@@ -101,7 +103,7 @@ class BoundedEvidence(Tuning):
         if not isinstance(posterior.covariance, PriorCovariance):
             return posterior
         residual = posterior.likelihood.residual_variance(posterior.statistics)
-        if residual is not None and not posterior.noise_fixed:
+        if residual is not None and not posterior.noise_fixed and posterior.tangent.positions is None:
             return self._with_width(posterior, residual, training)
         tuned = Evidence().tune(posterior)
         if posterior.prior.fixed or tuned.noise_variance is not None:
@@ -170,16 +172,15 @@ class BoundedEvidence(Tuning):
 
         The candidates are posteriors of one fit, and the loader shows its training data: see `spread`.
         """
-        first = candidates[0]
+        first, positions, limit = candidates[0], candidates[0].tangent.positions, self.samples
+        if positions is not None:
+            limit = max(8, 16 * limit // min(positions.count, 1024))
         totals, count = [0.0] * len(candidates), 0
-        for inputs, targets in spread(loader, self.samples, first, shown):
-            size = batches.size(inputs)
-            scores = held_out_scores(candidates, None, [(inputs, targets)])[:, 0, 0].tolist()  # checks the targets
-            logits = first.tangent.outputs_of(inputs) / (first.logit_temperature or 1.0)
-            certain = float(first.likelihood.log_prob(logits, targets).double().sum())
-            totals = [cost + certain - size * score for cost, score in zip(totals, scores, strict=True)]
+        for part in spread(loader, limit, first, shown):
+            costs, size = spread_costs(candidates, [part])  # checks the targets
+            totals = [before + cost for before, cost in zip(totals, costs, strict=True)]
             count += size
-        return [cost / count for cost in totals]
+        return [cost / max(1, count) for cost in totals]
 
 
 def trained_product(posterior: Posterior, training: Training) -> float | None:
@@ -187,7 +188,7 @@ def trained_product(posterior: Posterior, training: Training) -> float | None:
 
     It says how predictions of different inputs differ in width; `(δ/c, c σ²)` has the same λ for every c.
     """
-    if not isinstance(posterior.covariance, PriorCovariance):
+    if not isinstance(posterior.covariance, PriorCovariance) or posterior.tangent.positions is not None:
         return None
     parts = list(spread(training.loader, 4 * BoundedEvidence.samples, posterior, training.shown))
     exact = leave_one_out(posterior, parts, max(training.shown or 0, posterior.samples * posterior.data_factor))

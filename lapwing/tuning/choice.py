@@ -15,6 +15,7 @@ from torch import Tensor
 from ..covariance import PriorCovariance, Subspace
 from ..errors import LapwingError, shown
 from ..likelihoods import Gaussian, SampledLink
+from ..methods.passes import Batch
 from ..network import batches
 from ..posterior import Posterior
 from .held_out import at_precision, no_batch, sample_scores, width_scores
@@ -194,7 +195,7 @@ def held_out_report(posterior: Posterior, loader: Iterable[Any]) -> str:
     if posterior.logit_temperature is None:
         return chosen + f"noise variance {posterior.noise_variance:.3g}"
     link, likelihood = posterior.likelihood.default_link, posterior.likelihood
-    if SampledLink not in likelihood.links:
+    if SampledLink not in likelihood.links or posterior.tangent.positions is not None:
         return f"{chosen}logit temperature {posterior.logit_temperature:.3g}"
     sums, count = torch.zeros(2, dtype=torch.float64), 0
     for batch in loader:
@@ -203,7 +204,8 @@ def held_out_report(posterior: Posterior, loader: Iterable[Any]) -> str:
             latent = posterior.latent(inputs)
             for k, each in enumerate((link, SampledLink())):
                 sums[k] += likelihood.predict(latent, each).log_prob(targets).double().sum().cpu()
-            count += batches.size(inputs)
+            counted = likelihood.labelled(targets)
+            count += batches.size(inputs) if counted is None else int(counted.sum())
     closed, drawn = (-sums / count).tolist()
     return (
         f"{chosen}logit temperature {posterior.logit_temperature:.3g}. Its negative log likelihood is {closed:.4f} "
@@ -238,8 +240,10 @@ def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
     for batch in loader:
         inputs, targets = batches.split(batch, posterior.tangent.device)
         if batches.size(inputs):
-            outputs = posterior.tangent.outputs_of(posterior.tangent.check(inputs).inputs)
-            posterior.likelihood.check(outputs, targets)
+            tangent, likelihood = posterior.tangent, posterior.likelihood
+            tangent.check(inputs)
+            outputs, targets = Batch(tangent, inputs, targets, 0, likelihood.labelled(targets)).rows()
+            likelihood.check(outputs, targets)
             values = posterior.likelihood.statistics(outputs, targets)
             sums = {name: value + sums.get(name, 0.0) for name, value in values.items()}
     residual = posterior.likelihood.residual_variance(sums) if sums else None

@@ -13,10 +13,13 @@ from ..covariance import Latent, PriorCovariance
 from ..errors import LapwingError
 from ..network import batches
 from ..posterior import Posterior
-from ..tangent import Record
+from ..tangent import Record, Tangent
 
 log = logging.getLogger("lapwing")
 
+
+SOME_POSITIONS = 16
+"""So many positions of an input are scored where each takes backward passes of its own."""
 
 Candidates = Callable[[Posterior], list[Posterior]]
 """Returns the candidates around a posterior, which differ in prior and noise alone."""
@@ -44,6 +47,8 @@ def sample_scores(
 ) -> Tensor:
     """Returns the log likelihood of each held-out sample, (posteriors, candidates, temperatures, N).
 
+    Positions of outputs are samples here, and labels that do not count are left out.
+
     Args:
         posteriors: of one fit.
         candidates: around a posterior.
@@ -60,10 +65,34 @@ def sample_scores(
         if divisors:
             latent = latent.at_temperatures(divisors)
             labels = labels.repeat(len(divisors), *[1] * (labels.ndim - 1))
-        scores = likelihood.predict(latent).log_prob(labels)
-        rows.setdefault(place, []).append(scores.cpu().unflatten(0, (max(1, len(divisors)), -1)))
+        scores = likelihood.predict(latent).log_prob(labels).unflatten(0, (max(1, len(divisors)), -1))
+        counted = likelihood.labelled(labels[: scores.shape[1]])
+        rows.setdefault(place, []).append((scores if counted is None else scores[:, counted]).cpu())
     joined = [torch.cat(parts, 1) for _, parts in sorted(rows.items())]
+    if not joined[0].shape[1]:
+        raise LapwingError(
+            "None of the held-out labels counts: all of them are the ignore_index of the likelihood. Pass held-out "
+            "data with labels of classes."
+        )
     return torch.stack(joined).unflatten(0, (len(posteriors), -1))
+
+
+def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> tuple[list[float], int]:
+    """Returns what the spread of each posterior costs, `Σ_n log p(y_n|f_n) - log p(y_n|N(f_n, V_n))`, and n.
+
+    Positions of outputs are samples here, and labels that do not count are left out.
+    """
+    totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0
+    mean, certain = None, torch.empty(0)
+    for (i, _), posterior, latent, labels in _contracted(posteriors, lambda one: [one], loader):
+        likelihood = posterior.likelihood
+        if latent.mean is not mean:  # of the next record
+            mean, counted = latent.mean, likelihood.labelled(labels)
+            certain = likelihood.log_prob(mean / (likelihood.logit_temperature or 1.0), labels).double()
+            count += len(labels) if counted is None else int(counted.sum())
+        spread = likelihood.predict(latent).log_prob(labels)
+        totals[i] += float((certain - spread).sum())
+    return totals.tolist(), count
 
 
 def width_scores(
@@ -108,8 +137,9 @@ def _contracted(
     with torch.no_grad():
         for batch in loader:
             inputs, targets = batches.split(batch, first.tangent.device)
-            for part, record in first.tangent.records(inputs, None, first.covariance.record_dtype, scratch):
-                labels = targets[part]
+            dtype = first.covariance.record_dtype
+            for part, record in first.tangent.records(inputs, None, dtype, scratch, some=SOME_POSITIONS):
+                labels = _rows_of(targets, first.tangent, record)[part]
                 first.likelihood.check(record.outputs, labels)
                 count += record.samples
                 for members in groups:
@@ -119,6 +149,13 @@ def _contracted(
                         yield place, candidate, latent, labels
     if not count:
         raise no_batch()
+
+
+def _rows_of(targets: Tensor, tangent: Tangent, record: Record) -> Tensor:
+    """Returns the targets of a batch, those of outputs with positions as rows."""
+    if tangent.positions is None or record.sizes is None:
+        return targets
+    return tangent.positions.places(len(targets), record.sizes).targets(targets, tangent.outputs)
 
 
 def no_batch() -> LapwingError:
@@ -139,7 +176,8 @@ def mean_variances(posteriors: Sequence[Posterior], parts: Iterable[Any]) -> lis
     scratch = _numbers_per_sample(posteriors, 1, marginal=True)
     with torch.no_grad():
         for inputs in parts:
-            for _, record in first.tangent.records(inputs, None, first.covariance.record_dtype, scratch):
+            dtype = first.covariance.record_dtype
+            for _, record in first.tangent.records(inputs, None, dtype, scratch, some=SOME_POSITIONS):
                 latents = _latents(record, posteriors, marginal=True)
                 totals += torch.stack([latent.variance.double().sum().cpu() for latent in latents])
                 count += record.outputs.numel()

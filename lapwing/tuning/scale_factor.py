@@ -84,6 +84,11 @@ def scale_factor(
             f"{batches.describe(posterior)} and {batches.describe(loader)}. Write "
             "lw.scale_factor(posterior, [(x_val, y_val)])."
         )
+    if posterior.tangent.positions is not None:
+        raise LapwingError(
+            "The outputs have positions, which lw.scale_factor does not take. Predict with via=lw.Linearized(), which "
+            "needs no scale factor."
+        )
     check_choice("lw.scale_factor", "by", by, ("validation", "evidence"))
     check_grid("scale_factor", decades, points)
     expected, likelihood = by == "evidence", posterior.likelihood

@@ -10,7 +10,7 @@ from lapwing.likelihoods import Bernoulli, Categorical, ClassPrediction, Gaussia
 
 LABELS = [
     # outputs' shape, labels, what the message must say
-    ((4, 3), torch.tensor([0, -100, 2, -100]), ["labels 0 to 2", "2 of 4", "index 1: -100", "keep = y != -100"]),
+    ((4, 3), torch.tensor([0, -1, 2, -1]), ["labels 0 to 2", "2 of 4", "index 1: -1", "keep = (y >= 0)"]),
     ((4, 3), torch.tensor([0, 1, -1, 2]), ["1 of 4", "index 2: -1", "keep = (y >= 0) & (y < 3)"]),
     ((4, 3), torch.tensor([1, 2, 3, 3]), ["2 of 4", "index 2: 3", "y = y - 1"]),
     ((4, 2), torch.tensor([-1, 1, 1, -1]), ["2 of 4", "index 0: -1", "y = (y + 1) // 2"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from ..blocks import Matrix
 from ..outer import Outer, SharedOuter
-from ..strips import Box, Strip, at
+from ..strips import Box, Strip, at, boxes
 from .use import BatchAxis, Use, Watched, by_name, outer_jacobian, register
 
 
@@ -78,6 +79,17 @@ class ConvUse(Use):
     def matrix(self) -> Matrix:
         """(G, O, I) with I the channels of a group times the kernel's pixels."""
         return Matrix.of(self.parameters["weight"].shape, self.groups)
+
+    def position_inputs(self, grid: Sequence[int], step: int) -> Iterator[Tensor] | None:
+        """Yields the patches of consecutive positions, of several small images or of a part of a large one."""
+        return self._patches(grid, step) if self.groups == 1 else None
+
+    def _patches(self, grid: Sequence[int], step: int) -> Iterator[Tensor]:
+        kernel = tuple(self.parameters["weight"].shape[2:])
+        for images in self.inputs.split(max(1, step // max(1, prod(grid)))):
+            for box in boxes(grid, step // len(images)):
+                part, padding = window(images, box, kernel, self.stride, self.padding, self.dilation)
+                yield unfold(part, kernel, self.stride, padding, self.dilation).flatten(0, 1).flatten(1)
 
     def jacobian(
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int

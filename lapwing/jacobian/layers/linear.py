@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -27,6 +29,10 @@ class LinearUse(Use):
     def matrix(self) -> Matrix:
         """One group, (O, I), or stored transposed."""
         return Matrix.of(self.parameters["weight"].shape, transposed=self.transposed)
+
+    def position_inputs(self, grid: Sequence[int], step: int) -> Iterator[Tensor]:
+        """Yields consecutive rows of the inputs."""
+        return iter(self.inputs.flatten(0, -2).split(step))
 
     def jacobian(
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int

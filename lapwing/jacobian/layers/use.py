@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
@@ -74,6 +74,17 @@ class Use(ABC):
         """Returns the matrix layout of the weight, or None for a layer without one.
 
         With one, `jacobian` returns a `MatrixJacobian`, and KFAC gives the weight a Kronecker-factored block.
+        """
+        return None
+
+    def position_inputs(self, grid: Sequence[int], step: int) -> Iterator[Tensor] | None:
+        """Yields the inputs (rows, I) of positions, for B samples on the first dimension, in the order of outputs.
+
+        Then the output at a position is `W a + b`. None for a layer that has no such form.
+
+        Args:
+            grid: the sizes of the positions of one sample, as the output has them.
+            step: how many rows at once, where the grid can be cut so.
         """
         return None
 

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Generator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -86,6 +86,8 @@ class SampledLLA(Method):
         >>> bool(posterior.history["residuals"].max() < 0.01)
         True
     """
+
+    takes_positions: ClassVar[bool] = False
 
     draws: int = 32
     solver: ConjugateGradients | StochasticGradient = ConjugateGradients()  # noqa: RUF009 (frozen)

@@ -1,0 +1,99 @@
+"""Latents of outputs with positions: one Gaussian for each position, in the shape of the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import LapwingError
+from ..network.positions import Places
+
+if TYPE_CHECKING:
+    from .latent import Latent, LatentDraws, LinearDraws
+
+
+@dataclass(frozen=True)
+class LatentAtPositions:
+    """`f_t(x) ~ N(mean, covariance)` for each position t, such as a token or a pixel.
+
+    Attributes:
+        rows: the latent of B T rows with C outputs each, which likelihoods and links take.
+        places: where these rows lie in the outputs.
+    """
+
+    rows: Latent | LatentDraws | LinearDraws
+    places: Places
+    joint = False
+
+    @property
+    def mean(self) -> Tensor:
+        """Means, in the shape of the outputs, such as (B, C, H, W)."""
+        return self.places.whole(self.rows.mean)
+
+    @property
+    def variance(self) -> Tensor:
+        """Marginal variances, in the shape of the outputs."""
+        return self.places.whole(self.rows.variance)
+
+    @property
+    def std(self) -> Tensor:
+        """Marginal standard deviations, in the shape of the outputs."""
+        return self.places.whole(self.rows.std)
+
+    @property
+    def centred_variance(self) -> Tensor:
+        """Variances of the outputs minus their average at each position, in the shape of the outputs."""
+        return self.places.whole(self.rows.centred_variance)
+
+    @property
+    def covariance(self) -> Tensor:
+        """Covariances of each position's outputs, such as (B, T, C, C) or (B, H, W, C, C)."""
+        return self.places.whole(self.rows.covariance)
+
+    @property
+    def draws(self) -> Tensor | None:
+        """Outputs under draws of the weights (S, ...), where it is made of some."""
+        return None if self.rows.draws is None else self.places.whole(self.rows.draws, 1)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws outputs (n, ...), positions independent unless the latent is made of draws; seed 0 where None."""
+        return self.places.whole(self.rows.sample(n, generator), 1)
+
+    def scaled(self, factor: float) -> LatentAtPositions:
+        """Returns the latent with its covariance times a number >= 0."""
+        return replace(self, rows=self.rows.scaled(factor))
+
+    def tempered(self, temperature: float) -> LatentAtPositions:
+        """Returns the latent with its mean divided by a temperature; the covariance stays."""
+        return replace(self, rows=self.rows.tempered(temperature))
+
+    def compact(self, covariances: bool) -> LatentAtPositions:
+        """Returns a detached float64 copy that keeps covariances, or variances alone."""
+        return replace(self, rows=self.rows.compact(covariances))
+
+    def with_checks(self) -> LatentAtPositions:
+        """Returns the latent for the user: moments that are not finite are refused."""
+        return replace(self, rows=self.rows.with_checks())
+
+    @staticmethod
+    def concatenate(parts: Sequence[LatentAtPositions]) -> LatentAtPositions:
+        """Joins the latents of consecutive batches.
+
+        Raises:
+            LapwingError: for batches whose inputs differ in their positions.
+        """
+        first = parts[0]
+        sizes = {part.places.sizes for part in parts}
+        if len(sizes) > 1:
+            raise LapwingError(
+                f"The batches of the loader have outputs at {' and '.join(map(str, sorted(sizes)[:3]))} positions, "
+                "which make no tensor. Predict each batch with posterior.predict(x)."
+            )
+        kind: Any = type(first.rows)
+        rows = kind.concatenate([part.rows for part in parts])
+        places = replace(first.places, samples=sum(part.places.samples for part in parts))
+        return LatentAtPositions(rows, places)

@@ -1,0 +1,106 @@
+"""Predictions of outputs with positions: those of a likelihood at every position, in the shape of the outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributions as dist
+
+from ..covariance import AnyLatent
+from ..covariance.positions import LatentAtPositions
+from ..network import batches
+from ..network.positions import Places
+from .base import Likelihood
+from .links import Link
+from .predictions import Prediction
+
+
+def predicted(
+    likelihood: Likelihood, latent: AnyLatent, link: Link | None, generator: torch.Generator | None
+) -> Prediction:
+    """Returns the distribution of y under a latent, position by position where it has positions."""
+    if isinstance(latent, LatentAtPositions):
+        return PredictionAtPositions(likelihood.predict(latent.rows, link, generator), latent)
+    return likelihood.predict(latent, link, generator)
+
+
+class PredictionAtPositions(Prediction):
+    """The distribution of y at every position of B inputs, such as tokens or pixels.
+
+    It has what the prediction of one position has, in the shape of the outputs or of their positions: `probs` (B, T, C)
+    or (B, C, H, W), `confidence`, `classes`, `entropy()` and `mutual_information()` (B, T) or (B, H, W); `mean`,
+    `variance`, `std` and `interval()` of a regression in the shape of the outputs. Positions are predicted one at a
+    time: no covariance between two of them is kept.
+
+    Attributes:
+        rows: the prediction of all B T positions as rows.
+        latent: the latent that it comes from.
+    """
+
+    def __init__(self, rows: Prediction, latent: LatentAtPositions) -> None:
+        self.rows, self.latent = rows, latent
+
+    @property
+    def places(self) -> Places:
+        """Where the rows lie in the outputs."""
+        return self.latent.places
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns what the rows' prediction has by this name, in the shape of the positions."""
+        if name.startswith("_") or name in ("rows", "latent"):
+            raise AttributeError(name)
+        value = getattr(self.rows, name)
+        return (
+            (lambda *args, **options: self._whole(value(*args, **options))) if callable(value) else self._whole(value)
+        )
+
+    def __dir__(self) -> list[str]:
+        """Lists what the rows' prediction has, too."""
+        return sorted({*super().__dir__(), *(name for name in dir(self.rows) if not name.startswith("_"))})
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """Returns the log probability or density of the targets at every position, (B, T) or (B, H, W).
+
+        Labels that do not count have 0. Targets are one for each position, or of the shape of the outputs.
+        """
+        return self.places.whole(self.rows.log_prob(self._rows_of(targets)))
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws y n times at every position, independently; the first axis is n, the others are those of targets."""
+        return self.places.whole(self.rows.sample(n, generator), 1)
+
+    def distribution(self) -> dist.Distribution:
+        """Returns the prediction of all B T positions as a `torch.distributions` object with batch shape (B T,)."""
+        return self.rows.distribution()
+
+    @property
+    def point(self) -> Tensor:
+        return self._whole(self.rows.point)
+
+    def uncertainty(self, score: str = "entropy") -> Tensor:
+        """Returns one number for each position that is larger where the prediction is less sure."""
+        return self._whole(self.rows.uncertainty(score))
+
+    def summary(self) -> dict[str, Tensor]:
+        return {name: self._whole(value) for name, value in self.rows.summary().items()}
+
+    def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
+        """Returns what metrics compare, by name, one row for each position that counts."""
+        return self.rows.for_metrics(self._rows_of(targets))
+
+    def _rows_of(self, targets: Tensor) -> Tensor:
+        targets = batches.plain(targets, self.latent.rows.mean.device)
+        return self.places.targets(targets, self.latent.rows.mean.shape[-1])
+
+    def _whole(self, value: Any) -> Any:
+        """Returns rows in the shape of the positions, also within tuples; anything else as it is."""
+        if isinstance(value, tuple):
+            return tuple(map(self._whole, value))
+        has_rows = isinstance(value, Tensor) and value.shape[:1] == self.latent.rows.mean.shape[:1]
+        return self.places.whole(value) if has_rows else value
+
+    def __repr__(self) -> str:
+        shape = self.places.shape(self.latent.rows.mean.shape[-1])
+        return f"PredictionAtPositions(outputs {tuple(shape)}, {self.rows!r})"

@@ -1,0 +1,32 @@
+"""Calls the network with a batch's inputs: `model(x)`, `model(*x)`, `model(**x)`, or the user's `forward`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import LapwingError, shown
+from .batches import Forward
+
+
+def invoke(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
+    """Returns what the network returns."""
+    if forward is not None and not callable(forward):
+        raise LapwingError(
+            f"forward={shown(forward)} is not a function of the model and a batch's inputs. Write forward=lambda "
+            "model, inputs: model(inputs)."
+        )
+    if forward is not None:
+        return forward(model, inputs)
+    if isinstance(inputs, Tensor):
+        return model(inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, (tuple, list)):
+        return model(*inputs)
+    raise LapwingError(
+        f"The inputs have the type {type(inputs).__name__}, and {type(model).__name__} is called with a tensor, a "
+        "tuple or a dict of tensors. Pass forward=lambda model, inputs: model(...) to say how it is called."
+    )

@@ -1,0 +1,74 @@
+"""Latents of outputs with positions: each position is predicted like a sample with C outputs."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..covariance import Covariance, Latent, LatentDraws, LinearDraws
+from ..covariance.positions import LatentAtPositions
+from ..errors import LapwingError
+from ..network.gate import Checked
+from ..tangent import Tangent
+
+
+def at_positions(tangent: Tangent, covariance: Covariance, checked: Checked, joint: bool) -> LatentAtPositions:
+    """Returns `N(f_t(x), J_t Σ J_tᵀ)` for each position t of each input.
+
+    Cost: where the treated layer gives the outputs, one forward pass, and the contractions of B T samples. Otherwise
+    one forward and T C backward passes, refused for more than 1 000 of them.
+
+    Raises:
+        LapwingError: for a joint latent, or too many outputs.
+    """
+    positions = tangent.positions
+    assert positions is not None
+    if joint:
+        raise refused_joint()
+    parts: list[tuple[slice, Latent]] = []
+    sizes: tuple[int, ...] = ()
+    scratch = tangent.outputs * covariance.scratch_per_row
+    for rows, record in tangent.records(checked, dtype=covariance.record_dtype, scratch_per_sample=scratch):
+        terms = tuple(term.to(tangent.dtype) for term in covariance.output_covariance(record))
+        parts.append((rows, Latent(record.outputs, terms)))
+        sizes = record.sizes or ()
+    latent = parts[0][1] if len(parts) == 1 else Latent.concatenate([part for _, part in parts])
+    if any(rows.step is not None for rows, _ in parts):
+        order = torch.cat([torch.arange(rows.start, rows.stop, rows.step or 1) for rows, _ in parts])
+        latent = latent.taken(order.argsort().to(latent.mean.device))
+    return LatentAtPositions(latent, positions.places(checked.samples, sizes))
+
+
+AnyDraws = TypeVar("AnyDraws", LinearDraws, LatentDraws)
+
+
+def draws_at_positions(tangent: Tangent, latent: AnyDraws, inputs: Any) -> AnyDraws | LatentAtPositions:
+    """Returns a latent of draws (S, B, T C), position by position where the outputs have positions.
+
+    Raises:
+        LapwingError: for a joint latent of positions.
+
+    Cost: a forward pass, for the sizes of the positions.
+    """
+    positions = tangent.positions
+    if positions is None:
+        return latent
+    if latent.joint:
+        raise refused_joint()
+    sizes = positions.sizes(tangent.outputs_of(inputs).shape)
+    tensors = {f.name: getattr(latent, f.name) for f in fields(latent)}
+    for name, value in tensors.items():
+        if isinstance(value, Tensor):
+            tensors[name] = value.unflatten(-1, (-1, positions.outputs)).flatten(-3, -2)
+    return LatentAtPositions(replace(latent, **tensors), positions.places(latent.mean.shape[0], sizes))
+
+
+def refused_joint() -> LapwingError:
+    """Returns what is raised for a joint latent."""
+    return LapwingError(
+        "The outputs have positions, and a joint latent of all of them is not kept. Leave out joint=True: the latent "
+        "has a covariance for each position."
+    )

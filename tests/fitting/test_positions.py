@@ -1,0 +1,464 @@
+"""Outputs with positions (tokens, pixels), against dense oracles and against the same network on single positions."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.evaluation import compare
+from lapwing.methods import problem as problem_module
+from lapwing.methods.problem import FisherRoot
+from lapwing.tuning.held_out import sample_scores, spread_costs
+from tests import oracle
+from tests.conformance import close
+
+F64 = torch.float64
+CLASSES = 3
+
+
+class Tagger(nn.Module):
+    """A label for each token, by that token alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.hidden, self.head = nn.Embedding(10, 4), nn.Linear(4, 5), nn.Linear(5, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.features(tokens))
+
+    def features(self, tokens: Tensor) -> Tensor:
+        return torch.tanh(self.hidden(self.embedding(tokens)))
+
+
+class Transformer(Tagger):
+    """A label for each token, by all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(4, CLASSES)
+
+
+class Segmentation(nn.Module):
+    """A label for each pixel."""
+
+    def __init__(self, kernel: int) -> None:
+        super().__init__()
+        self.trunk = nn.Conv2d(2, 3, 3, padding=1)
+        self.head = nn.Conv2d(3, CLASSES, kernel, padding=kernel // 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.trunk(images)))
+
+
+NETWORKS = {
+    "tagger": Tagger,
+    "transformer": Transformer,
+    "1x1": lambda: Segmentation(1),
+    "3x3": lambda: Segmentation(3),
+}
+
+
+def case(name: str, ignored: bool = True) -> tuple[nn.Module, list[tuple[Tensor, Tensor]], Tensor]:
+    """Return a network, two batches with other positions, some of whose labels do not count, and inputs to predict."""
+    torch.manual_seed(1)
+    model = NETWORKS[name]().to(F64).eval()
+    if name in ("tagger", "transformer"):
+        inputs = [torch.randint(10, (4, 4)), torch.randint(10, (3, 2))]
+    else:
+        inputs = [torch.randn(3, 2, 3, 4, dtype=F64), torch.randn(2, 2, 2, 3, dtype=F64)]
+    targets = [torch.randint(CLASSES, (len(x), *(x.shape[1:] if x.ndim == 2 else x.shape[2:]))) for x in inputs]
+    if ignored:
+        for y in targets:
+            y.flatten()[::3] = -100
+    return model, list(zip(inputs, targets, strict=True)), inputs[1][:2]
+
+
+def rows(values: Tensor) -> Tensor:
+    """Return outputs (B, T, C) or (B, C, H, W) as (B T, C)."""
+    return values.reshape(-1, CLASSES) if values.ndim == 3 else values.movedim(1, -1).reshape(-1, CLASSES)
+
+
+def dense(model: nn.Module, loader: list[tuple[Tensor, Tensor]], names: list[str]) -> Tensor:
+    """Return the generalised Gauss-Newton matrix over the positions that count."""
+    total: Tensor = torch.zeros((), dtype=F64)
+    for x, y in loader:
+        J = jacobian(model, x, names)
+        keep = (y != -100).flatten()
+        total = total + oracle.ggn(J[keep], oracle.softmax_fisher(rows(model(x).detach())[keep]))
+    return total
+
+
+def jacobian(model: nn.Module, x: Tensor, names: list[str]) -> Tensor:
+    """Return the Jacobian (B T, C, P) of every position's outputs."""
+    parameters = {name: dict(model.named_parameters())[name].detach() for name in names}
+
+    def outputs(values: dict[str, Tensor]) -> Tensor:
+        return rows(torch.func.functional_call(model, values, (x,)))
+
+    with oracle.reference_kernels():
+        parts = torch.func.jacrev(outputs)(parameters)
+    return torch.cat([parts[name].flatten(2) for name in names], -1).detach()
+
+
+@pytest.mark.parametrize("params", [lw.last_layer, lw.everything])
+@pytest.mark.parametrize("method", [lw.Diagonal(), lw.Full()])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_latents_and_evidence_are_the_dense_oracles(name, method, params):
+    model, loader, x = case(name)
+    posterior = lw.fit(model, loader, method, params=params, prior_precision=2.0, tune=None)
+    names = list(posterior.tangent.parameters)
+    G, J = dense(model, loader, names), jacobian(model, x, names)
+    G = torch.diag(G.diagonal()) if method == lw.Diagonal() else G
+    covariance = oracle.output_covariance(J, oracle.laplace_covariance(G, 2.0))
+    latent = posterior.latent(x)
+    shape = model(x).shape
+    assert latent.mean.shape == latent.variance.shape == shape
+    close(latent.mean, model(x).detach())
+    close(latent.covariance.flatten(0, -3), covariance)
+    close(rows(latent.variance), covariance.diagonal(dim1=1, dim2=2))
+    data = torch.cat([rows(model(x).detach())[(y != -100).flatten()] for x, y in loader])
+    labels = torch.cat([y[y != -100] for _, y in loader])
+    fit = oracle.categorical_log_likelihood(data, labels).sum()
+    weights = oracle.flat_parameters(model, names)
+    wanted = fit - weights.square().sum() - 0.5 * torch.logdet(torch.eye(len(G), dtype=F64) + G / 2)
+    assert posterior.log_marginal_likelihood() == pytest.approx(float(wanted), rel=1e-9)
+    assert posterior.samples == sum(len(x) for x, _ in loader)
+
+
+@pytest.mark.parametrize("method", [lw.KFAC(), lw.EKFAC(), lw.Diagonal(), lw.Full(form="primal")])
+def test_a_last_layer_is_that_of_single_positions(method):
+    """The head alone, on the features of every position that counts: factors, tuning and predictions are the same."""
+    model, loader, x = case("transformer")
+    features = [model.features(x).detach() for x, _ in loader]
+    plain = [(f[y != -100], y[y != -100]) for f, (_, y) in zip(features, loader, strict=True)]
+    mine = lw.fit(model, loader, method, params=lw.last_layer, tune=lw.Evidence())
+    single = lw.fit(model.head, plain, method, tune=lw.Evidence())
+    assert mine.prior_precision == pytest.approx(single.prior_precision, rel=1e-6)
+    single = single.with_prior(mine.prior_precision)
+    alone = single.predict(model.features(x).detach().flatten(0, 1))
+    prediction = mine.predict(x)
+    close(prediction.probs.flatten(0, 1), alone.probs)
+    close(prediction.entropy().flatten(), alone.entropy())
+    close(prediction.mutual_information().flatten(), alone.mutual_information())
+    assert mine.log_marginal_likelihood() == pytest.approx(single.log_marginal_likelihood(), rel=1e-9)
+
+
+@pytest.mark.parametrize("params", [lw.last_layer, lw.everything])
+@pytest.mark.parametrize("name", ["transformer", "3x3"])
+def test_subspaces_of_all_rows_or_weights_are_the_whole(name, params):
+    """ELLA on the rows of every position, its basis written out or implicit, and all weights as a subset."""
+    model, loader, x = case(name)
+    posterior = lw.fit(model, loader, lw.Full(), params=params, prior_precision=2.0)
+    wanted = posterior.latent(x).covariance
+    for method in (lw.ELLA(rank=1000, rows="all", residual="prior"), lw.SubsetOfWeights(size=posterior.tangent.size)):
+        close(lw.fit(model, loader, method, params=params, prior_precision=2.0).latent(x).covariance, wanted, 1e-7)
+
+
+def test_ella_by_the_gram_matrix_of_its_rows(tmp_path, monkeypatch):
+    model, loader, x = case("transformer")
+    written = lw.fit(model, loader, lw.ELLA(rank=4, rows=12), prior_precision=1.0)
+    monkeypatch.setattr("lapwing.methods.subspace._fit", lambda *_: False)
+    other = lw.fit(model, loader, lw.ELLA(rank=4, rows=12), prior_precision=1.0)
+    close(other.latent(x).covariance, written.latent(x).covariance, 1e-6)
+    other.save(tmp_path / "posterior.safetensors")
+    again = lw.load(tmp_path / "posterior.safetensors", model)
+    close(again.latent(x).covariance, other.latent(x).covariance)
+
+
+def test_kfac_of_all_weights_is_that_of_single_tokens():
+    model, loader, x = case("tagger", ignored=False)
+    mine = lw.fit(model, loader, lw.KFAC(), prior_precision=2.0)
+    plain = [(tokens.reshape(-1), y.reshape(-1)) for tokens, y in loader]
+    single = lw.fit(model, plain, lw.KFAC(), prior_precision=2.0)
+    close(mine.latent(x).covariance.flatten(0, 1), single.latent(x.flatten()).covariance)
+
+
+@pytest.mark.parametrize("name", ["transformer", "3x3"])
+def test_ignored_padding_changes_nothing(name):
+    """Labels that do not count, whatever stands there, and other batches of the same data, give one posterior."""
+    model, loader, x = case(name)
+    some = [(x[:1], y[:1]) for x, y in loader] + [(x[1:], y[1:]) for x, y in loader]
+    one, other = (lw.fit(model, data, prior_precision=1.0) for data in (loader, some))
+    close(one.predict(x).probs, other.predict(x).probs)
+    renamed = [(x, torch.where(y == -100, 7, y)) for x, y in loader]
+    again = lw.fit(model, renamed, likelihood=lw.Categorical(ignore_index=7), prior_precision=1.0)
+    close(one.predict(x).probs, again.predict(x).probs)
+
+
+def test_shapes_of_predictions_for_pixels_and_tokens():
+    for name in ("tagger", "3x3"):
+        model, loader, x = case(name)
+        posterior = lw.fit(model, loader)
+        y = torch.zeros(rows(model(x)).shape[0], dtype=torch.long).reshape(
+            model(x).shape[:2] if name == "tagger" else (len(x), *x.shape[2:])
+        )
+        y.flatten()[0] = -100
+        p = posterior.predict(x)
+        assert p.probs.shape == model(x).shape
+        assert torch.allclose(p.probs.sum(p.places.axis), torch.ones((), dtype=F64))
+        for one in (p.confidence, p.classes, p.entropy(), p.mutual_information(), p.log_prob(y), p.uncertainty()):
+            assert one.shape == y.shape
+        assert p.sample(3).shape == (3, *y.shape)
+        assert p.log_prob(y).flatten()[0] == 0
+        close(p.log_prob(y).flatten()[1:], rows(p.probs)[1:, 0].log())
+        close(p.log_prob(y.unsqueeze(p.places.axis)), p.log_prob(y))
+        drawn = posterior.predict(x, via=lw.MonteCarlo(20))
+        assert drawn.probs.shape == p.probs.shape
+        assert posterior.latent(x, via=lw.Scaled(lw.Linearized(), 4.0)).std.shape == p.probs.shape
+
+
+def test_the_targets_say_which_dimension_holds_the_classes():
+    head = nn.Conv1d(2, CLASSES, 1).to(F64).eval()
+    x, y = torch.randn(9, 2, 5, dtype=F64), torch.randint(CLASSES, (9, 5))
+    posterior = lw.fit(head, [(x, y)], prior_precision=1.0)
+    assert posterior.predict(x).entropy().shape == (9, 5)
+    linear = nn.Linear(2, CLASSES).to(F64).eval()
+    linear.load_state_dict({"weight": head.weight[:, :, 0], "bias": head.bias})
+    last = lw.fit(linear, [(x.mT.unsqueeze(2), y.unsqueeze(2))], prior_precision=1.0)  # (B, T, 1, C)
+    close(last.predict(x.mT.unsqueeze(2)).probs[:, :, 0].mT, posterior.predict(x).probs)
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "bernoulli"])
+def test_maps_of_real_values_and_of_answers(likelihood):
+    model, loader, x = case("3x3")
+    data = [(x, torch.randn_like(model(x)).detach()) for x, _ in loader]
+    if likelihood == "bernoulli":
+        data = [(x, y > 0) for x, y in data]
+    posterior = lw.fit(model, data, likelihood=likelihood, params=lw.last_layer, prior_precision=2.0)
+    f = posterior.latent(x)
+    J = jacobian(model, x, ["head.weight", "head.bias"])
+    G = torch.zeros((), dtype=F64)
+    for inputs, _ in data:
+        outputs = rows(model(inputs).detach())
+        slope = torch.ones_like(outputs) / (posterior.noise_variance or 1.0)
+        slope = outputs.sigmoid() * (1 - outputs.sigmoid()) if likelihood == "bernoulli" else slope
+        G = G + oracle.ggn(jacobian(model, inputs, ["head.weight", "head.bias"]), torch.diag_embed(slope))
+    full = lw.fit(
+        model, data, lw.Full(), likelihood=posterior.likelihood, params=lw.last_layer, prior_precision=2.0
+    ).latent(x)
+    close(full.covariance.flatten(0, 2), oracle.output_covariance(J, oracle.laplace_covariance(G, 2.0)))
+    prediction, y = posterior.predict(x), data[1][1][: len(x)]
+    assert prediction.log_prob(y).shape == (len(x), *x.shape[2:])
+    if likelihood == "gaussian":
+        assert prediction.variance.shape == prediction.interval(0.9)[0].shape == model(x).shape
+        close(prediction.variance, f.variance + posterior.noise_variance)
+    else:
+        assert prediction.probs.shape == prediction.sample(2)[0].shape == model(x).shape
+
+
+def test_a_column_of_the_sampled_root_covers_all_positions(monkeypatch):
+    monkeypatch.setattr(problem_module, "EXACT_FISHER_OUTPUTS", 5)
+    outputs = torch.randn(2, 2 * CLASSES, dtype=F64)
+    root = FisherRoot(lw.Categorical(), CLASSES, torch.Generator().manual_seed(0), positions=2)
+    assert root.columns == root(outputs).shape[2] == 8
+    mean = torch.stack([r @ r.mT for r in (root(outputs) for _ in range(1000))]).mean(0)
+    monkeypatch.undo()
+    exact = FisherRoot(lw.Categorical(), CLASSES, torch.Generator(), positions=2)(outputs)
+    blocks = oracle.softmax_fisher(outputs.reshape(-1, CLASSES)).reshape(2, 2, CLASSES, CLASSES)
+    wanted = torch.stack([torch.block_diag(*pair) for pair in blocks])
+    close(exact @ exact.mT, wanted)
+    assert (mean - wanted).abs().max() < 0.04
+
+
+def test_too_many_positions_for_all_weights_are_sampled(caplog):
+    model = Segmentation(1).to(F64).eval()
+    x, y = torch.randn(2, 2, 19, 18, dtype=F64), torch.randint(CLASSES, (2, 19, 18))
+    with caplog.at_level(logging.INFO, "lapwing"):
+        posterior = lw.fit(model, [(x, y)], lw.Diagonal())
+    assert "1026 outputs at 342 positions" in caplog.text
+    exact = torch.diag(dense(model, [(x, y)], list(posterior.tangent.parameters)))
+    found = torch.cat([s.eigenvalues for s in posterior.covariance.structures.values()])
+    assert float(found.sum()) == pytest.approx(float(exact.sum()), rel=0.5)
+    with pytest.raises(lw.LapwingError, match=r"lw.Linearized\(draws=64\)"):
+        posterior.predict(x, via=lw.Linearized())
+    assert posterior.predict(x).probs.shape == (2, CLASSES, 19, 18)  # by 64 draws
+    assert lw.fit(model, [(x, y)]).predict(x).probs.shape == (2, CLASSES, 19, 18)  # the last layer
+
+
+@pytest.mark.parametrize("tune", [lw.BoundedEvidence(), lw.Evidence(), None])
+@pytest.mark.parametrize("method", [None, lw.KFAC()])
+def test_tunings_and_held_out_data(method, tune):
+    model, loader, x = case("transformer")
+    posterior = lw.fit(model, loader, method, tune=tune)
+    assert posterior.predict(x).probs.isfinite().all()
+    held_out = lw.fit(model, loader[:1], method, validation=loader[1:])
+    assert held_out.logit_temperature >= 1
+
+
+def test_held_out_scores_leave_out_labels_that_do_not_count():
+    model, loader, _ = case("tagger")
+    posterior = lw.fit(model, loader[:1], prior_precision=1.0)
+    scores = sample_scores([posterior], lambda one: [one], loader)[0, 0, 0]
+    wanted = torch.cat([posterior.predict(x).log_prob(y)[y != -100] for x, y in loader])
+    close(scores, wanted)
+    certain = torch.cat(
+        [torch.log_softmax(model(x), -1)[y != -100].gather(1, y[y != -100][:, None]) for x, y in loader]
+    )
+    costs, count = spread_costs([posterior], loader)
+    assert count == len(wanted)
+    assert costs[0] == pytest.approx(float((certain.sum() - wanted.sum()).detach()), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["tagger", "3x3"])
+@pytest.mark.parametrize("params", [lw.last_layer, lw.everything])
+def test_saved_and_loaded(tmp_path: Path, name, params):
+    model, loader, x = case(name)
+    loader = [(x, torch.where(y == -100, 255, y)) for x, y in loader]
+    posterior = lw.fit(model, loader, lw.KFAC(), params=params, likelihood=lw.Categorical(ignore_index=255))
+    posterior.save(tmp_path / "posterior.safetensors")
+    again = lw.load(tmp_path / "posterior.safetensors", model)
+    assert again.likelihood == posterior.likelihood
+    assert torch.equal(again.predict(x).probs, posterior.predict(x).probs)
+
+
+def test_plain_labels_that_do_not_count_are_left_out():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)).to(F64).eval()
+    x, y = torch.randn(12, 4, dtype=F64), torch.randint(CLASSES, (12,))
+    y[::4] = -100
+    keep = y != -100
+    loaders = [(x[:5], y[:5]), (x[5:], y[5:])], [(x[keep], y[keep])]
+    for method in (lw.KFAC(), lw.EKFAC(), lw.Full(), lw.Full(form="dual"), lw.Diagonal()):
+        one, other = (lw.fit(model, data, method, prior_precision=1.0) for data in loaders)
+        close(one.latent(x).covariance, other.latent(x).covariance)
+        assert one.log_marginal_likelihood() == pytest.approx(other.log_marginal_likelihood(), rel=1e-9)
+        assert one.samples == 12
+    none = lw.fit(model, [(x[:2], y[:2]), (x[4:5], y[4:5]), (x[5:], y[5:])], lw.KFAC(), prior_precision=1.0)
+    assert none.predict(x).log_prob(y)[0] == 0
+    with pytest.raises(lw.LapwingError, match="MeanField takes them all"):
+        lw.fit(model, loaders[0], lw.MeanField())
+
+
+@pytest.mark.parametrize("name", ["tagger", "3x3"])
+def test_differentiable_in_inputs_and_small_chunks(name):
+    model, loader, x = case(name)
+    whole = lw.fit(model, loader, params=lw.last_layer, prior_precision=1.0)
+    if name == "3x3":
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(whole.latent(x).variance.sum(), x)
+        step = torch.randn_like(x)
+        ends = [whole.latent((x + h * step).detach()).variance.sum() for h in (1e-5, -1e-5)]
+        assert float((slope * step).sum()) == pytest.approx(float(ends[0] - ends[1]) / 2e-5, rel=1e-5)
+    large = loader[0][0].repeat(40, *[1] * (loader[0][0].ndim - 1))
+    tight = lw.fit(model, loader, params=lw.last_layer, prior_precision=1.0, memory=2**24)
+    close(tight.latent(large).variance, whole.latent(large).variance)
+
+
+def test_objects_with_logits_and_dicts_of_tokens():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tagger = Tagger()
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> SimpleNamespace:
+            return SimpleNamespace(logits=self.tagger(input_ids) * 1.0, loss=None)
+
+    model = Model().to(F64).eval()
+    tokens, labels = torch.randint(10, (4, 6)), torch.randint(CLASSES, (4, 6))
+    labels[:, 4:] = -100
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+    posterior = lw.fit(model, [batch, {name: value[:3, :5] for name, value in batch.items()}])
+    assert posterior.predict(batch).probs.shape == (4, 6, CLASSES)
+
+
+def test_the_network_and_its_modes_are_as_before():
+    model, loader, x = case("3x3")
+    model.trunk.requires_grad_(False)
+    before = {name: (value.clone(), value.requires_grad) for name, value in model.state_dict(keep_vars=True).items()}
+    lw.fit(model, loader).predict(x)
+    for name, value in model.state_dict(keep_vars=True).items():
+        assert torch.equal(value, before[name][0])
+        assert value.requires_grad == before[name][1]
+        assert value.grad is None
+
+
+@pytest.mark.parametrize("name", ["transformer", "3x3"])
+def test_draws_of_linearised_outputs(name):
+    model, loader, x = case(name)
+    posterior = lw.fit(model, loader, lw.KFAC(), prior_precision=2.0)
+    exact, drawn = posterior.latent(x), posterior.latent(x, via=lw.Linearized(draws=1000))
+    close(drawn.mean, exact.mean)
+    assert (drawn.variance / exact.variance - 1).abs().max() < 6 * (2 / 1000) ** 0.5
+    assert drawn.covariance.shape == exact.covariance.shape
+    assert (drawn.covariance - exact.covariance).abs().max() < 0.25 * exact.covariance.abs().max()
+    assert posterior.predict(x, via=lw.Linearized(draws=8)).entropy().shape == posterior.predict(x).entropy().shape
+
+
+def test_half_precision_and_thousands_of_classes():
+    head = nn.Linear(4, 1500).bfloat16().eval()
+    x, y = torch.randn(3, 5, 4).bfloat16(), torch.randint(1500, (3, 5))
+    posterior = lw.fit(head, [(x, y)], prior_precision=1.0)
+    assert posterior.predict(x).probs.shape == (3, 5, 1500)
+    assert posterior.predict(x).entropy().dtype == torch.float32
+
+
+def test_compare_counts_positions():
+    model, loader, _ = case("3x3")
+    table = compare({"KFAC": lw.fit(model, loader)}, loader[:1], foreign=loader[1][0])
+    x, y = loader[0]
+    keep = y != -100
+    right = (model(x).argmax(1) == y)[keep].double().mean()
+    assert table["MAP"]["accuracy"] == pytest.approx(float(right))
+    assert "AUROC" in table["KFAC"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x, y: (x, y.mT), "one for each position"),
+        (lambda x, y: (x, y[:, :-1]), "Pass one"),
+        (lambda x, y: (x, y.clamp_min(0) + 5), "accepts labels 0 to 2"),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused(change, said):
+    model, loader, _ = case("3x3")
+    for params in (lw.last_layer, lw.everything):
+        with pytest.raises(lw.LapwingError, match=said):
+            lw.fit(model, [change(*loader[0])], lw.KFAC(), params=params)
+
+
+def test_what_does_not_take_positions_says_so():
+    model, loader, x = case("3x3")
+    with pytest.raises(lw.LapwingError, match="VaLLA does not take them"):
+        lw.fit(model, loader, lw.VaLLA())
+    posterior = lw.fit(model, loader)
+    with pytest.raises(lw.LapwingError, match=r"lw.Linearized\(\)"):
+        posterior.predict(x, via=lw.Streamlined())
+    with pytest.raises(lw.LapwingError, match="joint"):
+        posterior.latent(x, joint=True)
+    with pytest.raises(lw.LapwingError, match="positions"):
+        lw.deploy(posterior, x)
+    with pytest.raises(lw.LapwingError, match="Predict each batch"):
+        lw.fit(model, loader).predict(loader)
+    value = posterior.log_marginal_likelihood(linearised_mode=True, loader=loader)
+    assert value > posterior.log_marginal_likelihood()
+
+
+def test_labels_of_which_none_counts():
+    model, loader, _ = case("3x3")
+    none = [(x, torch.full_like(y, -100)) for x, y in loader]
+    with pytest.raises(lw.LapwingError, match="None of the labels counts"):
+        lw.fit(model, none)
+    with pytest.raises(lw.LapwingError, match="None of the held-out labels counts"):
+        lw.fit(model, loader, validation=none)
+    assert lw.fit(model, [loader[0], none[1]]).samples == 5
+
+
+def test_the_plan_of_a_fit_over_positions():
+    model, loader, _ = case("3x3")
+    for params in (lw.last_layer, lw.everything):
+        plan = lw.plan(model, loader, lw.KFAC(), params=params)
+        assert plan.passes > 1
+        assert plan.predict_passes > 1
+
+
+@pytest.mark.parametrize("wrong", [1.5, True, None, 2**40])
+def test_bad_ignore_index(wrong):
+    with pytest.raises(lw.LapwingError, match="ignore_index of Categorical"):
+        lw.Categorical(ignore_index=wrong)
