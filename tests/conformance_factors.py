@@ -107,6 +107,25 @@ def embedding_modules(taps: Taps, model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def recurrent_modules(model: nn.Module) -> Iterator[None]:
+    """Computes an LSTM of one layer by linear layers, step by step, which are tapped in their turn."""
+
+    def hook(layer: nn.LSTM, args: tuple, out: tuple) -> tuple:
+        h, c, states = *torch.zeros(2, 1, layer.hidden_size).double(), []
+        for x in args[0].unbind(1):
+            gates = F.linear(x, layer.weight_ih_l0, layer.bias_ih_l0)
+            i, f, g, o = (gates + F.linear(h, layer.weight_hh_l0, layer.bias_hh_l0)).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            states.append(h)
+        close(torch.stack(states, 1).detach(), out[0].detach())
+        return torch.stack(states, 1), out[1]
+
+    with hooked(model, (nn.LSTM,), hook):
+        yield
+
+
+@contextmanager
 def hooked(model: nn.Module, kinds: tuple[type[nn.Module], ...], hook: Callable) -> Iterator[None]:
     handles = [layer.register_forward_hook(hook) for layer in model.modules() if isinstance(layer, kinds)]
     try:
@@ -130,7 +149,7 @@ def kronecker_factors(problem: Setup, reduce: bool) -> dict[str, Factors]:
         taps = Taps(problem)
         with (
             linear_functions(taps), convolution_modules(taps, model), embedding_modules(taps, model),
-            torch.enable_grad(), oracle.reference_kernels(),
+            recurrent_modules(model), torch.enable_grad(), oracle.reference_kernels(),
         ):  # fmt: skip
             f = oracle.call(model, oracle.take(problem.x, slice(n, n + 1)))[0]  # (C,)
         seen, ends = taps.seen, [use.tap for use in taps.seen]

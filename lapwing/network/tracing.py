@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from ..errors import LapwingError
 from ..jacobian.layers import READERS, Use
 from ..jacobian.plain_functions import transformed
+from . import recurrent
 from .batches import Forward, size, tensors
 from .calling import call
 from .chain import chain_gradients
@@ -112,7 +113,7 @@ class Recorder(EagerMode):
         reader = READERS.get(function)
         if reader is not None and (not torch.is_grad_enabled() or transformed()):  # as the network asks for
             reader = None
-        use = None if reader is None else reader(args, kwargs, lambda value: id(value) in self._watched)
+        use = None if reader is None else reader(args, kwargs, self._is_watched)
         used = {} if use is None else use.parameters
         names = {role: self._watched[id(p)] for role, p in used.items() if id(p) in self._watched}
         if use is None or not names:
@@ -135,6 +136,18 @@ class Recorder(EagerMode):
         source = use.inputs.grad_fn
         self.noted.append(RecordedUse(use, names, get_gradient_edge(out), out, versions, weight, source, spread))
         return out
+
+    def recurrent(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Opens a recurrent layer or cell where its weights are watched, or gradients go back through it."""
+        out = NotImplemented
+        if not kwargs and torch.is_grad_enabled() and not transformed():
+            values = [value for arg in args for value in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+            if any(self._is_watched(v) or (isinstance(v, Tensor) and v.requires_grad) for v in values):
+                out = recurrent.opened(function, args, self._is_watched, self.intercept)
+        return self.intercept(function, args, kwargs) if out is NotImplemented else out
+
+    def _is_watched(self, value: object) -> bool:
+        return id(value) in self._watched
 
     def _with_stand_ins(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function on leaves of the graph in the place of frozen parameters, which would leave no trace."""
