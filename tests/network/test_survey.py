@@ -541,8 +541,8 @@ def test_a_sample_above_the_budget_is_warned_of(caplog):
         Tangent.survey(model.eval(), x, EVERY, forward)
         assert not caplog.records
         Tangent.survey(model, x, EVERY, forward, memory=SMALL)
-    assert "One sample of Bilinear needs about 22 MiB even for one output and one position at a time" in caplog.text
-    assert "pass memory=33554432" in caplog.text
+    assert "One sample of Bilinear needs about 66 MiB even for one output and one position at a time" in caplog.text
+    assert "pass memory=134217728" in caplog.text
 
 
 def test_one_large_image_is_not_warned_of(caplog):
