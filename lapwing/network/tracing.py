@@ -104,6 +104,7 @@ class Recorder(EagerMode):
         super().__init__()
         self._watched = {id(parameter): name for name, parameter in watched.items()}
         self._stand_ins = {id(p): p.detach().requires_grad_() for p in frozen}
+        self._watched |= {id(self._stand_ins[id(p)]): self._watched[id(p)] for p in frozen}  # views of them
         self._spread = spread
         self.noted: list[RecordedUse] = []
         self.routed = self.differentiated = False
@@ -121,6 +122,8 @@ class Recorder(EagerMode):
             self.differentiated = self.differentiated or function in DIFFERENTIATES
             return self._with_stand_ins(function, args, kwargs) if self._stand_ins else function(*args, **kwargs)
         constant = {id(p): p.detach() for p in use.parameters.values()}
+        if use.view is not None:
+            constant[id(use.view)] = use.view.detach()
         args = tuple([constant.get(id(arg), arg) for arg in args])
         kwargs = {key: constant.get(id(arg), arg) for key, arg in kwargs.items()} if kwargs else kwargs
         out = function(*args, **kwargs)
@@ -165,8 +168,6 @@ class Recorder(EagerMode):
         What the inputs were made of does not count. On the way uses are noted that the outputs do not reach.
         """
         ends = self._watched
-        if self._stand_ins:
-            ends = ends | {id(leaf): ends[key] for key, leaf in self._stand_ins.items()}
         leaves, met = graph_leaves(outputs, inputs)
         for use in self.noted:
             use.reached = use.edge.node in met
