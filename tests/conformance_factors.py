@@ -93,6 +93,35 @@ def convolution_modules(taps: Taps, model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def transposed_modules(taps: Taps, model: nn.Module) -> Iterator[None]:
+    """Taps transposed convolutions in two dimensions by hooks on their modules."""
+
+    def hook(layer: nn.ConvTranspose2d, args: tuple, out: Tensor) -> Tensor:
+        groups = range(layer.groups)
+        inputs = [sources(layer, args[0], out, group) for group in groups]
+        return taps.add(layer.weight, layer.bias, inputs, out, lambda g: [positions_out(layer, g, n) for n in groups])
+
+    with hooked(model, (nn.ConvTranspose2d,), hook):
+        yield
+
+
+def sources(layer: nn.ConvTranspose2d, x: Tensor, out: Tensor, group: int) -> Tensor:
+    """What a transposed convolution multiplies by its weights at each output pixel of one sample (T, I)."""
+    per_group, (height, width) = layer.in_channels // layer.groups, layer.kernel_size
+    x = x[0, group * per_group : (group + 1) * per_group]
+    rows = torch.zeros(*out.shape[2:], per_group, height, width).double()
+    for p in range(x.shape[1]):
+        for q in range(x.shape[2]):
+            for i in range(height):
+                for j in range(width):
+                    row = p * layer.stride[0] - layer.padding[0] + i * layer.dilation[0]
+                    column = q * layer.stride[1] - layer.padding[1] + j * layer.dilation[1]
+                    if 0 <= row < out.shape[2] and 0 <= column < out.shape[3]:
+                        rows[row, column, :, i, j] = x[:, p, q]
+    return rows.flatten(0, 1).flatten(1)
+
+
+@contextmanager
 def embedding_modules(taps: Taps, model: nn.Module) -> Iterator[None]:
     """Taps embeddings by hooks on their modules: inputs are one-hot, the padding token takes no gradient."""
 
@@ -103,6 +132,25 @@ def embedding_modules(taps: Taps, model: nn.Module) -> Iterator[None]:
         return taps.add(layer.weight, None, [F.one_hot(tokens, layer.num_embeddings).double()], out, split)
 
     with hooked(model, (nn.Embedding,), hook):
+        yield
+
+
+@contextmanager
+def recurrent_modules(model: nn.Module) -> Iterator[None]:
+    """Computes an LSTM of one layer by linear layers, step by step, which are tapped in their turn."""
+
+    def hook(layer: nn.LSTM, args: tuple, out: tuple) -> tuple:
+        h, c, states = *torch.zeros(2, 1, layer.hidden_size).double(), []
+        for x in args[0].unbind(1):
+            gates = F.linear(x, layer.weight_ih_l0, layer.bias_ih_l0)
+            i, f, g, o = (gates + F.linear(h, layer.weight_hh_l0, layer.bias_hh_l0)).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            states.append(h)
+        close(torch.stack(states, 1).detach(), out[0].detach())
+        return torch.stack(states, 1), out[1]
+
+    with hooked(model, (nn.LSTM,), hook):
         yield
 
 
@@ -130,7 +178,7 @@ def kronecker_factors(problem: Setup, reduce: bool) -> dict[str, Factors]:
         taps = Taps(problem)
         with (
             linear_functions(taps), convolution_modules(taps, model), embedding_modules(taps, model),
-            torch.enable_grad(), oracle.reference_kernels(),
+            recurrent_modules(model), transposed_modules(taps, model), torch.enable_grad(), oracle.reference_kernels(),
         ):  # fmt: skip
             f = oracle.call(model, oracle.take(problem.x, slice(n, n + 1)))[0]  # (C,)
         seen, ends = taps.seen, [use.tap for use in taps.seen]

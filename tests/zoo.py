@@ -182,8 +182,9 @@ def _circular() -> nn.Module:
 
 
 def _transposed() -> nn.Module:
-    convolution = nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1)
-    return nn.Sequential(convolution, nn.Tanh(), zm.SpatialMean(), nn.Linear(3, 2))
+    wide = nn.ConvTranspose2d(2, 4, 3, stride=2, padding=1, output_padding=1)
+    grouped = nn.ConvTranspose2d(4, 6, (2, 3), groups=2, dilation=(1, 2), padding=(2, 0), bias=False)
+    return nn.Sequential(wide, nn.Tanh(), grouped, nn.Tanh(), zm.SpatialMean(), nn.Linear(6, 2))
 
 
 def _norms() -> nn.Module:
@@ -198,7 +199,7 @@ _add(
 )  # fmt: skip
 _add("conv1d", _conv1d, _real(3, 8), 2, False, "one-dimensional convolutions, one without bias")
 _add("circular_conv", _circular, _real(2, 4, 5), 3, True, "padding_mode='circular' with unequal padding")
-_add("transposed_conv", _transposed, _real(2, 3, 3), 2, False, "ConvTranspose2d, which no layer family covers")
+_add("transposed_conv", _transposed, _real(2, 3, 3), 2, False, "ConvTranspose2d with stride, and with groups")
 _add("residual_block", zm.ResidualBlock, _real(3, 4, 4), 3, True, "in-place `h += x` and a head scaled in place")
 _add("groupnorm_rms", _norms, _real(2, 4, 4), 3, True, "GroupNorm, nn.RMSNorm and a hand-written RMSNorm")
 

@@ -35,15 +35,15 @@ class Matrix:
     groups: int
     outputs: int
     inputs: int  # the bias column not counted
-    transposed: bool = False  # stored as (I, O), as Hugging Face's Conv1D does
+    transposed: bool = False  # stored inputs first: (I, O), or (G I', O, *kernel) of a transposed convolution
     one_hot: bool = False  # the inputs are one-hot, such as tokens, so that `A = Σ a aᵀ` is diagonal
 
     @classmethod
     def of(cls, shape: Sequence[int], groups: int = 1, transposed: bool = False, one_hot: bool = False) -> Matrix:
-        """Returns the layout of a weight of this shape, (G O, I, *kernel), or (I, O) where it is transposed."""
-        if transposed:
-            return cls(1, shape[1], shape[0], True, one_hot)
-        return cls(groups, shape[0] // max(1, groups), prod(shape[1:]), False, one_hot)
+        """Returns the layout of a weight of this shape: (G O, I', *kernel), or (G I', O, *kernel) where transposed."""
+        first, kernel = shape[0] // max(1, groups), prod(shape[2:])
+        outputs, channels = (shape[1], first) if transposed else (first, shape[1])
+        return cls(groups, outputs, channels * kernel, transposed, one_hot)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Block:
         if not self.has_weight:
             return len(self.shapes) == 1
         dims = len(self.shapes[0])
-        if self.bias != (len(self.shapes) == 2) or dims < 2 or (matrix.transposed and dims > 2):
+        if self.bias != (len(self.shapes) == 2) or dims < 2:
             return False
         return matrix == Matrix.of(self.shapes[0], matrix.groups, matrix.transposed, matrix.one_hot)
 
@@ -133,7 +133,10 @@ class Block:
             return torch.cat([value.reshape(*lead, -1) for value in values], -1)
         m, columns = self.matrix, []
         if self.has_weight:
-            weight = values[0].mT if m.transposed else values[0]
+            weight = values[0]
+            if m.transposed:
+                kernel = prod(self.shapes[0][2:])
+                weight = weight.reshape(*lead, m.groups, m.inputs // kernel, m.outputs, kernel).transpose(-3, -2)
             columns.append(weight.reshape(*lead, m.groups, m.outputs, m.inputs))
         if self.bias:
             columns.append(values[-1].reshape(*lead, m.groups, m.outputs, 1))
@@ -149,7 +152,8 @@ class Block:
         if self.has_weight:
             weight = matrix[..., : self.matrix.inputs]
             if self.matrix.transposed:
-                weight = weight.flatten(-3, -2).mT
+                kernel = prod(self.shapes[0][2:])
+                weight = weight.unflatten(-1, (self.matrix.inputs // kernel, kernel)).transpose(-3, -2)
             out[self.parameters[0]] = weight.reshape(*lead, *self.shapes[0])
         if self.bias:
             out[self.parameters[-1]] = matrix[..., -1].reshape(*lead, *self.shapes[-1])

@@ -62,7 +62,7 @@ def batch_norm(
     return (input * scale.view(channels) + shift.view(channels)).to(input.dtype)
 
 
-def _instance_norm(
+def instance_norm(
     input: Tensor,  # noqa: A002 - the names are those of `F.instance_norm`
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
@@ -87,6 +87,6 @@ def _wants_graph(*values: Tensor | None) -> bool:
 INSTEAD: dict[Callable, Callable] = {
     F.scaled_dot_product_attention: _math_attention,
     F.batch_norm: batch_norm,
-    F.instance_norm: _instance_norm,
+    F.instance_norm: instance_norm,
 }
 """Functions whose derivatives torch lacks or gets wrong -> the same by plain operations."""

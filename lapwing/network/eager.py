@@ -81,7 +81,13 @@ def swapped(arguments: Any, values: Mapping[int, Tensor]) -> Any:
     return arguments if all(map(is_, others, arguments)) else type(arguments)(others)
 
 
-REPLACED = frozenset((F.multi_head_attention_forward, Tensor.register_hook, *INSTEAD, *TABLES))
+RECURRENT = frozenset(
+    (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu,
+     torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
+)  # fmt: skip
+"""Recurrent layers and cells, which a `Recorder` opens (`recurrent.py`)."""
+
+REPLACED = frozenset((F.multi_head_attention_forward, Tensor.register_hook, *INSTEAD, *TABLES, *RECURRENT))
 """What `EagerMode` calls otherwise than the network does."""
 
 
@@ -176,6 +182,8 @@ class EagerMode(TorchFunctionMode):
         if function is F.multi_head_attention_forward:
             with self:
                 return _attention_body(*args, **kwargs)
+        if function in RECURRENT:
+            return self.recurrent(function, args, kwargs)
         if function in TABLES:
             args, kwargs = _without(TABLES[function], args, kwargs)
         if function is Tensor.register_hook:
@@ -185,6 +193,10 @@ class EagerMode(TorchFunctionMode):
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs the function; `Recorder` notes it first."""
         return function(*args, **kwargs)
+
+    def recurrent(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs a recurrent layer or cell; `Recorder` opens it."""
+        return self.intercept(function, args, kwargs)
 
 
 class Draws(EagerMode):

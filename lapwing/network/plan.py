@@ -256,8 +256,10 @@ def planned(
             matrix = None if others else matrix  # uses that disagree are added up in the parameter's own order
             shapes = tuple(tuple(parameters[member].shape) for member in members)
             bias = matrix is not None and (role == "bias" or len(members) == 2)
-            blocks.append(Block(_block_name(members), members, shapes, uses[i][0].use.family, matrix, bias))
-            uses_of[blocks[-1].name] = [
+            block_name = _block_name(members)
+            block_name = members[0] if block_name in uses_of else block_name
+            blocks.append(Block(block_name, members, shapes, uses[i][0].use.family, matrix, bias))
+            uses_of[block_name] = [
                 (j, uses[j][1], frozenset(r for r, n in order[j] if n in members)) for j in by_name[name]
             ]
     noted, samples = [use for use, _ in uses], len(outputs)
@@ -277,9 +279,13 @@ def planned(
 
 
 def _block_name(members: tuple[str, ...]) -> str:
+    """Returns what the names have in common: "fc" of "fc.weight" and "fc.bias", "rnn.ih_l0" of "rnn.weight_ih_l0"..."""
     if len(members) == 1:
         return members[0].removesuffix(".weight")
-    return commonprefix(members).rstrip("._") or members[0]  # noqa: RUF071 (characters are what is wanted)
+    prefix = commonprefix(members)  # noqa: RUF071 (characters are what is wanted)
+    rest = [name[len(prefix) :] for name in members]
+    suffix = commonprefix([name[::-1] for name in rest])[::-1]  # noqa: RUF071
+    return (prefix + suffix.lstrip("._")).rstrip("._") if prefix.rstrip("._") else members[0]
 
 
 def _numbers(noted: RecordedUse, samples: int) -> tuple[int, int]:

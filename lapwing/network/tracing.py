@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from ..errors import LapwingError
 from ..jacobian.layers import READERS, Use
 from ..jacobian.plain_functions import transformed
+from . import recurrent
 from .batches import Forward, size, tensors
 from .calling import OutputsWithPositions, as_matrix, call, shaped_outputs
 from .chain import chain_gradients
@@ -105,6 +106,7 @@ class Recorder(EagerMode):
         super().__init__()
         self._watched = {id(parameter): name for name, parameter in watched.items()}
         self._stand_ins = {id(p): p.detach().requires_grad_() for p in frozen}
+        self._watched |= {id(self._stand_ins[id(p)]): self._watched[id(p)] for p in frozen}  # views of them
         self._spread = spread
         self.noted: list[RecordedUse] = []
         self.routed = self.differentiated = False
@@ -114,7 +116,7 @@ class Recorder(EagerMode):
         reader = READERS.get(function)
         if reader is not None and (not torch.is_grad_enabled() or transformed()):  # as the network asks for
             reader = None
-        use = None if reader is None else reader(args, kwargs, lambda value: id(value) in self._watched)
+        use = None if reader is None else reader(args, kwargs, self._is_watched)
         used = {} if use is None else use.parameters
         names = {role: self._watched[id(p)] for role, p in used.items() if id(p) in self._watched}
         if use is None or not names:
@@ -122,6 +124,8 @@ class Recorder(EagerMode):
             self.differentiated = self.differentiated or function in DIFFERENTIATES
             return self._with_stand_ins(function, args, kwargs) if self._stand_ins else function(*args, **kwargs)
         constant = {id(p): p.detach() for p in use.parameters.values()}
+        if use.view is not None:
+            constant[id(use.view)] = use.view.detach()
         args = tuple([constant.get(id(arg), arg) for arg in args])
         kwargs = {key: constant.get(id(arg), arg) for key, arg in kwargs.items()} if kwargs else kwargs
         out = function(*args, **kwargs)
@@ -137,6 +141,18 @@ class Recorder(EagerMode):
         source = use.inputs.grad_fn
         self.noted.append(RecordedUse(use, names, get_gradient_edge(out), out, versions, weight, source, spread))
         return out
+
+    def recurrent(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Opens a recurrent layer or cell where its weights are watched, or gradients go back through it."""
+        out = NotImplemented
+        if not kwargs and torch.is_grad_enabled() and not transformed():
+            values = [value for arg in args for value in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+            if any(self._is_watched(v) or (isinstance(v, Tensor) and v.requires_grad) for v in values):
+                out = recurrent.opened(function, args, self._is_watched, self.intercept)
+        return self.intercept(function, args, kwargs) if out is NotImplemented else out
+
+    def _is_watched(self, value: object) -> bool:
+        return id(value) in self._watched
 
     def _with_stand_ins(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function on leaves of the graph in the place of frozen parameters, which would leave no trace."""
@@ -154,8 +170,6 @@ class Recorder(EagerMode):
         What the inputs were made of does not count. On the way uses are noted that the outputs do not reach.
         """
         ends = self._watched
-        if self._stand_ins:
-            ends = ends | {id(leaf): ends[key] for key, leaf in self._stand_ins.items()}
         leaves, met = graph_leaves(outputs, inputs)
         for use in self.noted:
             use.reached = use.edge.node in met

@@ -20,12 +20,8 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...], str]] = {
 }
 
 GENERIC = {
-    "prelu": {"1.weight", "3.weight"},
     "bilinear": {"bilinear.weight", "bilinear.bias"},
-    "transposed_conv": {"0.weight", "0.bias"},
     "vit": {"vit.embeddings.cls_token"},
-    "lstm": {f"lstm.{kind}_l0" for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")},
-    "custom_parameter": {"weight", "readout"},
     "weight_norm": {f"0.parametrizations.weight.original{i}" for i in (0, 1)},
 }
 """Blocks of the zoo that no family covers; every other one is covered."""

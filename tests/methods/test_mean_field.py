@@ -58,6 +58,28 @@ def test_best_precision_minimises_the_divergence():
 # --- the draws -------------------------------------------------------------------------------------------------------
 
 
+class ByHand(nn.Module):
+    """A linear layer at two positions by the transpose of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight.T).flatten(1)
+
+
+class Recurrent(nn.Module):
+    """A GRU, whose weights serve the batch with one draw, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[1][0])
+
+
 class Positions(nn.Module):
     """A linear layer at several positions, a convolution with one, a norm, then a linear layer."""
 
@@ -96,6 +118,8 @@ CASES: dict[str, tuple[Any, Any]] = {
     "tokens": (lambda: nn.Sequential(nn.Linear(3, 2), nn.Flatten()), (2, 2, 3)),
     "conv": (lambda: nn.Sequential(nn.Conv2d(2, 2, 2, padding=1), nn.Flatten()), (2, 2, 2, 2)),
     "conv with one position": (lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten()), (2, 2, 2, 2)),
+    "transposed by hand": (lambda: ByHand(), (2, 2, 3)),
+    "transposed conv": (lambda: nn.Sequential(nn.ConvTranspose1d(2, 2, 2, 2), nn.Flatten()), (2, 2, 2)),
     "grouped conv": (lambda: nn.Sequential(nn.Conv2d(2, 4, 2, 2, 1, groups=2), nn.Flatten()), (2, 2, 2, 2)),
 }  # fmt: skip
 
@@ -122,14 +146,15 @@ def test_draws_of_one_layer_have_the_moments_of_shared_weights(case):
     assert (between.abs() <= limit).all()  # samples draw their own weights: shared ones would be correlated
 
 
-def test_draws_of_a_network_have_the_distribution_of_shared_weights():
+@pytest.mark.parametrize("kind", [Positions, Recurrent])
+def test_draws_of_a_network_have_the_distribution_of_shared_weights(kind):
     """A deep network: mean and covariance of a sample's outputs, and of products, within their standard errors."""
     torch.manual_seed(0)
-    model = Positions().double().eval()
+    model = kind().double().eval()
     x = torch.randn(2, 2, 3, dtype=torch.float64)
     tangent, means, stds = problem(model, x, 0.3)
     axes = per_sample_axes(tangent)
-    assert set(axes) == {"tokens.weight", "tokens.bias", "conv.weight", "conv.bias", "head.weight", "head.bias"}
+    assert set(axes) == {name for name in means if "norm" not in name}
     with torch.no_grad():
         source = generator(3)
         mine = torch.stack([drawn_outputs(tangent, x, means, stds, axes, source) for _ in range(1500)])

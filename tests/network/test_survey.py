@@ -534,15 +534,15 @@ def test_what_does_not_fit_at_once_is_said(caplog):
 
 
 def test_a_sample_above_the_budget_is_warned_of(caplog):
-    """The rows of a recurrent layer are formed whole; a large image is taken by strips of its positions."""
-    model, x = nn.Sequential(nn.LSTM(64, 700, batch_first=True)), torch.randn(2, 3, 64)
-    forward = lambda network, batch: network(batch)[0][:, -1, :2]  # noqa: E731
+    """The rows of a generic layer are formed whole; a large image is taken by strips of its positions."""
+    model, x = nn.Bilinear(64, 64, 1400), torch.randn(2, 64)
+    forward = lambda network, batch: network(batch, batch)[:, :2]  # noqa: E731
     with caplog.at_level("WARNING", "lapwing"):
         Tangent.survey(model.eval(), x, EVERY, forward)
         assert not caplog.records
         Tangent.survey(model, x, EVERY, forward, memory=SMALL)
-    assert "One sample of Sequential needs about 22 MiB even for one output and one position at a time" in caplog.text
-    assert "pass memory=33554432" in caplog.text
+    assert "One sample of Bilinear needs about 66 MiB even for one output and one position at a time" in caplog.text
+    assert "pass memory=134217728" in caplog.text
 
 
 def test_one_large_image_is_not_warned_of(caplog):

@@ -1,4 +1,4 @@
-"""Convolutions (1d, 2d, 3d; stride, padding, dilation, groups) as linear layers on unfolded patches."""
+"""Convolutions, plain and transposed (1d, 2d, 3d; stride, padding, dilation, groups), as linear layers on patches."""
 
 from __future__ import annotations
 
@@ -86,10 +86,19 @@ class ConvUse(Use):
 
     def _patches(self, grid: Sequence[int], step: int) -> Iterator[Tensor]:
         kernel = tuple(self.parameters["weight"].shape[2:])
-        for images in self.inputs.split(max(1, step // max(1, prod(grid)))):
+        for images in self.images().split(max(1, step // max(1, prod(grid)))):
             for box in boxes(grid, step // len(images)):
                 part, padding = window(images, box, kernel, self.stride, self.padding, self.dilation)
-                yield unfold(part, kernel, self.stride, padding, self.dilation).flatten(0, 1).flatten(1)
+                patches = self.ordered(unfold(part, kernel, self.stride, padding, self.dilation))
+                yield patches.flatten(0, 1).flatten(1)
+
+    def images(self) -> Tensor:
+        """Returns what patches are cut from (N, channels, *space)."""
+        return self.inputs
+
+    def ordered(self, patches: Tensor) -> Tensor:
+        """Returns patches (N, L, channels, kernel) with the kernel's pixels in the order of the weight's."""
+        return patches
 
     def jacobian(
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
@@ -98,7 +107,7 @@ class ConvUse(Use):
         assert g is not None  # a feature map is not an output
         layout, space = self.matrix(), self.inputs.ndim - 2
         kernel = tuple(self.parameters["weight"].shape[2:])
-        x = axis.front(self.inputs, samples)  # (B, [k,] channels, *space)
+        x = axis.front(self.images(), samples)  # (B, [k,] channels, *space)
         x = x if x.ndim > space + 2 else x.unsqueeze(1)
         g = axis.front(g.unflatten(2, (self.groups, layout.outputs)), samples, 1)  # (R, B, [k,] G, O, *space)
         gradients = g if g.ndim > space + 4 else g.unsqueeze(2)
@@ -106,7 +115,7 @@ class ConvUse(Use):
         def part(box: Box) -> Strip:
             images = x[:, box[0]].flatten(0, 1)
             images, padding = window(images, box[1:], kernel, self.stride, self.padding, self.dilation)
-            patches = unfold(images, kernel, self.stride, padding, self.dilation)  # (B k, L, channels, kernel)
+            patches = self.ordered(unfold(images, kernel, self.stride, padding, self.dilation))
             a = patches.reshape(samples, -1, self.groups, layout.inputs)
             there = at(gradients[:, :, box[0]], box[1:], 5).flatten(5)  # (R, B, k, G, O, L)
             there = there.movedim(-1, 3).reshape(len(there), samples, -1, self.groups, layout.outputs)
@@ -114,6 +123,49 @@ class ConvUse(Use):
 
         grid = (x.shape[1], *gradients.shape[5:])
         return outer_jacobian(part, grid, (samples, len(g)), layout, roles, dtype, limit)
+
+
+class TransposedConvUse(ConvUse):
+    """A transposed convolution: the plain one of its weights in reverse, over an input with zeros between its pixels.
+
+    Args:
+        inputs: x (N, channels, *space).
+        weight: W (G I, O, *kernel).
+        bias: b, if any.
+        gaps: the stride, s - 1 zeros between pixels.
+        padding: zeros before and after, a dimension; negative ones cut.
+        dilation: that of the kernel.
+        groups: G.
+    """
+
+    def __init__(
+        self,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gaps: tuple[int, ...],
+        padding: list[tuple[int, int]],
+        dilation: tuple[int, ...],
+        groups: int,
+    ) -> None:
+        super().__init__(inputs, weight, bias, (1,) * len(gaps), padding, dilation, groups)
+        self.gaps = gaps
+
+    def matrix(self) -> Matrix:
+        """(G, O, I) with the weight stored inputs first."""
+        return Matrix.of(self.parameters["weight"].shape, self.groups, transposed=True)
+
+    def images(self) -> Tensor:
+        x, space = self.inputs, self.inputs.shape[2:]
+        if all(gap == 1 for gap in self.gaps):
+            return x
+        spread = x.new_zeros(*x.shape[:2], *((n - 1) * gap + 1 for n, gap in zip(space, self.gaps, strict=True)))
+        places: list[slice] = [slice(None)] * 2 + [slice(None, None, gap) for gap in self.gaps]
+        spread[tuple(places)] = x
+        return spread
+
+    def ordered(self, patches: Tensor) -> Tensor:
+        return patches.flip(-1)
 
 
 def _numbers(value: int | tuple[int, ...], space: int) -> tuple[int, ...]:
@@ -137,4 +189,20 @@ def _conv(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     return ConvUse(inputs, weight, named.get("bias"), stride, pairs, dilation, named.get("groups", 1))
 
 
+def _transposed_conv(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
+    names = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+    named = by_name(names, args, kwargs)
+    inputs, weight = named["input"], named["weight"]
+    if inputs.ndim != weight.ndim or weight.ndim < 3:  # an unbatched call
+        return None
+    stride, padding, more, dilation = (
+        _numbers(named.get(name, default), weight.ndim - 2)
+        for name, default in (("stride", 1), ("padding", 0), ("output_padding", 0), ("dilation", 1))
+    )
+    reach = [d * (k - 1) for k, d in zip(weight.shape[2:], dilation, strict=True)]
+    pairs = [(r - p, r - p + extra) for r, p, extra in zip(reach, padding, more, strict=True)]
+    return TransposedConvUse(inputs, weight, named.get("bias"), stride, pairs, dilation, named.get("groups", 1))
+
+
+register(_transposed_conv, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 register(_conv, torch.conv1d, torch.conv2d, torch.conv3d)

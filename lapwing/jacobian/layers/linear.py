@@ -1,4 +1,7 @@
-"""Linear layers: `F.linear` (so `nn.Linear`, attention, functional reuse), Hugging Face's `Conv1D`, `x @ W`."""
+"""Linear layers: `F.linear` (so `nn.Linear`, attention, functional reuse), Hugging Face's `Conv1D`, `x @ W`, `x @ W.T`.
+
+Products of a batch with other parameters, `W @ x`, three-dimensional weights and `torch.einsum`, are in `product.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch.nn import functional as F
 from ..blocks import Matrix
 from ..outer import Outer, SharedOuter
 from ..strips import Box, Strip, at
+from .product import einsum_use
 from .use import BatchAxis, Use, Watched, by_name, outer_jacobian, register, with_bias_column
 
 
@@ -57,26 +61,53 @@ class LinearUse(Use):
         return outer_jacobian(part, a.shape[1:-1], (samples, len(g)), layout, roles, dtype, limit)
 
 
+def _use(inputs: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, watched: Watched) -> LinearUse:
+    """Makes the use of a weight, or of the parameter of which it is the transpose: `x @ W.T`, `F.linear(x, W.t())`."""
+    base = None if watched(weight) else weight._base
+    if base is None or not watched(base) or weight.shape != base.shape[::-1] or weight.stride() != base.stride()[::-1]:
+        return LinearUse(inputs, weight, bias, transposed)
+    use = LinearUse(inputs, base, bias, not transposed)
+    use.view = weight
+    return use
+
+
 def _linear(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     if kwargs or len(args) != 3:
         named = by_name(("input", "weight", "bias"), args, kwargs)
         args = named["input"], named["weight"], named.get("bias")
     inputs, weight, bias = args
-    return LinearUse(inputs, weight, bias, False) if inputs.ndim > 1 else None
+    return _use(inputs, weight, bias, False, watched) if inputs.ndim > 1 and weight.ndim == 2 else None
 
 
 def _addmm(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     if kwargs or len(args) != 3 or args[0].ndim != 1 or args[0].shape[0] != args[2].shape[-1]:
         return None
-    return LinearUse(args[1], args[2], args[0], True)
+    return _use(args[1], args[2], args[0], True, watched)
 
 
 def _matmul(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
-    if kwargs or len(args) != 2 or not isinstance(args[1], Tensor) or args[1].ndim != 2 or args[0].ndim < 2:
+    if kwargs or len(args) != 2 or not all(isinstance(arg, Tensor) and arg.ndim > 1 for arg in args):
         return None
-    return LinearUse(args[0], args[1], None, True)
+    left, right = args
+    if right.ndim == 2 and not watched(left):
+        return _use(left, right, None, True, watched)
+    first, second = (_batch_letters(one, max(left.ndim, right.ndim)) for one in args)
+    return einsum_use(f"{first}ij,{second}jk->{max(first, second, key=len)}ik", left, right, watched)
+
+
+def _batch_letters(tensor: Tensor, ndim: int) -> str:
+    """Returns a letter for each of the dimensions before the matrix of a product, counted from the back."""
+    return "abcdefgh"[: ndim - 2][ndim - tensor.ndim :]
+
+
+def _einsum(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
+    if kwargs or len(args) != 3 or not isinstance(args[0], str) or not all(isinstance(x, Tensor) for x in args[1:]):
+        return None
+    return einsum_use(*args, watched)
 
 
 register(_linear, F.linear)
 register(_addmm, torch.addmm)
-register(_matmul, torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
+register(_matmul, torch.matmul, torch.mm, torch.bmm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.bmm)
+register(_matmul, torch.Tensor.__matmul__)
+register(_einsum, torch.einsum)

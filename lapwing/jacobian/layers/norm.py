@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ...linalg import total
 from ..jacobian import Rows
-from ..plain_functions import batch_norm
+from ..plain_functions import batch_norm, instance_norm
 from ..strips import at, boxes
 from .use import BatchAxis, Reader, Use, Watched, by_name, register
 
@@ -114,6 +114,19 @@ class ShiftUse(NormUse):
         return Rows(self._summed(g, axis, samples, dtype))
 
 
+class PReLUUse(ScaleUse):
+    """`out = max(x, 0) + w min(x, 0)`, with one slope w a channel, or one for all."""
+
+    family = "prelu"
+
+    def jacobian(
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
+    ) -> Rows:
+        """Rows of the channels, added up where they share the slope."""
+        rows = super().jacobian(g, axis, samples, roles, dtype, limit)
+        return rows if self.parameters["weight"].numel() > 1 else Rows(rows.rows().sum(-1, keepdim=True))
+
+
 def _dimensions(named: dict) -> int:
     return len(named["shape"] if "shape" in named else named["normalized_shape"])
 
@@ -159,6 +172,24 @@ def _batch_norm(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     return NormUse(named["input"], named.get("weight"), named.get("bias"), normalise, None)
 
 
+def _instance_norm(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
+    names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
+    named = by_name(names, args, kwargs)
+    rest = {name: named[name] for name in names[:5] + names[6:] if name in named}
+    if not named.get("use_input_stats", True):
+        return _batch_norm((), rest, watched)
+    if rest.get("running_mean") is not None or rest.get("running_var") is not None or named["input"].ndim < 3:
+        return None
+    return _group_norm((), rest | {"num_groups": named["input"].shape[1]}, watched)
+
+
+def _prelu(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
+    named = by_name(("input", "weight"), args, kwargs)
+    x, weight = named["input"], named["weight"]
+    shared = weight.numel() == 1
+    return PReLUUse(x, weight, None, lambda x: x.clamp(max=0), 1 if shared else None) if x.ndim > 1 else None
+
+
 def _elementwise(kind: type[NormUse]) -> Reader:
     def reader(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
         if kwargs or len(args) != 2 or not all(isinstance(arg, Tensor) for arg in args):
@@ -180,5 +211,7 @@ register(_layer_norm, F.layer_norm)
 register(_rms_norm, F.rms_norm)
 register(_group_norm, F.group_norm)
 register(_batch_norm, batch_norm)
+register(_instance_norm, instance_norm)
+register(_prelu, F.prelu, torch.prelu)
 register(_elementwise(ScaleUse), torch.mul, torch.Tensor.mul, torch.Tensor.__mul__)
 register(_elementwise(ShiftUse), torch.add, torch.Tensor.add, torch.Tensor.__add__)

@@ -52,6 +52,7 @@ class Use(ABC):
         normalises: the weights scale a normalised input. They are no candidates for a last layer.
         parameters: role ("weight", "bias") -> the parameter tensor itself, as the call got it.
         inputs: the layer's input.
+        view: what the call got in place of the weight, where that is the weight transposed.
         sample_dims: how many leading dimensions of the output may hold the samples.
     """
 
@@ -59,6 +60,7 @@ class Use(ABC):
     is_product: ClassVar[bool] = False
     features: ClassVar[int | None] = None
     normalises: ClassVar[bool] = False
+    view: Tensor | None = None
     sample_dims: int
 
     def __init__(self, inputs: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> None:

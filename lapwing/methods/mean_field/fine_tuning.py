@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import LapwingError
 from ...jacobian.layers import READERS, BatchAxis
 from ...network import batches
-from ...network.eager import EagerMode
+from ...network.eager import EagerMode, swapped
 from ...tangent import Tangent, split
 from ..passes import Batch, IteratePass
 from ..problem import Problem
@@ -231,6 +231,8 @@ class Drawing(EagerMode):
         def called(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             """The layer's function, called as it was, with another input, weight and bias (zeros for None)."""
             other = {id(use.inputs): inputs, id(mean): weight}
+            if use.view is not None:
+                other[id(use.view)] = weight.mT
             if shift is not None:
                 other[id(shift)] = torch.zeros_like(shift) if bias is None else bias
             return function(
@@ -252,6 +254,13 @@ class Drawing(EagerMode):
         if bias is not None:
             noise = noise + self._by_sample(noise, axis, use.features, lambda like: self.normal(like) * bias)
         return out + noise
+
+    def recurrent(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs a recurrent layer at one draw of its weights for the batch."""
+        values = [value for arg in args for value in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        named = [(value, self._names[id(value)]) for value in values if id(value) in self._names]
+        drawn = {id(m): m + self._stds[name] * self.normal(m) for m, name in named}
+        return function(*swapped(args, drawn), **kwargs)
 
     def _by_sample(self, like: Tensor, axis: BatchAxis, channels: int, draw: Callable[[Tensor], Tensor]) -> Tensor:
         """Draws numbers (B, channels), laid along the samples and channels of a layer's tensor."""
@@ -294,6 +303,7 @@ def drawn_outputs(
     Cost: the layers with own draws run twice.
     """
     with torch.enable_grad():
+        means = {name: m.clone() if name in axes else m for name, m in means.items()}  # whose views have it as base
         drawing = Drawing(means, stds, axes, batches.size(inputs), generator)
         weights = {name: m if name in axes else m + stds[name] * drawing.normal(m) for name, m in means.items()}
         with drawing:

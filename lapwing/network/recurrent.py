@@ -1,0 +1,194 @@
+"""Recurrent layers opened: `torch.lstm`, `gru` and `rnn_tanh` by their mathematics, so that families see their weights.
+
+The fused kernels take all weights in one list and have no batched backward pass. Here the inputs of all T steps go
+through `weight_ih` in one linear layer. The states go through `weight_hh` step by step, and each product is noted once
+for all steps: what a step adds to it is a row of zeros Z (T, B, O), so that gradients at Z are those at the products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..jacobian.layers import Use, Watched, register
+from ..jacobian.layers.linear import LinearUse
+
+Intercept = Callable[[Callable, tuple, dict], Any]
+"""Calls a function with its arguments, and notes the use of a weight."""
+
+Step = Callable[[Tensor, Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]
+"""What inputs and states give the gates (B, gates H) each, and the states (B, H) before -> the states after."""
+
+
+def _lstm(inputs: Tensor, states: Tensor, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    i, f, g, o = (inputs + states).chunk(4, 1)
+    cell = torch.sigmoid(f) * before[1] + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(cell), cell
+
+
+def _gru(inputs: Tensor, states: Tensor, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    width = before[0].shape[1]
+    reset, update = torch.sigmoid(inputs[:, : 2 * width] + states[:, : 2 * width]).chunk(2, 1)
+    new = torch.tanh(inputs[:, 2 * width :] + reset * states[:, 2 * width :])
+    return (new + update * (before[0] - new),)
+
+
+def _rnn_tanh(inputs: Tensor, states: Tensor, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (torch.tanh(inputs + states),)
+
+
+def _rnn_relu(inputs: Tensor, states: Tensor, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (torch.relu(inputs + states),)
+
+
+LAYERS: dict[Callable, Step] = {
+    torch.lstm: _lstm, torch.gru: _gru, torch.rnn_tanh: _rnn_tanh, torch.rnn_relu: _rnn_relu,
+}  # fmt: skip
+"""torch's recurrent layers -> one step."""
+
+CELLS: dict[Callable, Step] = {
+    torch.lstm_cell: _lstm, torch.gru_cell: _gru, torch.rnn_tanh_cell: _rnn_tanh, torch.rnn_relu_cell: _rnn_relu,
+}  # fmt: skip
+"""torch's recurrent cells, which are called step by step -> the step."""
+
+
+class Weights(NamedTuple):
+    """The weights of one layer and direction, as torch orders them; biases and the projection may be missing."""
+
+    inputs: Tensor
+    states: Tensor
+    inputs_bias: Tensor | None = None
+    states_bias: Tensor | None = None
+    projection: Tensor | None = None
+
+
+def _noted_product(states: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """Returns what stands for `states Wᵀ + b` at all steps in the graph; the products themselves are made elsewhere."""
+    return out
+
+
+def _read_product(args: tuple, kwargs: dict, watched: Watched) -> Use:
+    states, weight, bias, _ = args
+    return LinearUse(states, weight, bias, False)
+
+
+register(_read_product, _noted_product)
+
+
+class _Steps:
+    """Products of one weight with the states of T steps, each made as its step comes, and noted together.
+
+    Args:
+        weight: W (O, H).
+        bias: b (O), if any.
+        like: (T, B, any), for T, B, dtype and device.
+        watched: tells the parameters that are noted.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, like: Tensor, watched: Watched) -> None:
+        self._parameters, self._states = (weight, bias), list[Tensor]()
+        self._noted = watched(weight) or watched(bias)
+        self._weight = weight.detach() if watched(weight) else weight
+        if bias is not None and watched(bias):
+            bias = bias.detach()
+        if self._noted:
+            self._zeros = like.new_zeros(*like.shape[:2], len(weight)).requires_grad_().clone()
+            self._added: Sequence[Tensor] = (self._zeros if bias is None else self._zeros + bias).unbind()
+        else:
+            self._added = [like.new_zeros(len(weight)) if bias is None else bias] * len(like)
+
+    def product(self, step: int, states: Tensor) -> Tensor:
+        """Returns `states Wᵀ + b` (B, O)."""
+        if self._noted:
+            self._states.append(states)
+        return torch.addmm(self._added[step], states, self._weight.T)
+
+    def note(self, intercept: Intercept) -> None:
+        """Notes the products of all steps."""
+        if self._noted:
+            intercept(_noted_product, (torch.stack(self._states), *self._parameters, self._zeros), {})
+
+
+def opened(function: Callable, args: tuple, watched: Watched, intercept: Intercept) -> Any:
+    """Runs a recurrent layer or cell by its mathematics.
+
+    Args:
+        function: one of `LAYERS` or `CELLS`.
+        args: the arguments of its call.
+        watched: tells the parameters whose uses are noted.
+        intercept: notes the uses, as it runs them.
+
+    Returns:
+        What the function returns. NotImplemented where it is called on packed sequences, whose samples lie in an order
+        that the call does not know, or with dropout.
+
+    Cost: about the fused layer's forward pass, and one operation more for each gate and step.
+    """
+    if function in CELLS:
+        return _cell(function, args, intercept)
+    if len(args) != 9 or not isinstance(args[3], bool):  # packed sequences have their weights there
+        return NotImplemented
+    x, start, flat, biases, layers, dropout, training, bidirectional, batch_first = args
+    if dropout and training:
+        return NotImplemented
+    starts = start if function is torch.lstm else (start,)
+    if batch_first:
+        x = x.transpose(0, 1)
+    size = len(flat) // (layers * (1 + bidirectional))
+    weights = [_weights(flat[i : i + size], biases) for i in range(0, len(flat), size)]
+    ends: list[tuple[Tensor, ...]] = []
+    for _ in range(layers):
+        directions = []
+        for reverse in (False, True)[: 1 + bidirectional]:
+            place = len(ends)
+            begin = tuple(state[place] for state in starts)
+            values, end = _direction(LAYERS[function], x, begin, weights[place], reverse, watched, intercept)
+            directions.append(values)
+            ends.append(end)
+        x = torch.cat(directions, -1) if bidirectional else directions[0]
+    return x.transpose(0, 1) if batch_first else x, *(torch.stack(states) for states in zip(*ends, strict=True))
+
+
+def _weights(flat: Sequence[Tensor], biases: bool) -> Weights:
+    """Reads what torch keeps for one layer and direction: two weights, maybe two biases, maybe a projection."""
+    inputs, states, *rest = flat
+    inputs_bias, states_bias = rest[:2] if biases else (None, None)
+    return Weights(inputs, states, inputs_bias, states_bias, rest[-1] if len(rest) % 2 else None)
+
+
+def _direction(
+    step: Step,
+    x: Tensor,
+    states: tuple[Tensor, ...],
+    weights: Weights,
+    reverse: bool,
+    watched: Watched,
+    intercept: Intercept,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Runs one layer in one direction over x (T, B, I); returns the outputs (T, B, H) and the final states (B, H)."""
+    inputs = intercept(F.linear, (x, weights.inputs, weights.inputs_bias), {})
+    hidden = _Steps(weights.states, weights.states_bias, inputs, watched)
+    projection = None if weights.projection is None else _Steps(weights.projection, None, inputs, watched)
+    outputs: list[Tensor] = []
+    for t, gates in enumerate(reversed(inputs.unbind()) if reverse else inputs.unbind()):
+        states = step(gates, hidden.product(t, states[0]), states)
+        if projection is not None:
+            states = projection.product(t, states[0]), *states[1:]
+        outputs.append(states[0])
+    for steps in (hidden, projection):
+        if steps is not None:
+            steps.note(intercept)
+    return torch.stack(outputs[::-1] if reverse else outputs), states
+
+
+def _cell(function: Callable, args: tuple, intercept: Intercept) -> Any:
+    """Runs one step of a recurrent cell, one of `CELLS`, as two linear layers and the gates."""
+    x, before, weight_ih, weight_hh, bias_ih, bias_hh = args
+    states = before if function is torch.lstm_cell else (before,)
+    inputs = intercept(F.linear, (x, weight_ih, bias_ih), {})
+    after = CELLS[function](inputs, intercept(F.linear, (states[0], weight_hh, bias_hh), {}), states)
+    return after if function is torch.lstm_cell else after[0]

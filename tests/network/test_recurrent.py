@@ -1,0 +1,200 @@
+"""Recurrent layers opened: exact against autograd's rows, the network's own outputs, and what stays generic."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import rnn
+
+import lapwing as lw
+from lapwing.tangent import Tangent
+from tests import oracle
+from tests.conformance import close, jacobian
+
+
+class Head(nn.Module):
+    """A recurrent layer over (B, T, 3), with initial states of its own, and a linear head on the outputs."""
+
+    def __init__(self, kind: type[nn.RNNBase], starts: bool = False, **options) -> None:
+        super().__init__()
+        options = {"batch_first": True, **options}
+        self.layer = kind(3, 4, **options)
+        self.lead = options.get("num_layers", 1) * (1 + options.get("bidirectional", False))
+        width = options.get("proj_size", 0) or 4
+        self.starts = starts
+        self.head = nn.Linear(width * (1 + options.get("bidirectional", False)), 2)
+
+    def forward(self, x):
+        batch_first = self.layer.batch_first
+        x = x if batch_first else x.transpose(0, 1)
+        states = None
+        if self.starts:
+            lead = x[:, 0] if batch_first else x[0]
+            hidden = self.layer.proj_size or 4
+            states = lead.sum(1)[None, :, None].expand(self.lead, -1, hidden).contiguous()
+            if isinstance(self.layer, nn.LSTM):
+                states = states, lead.cos().sum(1)[None, :, None].expand(self.lead, -1, 4).contiguous()
+        y = self.layer(x, states)[0]
+        return self.head(torch.tanh(y.mean(1 if batch_first else 0)))
+
+
+class Cells(nn.Module):
+    """A cell called step by step."""
+
+    def __init__(self, kind: type[nn.RNNCellBase]) -> None:
+        super().__init__()
+        self.cell, self.head = kind(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        states = None
+        for step in x.unbind(1):
+            states = self.cell(step, states)
+        return self.head(states[0] if isinstance(states, tuple) else states)
+
+
+class Final(nn.Module):
+    """The final state of a layer called twice, and before it a layer with a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Linear(3, 3), nn.GRU(3, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x):
+        y, _ = self.layer(torch.tanh(self.embed(x)))
+        return self.head(self.layer(y)[1][-1])
+
+
+class Packed(nn.Module):
+    """Sequences of unequal length, packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x, lengths):
+        packed = rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return self.head(self.layer(packed)[1][0][-1])
+
+
+def double(model: nn.Module) -> nn.Module:
+    return model.double().eval()
+
+
+def data(samples: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(samples, 5, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+NETWORKS = {
+    "lstm": lambda: Head(nn.LSTM, num_layers=2, bidirectional=True, starts=True),
+    "lstm-projected": lambda: Head(nn.LSTM, proj_size=2, num_layers=2, batch_first=False, starts=True),
+    "lstm-no-bias": lambda: Head(nn.LSTM, bias=False, proj_size=3, bidirectional=True),
+    "gru": lambda: Head(nn.GRU, num_layers=2, bidirectional=True, starts=True, batch_first=False),
+    "gru-no-bias": lambda: Head(nn.GRU, bias=False),
+    "tanh": lambda: Head(nn.RNN, bidirectional=True, starts=True),
+    "relu": lambda: Head(nn.RNN, nonlinearity="relu", num_layers=2, bias=False),
+    "lstm-cell": lambda: Cells(nn.LSTMCell),
+    "gru-cell": lambda: Cells(nn.GRUCell),
+    "rnn-cell": lambda: Cells(nn.RNNCell),
+    "used-twice": Final,
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_rows_are_autograds_and_outputs_are_torchs(name):
+    torch.manual_seed(0)
+    model = double(NETWORKS[name]())
+    before = copy.deepcopy(model.state_dict())
+    tangent = Tangent.survey(model, data(5))
+    assert {block.family for block in tangent.blocks} == {"linear"}
+    assert all(block.matrix is not None for block in tangent.blocks)  # so KFAC factors them
+    for x in (data(3, seed=1), data(1, seed=2), data(9, seed=3)[:, :2]):  # other batches, one sample, shorter ones
+        record = tangent.record(x)
+        close(record.outputs.detach(), oracle.outputs(model, x), 1e-13)
+        close(record.rows(), jacobian(model, x, tangent.blocks), 1e-12)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_a_part_of_the_weights():
+    torch.manual_seed(0)
+    model = double(Head(nn.LSTM, num_layers=2, bidirectional=True))
+    model.layer.weight_hh_l0.requires_grad_(False)
+    x = data(4)
+    for pattern in ("layer.weight_hh_l1", "layer.bias_ih_l0*", "layer.weight_ih_l0_reverse", "layer.weight_hh_l0"):
+        tangent = Tangent.survey(model, x, lw.matching(pattern))
+        assert {block.family for block in tangent.blocks} == {"linear"}
+        close(tangent.record(x).rows(), jacobian(model, x, tangent.blocks), 1e-12)
+
+
+def test_weights_that_are_computed_stay_generic():
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.weight_norm(nn.GRU(3, 4, batch_first=True), "weight_hh_l0")
+    model = Head(nn.GRU)
+    model.layer = layer
+    model, x = double(model), data(4)
+    tangent = Tangent.survey(model, x)
+    families = {block.name: block.family for block in tangent.blocks}
+    assert families.pop("head") == "linear"
+    assert {name for name, family in families.items() if family == "generic"} >= {
+        f"layer.parametrizations.weight_hh_l0.original{i}" for i in (0, 1)
+    }
+    close(tangent.record(x).rows(), jacobian(model, x, tangent.blocks), 1e-12)
+
+
+def test_packed_sequences_stay_generic_and_exact():
+    torch.manual_seed(0)
+    model, x, lengths = double(Packed()), data(5), torch.tensor([3, 5, 1, 4, 2])
+    tangent = Tangent.survey(model, (x, lengths))
+    families = {block.name: block.family for block in tangent.blocks}
+    assert set(families.values()) == {"linear", "generic"}
+    weights = [model.get_parameter(name) for block in tangent.blocks if block.is_generic for name in block.parameters]
+
+    def row(output):
+        return torch.cat([g.flatten() for g in torch.autograd.grad(output, weights, retain_graph=True)])
+
+    wanted = torch.stack([torch.stack([row(output) for output in sample]) for sample in model(x, lengths)])
+    record = tangent.record((x, lengths))
+    found = torch.cat([next(s for _, s in record[b.name].row_slices()) for b in tangent.blocks if b.is_generic], -1)
+    close(found, wanted, 1e-12)
+
+
+def test_latents_are_differentiable_in_the_inputs():
+    torch.manual_seed(0)
+    model, x = double(Head(nn.LSTM, num_layers=2)), data(4)
+    posterior = lw.fit(model, [(x, torch.arange(4) % 2)], lw.KFAC(), prior_precision=1.0)
+
+    def variance(x):
+        return posterior.latent(x).variance
+
+    x = x[:2, :2].clone().requires_grad_()
+    assert torch.autograd.gradcheck(variance, (x,), atol=1e-7)
+
+
+def test_a_half_precision_layer():
+    torch.manual_seed(0)
+    model, x, y = Head(nn.LSTM).bfloat16().eval(), data(4).bfloat16(), torch.arange(4) % 2
+    wide = copy.deepcopy(model).double()
+    variances = [
+        lw.fit(network, [(x.to(dtype), y)], lw.Diagonal(), prior_precision=1.0).latent(x.to(dtype)).variance
+        for network, dtype in ((model, torch.bfloat16), (wide, torch.float64))
+    ]
+    close(variances[0].double(), variances[1], 0.05)
+
+
+def test_blocks_of_one_module_have_names_of_their_own():
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w1, self.b1 = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))
+            self.w2, self.b2 = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.randn(2))
+
+        def forward(self, x):
+            return nn.functional.linear(torch.tanh(nn.functional.linear(x, self.w1, self.b1)), self.w2, self.b2)
+
+    torch.manual_seed(0)
+    model, x = double(nn.Sequential(Functional())), data(4)[:, 0]
+    tangent = Tangent.survey(model, x)
+    assert [block.name for block in tangent.blocks] == ["0.1", "0.2"]
+    close(tangent.record(x).rows(), jacobian(model, x, tangent.blocks), 1e-12)
