@@ -24,7 +24,7 @@ test-slow: .venv/installed
 	$(BIN)/python -m pytest -n $(WORKERS) -m slow
 
 test-integrations: .venv/installed
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[sklearn,huggingface,botorch,lightning]" mapie pandas peft
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[sklearn,huggingface,botorch,lightning]" mapie pandas peft bitsandbytes
 	$(BIN)/python -m pytest -n $(WORKERS) tests/integrations
 
 bench: .venv/installed
