@@ -102,15 +102,19 @@ PACKAGES = {
     "torchmetrics": ("torchmetrics", "eval"),
     "onnx": ("onnx", "export"),
     "onnxscript": ("onnxscript", "export"),
+    "botorch": ("botorch", "botorch"),
+    "lightning": ("lightning", "lightning"),
+    "transformers": ("transformers", "huggingface"),
 }
 """Name to import -> the package's name, and the extra of lapwing that brings it."""
 
 
-def extra(module: str) -> Any:
+def extra(module: str, group: str | None = None) -> Any:
     """Returns a module of an optional package.
 
     Args:
         module: its full name, of one of `PACKAGES`.
+        group: the extra that the message names, where it is not that of `PACKAGES`.
 
     Raises:
         LapwingError: where the package is not installed, with the line that installs it.
@@ -122,4 +126,6 @@ def extra(module: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != top:
             raise  # the package is there, and one that it needs is not
-        raise LapwingError(f"This needs {package}, which is not installed. Run pip install lapwing[{name}].") from error
+        raise LapwingError(
+            f"This needs {package}, which is not installed. Run pip install lapwing[{group or name}]."
+        ) from error

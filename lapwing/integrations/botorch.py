@@ -1,0 +1,176 @@
+"""A BoTorch model around a posterior: `LaplaceModel`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lapwing as lw
+
+from ..errors import LapwingError, extra, shown
+
+_model: Any = extra("botorch.models.model")
+_posteriors = extra("botorch.posteriors.gpytorch")
+_distributions = import_module("gpytorch.distributions")  # which BoTorch brings
+_to_linear_operator = import_module("linear_operator").to_linear_operator
+
+ROWS = 64
+"""So many inputs are taken jointly at a time: their covariance also holds the pairs between batches, which are left."""
+
+
+class LaplaceModel(_model.Model, _model.FantasizeMixin):
+    """A network with a Laplace posterior, as a BoTorch model for acquisition functions and their optimisation.
+
+    `f(X) ~ N(f(X, θ̂), J(X) Σ J(X)ᵀ)`, jointly over the q points of a batch and the m outputs; differentiable in X. The
+    network is used, not copied, and stays in eval mode whatever mode this model is put in.
+
+    Args:
+        posterior: of a network from (n, d) to (n, m). In float64 (`model.double()` before the fit) the covariances of
+            points that lie close together are as exact as BoTorch's samplers want them.
+
+    Raises:
+        LapwingError: for what is no posterior.
+
+    Cost: of a call, that of `posterior.latent` for all its points, jointly where q > 1; with n observations that the
+        model is conditioned on, for q + n points a batch.
+    """
+
+    def __init__(self, posterior: lw.Posterior) -> None:
+        super().__init__()
+        if not isinstance(posterior, lw.Posterior):
+            raise LapwingError(
+                f"LaplaceModel takes a posterior, not {shown(posterior)}. Write LaplaceModel(lw.fit(model, [(x, y)]))."
+            )
+        self.laplace = posterior
+        self._observed: tuple[Tensor, ...] | None = None  # X, Y and noise
+
+    @property
+    def num_outputs(self) -> int:
+        """Returns m."""
+        return self.laplace.tangent.outputs
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """Returns the batches of observations, () without."""
+        if self._observed is None:
+            return torch.Size()
+        return torch.broadcast_shapes(self._observed[0].shape[:-2], self._observed[1].shape[:-2])
+
+    def posterior(
+        self,
+        X: Tensor,
+        output_indices: Sequence[int] | None = None,
+        observation_noise: bool | Tensor = False,
+        posterior_transform: Any = None,
+    ) -> Any:
+        """Returns the joint distribution of the q points of every batch.
+
+        Args:
+            X: (batch..., q, d).
+            output_indices: the outputs to return; None for all.
+            observation_noise: True adds the noise variance of the likelihood, a tensor that broadcasts to (batch..., q,
+                m) adds variances of one's own.
+            posterior_transform: of BoTorch, applied to the result.
+
+        Returns:
+            A `GPyTorchPosterior` with mean (batch..., q, m).
+
+        Raises:
+            LapwingError: for noise that the likelihood does not have, and as `lw.Posterior.latent`.
+        """
+        mean, covariance = self._conditioned(self.transform_inputs(X))
+        if observation_noise is not False:
+            covariance = covariance + torch.diag_embed(self._noise(observation_noise, mean).flatten(-2))
+        if output_indices is not None:
+            numbers = torch.arange(covariance.shape[-1], device=mean.device).view(mean.shape[-2:])
+            chosen = numbers[:, output_indices].flatten()
+            mean, covariance = mean[..., output_indices], covariance[..., chosen[:, None], chosen]
+        operator = _to_linear_operator(covariance)  # decomposed when asked for, with jitter where it is singular
+        if mean.shape[-1] == 1:
+            normal = _distributions.MultivariateNormal(mean[..., 0], operator)
+        else:
+            normal = _distributions.MultitaskMultivariateNormal(mean, operator)
+        result = _posteriors.GPyTorchPosterior(normal)
+        return result if posterior_transform is None else posterior_transform(result)
+
+    def condition_on_observations(self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **_: Any) -> LaplaceModel:
+        """Returns the model that has seen further values: the latent Gaussian given `Y = f(X) + ε`, mean included.
+
+        The network and its posterior stay: the linearised network moves. After many observations fit again.
+
+        Args:
+            X: (batch..., n, d).
+            Y: (batch'..., n, m), whose batches broadcast with those of X; more of them are fantasies.
+            noise: variances of ε that broadcast to Y; None for the noise variance of the likelihood.
+
+        Raises:
+            LapwingError: for a likelihood without noise where `noise` is None.
+        """
+        X = self.transform_inputs(X)
+        noise = self._noise(True if noise is None else noise, Y)
+        model = LaplaceModel(self.laplace)
+        if hasattr(self, "input_transform"):
+            model.input_transform = self.input_transform
+        new = X, Y, noise
+        model._observed = new if self._observed is None else tuple(map(_joined, self._observed, new))
+        return model
+
+    def fantasize(self, X: Tensor, sampler: Any, observation_noise: Tensor | None = None, **_: Any) -> LaplaceModel:
+        """Returns the model conditioned on draws of its own at X (batch..., n, d), a batch of models."""
+        noise = True if observation_noise is None else observation_noise
+        drawn = sampler(self.posterior(X, observation_noise=noise))
+        return self.condition_on_observations(X, drawn, observation_noise)
+
+    def _noise(self, noise: bool | Tensor, like: Tensor) -> Tensor:
+        """Returns variances for outputs (..., q, m), in their shape or (q, m)."""
+        if isinstance(noise, Tensor):
+            return noise.to(like).expand_as(like)
+        if self.laplace.noise_variance is None:
+            raise LapwingError(
+                f"{self.laplace.likelihood} has no noise variance. Leave observation_noise out, or pass a tensor."
+            )
+        return like.new_full(like.shape[-2:], self.laplace.noise_variance)
+
+    def _conditioned(self, X: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the mean (..., q, m) and covariance (..., q m, q m), given the observations."""
+        if self._observed is None:
+            return self._joint(X)
+        seen, Y, noise = self._observed
+        batch, n = torch.broadcast_shapes(seen.shape[:-2], X.shape[:-2]), seen.shape[-2]
+        mean, covariance = self._joint(
+            torch.cat([points.expand(*batch, *points.shape[-2:]) for points in (seen.to(X), X)], -2)
+        )
+        cut = n * mean.shape[-1]
+        known = covariance[..., :cut, :cut] + torch.diag_embed(noise.to(X).flatten(-2))
+        cross = covariance[..., cut:, :cut]
+        gain = torch.cholesky_solve(cross.mT, torch.linalg.cholesky(known)).mT
+        change = gain @ (Y.to(X) - mean[..., :n, :]).flatten(-2)[..., None]
+        after = mean[..., n:, :] + change.unflatten(-2, (-1, mean.shape[-1]))[..., 0]
+        remaining = covariance[..., cut:, cut:] - gain @ cross.mT
+        return after, remaining.expand(*after.shape[:-2], *remaining.shape[-2:])
+
+    def _joint(self, X: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the mean (..., q, m) and the covariance (..., q m, q m) of the latent, before any observation."""
+        q, m = X.shape[-2], self.num_outputs
+        points = X.reshape(-1, q, X.shape[-1]).to(self.laplace.tangent.dtype)
+        means, covariances = [], []
+        for part in points.split(max(1, ROWS // q) if q > 1 else len(points)):
+            latent = self.laplace.latent(part.flatten(0, 1), joint=q > 1)
+            covariance = latent.covariance
+            if q > 1:
+                covariance = covariance.reshape(len(part), q * m, len(part), q * m)
+                covariance = covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0)
+            means.append(latent.mean)
+            covariances.append(covariance)
+        mean, covariance = torch.cat(means).to(X), torch.cat(covariances).to(X)
+        return mean.reshape(*X.shape[:-1], m), covariance.reshape(*X.shape[:-2], q * m, q * m)
+
+
+def _joined(first: Tensor, second: Tensor) -> Tensor:
+    """Returns observations one after the other, (batch..., n + n', ...)."""
+    batch = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
+    return torch.cat([part.expand(*batch, *part.shape[-2:]) for part in (first, second.to(first))], -2)

@@ -1,0 +1,137 @@
+"""Hugging Face transformers: posteriors of what a `Trainer` trained, and the uncertainty of generated text.
+
+Models, batches and padding need nothing of this file: `lw.fit(model, loader)` takes them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+import lapwing as lw
+
+from ..errors import LapwingError, extra, shown
+from ..tangent import Tangent
+
+IGNORED = -100
+"""The label of tokens that do not count."""
+
+
+def fit_trainer(
+    trainer: Any, method: lw.Method | None = None, *, validation: Any = None, **options: Any
+) -> lw.Posterior:
+    """Fits a posterior to what a `transformers.Trainer` trained, on its training data.
+
+    The samples come in their order, in batches of the trainer's evaluation, through its collator; the model is in eval
+    mode for the fit, and as before after it. Call `model.eval()` before predictions.
+
+    Args:
+        trainer: a `transformers.Trainer` with a `train_dataset`, after `train()`.
+        method: as in `lw.fit`.
+        validation: held-out data, a data set as the trainer takes it, such as `trainer.eval_dataset`.
+        options: of `lw.fit`, such as `params=lw.last_layer`.
+
+    Returns:
+        The posterior around `trainer.model`.
+
+    Raises:
+        LapwingError: for what is no trainer, or has no training data, and as `lw.fit`.
+
+    Cost: that of `lw.fit`.
+    """
+    if not isinstance(trainer, extra("transformers").Trainer):
+        raise LapwingError(
+            f"fit_trainer needs a transformers.Trainer, not {shown(trainer)}. For a loader write lw.fit(model, loader)."
+        )
+    if trainer.train_dataset is None:
+        raise LapwingError("The trainer has no train_dataset. Pass Trainer(model, ..., train_dataset=dataset).")
+    if validation is not None:
+        options["validation"] = trainer.get_test_dataloader(validation)
+    model, loader = trainer.model, trainer.get_test_dataloader(trainer.train_dataset)
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        return lw.fit(model, loader, method, **options)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@dataclass(frozen=True, eq=False)
+class TokenScores:
+    """The log probabilities of S tokens in each of B texts, and what the weights leave open about them.
+
+    Attributes:
+        log_probs: (B, S), of the trained network; 0 where a text has no such token.
+        covariance: (B, S, S), of these log probabilities; 0 there.
+    """
+
+    log_probs: Tensor
+    covariance: Tensor
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviations of the tokens' log probabilities, (B, S)."""
+        return self.covariance.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
+
+    @property
+    def log_prob(self) -> Tensor:
+        """Log probability of each text, (B,)."""
+        return self.log_probs.sum(1)
+
+    @property
+    def log_prob_std(self) -> Tensor:
+        """Standard deviation of each text's log probability, (B,): the root of the sum over the covariance."""
+        return self.covariance.sum((1, 2)).clamp_min(0).sqrt()
+
+
+def score_tokens(posterior: lw.Posterior, batch: Mapping[str, Tensor]) -> TokenScores:
+    """Returns how probable the tokens of a text are under a causal language model, and how sure the weights make it.
+
+    `log p(y_t | y_<t, θ) ≈ log p(y_t | y_<t, θ̂) + g_tᵀ(θ - θ̂)`, jointly Gaussian over the tokens of a text. The
+    variance tells text that the model knows from text whose probability rests on little data, whatever the entropy.
+
+    Args:
+        posterior: a posterior of the language model, or of adapters within it.
+        batch: inputs as the model takes them, with `input_ids` (B, T) and `labels` (B, T): the tokens themselves where
+            they are scored, -100 elsewhere: at the prompt and at padding. The first token cannot be scored.
+
+    Returns:
+        The scores of the S positions that are labelled in some text, in their order.
+
+    Raises:
+        LapwingError: for a batch without these entries, or without a token to score.
+
+    Cost: six passes forward, and S backward of the layers from the first treated one on, whatever the vocabulary.
+    """
+    if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= batch.keys():
+        raise LapwingError("score_tokens needs a dict with input_ids and labels. Write {**tokens, 'labels': labels}.")
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    labels = batch["labels"].to(posterior.tangent.device)
+    scored = labels[:, 1:] != IGNORED
+    columns = scored.any(0).nonzero()[:, 0]
+    if not len(columns):
+        raise LapwingError(
+            f"The labels, of shape {tuple(labels.shape)}, mark no token to score. Set them to the input_ids there, "
+            "and to -100 at the prompt and at padding."
+        )
+    inputs["targets"] = labels[:, 1:][:, columns]
+
+    def forward(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+        inputs = dict(inputs)
+        targets = inputs.pop("targets")
+        log_probs = model(**inputs).logits[:, columns].log_softmax(-1)
+        return log_probs.gather(-1, targets.clamp_min(0)[..., None])[..., 0] * (targets != IGNORED)
+
+    blocks, names = posterior.tangent.blocks, set(posterior.tangent.parameters)
+    tangent = Tangent.survey(posterior.model, inputs, lambda name, _: name in names, forward, posterior.tangent.memory)
+    if tangent.blocks != blocks or posterior.stamp.changed(posterior.tangent.state()):
+        raise LapwingError(
+            "The treated weights are not those of the fit, or are used otherwise than there. Fit again, on batches of "
+            "whole texts."
+        )
+    latent = lw.Linearized().latent(tangent, posterior.covariance, inputs, False)
+    return TokenScores(latent.mean.detach(), latent.covariance.detach())

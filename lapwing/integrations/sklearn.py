@@ -1,0 +1,307 @@
+"""scikit-learn estimators around a network: `LaplaceClassifier` and `LaplaceRegressor`."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lapwing as lw
+
+from ..errors import LapwingError, extra, shown
+
+base: Any = extra("sklearn.base", "sklearn")
+split_arrays = extra("sklearn.model_selection", "sklearn").train_test_split
+check_random_state = extra("sklearn.utils", "sklearn").check_random_state
+multiclass, validation = (extra(f"sklearn.utils.{name}", "sklearn") for name in ("multiclass", "validation"))
+
+
+class _LaplaceEstimator(base.BaseEstimator):
+    """What the classifier and the regressor share: options, the copy of the network, training, fit and prediction."""
+
+    def __init__(
+        self,
+        module: nn.Module | Callable[[int, int], nn.Module] | None = None,
+        *,
+        epochs: int = 100,
+        learning_rate: float = 3e-3,
+        weight_decay: float = 1e-4,
+        batch_size: int = 32,
+        method: lw.Method | None = None,
+        params: Any = None,
+        validation_fraction: float = 0.0,
+        random_state: Any = None,
+    ) -> None:
+        self.module = module
+        self.epochs = epochs
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.batch_size = batch_size
+        self.method = method
+        self.params = params
+        self.validation_fraction = validation_fraction
+        self.random_state = random_state
+
+    @abstractmethod
+    def _task(self, y: Any, outputs: int) -> tuple[Tensor, str, Callable[[Tensor, Tensor], Tensor]]:
+        """Returns the targets, the likelihood and the loss for a network of so many outputs, or refuses it."""
+
+    def _fit(self, X: np.ndarray, y: Any, outputs: int, labels: Any = None) -> None:
+        """Makes `module_` and `posterior_` of checked arrays; `labels` stratify what is held out."""
+        self.__dict__.pop("posterior_", None)  # a fit that fails leaves none
+        self._check_options()
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            torch.manual_seed(seed)
+            self.module_ = self._network(X, outputs).eval()
+            x = self._tensor(X)
+            with torch.no_grad():
+                width = self._outputs(x[:1]).shape[1]
+            targets, likelihood, loss = self._task(y, width)
+            targets, train, held_out = targets.to(x.device), torch.arange(len(x)), None
+            if self.validation_fraction:
+                train, rows = split_arrays(
+                    train, test_size=self.validation_fraction, random_state=seed, stratify=labels
+                )
+                held_out = x[rows], targets[rows]
+            x, targets = x[train], targets[train]
+            self._train(x, targets, loss)
+        self.posterior_ = lw.fit(
+            self.module_, list(zip(x.split(256), targets.split(256), strict=True)), self.method, likelihood=likelihood,
+            params=self.params, validation=held_out, seed=seed, progress=False,
+        )  # fmt: skip
+
+    def _check_options(self) -> None:
+        for name, low in (("epochs", 0), ("batch_size", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
+                raise LapwingError(
+                    f"{name}={shown(value)} is not a whole number of at least {low}. Write {name}={max(low, 10)}."
+                )
+        fraction = self.validation_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 <= fraction < 1:
+            raise LapwingError(
+                f"validation_fraction={shown(fraction)} is not a number from 0 to 1. Write validation_fraction=0.2, or "
+                "0 to hold out nothing."
+            )
+
+    def _network(self, X: np.ndarray, outputs: int) -> nn.Module:
+        if isinstance(self.module, nn.Module):
+            return copy.deepcopy(self.module)
+        if self.module is None:
+            return nn.Sequential(
+                nn.Flatten(), nn.Linear(X[0].size, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, outputs)
+            )
+        network = self.module(X.shape[1], outputs) if callable(self.module) else None
+        if not isinstance(network, nn.Module):
+            raise LapwingError(
+                f"module={shown(self.module)} is neither a torch.nn.Module nor a function that makes one. Write "
+                "module=lambda features, outputs: torch.nn.Linear(features, outputs)."
+            )
+        return network
+
+    def _train(self, x: Tensor, targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        network = self.module_.train()
+        weights = [weight for weight in network.parameters() if weight.requires_grad]
+        optimiser = torch.optim.AdamW(weights, lr=self.learning_rate, weight_decay=self.weight_decay)
+        for _ in range(self.epochs):
+            for rows in torch.randperm(len(x)).split(self.batch_size):
+                if len(rows) > 1 or len(x) == 1:  # batch norm refuses a single sample
+                    optimiser.zero_grad()
+                    loss(self._outputs(x[rows]), targets[rows]).backward()
+                    optimiser.step()
+        optimiser.zero_grad()
+        network.eval()
+
+    def _outputs(self, x: Tensor) -> Tensor:
+        outputs = self.module_(x)
+        return outputs[:, None] if outputs.ndim == 1 else outputs
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        """Returns an array in the dtype of the network's weights, on their device."""
+        weight = next(self.module_.parameters(), torch.empty(0))
+        return torch.tensor(array, dtype=weight.dtype, device=weight.device)
+
+    def _predict(self, X: Any) -> Any:
+        validation.check_is_fitted(self, "posterior_")
+        return self.posterior_.predict(self._tensor(validation.validate_data(self, X, reset=False, allow_nd=True)))
+
+
+class LaplaceClassifier(base.ClassifierMixin, _LaplaceEstimator):
+    """A network with a Laplace posterior, as a scikit-learn classifier.
+
+    `fit` trains a copy of the network by AdamW on the cross-entropy, and fits the posterior to the same data.
+    `predict_proba` averages over the weights: `p(y|x) = ∫ softmax(f) N(f; f(x, θ̂), J Σ Jᵀ) df`.
+
+    Args:
+        module: the network, which is copied, or a function `(features, outputs)` that makes one. It returns logits: one
+            for each class in the order of `classes_`, or for two classes one logit of the second. None makes a
+            perceptron with two hidden layers of 50 units.
+        epochs: passes of training; 0 leaves the weights as they are.
+        learning_rate: of AdamW.
+        weight_decay: of AdamW.
+        batch_size: of the training.
+        method: as in `lw.fit`.
+        params: as in `lw.fit`.
+        validation_fraction: share of the data that is not trained on and calibrates the posterior, as `validation=` of
+            `lw.fit` does; 0 holds out nothing.
+        random_state: a seed or a numpy `RandomState`, of the weights that are drawn, the training and the fit.
+
+    Attributes:
+        classes_: the labels, sorted.
+        module_: the trained copy, in eval mode.
+        posterior_: the `lw.Posterior`.
+
+    Cost: of `fit`, `epochs` passes forward and backward, and that of `lw.fit`.
+
+    Example:
+        >>> import numpy as np
+        >>> X, y = np.random.randn(60, 4), np.repeat(["a", "b", "c"], 20)
+        >>> classifier = LaplaceClassifier(torch.nn.Linear(4, 3), epochs=5).fit(X, y)
+        >>> classifier.predict_proba(X).shape, classifier.classes_.tolist()
+        ((60, 3), ['a', 'b', 'c'])
+    """
+
+    def fit(self, X: Any, y: Any) -> LaplaceClassifier:
+        """Trains the copy and fits the posterior.
+
+        Args:
+            X: array or data frame (n, features); further dimensions are allowed.
+            y: labels (n,), numbers or text.
+
+        Returns:
+            The estimator.
+
+        Raises:
+            LapwingError: for options out of range, one class, or another number of outputs than classes.
+        """
+        X, y = validation.validate_data(self, X, y, allow_nd=True)
+        multiclass.check_classification_targets(y)
+        self.classes_, codes = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise LapwingError("y has one class. Pass labels of at least two classes.")
+        self._fit(X, codes, len(self.classes_), labels=codes)
+        return self
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Returns the probabilities of the classes (n, classes), in the order of `classes_`."""
+        probs = self._predict(X).probs.double().cpu()
+        if probs.shape[1] == 1:
+            probs = torch.cat([1 - probs, probs], 1)
+        return (probs / probs.sum(1, keepdim=True)).numpy()
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Returns the likeliest label of each row (n,)."""
+        best = self.predict_proba(X).argmax(1)
+        return self.classes_[best]
+
+    def _task(self, y: Any, outputs: int) -> tuple[Tensor, str, Callable[[Tensor, Tensor], Tensor]]:
+        codes, classes = torch.as_tensor(y), len(self.classes_)
+        if outputs == classes:
+            return codes, "categorical", F.cross_entropy
+        if outputs == 1 and classes == 2:
+            return (
+                codes.bool(),
+                "bernoulli",
+                lambda logits, y: F.binary_cross_entropy_with_logits(logits[:, 0], y.to(logits.dtype)),
+            )
+        raise LapwingError(
+            f"The network has {outputs} outputs and y has {classes} classes. Pass a network with {classes} outputs, or "
+            "labels of all of its classes."
+        )
+
+
+class LaplaceRegressor(base.RegressorMixin, _LaplaceEstimator):
+    """A network with a Laplace posterior, as a scikit-learn regressor.
+
+    `fit` trains a copy of the network by AdamW on the squared error of the standardised targets, and fits the posterior
+    to the same data. Predictions are in the units of y: `y(x) ~ N(f(x, θ̂), J Σ Jᵀ + σ²)`, scaled back. Standardise
+    inputs by a `Pipeline` with a `StandardScaler`.
+
+    Args:
+        module: the network, which is copied, or a function `(features, outputs)` that makes one. It returns (n, 1), or
+            (n, k) for k targets a row. None makes a perceptron with two hidden layers of 50 units.
+        epochs: passes of training; 0 leaves the weights as they are: the network then predicts y in its units.
+        learning_rate: of AdamW.
+        weight_decay: of AdamW.
+        batch_size: of the training.
+        method: as in `lw.fit`.
+        params: as in `lw.fit`.
+        validation_fraction: share of the data that is not trained on and calibrates the posterior, as `validation=` of
+            `lw.fit` does; 0 holds out nothing.
+        random_state: a seed or a numpy `RandomState`, of the weights that are drawn, the training and the fit.
+
+    Attributes:
+        module_: the trained copy, in eval mode; it predicts `(y - shift_) / scale_`.
+        posterior_: the `lw.Posterior` of these outputs.
+        shift_: the mean of y, 0 without training.
+        scale_: the standard deviation of y, 1 without training.
+
+    Cost: of `fit`, `epochs` passes forward and backward, and that of `lw.fit`.
+
+    Example:
+        >>> import numpy as np
+        >>> X = np.random.randn(60, 4)
+        >>> regressor = LaplaceRegressor(torch.nn.Linear(4, 1), epochs=5).fit(X, 100 + X[:, 0])
+        >>> mean, std = regressor.predict(X, return_std=True)
+        >>> mean.shape, std.shape
+        ((60,), (60,))
+    """
+
+    def fit(self, X: Any, y: Any) -> LaplaceRegressor:
+        """Trains the copy and fits the posterior.
+
+        Args:
+            X: array or data frame (n, features); further dimensions are allowed.
+            y: targets (n,) or (n, k).
+
+        Returns:
+            The estimator.
+
+        Raises:
+            LapwingError: for options out of range, or another number of outputs than targets.
+        """
+        X, y = validation.validate_data(self, X, y, allow_nd=True, multi_output=True, y_numeric=True)
+        y = np.asarray(y, dtype=np.float64)
+        self.shift_, self.scale_ = np.zeros(y.shape[1:]), np.ones(y.shape[1:])
+        if self.epochs:
+            self.shift_, std = y.mean(0), y.std(0)
+            self.scale_ = np.where(std > 0, std, 1.0)
+        self._fit(X, (y - self.shift_) / self.scale_, y[0].size)
+        return self
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """Returns the mean of y for each row, in the form of y; with `return_std` also its standard deviation.
+
+        The standard deviation is that of y: of the weights and of the noise.
+        """
+        prediction = self._predict(X)
+        shape = (-1, *self.shift_.shape)
+        mean, std = (
+            value.double().cpu().numpy().reshape(shape) * self.scale_ for value in (prediction.mean, prediction.std)
+        )
+        mean = mean + self.shift_
+        return (mean, std) if return_std else mean
+
+    def __sklearn_tags__(self) -> Any:
+        """Says that y may have columns."""
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+    def _task(self, y: Any, outputs: int) -> tuple[Tensor, str, Callable[[Tensor, Tensor], Tensor]]:
+        weight = next(self.module_.parameters(), torch.empty(0))
+        targets = torch.tensor(y.reshape(len(y), -1), dtype=weight.dtype)
+        if targets.shape[1] != outputs:
+            raise LapwingError(
+                f"The network has {outputs} outputs and y has {targets.shape[1]} targets a row. Pass a network with "
+                f"{targets.shape[1]} outputs."
+            )
+        return targets, "gaussian", F.mse_loss

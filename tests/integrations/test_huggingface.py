@@ -1,0 +1,159 @@
+"""Models of transformers: what a Trainer trained, and the log probabilities of tokens against dense algebra."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+
+pytest.importorskip("transformers")
+
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lapwing.integrations.huggingface import fit_trainer, score_tokens
+
+
+def last_logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    return model(**inputs).logits[:, -1]
+
+
+@pytest.fixture
+def language() -> tuple[lw.Posterior, Tensor]:
+    config = GPT2Config(vocab_size=7, n_embd=4, n_layer=1, n_head=1, n_positions=9, bos_token_id=0, eos_token_id=0)
+    model, texts = GPT2LMHeadModel(config).double().eval().requires_grad_(False), torch.randint(7, (12, 5))
+    model.transformer.h[0].attn.requires_grad_(True)
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=0.4)
+    batches = [({"input_ids": part[:, :-1]}, part[:, -1]) for part in texts.split([7, 5])]
+    return lw.fit(model, batches, lw.Full(), forward=last_logits, prior_precision=2.0), texts
+
+
+def gradient(value: Tensor, model: nn.Module) -> Tensor:
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    return torch.cat([part.flatten() for part in torch.autograd.grad(value, weights, retain_graph=True)])
+
+
+def test_scores_are_those_of_dense_algebra(language) -> None:
+    posterior, texts = language
+    model = posterior.model
+    precision = 2.0 * torch.eye(posterior.tangent.size, dtype=torch.float64)
+    for text in texts:
+        logits = last_logits(model, {"input_ids": text[None, :-1]})[0]
+        jacobian, p = torch.stack([gradient(logit, model) for logit in logits]), logits.detach().softmax(0)
+        precision += jacobian.T @ (p.diag() - torch.outer(p, p)) @ jacobian
+    ids = torch.randint(7, (3, 6))
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    labels[:, :3], labels[1, 5], mask[0, 0] = -100, -100, 0
+    scores = score_tokens(posterior, {"input_ids": ids, "attention_mask": mask, "labels": labels})
+    log_probs = model(input_ids=ids, attention_mask=mask).logits.log_softmax(-1)
+    for text in range(3):
+        chosen = [log_probs[text, place - 1, ids[text, place]] * (labels[text, place] >= 0) for place in (3, 4, 5)]
+        jacobian = torch.stack([gradient(value, model) for value in chosen])
+        covariance = jacobian @ torch.linalg.inv(precision) @ jacobian.T
+        assert torch.allclose(scores.log_probs[text], torch.stack(chosen).detach())
+        assert torch.allclose(scores.covariance[text], covariance)
+        assert torch.allclose(scores.std[text], covariance.diagonal().sqrt())
+        assert torch.allclose(scores.log_prob_std[text], covariance.sum().sqrt())
+    assert scores.log_probs[1, 2] == scores.std[1, 2] == 0
+    assert torch.allclose(scores.log_prob, scores.log_probs.sum(1))
+
+
+def test_scores_refuse(language) -> None:
+    posterior, texts = language
+    with pytest.raises(lw.LapwingError, match="input_ids and labels"):
+        score_tokens(posterior, {"input_ids": texts})
+    with pytest.raises(lw.LapwingError, match="mark no token"):
+        score_tokens(posterior, {"input_ids": texts, "labels": torch.full_like(texts, -100)})
+    with torch.no_grad():
+        posterior.model.transformer.wpe.weight.mul_(2)
+    with pytest.raises(lw.LapwingError, match="Fit again"):
+        score_tokens(posterior, {"input_ids": texts, "labels": texts})
+
+
+class Network(nn.Module):
+    """A classifier in the form of transformers, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.head = nn.Dropout(0.5), nn.Linear(4, 3)
+
+    def forward(self, values: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(self.drop(values))
+        return (
+            {"logits": logits}
+            if labels is None
+            else {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+        )
+
+
+def rows(count: int) -> list[dict[str, Tensor]]:
+    return [{"values": torch.randn(4), "labels": torch.tensor(i % 3)} for i in range(count)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fit_trainer_is_lw_fit_on_the_training_data(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    model, train, held_out = Network(), rows(21), rows(12)
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True, per_device_eval_batch_size=8
+    )
+    trainer = Trainer(model, arguments, train_dataset=train)
+    trainer.train()
+    assert model.drop.training
+    model.head.eval()
+    posterior = fit_trainer(trainer, lw.KFAC(), validation=held_out)
+    assert model.drop.training
+    assert not model.head.training
+    x, held = torch.stack([row["values"] for row in train]), torch.stack([row["values"] for row in held_out])
+    model.eval()
+    plain = lw.fit(
+        model, [({"values": x}, torch.arange(21) % 3)], lw.KFAC(), validation=[({"values": held}, torch.arange(12) % 3)]
+    )
+    assert posterior.samples == 21
+    inputs = {"values": x}
+    assert torch.allclose(posterior.predict(inputs).probs, plain.predict(inputs).probs, atol=1e-5)
+
+    model.train()
+    with pytest.raises(lw.LapwingError, match="method"):
+        fit_trainer(trainer, "kfac")
+    assert model.drop.training
+    trainer.train_dataset = None
+    with pytest.raises(lw.LapwingError, match="no train_dataset"):
+        fit_trainer(trainer)
+
+
+def test_fit_trainer_refuses_a_model() -> None:
+    with pytest.raises(lw.LapwingError, match=r"needs a transformers.Trainer"):
+        fit_trainer(nn.Linear(2, 2))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_over_a_base_in_eight_bits() -> None:
+    """The frozen layer's backward pass is bitsandbytes' own."""
+    pytest.importorskip("bitsandbytes")
+    import bitsandbytes
+    from peft import LoraConfig, get_peft_model
+
+    base, source = (
+        nn.Sequential(bitsandbytes.nn.Linear8bitLt(16, 16, has_fp16_weights=False), nn.Linear(16, 3)),
+        nn.Linear(16, 16),
+    )
+    base[0].load_state_dict(source.state_dict())
+    model = get_peft_model(base.to("cpu"), LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)).eval()
+    x, y = torch.randn(12, 16), torch.arange(12) % 3
+    posterior = lw.fit(model, [(x, y)], lw.Full(), prior_precision=1.0)
+    assert base[0].base_layer.weight.dtype == torch.int8
+    assert posterior.tangent.size == 64
+    precision, jacobians = torch.eye(64), []
+    for logits in model(x):
+        jacobians.append(torch.stack([gradient(logit, model) for logit in logits]))
+        p = logits.detach().softmax(0)
+        precision += jacobians[-1].T @ (p.diag() - torch.outer(p, p)) @ jacobians[-1]
+    covariance = torch.stack([jacobian @ torch.linalg.inv(precision) @ jacobian.T for jacobian in jacobians])
+    assert torch.allclose(posterior.latent(x).covariance, covariance, rtol=1e-3, atol=1e-4)

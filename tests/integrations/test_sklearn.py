@@ -1,0 +1,154 @@
+"""The estimators do what scikit-learn asks, and their predictions are those of `lw.fit`."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lapwing as lw
+
+pytest.importorskip("sklearn")
+
+from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import check_estimator
+
+from lapwing.integrations.sklearn import LaplaceClassifier, LaplaceRegressor
+
+
+def network(features: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(features, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
+
+
+@pytest.fixture
+def data() -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    X = generator.normal(size=(60, 3))
+    return X, X @ [1.0, -2.0, 0.5] + 0.1 * generator.normal(size=60)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # the checks warn of themselves
+@pytest.mark.parametrize("kind", [LaplaceClassifier, LaplaceRegressor])
+def test_scikit_learns_own_checks(kind) -> None:
+    """In float64: the checks ask for seven equal digits."""
+    results = check_estimator(kind(network, epochs=50, random_state=0), on_fail=None, on_skip=None)
+    assert [result["check_name"] for result in results if result["status"] == "failed"] == []
+    assert sum(result["status"] == "passed" for result in results) > 40
+
+
+def test_a_trained_network_gives_the_posterior_of_lw_fit(data) -> None:
+    X, y = data
+    labels = np.where(y > 1, "high", np.where(y > -1, "middle", "low"))
+    trained = network(3, 3).eval()
+    before = {name: value.clone() for name, value in trained.state_dict().items()}
+    classifier = LaplaceClassifier(trained, epochs=0, random_state=0).fit(X, labels)
+    assert classifier.classes_.tolist() == ["high", "low", "middle"]
+    x, codes = torch.tensor(X), torch.tensor(np.searchsorted(classifier.classes_, labels))
+    plain = lw.fit(trained, [(x, codes)]).predict(x).probs
+    assert classifier.predict_proba(X) == pytest.approx(plain.numpy(), rel=1e-6)
+    assert (classifier.predict(X) == classifier.classes_[plain.argmax(1).numpy()]).all()
+
+    trained = network(3, 1).eval()
+    mean, std = LaplaceRegressor(trained, epochs=0, random_state=0).fit(X, y).predict(X, return_std=True)
+    plain = lw.fit(trained, [(x, torch.tensor(y)[:, None])]).predict(x)
+    assert mean == pytest.approx(plain.mean[:, 0].numpy(), rel=1e-6)
+    assert std == pytest.approx(plain.std[:, 0].numpy(), rel=1e-6)
+    assert all((before[name] == value).all() for name, value in classifier.module.state_dict().items())
+
+
+def test_predictions_are_in_the_units_of_y(data) -> None:
+    """An affine map of y maps predictions alike; a column is predicted as a column, and two as two."""
+    X, y = data
+    fits = [
+        LaplaceRegressor(network, epochs=50, learning_rate=1e-2, random_state=0).fit(X, values)
+        for values in (y, 1000 + 50 * y)
+    ]
+    (mean, std), (moved, wider) = (fit.predict(X, return_std=True) for fit in fits)
+    assert moved == pytest.approx(1000 + 50 * mean, rel=1e-6)
+    assert wider == pytest.approx(50 * std, rel=1e-5)
+    assert abs(mean - y).mean() < 0.5
+    assert 0.5 < (abs(mean - y) < 1.645 * std).mean() < 1
+    column = LaplaceRegressor(network, epochs=50, learning_rate=1e-2, random_state=0).fit(X, y[:, None])
+    assert column.predict(X) == pytest.approx(mean[:, None])
+    both = LaplaceRegressor(network, epochs=5, random_state=0).fit(X, np.stack([y, 100 * y], 1))
+    assert [part.shape for part in both.predict(X, return_std=True)] == [(60, 2), (60, 2)]
+    assert LaplaceRegressor(network, epochs=1).fit(X, np.full(60, 7.0)).predict(X) == pytest.approx(7, abs=2)
+
+
+def test_one_logit_serves_two_classes(data) -> None:
+    X, y = data
+    labels = np.where(y > 0, 5, -5)
+    classifier = LaplaceClassifier(network(3, 1), learning_rate=1e-2, random_state=0, validation_fraction=0.2).fit(
+        X, labels
+    )
+    probs = classifier.predict_proba(X)
+    assert probs.shape == (60, 2)
+    assert probs.sum(1) == pytest.approx(1, abs=1e-12)
+    assert classifier.score(X, labels) > 0.9
+    assert classifier.posterior_.samples == 48
+
+
+def test_the_module_and_the_random_state_of_the_caller_stay(data) -> None:
+    X, y = data
+    module = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1)).train()
+    before, state = {name: value.clone() for name, value in module.state_dict().items()}, torch.get_rng_state()
+    fits = [LaplaceRegressor(module, epochs=3, batch_size=59, random_state=0).fit(X, y) for _ in range(2)]
+    assert (fits[0].predict(X) == fits[1].predict(X)).all()
+    assert module.training
+    assert all((before[name] == value).all() for name, value in module.state_dict().items())
+    assert (torch.get_rng_state() == state).all()
+    assert all(weight.grad is None for weight in fits[0].module_.parameters())
+
+
+def test_pipelines_searches_clones_and_files(data) -> None:
+    pandas = pytest.importorskip("pandas")
+    X, y = data
+    frame, labels = pandas.DataFrame(X, columns=list("abc")), pandas.Series(np.where(y > 0, "yes", "no"))
+    pipeline = make_pipeline(StandardScaler(), LaplaceClassifier(network, epochs=5, random_state=0))
+    grid = {"laplaceclassifier__method": [None, lw.Diagonal()]}
+    search = GridSearchCV(pipeline, grid, scoring="neg_log_loss", cv=2).fit(frame, labels)
+    probs = search.predict_proba(frame)
+    assert search.best_estimator_[0].feature_names_in_.tolist() == ["a", "b", "c"]
+    assert (pickle.loads(pickle.dumps(search)).predict_proba(frame) == probs).all()
+    estimator = LaplaceClassifier(network(3, 2), epochs=3, params=lw.last_layer, method=lw.Full())
+    again = clone(estimator).set_params(epochs=4)
+    assert (again.epochs, again.method, estimator.epochs) == (4, lw.Full(), 3)
+    assert again.module is not estimator.module
+
+
+def test_images_keep_their_shape(data) -> None:
+    images = np.random.default_rng(0).normal(size=(20, 1, 6, 6))
+    module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 2))
+    assert LaplaceClassifier(module, epochs=1).fit(images, np.arange(20) % 2).predict_proba(images).shape == (20, 2)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "words"),
+    [
+        (LaplaceClassifier(network(3, 4)), "has 4 outputs and y has 2 classes"),
+        (LaplaceRegressor(network(3, 4)), "has 4 outputs and y has 1 targets a row"),
+        (LaplaceClassifier(network, epochs=-1), "epochs=-1"),
+        (LaplaceClassifier(network, batch_size=0), "batch_size=0"),
+        (LaplaceClassifier(network, validation_fraction=20), "validation_fraction=20"),
+        (LaplaceClassifier("mlp"), "module='mlp' is neither"),
+    ],
+)
+def test_what_is_refused(estimator, words: str, data) -> None:
+    X, y = data
+    with pytest.raises(lw.LapwingError, match=words):
+        estimator.fit(X, (y > 0).astype(int))
+    with pytest.raises(NotFittedError):
+        estimator.predict(X)
+
+
+def test_one_class_is_refused(data) -> None:
+    with pytest.raises(lw.LapwingError, match="one class"):
+        LaplaceClassifier(network).fit(data[0], np.zeros(60, dtype=int))
