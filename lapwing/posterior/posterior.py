@@ -227,7 +227,9 @@ class Posterior:
         """Returns the latent distribution of the outputs f(x).
 
         Args:
-            x: a batch of inputs, or a loader; `lw.Uncertain(x, variance)` in place of any tensor that is measured.
+            x: a batch of inputs: a tensor, NumPy array, pandas frame or list of floats, where floats (B,) are one input
+                each, or a number; or a loader or Dataset. `lw.Uncertain(x, variance)` replaces any tensor that is
+                measured.
             via: the way through the network.
             joint: keep covariances across inputs: `.covariance` is then (B, C, B, C), whose memory is not the budget's.
 
@@ -254,7 +256,7 @@ class Posterior:
         """Returns the predictive distribution of y.
 
         Args:
-            x: a batch of inputs, or a loader.
+            x: a batch of inputs or a loader, as in `latent`.
             via: the way through the network.
             link: from the latent Gaussian to class probabilities; the likelihood's default when None.
             generator: of links that draw; seed 0 when None.
