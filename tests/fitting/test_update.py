@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_subspaces_keep_their_directions(method: lw.Method, tmp_path: Path) -> N
 
 def places(posterior: lw.Posterior) -> list[slice]:
     ends = torch.tensor([0, *[block.size for block in posterior.tangent.blocks]]).cumsum(0).tolist()
-    return [slice(*pair) for pair in zip(ends, ends[1:], strict=False)]
+    return [slice(*pair) for pair in pairwise(ends)]
 
 
 def units(identity: dict[str, Tensor]) -> list[dict[str, Tensor]]:
