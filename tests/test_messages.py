@@ -90,8 +90,6 @@ def test_messages_are_short_and_print_no_array(
 def test_inputs_and_targets_given_as_two_arguments_are_told_how_to_be_written() -> None:
     with pytest.raises(lw.LapwingError, match=r"lw\.fit\(model, \[\(x, y\)\]\)"):
         lw.fit(NETWORK, X, Y)  # type: ignore[arg-type]
-    with pytest.raises(lw.LapwingError, match=r"train_dataloader\(\)"):
-        lw.fit(NETWORK, type("Module", (), {"train_dataloader": None})())
 
 
 def test_shown() -> None:

@@ -38,6 +38,11 @@ class LowRankWithResidual(Subspace):
         self._removed = self.scale * self._curvatures * self._weights
         self._delta = {block.name: delta for block, delta in zip(self.blocks, self.precision.tolist(), strict=True)}
 
+    @property
+    def rows(self) -> tuple[ExplicitBasis, Tensor] | None:
+        """U and M with `G = Uᵀ M U`, where the covariance was made by `from_rows`."""
+        return self._rows
+
     @classmethod
     def from_rows(
         cls,

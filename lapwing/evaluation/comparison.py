@@ -23,6 +23,7 @@ from ..likelihoods.inferred import inferred_likelihood
 from ..likelihoods.positions import predicted
 from ..network import batches
 from ..network.calling import shaped_outputs
+from ..network.data import as_inputs, as_loader
 from ..network.positions import Positions
 from ..posterior import Posterior
 from ..prediction import Way
@@ -88,7 +89,7 @@ class Comparison:
 
 def compare(
     posteriors: Mapping[str, Candidate],
-    loader: Iterable[Any],
+    loader: Any,
     foreign: Any = None,
     *,
     score: Score = "entropy",
@@ -104,8 +105,8 @@ def compare(
 
     Args:
         posteriors: name -> a posterior, a pair (posterior, way) such as `(posterior, lw.MonteCarlo(30))`, or a network.
-        loader: held-out (inputs, targets) batches; not those that tuned anything.
-        foreign: out-of-distribution inputs, one tensor or one loader; AUROC says how well the uncertainty tells them
+        loader: held-out data in any form that `lw.fit` takes; not those that tuned anything.
+        foreign: out-of-distribution inputs, one tensor, array or loader; AUROC says how well the uncertainty tells them
             from the loader's inputs.
         score: the uncertainty that AUROC ranks by: "entropy" of the class probabilities, or "confidence", 1 minus the
             largest of them. For regression it is the predictive standard deviation of the first output.
@@ -131,7 +132,10 @@ def compare(
         (['MAP', 'KFAC'], ('accuracy', 'NLL', 'ECE', 'Brier', 'passes'))
     """
     _check(posteriors, score, repeats, fit_seconds)
+    network = _network_of(next(iter(posteriors.values())))
+    loader = as_loader(loader, network, "test")
     batches.check_loader(loader, "compare")
+    foreign = foreign if isinstance(foreign, Mapping) else as_inputs(foreign, network)
     _check_foreign(foreign, loader)
     fits = fit_seconds or {}
     rows: dict[str, dict[str, float]] = {}
@@ -210,6 +214,11 @@ class _Candidate:
     forward: Callable[[Any], Tensor]
     device: torch.device | None
     alone: bool
+
+
+def _network_of(candidate: Candidate) -> nn.Module:
+    first = candidate[0] if isinstance(candidate, tuple) else candidate
+    return first.model if isinstance(first, Posterior) else first
 
 
 def _candidates(posteriors: Mapping[str, Candidate], loader: Iterable[Any]) -> dict[str, _Candidate]:

@@ -7,5 +7,6 @@ from __future__ import annotations
 
 from .fit import fit
 from .plan import Plan, Plans, plan
+from .update import updated
 
-__all__ = ["Plan", "Plans", "fit", "plan"]
+__all__ = ["Plan", "Plans", "fit", "plan", "updated"]

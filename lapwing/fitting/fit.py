@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from numbers import Integral
 from typing import Any
@@ -20,6 +20,7 @@ from ..methods import KFAC, FisherRoot, FitResult, Method, Outline, Problem
 from ..methods.problem import root_columns
 from ..network import batches
 from ..network.batches import Forward
+from ..network.data import as_loader
 from ..network.eager import outside_modes
 from ..network.loaders import check_progress, check_seed, first_batch, known_size, warn_of_unseen_samples
 from ..network.stamp import Stamp
@@ -41,7 +42,7 @@ DEFAULT_TUNING = BoundedEvidence()
 @outside_modes
 def fit(
     model: nn.Module,
-    loader: Iterable[Any],
+    loader: Any,
     method: Method | None = None,
     *,
     likelihood: str | Likelihood | None = None,
@@ -49,7 +50,7 @@ def fit(
     prior_precision: float | Mapping[str, float] | None = None,
     prior_mean: float | Mapping[str, Tensor] = 0.0,
     tune: Tuning | None = DEFAULT_TUNING,
-    validation: Iterable[Any] | tuple[Any, Tensor] | None = None,
+    validation: Any = None,
     data_size: int | None = None,
     weight_decay: float | None = None,
     temperature: float = 1.0,
@@ -63,7 +64,9 @@ def fit(
     Args:
         model: the trained network, in eval mode. Outputs (B, C), or with positions: (B, T, C), (B, C, H, W) or
             (B, C, D, H, W), with targets (B, T), (B, H, W), (B, D, H, W), or of the shape of the outputs.
-        loader: the training data: an iterable of (inputs, targets) batches that can be read several times.
+        loader: the training data: an iterable of (inputs, targets) batches that can be read several times; a pair
+            (x, y) of tensors, NumPy arrays or pandas frames; a map-style Dataset; or a LightningDataModule. Pairs and
+            data sets are cut into batches of 100, in order. Arrays of floats take the weights' dtype; tensors do not.
         method: the structure of Σ and how it is fitted. Where `params` is None too, None means in a regression `Full`
             over all trained weights where that is cheap, KFAC over them where there are at most a million, and else
             KFAC of the last layer, as for a classifier. With `validation` a classifier has KFAC over all weights where
@@ -75,9 +78,9 @@ def fit(
         prior_mean: μ0, a number for all weights or {parameter: tensor} (others 0).
         tune: how what is None is tuned: `BoundedEvidence()` and `Evidence()` without held-out data, with them
             `Validation(loader)` or `EarlyStopping(loader)`; None for δ = 1 and σ² the mean squared residual.
-        validation: held-out data, a loader or a pair of tensors (x, y), that the network was not trained on. They tune
-            by `Validation` what is None: δ, and σ² or a classifier's logit temperature. The best calibration needs
-            them, a few hundred samples. In place of `tune`.
+        validation: held-out data in any form of `loader`, that the network was not trained on. They tune by
+            `Validation` what is None: δ, and σ² or a classifier's logit temperature. The best calibration needs them, a
+            few hundred samples. In place of `tune`.
         data_size: N where the loader shows only n of N training points: G and the likelihood are scaled by N/n.
         weight_decay: γ, sets `δ = N γ`.
         temperature: τ, `Σ = (G/τ + Δ)⁻¹`; above 1 widens.
@@ -111,8 +114,10 @@ def fit(
     _check_tuning(tune)
     check_progress(progress)
     seed = int(seed)
+    loader = as_loader(loader, model)
     inputs, targets = batches.split(first_batch(loader))
     if validation is not None:
+        validation = as_loader(validation, model, "val")
         other = None if tune is DEFAULT_TUNING else tune
         tune = validation_tuning(validation, other, loader, (inputs, targets))
     if data_size is not None:

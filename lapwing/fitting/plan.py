@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..methods import KFAC, Diagonal, Method, Outline, Work
 from ..methods.cost import CALL, MOVE
 from ..network import batches
 from ..network.batches import Forward
+from ..network.data import as_loader
 from ..network.eager import outside_modes
 from ..network.loaders import first_batch, known_size
 from ..tangent import LastLayer, Predicate, Tangent
@@ -70,7 +71,7 @@ class Plans(tuple[Plan, ...]):
 @outside_modes
 def plan(
     model: nn.Module,
-    loader: Iterable[Any],
+    loader: Any,
     method: Method | Sequence[Method | None] | None = None,
     *,
     likelihood: str | Likelihood | None = None,
@@ -86,7 +87,7 @@ def plan(
 
     Args:
         model: the trained network, in eval mode.
-        loader: the training data.
+        loader: the training data, as in `lw.fit`.
         method: as in `lw.fit`, where None is the default; or a list of methods.
         likelihood: as in `lw.fit`.
         params: as in `lw.fit`.
@@ -116,6 +117,7 @@ def plan(
         check_count("lw.plan", "data_size", data_size)
     is_default = method is None and params is None
     method, params = method_and_params(method, params)
+    loader = as_loader(loader, model)
     inputs, targets = batches.split(first_batch(loader))
     likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
     runner = Runner(loader, False)

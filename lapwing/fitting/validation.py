@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from ..errors import LapwingError
@@ -36,22 +35,22 @@ def validation_tuning(validation: Any, tune: Tuning | None, loader: Iterable[Any
     """Returns the tuning on held-out data; warns where they are the training data.
 
     Args:
-        validation: a loader, or a pair of tensors (x, y).
+        validation: a loader.
         tune: what the user gave beside it; None where that is nothing.
         loader: the training data.
         first: their first batch.
 
     Raises:
-        LapwingError: for a tuning beside it, and for what is neither a loader nor a pair.
+        LapwingError: for a tuning beside it, and for what is no loader.
     """
     if tune is not None:
         raise LapwingError(
             f"validation= and tune={type(tune).__name__} exclude each other, since validation= tunes by "
             "lw.Validation(loader). Leave one of them out."
         )
-    held_out = _loader(validation)
-    tuning = Validation(held_out)
-    if held_out is loader or _same_dataset(held_out, loader) or _same_rows(batches.split(first_batch(held_out)), first):
+    tuning = Validation(validation)
+    same = validation is loader or _same_dataset(validation, loader)
+    if same or _same_rows(batches.split(first_batch(validation)), first):
         log.warning(
             "The validation data are the training data. The network fits these better than any others, so that its "
             "error bars come out too narrow and its probabilities too sure. Pass data that it was not trained on: "
@@ -87,7 +86,7 @@ def with_all_weights(
     except LapwingError as error:  # frozen weights, quantized layers, ...
         log.info("The last layer alone is treated, since all trained weights cannot be: %s", error)
         return posterior
-    last, every = (sample_scores([one], lambda one: [one], _loader(validation)).flatten() for one in (posterior, other))
+    last, every = (sample_scores([one], lambda one: [one], validation).flatten() for one in (posterior, other))
     gain = every - last
     deviation = float(gain.std(correction=0)) / math.sqrt(len(gain))
     better = float(gain.mean()) > max(GAIN, deviation)
@@ -96,12 +95,6 @@ def with_all_weights(
         f"All of {whole.size} weights" if better else "The last layer alone", float(gain.mean()), deviation,
     )  # fmt: skip
     return other if better else posterior
-
-
-def _loader(validation: Any) -> Iterable[Any]:
-    """Returns a loader for a loader or a pair of tensors."""
-    pair = isinstance(validation, tuple) and len(validation) == 2 and isinstance(validation[1], Tensor)
-    return [validation] if pair else validation
 
 
 def _same_dataset(one: Any, other: Any) -> bool:

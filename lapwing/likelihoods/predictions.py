@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,6 +134,48 @@ class RealPrediction(Prediction):
     def point(self) -> Tensor:
         return self.mean
 
+    def scaled(self, mean: Any = 0.0, std: Any = 1.0) -> ScaledPrediction:
+        """Returns the prediction in the units of `mean + std * y`, where the network was trained on standardised y.
+
+        Args:
+            mean: a number, or one for each output, (C,): a tensor, an array or a list.
+            std: positive, in the same forms.
+
+        Returns:
+            A prediction whose mean, variances, intervals, samples and densities are in the new units;
+            `log p(mean + std y) = log p(y) - Σ_c log std_c`.
+
+        Raises:
+            LapwingError: for another shape, numbers that are not finite, or a std that is not positive.
+
+        Example:
+            >>> import torch, lapwing as lw
+            >>> x, y = torch.randn(50, 2), 100 + 20 * torch.randn(50, 1)
+            >>> model = torch.nn.Linear(2, 1).eval()
+            >>> posterior = lw.fit(model, (x, (y - y.mean()) / y.std()))
+            >>> prediction = posterior.predict(x).scaled(y.mean(), y.std())
+            >>> prediction.mean.shape, prediction.log_prob(y).shape
+            (torch.Size([50, 1]), torch.Size([50]))
+        """
+        shift, scale = (self._numbers_of(name, value) for name, value in (("mean", mean), ("std", std)))
+        if not bool((scale > 0).all()):
+            raise LapwingError("The std of scaled() is not positive everywhere. Pass a positive one for each output.")
+        return ScaledPrediction(self, shift, scale)
+
+    def _numbers_of(self, name: str, value: Any) -> Tensor:
+        """Returns a number, or one for each output, as a tensor (C,) like the mean; (B,) predictions take a number."""
+        outputs = self.mean.shape[1:]
+        try:
+            numbers = torch.as_tensor(value, dtype=self.mean.dtype, device=self.mean.device)
+        except (TypeError, ValueError, RuntimeError):
+            numbers = None
+        if numbers is None or numbers.shape not in ((), (1,), outputs) or not bool(numbers.isfinite().all()):
+            raise LapwingError(
+                f"The {name} of scaled() is {shown(value)}. Pass a finite number, or one for each output, of shape "
+                f"{tuple(outputs)}."
+            )
+        return numbers.reshape(outputs if numbers.shape == outputs else ()).expand(outputs)
+
     def uncertainty(self, score: str = "entropy") -> Tensor:
         """Returns the standard deviation of the first output, (B,), for every score."""
         return self.std.flatten(1)[:, 0] if self.std.ndim > 1 else self.std
@@ -146,6 +189,73 @@ class RealPrediction(Prediction):
         lower, upper = self.interval(0.9)
         values = {"mean": self.mean, "std": self.std, "lower": lower, "upper": upper}
         return {**super().for_metrics(targets), **values, "y": targets.reshape(self.mean.shape)}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ScaledPrediction(RealPrediction):
+    """A prediction of y in the units of `shift + scale * y`: what `scaled` returns.
+
+    Args:
+        prediction: of y in the units of the network.
+        shift: (C,), and () where the prediction is (B,).
+        scale: positive, in the same shape.
+    """
+
+    prediction: RealPrediction
+    shift: Tensor
+    scale: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        return self._moved(self.prediction.mean)
+
+    @property
+    def epistemic_variance(self) -> Tensor:
+        return self.scale.square() * self.prediction.epistemic_variance
+
+    @property
+    def aleatoric_variance(self) -> Tensor:
+        return self.scale.square() * self.prediction.aleatoric_variance
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Returns the ends of the central interval that holds y with probability `level`, each (B, ...)."""
+        low, high = self.prediction.interval(level)
+        return self._moved(low), self._moved(high)
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """Returns the log density of the targets at every input, (B,): `log p((y - shift) / scale) - Σ_c log scale_c`.
+
+        Raises:
+            LapwingError: for targets that the prediction does not take.
+        """
+        shape = self.prediction.mean.shape
+        targets = batches.plain(targets, self.shift.device)
+        if isinstance(targets, Tensor) and targets.numel() == shape.numel() and targets.shape[:1] == shape[:1]:
+            moved = (targets.reshape(shape).to(self._dtype(targets)) - self.shift) / self.scale
+            targets = moved.reshape(targets.shape)
+        return self.prediction.log_prob(targets) - self.scale.log().sum()
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws y n times at every input, (n, B, ...)."""
+        return self._moved(self.prediction.sample(n, generator))
+
+    def distribution(self) -> dist.Distribution:
+        """Returns `torch.distributions.TransformedDistribution` of the prediction's, with its shapes."""
+        base = self.prediction.distribution()
+        shift, scale = self.shift, self.scale
+        if shift.ndim and base.event_shape != shift.shape:  # of a joint latent: all inputs and outputs in a row
+            shift, scale = (values.expand(self.mean.shape).flatten() for values in (shift, scale))
+        move = dist.AffineTransform(shift, scale, event_dim=len(base.event_shape))
+        return dist.TransformedDistribution(base, [move])
+
+    def __repr__(self) -> str:
+        return f"ScaledPrediction({self.prediction!r})"
+
+    def _moved(self, y: Tensor) -> Tensor:
+        return self.shift + self.scale * y
+
+    def _dtype(self, targets: Tensor) -> torch.dtype:
+        return torch.promote_types(targets.dtype, self.shift.dtype)
 
 
 def check_level(level: float) -> None:

@@ -18,6 +18,7 @@ from ..linalg import accumulation_dtype
 from ..network import batches
 from ..network.batches import Forward
 from ..network.calling import call
+from ..network.data import as_loader
 from ..network.eager import outside_modes, parameters_of, uncompiled, without_compiled
 from ..network.loaders import check_progress, check_seed, checked_batches, first_batch, shows_bar
 from ..network.selection import select
@@ -200,7 +201,7 @@ class SWAG:
     @outside_modes
     def from_snapshots(
         snapshots: SnapshotCollector | Iterable[Mapping[str, Tensor]],
-        loader: Iterable[Any],
+        loader: Any,
         *,
         likelihood: str | Likelihood | None = None,
         scale: float = 0.5,
@@ -219,7 +220,7 @@ class SWAG:
 
         Args:
             snapshots: a collector; or state dicts of `model`, read one by one.
-            loader: the training data, (inputs, targets) batches that can be read several times.
+            loader: the training data, as in `lw.fit`.
             likelihood: "categorical", "gaussian" or an instance; None infers it from the targets' dtype. A noise
                 variance that is None becomes the mean squared residual of the averaged network.
             scale: what multiplies the sum of both parts of Σ; 1/2 in the paper, which uses 1 for the diagonal alone.
@@ -246,6 +247,7 @@ class SWAG:
         check_choice("SWAG.from_snapshots", "batch_norm", batch_norm, ("refresh", "keep"))
         check_seed(seed)
         check_positive("SWAG.from_snapshots", "scale", scale, 0.5)
+        loader = as_loader(loader, collector.model)
         first = first_batch(loader)
         network = copied(collector.model, "SWAG")
         put(network, {**collector.buffers, **collector.mean})

@@ -130,13 +130,19 @@ def is_loader(x: Any) -> bool:
     return not isinstance(x, (Tensor, Mapping, tuple, type)) and hasattr(x, "__iter__")
 
 
+def is_array(x: Any) -> bool:
+    """Whether x is an array, a frame or a series of another library: what converts itself to a NumPy array."""
+    return not isinstance(x, (Tensor, type)) and (hasattr(x, "to_numpy") or hasattr(x, "__array__"))
+
+
 def check_loader(loader: Any, purpose: str) -> None:
-    """Raises for what is not a loader, one batch included: a pair, or a list of tensors."""
-    one_batch = type(loader) in (tuple, list) and any(isinstance(part, Tensor) for part in loader)
-    if one_batch or isinstance(loader, (Tensor, Mapping, str, bytes, type)) or not hasattr(loader, "__iter__"):
+    """Raises for what is not a loader, inputs without targets and a list of tensors included."""
+    one_batch = type(loader) in (tuple, list) and any(isinstance(part, Tensor) or is_array(part) for part in loader)
+    other = isinstance(loader, (Tensor, Mapping, str, bytes, type)) or is_array(loader)
+    if one_batch or other or not hasattr(loader, "__iter__"):
         raise LapwingError(
-            f"{purpose} needs an iterable of (inputs, targets) batches, not {shown(loader)}. Write [(x, y)] for one "
-            "batch, or torch.utils.data.DataLoader(dataset, batch_size=100)."
+            f"{purpose} needs an iterable of (inputs, targets) batches, not {shown(loader)}. Write (x, y) for a data "
+            "set of arrays or tensors, [(x, y)] for one batch, or torch.utils.data.DataLoader(dataset, batch_size=100)."
         )
 
 

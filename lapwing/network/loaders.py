@@ -24,10 +24,6 @@ def first_batch(loader: Any) -> Any:
     Raises:
         LapwingError: for no loader, for one that can be gone through once only, and for one without samples.
     """
-    if hasattr(loader, "train_dataloader"):
-        raise LapwingError(
-            f"The loader is a {type(loader).__name__}, which makes loaders. Pass data_module.train_dataloader()."
-        )
     batches.check_loader(loader, "A fit")
     iterator = iter(loader)
     if not isinstance(loader, DataLoader) and iter(loader) is iterator:  # one with lasting workers keeps and resets it

@@ -14,6 +14,7 @@ from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import total
 from ..network import batches
+from ..network.data import as_loader
 from ..tangent import Tangent, Vectors
 from .prior import Prior
 
@@ -95,6 +96,7 @@ def log_joint_gradient(posterior: Posterior, loader: Iterable[Any]) -> Vectors:
     Cost: one pass of one backward pass a batch.
     """
     tangent, dtype = posterior.tangent, posterior.covariance.dtype
+    loader = as_loader(loader, tangent.model)
     batches.check_loader(loader, "The evidence at the linearised mode")
     mean, count = tangent.mean(), 0
     gradient = {

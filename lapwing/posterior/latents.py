@@ -12,6 +12,7 @@ from ..covariance import AnyLatent, Covariance
 from ..covariance.positions import LatentAtPositions
 from ..errors import LapwingError, shown
 from ..network import batches
+from ..network.data import as_inputs, with_tensors
 from ..network.eager import outside_modes
 from ..network.tracing import wants_gradient
 from ..prediction import DefaultWay, Uncertain, Way
@@ -27,20 +28,21 @@ def latent_of(tangent: Tangent, covariance: Covariance, x: Any, via: Way | None,
             f"via={shown(via)} is not a way through the network. Write via=lw.Linearized(), lw.MonteCarlo(draws=50) or "
             "lw.Streamlined()."
         )
+    if not isinstance(x, Tensor):
+        x = as_inputs(x, tangent.model)
     if not batches.is_loader(x):
         return _latent_of_batch(tangent, covariance, batches.inputs_of(x) if isinstance(x, Mapping) else x, via, joint)
-    parts = [
-        _latent_of_batch(
-            tangent, covariance, batch if isinstance(batch, Uncertain) else batches.inputs_of(batch), via, False
-        )
-        for batch in x
-    ]
+    parts = [_latent_of_batch(tangent, covariance, _inputs_of(batch, tangent), via, False) for batch in x]
     if joint or not parts:
         raise LapwingError(
             f"A loader of {len(parts)} batches has no {'joint ' if joint else ''}latent. Pass a tensor of all inputs."
         )
     kind: Any = type(parts[0])
     return kind.concatenate(parts).with_checks()
+
+
+def _inputs_of(batch: Any, tangent: Tangent) -> Any:
+    return batch if isinstance(batch, Uncertain) else batches.inputs_of(with_tensors(batch, tangent.model))
 
 
 @outside_modes

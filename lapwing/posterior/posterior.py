@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -72,6 +72,8 @@ class Posterior:
     noise_fixed: bool
     stamp: Stamp = field(repr=False)
     history: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    updating: ClassVar[Callable[[Posterior, Any, Any, bool | None], Posterior]]
+    """What `update` calls. `fitting/update.py` puts it here, since imports go downwards."""
 
     def __repr__(self) -> str:
         """One line; the network and its blocks are under `model` and `print(posterior.tangent.coverage)`."""
@@ -228,7 +230,9 @@ class Posterior:
         """Returns the latent distribution of the outputs f(x).
 
         Args:
-            x: a batch of inputs, or a loader; `lw.Uncertain(x, variance)` in place of any tensor that is measured.
+            x: a batch of inputs: a tensor, NumPy array, pandas frame or list of floats, where floats (B,) are one input
+                each, or a number; or a loader or Dataset. `lw.Uncertain(x, variance)` replaces any tensor that is
+                measured.
             via: the way through the network; None is `lw.Linearized()`, with `draws=64` for more than 1 000 outputs
                 where more than the last layer is treated.
             joint: keep covariances across inputs: `.covariance` is then (B, C, B, C), whose memory is not the budget's.
@@ -257,7 +261,7 @@ class Posterior:
         """Returns the predictive distribution of y.
 
         Args:
-            x: a batch of inputs, or a loader.
+            x: a batch of inputs or a loader, as in `latent`.
             via: the way through the network; None as in `latent`.
             link: from the latent Gaussian to class probabilities; the likelihood's default when None.
             generator: of links that draw; seed 0 when None.
@@ -318,6 +322,39 @@ class Posterior:
             self.method, self.tangent.size, self.samples, self.prior_precision, self.noise_variance,
             evidence, effective, str(self.tangent.coverage),
         )  # fmt: skip
+
+    def update(self, loader: Any, *, tune: Any = None, progress: bool | None = None) -> Posterior:
+        """Returns the posterior of the data so far and of further data, at the same weights.
+
+        `G = G_1 + G_2`, and the likelihood's statistics add as well, so that the result is that of one fit to both. The
+        mean stays: train the network further, and fit again, where the new data should move it. Of a subspace the
+        directions stay too; a new fit would choose them from all data. Prior precision, noise variance and logit
+        temperature are kept, tuned ones too.
+
+        Args:
+            loader: the further data alone, in any form that `lw.fit` takes.
+            tune: `lw.Evidence()` or `lw.Validation(loader)`, to choose again what the user did not give.
+            progress: show a bar; None shows one on a terminal.
+
+        Returns:
+            A new posterior; this one is unchanged.
+
+        Raises:
+            LapwingError: for EKFAC, VaLLA and others whose curvature is no such sum, for a fit with `data_size=`, bad
+                input, or weights that changed since the fit.
+
+        Cost: one pass over the further data, and the decomposition of the sums. In float32 KFAC's sums are read back
+            from their eigenpairs, to float32's rounding.
+
+        Example:
+            >>> import torch, lapwing as lw
+            >>> x, y = torch.randn(64, 4), torch.arange(64) % 3
+            >>> posterior = lw.fit(torch.nn.Linear(4, 3).eval(), (x[:32], y[:32]), lw.KFAC())
+            >>> posterior.update((x[32:], y[32:])).samples
+            64
+        """
+        self._check_network()
+        return type(self).updating(self, loader, tune, progress)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the posterior (not the network) to one safetensors file, whole or not at all.

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import LapwingError, check_choice
 from ..likelihoods import LaplaceBridge, Link
 from ..network import batches
+from ..network.data import as_loader
 from ..posterior import Posterior
 from ..prediction import Scaled, Streamlined, Way
 from .choice import check_grid
@@ -23,7 +24,7 @@ log = logging.getLogger("lapwing")
 
 def scale_factor(
     posterior: Posterior,
-    loader: Iterable[Any],
+    loader: Any,
     via: Way = Streamlined(),  # noqa: B008 (frozen)
     *,
     by: Literal["validation", "evidence"] = "validation",
@@ -78,6 +79,7 @@ def scale_factor(
         >>> posterior.predict(x, via=way).probs.shape
         torch.Size([64, 3])
     """
+    loader = as_loader(loader, getattr(posterior, "model", None), "val")
     if not isinstance(posterior, Posterior) or not hasattr(loader, "__iter__") or isinstance(loader, Tensor):
         raise LapwingError(
             "lw.scale_factor takes a posterior and a loader of (inputs, targets) batches, not "

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Literal
 
 from ..errors import LapwingError, check_choice, check_count, shown
-from ..network import batches
+from ..network.data import as_loader, check_data
 from ..network.eager import outside_modes
 from ..posterior import Posterior
 from .bounded_evidence import trained_product
@@ -39,7 +38,7 @@ class Validation(Tuning):
     What the user gave is kept, a logit temperature other than 1 too.
 
     Args:
-        loader: held-out (inputs, targets) batches, not the training data.
+        loader: held-out data in any form that `lw.fit` takes, not the training data.
         decades: the range of log10 δ; of a regression where σ² is the mean squared held-out residual.
         points: candidates.
         ranks: for subspaces, numbers of leading directions to choose among beside all of them.
@@ -64,7 +63,7 @@ class Validation(Tuning):
         True
     """
 
-    loader: Iterable[Any]
+    loader: Any
     decades: tuple[float, float] = (-5.0, 7.0)
     points: int = 25
     ranks: tuple[int, ...] = ()
@@ -73,7 +72,7 @@ class Validation(Tuning):
 
     def __post_init__(self) -> None:
         """Checks loader and grid."""
-        batches.check_loader(self.loader, "Validation")
+        check_data(self.loader, "Validation")
         check_grid("Validation", self.decades, self.points)
         if not isinstance(self.tempered, bool):
             raise LapwingError(
@@ -96,15 +95,15 @@ class Validation(Tuning):
         scaled = not self.tempered or posterior.logit_temperature != 1
         if posterior.tuned and not self.ranks and scaled:
             return posterior
-        product = None
+        product, loader = None, as_loader(self.loader, posterior.model, "val")
         if not posterior.noise_fixed and not posterior.prior.fixed and training.shown is not None:
             product = trained_product(posterior, training)
         best = best_of(
-            with_ranks(posterior, self.ranks), self.decades, self.points, self.loader,
+            with_ranks(posterior, self.ranks), self.decades, self.points, loader,
             TEMPERATURES if self.tempered else (), self.tolerance, product,
         )  # fmt: skip
         if log.isEnabledFor(logging.INFO):
-            log.info("Validation of %s: %s", best.method, held_out_report(best, self.loader))
+            log.info("Validation of %s: %s", best.method, held_out_report(best, loader))
         return best
 
 
@@ -118,7 +117,7 @@ class EarlyStopping(Tuning):
     augmented training images can stand in for it: `lapwing.evaluation.StrongAugmentation`.
 
     Args:
-        loader: held-out (inputs, targets) batches.
+        loader: held-out data in any form that `lw.fit` takes.
         form: "published", `(S_n + δI)⁻¹`; or "scaled", `(S_n + (n/N) δI)⁻¹`, as in the authors' program: the whole
             covariance of N points, `((N/n) S_n + δI)⁻¹`, times N/n. With δ free the two are one family; they differ
             where δ is given.
@@ -143,7 +142,7 @@ class EarlyStopping(Tuning):
         True
     """
 
-    loader: Iterable[Any]
+    loader: Any
     form: Literal["published", "scaled"] = "published"
     prefixes: int = 10
     decades: tuple[float, float] = (-5.0, 7.0)
@@ -152,7 +151,7 @@ class EarlyStopping(Tuning):
 
     def __post_init__(self) -> None:
         """Checks loader, label and grid."""
-        batches.check_loader(self.loader, "EarlyStopping")
+        check_data(self.loader, "EarlyStopping")
         check_grid("EarlyStopping", self.decades, self.points)
         check_choice("lw.EarlyStopping", "form", self.form, ("published", "scaled"))
         check_count("lw.EarlyStopping", "prefixes", self.prefixes)
@@ -176,7 +175,8 @@ class EarlyStopping(Tuning):
             if self.form == "scaled" and part.prior.fixed and part.samples < whole and part is not posterior:
                 part = part.at(part.prior.precision * (part.samples / whole), part.noise_variance)
             candidates.extend(with_ranks(part, self.ranks))
-        best = best_of(candidates, self.decades, self.points, self.loader)
+        loader = as_loader(self.loader, posterior.model, "val")
+        best = best_of(candidates, self.decades, self.points, loader)
         text = f"{best.samples} of {posterior.samples} samples"
         log.info("Early stopping chose %s", text)
         return replace(best, method=f"{posterior.method}, curvature of the first {text}")

@@ -79,13 +79,13 @@ def test_posteriors_loaders_and_numbers(posterior: lw.Posterior) -> None:
     x, y = torch.randn(6, 4), Y
     refused: list[tuple[Callable[[], Any], str]] = [
         (lambda: lw.compare({"a": posterior}, 3), "compare needs an iterable of .inputs, targets. batches, not 3"),
-        (lambda: lw.compare({"a": posterior}, x), r"not Tensor \(6, 4\) float32. Write \[\(x, y\)\]"),
+        (lambda: lw.compare({"a": posterior}, x), r"not Tensor \(6, 4\) float32. Write \(x, y\)"),
         (lambda: lw.compare({"a": posterior}, [(x, y)], fit_seconds=x), "fit_seconds is Tensor"),
         (lambda: lw.compare({"a": posterior}, [(x, y)], x[:0]), "hold no samples"),
         (lambda: lw.compare({"a": posterior}, [(x, y)], x.to("meta")), "meta device, where it holds no numbers"),
         (lambda: lw.compare({"a": posterior}, [(x, y)], x.to(torch.float8_e4m3fn)), r"write x.to\(torch.float32\)"),
         (lambda: lw.compare({"a": posterior}, [(x, y.to_sparse())]), "A tensor of the targets.*sparse_coo"),
-        (lambda: lw.compare({"a": posterior}, (x, y)), r"Write \[\(x, y\)\] for one batch"),
+        (lambda: lw.compare({"a": posterior}, [x, y]), r"\[\(x, y\)\] for one batch"),
         (lambda: lw.compare({"a": posterior}, list), "batches, not <class 'list'>"),
         (lambda: lw.compare({"a": posterior}, [(x[:0], y[:0])]), "loader of compare has no samples"),
         (lambda: lw.compare({"a": posterior}, [(x, y)], fit_seconds={"a": "1 s"}), "fit_seconds is {'a': '1 s'}"),

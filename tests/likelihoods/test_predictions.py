@@ -407,3 +407,61 @@ def test_mixture_intervals_of_other_supports_come_from_draws(family, validated, 
     draws = prediction.sample(20000, torch.Generator().manual_seed(1))
     inside = ((draws >= lower) & (draws <= upper)).float().mean(0)
     torch.testing.assert_close(inside, torch.full_like(inside, 0.8), rtol=0, atol=0.03)
+
+
+# ---- other units
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_scaled_predictions_are_those_of_the_scaled_gaussian(size):
+    latent = random_latent(batch=4, size=size)
+    prediction = Gaussian(noise_variance=0.3).predict(latent)
+    shift, scale = torch.linspace(-5, 90, size, dtype=F64), torch.linspace(0.1, 40, size, dtype=F64)
+    scaled = prediction.scaled(shift.tolist(), scale.numpy())
+    y = scaled.sample(1)[0]
+    for i in range(4):
+        noisy = latent.covariance[i] + 0.3 * torch.eye(size, dtype=F64)
+        oracle = multivariate_normal(shift + scale * latent.mean[i], scale[:, None] * noisy * scale)
+        assert float(scaled.log_prob(y)[i]) == pytest.approx(oracle.logpdf(y[i]), rel=1e-12)
+        torch.testing.assert_close(scaled.variance[i], torch.from_numpy(oracle.cov).reshape(size, size).diagonal())
+        torch.testing.assert_close(scaled.mean[i], torch.as_tensor(oracle.mean))
+    torch.testing.assert_close(scaled.distribution().log_prob(y), scaled.log_prob(y))
+    torch.testing.assert_close(scaled.aleatoric_variance, (0.3 * scale**2).expand(4, size))
+    low, high = scaled.interval(0.8)
+    torch.testing.assert_close((high - low) / 2, norm.ppf(0.9) * scaled.std)
+    torch.testing.assert_close((high + low) / 2, scaled.mean)
+    torch.testing.assert_close(scaled.sample(3), shift + scale * prediction.sample(3))
+    whole = scaled.scaled(-shift / scale, 1 / scale)  # back again
+    torch.testing.assert_close(whole.log_prob(latent.mean), prediction.log_prob(latent.mean))
+    assert set(scaled.for_metrics(y)) == set(prediction.for_metrics(y))
+    assert "ScaledPrediction(RegressionPrediction(4 inputs" in repr(scaled)
+
+
+def test_scaled_draws_flat_targets_and_joint_latents():
+    mixture = Gaussian(noise_variance=0.2).predict(some_draws(size=1))
+    scaled = mixture.scaled(7, 3.0)
+    y = torch.tensor([6.0, 7.0, 9.0])  # (B,) float32 beside float64 predictions
+    torch.testing.assert_close(scaled.log_prob(y), mixture.log_prob((y.double() - 7) / 3) - math.log(3))
+    torch.testing.assert_close(scaled.interval()[0], 7 + 3 * mixture.interval()[0])
+    joint = Gaussian(noise_variance=0.2).predict(joint_latent()).scaled([1.0] * joint_latent().mean.shape[1], 2.0)
+    count = joint.mean.numel()
+    expected = joint.prediction.distribution().log_prob(torch.zeros(count, dtype=F64)) - count * math.log(2)
+    torch.testing.assert_close(joint.distribution().log_prob(torch.ones(count, dtype=F64)), expected)
+    counts, _ = normals(event=False)
+    scaled = counts.scaled(10.0, 2.0)
+    torch.testing.assert_close(scaled.log_prob(10 + 2 * counts.mean), counts.log_prob(counts.mean) - math.log(2))
+
+
+def test_scaled_predictions_are_differentiable_and_refuse_other_numbers():
+    latent = random_latent(batch=4, size=2)
+    prediction = Gaussian(noise_variance=0.3).predict(latent)
+    scale = torch.ones(2, dtype=F64, requires_grad=True)
+    prediction.scaled(0.0, scale).variance.sum().backward()
+    torch.testing.assert_close(scale.grad, 2 * prediction.variance.sum(0))
+    for wrong in (torch.ones(3), "a", float("nan"), torch.ones(4, 2)):
+        with pytest.raises(LapwingError, match=r"The mean of scaled\(\) is .*of shape \(2,\)"):
+            prediction.scaled(wrong, 1.0)
+    with pytest.raises(LapwingError, match="not positive"):
+        prediction.scaled(0.0, [1.0, 0.0])
+    with pytest.raises(LapwingError, match=r"shape \(4,\)"):
+        prediction.scaled(0.0, 2.0).log_prob(torch.zeros(4))

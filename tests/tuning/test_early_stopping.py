@@ -108,8 +108,8 @@ def test_bad_options():
         lw.EarlyStopping(held_out, form="authors")
     with pytest.raises(lw.LapwingError, match="prefixes"):
         lw.EarlyStopping(held_out, prefixes=0)
-    for loader in (3, held_out[0]):
-        with pytest.raises(lw.LapwingError, match=r"EarlyStopping needs an iterable.*Write \[\(x, y\)\]"):
+    for loader in (3, list(held_out[0])):
+        with pytest.raises(lw.LapwingError, match=r"EarlyStopping needs an iterable.*Write \(x, y\)"):
             lw.EarlyStopping(loader)
     problem = setup("mlp")
     with pytest.raises(lw.LapwingError, match="kept no sums"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from ...errors import LapwingError, check_count, check_positive
 from ...likelihoods import Likelihood
 from ...network import batches
 from ...network.batches import Forward
+from ...network.data import as_loader
 from ...network.eager import outside_modes, parameters_of, uncompiled
 from ...network.loaders import first_batch
 from ...network.selection import select
@@ -113,7 +114,7 @@ class MeanField(Method):
     def from_optimizer(
         model: nn.Module,
         optimizer: Any,
-        loader: Iterable[Any],
+        loader: Any,
         *,
         likelihood: str | Likelihood | None = None,
         scale: float = 1.0,
@@ -134,7 +135,7 @@ class MeanField(Method):
         Args:
             model: the trained network, in eval mode. It is used, not copied.
             optimizer: what trained it.
-            loader: the training data, (inputs, targets) batches that can be read several times.
+            loader: the training data, as in `lw.fit`.
             likelihood: "categorical", "gaussian" or an instance; None infers it from the targets' dtype. A noise
                 variance that is None becomes the mean squared residual.
             scale: what multiplies Σ.
@@ -172,6 +173,7 @@ class MeanField(Method):
         variances = _ivon_variances(optimizer, parameters, type(model).__name__)
         names = select(params, {name: parameters[name] for name in variances}, type(model).__name__)
         check_positive("MeanField.from_optimizer", "scale", scale, 1.0)
+        loader = as_loader(loader, model)
         method = f"MeanField.from_optimizer({type(optimizer).__name__}, scale={scale})"
         chosen = {name: scale * variances[name] for name in names}
         return constructed(
@@ -184,7 +186,7 @@ class MeanField(Method):
     def from_variances(
         model: nn.Module,
         variances: Mapping[str, Tensor],
-        loader: Iterable[Any],
+        loader: Any,
         *,
         likelihood: str | Likelihood | None = None,
         scale: float = 1.0,
@@ -232,6 +234,7 @@ class MeanField(Method):
                 f"lw.MeanField.from_variances(model, {{name: tensor}}, loader)."
             )
         check_positive("MeanField.from_variances", "scale", scale, 1.0)
+        loader = as_loader(loader, model)
         method = f"MeanField.from_variances(scale={scale})"
         chosen = {name: scale * value for name, value in chosen.items()}
         return constructed(

@@ -1,0 +1,148 @@
+"""More data on the structure of a covariance: the sums that its fit made go on, where they add."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import torch
+
+from ..covariance import (
+    Blockwise,
+    Covariance,
+    DenseBlock,
+    DenseCovariance,
+    DiagonalBlock,
+    ExplicitBasis,
+    KroneckerBlock,
+    LowRank,
+    LowRankWithResidual,
+    PriorCovariance,
+)
+from ..covariance.dense import concatenate
+from ..errors import LapwingError
+from ..linalg import symmetric_eigen
+from .full import DenseSum, _AllRows, _DenseCurvature
+from .kfac import Factors, _FactorPass
+from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
+from .problem import Problem
+from .state import S
+from .subspace import ProjectedCurvature, _Projection
+
+FIXED = ("EKFAC", "SubsetOfData", "TemperatureScaling", "VaLLA")
+"""Methods whose curvature is no sum over data on a structure that stays."""
+
+
+@dataclass(frozen=True)
+class Further(Method):
+    """Adds the curvature of further data to that of a covariance, on the same structure.
+
+    Equal to a fit to both parts for sums of curvatures: diagonal, dense, Kronecker factors, and subspaces whose
+    directions stay.
+
+    Args:
+        covariance: of the data so far.
+        method: the name and options of the method that made it.
+    """
+
+    covariance: Covariance
+    method: str
+
+    def passes(self, problem: Problem) -> Passes:
+        """Yields one pass over the further data.
+
+        Raises:
+            LapwingError: for a method whose curvature cannot go on.
+        """
+        covariance, name = self.covariance, self.method.partition("(")[0]
+        if name in FIXED or not isinstance(covariance, PriorCovariance):
+            raise _refusal(name)
+        if isinstance(covariance, Blockwise):
+            step: CurvaturePass[Any] = _with_factors(covariance, problem, "weight_sharing='reduce'" in self.method)
+        elif isinstance(covariance, DenseCovariance):
+            step = Onward(_DenseCurvature(problem), DenseSum(covariance.curvature))
+        elif isinstance(covariance, LowRankWithResidual) and covariance.rows is not None:
+            step = _MoreRows(problem, *covariance.rows)
+        elif isinstance(covariance, (LowRank, LowRankWithResidual)):
+            step = _MoreOnBasis(problem, covariance)
+        else:
+            raise _refusal(name)
+        return (yield from run_curvature_pass(step))
+
+
+def _refusal(name: str) -> LapwingError:
+    return LapwingError(
+        f"The curvature of {name} is no sum that further data can be added to. Fit to all data at once, or use "
+        "lw.KFAC(), lw.Diagonal(), lw.Full() or a subspace."
+    )
+
+
+class Onward(CurvaturePass[S], Generic[S]):
+    """Another pass, whose sums begin with those of earlier data."""
+
+    def __init__(self, inner: CurvaturePass[S], before: S) -> None:
+        self._inner, self._before, self.label = inner, before, inner.label
+
+    def init(self) -> S:
+        return self._inner.init().added(self._before)
+
+    def update(self, state: S, batch: Batch) -> None:
+        self._inner.update(state, batch)
+
+    def finish(self, state: S) -> Covariance:
+        return self._inner.finish(state)
+
+
+def _with_factors(covariance: Blockwise, problem: Problem, reduce: bool) -> Onward[Factors]:
+    """Returns the pass of KFAC, and of the diagonal, after the sums that the structures are made of."""
+    before, kinds = Factors(), dict[str, str]()
+    for name, structure in covariance.structures.items():
+        if isinstance(structure, KroneckerBlock):
+            factors, kinds[name] = structure.factors, "factored"
+            alpha, gamma, outputs = factors.input_eigenvalues, factors.output_eigenvalues, factors.outputs.double()
+            dtype = structure.eigenvalues.dtype
+            before.Gamma[name] = ((outputs * gamma[:, None]) @ outputs.mT).to(dtype)
+            if factors.inputs is None:
+                before.A[name] = alpha.to(dtype)
+            else:
+                inputs = factors.inputs.double()
+                before.A[name] = ((inputs * alpha[:, None]) @ inputs.mT).to(dtype)
+            before.count[name] = factors.count
+        elif isinstance(structure, DiagonalBlock):
+            before.diagonal[name], kinds[name] = structure.eigenvalues, "diagonal"
+        elif isinstance(structure, DenseBlock):
+            basis = structure.basis.double()
+            before.dense[name], kinds[name] = (basis * structure.eigenvalues.double()) @ basis.T, "dense"
+        else:
+            raise _refusal(type(structure).__name__)
+    return Onward(_FactorPass(problem, kinds, reduce), before)
+
+
+class _MoreRows(_AllRows):
+    """The rows of further data, below rows U and M with `G = Uᵀ M U` that stand for the data so far."""
+
+    def __init__(self, problem: Problem, rows: ExplicitBasis, curvature: torch.Tensor) -> None:
+        count = problem.count() * problem.root.columns
+        needed = 16 * (count + rows.rank) * problem.tangent.size
+        problem.require("The dual form of Full", needed, f"{count + rows.rank} rows", "fit lw.Full(form='primal')")
+        super().__init__(problem, count)
+        self._former, self._former_curvature = rows, curvature
+
+    def finish(self, state: DenseSum) -> LowRankWithResidual:
+        values, vectors = symmetric_eigen(self._former_curvature)
+        former = (vectors * values.sqrt()).T @ concatenate(self._problem.tangent.blocks, self._former.vectors).double()
+        return super().finish(DenseSum(torch.cat([former, state.matrix])))
+
+
+class _MoreOnBasis(_Projection):
+    """The curvature on the directions of a subspace covariance, whose rank stays."""
+
+    def __init__(self, problem: Problem, covariance: LowRank | LowRankWithResidual) -> None:
+        super().__init__(problem, covariance.basis, "prior" if isinstance(covariance, LowRankWithResidual) else None)
+        self._covariance = covariance
+
+    def init(self) -> ProjectedCurvature:
+        return ProjectedCurvature(self._covariance.curvature.clone(), self._covariance.traces.clone())
+
+    def finish(self, state: ProjectedCurvature) -> LowRank | LowRankWithResidual:
+        return super().finish(state).with_rank(self._covariance.rank)

@@ -1,0 +1,250 @@
+"""Data as people have them: arrays, frames, data sets and data modules, made into loaders of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from ..errors import LapwingError
+from . import batches
+from .batches import is_array
+
+BATCH = 100
+"""Samples of a batch where lapwing cuts the data. A batch above the memory budget is cut again, sample by sample."""
+
+_STAGES = {"train": "fit", "val": "fit", "test": "test", "predict": "predict"}
+"""The loader of a data module -> the stage that its `setup` prepares it in."""
+
+
+def as_loader(data: Any, network: Any, kind: str = "train") -> Any:
+    """Returns a loader for training or held-out data in any of the usual forms, and what is none of them as it is.
+
+    - A tuple `(x, y)`, `(x_1, ..., x_k, y)` or a dict with one of the label keys, of tensors, arrays, frames or lists
+      of numbers, is one data set. It is cut into batches, in order.
+    - A map-style `Dataset` is batched in order.
+    - A Lightning data module gives its loader; `setup` is called where it has none yet.
+    - A list or tuple of batches may hold arrays in place of tensors.
+
+    Arrays of floats take the dtype of the network's weights, and a single array of inputs (B,) becomes a column (B, 1).
+    Tensors are never converted.
+
+    Args:
+        data: what the user passed.
+        network: whose weights give the dtype.
+        kind: which loader of a data module: "train", "val", "test" or "predict".
+
+    Raises:
+        LapwingError: for arrays that hold no numbers, lengths that differ, no samples, and samples of a data set that
+            cannot be joined.
+    """
+    if isinstance(data, DataLoader):
+        return data
+    if callable(getattr(data, "train_dataloader", None)):
+        return _loader_of_module(data, kind)
+    dtype = _dtype(network)
+    if _is_map_style(data):
+        if not len(data):
+            raise LapwingError(f"The data set, of type {type(data).__name__}, has no samples. Check its filters.")
+        return DataLoader(data, BATCH, collate_fn=_Collate(dtype))
+    if _is_whole(data):
+        return _cut(data, dtype)
+    if type(data) in (list, tuple) and any(map(_holds_arrays, data)):
+        return [_tensors(batch, dtype) for batch in data]
+    return data
+
+
+def check_data(data: Any, purpose: str) -> None:
+    """Raises for what `as_loader` makes no loader of."""
+    if not (callable(getattr(data, "train_dataloader", None)) or _is_map_style(data) or _is_whole(data)):
+        batches.check_loader(data, purpose)
+
+
+def as_inputs(x: Any, network: Any) -> Any:
+    """Returns inputs for prediction, or a loader of them, as tensors in place of arrays, frames, lists and numbers.
+
+    A number is one sample of one input, and a list of floats one sample each.
+    """
+    if isinstance(x, Real) and not isinstance(x, bool):
+        return torch.tensor([[float(x)]], dtype=_dtype(network), device="cpu")
+    if isinstance(x, (tuple, Mapping)):
+        return _tensors(x, _dtype(network), column=False)
+    return with_tensors(x, network) if _is_rows(x) else as_loader(x, network, "predict")
+
+
+def with_tensors(batch: Any, network: Any) -> Any:
+    """Returns a batch with tensors in place of arrays; the same object where there are none."""
+    return batch if isinstance(batch, Tensor) else _tensors(batch, _dtype(network))
+
+
+def _dtype(network: Any) -> torch.dtype | None:
+    parameters = network.parameters() if isinstance(network, nn.Module) else ()
+    return next((value.dtype for value in parameters if value.is_floating_point()), None)
+
+
+def _is_map_style(data: Any) -> bool:
+    indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if not indexed or isinstance(data, (IterableDataset, type, str, bytes)) or is_array(data):
+        return False
+    return isinstance(data, Dataset) or not (hasattr(data, "__iter__") or isinstance(data, (Tensor, Mapping)))
+
+
+def _is_numbers(x: Any) -> bool:
+    """Whether x is a list of numbers, or of such lists: the first entry decides."""
+    while isinstance(x, list) and x:
+        x = x[0]
+        if isinstance(x, Real):
+            return True
+    return False
+
+
+def _is_rows(x: Any) -> bool:
+    return is_array(x) or _is_numbers(x)
+
+
+def _is_whole(data: Any) -> bool:
+    """Whether data are one data set, with its targets: a tuple that ends in an array or tensor, or a dict of them."""
+    if isinstance(data, Mapping):
+        label = next((key for key in batches.LABEL_KEYS if key in data), None)
+        return label is not None and len(data) > 1 and (isinstance(data[label], Tensor) or is_array(data[label]))
+    return type(data) is tuple and len(data) > 1 and (isinstance(data[-1], Tensor) or _is_rows(data[-1]))
+
+
+def _holds_arrays(batch: Any) -> bool:
+    return any(map(is_array, pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)))
+
+
+def _cut(data: Any, dtype: torch.dtype | None) -> list[Any]:
+    """Returns the batches of one data set, whose tensors are views of it."""
+    if isinstance(data, tuple):
+        column = len(data) == 2 and _is_rows(data[0])
+        data = tuple([_tensor(part, dtype) if _is_rows(part) else part for part in data])
+        data = (_column(data[0]), data[1]) if column else data
+    data = _tensors(data, dtype)
+    targets = data[-1] if isinstance(data, tuple) else data[next(key for key in batches.LABEL_KEYS if key in data)]
+    inputs = data[:-1] if isinstance(data, tuple) else {key: x for key, x in data.items() if x is not targets}
+    count = batches.size(inputs)
+    if targets.ndim and count != len(targets):
+        raise LapwingError(f"The inputs have {count} rows and the targets {len(targets)}. Pass a target for each row.")
+    if not count:
+        raise LapwingError(f"The data set has no samples: {batches.describe(data)}. Pass at least one row.")
+    return [batch for _, batch in batches.chunks(data, BATCH)]
+
+
+def _tensors(data: Any, dtype: torch.dtype | None, column: bool = True) -> Any:
+    """Returns a batch with tensors in place of arrays; one of inputs may be a column."""
+    if _is_rows(data):
+        return _column(_tensor(data, dtype))
+    if column and isinstance(data, (tuple, list)) and len(data) == 2 and is_array(data[0]):
+        data = (_column(_tensor(data[0], dtype)), data[1])
+    leaves, spec = pytree.tree_flatten(dict(data) if isinstance(data, Mapping) else data)
+    if not any(map(is_array, leaves)):
+        return data
+    return pytree.tree_unflatten([_tensor(leaf, dtype) if is_array(leaf) else leaf for leaf in leaves], spec)
+
+
+def _column(x: Tensor) -> Tensor:
+    """Returns floats (B,) as B samples of one input (B, 1); whole numbers may be tokens."""
+    return x[:, None] if x.ndim == 1 and x.is_floating_point() else x
+
+
+def _tensor(x: Any, dtype: torch.dtype | None) -> Tensor:
+    """Returns an array, a frame or a list of numbers as a tensor; floats take the dtype.
+
+    Raises:
+        LapwingError: for what holds no numbers.
+    """
+    if isinstance(x, list):
+        try:
+            values = torch.tensor(x, device="cpu")
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise LapwingError(
+                f"A list of {len(x)} entries is no array of numbers. Pass rows of one length, all of them numbers."
+            ) from error
+        return values.to(dtype or values.dtype) if values.is_floating_point() else values
+    array = np.asarray(x.to_numpy() if hasattr(x, "to_numpy") else x)
+    if array.dtype.kind not in "biufc" and hasattr(x, "columns"):
+        array = _numeric(x)
+    if array.dtype.kind not in "biufc":
+        raise LapwingError(
+            f"The {type(x).__name__} of shape {array.shape} has the dtype {array.dtype}, which holds no numbers. "
+            "Pass numbers, x.astype('float32'), and labels that are names as numpy.unique(y, return_inverse=True)[1]."
+        )
+    array = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])  # torch warns of arrays that none may write
+    values = torch.from_numpy(array)
+    return values.to(dtype or values.dtype) if values.is_floating_point() else values
+
+
+def _numeric(frame: Any) -> Any:
+    """Returns the numbers of a frame whose columns have different dtypes.
+
+    Raises:
+        LapwingError: for columns that hold something else, by name.
+    """
+    kinds = zip(frame.columns, frame.dtypes, strict=True)
+    other = [f"{name!r} ({dtype})" for name, dtype in kinds if getattr(dtype, "kind", "O") not in "biuf"]
+    if other:
+        raise LapwingError(
+            f"The columns {', '.join(other[:8])} of the {type(frame).__name__} hold no numbers. Drop them or turn them "
+            "into numbers."
+        )
+    try:
+        return np.asarray(frame.to_numpy(), dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise LapwingError(
+            f"The {type(frame).__name__} of shape {frame.shape} has missing values. Drop or impute them."
+        ) from error
+
+
+class _Collate:
+    """Joins samples of a data set as torch does, after arrays and numbers of them took the network's dtype."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+
+    def __call__(self, samples: list[Any]) -> Any:
+        try:
+            return default_collate([pytree.tree_map(self._leaf, sample) for sample in samples])
+        except LapwingError:
+            raise
+        except (TypeError, RuntimeError) as error:
+            reason = str(error).strip().partition("\n")[0].rstrip(".")
+            raise LapwingError(
+                f"The samples of the data set cannot be joined into a batch ({reason}). Pass a loader that joins them, "
+                "torch.utils.data.DataLoader(dataset, batch_size=100, collate_fn=...)."
+            ) from error
+
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, float):
+            return torch.tensor(leaf, dtype=self._dtype)
+        return _tensor(leaf, self._dtype) if is_array(leaf) else leaf
+
+
+def _loader_of_module(module: Any, kind: str) -> Any:
+    """Returns one of the loaders of a Lightning data module, whose `setup` is called where it has none yet.
+
+    For predictions its test data stand in, and for those its validation data.
+    """
+    kinds = {"predict": ("predict", "test"), "test": ("test", "val")}.get(kind, (kind,))
+    failure: Exception | None = None
+    for each in kinds:
+        for prepare in (False, True):
+            try:
+                if prepare:
+                    module.setup(_STAGES[each])
+                loader = getattr(module, f"{each}_dataloader")()
+            except Exception as error:  # of any class: what a module raises before its data are there is its author's
+                failure = error
+                continue
+            if loader is not None:
+                return loader
+    raise LapwingError(
+        f"{type(module).__name__} has no {kinds[0]}_dataloader(), also not after setup({_STAGES[kinds[0]]!r}). Pass a "
+        "loader or a data module that has one."
+    ) from failure

@@ -1,0 +1,174 @@
+"""Further data: an update equals one fit to both parts, for every curvature that adds."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lapwing as lw
+from tests.conformance import close
+from tests.zoo import ZOO
+
+ADDING = {
+    "full": lw.Full(form="primal"),
+    "dual": lw.Full(form="dual"),
+    "diagonal": lw.Diagonal(),
+    "kfac": lw.KFAC(),
+    "kfac_dense": lw.KFAC(uncovered="dense"),
+    "kfac_reduce": lw.KFAC(weight_sharing="reduce"),
+}
+
+
+def parts(name: str, cut: int = 5, samples: int = 9) -> tuple[Any, Any, Any, Any]:
+    """Returns a network, two parts of its data in uneven batches, and test inputs."""
+    case = ZOO[name]
+    x, y = case.inputs(samples, 0), case.targets(samples, 0)
+    return case.build(), [(x[:3], y[:3]), (x[3:cut], y[3:cut])], [(x[cut:8], y[cut:8]), (x[8:], y[8:])], x
+
+
+def same(posterior: lw.Posterior, expected: lw.Posterior, x: Any) -> None:
+    assert posterior.samples == expected.samples
+    close(posterior.latent(x).covariance, expected.latent(x).covariance, 1e-10)
+    for name, value in expected.statistics.items():
+        close(posterior.statistics[name], value, 1e-10)
+    assert posterior.log_marginal_likelihood() == pytest.approx(expected.log_marginal_likelihood(), rel=1e-10)
+
+
+@pytest.mark.parametrize("method", ADDING)
+@pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "tied"])
+def test_an_update_equals_one_fit_to_both_parts(name: str, method: str, tmp_path: Path) -> None:
+    model, first, second, x = parts(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    expected = lw.fit(model, first + second, ADDING[method], prior_precision=2.0)
+    posterior = lw.fit(model, first, ADDING[method], prior_precision=2.0)
+    unchanged = posterior.latent(x).covariance
+    same(posterior.update(second), expected, x)
+    same(posterior.update(second[:1]).update(second[1:]), expected, x)
+    posterior.save(tmp_path / "p.safetensors")
+    same(lw.load(tmp_path / "p.safetensors", model).update(second), expected, x)
+    assert torch.equal(posterior.latent(x).covariance, unchanged)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        lw.ELLA(rank=4, rows=8),
+        lw.ELLA(rank=4, rows=8, residual="prior"),
+        lw.SubsetOfWeights(6, by="magnitude"),
+        lw.OptimalSubspace(4, curvature=lw.Diagonal(), residual="prior"),
+    ],
+    ids=str,
+)
+def test_subspaces_keep_their_directions(method: lw.Method, tmp_path: Path) -> None:
+    """Beside the dense curvature of both parts on the directions of the first."""
+    model, first, second, x = parts("mlp")
+    posterior = lw.fit(model, first, method, prior_precision=2.0, tune=lw.Evidence())
+    updated = posterior.update(second)
+    posterior.save(tmp_path / "p.safetensors")
+    close(lw.load(tmp_path / "p.safetensors", model).update(second).latent(x).covariance, updated.latent(x).covariance)
+    rows = fisher_rows(posterior, x)
+    identity = {block.name: torch.eye(posterior.tangent.size, dtype=torch.float64)[:, part] for block, part in
+                zip(posterior.tangent.blocks, places(posterior), strict=True)}  # fmt: skip
+    basis = posterior.covariance.basis.inner(identity).double()  # (P, K)
+    inside = basis @ torch.linalg.solve(basis.T @ (rows.T @ rows + 2 * torch.eye(len(basis))) @ basis, basis.T)
+    if method.residual == "prior":  # Σ⁻¹ = Δ + ΔWᵀD⁻¹HD⁻¹WΔ
+        projector = basis @ torch.linalg.solve(basis.T @ basis, basis.T)
+        inside = torch.linalg.inv(2 * torch.eye(len(basis)) + projector @ rows.T @ rows @ projector)
+    sigma = torch.cat([torch.cat(list(updated.covariance.mv(unit).values())) for unit in units(identity)])
+    close(sigma.reshape(len(basis), -1), inside, 1e-8)
+    assert updated.log_marginal_likelihood(lower_bound=True) < updated.log_marginal_likelihood()
+
+
+def places(posterior: lw.Posterior) -> list[slice]:
+    ends = torch.tensor([0, *[block.size for block in posterior.tangent.blocks]]).cumsum(0).tolist()
+    return [slice(*pair) for pair in pairwise(ends)]
+
+
+def units(identity: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    return [{name: part[i] for name, part in identity.items()} for i in range(len(next(iter(identity.values()))))]
+
+
+def fisher_rows(posterior: lw.Posterior, x: Any) -> Tensor:
+    """Returns `RᵀJ` (N R, P), in the order of the library's blocks."""
+    record = posterior.tangent.record(x, posterior.likelihood.fisher_root, torch.float64)
+    return record.rows().flatten(0, 1)
+
+
+def test_tuned_numbers_are_kept_unless_they_are_tuned_again() -> None:
+    model, first, second, _ = parts("mlp")
+    posterior = lw.fit(model, first, lw.KFAC())
+    updated = posterior.update(second)
+    assert updated.prior_precision == posterior.prior_precision
+    again = posterior.update(second, tune=lw.Evidence())
+    assert again.prior_precision == pytest.approx(
+        lw.fit(model, first + second, lw.KFAC(), tune=lw.Evidence()).prior_precision
+    )
+    given = lw.fit(model, first, lw.KFAC(), prior_precision=3.0)
+    assert given.update(second, tune=lw.Evidence()).prior_precision == 3.0
+
+
+def test_regression_classes_and_many_outputs() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(30, 3), torch.randn(30, 1)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double().eval()
+    data = (x.numpy(), y.numpy())
+    expected = lw.fit(model, data, lw.Full(), likelihood=lw.Gaussian(0.3), prior_precision=1.0, temperature=2.0)
+    posterior = lw.fit(
+        model,
+        (data[0][:20], data[1][:20]),
+        lw.Full(),
+        likelihood=lw.Gaussian(0.3),
+        prior_precision=1.0,
+        temperature=2.0,
+    )
+    same(posterior.update((data[0][20:], data[1][20:])), expected, x.double())
+    wide = torch.nn.Linear(3, 1001).eval()
+    sampled = lw.fit(wide, (x, torch.arange(30)), lw.Diagonal(), prior_precision=1.0)
+    assert sampled.update((x, torch.arange(30))).samples == 60
+    half = torch.nn.Linear(3, 4).bfloat16().eval()
+    labels = torch.arange(30) % 4
+    both = lw.fit(half, (x.bfloat16(), labels), lw.KFAC(), prior_precision=1.0)
+    some = lw.fit(half, (x[:20].bfloat16(), labels[:20]), lw.KFAC(), prior_precision=1.0)
+    variance = some.update((x[20:].bfloat16(), labels[20:])).latent(x.bfloat16()).variance
+    torch.testing.assert_close(variance, both.latent(x.bfloat16()).variance, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        (lw.EKFAC(), "EKFAC"),
+        (lw.VaLLA(inducing_points=4), "VaLLA"),
+        (lw.SubsetOfData(4), "SubsetOfData"),
+        (lw.SampledLLA(draws=2), "SampledLLA"),
+    ],
+    ids=str,
+)
+def test_curvatures_that_do_not_add_are_refused(method: lw.Method, name: str) -> None:
+    model, first, second, _ = parts("mlp")
+    posterior = lw.fit(model, first, method, prior_precision=1.0)
+    with pytest.raises(lw.LapwingError, match=f"{name} is no sum|times the data of its fit"):
+        posterior.update(second)
+
+
+def test_what_an_update_refuses() -> None:
+    model, first, second, x = parts("mlp")
+    with pytest.raises(lw.LapwingError, match="stands for 2 times the data"):
+        lw.fit(model, first, lw.KFAC(), data_size=10).update(second)
+    posterior = lw.fit(model, first, lw.KFAC())
+    for tune in (lw.BoundedEvidence(), lw.EarlyStopping(second), 3):
+        with pytest.raises(lw.LapwingError, match="the former data are not there"):
+            posterior.update(second, tune=tune)
+    with pytest.raises(lw.LapwingError, match="can be gone through once only"):
+        posterior.update(iter(second))
+    with pytest.raises(lw.LapwingError, match="NaN"):
+        posterior.update([(x[:4] * float("nan"), first[0][1][:1].expand(4))])
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    with pytest.raises(lw.LapwingError, match="was written"):
+        posterior.update(second)

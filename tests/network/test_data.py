@@ -1,0 +1,202 @@
+"""Data as people have them: arrays, frames, data sets and data modules give what their tensors give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import lapwing as lw
+
+
+class Frame:
+    """What lapwing reads of a pandas DataFrame or Series; pandas itself may not be installed."""
+
+    def __init__(self, **columns: Any) -> None:
+        self.data = {name: np.asarray(column) for name, column in columns.items()}
+        self.columns, self.dtypes = list(columns), [column.dtype for column in self.data.values()]
+        self.shape = (len(next(iter(self.data.values()))), len(columns))
+
+    def __iter__(self) -> Any:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def to_numpy(self) -> np.ndarray:
+        kinds = {column.dtype.kind for column in self.data.values()}
+        columns = [column if len(kinds) == 1 else column.astype(object) for column in self.data.values()]
+        values = np.stack(columns, 1)
+        values.setflags(write=False)  # as pandas 3 returns it
+        return values
+
+
+class Rows(Dataset):
+    """A map-style data set of arrays, as most people write one."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, Any]:
+        return self.x[i], self.y[i]
+
+
+class Module:
+    """A Lightning data module: it has data after `setup` alone."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        self.rows, self.ready, self.calls = Rows(x.astype(np.float32), y), False, []
+
+    def setup(self, stage: str) -> None:
+        self.ready = True
+        self.calls.append(stage)
+
+    def loader(self) -> DataLoader:
+        if not self.ready:
+            raise AttributeError("no data yet")
+        return DataLoader(self.rows, 50)
+
+    train_dataloader = val_dataloader = test_dataloader = loader
+
+
+def network(inputs: int = 3, outputs: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(inputs, 5), nn.Tanh(), nn.Linear(5, outputs)).eval()
+
+
+@pytest.fixture(scope="module")
+def arrays() -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    return generator.normal(size=(120, 3)), generator.integers(4, size=120)
+
+
+def forms(x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
+    tensors = torch.from_numpy(x).float(), torch.from_numpy(y)
+    frame = Frame(a=x[:, 0], b=x[:, 1], c=x[:, 2])
+    return {
+        "arrays": (x, y),
+        "strided": (np.asfortranarray(x)[::-1][::-1], y.astype(np.int32)[::1]),
+        "big-endian": (x.astype(">f8"), y.astype(">i4")),
+        "frame": (frame, y),
+        "tensors": tensors,
+        "mixed": (x, tensors[1]),
+        "dict": {"input": tensors[0], "labels": y},
+        "data set": Rows(x, y),
+        "tensor data set": TensorDataset(*tensors),
+        "module": Module(x, y),
+        "list of arrays": [(x[:100], y[:100]), (x[100:], y[100:])],
+    }
+
+
+@pytest.mark.parametrize("form", list(forms(np.ones((1, 3)), np.ones(1, int))))
+def test_every_form_fits_as_its_tensors(form: str, arrays: tuple[np.ndarray, np.ndarray]) -> None:
+    x, y = arrays
+    model, data = network(), forms(x, y)[form]
+    batches = [(torch.from_numpy(x[s]).float(), torch.from_numpy(y[s])) for s in (slice(0, 100), slice(100, 120))]
+    expected = lw.fit(model, batches, lw.KFAC(), prior_precision=2.0)
+    posterior = lw.fit(model, data, lw.KFAC(), prior_precision=2.0)
+    assert posterior.samples == 120
+    for name, value in expected.covariance.tensors().items():
+        torch.testing.assert_close(posterior.covariance.tensors()[name], value, rtol=1e-4, atol=1e-6)
+    asked = batches[0][0]
+    probs = expected.predict(asked).probs
+    for same in (x[:100], Frame(a=x[:100, 0], b=x[:100, 1], c=x[:100, 2]), x[:100].tolist(), [x[:60], x[60:100]],
+                 Rows(x[:100], y[:100]), TensorDataset(asked), (part for part in np.split(x[:100], 4))):  # fmt: skip
+        torch.testing.assert_close(posterior.predict(same).probs, probs, rtol=1e-4, atol=1e-6)
+
+
+def test_held_out_data_and_comparisons_take_every_form(arrays: tuple[np.ndarray, np.ndarray]) -> None:
+    x, y = arrays
+    model = network()
+    held_out = x[80:], y[80:]
+    tensors = [(torch.from_numpy(x[80:]).float(), torch.from_numpy(y[80:]))]
+    training = x[:80], y[:80]
+    expected = lw.fit(model, training, lw.Diagonal(), validation=tensors)
+    tuned = lw.fit(model, training, lw.Diagonal(), tune=lw.Validation(Rows(*held_out)))
+    assert tuned.prior_precision == pytest.approx(expected.prior_precision, rel=1e-3)
+    for data in (held_out, Module(*held_out)):
+        posterior = lw.fit(model, training, lw.Diagonal(), validation=data)
+        assert posterior.prior_precision == pytest.approx(expected.prior_precision, rel=1e-3)
+        table = lw.compare({"a": posterior}, data, foreign=3 * x, repeats=1)
+        other = lw.compare({"a": posterior}, tensors, foreign=torch.from_numpy(3 * x).float(), repeats=1)
+        for column in ("NLL", "AUROC"):
+            assert table["a"][column] == pytest.approx(other["a"][column], rel=1e-4)
+    lw.scale_factor(posterior, held_out, via=lw.Linearized(), points=3)
+    assert lw.plan(model, training, lw.KFAC()).passes == lw.plan(model, Rows(*training), lw.KFAC()).passes
+    variances = {"0.weight": torch.full((5, 3), 0.1)}
+    assert lw.MeanField.from_variances(model, variances, training).samples == 80
+    posterior.log_marginal_likelihood(linearised_mode=True, loader=training)
+
+
+def test_one_input_networks_take_numbers_and_lists() -> None:
+    x = np.linspace(-1, 1, 20)
+    model = network(1, 1).double()
+    posterior = lw.fit(model, (x, np.sin(x)), lw.Full(), prior_precision=1.0, likelihood=lw.Gaussian(0.1))
+    column = torch.from_numpy(x)[:, None]
+    for same in (x, x.tolist(), column, list(map(np.float64, x))):
+        torch.testing.assert_close(posterior.predict(same).variance, posterior.predict(column).variance)
+    for one in (0.5, np.float32(0.5), [0.5]):
+        torch.testing.assert_close(posterior.predict(one).mean, posterior.predict(torch.tensor([[0.5]]).double()).mean)
+    torch.testing.assert_close(posterior.predict(1).mean, posterior.predict([[1.0]]).mean)
+
+
+def test_arrays_take_the_dtype_of_the_weights_and_tensors_keep_theirs(arrays: tuple[np.ndarray, np.ndarray]) -> None:
+    x, y = arrays
+    for dtype in (torch.float64, torch.bfloat16):
+        model = network().to(dtype)
+        assert lw.fit(model, (x, y), lw.Diagonal()).predict(x.astype(np.float32)).probs.shape == (120, 4)
+    with pytest.raises(lw.LapwingError, match=r"x.to\(torch.float32\)"):
+        lw.fit(network(), (torch.from_numpy(x), y), lw.Diagonal())
+    tokens = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 2)).eval()
+    posterior = lw.fit(tokens, (y, y % 2), lw.KFAC())
+    assert posterior.predict(y[:5]).probs.shape == posterior.predict(y[:5].tolist()).probs.shape == (5, 2)
+
+
+def test_the_second_fit_of_a_module_does_not_prepare_it_again(arrays: tuple[np.ndarray, np.ndarray]) -> None:
+    module = Module(*arrays)
+    for _ in range(2):
+        lw.fit(network(), module, lw.Diagonal(), prior_precision=1.0)
+    assert module.calls == ["fit"]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ((np.ones((5, 3)), np.ones(4, int)), "5 rows and the targets 4. Pass a target for each row."),
+        ((np.ones((0, 3)), np.ones(0, int)), "no samples"),
+        (Rows(np.ones((0, 3)), np.ones(0)), "of type Rows, has no samples"),
+        ((np.array([["a", "b"]], object), np.ones(1)), r"ndarray of shape \(1, 2\) has the dtype object"),
+        ((np.ones((2, 3)), np.array(["cat", "dog"])), r"numpy.unique\(y, return_inverse=True\)\[1\]"),
+        ((Frame(a=[1.0], city=["Rome"]), np.ones(1)), "columns 'city' .* of the Frame hold no numbers"),
+        ((Frame(a=[1.0, 2.0], b=[None, 1.0]), np.ones(2)), "columns 'b'"),
+        (([[1.0, 2.0], [3.0]], np.ones(2)), "rows of one length"),
+        (Rows([np.ones(2), np.ones(3)], [0, 1]), "cannot be joined into a batch .*collate_fn"),
+        (np.ones((5, 3)), r"needs an iterable .*Write \(x, y\)"),
+        (Frame(a=[1.0]), r"Write \(x, y\)"),
+        ([torch.ones(5, 3), torch.ones(5)], r"Write \(x, y\)"),
+        (type("Empty", (), {"train_dataloader": lambda self: None, "setup": print})(), r"no train_dataloader\(\)"),
+    ],
+)
+def test_what_cannot_be_used_is_said_in_one_sentence(data: Any, message: str) -> None:
+    with pytest.raises(lw.LapwingError, match=message):
+        lw.fit(network(), data, lw.Diagonal(), likelihood="categorical")
+
+
+def test_a_frame_of_booleans_and_floats_is_one_of_floats() -> None:
+    frame = Frame(a=[0.5, 1.0], b=[True, False], c=[1, 2])
+    posterior = lw.fit(network(), (frame, np.array([0, 1])), lw.Diagonal())
+    torch.testing.assert_close(posterior.latent(frame).mean, network()(torch.tensor([[0.5, 1, 1], [1, 0, 2]])).detach())
+
+
+def test_pandas_itself() -> None:
+    pandas = pytest.importorskip("pandas")
+    x = pandas.DataFrame({"a": [0.5, 1.0], "b": [True, False], "c": pandas.array([1, 2], dtype="Int64")})
+    posterior = lw.fit(network(), (x, pandas.Series([0, 1])), lw.Diagonal())
+    torch.testing.assert_close(posterior.latent(x).mean, network()(torch.tensor([[0.5, 1, 1], [1, 0, 2]])).detach())
