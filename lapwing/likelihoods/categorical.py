@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from ..covariance import AnyLatent, Latent
+from ..covariance import AnyLatent, Latent, SelectedLatent
 from ..covariance.terms import DenseTerm
 from ..linalg import check_draws, seeded
 from ..network import batches
@@ -48,6 +48,7 @@ class Categorical(LogitLikelihood):
     links: ClassVar[tuple[type[Link], ...]] = (Probit, LaplaceBridge, SampledLink)
     default_link: ClassVar[Link] = Probit()
     activation: ClassVar[str | None] = "softmax"
+    selects_outputs: ClassVar[bool] = True
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Checks integer labels (B,) from 0 to C - 1."""
@@ -74,6 +75,8 @@ class Categorical(LogitLikelihood):
     ) -> ClassPrediction:
         """Returns class probabilities by `Probit()`, `LaplaceBridge()` or `SampledLink()`, which averages draws."""
         chosen, latent = cast("ClassLink", self.choose_link(latent, link)), self.tempered(latent)
+        if isinstance(latent, SelectedLatent):
+            latent = latent.of_classes()
         return ClassPrediction(chosen.log_probs(latent, generator), latent, chosen)
 
     def integrals(self, outputs: int, alpha: float) -> Integrals:

@@ -53,7 +53,7 @@ def _latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via:
         )
     with torch.set_grad_enabled(wants_gradient((values, spreads) if spreads else values)):
         latent = via.latent(tangent, covariance, inputs, joint)
-    if latent.mean.shape[1] != tangent.outputs:
+    if latent.mean.shape[1] != via.width(tangent.outputs):
         raise LapwingError(
             f"The fit had {tangent.outputs} outputs of {type(tangent.model).__name__}, and these inputs, "
             f"{batches.describe(values)}, give outputs of shape {tuple(latent.mean.shape)}. Check the shape of the "
