@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ..covariance import AnyLatent
+from ..covariance import AnyLatent, SelectedLatent
 from ..errors import LapwingError, is_positive, shown
 from ..linalg import cholesky, seeded
 from .links import Link, SampledLink, at_least_float32
@@ -49,6 +49,8 @@ class Likelihood(ABC):
     """The link of a Gaussian latent where `predict` gets None."""
     activation: ClassVar[str | None] = None
     """What turns outputs into probabilities, "softmax" or "sigmoid"; None where outputs are no logits."""
+    selects_outputs: ClassVar[bool] = False
+    """Whether `predict` takes the latent of some outputs, as of `lw.Linearized(outputs=10)`."""
 
     @abstractmethod
     def check(self, outputs: Tensor, targets: Tensor) -> None:
@@ -246,6 +248,11 @@ class Likelihood(ABC):
         Raises:
             LapwingError: for a class in place of an instance, or a link that does not fit.
         """
+        if isinstance(latent, SelectedLatent) and not self.selects_outputs:
+            raise LapwingError(
+                f"The {self.name} likelihood needs all outputs of an input, and the latent has {latent.mean.shape[1]} "
+                f"of {latent.every_mean.shape[1]}. Leave outputs= out, or take posterior.latent(x, via=...)."
+            )
         drawn = latent.draws is not None
         usable = [accepted for accepted in self.links if accepted.accepts_draws or not drawn]
         if link is None:

@@ -42,6 +42,7 @@ class Bernoulli(LogitLikelihood):
     links: ClassVar[tuple[type[Link], ...]] = (Quadrature, Probit, SampledLink)
     default_link: ClassVar[Link] = Quadrature()
     activation: ClassVar[str | None] = "sigmoid"
+    selects_outputs: ClassVar[bool] = True
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Checks targets of 0 and 1, (B, C) or, when C = 1, (B,)."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from ..covariance import AnyLatent, Latent
+from ..covariance import AnyLatent, Latent, SelectedLatent
 from ..covariance.terms import DenseTerm
 from ..errors import LapwingError, shown
 from ..linalg import check_draws, seeded
@@ -60,6 +60,7 @@ class Categorical(LogitLikelihood):
     links: ClassVar[tuple[type[Link], ...]] = (Probit, LaplaceBridge, SampledLink)
     default_link: ClassVar[Link] = Probit()
     activation: ClassVar[str | None] = "softmax"
+    selects_outputs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,6 +108,8 @@ class Categorical(LogitLikelihood):
     ) -> ClassPrediction:
         """Returns class probabilities by `Probit()`, `LaplaceBridge()` or `SampledLink()`, which averages draws."""
         chosen, latent = cast("ClassLink", self.choose_link(latent, link)), self.tempered(latent)
+        if isinstance(latent, SelectedLatent):
+            latent = latent.of_classes()
         return ClassPrediction(chosen.log_probs(latent, generator), latent, chosen, self.ignore_index)
 
     def integrals(self, outputs: int, alpha: float) -> Integrals:

@@ -45,6 +45,7 @@ class Gaussian(Likelihood):
     name: ClassVar[str] = "gaussian"
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
     default_link: ClassVar[Link] = ExactLink()
+    selects_outputs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         value = self.noise_variance
