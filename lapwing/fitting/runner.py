@@ -20,7 +20,7 @@ from ..methods.problem import Problem
 from ..methods.rows import class_labels
 from ..methods.state import DataSummary, State
 from ..network import batches
-from ..network.loaders import other_size, sampler_size, shows_bar
+from ..network.loaders import WeightedLoader, other_size, sampler_size, shows_bar
 
 
 class Runner:
@@ -61,8 +61,9 @@ class Runner:
 
     def shown(self) -> int | None:
         """Returns n, how many samples the loader shows, without going through it; None where that is not known."""
-        if self._expected is None and isinstance(self._loader, DataLoader):
-            return sampler_size(self._loader)
+        loader = self._loader.loader if isinstance(self._loader, WeightedLoader) else self._loader
+        if self._expected is None and isinstance(loader, DataLoader):
+            return sampler_size(loader)
         return self._expected
 
     def count(self) -> int:
@@ -105,7 +106,7 @@ class Runner:
                 step.update(state, batch)
                 start += batches.size(batch.inputs)
                 if notes:
-                    self._summary.add(problem.likelihood, batch.outputs(), batch.targets)
+                    self._summary.add(problem.likelihood, batch.outputs(), batch.targets, batch.weights)
                 if start in self._stops():
                     self._keep(start, step, state, notes)
         if step.limit is None or start < step.limit:
@@ -127,7 +128,7 @@ class Runner:
                     start, taken = start + batches.size(batch.inputs), taken + 1
                     bar.update()
                     if notes:
-                        self._summary.add(problem.likelihood, batch.outputs(), batch.targets)
+                        self._summary.add(problem.likelihood, batch.outputs(), batch.targets, batch.weights)
                     if taken == step.steps or step.converged(state):
                         return state
                 self._check_size(start, f"to the pass '{step.label}'")
@@ -158,7 +159,7 @@ class Runner:
         disable = not (self._bar and summing)
         for number, raw in enumerate(tqdm(self._loader, step.label, total, disable=disable, leave=False), 1):
             inputs, targets = batches.split(raw, device)
-            samples = batches.size(inputs)
+            weights, samples = batches.weights_of(raw, device), batches.size(inputs)
             problem.tangent.check(inputs, f"the inputs of batch number {number}")
             if self._expected is not None and start + samples > self._expected:
                 self._check_size(start + samples, f"to the pass '{step.label}'")
@@ -167,7 +168,8 @@ class Runner:
             for first, last in pairwise(cuts):
                 rows = slice(first, last)
                 part = inputs if last - first == samples else batches.take(inputs, rows)
-                yield Batch(problem.tangent, part, targets[rows], start + first)
+                some = None if weights is None else weights[rows]
+                yield Batch(problem.tangent, part, targets[rows], start + first, some, problem.likelihood)
             start += end
             if start == limit:
                 return

@@ -6,7 +6,15 @@ It imports `covariance` (the latent Gaussian that a link takes), `network` and `
 
 from __future__ import annotations
 
-from .base import Likelihood, LogitLikelihood, NoiselessLikelihood, register, resolve
+from .base import (
+    Likelihood,
+    LogitLikelihood,
+    NoiselessLikelihood,
+    apply_weights,
+    curvature_weights,
+    register,
+    resolve,
+)
 from .bernoulli import Bernoulli, BernoulliPrediction
 from .categorical import Categorical, ClassPrediction
 from .gaussian import Gaussian, RegressionPrediction
@@ -18,6 +26,6 @@ __all__ = [
     "Bernoulli", "BernoulliPrediction", "BinaryLink", "Categorical", "ClassLink", "ClassPrediction",
     "DiscretePrediction", "ExactLink", "Gaussian", "LaplaceBridge", "Likelihood", "Link", "LogitLikelihood",
     "MixturePrediction", "NoiselessLikelihood", "Prediction", "Probit", "Quadrature", "RealPrediction",
-    "RegressionPrediction", "SampledLink", "aligned_targets", "check_real_targets", "latent_draws", "register",
-    "resolve",
+    "RegressionPrediction", "SampledLink", "aligned_targets", "apply_weights", "check_real_targets",
+    "curvature_weights", "latent_draws", "register", "resolve",
 ]  # fmt: skip

@@ -26,6 +26,22 @@ Integrals = dict[type[Link], Callable[..., Tensor]]
 """Link class -> what takes an expectation by such a link."""
 
 
+def apply_weights(values: Tensor, weights: Tensor) -> Tensor:
+    """Returns values (B, ...) times weights (B,); 0 where the weight is 0, whatever the value."""
+    weights = weights.to(values.dtype).reshape(-1, *[1] * (values.ndim - 1))
+    return torch.where(weights == 0, 0.0, values) * weights
+
+
+def curvature_weights(
+    likelihood: Likelihood, outputs: Tensor, targets: Tensor, weights: Tensor | None
+) -> Tensor | None:
+    """Returns what multiplies Λ at samples (B, 1) or their outputs (B, C): the likelihood's weights times theirs."""
+    own = likelihood.target_weights(outputs, targets)
+    if weights is None:
+        return own
+    return weights[:, None] if own is None else own * weights.to(own.dtype)[:, None]
+
+
 class Likelihood(ABC):
     """p(y | f) at network outputs f (B, C), its Fisher information Λ through a root, and the way to predictions.
 
@@ -63,8 +79,21 @@ class Likelihood(ABC):
         """Returns `log p(y|f)` with all its constants, (B,); targets are taken as checked."""
 
     @abstractmethod
-    def statistics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Returns float64 scalars that add over data and suffice for `log_likelihood` at any noise."""
+    def statistics(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
+        """Returns float64 scalars that add over data and suffice for `log_likelihood` at any noise.
+
+        Sample n counts `weights[n]` times, once where weights (B,) are None.
+        """
+
+    def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Returns what multiplies Λ by the targets: w (B, 1), or (B, C) for `diag(√w) Λ diag(√w)`; None for ones.
+
+        A weight of 0 leaves a sample, or an output of it, out of the curvature.
+
+        Raises:
+            LapwingError: for targets that `check` refuses, where weights are read off them.
+        """
+        return None
 
     @abstractmethod
     def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:
@@ -263,9 +292,10 @@ class Likelihood(ABC):
 class NoiselessLikelihood(Likelihood):
     """A likelihood without a noise variance: Λ has no scale and the statistic is the log likelihood itself."""
 
-    def statistics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Returns `{"log_likelihood": Σ log p(y|f)}`, a float64 scalar."""
-        return {"log_likelihood": self.log_prob(outputs.double(), targets).sum()}
+    def statistics(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
+        """Returns `{"log_likelihood": Σ w log p(y|f)}`, a float64 scalar."""
+        logs = self.log_prob(outputs.double(), targets)
+        return {"log_likelihood": (logs if weights is None else apply_weights(logs, weights)).sum()}
 
     def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:
         return statistics["log_likelihood"]

@@ -16,7 +16,7 @@ from ..covariance import AnyLatent
 from ..errors import LapwingError, shown
 from ..linalg import check_draws, cholesky, seeded
 from ..network import batches
-from .base import Integrals, Likelihood, register
+from .base import Integrals, Likelihood, apply_weights, register
 from .links import ExactLink, Link, at_least_float32
 from .predictions import RealPrediction, check_level
 from .targets import aligned_targets, check_real_targets
@@ -72,15 +72,14 @@ class Gaussian(Likelihood):
         squares = (aligned_targets("Gaussian", outputs, targets) - outputs).square().sum(-1)
         return -0.5 * (squares / variance + outputs.shape[-1] * math.log(2.0 * math.pi * variance))
 
-    def statistics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Returns float64 sums: the number of values, `Σ (y - f)²` and `Σ y²`."""
+    def statistics(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
+        """Returns float64 sums, each sample times its weight: the number of values, `Σ (y - f)²` and `Σ y²`."""
         outputs = outputs.double()
         values = aligned_targets("Gaussian", outputs, targets)
-        return {
-            "count": torch.tensor(values.numel(), dtype=torch.float64, device=outputs.device),
-            "squared_error": (values - outputs).square().sum(),
-            "squared_target": values.square().sum(),
-        }
+        counts, errors, squares = torch.ones_like(values), (values - outputs).square(), values.square()
+        if weights is not None:
+            counts, errors, squares = (apply_weights(value, weights) for value in (counts, errors, squares))
+        return {"count": counts.sum(), "squared_error": errors.sum(), "squared_target": squares.sum()}
 
     def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:
         """Returns `-1/2 [Σ (y - f)²/σ² + count log(2πσ²)]`, a float64 scalar.

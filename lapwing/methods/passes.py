@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..covariance import Covariance, PriorCovariance
 from ..errors import LapwingError, shown
+from ..likelihoods import Likelihood, apply_weights, curvature_weights
 from ..network import batches
 from ..network.gate import Checked
 from ..tangent import Record, Tangent
@@ -38,12 +39,16 @@ class Batch:
         inputs: B samples that have passed the gate.
         targets: their targets.
         start: the number of samples before this batch.
+        weights: sample weights w (B,); None for ones.
+        likelihood: p(y|f), whose weights of targets count too; None where they do not.
     """
 
     tangent: Tangent
     inputs: Any
     targets: Tensor
     start: int
+    weights: Tensor | None = None
+    likelihood: Likelihood | None = None
     _outputs: list[tuple[slice, Tensor]] = field(default_factory=list)
 
     @property
@@ -54,10 +59,30 @@ class Batch:
     def records(
         self, cotangents: Any = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
     ) -> Iterator[tuple[slice, Record]]:
-        """Yields records of the batch's chunks, as `Tangent.records` does."""
+        """Yields records of the batch's chunks, as `Tangent.records` does; cotangents are multiplied by √w."""
         for part, record in self.tangent.records(self.checked, cotangents, dtype, scratch_per_sample):
             self.note(record.outputs, part)
+            weights = None if cotangents is None else self.curvature_weights(record.outputs, part)
+            if weights is not None:
+                record.weigh(weights.sqrt())
             yield part, record
+
+    def curvature_weights(self, outputs: Tensor, part: slice = slice(None)) -> Tensor | None:
+        """Returns what multiplies Λ, for each sample of a part (B, 1) or each of its outputs (B, C); None for ones."""
+        weights = None if self.weights is None else self.weights[part]
+        if self.likelihood is None:
+            return None if weights is None else weights[:, None]
+        return curvature_weights(self.likelihood, outputs, self.targets[part], weights)
+
+    def weighted(self, values: Tensor, part: slice = slice(None)) -> Tensor:
+        """Returns values of a part (B, ...), each times its sample's weight."""
+        return values if self.weights is None else apply_weights(values, self.weights[part])
+
+    def take(self, rows: Tensor, start: int) -> Batch:
+        """Returns the batch of some of the samples."""
+        weights = None if self.weights is None else self.weights[rows.to(self.weights.device)]
+        inputs = batches.take(self.inputs, rows)
+        return Batch(self.tangent, inputs, self.targets[rows], start, weights, self.likelihood)
 
     def note(self, outputs: Tensor, part: slice | None = None) -> None:
         """Keeps outputs that a pass has computed, of all samples or a part, so that `outputs` need not run again."""
@@ -150,8 +175,8 @@ class LikelihoodPass(SumPass[DataSummary]):
 
     def update(self, state: DataSummary, batch: Batch) -> None:
         if self._tangent is not None:
-            batch = Batch(self._tangent, batch.inputs, batch.targets, batch.start)
-        state.add(self._likelihood, batch.outputs(), batch.targets)
+            batch = Batch(self._tangent, batch.inputs, batch.targets, batch.start, batch.weights)
+        state.add(self._likelihood, batch.outputs(), batch.targets, batch.weights)
 
 
 @dataclass(frozen=True)

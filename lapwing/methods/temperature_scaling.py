@@ -101,4 +101,5 @@ class _Scores(SumPass[LogLikelihoods]):
         outputs, targets = batch.outputs(), batch.targets
         self._likelihood.check(outputs, targets)
         for k, exponent in enumerate(TEMPERATURES.tolist()):
-            state.sums[k] += self._likelihood.log_prob(outputs / 10**exponent, targets).double().sum().cpu()
+            logs = self._likelihood.log_prob(outputs / 10**exponent, targets).double()
+            state.sums[k] += batch.weighted(logs).sum().cpu()

@@ -97,6 +97,15 @@ class Record(Mapping[str, BlockJacobian]):
             self._taken[generic] = self._take(group, block)
         return self._form(block, self._taken[generic])
 
+    def weigh(self, factors: Tensor) -> None:
+        """Multiplies the cotangents of each sample (B, 1), or of each of its outputs (B, C); before any gradient."""
+        self._u = self.u * factors.to(self.u.dtype)[..., None]
+
+    @property
+    def u(self) -> Tensor:
+        """The cotangents (B, C, R)."""
+        return self._explicit_cotangents(None)
+
     def rows(self) -> Tensor:
         """Returns the whole Jacobian (B, R, P), blocks in order."""
         return torch.cat([self[name].rows() for name in self], -1)

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..covariance import PriorCovariance
 from ..errors import LapwingError, check_count, check_positive
+from ..likelihoods import apply_weights
 from ..network import batches
 from ..network.eager import outside_modes
 from ..network.loaders import other_size
 from ..posterior import Posterior
 from .evidence import Evidence, Training, Tuning
-from .held_out import held_out_scores, mean_variances
+from .held_out import mean_variances, sample_scores
 from .leave_one_out import leave_one_out
 from .search import evenly
 
@@ -142,12 +142,11 @@ class BoundedEvidence(Tuning):
         if not posterior.prior.fixed:
             precision = torch.full_like(precision, exact.precision)
         start = posterior.at(precision, exact.noise_variance)
-        inputs = [part for part, _ in parts]
-        training_variance = exact.noise_variance + mean_variances([start], inputs)[0]
+        training_variance = exact.noise_variance + mean_variances([start], parts)[0]
         factor = width / exact.unseen(training_variance)
         noise = max(factor * exact.noise_variance, LOWEST_NOISE * width)
         if posterior.prior.fixed:
-            noise = _noise_of_width(posterior, inputs, factor * training_variance)
+            noise = _noise_of_width(posterior, parts, factor * training_variance)
         else:
             precision = precision / factor
         log.info(
@@ -171,15 +170,15 @@ class BoundedEvidence(Tuning):
         The candidates are posteriors of one fit, and the loader shows its training data: see `spread`.
         """
         first = candidates[0]
-        totals, count = [0.0] * len(candidates), 0
-        for inputs, targets in spread(loader, self.samples, first, shown):
-            size = batches.size(inputs)
-            scores = held_out_scores(candidates, None, [(inputs, targets)])[:, 0, 0].tolist()  # checks the targets
+        totals, count = torch.zeros(len(candidates), dtype=torch.float64), 0.0
+        for inputs, targets, weights in spread(loader, self.samples, first, shown):
+            scores = sample_scores(candidates, lambda one: [one], [(inputs, targets)])[:, 0, 0]  # checks the targets
             logits = first.tangent.outputs_of(inputs) / (first.logit_temperature or 1.0)
-            certain = float(first.likelihood.log_prob(logits, targets).double().sum())
-            totals = [cost + certain - size * score for cost, score in zip(totals, scores, strict=True)]
-            count += size
-        return [cost / count for cost in totals]
+            costs = first.likelihood.log_prob(logits, targets).double().cpu() - scores  # (candidates, B)
+            weights = torch.ones(costs.shape[1]) if weights is None else weights.cpu()
+            totals = totals + apply_weights(costs.T, weights).sum(0)
+            count += float(weights.sum())
+        return (totals / max(count, torch.finfo(torch.float64).tiny)).tolist()
 
 
 def trained_product(posterior: Posterior, training: Training) -> float | None:
@@ -194,7 +193,7 @@ def trained_product(posterior: Posterior, training: Training) -> float | None:
     return exact.precision * exact.noise_variance
 
 
-def spread(loader: Iterable[Any], limit: int, posterior: Posterior, shown: int | None) -> Iterator[tuple[Any, Tensor]]:
+def spread(loader: Iterable[Any], limit: int, posterior: Posterior, shown: int | None) -> Iterator[batches.Weighted]:
     """Yields whole batches spread evenly over the training data of a posterior, up to a number of samples.
 
     Args:
@@ -210,13 +209,15 @@ def spread(loader: Iterable[Any], limit: int, posterior: Posterior, shown: int |
     start = taken = 0
     for batch in loader:
         inputs, targets = batches.split(batch)
+        weights = batches.weights_of(batch, device)
         size, left = batches.size(inputs), limit - taken
         if size and left > 0 and taken * whole <= start * limit:
             if size > left:  # every so many of its samples
                 rows = slice(0, left * (size // left), size // left)
                 inputs, targets = batches.take(inputs, rows), targets[rows]
+                weights = None if weights is None else weights[rows]
             taken += batches.size(inputs)
-            yield batches.plain(inputs, device), batches.plain(targets, device)
+            yield batches.Weighted(batches.plain(inputs, device), batches.plain(targets, device), weights)
         start += size
         if taken >= limit:
             return
@@ -251,9 +252,9 @@ def _raised(posterior: Posterior, exponent: float) -> Posterior:
     return posterior.at(posterior.prior.precision * 10**exponent, posterior.noise_variance)
 
 
-def _noise_of_width(posterior: Posterior, inputs: Sequence[Any], width: float) -> float:
-    """Returns the σ² with which predictions of these inputs have a mean variance, at the posterior's prior."""
+def _noise_of_width(posterior: Posterior, parts: Sequence[batches.Weighted], width: float) -> float:
+    """Returns the σ² with which predictions at these batches have a mean variance, at the posterior's prior."""
     logs = evenly(math.log(LOWEST_NOISE * width), math.log(width), POINTS)
     candidates = [posterior.at(posterior.prior.precision, math.exp(x)) for x in logs]
-    widths = [math.exp(x) + v for x, v in zip(logs, mean_variances(candidates, inputs), strict=True)]
+    widths = [math.exp(x) + v for x, v in zip(logs, mean_variances(candidates, parts), strict=True)]
     return math.exp(-crossing([-x for x in reversed(logs)], widths[::-1], width))  # from the widest to the narrowest

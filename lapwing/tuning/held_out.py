@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..covariance import Latent, PriorCovariance
 from ..errors import LapwingError
+from ..likelihoods import curvature_weights
 from ..network import batches
 from ..posterior import Posterior
 from ..tangent import Record
@@ -129,20 +130,23 @@ def no_batch() -> LapwingError:
     )
 
 
-def mean_variances(posteriors: Sequence[Posterior], parts: Iterable[Any]) -> list[float]:
-    """Returns the mean of `J_n Σ J_nᵀ` over batches of inputs and outputs, linearised.
+def mean_variances(posteriors: Sequence[Posterior], parts: Iterable[batches.Weighted]) -> list[float]:
+    """Returns the mean of `J_n Σ J_nᵀ` over outputs and the samples of batches, by their weights, linearised.
 
     The posteriors come from one by `at`, so that they differ in prior and noise alone.
     """
     first = posteriors[0]
-    totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0
+    totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0.0
     scratch = _numbers_per_sample(posteriors, 1, marginal=True)
     with torch.no_grad():
-        for inputs in parts:
-            for _, record in first.tangent.records(inputs, None, first.covariance.record_dtype, scratch):
+        for inputs, targets, weights in parts:
+            for part, record in first.tangent.records(inputs, None, first.covariance.record_dtype, scratch):
+                some = None if weights is None else weights[part]
+                every = curvature_weights(first.likelihood, record.outputs, targets[part], some)
+                every = torch.ones_like(record.outputs) if every is None else every.expand_as(record.outputs)
                 latents = _latents(record, posteriors, marginal=True)
-                totals += torch.stack([latent.variance.double().sum().cpu() for latent in latents])
-                count += record.outputs.numel()
+                totals += torch.stack([(every * latent.variance).double().sum().cpu() for latent in latents])
+                count += float(every.double().sum())
     return (totals / count).tolist()
 
 

@@ -162,6 +162,7 @@ class AlphaSteps(MovingSteps):
             generator,
             self._link,
         )
+        logs = batch.weighted(logs)
         return divergence(factor) - self.data_size / (len(logs) * problem.temperature) * logs.sum()
 
     def _blocks(self, state: Descent, values: Mapping[str, Tensor], inputs: Any) -> tuple[Kernel, Tensor]:
