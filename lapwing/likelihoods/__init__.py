@@ -18,14 +18,17 @@ from .base import (
 from .bernoulli import Bernoulli, BernoulliPrediction
 from .categorical import Categorical, ClassPrediction
 from .gaussian import Gaussian, RegressionPrediction
+from .heteroscedastic import HeteroscedasticGaussian, HeteroscedasticPrediction
 from .links import BinaryLink, ClassLink, ExactLink, LaplaceBridge, Link, Probit, Quadrature, SampledLink, latent_draws
+from .poisson import CountPrediction, Poisson
 from .predictions import DiscretePrediction, MixturePrediction, Prediction, RealPrediction
 from .targets import aligned_targets, check_real_targets
 
 __all__ = [
     "Bernoulli", "BernoulliPrediction", "BinaryLink", "Categorical", "ClassLink", "ClassPrediction",
-    "DiscretePrediction", "ExactLink", "Gaussian", "LaplaceBridge", "Likelihood", "Link", "LogitLikelihood",
-    "MixturePrediction", "NoiselessLikelihood", "Prediction", "Probit", "Quadrature", "RealPrediction",
+    "CountPrediction", "DiscretePrediction", "ExactLink", "Gaussian", "HeteroscedasticGaussian",
+    "HeteroscedasticPrediction", "LaplaceBridge", "Likelihood", "Link", "LogitLikelihood", "MixturePrediction",
+    "NoiselessLikelihood", "Poisson", "Prediction", "Probit", "Quadrature", "RealPrediction",
     "RegressionPrediction", "SampledLink", "aligned_targets", "apply_weights", "check_real_targets",
     "curvature_weights", "latent_draws", "register", "resolve",
 ]  # fmt: skip

@@ -340,34 +340,42 @@ def mixture_log_density(draws: Tensor, noise_variance: float, targets: Tensor) -
     return torch.logsumexp(-0.5 * squares / noise_variance, 0) - constant
 
 
-def mixture_quantile(draws: Tensor, noise_variance: float, probability: float) -> Tensor:
-    """Returns the quantile of every output's mixture `1/S Σ_s N(f_s, σ²)` by bisection of its distribution function.
+def mixture_quantile(
+    draws: Tensor, variance: Tensor | float, probability: float, weights: Tensor | None = None
+) -> Tensor:
+    """Returns the quantile of every output's mixture `Σ_s w_s N(f_s, σ_s²)` by bisection of its distribution function.
 
     The quantile lies between the smallest and the largest of the components' quantiles, which brackets it. A final
     Newton step from the detached root makes the result differentiable in the draws (implicit function theorem).
 
     Args:
         draws: Component means f, (S, B, C).
-        noise_variance: σ².
+        variance: σ², one number, or (S, B, C).
         probability: Level p of the quantile, in (0, 1).
+        weights: w (S, 1, 1), which add to 1; None for 1/S.
 
     Returns:
         Quantiles, (B, C). Time O(60 S B C).
     """
-    scale = math.sqrt(noise_variance)
     means = draws.double()
+    scale = torch.as_tensor(variance, dtype=means.dtype, device=means.device).sqrt()
+
+    def average(values: Tensor) -> Tensor:
+        return values.mean(0) if weights is None else (weights * values).sum(0)
+
     with torch.no_grad():
-        offset = scale * NormalDist().inv_cdf(probability)
-        low, high = means.amin(0) + offset, means.amax(0) + offset
+        ends = means + scale * NormalDist().inv_cdf(probability)
+        low, high = ends.amin(0), ends.amax(0)
         for _ in range(_HALVINGS):
             middle = 0.5 * (low + high)
-            below = torch.special.ndtr((middle - means) / scale).mean(0) < probability
+            below = average(torch.special.ndtr((middle - means) / scale)) < probability
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
         root = 0.5 * (low + high)
         standard = (root - means) / scale
-        density = torch.exp(-0.5 * standard.square()).mean(0) / (scale * math.sqrt(2.0 * math.pi))
+        density = average(torch.exp(-0.5 * standard.square()) / scale) / math.sqrt(2.0 * math.pi)
         density = density.clamp_min(torch.finfo(density.dtype).tiny)
-    excess = torch.special.ndtr((root - means) / scale).mean(0) - probability
+    excess = average(torch.special.ndtr((root - means) / scale)) - probability
     step = excess / density
-    limit = (high - low).detach() + 1e-9 * scale  # between far-apart components the density is 0 and Newton leaps
+    smallest = scale.detach().amin(0) if scale.ndim else scale
+    limit = (high - low).detach() + 1e-9 * smallest  # between far-apart components the density is 0 and Newton leaps
     return (root - step + (step - step.clamp(-limit, limit)).detach()).to(draws.dtype)

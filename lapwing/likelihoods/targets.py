@@ -85,6 +85,17 @@ def check_real_targets(name: str, outputs_shape: torch.Size, device: torch.devic
         )
 
 
+def check_counts(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:
+    """Checks counts, whole numbers from 0 up as integers or floats, as `check_real_targets` checks real targets."""
+    check_real_targets(name, outputs_shape, device, targets)
+    bad = (targets < 0) | (targets != targets.round() if targets.is_floating_point() else targets < 0)
+    if bool(bad.any()):
+        raise LapwingError(
+            f"{name} accepts counts, whole numbers from 0 up, but {_where(bad, targets)} none. Write "
+            '`likelihood="gaussian"` for real targets, or correct them.'
+        )
+
+
 def check_binary_targets(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:
     """Checks targets of 0 and 1, as bool, integers or floats, (B, C) against outputs (B, C); (B,) when C = 1.
 
