@@ -128,6 +128,11 @@ def fit(
         _check_data_size(data_size, known_size(loader) or 0)
     training = WeightedLoader(loader) if sample_weights else loader
     likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
+    if likelihood.plain is not likelihood:
+        log.info(
+            "%s weighs the loss, and no distribution of the targets has such a loss: its evidence is a pseudo-evidence",
+            likelihood,
+        )  # fmt: skip
     runner = Runner(training, progress, 0 if tune is None else tune.prefixes, data_size)
     chosen = default_fit(model, inputs, likelihood, forward, memory, runner.count) if is_default else None
     method, tangent = chosen or (method, Tangent.survey(model, inputs, params, forward, memory))

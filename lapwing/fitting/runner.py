@@ -106,7 +106,7 @@ class Runner:
                 step.update(state, batch)
                 start += batches.size(batch.inputs)
                 if notes:
-                    self._summary.add(problem.likelihood, batch.outputs(), batch.targets, batch.weights)
+                    self._summary.add(problem.likelihood, batch.outputs(), batch.targets, weights=batch.weights)
                 if start in self._stops():
                     self._keep(start, step, state, notes)
         if step.limit is None or start < step.limit:
@@ -128,7 +128,7 @@ class Runner:
                     start, taken = start + batches.size(batch.inputs), taken + 1
                     bar.update()
                     if notes:
-                        self._summary.add(problem.likelihood, batch.outputs(), batch.targets, batch.weights)
+                        self._summary.add(problem.likelihood, batch.outputs(), batch.targets, weights=batch.weights)
                     if taken == step.steps or step.converged(state):
                         return state
                 self._check_size(start, f"to the pass '{step.label}'")
@@ -169,7 +169,9 @@ class Runner:
                 rows = slice(first, last)
                 part = inputs if last - first == samples else batches.take(inputs, rows)
                 some = None if weights is None else weights[rows]
-                yield Batch(problem.tangent, part, targets[rows], start + first, some, problem.likelihood)
+                yield Batch(
+                    problem.tangent, part, targets[rows], start + first, weights=some, likelihood=problem.likelihood
+                )
             start += end
             if start == limit:
                 return

@@ -85,6 +85,11 @@ class Likelihood(ABC):
         Sample n counts `weights[n]` times, once where weights (B,) are None.
         """
 
+    @property
+    def plain(self) -> Likelihood:
+        """The likelihood of predictions: without class weights, label smoothing and the like, which are of the loss."""
+        return self
+
     def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         """Returns what multiplies Λ by the targets: w (B, 1), or (B, C) for `diag(√w) Λ diag(√w)`; None for ones.
 
@@ -365,8 +370,9 @@ class LogitLikelihood(NoiselessLikelihood):
 
     def __repr__(self) -> str:
         """Names T where it is not 1."""
-        option = "" if self.logit_temperature == 1 else f"logit_temperature={self.logit_temperature:.4g}"
-        return f"{type(self).__name__}({option})"
+        options = {} if self.logit_temperature == 1 else {"logit_temperature": f"{self.logit_temperature:.4g}"}
+        options |= {name: shown(value) for name, value in options_of(self).items()}
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in options.items())})"
 
     def with_logit_temperature(self, logit_temperature: float | None) -> Likelihood:
         """Returns the likelihood, of the same class, at another T, which is 1 where None."""
@@ -381,6 +387,34 @@ Kind = TypeVar("Kind", bound=type[Likelihood])
 
 REGISTERED: dict[str, type[Likelihood]] = {}
 """Names -> class."""
+
+OPTIONS = ("class_weights", "label_smoothing", "pos_weight", "soft_targets", "missing")
+"""Options of the package's likelihoods that a file stores, beside the noise variance and the logit temperature."""
+
+
+def options_of(likelihood: Likelihood) -> dict[str, Any]:
+    """Returns those options of a likelihood that are not at their default, for a file."""
+    if not is_dataclass(likelihood):
+        return {}
+    values = {field.name: getattr(likelihood, field.name) for field in fields(likelihood) if field.name in OPTIONS}
+    defaults = {field.name: field.default for field in fields(likelihood)}
+    return {name: value for name, value in values.items() if value != defaults[name]}
+
+
+def numbers_of(kind: str, name: str, values: Any, line: str) -> tuple[float, ...] | None:
+    """Returns an option's positive finite numbers, one or several, as a tuple; None for None.
+
+    Raises:
+        LapwingError: for anything else; `line` says what to write.
+    """
+    if values is None:
+        return None
+    if isinstance(values, Tensor) or hasattr(values, "tolist"):
+        values = values.tolist()
+    values = tuple(values) if isinstance(values, (list, tuple)) else (values,)
+    if not (values and all(is_positive(value) for value in values)):
+        raise LapwingError(f"The {name} of {kind} is {shown(values)}. Pass positive finite numbers: {line}.")
+    return tuple(map(float, values))
 
 
 def register(kind: Kind) -> Kind:
@@ -402,7 +436,9 @@ def register(kind: Kind) -> Kind:
             "@dataclass(frozen=True)."
         )
     _check_name(kind)
-    options = [field.name for field in fields(kind) if field.name not in ("noise_variance", "logit_temperature")]
+    options = [
+        field.name for field in fields(kind) if field.name not in ("noise_variance", "logit_temperature", *OPTIONS)
+    ]
     if options:
         raise LapwingError(
             f"A file does not store the options {', '.join(options)} of {kind.__name__}. Leave the class unregistered, "

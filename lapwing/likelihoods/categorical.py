@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar, cast
 
 import torch
@@ -12,9 +13,10 @@ from torch import distributions as dist
 
 from ..covariance import AnyLatent, Latent
 from ..covariance.terms import DenseTerm
+from ..errors import LapwingError, shown
 from ..linalg import check_draws, seeded
 from ..network import batches
-from .base import Integrals, LogitLikelihood, register
+from .base import Integrals, Likelihood, LogitLikelihood, numbers_of, register
 from .links import (
     ClassLink,
     LaplaceBridge,
@@ -27,7 +29,7 @@ from .links import (
 )
 from .predictions import DiscretePrediction
 from .quadrature import binary_log_power_mean
-from .targets import check_labels
+from .targets import check_class_probabilities, check_labels, is_soft
 
 
 @register
@@ -35,8 +37,20 @@ from .targets import check_labels
 class Categorical(LogitLikelihood):
     """`y ~ softmax(f)` with integer labels (B,) from 0 to C - 1; Λ = diag(p) - p pᵀ.
 
+    Targets may be class probabilities q (B, C) too, floats whose rows sum to 1: then log p(y|f) is `Σ_c q_c log p_c`.
+
+    Class weights w and label smoothing ε are of the loss, as in `torch.nn.functional.cross_entropy`:
+    `log p(y|f)` becomes `Σ_c t_c log p_c` with `t_c = w_c [(1 - ε) q_c + ε/C]`, whose negative Hessian is
+    `(Σ_c t_c) Λ`. No distribution of y has it, so the evidence is a pseudo-evidence. Predictions are of the softmax,
+    and so are their log probabilities.
+
     Args:
         logit_temperature: T, which divides the mean of the logits in predictions.
+        class_weights: w, one positive number a class; None for ones.
+        label_smoothing: ε, from 0 to below 1.
+
+    Raises:
+        LapwingError: for numbers out of range.
 
     Example:
         >>> import torch
@@ -44,18 +58,64 @@ class Categorical(LogitLikelihood):
         torch.Size([4, 3, 3])
     """
 
+    class_weights: Any = None
+    label_smoothing: float = 0.0
     name: ClassVar[str] = "categorical"
     links: ClassVar[tuple[type[Link], ...]] = (Probit, LaplaceBridge, SampledLink)
     default_link: ClassVar[Link] = Probit()
     activation: ClassVar[str | None] = "softmax"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        line = "Categorical(class_weights=[1.0, 5.0]), one for each class"
+        object.__setattr__(self, "class_weights", numbers_of("Categorical", "class_weights", self.class_weights, line))
+        smoothing = self.label_smoothing
+        if isinstance(smoothing, bool) or not isinstance(smoothing, Real) or not 0.0 <= smoothing < 1.0:
+            raise LapwingError(
+                f"The label_smoothing of Categorical is {shown(smoothing)}. Pass a number from 0 to below 1: "
+                "Categorical(label_smoothing=0.1)."
+            )
+        object.__setattr__(self, "label_smoothing", float(smoothing))
+
+    @property
+    def plain(self) -> Likelihood:
+        return Categorical(self.logit_temperature) if self._is_loss else self
+
+    @property
+    def _is_loss(self) -> bool:
+        """Whether there are class weights or label smoothing."""
+        return self.class_weights is not None or self.label_smoothing > 0
+
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Checks integer labels (B,) from 0 to C - 1."""
-        check_labels("Categorical", outputs.shape, outputs.device, targets)
+        """Checks integer labels (B,) from 0 to C - 1, or class probabilities (B, C)."""
+        _check_targets("Categorical", outputs, targets)
+        if self.class_weights is not None and len(self.class_weights) != outputs.shape[1]:
+            raise LapwingError(
+                f"The class_weights of Categorical are {len(self.class_weights)} numbers, and the outputs have shape "
+                f"{tuple(outputs.shape)}. Pass one weight for each of {outputs.shape[1]} classes."
+            )
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns `f_y - log Σ_c exp f_c`, (B,)."""
-        return torch.log_softmax(at_least_float32(outputs), -1).gather(-1, targets.long()[:, None]).squeeze(-1)
+        """Returns `f_y - log Σ_c exp f_c`, (B,), or `Σ_c t_c log p_c`."""
+        logs = torch.log_softmax(at_least_float32(outputs), -1)
+        return (self._shares(logs, targets) * logs).sum(-1) if self._is_loss else _of_targets(logs, targets)
+
+    def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Returns `Σ_c t_c` (B, 1) where there are class weights; None for ones."""
+        if self.class_weights is None:
+            return None
+        self.check(outputs, targets)
+        return self._shares(at_least_float32(outputs), targets).sum(-1, keepdim=True)
+
+    def _shares(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Returns t (B, C)."""
+        if is_soft(logits.shape, targets):
+            shares = targets.to(logits.dtype)
+        else:
+            shares = torch.zeros_like(logits).scatter(-1, targets.long()[:, None], 1.0)
+        if self.label_smoothing:
+            shares = (1 - self.label_smoothing) * shares + self.label_smoothing / shares.shape[1]
+        return shares if self.class_weights is None else shares * shares.new_tensor(self.class_weights)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """Returns `(I - p 1ᵀ) diag(√p)`, (B, C, C): column k is √p_k (e_k - p)."""
@@ -82,6 +142,8 @@ class Categorical(LogitLikelihood):
         At α = 1 `log_power_mean` is the log predictive probability: `Probit()` and `LaplaceBridge()` give it
         without randomness, `Probit(scale="marginal")` as in the VaLLA paper.
         """
+        if self._is_loss:
+            return super().integrals(outputs, alpha)
         two: Integrals = {Quadrature: self._power_mean_by_quadrature} if outputs == 2 else {}
         closed: Integrals = {Probit: self._log_predictive, LaplaceBridge: self._log_predictive} if alpha == 1 else {}
         return {**two, **super().integrals(outputs, alpha), **closed}
@@ -89,6 +151,8 @@ class Categorical(LogitLikelihood):
     def _power_mean_by_quadrature(
         self, link: Quadrature, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, **_: Any
     ) -> Tensor:
+        if is_soft(mean.shape, targets):
+            return self._power_mean_of_draws(SampledLink(), mean, covariance, targets, alpha, None, None)
         mean = at_least_float32(mean)
         gap = (mean[:, 1] - mean[:, 0]) * (2 * targets.long() - 1)
         variance = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) - covariance[:, 0, 1] - covariance[:, 1, 0]
@@ -99,7 +163,7 @@ class Categorical(LogitLikelihood):
     ) -> Tensor:
         mean = at_least_float32(mean)
         latent = Latent(mean, (DenseTerm(covariance.to(mean.dtype)),))
-        return link.log_probs(latent).gather(-1, targets.long()[:, None]).squeeze(-1)
+        return _of_targets(link.log_probs(latent), targets)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -168,7 +232,7 @@ class ClassPrediction(DiscretePrediction):
         """Returns the log probability of integer labels (B,), one input at a time, (B,).
 
         Args:
-            targets: Labels, (B,).
+            targets: Labels, (B,), or class probabilities q (B, C), for `Σ_c q_c log p_c`.
 
         Returns:
             Log probabilities, (B,).
@@ -177,8 +241,13 @@ class ClassPrediction(DiscretePrediction):
             LapwingError: for labels of a wrong shape, dtype or range.
         """
         targets = batches.plain(targets, self.log_probs.device)
-        check_labels("ClassPrediction.log_prob", self.log_probs.shape, self.log_probs.device, targets)
-        return self.log_probs.gather(-1, targets.long()[:, None]).squeeze(-1)
+        _check_targets("ClassPrediction.log_prob", self.log_probs, targets)
+        return _of_targets(self.log_probs, targets)
+
+    def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
+        """Returns log probabilities (B,), class probabilities (B, C) and labels (B,), the likeliest of soft ones."""
+        values = super().for_metrics(targets)
+        return {**values, "labels": targets.argmax(-1) if is_soft(self.log_probs.shape, targets) else targets}
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws labels, int64 (n, B).
@@ -211,6 +280,20 @@ class ClassPrediction(DiscretePrediction):
     def __repr__(self) -> str:
         inputs, classes = self.log_probs.shape
         return f"ClassPrediction({inputs} inputs, {classes} classes, link={self.link})"
+
+
+def _check_targets(name: str, outputs: Tensor, targets: Tensor) -> None:
+    """Checks integer labels (B,), or class probabilities (B, C), against outputs (B, C)."""
+    soft = outputs.ndim == 2 and outputs.shape[1] > 1 and is_soft(outputs.shape, targets)
+    check = check_class_probabilities if soft else check_labels
+    check(name, outputs.shape, outputs.device, targets)
+
+
+def _of_targets(logs: Tensor, targets: Tensor) -> Tensor:
+    """Returns the log probabilities (B,) of labels among those (B, C) of classes, `Σ_c q_c log p_c` for soft ones."""
+    if is_soft(logs.shape, targets):
+        return (targets.to(logs.dtype) * logs).sum(-1)
+    return logs.gather(-1, targets.long()[:, None]).squeeze(-1)
 
 
 def _entropy(log_probs: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class Batch:
         """Returns the batch of some of the samples."""
         weights = None if self.weights is None else self.weights[rows.to(self.weights.device)]
         inputs = batches.take(self.inputs, rows)
-        return Batch(self.tangent, inputs, self.targets[rows], start, weights, self.likelihood)
+        return Batch(self.tangent, inputs, self.targets[rows], start, weights=weights, likelihood=self.likelihood)
 
     def note(self, outputs: Tensor, part: slice | None = None) -> None:
         """Keeps outputs that a pass has computed, of all samples or a part, so that `outputs` need not run again."""
@@ -175,8 +175,8 @@ class LikelihoodPass(SumPass[DataSummary]):
 
     def update(self, state: DataSummary, batch: Batch) -> None:
         if self._tangent is not None:
-            batch = Batch(self._tangent, batch.inputs, batch.targets, batch.start, batch.weights)
-        state.add(self._likelihood, batch.outputs(), batch.targets, batch.weights)
+            batch = Batch(self._tangent, batch.inputs, batch.targets, batch.start, weights=batch.weights)
+        state.add(self._likelihood, batch.outputs(), batch.targets, weights=batch.weights)
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class _Scores(SumPass[LogLikelihoods]):
     label = "temperatures"
 
     def __init__(self, problem: Problem) -> None:
-        self._likelihood = problem.likelihood
+        self._likelihood = problem.likelihood.plain
 
     def init(self) -> LogLikelihoods:
         return LogLikelihoods(torch.zeros_like(TEMPERATURES))

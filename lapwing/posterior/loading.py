@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..contents import Mismatch, check_json
 from ..covariance import COVARIANCES
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, resolve
-from ..likelihoods.base import REGISTERED
+from ..likelihoods.base import REGISTERED, options_of
 from ..network.batches import Forward
 from ..network.eager import outside_modes
 from ..network.stamp import Stamp, fingerprint
@@ -138,6 +139,13 @@ def _rebuilt(
         raise Mismatch("its logit temperature is not that of its likelihood")
     likelihood = likelihood.with_noise_variance(saved["noise_variance"])
     likelihood = likelihood.with_logit_temperature(saved["logit_temperature"])
+    if saved["options"]:
+        try:
+            likelihood = replace(likelihood, **saved["options"])  # type: ignore[type-var]
+        except (LapwingError, TypeError) as error:
+            raise Mismatch("its options are not those of its likelihood") from error
+        if options_of(likelihood).keys() != saved["options"].keys():
+            raise Mismatch("its options are not those of its likelihood")
     residual = likelihood.residual_variance(statistics)
     fits = math.isfinite(float(likelihood.log_likelihood(statistics))) and (
         residual is None or 0 <= residual < math.inf

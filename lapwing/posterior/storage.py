@@ -25,6 +25,7 @@ from torch import Tensor
 from ..contents import Entry, Mismatch, check_json, check_tensors, is_count, is_positive, is_positive_or_none, largest
 from ..covariance import COVARIANCES
 from ..errors import LapwingError
+from ..likelihoods.base import options_of
 from ..network.stamp import fingerprint
 from ..tangent import Tangent
 
@@ -52,7 +53,9 @@ PIECE = 2**20
 HEADER = {
     "format": int, "tangent": dict,
     "covariance": {"class": str, "extra": dict},
-    "likelihood": {"name": str, "noise_variance": is_positive_or_none, "logit_temperature": is_positive_or_none},
+    "likelihood": {
+        "name": str, "noise_variance": is_positive_or_none, "logit_temperature": is_positive_or_none, "options": dict,
+    },
     "given": (bool, bool),
     "samples": lambda samples: is_count(samples) and samples > 0,
     "data_factor": lambda factor: is_positive(factor) and factor >= 1,
@@ -86,6 +89,7 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
             "name": posterior.likelihood.name,
             "noise_variance": posterior.noise_variance,
             "logit_temperature": posterior.logit_temperature,
+            "options": options_of(posterior.likelihood),
         },
         "given": [posterior.prior.fixed, posterior.noise_fixed],
         "samples": posterior.samples,

@@ -174,7 +174,7 @@ class BoundedEvidence(Tuning):
         for inputs, targets, weights in spread(loader, self.samples, first, shown):
             scores = sample_scores(candidates, lambda one: [one], [(inputs, targets)])[:, 0, 0]  # checks the targets
             logits = first.tangent.outputs_of(inputs) / (first.logit_temperature or 1.0)
-            costs = first.likelihood.log_prob(logits, targets).double().cpu() - scores  # (candidates, B)
+            costs = first.likelihood.plain.log_prob(logits, targets).double().cpu() - scores  # (candidates, B)
             weights = torch.ones(costs.shape[1]) if weights is None else weights.cpu()
             totals = totals + apply_weights(costs.T, weights).sum(0)
             count += float(weights.sum())

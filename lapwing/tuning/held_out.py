@@ -72,8 +72,8 @@ def width_scores(
 ) -> tuple[Tensor, Tensor]:
     """Returns held-out log likelihoods (posteriors, candidates, N) at the best factor c of y's covariance, and log10 c.
 
-    With `r = y - f` and the covariance S of y, `log N(y; f, c S)` is highest in the mean at `c = mean rᵀS⁻¹r / C`. For
-    one output that is `mean r²/(σ² + v)`. Of a Gaussian likelihood; float64.
+    With `r = y - f` and the covariance S of y, `log N(y; f, c S)` is highest in the mean at `c = mean rᵀS⁻¹r / C`, for
+    the C targets that are known. For one output that is `mean r²/(σ² + v)`. Of a Gaussian likelihood; float64.
 
     Raises:
         LapwingError: for an empty loader.
@@ -82,13 +82,14 @@ def width_scores(
     outputs = posteriors[0].tangent.outputs
     for place, candidate, latent, labels in _contracted(posteriors, candidates, loader):
         prediction = candidate.likelihood.predict(latent.compact(covariances=outputs > 1))
-        volume = prediction.log_prob(latent.mean.double())  # of r = 0
+        holes = labels.reshape(latent.mean.shape).isnan()  # targets that are missing, where the likelihood allows it
+        volume = prediction.log_prob(torch.where(holes, torch.nan, latent.mean.double()))  # of r = 0
         squares = 2 * (volume - prediction.log_prob(labels))
-        rows.setdefault(place, []).append(torch.stack([volume, squares]).cpu())
+        rows.setdefault(place, []).append(torch.stack([volume, squares, (~holes).sum(-1)]).cpu())
     joined = torch.stack([torch.cat(parts, 1) for _, parts in sorted(rows.items())])
-    volume, squares = joined.unflatten(0, (len(posteriors), -1)).unbind(2)  # (posteriors, candidates, N)
-    factor = (squares.mean(-1, keepdim=True) / outputs).clamp_min(torch.finfo(squares.dtype).tiny)
-    return volume - (squares / factor + outputs * factor.log()) / 2, factor.squeeze(-1).log10()
+    volume, squares, counts = joined.unflatten(0, (len(posteriors), -1)).unbind(2)  # (posteriors, candidates, N)
+    factor = (squares.sum(-1, keepdim=True) / counts.sum(-1, keepdim=True)).clamp_min(torch.finfo(squares.dtype).tiny)
+    return volume - (squares / factor + counts * factor.log()) / 2, factor.squeeze(-1).log10()
 
 
 def _contracted(
