@@ -388,6 +388,13 @@ def test_objects_with_logits_and_dicts_of_tokens():
     posterior = lw.fit(model, [batch, {name: value[:3, :5] for name, value in batch.items()}])
     assert posterior.predict(batch).probs.shape == (4, 6, CLASSES)
 
+    class Dict(Segmentation):
+        def forward(self, images: Tensor) -> dict[str, Tensor]:
+            return {"out": super().forward(images), "aux": images}
+
+    images, pixels = torch.randn(3, 2, 4, 5, dtype=F64), torch.randint(CLASSES, (3, 4, 5))
+    assert lw.fit(Dict(1).to(F64).eval(), [(images, pixels)]).predict(images).probs.shape == (3, CLASSES, 4, 5)
+
 
 def test_the_network_and_its_modes_are_as_before():
     model, loader, x = case("3x3")
