@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import LapwingError
 from .fitting import fit, plan
-from .likelihoods import Bernoulli, Categorical, Gaussian, LaplaceBridge, Likelihood, Probit, Quadrature, SampledLink
+from .likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    LaplaceBridge,
+    Likelihood,
+    Poisson,
+    Probit,
+    Quadrature,
+    SampledLink,
+)
 from .methods import (
     EKFAC,
     ELLA,
@@ -65,10 +76,10 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "EKFAC", "ELLA", "KFAC", "SWAG", "AlphaDivergence", "Bernoulli", "BoundedEvidence", "Categorical", "ClosedForm",
-    "ConjugateGradients", "Diagonal", "EarlyStopping", "Evidence", "Full", "Gaussian", "InducingPoints",
-    "LaplaceBridge", "LapwingError", "Likelihood", "Linearized", "MeanField", "Method", "MonteCarlo", "NaturalGradient",
-    "OptimalSubspace", "Posterior", "Probit", "Quadrature", "SampledLLA", "SampledLink", "Scaled", "StochasticGradient",
-    "Streamlined", "SubsetOfData", "SubsetOfWeights", "TemperatureScaling", "Uncertain", "VaLLA", "Validation",
-    "VariationalBound", "compare", "coverage", "deploy", "evaluation", "everything", "fit", "last_layer", "load",
-    "matching", "plan", "propagate", "scale_factor",
+    "ConjugateGradients", "Diagonal", "EarlyStopping", "Evidence", "Full", "Gaussian", "HeteroscedasticGaussian",
+    "InducingPoints", "LaplaceBridge", "LapwingError", "Likelihood", "Linearized", "MeanField", "Method",
+    "MonteCarlo", "NaturalGradient", "OptimalSubspace", "Poisson", "Posterior", "Probit", "Quadrature",
+    "SampledLLA", "SampledLink", "Scaled", "StochasticGradient", "Streamlined", "SubsetOfData", "SubsetOfWeights",
+    "TemperatureScaling", "Uncertain", "VaLLA", "Validation", "VariationalBound", "compare", "coverage", "deploy",
+    "evaluation", "everything", "fit", "last_layer", "load", "matching", "plan", "propagate", "scale_factor",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
 from .blockwise import Blockwise
 from .dense import DenseCovariance
 from .kronecker import KroneckerBlock, KroneckerFactors
-from .latent import AnyLatent, JointLatent, Latent, LatentDraws, LinearDraws
+from .latent import AnyLatent, JointLatent, Latent, LatentDraws, LinearDraws, SelectedLatent
 from .low_rank import LowRank, Subspace
 from .low_rank_diagonal import Draws, LowRankPlusDiagonal
 from .low_rank_with_residual import LowRankWithResidual
@@ -22,5 +22,5 @@ __all__ = [
     "COVARIANCES", "AnyLatent", "Basis", "Blockwise", "CoordinateBasis", "Covariance", "DenseBlock", "DenseCovariance",
     "DiagonalBlock", "Draws", "ExplicitBasis", "ImplicitBasis", "JointLatent", "KroneckerBlock", "KroneckerFactors",
     "Latent", "LatentDraws", "LayerBlock", "LinearDraws", "LowRank", "LowRankPlusDiagonal", "LowRankWithResidual",
-    "PriorCovariance", "Structure", "Subspace", "Term", "register",
+    "PriorCovariance", "SelectedLatent", "Structure", "Subspace", "Term", "register",
 ]  # fmt: skip

@@ -2,15 +2,17 @@
 
 A way through the network returns one of four: a Gaussian for each input (`Latent`), one Gaussian over all inputs
 (`JointLatent`), one whose covariance is that of draws (`LinearDraws`), or outputs under draws of the weights
-(`LatentDraws`). All have `mean`, `variance`, `std`, `centred_variance`, `covariance`, `sample`, `scaled`, `tempered`,
-`compact` and `with_checks`; `draws` is None where there are none.
+(`LatentDraws`). `SelectedLatent` is a `Latent` of some of the outputs. All have `mean`, `variance`, `std`,
+`centred_variance`, `covariance`, `sample`, `scaled`, `tempered`, `compact` and `with_checks`; `draws` is None where
+there are none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from ..errors import LapwingError
 from ..linalg import check_draws, is_finite, nonnegative, psd_root, seeded, total
 from ..network.eager import full_precision
 from .positions import LatentAtPositions
-from .terms import DenseTerm, FactoredTerm, MarginalTerm, Term, concatenate, standard_deviation
+from .terms import DenseTerm, FactoredTerm, MarginalTerm, SelectedTerm, Term, concatenate, standard_deviation
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Latent:
     checked: bool = False
     joint = False
     draws = None
+    _row_names: ClassVar[tuple[str, ...]] = ("mean",)
 
     @cached_property
     @full_precision
@@ -72,11 +75,11 @@ class Latent:
 
     def plus(self, covariance: Tensor) -> Latent:
         """Returns the latent with a further covariance (B, C, C) of each input's outputs."""
-        return Latent(self.mean, (*self.terms, DenseTerm(covariance)))
+        return replace(self, terms=(*self.terms, DenseTerm(covariance)))
 
     def scaled(self, factor: float) -> Latent:
         """Returns the latent with its covariance times a number >= 0."""
-        return Latent(self.mean, tuple(term.scaled(factor) for term in self.terms))
+        return replace(self, terms=tuple(term.scaled(factor) for term in self.terms))
 
     def tempered(self, temperature: float) -> Latent:
         """Returns the latent with its mean divided by a temperature; the covariance stays."""
@@ -84,9 +87,7 @@ class Latent:
 
     def at_temperatures(self, temperatures: Sequence[float]) -> Latent:
         """Returns the latent at each temperature, one copy of the batch after another."""
-        copies = len(temperatures)
-        whole = self._with_rows([rows.repeat(copies, *[1] * (rows.ndim - 1)) for rows in self._rows])
-        return replace(whole, mean=torch.cat([self.mean / temperature for temperature in temperatures]))
+        return self.concatenate([self.tempered(temperature) for temperature in temperatures])
 
     def compact(self, covariances: bool) -> Latent:
         """Returns a detached float64 copy that keeps covariances, or variances alone."""
@@ -94,7 +95,7 @@ class Latent:
             term: Term = DenseTerm(self.covariance.detach().double())
         else:
             term = MarginalTerm(self.variance.detach().double(), self.centred_variance.detach().double())
-        return Latent(self.mean.detach().double(), (term,))
+        return replace(self, mean=self.mean.detach().double(), terms=(term,))
 
     def with_checks(self) -> Latent:
         """Returns the latent for the user: moments that are not finite are refused when they are read."""
@@ -103,7 +104,9 @@ class Latent:
     @staticmethod
     def concatenate(parts: Sequence[Latent]) -> Latent:
         """Joins the latents of consecutive batches."""
-        return Latent(torch.cat([part.mean for part in parts]), concatenate([part.terms for part in parts]))
+        first: Any = parts[0]
+        joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in first._row_names}
+        return replace(first, terms=concatenate([part.terms for part in parts]), **joined)
 
     @staticmethod
     def gather(parts: Iterator[Latent], samples: int) -> Latent:
@@ -133,13 +136,59 @@ class Latent:
     @property
     def _rows(self) -> list[Tensor]:
         """All tensors with one row per sample."""
-        return [self.mean, *(rows for term in self.terms for rows in term.rows)]
+        return [
+            *(getattr(self, name) for name in self._row_names),
+            *(rows for term in self.terms for rows in term.rows),
+        ]
 
     def _with_rows(self, rows: Sequence[Tensor]) -> Latent:
         """Returns the latent with other tensors in place of `_rows`."""
-        mean, *others = rows
-        remaining = iter(others)
-        return Latent(mean, tuple(term.with_rows(*[next(remaining) for _ in term.rows]) for term in self.terms))
+        remaining, whole = iter(rows), cast("Any", self)
+        named = {name: next(remaining) for name in self._row_names}
+        terms = tuple(term.with_rows(*[next(remaining) for _ in term.rows]) for term in self.terms)
+        return replace(whole, terms=terms, **named)
+
+
+@dataclass(frozen=True)
+class SelectedLatent(Latent):
+    """The latent of k of the C outputs of each input: `mean` (B, k) and terms of (B, k, k).
+
+    Attributes:
+        outputs: which outputs they are, int64 (B, k).
+        every_mean: (B, C), the means of all outputs.
+    """
+
+    outputs: Tensor = field(kw_only=True)
+    every_mean: Tensor = field(kw_only=True)
+    _row_names: ClassVar[tuple[str, ...]] = ("mean", "outputs", "every_mean")
+
+    def tempered(self, temperature: float) -> SelectedLatent:
+        """Returns the latent with its means divided by a temperature; the covariance stays."""
+        return replace(self, mean=self.mean / temperature, every_mean=self.every_mean / temperature)
+
+    def of_classes(self) -> Latent:
+        """Returns a latent of all C logits (B, C), for links to class probabilities.
+
+        The k logits move against their average as they do here. The other C - k keep their means; where a link asks for
+        their variance, it is the average of the k.
+
+        Raises:
+            LapwingError: where k is 1: a softmax sees differences between logits alone.
+        """
+        count, classes = self.mean.shape[1], self.every_mean.shape[1]
+        if count < 2:
+            raise LapwingError(
+                "A classifier's probabilities depend on differences between outputs, and one output is selected. Write "
+                "via=lw.Linearized(outputs=10)."
+            )
+        gaps = self.centred_variance * (count / (count - 1) * (classes - 1) / classes) ** 2
+        plain, centred = (
+            part.mean(-1, keepdim=True).expand_as(self.every_mean).scatter(1, self.outputs, part)
+            for part in (self.variance, gaps)
+        )
+        rows = self.covariance - self.covariance.mean(-1, keepdim=True)
+        term = SelectedTerm(plain, centred, self.outputs, rows - rows.mean(-2, keepdim=True))
+        return Latent(self.every_mean, (term,), self.checked)
 
 
 @dataclass(frozen=True)

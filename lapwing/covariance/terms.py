@@ -66,6 +66,10 @@ class Term(ABC):
     def scaled(self, factor: float) -> Self:
         """Returns the covariance times a number >= 0."""
 
+    def selected(self, outputs: Tensor) -> Term:
+        """Returns the covariance (B, k, k) of some outputs (B, k)."""
+        return DenseTerm(selected(self.dense(), outputs))
+
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Returns draws (n, B, C), by default through an eigendecomposition, which takes singular matrices too."""
         return FactoredTerm(psd_root(self.dense())).sample(count, generator)
@@ -159,6 +163,13 @@ class EigenTerm(Term):
         noise = noise * self.scale.sqrt()
         return noise if self.basis is None else linear(noise, self.basis)
 
+    def selected(self, outputs: Tensor) -> Term:
+        """Returns the covariance of some outputs, of their rows of U."""
+        if self.basis is None:
+            return EigenTerm(None, self.scale.gather(1, outputs))
+        rows = self.basis[outputs]  # (B, k, C)
+        return DenseTerm((rows * self.scale.unsqueeze(1)) @ rows.mT)
+
 
 @dataclass(frozen=True)
 class DenseTerm(Term):
@@ -204,6 +215,32 @@ class MarginalTerm(Term):
 
     def __add__(self, other: MarginalTerm) -> MarginalTerm:
         return MarginalTerm(self.plain + other.plain, self.centred + other.centred)
+
+
+@dataclass(frozen=True)
+class SelectedTerm(MarginalTerm):
+    """Variances (B, C), and how k of the outputs move against their average; see `SelectedLatent.of_classes`.
+
+    `outputs` (B, k) says which they are, `matrix` (B, k, k) is the covariance of these movements.
+    """
+
+    outputs: Tensor
+    matrix: Tensor
+
+    def scaled(self, factor: float) -> SelectedTerm:
+        return SelectedTerm(self.plain * factor, self.centred * factor, self.outputs, self.matrix * factor)
+
+    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+        """Returns draws (n, B, C), 0 at the outputs that are not selected."""
+        moved = DenseTerm(self.matrix).sample(count, generator)  # (n, B, k)
+        index = self.outputs.expand(count, -1, -1)
+        return moved.new_zeros(count, *self.plain.shape).scatter(-1, index, moved)
+
+
+def selected(matrix: Tensor, outputs: Tensor) -> Tensor:
+    """Returns the covariances (B, k, k) of some outputs (B, k), out of those of all (B, C, C)."""
+    sample = torch.arange(len(outputs), device=outputs.device)[:, None, None]
+    return matrix[sample, outputs[:, :, None], outputs[:, None]]
 
 
 def add_term(terms: tuple[Term, ...], term: Term) -> tuple[Term, ...]:

@@ -22,7 +22,14 @@ from ..network import batches
 from ..network.batches import Forward
 from ..network.data import as_loader
 from ..network.eager import outside_modes
-from ..network.loaders import check_progress, check_seed, first_batch, known_size, warn_of_unseen_samples
+from ..network.loaders import (
+    WeightedLoader,
+    check_progress,
+    check_seed,
+    first_batch,
+    known_size,
+    warn_of_unseen_samples,
+)
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.prior import Prior, check_range
@@ -54,6 +61,7 @@ def fit(
     data_size: int | None = None,
     weight_decay: float | None = None,
     temperature: float = 1.0,
+    sample_weights: bool = False,
     forward: Forward | None = None,
     memory: int | None = None,
     seed: int = 0,
@@ -84,6 +92,9 @@ def fit(
         data_size: N where the loader shows only n of N training points: G and the likelihood are scaled by N/n.
         weight_decay: γ, sets `δ = N γ`.
         temperature: τ, `Σ = (G/τ + Δ)⁻¹`; above 1 widens.
+        sample_weights: whether the last entry of a batch, `(x, y, w)`, or the key sample_weights of a dict, is a weight
+            (B,) of at least 0 for each sample: Λ and log p(y|f) are multiplied by it, in tuning over training data too.
+            A weight of 3 is a sample shown three times, 0 one left out. n and `data_size` count samples, not weights.
         forward: `forward(model, inputs)` where `model(x)`, `model(*x)` or `model(**x)` does not do.
         memory: budget in bytes, 1 GiB when None; up to twice as much is held beside the posterior and the network's own
             activations. One layer is never cut: its Kronecker factor of n inputs takes 12 n² bytes while it is
@@ -115,15 +126,21 @@ def fit(
     check_progress(progress)
     seed = int(seed)
     loader = as_loader(loader, model)
-    inputs, targets = batches.split(first_batch(loader))
+    inputs, targets = batches.split(batches.weighted(first_batch(loader)) if sample_weights else first_batch(loader))
     if validation is not None:
         validation = as_loader(validation, model, "val")
         other = None if tune is DEFAULT_TUNING else tune
         tune = validation_tuning(validation, other, loader, (inputs, targets))
     if data_size is not None:
         _check_data_size(data_size, known_size(loader) or 0)
-    likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
-    runner = Runner(loader, progress, 0 if tune is None else tune.prefixes, data_size)
+    training = WeightedLoader(loader) if sample_weights else loader
+    likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
+    if likelihood.plain is not likelihood:
+        log.info(
+            "%s weighs the loss, and no distribution of the targets has such a loss: its evidence is a pseudo-evidence",
+            likelihood,
+        )  # fmt: skip
+    runner = Runner(training, progress, 0 if tune is None else tune.prefixes, data_size)
     chosen = default_fit(model, inputs, likelihood, forward, memory, runner.count) if is_default else None
     method, tangent = chosen or (method, Tangent.survey(model, inputs, params, forward, memory, targets=targets))
     positions = tangent.positions
@@ -176,15 +193,15 @@ def fit(
         return _checked(whole)
     if tune is None:
         return _checked(whole if whole.tuned else whole.with_defaults())
-    posterior = _checked(tune.tune(whole, Training(loader, prefixes, runner.count())))
+    posterior = _checked(tune.tune(whole, Training(training, prefixes, runner.count())))
     if not is_default or validation is None or likelihood.logit_temperature is None:
         return posterior
 
     def fit_all() -> Posterior:
         return fit(
             model, loader, KFAC(), likelihood=likelihood, prior_precision=prior_precision, prior_mean=prior_mean,
-            tune=tune, data_size=data_size, temperature=temperature, forward=forward, memory=memory, seed=seed,
-            progress=progress,
+            tune=tune, data_size=data_size, temperature=temperature, sample_weights=sample_weights, forward=forward,
+            memory=memory, seed=seed, progress=progress,
         )  # fmt: skip
 
     return with_all_weights(posterior, fit_all, validation, inputs, runner.count())

@@ -21,7 +21,7 @@ from ..methods.problem import Problem
 from ..methods.rows import class_labels
 from ..methods.state import DataSummary, State
 from ..network import batches
-from ..network.loaders import other_size, sampler_size, shows_bar
+from ..network.loaders import WeightedLoader, other_size, sampler_size, shows_bar
 
 
 class Runner:
@@ -48,7 +48,7 @@ class Runner:
         self._summary = DataSummary()
         self._statistics_at: dict[int, dict[str, Tensor]] = {}
         self._covariance_at: dict[int, Covariance] = {}
-        self._takes_positions, self._method, self._any_counted = True, "", False
+        self._any_counted = False
         self.whole = False
 
     def labels(self) -> Tensor:
@@ -63,8 +63,9 @@ class Runner:
 
     def shown(self) -> int | None:
         """Returns n, how many samples the loader shows, without going through it; None where that is not known."""
-        if self._expected is None and isinstance(self._loader, DataLoader):
-            return sampler_size(self._loader)
+        loader = self._loader.loader if isinstance(self._loader, WeightedLoader) else self._loader
+        if self._expected is None and isinstance(loader, DataLoader):
+            return sampler_size(loader)
         return self._expected
 
     def count(self) -> int:
@@ -85,7 +86,6 @@ class Runner:
 
     def run(self, method: Method, problem: Problem) -> FitResult:
         """Runs all passes; returns the method's result."""
-        self._takes_positions, self._method = method.takes_positions, type(method).__name__
         passes = method.passes(problem)
         state: State | None = None
         while True:
@@ -108,7 +108,7 @@ class Runner:
                 step.update(state, batch)
                 start += batches.size(batch.inputs)
                 if notes:
-                    self._summary.add(problem.likelihood, *batch.rows(), batches.size(batch.inputs))
+                    self._summary.add(problem.likelihood, **batch.rows())
                 if start in self._stops():
                     self._keep(start, step, state, notes)
         if step.limit is None or start < step.limit:
@@ -135,7 +135,7 @@ class Runner:
                     start, taken = start + batches.size(batch.inputs), taken + 1
                     bar.update()
                     if notes:
-                        self._summary.add(problem.likelihood, *batch.rows(), batches.size(batch.inputs))
+                        self._summary.add(problem.likelihood, **batch.rows())
                     if taken == step.steps or step.converged(state):
                         return state
                 self._check_size(start, f"to the pass '{step.label}'")
@@ -166,7 +166,7 @@ class Runner:
         disable = not (self._bar and summing)
         for number, raw in enumerate(tqdm(self._loader, step.label, total, disable=disable, leave=False), 1):
             inputs, targets = batches.split(raw, device)
-            samples = batches.size(inputs)
+            weights, samples = batches.weights_of(raw, device), batches.size(inputs)
             problem.tangent.check(inputs, f"the inputs of batch number {number}")
             if self._expected is not None and start + samples > self._expected:
                 self._check_size(start + samples, f"to the pass '{step.label}'")
@@ -175,23 +175,20 @@ class Runner:
             for first, last in pairwise(cuts):
                 rows = slice(first, last)
                 part = inputs if last - first == samples else batches.take(inputs, rows)
-                yield Batch(problem.tangent, part, targets[rows], start + first, self._counted(targets[rows], problem))
+                some = None if weights is None else weights[rows]
+                yield Batch(
+                    problem.tangent, part, targets[rows], start + first, self._counted(targets[rows], problem),
+                    weights=some, likelihood=problem.likelihood,
+                )  # fmt: skip
             start += end
             if start == limit:
                 return
 
     def _counted(self, targets: Tensor, problem: Problem) -> Tensor | None:
-        """Returns which targets count, where some do not."""
+        """Returns which targets count where some do not and outputs have positions; notes whether any counts."""
         counted = problem.likelihood.labelled(targets)
         self._any_counted = self._any_counted or counted is None or bool(counted.any())
-        if counted is None or (problem.tangent.positions is None and counted.ndim > 1):  # the check of targets refuses
-            return None
-        if not self._takes_positions:
-            raise LapwingError(
-                f"{int((~counted).sum())} of the {counted.numel()} labels of a batch do not count, and "
-                f"{self._method} takes them all. Drop those samples, or write lw.fit(model, loader, lw.KFAC())."
-            )
-        return counted
+        return None if problem.tangent.positions is None else counted
 
     def _check_size(self, samples: int, to: str) -> None:
         """Notes n the first time; raises when the loader shows nothing, or another number."""

@@ -193,11 +193,14 @@ class MatrixJacobian(BlockJacobian):
         return None
 
     @abstractmethod
-    def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
+    def add_kronecker_factors(
+        self, reduce: bool, inputs: Tensor, outputs: Tensor, weights: Tensor | None = None
+    ) -> int:
         """Adds `A = Σ a aᵀ` (G, I, I), or its diagonal, and `Γ = Σ g gᵀ` (G, O, O) to sums in place.
 
         Of both at least the lower triangles. With `reduce` a is the mean and g the sum over positions, else every
-        position is a sample. Returns their count of positions.
+        position is a sample. A counts sample n `weights[n]` times; g has its weight already. Returns their count of
+        positions.
         """
 
 
@@ -234,8 +237,10 @@ class SumOfUses(MatrixJacobian):
         """Rotates each use, all of which have the same matrix layout."""
         return SumOfUses([as_matrix(use).rotate(inputs, outputs) for use in self._uses]).within(self.slice_bytes)
 
-    def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
-        return sum(as_matrix(use).add_kronecker_factors(reduce, inputs, outputs) for use in self._uses)
+    def add_kronecker_factors(
+        self, reduce: bool, inputs: Tensor, outputs: Tensor, weights: Tensor | None = None
+    ) -> int:
+        return sum(as_matrix(use).add_kronecker_factors(reduce, inputs, outputs, weights) for use in self._uses)
 
 
 class Sliced(MatrixJacobian):
@@ -285,10 +290,12 @@ class Sliced(MatrixJacobian):
     def jvp(self, vectors: Tensor) -> Tensor:
         return torch.cat([self._part(cut).jvp(vectors) for cut in self._cuts], 1)
 
-    def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
+    def add_kronecker_factors(
+        self, reduce: bool, inputs: Tensor, outputs: Tensor, weights: Tensor | None = None
+    ) -> int:
         count = 0
         for cut in self._cuts:
-            count = as_matrix(self._part(cut)).add_kronecker_factors(reduce, inputs, outputs)
+            count = as_matrix(self._part(cut)).add_kronecker_factors(reduce, inputs, outputs, weights)
             inputs = torch.zeros_like(inputs)  # A and the count do not depend on the cotangents, and are added once
         return count
 

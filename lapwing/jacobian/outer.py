@@ -167,7 +167,13 @@ class Outer(MatrixJacobian):
         shape = (self.batch, self.cotangents, other.batch, other.cotangents)
         return gradients.reshape(shape) * inputs[:, None, :, None]
 
-    def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
+    def add_kronecker_factors(
+        self, reduce: bool, inputs: Tensor, outputs: Tensor, weights: Tensor | None = None
+    ) -> int:
+        if weights is not None:
+            add_squares(inputs, (self.a * weights.sqrt().to(self.a.dtype)[:, None])[None])
+            add_squares(outputs, self._rows_of_g[None])
+            return self.batch
         add_squares(inputs[:, :-1, :-1] if self._bias else inputs, self._a[None])
         if self._bias:  # the last row of A = Σ [a, 1] [a, 1]ᵀ; its last column, above the diagonal, is not read
             ones = inputs[0, -1]
@@ -292,8 +298,12 @@ class SharedOuter(MatrixJacobian):
                     gram[n : n + samples, r : r + some, m : m + count] = (products * inputs).sum((2, 5))
         return gram
 
-    def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
+    def add_kronecker_factors(
+        self, reduce: bool, inputs: Tensor, outputs: Tensor, weights: Tensor | None = None
+    ) -> int:
         for a, g in [self._reduced()] if reduce else self.strips:
+            if weights is not None:
+                a = a * weights.sqrt().to(a.dtype)[:, None, None, None]
             a = a.permute(2, 0, 1, 3).flatten(1, 2)  # (G, B t, I)
             g = g.permute(3, 0, 1, 2, 4).flatten(1, 3)  # (G, B R t, O)
             add_squares(inputs, a)

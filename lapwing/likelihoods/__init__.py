@@ -6,18 +6,29 @@ It imports `covariance` (the latent Gaussian that a link takes), `network` and `
 
 from __future__ import annotations
 
-from .base import Likelihood, LogitLikelihood, NoiselessLikelihood, register, resolve
+from .base import (
+    Likelihood,
+    LogitLikelihood,
+    NoiselessLikelihood,
+    apply_weights,
+    curvature_weights,
+    register,
+    resolve,
+)
 from .bernoulli import Bernoulli, BernoulliPrediction
 from .categorical import Categorical, ClassPrediction
 from .gaussian import Gaussian, RegressionPrediction
+from .heteroscedastic import HeteroscedasticGaussian, HeteroscedasticPrediction
 from .links import BinaryLink, ClassLink, ExactLink, LaplaceBridge, Link, Probit, Quadrature, SampledLink, latent_draws
+from .poisson import CountPrediction, Poisson
 from .predictions import DiscretePrediction, MixturePrediction, Prediction, RealPrediction
 from .targets import aligned_targets, check_real_targets
 
 __all__ = [
     "Bernoulli", "BernoulliPrediction", "BinaryLink", "Categorical", "ClassLink", "ClassPrediction",
-    "DiscretePrediction", "ExactLink", "Gaussian", "LaplaceBridge", "Likelihood", "Link", "LogitLikelihood",
-    "MixturePrediction", "NoiselessLikelihood", "Prediction", "Probit", "Quadrature", "RealPrediction",
-    "RegressionPrediction", "SampledLink", "aligned_targets", "check_real_targets", "latent_draws", "register",
-    "resolve",
+    "CountPrediction", "DiscretePrediction", "ExactLink", "Gaussian", "HeteroscedasticGaussian",
+    "HeteroscedasticPrediction", "LaplaceBridge", "Likelihood", "Link", "LogitLikelihood", "MixturePrediction",
+    "NoiselessLikelihood", "Poisson", "Prediction", "Probit", "Quadrature", "RealPrediction",
+    "RegressionPrediction", "SampledLink", "aligned_targets", "apply_weights", "check_real_targets",
+    "curvature_weights", "latent_draws", "register", "resolve",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ..covariance import AnyLatent
+from ..covariance import AnyLatent, SelectedLatent
 from ..errors import LapwingError, is_positive, shown
 from ..linalg import cholesky, seeded
 from .links import Link, SampledLink, at_least_float32
@@ -24,6 +24,22 @@ from .quadrature import weighted_log_power_mean
 
 Integrals = dict[type[Link], Callable[..., Tensor]]
 """Link class -> what takes an expectation by such a link."""
+
+
+def apply_weights(values: Tensor, weights: Tensor) -> Tensor:
+    """Returns values (B, ...) times weights (B,); 0 where the weight is 0, whatever the value."""
+    weights = weights.to(values.dtype).reshape(-1, *[1] * (values.ndim - 1))
+    return torch.where(weights == 0, 0.0, values) * weights
+
+
+def curvature_weights(
+    likelihood: Likelihood, outputs: Tensor, targets: Tensor, weights: Tensor | None
+) -> Tensor | None:
+    """Returns what multiplies Λ at samples (B, 1) or their outputs (B, C): the likelihood's weights times theirs."""
+    own = likelihood.target_weights(outputs, targets)
+    if weights is None:
+        return own
+    return weights[:, None] if own is None else own * weights.to(own.dtype)[:, None]
 
 
 class Likelihood(ABC):
@@ -49,6 +65,8 @@ class Likelihood(ABC):
     """The link of a Gaussian latent where `predict` gets None."""
     activation: ClassVar[str | None] = None
     """What turns outputs into probabilities, "softmax" or "sigmoid"; None where outputs are no logits."""
+    selects_outputs: ClassVar[bool] = False
+    """Whether `predict` takes the latent of some outputs, as of `lw.Linearized(outputs=10)`."""
 
     @abstractmethod
     def check(self, outputs: Tensor, targets: Tensor) -> None:
@@ -67,8 +85,26 @@ class Likelihood(ABC):
         """Returns `log p(y|f)` with all its constants, (B,); targets are taken as checked."""
 
     @abstractmethod
-    def statistics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Returns float64 scalars that add over data and suffice for `log_likelihood` at any noise."""
+    def statistics(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
+        """Returns float64 scalars that add over data and suffice for `log_likelihood` at any noise.
+
+        Sample n counts `weights[n]` times, once where weights (B,) are None.
+        """
+
+    @property
+    def plain(self) -> Likelihood:
+        """The likelihood of predictions: without class weights, label smoothing and the like, which are of the loss."""
+        return self
+
+    def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Returns what multiplies Λ by the targets: w (B, 1), or (B, C) for `diag(√w) Λ diag(√w)`; None for ones.
+
+        A weight of 0 leaves a sample, or an output of it, out of the curvature.
+
+        Raises:
+            LapwingError: for targets that `check` refuses, where weights are read off them.
+        """
+        return None
 
     @abstractmethod
     def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:
@@ -246,6 +282,11 @@ class Likelihood(ABC):
         Raises:
             LapwingError: for a class in place of an instance, or a link that does not fit.
         """
+        if isinstance(latent, SelectedLatent) and not self.selects_outputs:
+            raise LapwingError(
+                f"The {self.name} likelihood needs all outputs of an input, and the latent has {latent.mean.shape[1]} "
+                f"of {latent.every_mean.shape[1]}. Leave outputs= out, or take posterior.latent(x, via=...)."
+            )
         drawn = latent.draws is not None
         usable = [accepted for accepted in self.links if accepted.accepts_draws or not drawn]
         if link is None:
@@ -267,9 +308,10 @@ class Likelihood(ABC):
 class NoiselessLikelihood(Likelihood):
     """A likelihood without a noise variance: Λ has no scale and the statistic is the log likelihood itself."""
 
-    def statistics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Returns `{"log_likelihood": Σ log p(y|f)}`, a float64 scalar."""
-        return {"log_likelihood": self.log_prob(outputs.double(), targets).sum()}
+    def statistics(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
+        """Returns `{"log_likelihood": Σ w log p(y|f)}`, a float64 scalar."""
+        logs = self.log_prob(outputs.double(), targets)
+        return {"log_likelihood": (logs if weights is None else apply_weights(logs, weights)).sum()}
 
     def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:
         return statistics["log_likelihood"]
@@ -339,8 +381,9 @@ class LogitLikelihood(NoiselessLikelihood):
 
     def __repr__(self) -> str:
         """Names T where it is not 1."""
-        option = "" if self.logit_temperature == 1 else f"logit_temperature={self.logit_temperature:.4g}"
-        return f"{type(self).__name__}({option})"
+        options = {} if self.logit_temperature == 1 else {"logit_temperature": f"{self.logit_temperature:.4g}"}
+        options |= {name: shown(value) for name, value in options_of(self).items()}
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in options.items())})"
 
     def with_logit_temperature(self, logit_temperature: float | None) -> Likelihood:
         """Returns the likelihood, of the same class, at another T, which is 1 where None."""
@@ -356,8 +399,33 @@ Kind = TypeVar("Kind", bound=type[Likelihood])
 REGISTERED: dict[str, type[Likelihood]] = {}
 """Names -> class."""
 
-STORED = "noise_variance", "logit_temperature", "ignore_index"
-"""The options of a likelihood that a file stores."""
+OPTIONS = ("class_weights", "label_smoothing", "pos_weight", "soft_targets", "missing", "ignore_index")
+"""Options of the package's likelihoods that a file stores, beside the noise variance and the logit temperature."""
+
+
+def options_of(likelihood: Likelihood) -> dict[str, Any]:
+    """Returns those options of a likelihood that are not at their default, for a file."""
+    if not is_dataclass(likelihood):
+        return {}
+    values = {field.name: getattr(likelihood, field.name) for field in fields(likelihood) if field.name in OPTIONS}
+    defaults = {field.name: field.default for field in fields(likelihood)}
+    return {name: value for name, value in values.items() if value != defaults[name]}
+
+
+def numbers_of(kind: str, name: str, values: Any, line: str) -> tuple[float, ...] | None:
+    """Returns an option's positive finite numbers, one or several, as a tuple; None for None.
+
+    Raises:
+        LapwingError: for anything else; `line` says what to write.
+    """
+    if values is None:
+        return None
+    if isinstance(values, Tensor) or hasattr(values, "tolist"):
+        values = values.tolist()
+    values = tuple(values) if isinstance(values, (list, tuple)) else (values,)
+    if not (values and all(is_positive(value) for value in values)):
+        raise LapwingError(f"The {name} of {kind} is {shown(values)}. Pass positive finite numbers: {line}.")
+    return tuple(map(float, values))
 
 
 def register(kind: Kind) -> Kind:
@@ -379,7 +447,9 @@ def register(kind: Kind) -> Kind:
             "@dataclass(frozen=True)."
         )
     _check_name(kind)
-    options = [field.name for field in fields(kind) if field.name not in STORED]
+    options = [
+        field.name for field in fields(kind) if field.name not in ("noise_variance", "logit_temperature", *OPTIONS)
+    ]
     if options:
         raise LapwingError(
             f"A file does not store the options {', '.join(options)} of {kind.__name__}. Leave the class unregistered, "

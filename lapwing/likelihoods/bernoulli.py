@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -15,7 +15,7 @@ from ..errors import LapwingError
 from ..linalg import check_draws, seeded
 from ..network import batches
 from . import quadrature
-from .base import Integrals, LogitLikelihood, register
+from .base import Integrals, Likelihood, LogitLikelihood, numbers_of, register
 from .links import BinaryLink, Link, Probit, Quadrature, SampledLink, at_least_float32
 from .predictions import DiscretePrediction
 from .targets import aligned_targets, check_binary_targets
@@ -29,8 +29,18 @@ class Bernoulli(LogitLikelihood):
     One output for a question with two answers, several for several labels at once. Targets are 0 and 1, as bool,
     integers or floats, (B, C), or (B,) when C = 1.
 
+    `pos_weight` w is of the loss, as in `torch.nn.BCEWithLogitsLoss`: log p(y|f) becomes
+    `Σ_c [w_c y_c log p_c + (1 - y_c) log(1 - p_c)]`, whose negative Hessian is `diag((w y + 1 - y) p(1 - p))`. Then the
+    evidence is a pseudo-evidence. Predictions are of the sigmoid, and so are their log probabilities.
+
     Args:
         logit_temperature: T, which divides the mean of the logits in predictions.
+        pos_weight: w, one positive number for all outputs, or one for each; None for ones.
+        soft_targets: whether targets may be probabilities, between 0 and 1, in the same formula.
+        missing: whether NaN stands for an answer that is missing: it counts nowhere.
+
+    Raises:
+        LapwingError: for weights that are not positive.
 
     Example:
         >>> import torch
@@ -38,18 +48,45 @@ class Bernoulli(LogitLikelihood):
         torch.Size([3])
     """
 
+    pos_weight: Any = None
+    soft_targets: bool = False
+    missing: bool = False
     name: ClassVar[str] = "bernoulli"
     links: ClassVar[tuple[type[Link], ...]] = (Quadrature, Probit, SampledLink)
     default_link: ClassVar[Link] = Quadrature()
     activation: ClassVar[str | None] = "sigmoid"
+    selects_outputs: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        line = "Bernoulli(pos_weight=5.0), or one for each output"
+        object.__setattr__(self, "pos_weight", numbers_of("Bernoulli", "pos_weight", self.pos_weight, line))
+
+    @property
+    def plain(self) -> Likelihood:
+        return self if self.pos_weight is None else replace(self, pos_weight=None)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Checks targets of 0 and 1, (B, C) or, when C = 1, (B,)."""
-        check_binary_targets("Bernoulli", outputs.shape, outputs.device, targets)
+        check_binary_targets("Bernoulli", outputs.shape, outputs.device, targets, self.soft_targets, self.missing)
+        if self.pos_weight is not None and len(self.pos_weight) not in (1, outputs.shape[1]):
+            raise LapwingError(
+                f"The pos_weight of Bernoulli is {len(self.pos_weight)} numbers, and the outputs have shape "
+                f"{tuple(outputs.shape)}. Pass one weight, or one for each of {outputs.shape[1]} outputs."
+            )
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns `Σ_c log σ(±f_c)`, plus where y_c = 1, (B,)."""
-        return F.logsigmoid(_signed(at_least_float32(outputs), targets)).sum(-1)
+        """Returns `Σ_c log σ(±f_c)`, plus where y_c = 1, (B,), or the negative weighted loss."""
+        return _answers(at_least_float32(outputs), targets, self.pos_weight).sum(-1)
+
+    def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Returns `w y + 1 - y` (B, C), 0 where y is missing; None for ones."""
+        if self.pos_weight is None and not (self.missing and bool(targets.isnan().any())):
+            return None
+        self.check(outputs, targets)
+        y = aligned_targets("Bernoulli", at_least_float32(outputs), targets)
+        weights = torch.ones_like(y) if self.pos_weight is None else 1 + (y.new_tensor(self.pos_weight) - 1) * y
+        return torch.where(y.isnan(), 0.0, weights)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """Returns `diag(√(p(1 - p)))`, (B, C, C)."""
@@ -66,14 +103,17 @@ class Bernoulli(LogitLikelihood):
     ) -> BernoulliPrediction:
         """Returns probabilities of yes by `Quadrature()`, `Probit()` or `SampledLink()`; weight draws are averaged."""
         chosen, latent = cast("BinaryLink", self.choose_link(latent, link)), self.tempered(latent)
-        return BernoulliPrediction(chosen.log_odds(latent, generator), latent, chosen)
+        soft = (self.soft_targets, self.missing)
+        return BernoulliPrediction(chosen.log_odds(latent, generator), latent, chosen, *soft)
 
     def integrals(self, outputs: int, alpha: float) -> Integrals:
         """Returns `Quadrature` for one output or α = 0, and `SampledLink`.
 
         The expectation of a product over correlated outputs is not a product, unless α is 0.
         """
-        exact: Integrals = {Quadrature: self._power_mean_by_quadrature} if outputs == 1 or alpha == 0 else {}
+        hard = self.pos_weight is None and not self.soft_targets and not self.missing
+        one = hard and (outputs == 1 or alpha == 0)
+        exact: Integrals = {Quadrature: self._power_mean_by_quadrature} if one else {}
         return {**exact, **super().integrals(outputs, alpha)}
 
     def _power_mean_by_quadrature(
@@ -96,11 +136,15 @@ class BernoulliPrediction(DiscretePrediction):
         log_odds: `log p - log(1 - p)`, (B, C).
         latent: The latent they come from, for `mutual_information` and joint samples.
         link: The link that made them.
+        soft_targets: Whether targets may be probabilities.
+        missing: Whether NaN stands for an answer that is missing.
     """
 
     log_odds: Tensor
     latent: AnyLatent
     link: Link
+    soft_targets: bool = False
+    missing: bool = False
 
     @property
     def probs(self) -> Tensor:
@@ -167,8 +211,8 @@ class BernoulliPrediction(DiscretePrediction):
         """
         name = "BernoulliPrediction.log_prob"
         targets = batches.plain(targets, self.log_odds.device)
-        check_binary_targets(name, self.log_odds.shape, self.log_odds.device, targets)
-        return F.logsigmoid(_signed(self.log_odds, targets)).sum(-1)
+        check_binary_targets(name, self.log_odds.shape, self.log_odds.device, targets, self.soft_targets, self.missing)
+        return _answers(self.log_odds, targets).sum(-1)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws answers, 0 or 1, int64 (n, B, C).
@@ -197,8 +241,9 @@ class BernoulliPrediction(DiscretePrediction):
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
         """Returns log probabilities (B,); each answer as a class of two, (B·C, 2), and its label (B·C,)."""
         yes = self.probs.double().flatten()
-        log_prob = self.log_prob(targets)
-        return {"log_prob": log_prob, "probs": torch.stack([1.0 - yes, yes], 1), "labels": targets.flatten().long()}
+        log_prob, answers = self.log_prob(targets), targets.flatten().to(yes)
+        yes, answers = yes[~answers.isnan()], answers[~answers.isnan()]
+        return {"log_prob": log_prob, "probs": torch.stack([1.0 - yes, yes], 1), "labels": (answers > 0.5).long()}
 
     def distribution(self) -> dist.Independent:
         """Returns independent `torch.distributions.Bernoulli` with batch shape (B,) and event shape (C,)."""
@@ -207,6 +252,17 @@ class BernoulliPrediction(DiscretePrediction):
     def __repr__(self) -> str:
         inputs, outputs = self.log_odds.shape
         return f"BernoulliPrediction({inputs} inputs, {outputs} outputs, link={self.link})"
+
+
+def _answers(logits: Tensor, targets: Tensor, pos_weight: tuple[float, ...] | None = None) -> Tensor:
+    """Returns `w y log p + (1 - y) log(1 - p)` (B, C), 0 where y is NaN."""
+    if pos_weight is None and not targets.is_floating_point():
+        return F.logsigmoid(_signed(logits, targets))
+    y = aligned_targets("Bernoulli", logits, targets)
+    weights = 1.0 if pos_weight is None else y.new_tensor(pos_weight)
+    known = y.nan_to_num(0.0)
+    values = weights * known * F.logsigmoid(logits) + (1.0 - known) * F.logsigmoid(-logits)
+    return torch.where(y.isnan(), 0.0, values)
 
 
 def _signed(logits: Tensor, targets: Tensor) -> Tensor:

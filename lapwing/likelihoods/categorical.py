@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from numbers import Integral
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from ..covariance import AnyLatent, Latent
+from ..covariance import AnyLatent, Latent, SelectedLatent
 from ..covariance.terms import DenseTerm
 from ..errors import LapwingError, shown
 from ..linalg import check_draws, seeded
 from ..network import batches
-from .base import Integrals, LogitLikelihood, register
+from .base import Integrals, Likelihood, LogitLikelihood, numbers_of, register
 from .links import (
     ClassLink,
     LaplaceBridge,
@@ -29,7 +29,7 @@ from .links import (
 )
 from .predictions import DiscretePrediction
 from .quadrature import binary_log_power_mean
-from .targets import check_labels, which_count
+from .targets import check_class_probabilities, check_labels, is_soft, which_count
 
 
 @register
@@ -40,12 +40,21 @@ class Categorical(LogitLikelihood):
     Labels that are `ignore_index` do not count, as in `torch.nn.functional.cross_entropy`: padding, for instance. They
     are left out of the Fisher information, the evidence and the tuning, and their log probability is 0.
 
+    Targets may be class probabilities q (B, C) too, floats whose rows sum to 1: then log p(y|f) is `Σ_c q_c log p_c`.
+
+    Class weights w and label smoothing ε are of the loss, as in `torch.nn.functional.cross_entropy`:
+    `log p(y|f)` becomes `Σ_c t_c log p_c` with `t_c = w_c [(1 - ε) q_c + ε/C]`, whose negative Hessian is
+    `(Σ_c t_c) Λ`. No distribution of y has it, so the evidence is a pseudo-evidence. Predictions are of the softmax,
+    and so are their log probabilities.
+
     Args:
         logit_temperature: T, which divides the mean of the logits in predictions.
+        class_weights: w, one positive number a class; None for ones.
+        label_smoothing: ε, from 0 to below 1.
         ignore_index: the label of samples and positions that do not count.
 
     Raises:
-        LapwingError: for a temperature that is not positive and finite, or an `ignore_index` that is not an integer.
+        LapwingError: for numbers out of range.
 
     Example:
         >>> import torch
@@ -55,14 +64,26 @@ class Categorical(LogitLikelihood):
         torch.Size([4, 3, 3])
     """
 
+    class_weights: Any = None
+    label_smoothing: float = 0.0
     ignore_index: int = -100
     name: ClassVar[str] = "categorical"
     links: ClassVar[tuple[type[Link], ...]] = (Probit, LaplaceBridge, SampledLink)
     default_link: ClassVar[Link] = Probit()
     activation: ClassVar[str | None] = "softmax"
+    selects_outputs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        line = "Categorical(class_weights=[1.0, 5.0]), one for each class"
+        object.__setattr__(self, "class_weights", numbers_of("Categorical", "class_weights", self.class_weights, line))
+        smoothing = self.label_smoothing
+        if isinstance(smoothing, bool) or not isinstance(smoothing, Real) or not 0.0 <= smoothing < 1.0:
+            raise LapwingError(
+                f"The label_smoothing of Categorical is {shown(smoothing)}. Pass a number from 0 to below 1: "
+                "Categorical(label_smoothing=0.1)."
+            )
+        object.__setattr__(self, "label_smoothing", float(smoothing))
         index = self.ignore_index
         if isinstance(index, bool) or not isinstance(index, Integral) or not -(2**31) <= index < 2**31:
             raise LapwingError(
@@ -71,24 +92,54 @@ class Categorical(LogitLikelihood):
             )
         object.__setattr__(self, "ignore_index", int(index))
 
-    def __repr__(self) -> str:
-        """Names the options that are not the default."""
-        text = super().__repr__()
-        if self.ignore_index == -100:
-            return text
-        return f"{text[:-1]}{'' if text.endswith('()') else ', '}ignore_index={self.ignore_index})"
+    @property
+    def plain(self) -> Likelihood:
+        return replace(self, class_weights=None, label_smoothing=0.0) if self._is_loss else self
+
+    @property
+    def _is_loss(self) -> bool:
+        """Whether there are class weights or label smoothing."""
+        return self.class_weights is not None or self.label_smoothing > 0
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Checks integer labels (B,) from 0 to C - 1, or `ignore_index`."""
-        check_labels("Categorical", outputs.shape, outputs.device, targets, self.ignore_index)
-
-    def labelled(self, targets: Tensor) -> Tensor | None:
-        """Returns which labels are not `ignore_index`; None where none is."""
-        return which_count(targets, self.ignore_index)
+        """Checks integer labels (B,) from 0 to C - 1, or class probabilities (B, C)."""
+        _check_targets("Categorical", outputs, targets, self.ignore_index)
+        if self.class_weights is not None and len(self.class_weights) != outputs.shape[1]:
+            raise LapwingError(
+                f"The class_weights of Categorical are {len(self.class_weights)} numbers, and the outputs have shape "
+                f"{tuple(outputs.shape)}. Pass one weight for each of {outputs.shape[1]} classes."
+            )
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns `f_y - log Σ_c exp f_c`, (B,), and 0 for labels that do not count."""
-        return label_values(torch.log_softmax(at_least_float32(outputs), -1), targets, self.ignore_index)
+        """Returns `f_y - log Σ_c exp f_c`, (B,), or `Σ_c t_c log p_c`."""
+        logs = torch.log_softmax(at_least_float32(outputs), -1)
+        if self._is_loss:
+            return (self._shares(logs, targets) * logs).sum(-1)
+        return _of_targets(logs, targets, self.ignore_index)
+
+    def labelled(self, targets: Tensor) -> Tensor | None:
+        """Returns which labels are not `ignore_index`; None where all of them are."""
+        return which_count(targets, self.ignore_index)
+
+    def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Returns `Σ_c t_c` (B, 1) where there are class weights, and 0 for labels that do not count; None for ones."""
+        if self.class_weights is None:
+            counted = self.labelled(targets)
+            return None if counted is None or counted.ndim > 1 else counted[:, None].to(outputs.dtype)
+        self.check(outputs, targets)
+        return self._shares(at_least_float32(outputs), targets).sum(-1, keepdim=True)
+
+    def _shares(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Returns t (B, C)."""
+        if is_soft(logits.shape, targets):
+            shares = targets.to(logits.dtype)
+        else:
+            labels = targets.long()[:, None]
+            shares = torch.zeros_like(logits).scatter(-1, labels.clamp(0, logits.shape[1] - 1), 1.0)
+        if self.label_smoothing:
+            shares = (1 - self.label_smoothing) * shares + self.label_smoothing / shares.shape[1]
+        shares = shares if self.class_weights is None else shares * shares.new_tensor(self.class_weights)
+        return shares if is_soft(logits.shape, targets) else shares.masked_fill(labels == self.ignore_index, 0.0)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """Returns `(I - p 1ᵀ) diag(√p)`, (B, C, C): column k is √p_k (e_k - p)."""
@@ -107,6 +158,8 @@ class Categorical(LogitLikelihood):
     ) -> ClassPrediction:
         """Returns class probabilities by `Probit()`, `LaplaceBridge()` or `SampledLink()`, which averages draws."""
         chosen, latent = cast("ClassLink", self.choose_link(latent, link)), self.tempered(latent)
+        if isinstance(latent, SelectedLatent):
+            latent = latent.of_classes()
         return ClassPrediction(chosen.log_probs(latent, generator), latent, chosen, self.ignore_index)
 
     def integrals(self, outputs: int, alpha: float) -> Integrals:
@@ -115,6 +168,8 @@ class Categorical(LogitLikelihood):
         At α = 1 `log_power_mean` is the log predictive probability: `Probit()` and `LaplaceBridge()` give it
         without randomness, `Probit(scale="marginal")` as in the VaLLA paper.
         """
+        if self._is_loss:
+            return super().integrals(outputs, alpha)
         two: Integrals = {Quadrature: self._power_mean_by_quadrature} if outputs == 2 else {}
         closed: Integrals = {Probit: self._log_predictive, LaplaceBridge: self._log_predictive} if alpha == 1 else {}
         return {**two, **super().integrals(outputs, alpha), **closed}
@@ -122,17 +177,20 @@ class Categorical(LogitLikelihood):
     def _power_mean_by_quadrature(
         self, link: Quadrature, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, **_: Any
     ) -> Tensor:
+        if is_soft(mean.shape, targets):
+            return self._power_mean_of_draws(SampledLink(), mean, covariance, targets, alpha, None, None)
         mean = at_least_float32(mean)
         gap = (mean[:, 1] - mean[:, 0]) * (2 * targets.long() - 1)
         variance = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) - covariance[:, 0, 1] - covariance[:, 1, 0]
-        return binary_log_power_mean(gap, variance.clamp_min(0.0), alpha, link.nodes).to(mean.dtype)
+        values = binary_log_power_mean(gap, variance.clamp_min(0.0), alpha, link.nodes).to(mean.dtype)
+        return values.masked_fill(targets.long() == self.ignore_index, 0.0)
 
     def _log_predictive(
         self, link: ClassLink, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, **_: Any
     ) -> Tensor:
         mean = at_least_float32(mean)
         latent = Latent(mean, (DenseTerm(covariance.to(mean.dtype)),))
-        return label_values(link.log_probs(latent), targets, self.ignore_index)
+        return _of_targets(link.log_probs(latent), targets, self.ignore_index)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -203,7 +261,7 @@ class ClassPrediction(DiscretePrediction):
         """Returns the log probability of integer labels (B,), one input at a time, (B,).
 
         Args:
-            targets: Labels, (B,).
+            targets: Labels, (B,), or class probabilities q (B, C), for `Σ_c q_c log p_c`.
 
         Returns:
             Log probabilities, (B,); 0 for labels that do not count.
@@ -212,14 +270,16 @@ class ClassPrediction(DiscretePrediction):
             LapwingError: for labels of a wrong shape, dtype or range.
         """
         targets = batches.plain(targets, self.log_probs.device)
-        check_labels(
-            "ClassPrediction.log_prob", self.log_probs.shape, self.log_probs.device, targets, self.ignore_index
-        )
-        return label_values(self.log_probs, targets, self.ignore_index)
+        _check_targets("ClassPrediction.log_prob", self.log_probs, targets, self.ignore_index)
+        return _of_targets(self.log_probs, targets, self.ignore_index)
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
-        """Returns log probabilities (n,), class probabilities (n, C) and labels (n,) of the n labels that count."""
+        """Returns log probabilities (n,), class probabilities (n, C) and labels (n,) of the n labels that count.
+
+        Of soft labels the likeliest class.
+        """
         values, counted = super().for_metrics(targets), which_count(targets, self.ignore_index)
+        values["labels"] = targets.argmax(-1) if is_soft(self.log_probs.shape, targets) else targets
         return values if counted is None else {name: value[counted] for name, value in values.items()}
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
@@ -255,11 +315,24 @@ class ClassPrediction(DiscretePrediction):
         return f"ClassPrediction({inputs} inputs, {classes} classes, link={self.link})"
 
 
-def label_values(values: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """Returns the value (B,) of each label's class, for values (B, C), and 0 for labels that do not count."""
-    numbers = labels.long()
-    picked = values.gather(-1, numbers.clamp(0, values.shape[-1] - 1)[:, None]).squeeze(-1)
-    return picked.masked_fill(numbers == ignored, 0.0)
+def _check_targets(name: str, outputs: Tensor, targets: Tensor, ignored: int) -> None:
+    """Checks integer labels (B,), or class probabilities (B, C), against outputs (B, C)."""
+    if outputs.ndim == 2 and outputs.shape[1] > 1 and is_soft(outputs.shape, targets):
+        check_class_probabilities(name, outputs.shape, outputs.device, targets)
+    else:
+        check_labels(name, outputs.shape, outputs.device, targets, ignored)
+
+
+def _of_targets(logs: Tensor, targets: Tensor, ignored: int) -> Tensor:
+    """Returns the log probabilities (B,) of labels among those (B, C) of classes, `Σ_c q_c log p_c` for soft ones.
+
+    0 for labels that do not count.
+    """
+    if is_soft(logs.shape, targets):
+        return (targets.to(logs.dtype) * logs).sum(-1)
+    labels = targets.long()
+    picked = logs.gather(-1, labels.clamp(0, logs.shape[-1] - 1)[:, None]).squeeze(-1)
+    return picked.masked_fill(labels == ignored, 0.0)
 
 
 def _entropy(log_probs: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from ..covariance import AnyLatent, LinearDraws
 from ..errors import LapwingError, shown
 from ..linalg import check_draws, cholesky, seeded
 from ..network import batches
-from .base import Integrals, Likelihood, register
+from .base import Integrals, Likelihood, apply_weights, register
 from .links import ExactLink, Link, at_least_float32
 from .predictions import RealPrediction, check_level
 from .targets import aligned_targets, check_real_targets
@@ -31,6 +31,7 @@ class Gaussian(Likelihood):
 
     Args:
         noise_variance: σ², a **variance** in squared units of y. A number is kept; None is tuned by `fit`.
+        missing: whether NaN stands for a target that is missing: it counts nowhere, in fit, tuning and `log_prob`.
 
     Raises:
         LapwingError: if `noise_variance` is not positive and finite.
@@ -42,9 +43,11 @@ class Gaussian(Likelihood):
     """
 
     noise_variance: float | None = None
+    missing: bool = False
     name: ClassVar[str] = "gaussian"
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
     default_link: ClassVar[Link] = ExactLink()
+    selects_outputs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         value = self.noise_variance
@@ -59,7 +62,14 @@ class Gaussian(Likelihood):
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Checks real targets (B, C) or, when C = 1, (B,)."""
-        check_real_targets("Gaussian", outputs.shape, outputs.device, targets)
+        check_real_targets("Gaussian", outputs.shape, outputs.device, targets, self.missing)
+
+    def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Returns 0 where y is missing and 1 elsewhere, (B, C); None for ones."""
+        if not self.missing or not bool(targets.isnan().any()):
+            return None
+        self.check(outputs, targets)
+        return (~aligned_targets("Gaussian", at_least_float32(outputs), targets).isnan()).to(outputs.dtype)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns `-1/2 [‖y - f‖²/σ² + C log(2πσ²)]`, (B,).
@@ -69,18 +79,19 @@ class Gaussian(Likelihood):
         """
         variance = self._set_noise("log_prob()")
         outputs = at_least_float32(outputs)
-        squares = (aligned_targets("Gaussian", outputs, targets) - outputs).square().sum(-1)
-        return -0.5 * (squares / variance + outputs.shape[-1] * math.log(2.0 * math.pi * variance))
+        residual, count = _known_residuals(outputs, aligned_targets("Gaussian", outputs, targets))
+        return -0.5 * (residual.square().sum(-1) / variance + count * math.log(2.0 * math.pi * variance))
 
-    def statistics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Returns float64 sums: the number of values, `Σ (y - f)²` and `Σ y²`."""
+    def statistics(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
+        """Returns float64 sums, each sample times its weight: the number of values, `Σ (y - f)²` and `Σ y²`."""
         outputs = outputs.double()
         values = aligned_targets("Gaussian", outputs, targets)
-        return {
-            "count": torch.tensor(values.numel(), dtype=torch.float64, device=outputs.device),
-            "squared_error": (values - outputs).square().sum(),
-            "squared_target": values.square().sum(),
-        }
+        known = ~values.isnan()
+        values = torch.where(known, values, outputs)
+        counts, errors, squares = known.double(), (values - outputs).square(), known * values.square()
+        if weights is not None:
+            counts, errors, squares = (apply_weights(value, weights) for value in (counts, errors, squares))
+        return {"count": counts.sum(), "squared_error": errors.sum(), "squared_target": squares.sum()}
 
     def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:
         """Returns `-1/2 [Σ (y - f)²/σ² + count log(2πσ²)]`, a float64 scalar.
@@ -134,7 +145,7 @@ class Gaussian(Likelihood):
             LapwingError: if σ² is not set, or for any link but ExactLink.
         """
         self.choose_link(latent, link)
-        return RegressionPrediction(latent, self._set_noise("predict()"))
+        return RegressionPrediction(latent, self._set_noise("predict()"), self.missing)
 
     def integrals(self, outputs: int, alpha: float) -> Integrals:
         """Returns `ExactLink`: `log_power_mean` is in closed form, differentiable in σ² too."""
@@ -158,9 +169,10 @@ class Gaussian(Likelihood):
         variance = self._set_noise("log_power_mean()") if noise_variance is None else noise_variance
         wide, dtype = mean.double(), at_least_float32(mean).dtype
         noise = torch.as_tensor(variance, dtype=wide.dtype, device=wide.device)
-        residual = aligned_targets("Gaussian", wide, targets) - wide
-        constant = -0.5 * wide.shape[-1] * (2.0 * math.pi * noise).log()
-        covariance = covariance.double()
+        aligned = aligned_targets("Gaussian", wide, targets)
+        residual, count = _known_residuals(wide, aligned)
+        constant = -0.5 * count * (2.0 * math.pi * noise).log()
+        covariance = _known_covariance(covariance.double(), aligned)
         if alpha == 0:
             spread = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) + residual.square().sum(-1)
             return (constant - 0.5 * spread / noise).to(dtype)
@@ -192,10 +204,12 @@ class RegressionPrediction(RealPrediction):
     Args:
         latent: The latent over outputs.
         noise_variance: σ², in squared units of y.
+        missing: Whether NaN stands for a target that is missing.
     """
 
     latent: AnyLatent
     noise_variance: float
+    missing: bool = False
 
     @property
     def mean(self) -> Tensor:
@@ -251,18 +265,34 @@ class RegressionPrediction(RealPrediction):
         """
         mean, draws = self.mean, self._draws()
         targets = batches.plain(targets, mean.device)
-        check_real_targets("RegressionPrediction.log_prob", mean.shape, mean.device, targets)
+        check_real_targets("RegressionPrediction.log_prob", mean.shape, mean.device, targets, self.missing)
         targets = aligned_targets("RegressionPrediction.log_prob", mean, targets)
         if draws is not None:
             return mixture_log_density(draws, self.noise_variance, targets)
         if mean.shape[-1] == 1:
-            return dist.Normal(mean, self.std, validate_args=False).log_prob(targets).squeeze(-1)
-        if isinstance(self.latent, LinearDraws):
-            factor = self.latent.factor.double()
-            return self._low_rank(mean.double(), factor).log_prob(targets.double()).to(mean.dtype)
-        factor = cholesky(self._noisy(self._blocks().double()))  # (B, C, C)
+            values = dist.Normal(mean, self.std, validate_args=False).log_prob(
+                targets.nan_to_num() if self.missing else targets
+            )
+            return (torch.where(targets.isnan(), 0.0, values) if self.missing else values).squeeze(-1)
+        if isinstance(self.latent, LinearDraws) and not self.missing:
+            columns = self.latent.factor.double()
+            return self._low_rank(mean.double(), columns).log_prob(targets.double()).to(mean.dtype)
+        blocks, holes = self._blocks().double(), torch.zeros(())
+        if self.missing:  # those of zero residual and no variance but σ², whose density is divided out
+            residual, count = _known_residuals(mean, targets)
+            blocks, targets = _known_covariance(blocks, targets), mean + residual
+            holes = 0.5 * (mean.shape[-1] - count) * math.log(2.0 * math.pi * self.noise_variance)
+        factor = cholesky(self._noisy(blocks))  # (B, C, C)
         normal = dist.MultivariateNormal(mean.double(), scale_tril=factor, validate_args=False)
-        return normal.log_prob(targets.double()).to(mean.dtype)
+        return (normal.log_prob(targets.double()) + holes).to(mean.dtype)
+
+    def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
+        """Returns what metrics compare, by name; of targets that may be missing one row for each that is known."""
+        values = super().for_metrics(targets)
+        if not self.missing:
+            return values
+        known = ~values["y"].isnan()
+        return {name: value if name == "log_prob" else value[known] for name, value in values.items()}
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, C): latent draws (joint across inputs where the latent is) plus fresh noise.
@@ -351,40 +381,60 @@ def mixture_log_density(draws: Tensor, noise_variance: float, targets: Tensor) -
     Returns:
         Log densities, (B,).
     """
-    outputs = draws.shape[-1]
-    squares = (targets - draws).square().sum(-1)  # (S, B, C) -> (S, B)
-    constant = 0.5 * outputs * math.log(2.0 * math.pi * noise_variance) + math.log(len(draws))
+    residual, count = _known_residuals(draws, targets)
+    squares = residual.square().sum(-1)  # (S, B, C) -> (S, B)
+    constant = 0.5 * count * math.log(2.0 * math.pi * noise_variance) + math.log(len(draws))
     return torch.logsumexp(-0.5 * squares / noise_variance, 0) - constant
 
 
-def mixture_quantile(draws: Tensor, noise_variance: float, probability: float) -> Tensor:
-    """Returns the quantile of every output's mixture `1/S Σ_s N(f_s, σ²)` by bisection of its distribution function.
+def _known_residuals(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns y - f (..., B, C), 0 where y (B, C) is NaN, and how many targets each sample has (B,)."""
+    known = ~targets.isnan()
+    return torch.where(known, targets, outputs) - outputs, known.sum(-1)
+
+
+def _known_covariance(covariance: Tensor, targets: Tensor) -> Tensor:
+    """Returns covariances (B, C, C), 0 in rows and columns where y (B, C) is NaN."""
+    known = (~targets.isnan()).to(covariance.dtype)
+    return covariance * known[:, :, None] * known[:, None, :]
+
+
+def mixture_quantile(
+    draws: Tensor, variance: Tensor | float, probability: float, weights: Tensor | None = None
+) -> Tensor:
+    """Returns the quantile of every output's mixture `Σ_s w_s N(f_s, σ_s²)` by bisection of its distribution function.
 
     The quantile lies between the smallest and the largest of the components' quantiles, which brackets it. A final
     Newton step from the detached root makes the result differentiable in the draws (implicit function theorem).
 
     Args:
         draws: Component means f, (S, B, C).
-        noise_variance: σ².
+        variance: σ², one number, or (S, B, C).
         probability: Level p of the quantile, in (0, 1).
+        weights: w (S, 1, 1), which add to 1; None for 1/S.
 
     Returns:
         Quantiles, (B, C). Time O(60 S B C).
     """
-    scale = math.sqrt(noise_variance)
     means = draws.double()
+    scale = torch.as_tensor(variance, dtype=means.dtype, device=means.device).sqrt()
+
+    def average(values: Tensor) -> Tensor:
+        return values.mean(0) if weights is None else (weights * values).sum(0)
+
     with torch.no_grad():
-        offset = scale * NormalDist().inv_cdf(probability)
-        low, high = means.amin(0) + offset, means.amax(0) + offset
+        ends = means + scale * NormalDist().inv_cdf(probability)
+        low, high = ends.amin(0), ends.amax(0)
         for _ in range(_HALVINGS):
             middle = 0.5 * (low + high)
-            below = torch.special.ndtr((middle - means) / scale).mean(0) < probability
+            below = average(torch.special.ndtr((middle - means) / scale)) < probability
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
         root = 0.5 * (low + high)
         standard = (root - means) / scale
-        density = torch.exp(-0.5 * standard.square()).mean(0) / (scale * math.sqrt(2.0 * math.pi))
+        density = average(torch.exp(-0.5 * standard.square()) / scale) / math.sqrt(2.0 * math.pi)
         density = density.clamp_min(torch.finfo(density.dtype).tiny)
-    excess = torch.special.ndtr((root - means) / scale).mean(0) - probability
+    excess = average(torch.special.ndtr((root - means) / scale)) - probability
     step = excess / density
-    limit = (high - low).detach() + 1e-9 * scale  # between far-apart components the density is 0 and Newton leaps
+    smallest = scale.detach().amin(0) if scale.ndim else scale
+    limit = (high - low).detach() + 1e-9 * smallest  # between far-apart components the density is 0 and Newton leaps
     return (root - step + (step - step.clamp(-limit, limit)).detach()).to(draws.dtype)

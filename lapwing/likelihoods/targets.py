@@ -71,7 +71,9 @@ def check_labels(
         )
 
 
-def check_real_targets(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:
+def check_real_targets(
+    name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor, missing: bool = False
+) -> None:
     """Checks real targets (B, C) against outputs (B, C); (B,) is accepted when C = 1.
 
     Args:
@@ -79,6 +81,7 @@ def check_real_targets(name: str, outputs_shape: torch.Size, device: torch.devic
         outputs_shape: Shape of the outputs.
         device: Device of the outputs.
         targets: The targets to check.
+        missing: Whether NaN stands for a target that is missing.
 
     Raises:
         LapwingError: for a wrong shape, device or dtype, or NaN or infinite targets.
@@ -90,17 +93,62 @@ def check_real_targets(name: str, outputs_shape: torch.Size, device: torch.devic
         raise LapwingError(
             f"{name} accepts targets of a real dtype. The targets have shape {shape} and dtype {dtype}. Write `{line}`."
         )
-    bad = ~targets.isfinite()
+    bad = targets.isinf() if missing else ~targets.isfinite()
     if bool(bad.any()):
         keep = "y.isfinite()" if targets.dim() == 1 else "y.isfinite().all(1)"
+        holes = ""
+        if not missing and bool(targets.isnan().any()):
+            holes = ", or write `lw.Gaussian(missing=True)` where NaN stands for a target that is missing"
         raise LapwingError(
             f"{name} accepts finite targets, but {_where(bad, targets)} NaN or infinite. "
-            f"Drop those rows with `keep = {keep}; x, y = x[keep], y[keep]`."
+            f"Drop those rows with `keep = {keep}; x, y = x[keep], y[keep]`{holes}."
         )
 
 
-def check_binary_targets(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:
+def check_counts(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:
+    """Checks counts, whole numbers from 0 up as integers or floats, as `check_real_targets` checks real targets."""
+    check_real_targets(name, outputs_shape, device, targets)
+    bad = (targets < 0) | (targets != targets.round() if targets.is_floating_point() else targets < 0)
+    if bool(bad.any()):
+        raise LapwingError(
+            f"{name} accepts counts, whole numbers from 0 up, but {_where(bad, targets)} none. Write "
+            '`likelihood="gaussian"` for real targets, or correct them.'
+        )
+
+
+def is_soft(outputs_shape: torch.Size, targets: Tensor) -> bool:
+    """Whether targets are class probabilities: floats of the shape of the outputs (B, C)."""
+    return isinstance(targets, Tensor) and targets.is_floating_point() and targets.shape == outputs_shape
+
+
+def check_class_probabilities(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:
+    """Checks class probabilities (B, C): at least 0, rows that sum to 1 up to rounding.
+
+    Raises:
+        LapwingError: for other values, or a wrong device.
+    """
+    check_target_shape(name, outputs_shape, device, targets)
+    rounding = 1e-2 if targets.dtype in (torch.float16, torch.bfloat16) else 1e-4
+    bad = (targets < 0) | ~((targets.double().sum(-1, keepdim=True) - 1).abs() <= rounding)
+    if bool(bad.any()):
+        raise LapwingError(
+            f"{name} accepts integer labels, or class probabilities of shape {tuple(outputs_shape)} whose rows sum to "
+            f"1. {int(bad.any(-1).sum())} of {len(targets)} rows do not. Write `y.argmax(1)` for labels, or "
+            "`y / y.sum(1, keepdim=True)`."
+        )
+
+
+def check_binary_targets(
+    name: str,
+    outputs_shape: torch.Size,
+    device: torch.device,
+    targets: Tensor,
+    soft: bool = False,
+    missing: bool = False,
+) -> None:
     """Checks targets of 0 and 1, as bool, integers or floats, (B, C) against outputs (B, C); (B,) when C = 1.
+
+    With `soft` all numbers between are fine too, with `missing` NaN.
 
     Raises:
         LapwingError: for a wrong shape or device, complex or NaN targets, or values other than 0 and 1.
@@ -113,19 +161,25 @@ def check_binary_targets(name: str, outputs_shape: torch.Size, device: torch.dev
             f"{name} accepts targets 0 and 1. The targets have shape {tuple(targets.shape)} and dtype {targets.dtype}. "
             "Write `y.real`."
         )
-    bad = (targets != 0) & (targets != 1)
+    bad = ~((targets >= 0) & (targets <= 1)) if soft else (targets != 0) & (targets != 1)
+    if missing:
+        bad &= ~targets.isnan()
     if not bool(bad.any()):
         return
     wrong = targets[bad]
+    if soft:
+        raise LapwingError(
+            f"{name} accepts probabilities between 0 and 1, but {_where(bad, targets)} not. Write `y.clamp(0, 1)`."
+        )
     if not targets.dtype.is_floating_point and bool((targets.abs() == 1).all()):
         line = "Write `y = (y + 1) // 2` for targets of -1 and 1"
     elif bool((targets.abs() == 1).all()):
         line = "Write `y = (y + 1) / 2` for targets of -1 and 1"
     elif bool(wrong.isnan().any()):
         keep = "~y.isnan()" if targets.dim() == 1 else "~y.isnan().any(1)"
-        line = f"Drop rows with NaN: `keep = {keep}; x, y = x[keep], y[keep]`"
+        line = f"Drop rows with NaN: `keep = {keep}; x, y = x[keep], y[keep]`, or write `lw.Bernoulli(missing=True)`"
     elif bool(((wrong > 0) & (wrong < 1)).all()):
-        line = "Write `y > 0.5` to turn probabilities into answers"
+        line = "Write `y > 0.5` to turn probabilities into answers, or `lw.Bernoulli(soft_targets=True)`"
     elif targets.dtype.is_floating_point:
         line = 'Write `likelihood="gaussian"` for real targets'
     else:

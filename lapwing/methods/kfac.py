@@ -141,6 +141,7 @@ class Factors(State):
         A: `Σ a aᵀ` (G, I, I), or its diagonal (G, I) for one-hot inputs.
         Gamma: `Σ g gᵀ` (G, O, O).
         count: the number of positions (1,).
+        weight: the sum of the samples' weights over positions (), where they have weights.
     """
 
     diagonal: dict[str, Tensor] = field(default_factory=dict)
@@ -148,11 +149,14 @@ class Factors(State):
     A: dict[str, Tensor] = field(default_factory=dict)
     Gamma: dict[str, Tensor] = field(default_factory=dict)
     count: dict[str, Tensor] = field(default_factory=dict)
+    weight: dict[str, Tensor] = field(default_factory=dict)
 
 
 def _eigenbasis(state: Factors, name: str) -> KroneckerBlock:
     """Diagonalises both factors, used up one by one: `λ_ji = γ_j α_i / #`, # the count of positions."""
     count, one_hot = state.count[name], state.A[name].ndim == 2
+    if name in state.weight:  # `A/Σw` in place of `A/#`
+        state.A[name] *= float(count / state.weight[name]) if state.weight[name] > 0 else 0.0
     if one_hot:  # A is its own diagonal
         alpha, inputs = state.A[name].double(), None
     else:
@@ -196,6 +200,9 @@ class _FactorPass(CurvaturePass[Factors]):
 
     def update(self, state: Factors, batch: Batch) -> None:
         for _, record in batch.records(self._problem.root):
+            weights = (
+                None if record.weights is None else record.weights.double().mean(1)
+            )  # of a sample's outputs, for A
             for name, kind in self._kinds.items():
                 jacobian = record[name]
                 if kind == "diagonal":
@@ -205,7 +212,10 @@ class _FactorPass(CurvaturePass[Factors]):
                     state.dense[name] += rows.T @ rows
                 else:
                     jacobian, sums = as_matrix(jacobian), (state.A[name], state.Gamma[name])
-                    state.count[name] += jacobian.add_kronecker_factors(self._reduce, *sums)
+                    count = jacobian.add_kronecker_factors(self._reduce, *sums, weights)
+                    state.count[name] += count
+                    if weights is not None:
+                        state.weight[name] = state.weight.get(name, 0.0) + weights.sum() * (count / record.samples)
 
     def finish(self, state: Factors) -> Blockwise:
         problem, structures = self._problem, dict[str, Structure]()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..covariance import Covariance, PriorCovariance
 from ..errors import LapwingError, shown
+from ..likelihoods import Likelihood, apply_weights, curvature_weights
 from ..network import batches
 from ..network.gate import Checked
 from ..tangent import Record, Tangent
@@ -38,7 +39,9 @@ class Batch:
         inputs: B samples that have passed the gate.
         targets: their targets.
         start: the number of samples before this batch.
-        counted: which targets count, as `Likelihood.labelled` says; None for all.
+        counted: of outputs with positions, which targets count, as `Likelihood.labelled` says; None for all.
+        weights: sample weights w (B,); None for ones.
+        likelihood: p(y|f), whose weights of targets count too; None where they do not.
     """
 
     tangent: Tangent
@@ -46,8 +49,11 @@ class Batch:
     targets: Tensor
     start: int
     counted: Tensor | None = None
+    weights: Tensor | None = None
+    likelihood: Likelihood | None = None
     _outputs: list[tuple[slice, Tensor]] = field(default_factory=list)
-    _rows: list[Tensor] = field(default_factory=list)
+    _rows: Tensor | None = None
+    _kept: Tensor | None = None
     _sizes: tuple[int, ...] | None = None
 
     @property
@@ -58,32 +64,72 @@ class Batch:
     def records(
         self, cotangents: Any = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
     ) -> Iterator[tuple[slice, Record]]:
-        """Yields records of the batch's chunks, as `Tangent.records` does.
+        """Yields records of the batch's chunks, as `Tangent.records` does; cotangents are multiplied by √w.
 
-        For the fit's Fisher root they are of the samples alone whose targets count, and the slices count these.
+        Where positions are samples, those of the fit's Fisher root are of positions alone whose targets count.
         """
-        positions, counted, checked = self.tangent.positions, self.counted, self.checked
-        self._rows.clear()
-        counted = counted if isinstance(cotangents, FisherRoot) else None
-        if positions is None and counted is None:
-            for part, record in self.tangent.records(checked, cotangents, dtype, scratch_per_sample):
+        positions, self._rows = self.tangent.positions, None
+        if positions is None:
+            for part, record in self.tangent.records(self.checked, cotangents, dtype, scratch_per_sample):
                 self.note(record.outputs, part)
+                self._weigh(record, None if cotangents is None else self.curvature_weights(record.outputs, part))
                 yield part, record
             return
-        if positions is None:
-            rows = counted.nonzero()[:, 0] if counted is not None else torch.empty(0)
-            if not len(rows):
-                return
-            checked, counted = checked.take(rows), None
-        elif counted is not None:
-            counted = counted.flatten(1)
-        for part, record in self.tangent.records(checked, cotangents, dtype, scratch_per_sample, counted):
-            outputs = record.outputs.reshape(-1, self.tangent.outputs)
-            if positions is not None and counted is not None and not positions.direct:
-                outputs = outputs[counted[part].flatten()]
-            self._rows.append(outputs)
+        kept = self.counted if positions.direct and isinstance(cotangents, FisherRoot) else None
+        kept = None if kept is None else kept.flatten(1)
+        noted: list[Tensor] = []
+        for part, record in self.tangent.records(self.checked, cotangents, dtype, scratch_per_sample, kept):
+            if cotangents is not None:
+                noted.append(record.outputs.reshape(-1, positions.outputs))
+                self._weigh(record, self._weights_at(record, part, kept))
             self._sizes = record.sizes
             yield part, record
+        self._rows, self._kept = (torch.cat(noted), kept) if noted else (None, None)
+
+    def _weigh(self, record: Record, weights: Tensor | None) -> None:
+        """Multiplies a record's cotangents by the roots of weights (B, 1) or (B, C), which it keeps."""
+        if weights is not None:
+            record.weigh(weights.sqrt())
+            record.weights = weights
+
+    def _weights_at(self, record: Record, part: slice, kept: Tensor | None) -> Tensor | None:
+        """Returns what multiplies Λ of a record with positions, of rows (N, 1) or (N, C), or of samples (B, T C)."""
+        if self.likelihood is None and self.weights is None:
+            return None
+        positions, sizes = self.tangent.positions, record.sizes
+        assert positions is not None
+        assert sizes is not None
+        places = positions.places(batches.size(self.inputs), sizes)
+        weights = None if self.weights is None else self.weights.repeat_interleave(places.count)
+        rows = part if positions.direct else slice(part.start * places.count, part.stop * places.count)
+        targets = places.targets(self.targets, positions.outputs)
+        if kept is not None:
+            targets = targets[kept.flatten()]
+            weights = None if weights is None else weights[kept.flatten()]
+        some, outputs = None if weights is None else weights[rows], record.outputs.reshape(-1, positions.outputs)
+        if self.likelihood is None:
+            every = None if some is None else some[:, None]
+        else:
+            every = curvature_weights(self.likelihood, outputs, targets[rows], some)
+        return every if every is None or positions.direct else every.expand_as(outputs).reshape_as(record.outputs)
+
+    def curvature_weights(self, outputs: Tensor, part: slice = slice(None)) -> Tensor | None:
+        """Returns what multiplies Λ, for each sample of a part (B, 1) or each of its outputs (B, C); None for ones."""
+        weights = None if self.weights is None else self.weights[part]
+        if self.likelihood is None:
+            return None if weights is None else weights[:, None]
+        return curvature_weights(self.likelihood, outputs, self.targets[part], weights)
+
+    def weighted(self, values: Tensor, part: slice = slice(None)) -> Tensor:
+        """Returns values of a part (B, ...), each times its sample's weight."""
+        return values if self.weights is None else apply_weights(values, self.weights[part])
+
+    def take(self, rows: Tensor, start: int) -> Batch:
+        """Returns the batch of some of the samples."""
+        weights = None if self.weights is None else self.weights[rows.to(self.weights.device)]
+        inputs = batches.take(self.inputs, rows)
+        counted = None if self.counted is None else self.counted[rows]
+        return Batch(self.tangent, inputs, self.targets[rows], start, counted, weights, self.likelihood)
 
     def note(self, outputs: Tensor, part: slice | None = None) -> None:
         """Keeps outputs that a pass has computed, of all samples or a part, so that `outputs` need not run again."""
@@ -98,22 +144,24 @@ class Batch:
         self._outputs = [(slice(0, len(outputs)), outputs)]
         return outputs
 
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """Returns outputs (N, C) and targets of what counts: samples, or positions of samples."""
-        positions, targets, mask = self.tangent.positions, self.targets, self.counted
-        if positions is None and mask is None:
-            return self.outputs(), targets
-        if self._rows:
-            outputs = torch.cat(self._rows)
-        else:
+    def rows(self) -> dict[str, Any]:
+        """Returns outputs (N, C), targets and weights of samples, or of positions of samples, as `DataSummary.add` has.
+
+        Labels that do not count may be among them, with a log probability of 0.
+        """
+        positions, samples = self.tangent.positions, batches.size(self.inputs)
+        if positions is None:
+            return {"outputs": self.outputs(), "targets": self.targets, "weights": self.weights, "samples": samples}
+        outputs, kept = self._rows, self._kept
+        if outputs is None or self._sizes is None:
             shaped = self.outputs()
-            self._sizes = None if positions is None else positions.sizes(shaped.shape)
-            outputs = shaped if positions is None else positions.rows(shaped)
-            outputs = outputs if mask is None else outputs[mask.flatten()]
-        if positions is not None and self._sizes is not None:
-            places = positions.places(batches.size(self.inputs), self._sizes)
-            targets = places.targets(targets, positions.outputs)
-        return outputs, targets if mask is None else targets[mask.flatten()]
+            self._sizes, outputs, kept = positions.sizes(shaped.shape), positions.rows(shaped), None
+        places = positions.places(samples, self._sizes)
+        targets = places.targets(self.targets, positions.outputs)
+        weights = None if self.weights is None else self.weights.repeat_interleave(places.count)
+        if kept is not None:
+            targets, weights = targets[kept.flatten()], None if weights is None else weights[kept.flatten()]
+        return {"outputs": outputs, "targets": targets, "weights": weights, "samples": samples}
 
 
 class SumPass(ABC, Generic[S]):
@@ -193,8 +241,10 @@ class LikelihoodPass(SumPass[DataSummary]):
 
     def update(self, state: DataSummary, batch: Batch) -> None:
         if self._tangent is not None:
-            batch = Batch(self._tangent, batch.inputs, batch.targets, batch.start, batch.counted)
-        state.add(self._likelihood, *batch.rows(), batches.size(batch.inputs))
+            batch = Batch(
+                self._tangent, batch.inputs, batch.targets, batch.start, batch.counted, batch.weights, batch.likelihood
+            )
+        state.add(self._likelihood, **batch.rows())
 
 
 @dataclass(frozen=True)
@@ -251,8 +301,7 @@ class Method(ABC):
     treats_last_layer: ClassVar[bool] = False
     """Whether `lw.fit` treats the last layer in place of everything where `params` is None."""
     takes_positions: ClassVar[bool] = True
-    """Whether the method takes outputs with positions and labels that do not count: those that go by `Batch.records`
-    alone do."""
+    """Whether the method takes outputs with positions: those that go by `Batch.records` alone do."""
 
     @abstractmethod
     def passes(self, problem: Problem) -> Passes:

@@ -95,18 +95,27 @@ class DataSummary(State):
     samples: int = 0
     statistics: dict[str, Tensor] = field(default_factory=dict)
 
-    def add(self, likelihood: Likelihood, outputs: Tensor, targets: Tensor, samples: int | None = None) -> None:
+    def add(
+        self,
+        likelihood: Likelihood,
+        outputs: Tensor,
+        targets: Tensor,
+        weights: Tensor | None = None,
+        samples: int | None = None,
+    ) -> None:
         """Checks the targets of samples and adds their statistics.
 
         Args:
             likelihood: p(y | f).
             outputs: f (B, C).
             targets: y of the B samples.
+            weights: how often each sample counts (B,); None for once.
             samples: how many samples these are; B when None. Of outputs with positions there are B positions.
         """
         likelihood.check(outputs, targets)
         self.samples += len(outputs) if samples is None else samples
-        for name, value in likelihood.statistics(outputs.detach(), targets).items():
+        more = {} if weights is None else {"weights": weights}  # a likelihood from outside may know no weights
+        for name, value in likelihood.statistics(outputs.detach(), targets, **more).items():
             self.statistics[name] = self.statistics.get(name, 0) + value
 
 

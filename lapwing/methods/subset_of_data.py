@@ -161,7 +161,7 @@ class _OnSubset(SumPass[SubsetState]):
         if first == stop:
             return
         rows = self._places[first:stop] - batch.start
-        part = Batch(batch.tangent, batches.take(batch.inputs, rows), batch.targets[rows], first)
+        part = batch.take(rows, first)
         self._inner.update(state.inner, part)
         state.labels[first:stop] = class_labels(part.inputs, part.targets)
-        state.summary.add(self._likelihood, part.outputs(), part.targets)
+        state.summary.add(self._likelihood, part.outputs(), part.targets, part.weights)

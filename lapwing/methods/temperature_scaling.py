@@ -94,7 +94,7 @@ class _Scores(SumPass[LogLikelihoods]):
     label = "temperatures"
 
     def __init__(self, problem: Problem) -> None:
-        self._likelihood = problem.likelihood
+        self._likelihood = problem.likelihood.plain
 
     def init(self) -> LogLikelihoods:
         return LogLikelihoods(torch.zeros_like(TEMPERATURES))
@@ -103,4 +103,5 @@ class _Scores(SumPass[LogLikelihoods]):
         outputs, targets = batch.outputs(), batch.targets
         self._likelihood.check(outputs, targets)
         for k, exponent in enumerate(TEMPERATURES.tolist()):
-            state.sums[k] += self._likelihood.log_prob(outputs / 10**exponent, targets).double().sum().cpu()
+            logs = self._likelihood.log_prob(outputs / 10**exponent, targets).double()
+            state.sums[k] += batch.weighted(logs).sum().cpu()

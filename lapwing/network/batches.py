@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,22 @@ Forward = Callable[[nn.Module, Any], Any]
 """`forward(model, inputs)`, in place of `model(inputs)`."""
 
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
+WEIGHT_KEYS = ("sample_weights", "weights")
+
+
+class Weighted(NamedTuple):
+    """A batch with a weight for each sample: what `weighted` makes of a loader's.
+
+    Attributes:
+        inputs: B samples.
+        targets: their targets.
+        weights: w (B,), at least 0; None for ones.
+    """
+
+    inputs: Any
+    targets: Any
+    weights: Tensor | None = None
+
 
 _DTYPES = frozenset({
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
@@ -87,8 +103,55 @@ def split(batch: Any, device: torch.device | None = None) -> tuple[Any, Any]:
     return plain(inputs, device), plain(targets, device)
 
 
+def weighted(batch: Any) -> Weighted:
+    """Separates what a loader yields into inputs, targets and sample weights.
+
+    Accepted: `(inputs, targets, weights)`; `(input_1, ..., input_k, targets, weights)`; a mapping with one of the keys
+    sample_weights, weights beside that of the targets.
+
+    Raises:
+        LapwingError: for a structure that is not one of these, and weights that are not B finite numbers of at least 0.
+    """
+    weights: Any = None
+    if isinstance(batch, Mapping):
+        name = next((key for key in WEIGHT_KEYS if key in batch), None)
+        weights = None if name is None else batch[name]
+        rest: Any = {key: value for key, value in batch.items() if key != name}
+    elif isinstance(batch, (tuple, list)) and len(batch) >= 3:
+        rest, weights = batch[:-1], batch[-1]
+    if weights is None:
+        raise LapwingError(
+            f"A batch of the loader is {describe(batch)}, which holds no sample weights. With sample_weights=True let "
+            "the loader yield (inputs, targets, weights), or dicts with the key sample_weights."
+        )
+    inputs, targets = _pair(rest)
+    count, values = size(inputs), torch.as_tensor(weights)
+    check_dense(values, "A tensor of the sample weights")
+    if values.shape not in ((count,), (count, 1)) or values.dtype.is_complex:
+        raise LapwingError(
+            f"The sample weights of a batch, {describe(values)}, are not one number for each of {count} samples. Pass "
+            f"a tensor of shape ({count},)."
+        )
+    values = values.reshape(count).to(torch.promote_types(values.dtype, torch.float32))
+    if not bool((values.isfinite() & (values >= 0)).all()):
+        raise LapwingError(
+            f"The sample weights of a batch, {describe(values)}, are negative, NaN or infinite for "
+            f"{int((~(values.isfinite() & (values >= 0))).sum())} samples. Pass finite weights of at least 0."
+        )
+    return Weighted(inputs, targets, values)
+
+
+def weights_of(batch: Any, device: torch.device | None = None) -> Tensor | None:
+    """Returns the sample weights (B,) of what `weighted` made; None for any other batch."""
+    if not isinstance(batch, Weighted) or batch.weights is None:
+        return None
+    return plain(batch.weights, device)
+
+
 def _pair(batch: Any) -> tuple[Any, Any]:
     """Returns what a loader yields as inputs and targets, unchecked."""
+    if isinstance(batch, Weighted):
+        return batch.inputs, batch.targets
     if isinstance(batch, Mapping):
         label = next((key for key in LABEL_KEYS if key in batch), None)
         if label is not None and len(batch) > 1:

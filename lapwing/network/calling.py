@@ -16,6 +16,9 @@ from .invoke import invoke
 from .module_state import preserved_state
 from .positions import Positions
 
+OUTPUT_KEYS = "logits", "out"
+"""What networks that return a dict call their outputs: those of Hugging Face, and torchvision's for segmentation."""
+
 
 class OutputsWithPositions(LapwingError):
     """Raised where outputs have positions, and the call does not say which dimension holds the classes.
@@ -56,7 +59,7 @@ def shaped_outputs(
         mode: entered for the network alone, since a function mode would also see the checks of its outputs.
 
     Returns:
-        Outputs (B, C); (B,) becomes (B, 1); `.logits` of a Hugging Face output is taken.
+        Outputs (B, C); (B,) becomes (B, 1); of an object `.logits` is taken, of a dict one of `OUTPUT_KEYS`.
 
     Raises:
         OutputsWithPositions: for outputs of three to five dimensions, unless `forward` says how to read them.
@@ -68,7 +71,10 @@ def shaped_outputs(
             with mode or nullcontext():
                 out = invoke(model, inputs, forward)
             if not isinstance(out, Tensor):  # which may be the network's own attribute
-                out = getattr(out, "logits", out["logits"] if isinstance(out, Mapping) and "logits" in out else None)
+                named = (
+                    next((out[key] for key in OUTPUT_KEYS if key in out), None) if isinstance(out, Mapping) else None
+                )
+                out = getattr(out, "logits", named)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         if _blames_inputs(error):
             raise _refused(model, inputs, forward, error) from error

@@ -18,6 +18,34 @@ from . import batches
 log = logging.getLogger("lapwing")
 
 
+class WeightedLoader:
+    """A loader whose batches hold sample weights: it yields `batches.Weighted`, which `batches.split` takes apart.
+
+    Args:
+        loader: yields what `batches.weighted` takes.
+
+    Raises:
+        LapwingError: while it is gone through, for weights that are none or all 0.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[batches.Weighted]:
+        total = 0.0
+        for batch in self.loader:
+            weighted = batches.weighted(batch)
+            total += float(weighted.weights.sum())  # type: ignore[union-attr]
+            yield weighted
+        if not total:
+            raise LapwingError(
+                "All sample weights are 0, so there are no data. Pass positive weights for some samples."
+            )
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+
 def first_batch(loader: Any) -> Any:
     """Returns the first batch, and makes sure that the loader begins again.
 

@@ -55,20 +55,19 @@ class Places:
         return (self.samples, *self.sizes, outputs)
 
     def targets(self, targets: Tensor, outputs: int) -> Tensor:
-        """Returns targets of a batch as rows: (B T,) of one for each position, (B T, C) of one for each output.
+        """Returns targets of a batch as rows: (B T,) of one for each position, (B T, k) of several, as the outputs are.
 
         Raises:
-            LapwingError: for targets of another shape.
+            LapwingError: for targets of other positions.
         """
-        each, whole = (self.samples, *self.sizes), self.shape(outputs)
-        shape = tuple(targets.shape)
+        each, shape = (self.samples, *self.sizes), tuple(targets.shape)
         if shape in (each, self.shape(1)):
             return targets.reshape(-1)
-        if shape == whole:
-            return targets.movedim(self.axis, -1).reshape(-1, outputs)
+        if len(shape) == len(each) + 1 and shape == self.shape(shape[self.axis]):
+            return targets.movedim(self.axis, -1).flatten(0, -2)
         raise LapwingError(
-            f"The targets have the shape {shape}, and the outputs {whole}: {outputs} for each position of "
-            f"{self.samples} samples. Pass targets of shape {each}, one for each position, or of the shape of the "
+            f"The targets have the shape {shape}, and the outputs {self.shape(outputs)}: {outputs} for each position "
+            f"of {self.samples} samples. Pass targets of shape {each}, one for each position, or of the shape of the "
             "outputs."
         )
 

@@ -15,6 +15,7 @@ from ..likelihoods import Likelihood
 from ..linalg import total
 from ..network import batches
 from ..network.data import as_loader
+from ..network.loaders import WeightedLoader
 from ..tangent import Tangent, Vectors
 from .prior import Prior
 
@@ -80,14 +81,14 @@ def effective_parameters(covariance: PriorCovariance, prior: Prior) -> float:
     return float(torch.autograd.grad(ratio, scale)[0]) * covariance.scale
 
 
-def gain_at_linearised_mode(posterior: Posterior, loader: Iterable[Any]) -> Tensor:
+def gain_at_linearised_mode(posterior: Posterior, loader: Iterable[Any], sample_weights: bool = False) -> Tensor:
     """Returns `1/2 gᵀΣg`, by which the evidence at the linearised model's mode exceeds that at θ̂."""
-    gradient = log_joint_gradient(posterior, loader)
+    gradient = log_joint_gradient(posterior, loader, sample_weights)
     product = posterior.covariance.mv(gradient)
     return total((gradient[name] * product[name]).sum() for name in gradient).double() / 2
 
 
-def log_joint_gradient(posterior: Posterior, loader: Iterable[Any]) -> Vectors:
+def log_joint_gradient(posterior: Posterior, loader: Iterable[Any], sample_weights: bool = False) -> Vectors:
     """Returns the gradient of `k log p(y|θ) + log p(θ)` at θ̂, (P_block,) a block, from the training data of the fit.
 
     Raises:
@@ -104,8 +105,9 @@ def log_joint_gradient(posterior: Posterior, loader: Iterable[Any]) -> Vectors:
         for block, delta in zip(tangent.blocks, posterior.prior.precision.tolist(), strict=True)
     }
     length = tangent.chunk_length(1, dtype)
-    for batch in loader:
+    for batch in WeightedLoader(loader) if sample_weights else loader:
         inputs, targets = batches.split(batch, tangent.device)
+        weights = batches.weights_of(batch, tangent.device)
         for rows, chunk in batches.chunks(inputs, length):
             labels, positions = targets[rows], tangent.positions
             if positions is not None:
@@ -117,6 +119,8 @@ def log_joint_gradient(posterior: Posterior, loader: Iterable[Any]) -> Vectors:
                 return scores.reshape_as(outputs).unsqueeze(-1)  # (B, C, 1), or (B, T C, 1)
 
             record = tangent.record(chunk, score, dtype)
+            if weights is not None:
+                record.weigh(weights[rows, None])
             count += record.samples
             for name in gradient:
                 gradient[name] = gradient[name] + posterior.data_weight * record[name].sum_rows()[0]

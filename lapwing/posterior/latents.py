@@ -62,7 +62,7 @@ def _latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via:
                 f"The outputs of {type(tangent.model).__name__} have positions, which via={shown(via)} does not take. "
                 "Pass via=lw.Linearized() or via=lw.MonteCarlo(draws=50)."
             )
-    elif latent.mean.shape[1] != tangent.outputs:
+    elif latent.mean.shape[1] != via.width(tangent.outputs):
         raise LapwingError(
             f"The fit had {tangent.outputs} outputs of {type(tangent.model).__name__}, and these inputs, "
             f"{batches.describe(values)}, give outputs of shape {tuple(latent.mean.shape)}. Check the shape of the "

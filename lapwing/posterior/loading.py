@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from ..contents import Mismatch, check_json
 from ..covariance import COVARIANCES
 from ..errors import LapwingError, shown
-from ..likelihoods import Categorical, Likelihood, resolve
-from ..likelihoods.base import REGISTERED
+from ..likelihoods import Likelihood, resolve
+from ..likelihoods.base import REGISTERED, options_of
 from ..network.batches import Forward
 from ..network.eager import outside_modes
 from ..network.stamp import Stamp, fingerprint
 from ..tangent import Tangent
 from .posterior import Posterior
 from .prior import Prior
-from .storage import HEADER, check_contents, likelihood_pattern, read
+from .storage import HEADER, check_contents, read
 
 DTYPES = frozenset(str(value) for value in vars(torch).values() if isinstance(value, torch.dtype))
 
@@ -98,7 +98,6 @@ def _rebuilt(
         return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
     check_json(header, HEADER, "the header")
-    check_json(header["likelihood"], likelihood_pattern(header["likelihood"]), "the header/likelihood")
     check_json(list(tensors), [str], "the names of tensors")
     if header["forward"] != (forward is not None):
         raise LapwingError(
@@ -140,10 +139,13 @@ def _rebuilt(
         raise Mismatch("its logit temperature is not that of its likelihood")
     likelihood = likelihood.with_noise_variance(saved["noise_variance"])
     likelihood = likelihood.with_logit_temperature(saved["logit_temperature"])
-    if "ignore_index" in saved:
-        if not isinstance(likelihood, Categorical):
-            raise Mismatch("its likelihood has no label that does not count")
-        likelihood = replace(likelihood, ignore_index=saved["ignore_index"])
+    if saved["options"]:
+        try:
+            likelihood = replace(likelihood, **saved["options"])  # type: ignore[type-var]
+        except (LapwingError, TypeError) as error:
+            raise Mismatch("its options are not those of its likelihood") from error
+        if options_of(likelihood).keys() != saved["options"].keys():
+            raise Mismatch("its options are not those of its likelihood")
     residual = likelihood.residual_variance(statistics)
     fits = math.isfinite(float(likelihood.log_likelihood(statistics))) and (
         residual is None or 0 <= residual < math.inf

@@ -193,6 +193,7 @@ class Posterior:
         lower_bound: bool = False,
         linearised_mode: bool = False,
         loader: Iterable[Any] | None = None,
+        sample_weights: bool = False,
     ) -> float:
         """Returns the Laplace evidence in nats, all constants of the likelihood included.
 
@@ -206,6 +207,7 @@ class Posterior:
             linearised_mode: add `1/2 gᵀΣg`, g the gradient of the log joint at θ̂: exact for the linearised model also
                 where θ̂ is not its mode. Needs the training `loader` again.
             loader: the training data.
+            sample_weights: whether its batches hold sample weights, as in the fit.
 
         Returns:
             log Z.
@@ -223,7 +225,7 @@ class Posterior:
                     "The evidence at the linearised mode needs the training data. Write "
                     "posterior.log_marginal_likelihood(linearised_mode=True, loader=loader)."
                 )
-            value = value + gain_at_linearised_mode(self, loader)
+            value = value + gain_at_linearised_mode(self, loader, sample_weights)
         return float(value)
 
     def latent(self, x: Any, via: Way | None = None, joint: bool = False) -> AnyLatent:

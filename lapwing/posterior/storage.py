@@ -25,7 +25,6 @@ from torch import Tensor
 from ..contents import (
     Entry,
     Mismatch,
-    Pattern,
     check_json,
     check_tensors,
     is_count,
@@ -35,6 +34,7 @@ from ..contents import (
 )
 from ..covariance import COVARIANCES
 from ..errors import LapwingError
+from ..likelihoods.base import options_of
 from ..network.stamp import fingerprint
 from ..tangent import Tangent
 
@@ -59,19 +59,12 @@ HEAD_BYTES = 100_000_000
 PIECE = 2**20
 """So many bytes are read at once."""
 
-LIKELIHOOD = {"name": str, "noise_variance": is_positive_or_none, "logit_temperature": is_positive_or_none}
-"""A likelihood in a file; one that leaves out other labels than -100 has its `ignore_index` beside."""
-
-
-def likelihood_pattern(saved: Any) -> Pattern:
-    """Returns what a likelihood in a file must be."""
-    return {**LIKELIHOOD, "ignore_index": int} if type(saved) is dict and "ignore_index" in saved else LIKELIHOOD
-
-
 HEADER = {
     "format": int, "tangent": dict,
     "covariance": {"class": str, "extra": dict},
-    "likelihood": dict,
+    "likelihood": {
+        "name": str, "noise_variance": is_positive_or_none, "logit_temperature": is_positive_or_none, "options": dict,
+    },
     "given": (bool, bool),
     "samples": lambda samples: is_count(samples) and samples > 0,
     "data_factor": lambda factor: is_positive(factor) and factor >= 1,
@@ -96,7 +89,6 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     tensors |= {f"prior_mean/{name}": tensor for name, tensor in posterior.prior.mean.items()}
     tensors |= {f"statistics/{name}": tensor for name, tensor in posterior.statistics.items()}
     tensors |= {f"history/{name}": tensor for name, tensor in posterior.history.items()}
-    ignored = getattr(posterior.likelihood, "ignore_index", -100)
     forward = posterior.tangent.positions.forward if posterior.tangent.positions else posterior.tangent.forward
     state = posterior.tangent.state()
     tensors |= {f"weights/{name}": fingerprint(value) for name, value in state.items()}
@@ -107,7 +99,7 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
             "name": posterior.likelihood.name,
             "noise_variance": posterior.noise_variance,
             "logit_temperature": posterior.logit_temperature,
-            **({} if ignored == -100 else {"ignore_index": ignored}),
+            "options": options_of(posterior.likelihood),
         },
         "given": [posterior.prior.fixed, posterior.noise_fixed],
         "samples": posterior.samples,
@@ -120,7 +112,6 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     try:
         read = json.loads(json.dumps({"format": FORMAT, **header}))
         check_json(read, HEADER, "the header")
-        check_json(read["likelihood"], likelihood_pattern(read["likelihood"]), "the header/likelihood")
         check_contents(posterior.tangent, tensors, read)
     except Mismatch as error:
         raise LapwingError(

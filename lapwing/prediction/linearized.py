@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from math import isqrt
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..covariance import AnyLatent, Covariance, Draws, JointLatent, Latent, LinearDraws
+from ..covariance import (
+    AnyLatent,
+    Blockwise,
+    Covariance,
+    Draws,
+    JointLatent,
+    Latent,
+    LinearDraws,
+    SelectedLatent,
+    Term,
+)
 from ..covariance.positions import LatentAtPositions
-from ..covariance.terms import DenseTerm
+from ..covariance.terms import DenseTerm, selected
 from ..errors import LapwingError, shown
 from ..linalg import check_memory
 from ..network import batches
 from ..network.gate import Checked
 from ..network.generic import DIRECTIONS, WeightProducts
 from ..network.tracing import wants_gradient
-from ..tangent import Tangent, split
+from ..tangent import Record, Tangent, split
 from .positions import at_positions, draws_at_positions
 from .uncertain import carried, separate
 from .way import Way
@@ -36,8 +48,14 @@ class Linearized(Way):
     network's output. A variance has a relative standard error of `√(2/S)`, 18 % at 64 draws (`standard_error` of the
     latent). Every call draws the same weights.
 
+    With `outputs=k` the latent has the k outputs of largest mean alone, for each input its own, and with a list of
+    numbers those outputs: `latent.outputs` (B, k) says which, means and variances are (B, k). Regressions and yes-or-no
+    predictions are of these outputs. Class probabilities are of all classes: the k logits have their covariance, about
+    their average, and the other logits keep their means; `lw.Probit()` scales all by the mean variance of the k.
+
     Args:
         draws: S, at least 2; None computes the covariance itself.
+        outputs: k, or a list of outputs counted from 0; None takes all.
         seed: of the draws.
 
     Raises:
@@ -48,15 +66,16 @@ class Linearized(Way):
     budget, joint covariances for every pair of chunks. Differentiable in inputs that require gradients. Uncertain
     inputs (`lw.Uncertain`) add `J_x Σ_x J_xᵀ` by one more forward and C backward passes. With draws: S weight draws a
     call, and about two forward passes a draw for linear layers, three to four for convolutions, whatever C is. It keeps
-    S numbers for each output of each input.
+    S numbers for each output of each input. With outputs: k backward passes instead of C, none for the last layer.
 
     Example:
         >>> import lapwing as lw
-        >>> lw.Linearized(), lw.Linearized(draws=64)
-        (Linearized(), Linearized(draws=64))
+        >>> lw.Linearized(), lw.Linearized(draws=64), lw.Linearized(outputs=10)
+        (Linearized(), Linearized(draws=64), Linearized(outputs=10))
     """
 
     draws: int | None = None
+    outputs: int | Sequence[int] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -71,6 +90,27 @@ class Linearized(Way):
                 f"Linearized(seed={shown(self.seed)}) needs a whole number from 0 to 2**63 - 1. Write "
                 "lw.Linearized(draws=64, seed=0)."
             )
+        self._check_outputs()
+
+    def _check_outputs(self) -> None:
+        """Checks the outputs, and keeps a list as a tuple."""
+        if self.outputs is None:
+            return
+        if self.draws is not None:
+            raise LapwingError(
+                "Linearized takes draws=... or outputs=..., not both. Write lw.Linearized(outputs=10) for few outputs, "
+                "and lw.Linearized(draws=64) for all of very many."
+            )
+        if is_whole(self.outputs, 1):
+            return
+        values: Any = self.outputs.tolist() if hasattr(self.outputs, "tolist") else self.outputs
+        listed = tuple(values) if isinstance(values, Sequence) and not isinstance(values, str) else ()
+        if not listed or not all(is_whole(value, 0) for value in listed) or len(set(listed)) < len(listed):
+            raise LapwingError(
+                f"Linearized(outputs={shown(self.outputs)}) needs a number of outputs, at least 1, or a list of "
+                "different outputs counted from 0. Write lw.Linearized(outputs=10) or lw.Linearized(outputs=[0, 3])."
+            )
+        object.__setattr__(self, "outputs", listed)
 
     def __repr__(self) -> str:
         """Shows what is not the default."""
@@ -82,21 +122,44 @@ class Linearized(Way):
         values, spreads = separate(inputs)
         if self.draws is not None:
             return self._of_draws(tangent, covariance, values, spreads, joint)
-        if not spreads:
-            return _of_weights(tangent, covariance, values, joint)
         if tangent.positions is not None:
+            self._check_positions(bool(spreads))
+            return at_positions(tangent, covariance, tangent.check(values), joint)
+        selection = None if self.outputs is None else Selection(self.outputs, tangent.outputs)
+        if selection is not None and selection.listed is None and joint:
             raise LapwingError(
-                "The outputs have positions, and uncertain inputs are not carried to them. Pass "
-                "via=lw.MonteCarlo(draws=50), which draws the inputs too."
+                f"{self} selects other outputs for each input, which have no joint covariance of use. List the "
+                "outputs: write via=lw.Linearized(outputs=[0, 3])."
             )
+        if not spreads:
+            return _of_weights(tangent, covariance, values, joint, selection)
         checked = tangent.check(values)
         mean, added = carried(tangent, values, spreads, wants_gradient(values))
         batches.check_outputs(mean, "these inputs")
         if not tangent.blocks:
-            return Latent(mean, (DenseTerm(added),))
-        latent = _of_weights(tangent, covariance, checked, joint)
-        assert not isinstance(latent, LatentAtPositions)  # refused above
+            terms = (DenseTerm(added),) if selection is None else (DenseTerm(added).selected(selection.of(mean)),)
+            return _latent(mean, terms, selection)
+        latent = _of_weights(tangent, covariance, checked, joint, selection)
+        if selection is not None:  # as the recorded pass ordered them
+            added = selected(added, latent.outputs if isinstance(latent, SelectedLatent) else selection.of(mean))
         return latent.plus(added)
+
+    def _check_positions(self, uncertain: bool) -> None:
+        """Raises for what outputs with positions do not allow."""
+        if self.outputs is not None:
+            raise LapwingError(
+                f"The outputs have positions, of which {self} selects none. Pass via=lw.Linearized(), or "
+                "via=lw.Linearized(draws=64) for very many outputs."
+            )
+        if uncertain:
+            raise LapwingError(
+                "The outputs have positions, and uncertain inputs are not carried to them. Pass "
+                "via=lw.MonteCarlo(draws=50), which draws the inputs too."
+            )
+
+    def width(self, outputs: int) -> int:
+        """Returns k, or C."""
+        return outputs if self.outputs is None else Selection(self.outputs, outputs).columns
 
     def _of_draws(
         self, tangent: Tangent, covariance: Covariance, values: Any, spreads: Any, joint: bool
@@ -151,6 +214,47 @@ def _say_draws(outputs: int, exact: bool) -> None:
     )  # fmt: skip
 
 
+class Selection:
+    """Which outputs a prediction is of, and their cotangents: one-hot columns (B, C, k).
+
+    Args:
+        outputs: k for those of largest mean, or a list.
+        every: C.
+
+    Attributes:
+        columns: k, at most C.
+        listed: the list, or None.
+    """
+
+    def __init__(self, outputs: int | Sequence[int], every: int) -> None:
+        self.listed = None if isinstance(outputs, int) else tuple(outputs)
+        self.columns = min(outputs, every) if isinstance(outputs, int) else len(outputs)
+        if self.listed is not None and max(self.listed) >= every:
+            raise LapwingError(
+                f"There is no output {max(self.listed)}: the network has {every}, counted from 0. Write "
+                f"lw.Linearized(outputs=[{every - 1}]) for the last one."
+            )
+
+    def of(self, means: Tensor) -> Tensor:
+        """Returns the outputs (B, k), largest first where they are not listed, at means (B, C)."""
+        if self.listed is None:
+            return means.detach().double().topk(self.columns, -1).indices  # the same order in every dtype
+        return torch.tensor(self.listed, device=means.device).expand(len(means), -1)
+
+    def __call__(self, means: Tensor) -> Tensor:
+        """Returns the cotangents."""
+        hot = means.new_zeros(*means.shape, self.columns)
+        return hot.scatter_(1, self.of(means).unsqueeze(1), 1.0)
+
+
+def _latent(mean: Tensor, terms: tuple[Term, ...], selection: Selection | None) -> Latent:
+    """Returns the latent of means (B, C) and terms, which are of the selected outputs alone."""
+    if selection is None:
+        return Latent(mean, terms)
+    outputs = selection.of(mean)
+    return SelectedLatent(mean.gather(1, outputs), terms, outputs=outputs, every_mean=mean)
+
+
 def is_whole(value: Any, low: int) -> bool:
     """Whether a value is a whole number from `low` to 2**63 - 1."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value < 2**63
@@ -191,39 +295,55 @@ def latent_of_draws(
 
 
 def _of_weights(
-    tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool
-) -> Latent | JointLatent | LatentAtPositions:
+    tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool, selection: Selection | None = None
+) -> Latent | JointLatent:
     """Returns `N(f(x, θ̂), J Σ Jᵀ)` at certain inputs."""
     dtype, checked = covariance.record_dtype, tangent.check(inputs)
-    if tangent.positions is not None:
-        return at_positions(tangent, covariance, checked, joint)
     if joint:
-        return _joint(tangent, covariance, checked, dtype)
+        return _joint(tangent, covariance, checked, dtype, selection)
+    # the layer that gives the outputs has all of them at once in its eigenbasis
+    late = selection is not None and tangent.treats_output_alone and isinstance(covariance, Blockwise)
+    cotangents = None if late else selection
+    rows = tangent.outputs if cotangents is None else cotangents.columns
+
+    def terms(record: Record) -> tuple[Term, ...]:
+        every = tuple(term.to(tangent.dtype) for term in covariance.output_covariance(record))
+        if not late or selection is None:
+            return every
+        outputs = selection.of(record.outputs)
+        return tuple(term.selected(outputs) for term in every)
+
     parts = (
-        Latent(record.outputs, tuple(term.to(tangent.dtype) for term in covariance.output_covariance(record)))
+        _latent(record.outputs, terms(record), selection)
         for _, record in tangent.records(
-            checked, dtype=dtype, scratch_per_sample=tangent.outputs * covariance.scratch_per_row
+            checked, cotangents, dtype=dtype, scratch_per_sample=rows * covariance.scratch_per_row
         )
     )
     return Latent.gather(parts, checked.samples)
 
 
-def _joint(tangent: Tangent, covariance: Covariance, inputs: Checked, dtype: torch.dtype | None) -> JointLatent:
+def _joint(
+    tangent: Tangent, covariance: Covariance, inputs: Checked, dtype: torch.dtype | None, selection: Selection | None
+) -> JointLatent:
     """Returns `N(f(x, θ̂), J Σ Jᵀ)` of all inputs jointly, for pairs of chunks that fit the memory budget."""
-    count, outputs = inputs.samples, tangent.outputs
+    count, outputs = inputs.samples, tangent.outputs if selection is None else selection.columns
     block = tangent.memory // (8 * tangent.dtype.itemsize)  # covariances of a pair, beside sums of a few such
-    length = tangent.chunk_length(dtype=dtype, scratch_per_sample=outputs * covariance.scratch_per_row) // 2
+    length = tangent.chunk_length(selection, dtype=dtype, scratch_per_sample=outputs * covariance.scratch_per_row) // 2
     length = max(1, min(length, isqrt(block) // outputs))
+
+    def mean(record: Record) -> Tensor:
+        return record.outputs if selection is None else record.outputs.gather(1, selection.of(record.outputs))
+
     if length >= count:
-        record = tangent.record(inputs, dtype=dtype)
-        return JointLatent(record.outputs, covariance.joint_output_covariance(record, record).to(tangent.dtype))
+        record = tangent.record(inputs, selection, dtype=dtype)
+        return JointLatent(mean(record), covariance.joint_output_covariance(record, record).to(tangent.dtype))
     requests = list(inputs.chunks(length))
     means, matrix = [], torch.empty(count, outputs, count, outputs, dtype=tangent.dtype, device=tangent.device)
     for i, (mine, chunk) in enumerate(requests):
-        record = tangent.record(chunk, dtype=dtype)
-        means.append(record.outputs)
+        record = tangent.record(chunk, selection, dtype=dtype)
+        means.append(mean(record))
         for theirs, others in requests[: i + 1]:
-            other = record if theirs == mine else tangent.record(others, dtype=dtype)
+            other = record if theirs == mine else tangent.record(others, selection, dtype=dtype)
             part = covariance.joint_output_covariance(record, other).to(tangent.dtype)
             matrix[mine, :, theirs] = part
             if other is not record:

@@ -29,6 +29,10 @@ class Way(ABC):
             joint: whether to keep covariances across inputs.
         """
 
+    def width(self, outputs: int) -> int:
+        """Returns how many of C outputs the latent has: all of them, unless the way selects some."""
+        return outputs
+
 
 @dataclass(frozen=True)
 class Scaled(Way):
@@ -78,3 +82,7 @@ class Scaled(Way):
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
         """Returns the other way's latent, scaled."""
         return self.via.latent(tangent, covariance, inputs, joint).scaled(self.factor)
+
+    def width(self, outputs: int) -> int:
+        """Returns that of the other way."""
+        return self.via.width(outputs)

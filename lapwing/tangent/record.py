@@ -47,9 +47,11 @@ class Record(Mapping[str, BlockJacobian]):
         noted: the recorded uses of layers.
         graph: f with its graph; None once all gradients are taken.
         sizes: of the positions of outputs that have some, such as (H, W).
+        weights: what has multiplied Λ, for each sample (B, 1) or each of its outputs (B, C); None for ones.
     """
 
     sizes: tuple[int, ...] | None = None
+    weights: Tensor | None = None
 
     def __init__(
         self,
@@ -110,6 +112,15 @@ class Record(Mapping[str, BlockJacobian]):
         record = Record(self.tangent, self._inputs, graph, self.noted, self._uses, u, self.dtype, self._differentiable)
         record.outputs, record.sizes = self.outputs[:, which * width : (which + 1) * width], self.sizes
         return record
+
+    def weigh(self, factors: Tensor) -> None:
+        """Multiplies the cotangents of each sample (B, 1), or of each of its outputs (B, C); before any gradient."""
+        self._u = self.u * factors.to(self.u.dtype)[..., None]
+
+    @property
+    def u(self) -> Tensor:
+        """The cotangents (B, C, R)."""
+        return self._explicit_cotangents(None)
 
     def rows(self) -> Tensor:
         """Returns the whole Jacobian (B, R, P), blocks in order."""

@@ -331,7 +331,7 @@ class Tangent:
             cotangents: as in `record`; a function, or None (a tensor cannot be cut along).
             dtype: as in `record`.
             scratch_per_sample: further numbers that the caller holds a sample, in units of `dtype`.
-            kept: (B, T), which positions count. Where positions are samples, the slices count these alone.
+            kept: (B, T), which positions to record where positions are samples; the slices count these alone.
             some: how many positions of an input are enough where each takes C backward passes of its own, and a 64th
                 of what is enough where positions are samples. Then the slices have steps.
         """
@@ -349,10 +349,9 @@ class Tangent:
         else:
             scratch_per_sample *= 1 if cotangents is None else positions.count
             for part, chunk in self.check(inputs).chunks(self.chunk_length(cotangents, dtype, scratch_per_sample)):
-                u = cotangents if kept is None or not callable(cotangents) else _masked(cotangents, kept[part])
-                for rows, record in self.recorded(chunk, u, dtype):
+                for rows, record in self.recorded(chunk, cotangents, dtype):
                     here = slice(part.start + rows.start, part.start + rows.stop)
-                    yield from ((here, record),) if u is not None else _by_position(record, here, positions, some)
+                    yield from _by_position(record, here, positions, some) if cotangents is None else [(here, record)]
 
     def _direct_records(
         self,
@@ -488,22 +487,6 @@ def _by_position(record: Record, rows: slice, positions: Positions, some: int | 
     for i in range(min(count, some or count)):
         which = i if some is None else i * count // min(count, some)
         yield slice(rows.start * count + which, rows.stop * count, count), record.at_position(which)
-
-
-def _masked(cotangents: Callable[[Tensor], Tensor], kept: Tensor) -> Callable[[Tensor], Tensor]:
-    """Returns cotangents (B, T C, R) that are 0 at the positions that do not count."""
-
-    def masked(outputs: Tensor) -> Tensor:
-        if outputs.shape[1] % kept.shape[1]:
-            raise LapwingError(
-                f"The targets have {kept.shape[1]} positions of a sample, and the outputs of a sample are "
-                f"{outputs.shape[1]} numbers. Pass one target for each position."
-            )
-        u = cotangents(outputs)
-        return (u.unflatten(1, (kept.shape[1], -1)) * kept[:, :, None, None]).flatten(1, 2)
-
-    masked.columns = cotangents.columns  # type: ignore[attr-defined]
-    return masked
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

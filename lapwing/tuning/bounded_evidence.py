@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..covariance import PriorCovariance
 from ..errors import LapwingError, check_count, check_positive
@@ -144,12 +143,11 @@ class BoundedEvidence(Tuning):
         if not posterior.prior.fixed:
             precision = torch.full_like(precision, exact.precision)
         start = posterior.at(precision, exact.noise_variance)
-        inputs = [part for part, _ in parts]
-        training_variance = exact.noise_variance + mean_variances([start], inputs)[0]
+        training_variance = exact.noise_variance + mean_variances([start], parts)[0]
         factor = width / exact.unseen(training_variance)
         noise = max(factor * exact.noise_variance, LOWEST_NOISE * width)
         if posterior.prior.fixed:
-            noise = _noise_of_width(posterior, inputs, factor * training_variance)
+            noise = _noise_of_width(posterior, parts, factor * training_variance)
         else:
             precision = precision / factor
         log.info(
@@ -175,12 +173,11 @@ class BoundedEvidence(Tuning):
         first, positions, limit = candidates[0], candidates[0].tangent.positions, self.samples
         if positions is not None:
             limit = max(8, 16 * limit // min(positions.count, 1024))
-        totals, count = [0.0] * len(candidates), 0
+        totals, count = torch.zeros(len(candidates), dtype=torch.float64), 0.0
         for part in spread(loader, limit, first, shown):
-            costs, size = spread_costs(candidates, [part])  # checks the targets
-            totals = [before + cost for before, cost in zip(totals, costs, strict=True)]
-            count += size
-        return [cost / max(1, count) for cost in totals]
+            costs, weight = spread_costs(candidates, [part])  # checks the targets
+            totals, count = totals + costs, count + weight
+        return (totals / max(count, torch.finfo(torch.float64).tiny)).tolist()
 
 
 def trained_product(posterior: Posterior, training: Training) -> float | None:
@@ -195,7 +192,7 @@ def trained_product(posterior: Posterior, training: Training) -> float | None:
     return exact.precision * exact.noise_variance
 
 
-def spread(loader: Iterable[Any], limit: int, posterior: Posterior, shown: int | None) -> Iterator[tuple[Any, Tensor]]:
+def spread(loader: Iterable[Any], limit: int, posterior: Posterior, shown: int | None) -> Iterator[batches.Weighted]:
     """Yields whole batches spread evenly over the training data of a posterior, up to a number of samples.
 
     Args:
@@ -211,13 +208,15 @@ def spread(loader: Iterable[Any], limit: int, posterior: Posterior, shown: int |
     start = taken = 0
     for batch in loader:
         inputs, targets = batches.split(batch)
+        weights = batches.weights_of(batch, device)
         size, left = batches.size(inputs), limit - taken
         if size and left > 0 and taken * whole <= start * limit:
             if size > left:  # every so many of its samples
                 rows = slice(0, left * (size // left), size // left)
                 inputs, targets = batches.take(inputs, rows), targets[rows]
+                weights = None if weights is None else weights[rows]
             taken += batches.size(inputs)
-            yield batches.plain(inputs, device), batches.plain(targets, device)
+            yield batches.Weighted(batches.plain(inputs, device), batches.plain(targets, device), weights)
         start += size
         if taken >= limit:
             return
@@ -252,9 +251,9 @@ def _raised(posterior: Posterior, exponent: float) -> Posterior:
     return posterior.at(posterior.prior.precision * 10**exponent, posterior.noise_variance)
 
 
-def _noise_of_width(posterior: Posterior, inputs: Sequence[Any], width: float) -> float:
-    """Returns the σ² with which predictions of these inputs have a mean variance, at the posterior's prior."""
+def _noise_of_width(posterior: Posterior, parts: Sequence[batches.Weighted], width: float) -> float:
+    """Returns the σ² with which predictions at these batches have a mean variance, at the posterior's prior."""
     logs = evenly(math.log(LOWEST_NOISE * width), math.log(width), POINTS)
     candidates = [posterior.at(posterior.prior.precision, math.exp(x)) for x in logs]
-    widths = [math.exp(x) + v for x, v in zip(logs, mean_variances(candidates, inputs), strict=True)]
+    widths = [math.exp(x) + v for x, v in zip(logs, mean_variances(candidates, parts), strict=True)]
     return math.exp(-crossing([-x for x in reversed(logs)], widths[::-1], width))  # from the widest to the narrowest

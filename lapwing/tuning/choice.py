@@ -242,9 +242,9 @@ def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
         if batches.size(inputs):
             tangent, likelihood = posterior.tangent, posterior.likelihood
             tangent.check(inputs)
-            outputs, targets = Batch(tangent, inputs, targets, 0, likelihood.labelled(targets)).rows()
-            likelihood.check(outputs, targets)
-            values = posterior.likelihood.statistics(outputs, targets)
+            rows = Batch(tangent, inputs, targets, 0, likelihood=likelihood).rows()
+            likelihood.check(rows["outputs"], rows["targets"])
+            values = likelihood.statistics(rows["outputs"], rows["targets"])
             sums = {name: value + sums.get(name, 0.0) for name, value in values.items()}
     residual = posterior.likelihood.residual_variance(sums) if sums else None
     if residual is None:

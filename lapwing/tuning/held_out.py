@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..covariance import Latent, PriorCovariance
 from ..errors import LapwingError
+from ..likelihoods import apply_weights, curvature_weights
 from ..network import batches
 from ..posterior import Posterior
 from ..tangent import Record, Tangent
@@ -60,7 +61,7 @@ def sample_scores(
     """
     rows: dict[tuple[int, int], list[Tensor]] = {}
     divisors = [10**exponent for exponent in temperatures]
-    for place, candidate, latent, labels in _contracted(posteriors, candidates, loader, max(1, len(divisors))):
+    for place, candidate, latent, labels, _ in _contracted(posteriors, candidates, loader, max(1, len(divisors))):
         likelihood = candidate.likelihood
         if divisors:
             latent = latent.at_temperatures(divisors)
@@ -77,22 +78,24 @@ def sample_scores(
     return torch.stack(joined).unflatten(0, (len(posteriors), -1))
 
 
-def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> tuple[list[float], int]:
-    """Returns what the spread of each posterior costs, `Σ_n log p(y_n|f_n) - log p(y_n|N(f_n, V_n))`, and n.
+def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> tuple[Tensor, float]:
+    """Returns what the spread of posteriors costs, `Σ_n w_n [log p(y_n|f_n) - log p(y_n|N(f_n, V_n))]`, and `Σ_n w_n`.
 
     Positions of outputs are samples here, and labels that do not count are left out.
     """
-    totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0
-    mean, certain = None, torch.empty(0)
-    for (i, _), posterior, latent, labels in _contracted(posteriors, lambda one: [one], loader):
+    totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0.0
+    mean, certain, every = None, torch.empty(0), torch.empty(0)
+    for (i, _), posterior, latent, labels, weights in _contracted(posteriors, lambda one: [one], loader):
         likelihood = posterior.likelihood
         if latent.mean is not mean:  # of the next record
             mean, counted = latent.mean, likelihood.labelled(labels)
-            certain = likelihood.log_prob(mean / (likelihood.logit_temperature or 1.0), labels).double()
-            count += len(labels) if counted is None else int(counted.sum())
-        spread = likelihood.predict(latent).log_prob(labels)
-        totals[i] += float((certain - spread).sum())
-    return totals.tolist(), count
+            certain = likelihood.plain.log_prob(mean / (likelihood.logit_temperature or 1.0), labels)
+            every = torch.ones_like(certain) if counted is None else counted.to(certain.dtype)
+            every = every if weights is None else every * weights.to(every.dtype)
+            count += float(every.sum())
+        costs = certain.double() - likelihood.predict(latent).log_prob(labels)
+        totals[i] += float(apply_weights(costs, every).sum())
+    return totals, count
 
 
 def width_scores(
@@ -100,29 +103,30 @@ def width_scores(
 ) -> tuple[Tensor, Tensor]:
     """Returns held-out log likelihoods (posteriors, candidates, N) at the best factor c of y's covariance, and log10 c.
 
-    With `r = y - f` and the covariance S of y, `log N(y; f, c S)` is highest in the mean at `c = mean rᵀS⁻¹r / C`. For
-    one output that is `mean r²/(σ² + v)`. Of a Gaussian likelihood; float64.
+    With `r = y - f` and the covariance S of y, `log N(y; f, c S)` is highest in the mean at `c = mean rᵀS⁻¹r / C`, for
+    the C targets that are known. For one output that is `mean r²/(σ² + v)`. Of a Gaussian likelihood; float64.
 
     Raises:
         LapwingError: for an empty loader.
     """
     rows: dict[tuple[int, int], list[Tensor]] = {}
     outputs = posteriors[0].tangent.outputs
-    for place, candidate, latent, labels in _contracted(posteriors, candidates, loader):
+    for place, candidate, latent, labels, _ in _contracted(posteriors, candidates, loader):
         prediction = candidate.likelihood.predict(latent.compact(covariances=outputs > 1))
-        volume = prediction.log_prob(latent.mean.double())  # of r = 0
+        holes = labels.reshape(latent.mean.shape).isnan()  # targets that are missing, where the likelihood allows it
+        volume = prediction.log_prob(torch.where(holes, torch.nan, latent.mean.double()))  # of r = 0
         squares = 2 * (volume - prediction.log_prob(labels))
-        rows.setdefault(place, []).append(torch.stack([volume, squares]).cpu())
+        rows.setdefault(place, []).append(torch.stack([volume, squares, (~holes).sum(-1)]).cpu())
     joined = torch.stack([torch.cat(parts, 1) for _, parts in sorted(rows.items())])
-    volume, squares = joined.unflatten(0, (len(posteriors), -1)).unbind(2)  # (posteriors, candidates, N)
-    factor = (squares.mean(-1, keepdim=True) / outputs).clamp_min(torch.finfo(squares.dtype).tiny)
-    return volume - (squares / factor + outputs * factor.log()) / 2, factor.squeeze(-1).log10()
+    volume, squares, counts = joined.unflatten(0, (len(posteriors), -1)).unbind(2)  # (posteriors, candidates, N)
+    factor = (squares.sum(-1, keepdim=True) / counts.sum(-1, keepdim=True)).clamp_min(torch.finfo(squares.dtype).tiny)
+    return volume - (squares / factor + counts * factor.log()) / 2, factor.squeeze(-1).log10()
 
 
 def _contracted(
     posteriors: Sequence[Posterior], candidates: Candidates, loader: Iterable[Any], copies: int = 1
-) -> Iterator[tuple[tuple[int, int], Posterior, Latent, Tensor]]:
-    """Yields the place of each candidate, itself, its latent and the labels, batch by batch.
+) -> Iterator[tuple[tuple[int, int], Posterior, Latent, Tensor, Tensor | None]]:
+    """Yields the place of each candidate, itself, its latent, and labels and weights of its samples, batch by batch.
 
     Raises:
         LapwingError: for an empty loader.
@@ -139,23 +143,26 @@ def _contracted(
             inputs, targets = batches.split(batch, first.tangent.device)
             dtype = first.covariance.record_dtype
             for part, record in first.tangent.records(inputs, None, dtype, scratch, some=SOME_POSITIONS):
-                labels = _rows_of(targets, first.tangent, record)[part]
+                every, repeats = _rows_of(targets, first.tangent, record)
+                labels, weights = every[part], batches.weights_of(batch, first.tangent.device)
+                weights = None if weights is None else weights.repeat_interleave(repeats)[part]
                 first.likelihood.check(record.outputs, labels)
                 count += record.samples
                 for members in groups:
                     some = {(i, j): one for i in members for j, one in enumerate(candidates(posteriors[i]))}
                     latents = _latents(record, list(some.values()), marginal)
                     for (place, candidate), latent in zip(some.items(), latents, strict=True):
-                        yield place, candidate, latent, labels
+                        yield place, candidate, latent, labels, weights
     if not count:
         raise no_batch()
 
 
-def _rows_of(targets: Tensor, tangent: Tangent, record: Record) -> Tensor:
-    """Returns the targets of a batch, those of outputs with positions as rows."""
+def _rows_of(targets: Tensor, tangent: Tangent, record: Record) -> tuple[Tensor, int]:
+    """Returns the targets of a batch, those of outputs with positions as rows, and how many rows a sample has."""
     if tangent.positions is None or record.sizes is None:
-        return targets
-    return tangent.positions.places(len(targets), record.sizes).targets(targets, tangent.outputs)
+        return targets, 1
+    places = tangent.positions.places(len(targets), record.sizes)
+    return places.targets(targets, tangent.outputs), places.count
 
 
 def no_batch() -> LapwingError:
@@ -166,21 +173,23 @@ def no_batch() -> LapwingError:
     )
 
 
-def mean_variances(posteriors: Sequence[Posterior], parts: Iterable[Any]) -> list[float]:
-    """Returns the mean of `J_n Σ J_nᵀ` over batches of inputs and outputs, linearised.
+def mean_variances(posteriors: Sequence[Posterior], parts: Iterable[batches.Weighted]) -> list[float]:
+    """Returns the mean of `J_n Σ J_nᵀ` over outputs and the samples of batches, by their weights, linearised.
 
     The posteriors come from one by `at`, so that they differ in prior and noise alone.
     """
     first = posteriors[0]
-    totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0
+    totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0.0
     scratch = _numbers_per_sample(posteriors, 1, marginal=True)
     with torch.no_grad():
-        for inputs in parts:
-            dtype = first.covariance.record_dtype
-            for _, record in first.tangent.records(inputs, None, dtype, scratch, some=SOME_POSITIONS):
+        for inputs, targets, weights in parts:
+            for part, record in first.tangent.records(inputs, None, first.covariance.record_dtype, scratch):
+                some = None if weights is None else weights[part]
+                every = curvature_weights(first.likelihood, record.outputs, targets[part], some)
+                every = torch.ones_like(record.outputs) if every is None else every.expand_as(record.outputs)
                 latents = _latents(record, posteriors, marginal=True)
-                totals += torch.stack([latent.variance.double().sum().cpu() for latent in latents])
-                count += record.outputs.numel()
+                totals += torch.stack([(every * latent.variance).double().sum().cpu() for latent in latents])
+                count += float(every.double().sum())
     return (totals / count).tolist()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError
-from ..likelihoods.targets import aligned_targets
+from ..likelihoods import aligned_targets, curvature_weights
 from ..network import batches
 from ..network.eager import parameters_of
 from ..posterior import Posterior
@@ -84,7 +84,7 @@ class LeaveOneOut:
 
 
 @torch.no_grad()
-def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, Tensor]], size: float | None = None) -> LeaveOneOut:
+def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, ...]], size: float | None = None) -> LeaveOneOut:
     """Returns `s = max(mean_n diag V_n, mean_n e_n²)`, `V_n = ([C⁻¹]_nn)⁻¹`, `e_n = V_n [C⁻¹ r]_n`, `C = JJᵀ/δ + σ²I`.
 
     The linearised network is a Gaussian process, `r = y - f + J(θ̂ - μ0) ~ N(0, C)`, whose marginal likelihood and
@@ -104,13 +104,15 @@ def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, Tensor]], siz
 
     Args:
         posterior: of a regression with noise σ². Its network is used, and its prior where all weights are treated.
-        parts: batches of inputs and targets. Of many samples with many outputs some are taken.
+        parts: batches of inputs and targets, and perhaps sample weights: w copies of a sample are one whose residual
+            and kernel are multiplied by √w, and the count of targets is Σ w. Of many samples with many
+            outputs some are taken.
         size: N; as many as there are in `parts` where None.
 
     Cost: M = n C backward passes, at most MAX_ROWS, `JJᵀ` of all pairs, and time O(M³).
     """
     parts = [part for part in parts if batches.size(part[0])]
-    samples = sum(batches.size(inputs) for inputs, _ in parts)
+    samples = sum(batches.size(inputs) for inputs, *_ in parts)
     try:
         tangent = _trained(posterior, parts[0][0], samples)
         if tangent is not None:
@@ -120,9 +122,9 @@ def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, Tensor]], siz
     return _left_out(posterior, posterior.tangent, parts, size or samples)
 
 
-def _left_out(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, Tensor]], size: float) -> LeaveOneOut:
+def _left_out(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, ...]], size: float) -> LeaveOneOut:
     """Returns what `leave_one_out` does, for these weights."""
-    targets, residuals = (
+    targets, residuals, every_weight = (
         torch.cat(every) for every in zip(*(_targets(posterior, *part) for part in parts), strict=True)
     )
     treated = tangent is posterior.tangent
@@ -132,7 +134,7 @@ def _left_out(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any,
     chosen = torch.arange(count) * len(residuals) // count
     samples = chosen.repeat_interleave(times)
     turns = torch.arange(len(samples)) % outputs
-    anchors = Anchors(tangent, tuple(inputs for inputs, _ in parts), samples, turns)
+    anchors = Anchors(tangent, tuple(inputs for inputs, *_ in parts), samples, turns)
     precision = posterior.prior.precision if prior_fixed else torch.ones(len(tangent.blocks), dtype=torch.float64)
     weights = {block.name: 1 / value for block, value in zip(tangent.blocks, precision.tolist(), strict=True)}
     mean = posterior.prior.mean if treated else {}
@@ -140,23 +142,30 @@ def _left_out(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any,
     labels = residuals[samples, turns] + anchors.inner(offset)[0].double()
     gram = anchors.gram(weights, torch.float64)
     same = _copies(gram, targets[chosen], times)
+    counts = every_weight[samples, turns]  # w: how often each pair counts
+    total, roots = float(counts.sum()), counts.sqrt()
+    labels, gram = roots * labels, roots[:, None] * gram * roots
+    more = total - len(counts)  # targets without a row of their own
     values, vectors = torch.linalg.eigh(gram)
     values, squares = values.clamp_min(0), (vectors.T @ labels).square()
-    unit = float(values.mean()) or 1.0
+    unit = float(values.sum()) / total or 1.0
 
     def at(log10: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the eigenvalues of `δC` where `δσ² = 10^log10` of the kernel's mean, and the best 1/δ there."""
         spectrum = values + unit * 10**log10
         if prior_fixed:
             return spectrum, torch.ones_like(log10)
-        return spectrum, (squares / spectrum).mean().clamp_min(1e-24)  # 0: nothing to explain
+        return spectrum, ((squares / spectrum).sum() / total).clamp_min(1e-24)  # 0: nothing to explain
 
     def evidence(log10: Tensor) -> Tensor:
         spectrum, scale = at(log10)
-        return -0.5 * (squares / (scale * spectrum) + (scale * spectrum).log()).sum()
+        fit = -0.5 * (squares / (scale * spectrum) + (scale * spectrum).log()).sum()
+        return fit - 0.5 * more * (scale * unit * 10**log10).log() if more else fit
 
-    explained = [float((values / (values + unit * 10**end)).mean()) for end in evenly(*RANGE, 65)]
-    limit = MOST_EXPLAINED * float((1 / same.sum(1)).mean())  # of copies one counts
+    explained = [float((values / (values + unit * 10**end)).sum()) / total for end in evenly(*RANGE, 65)]
+    copies = counts.unflatten(0, (count, times)).amax(1)
+    single = copies / (same.to(copies.dtype) @ copies).clamp_min(1.0)
+    limit = MOST_EXPLAINED * float(single.sum() / copies.sum())  # of copies one counts
     low = evenly(*RANGE, 65)[sum(part > limit for part in explained)]
     grid, best = best_of_grid(lambda log10: float(evidence(values.new_tensor(log10))), low, RANGE[1], 65)
     start = values.new_tensor(grid[best : best + 1])
@@ -165,14 +174,15 @@ def _left_out(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any,
     noise = float(scale * unit * 10**log10)
     inverse = (vectors / (scale * spectrum)) @ vectors.T
     variance, error = _left_out_moments(inverse, labels, times, same)
-    curve = learning_curve(scale * values, noise, size / count)
-    training_variance = noise * (2 - noise * float(inverse.diagonal().mean()))
+    variance, error = (variance + more * noise) / total, error / total
+    curve = learning_curve(scale * values, noise, size / count, total)
+    training_variance = noise * (1 + (len(counts) - noise * float(inverse.diagonal().sum())) / total)
     return LeaveOneOut(
         curve * max(variance, error), variance, training_variance, curve, 1 / float(scale), noise, count, tangent.size
     )
 
 
-def learning_curve(values: Tensor, noise_variance: float, factor: float) -> float:
+def learning_curve(values: Tensor, noise_variance: float, factor: float, total: float | None = None) -> float:
     """Returns by how much more samples narrow predictions of unseen targets, at most 1.
 
     The width κ solves `κ = σ² + mean_i λ_i/(1 + factor λ_i/κ)` (Sollich 1999, equation 10, with the spectrum of the
@@ -182,15 +192,17 @@ def learning_curve(values: Tensor, noise_variance: float, factor: float) -> floa
         values: λ, eigenvalues of the kernel of n samples (M,).
         noise_variance: σ².
         factor: N/n.
+        total: the number of targets; M where None.
     """
     if factor <= 1:
         return 1.0
+    total = len(values) if total is None else total
     widths = []
     for more in (factor, 1.0):
-        low, high = noise_variance, noise_variance + float(values.mean())
+        low, high = noise_variance, noise_variance + float(values.sum()) / total
         for _ in range(60):
             middle = (low + high) / 2
-            rises = noise_variance + float((values / (1 + more * values / middle)).mean()) > middle
+            rises = noise_variance + float((values / (1 + more * values / middle)).sum()) / total > middle
             low, high = (middle, high) if rises else (low, middle)
         widths.append(high)
     return widths[0] / widths[1]
@@ -222,7 +234,7 @@ def _trained(posterior: Posterior, inputs: Any, samples: int) -> Tangent | None:
 
 
 def _left_out_moments(inverse: Tensor, labels: Tensor, times: int, same: Tensor) -> tuple[float, float]:
-    """Returns the mean variance and squared error of targets that are left out.
+    """Returns the sums of the variances and of the squared errors of targets that are left out.
 
     Args:
         inverse: C⁻¹ (M, M), the pairs of a sample side by side.
@@ -244,7 +256,7 @@ def _left_out_moments(inverse: Tensor, labels: Tensor, times: int, same: Tensor)
         counted = torch.isin(rows, others[group_of == i] * times + inside)  # of the samples with exactly this group
         variance += float(left.diagonal()[counted].sum())
         error += float((left @ weighted[rows])[counted].square().sum())
-    return variance / len(labels), error / len(labels)
+    return variance, error
 
 
 def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:
@@ -261,9 +273,15 @@ def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:
     return alone | ((kernel >= SAME_SAMPLE * size * size[:, None]) & (targets == targets[:, None]).all(-1))
 
 
-def _targets(posterior: Posterior, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns y and y - f, (B, C), in float64."""
+def _targets(
+    posterior: Posterior, inputs: Any, targets: Tensor, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns y, y - f and w, (B, C), in float64; zeros for targets that are missing."""
     outputs = posterior.tangent.outputs_of(inputs).double()
     posterior.likelihood.check(outputs, targets)
+    every = curvature_weights(posterior.likelihood, outputs, targets, weights)
     targets = aligned_targets("Gaussian", outputs, targets)
-    return targets, targets - outputs
+    if every is None:
+        return targets, targets - outputs, torch.ones_like(targets)
+    every = every.double().expand_as(targets)
+    return targets.nan_to_num(), torch.where(every == 0, 0.0, targets - outputs), every

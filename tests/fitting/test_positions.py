@@ -172,6 +172,27 @@ def test_ella_by_the_gram_matrix_of_its_rows(tmp_path, monkeypatch):
     close(again.latent(x).covariance, other.latent(x).covariance)
 
 
+@pytest.mark.parametrize("method", [lw.KFAC(), lw.Full(form="primal")])
+def test_weights_of_samples_and_classes_count_at_every_position(method):
+    model, loader, x = case("transformer")
+    features, weights = [model.features(x).detach() for x, _ in loader], [torch.rand(len(x)) for x, _ in loader]
+    data = [(x, y, w) for (x, y), w in zip(loader, weights, strict=True)]
+    plain = [
+        (f[y != -100], y[y != -100], w[:, None].expand(y.shape)[y != -100])
+        for f, (_, y), w in zip(features, loader, weights, strict=True)
+    ]
+    options = {"likelihood": lw.Categorical(class_weights=(1.0, 3.0, 0.5)), "sample_weights": True}
+    mine = lw.fit(model, data, method, params=lw.last_layer, **options)
+    single = lw.fit(model.head, plain, method, **options, prior_precision=mine.prior_precision)
+    close(mine.latent(x).variance.flatten(0, 1), single.latent(model.features(x).detach().flatten(0, 1)).variance)
+    assert mine.log_marginal_likelihood() == pytest.approx(single.log_marginal_likelihood(), rel=1e-9)
+    everything = lw.fit(model, data, lw.Diagonal(), **options, prior_precision=1.0)
+    whole = torch.cat([s.eigenvalues for s in everything.covariance.structures.values()])
+    repeated = [(x[i : i + 1], y[i : i + 1], w[i : i + 1]) for x, y, w in data for i in range(len(x))]
+    again = lw.fit(model, repeated, lw.Diagonal(), **options, prior_precision=1.0)
+    close(torch.cat([s.eigenvalues for s in again.covariance.structures.values()]), whole)
+
+
 def test_kfac_of_all_weights_is_that_of_single_tokens():
     model, loader, x = case("tagger", ignored=False)
     mine = lw.fit(model, loader, lw.KFAC(), prior_precision=2.0)
@@ -301,9 +322,9 @@ def test_held_out_scores_leave_out_labels_that_do_not_count():
     certain = torch.cat(
         [torch.log_softmax(model(x), -1)[y != -100].gather(1, y[y != -100][:, None]) for x, y in loader]
     )
-    costs, count = spread_costs([posterior], loader)
+    costs, count = spread_costs([posterior], loader)  # two batches
     assert count == len(wanted)
-    assert costs[0] == pytest.approx(float((certain.sum() - wanted.sum()).detach()), rel=1e-9)
+    assert float(costs[0]) == pytest.approx(float((certain.sum() - wanted.sum()).detach()), rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["tagger", "3x3"])
@@ -331,8 +352,9 @@ def test_plain_labels_that_do_not_count_are_left_out():
         assert one.samples == 12
     none = lw.fit(model, [(x[:2], y[:2]), (x[4:5], y[4:5]), (x[5:], y[5:])], lw.KFAC(), prior_precision=1.0)
     assert none.predict(x).log_prob(y)[0] == 0
-    with pytest.raises(lw.LapwingError, match="MeanField takes them all"):
-        lw.fit(model, loaders[0], lw.MeanField())
+    for method in (lw.ELLA(rank=40, rows="all", residual="prior"), lw.SubsetOfWeights(size=20)):
+        one, other = (lw.fit(model, data, method, prior_precision=1.0) for data in loaders)
+        close(one.latent(x).covariance, other.latent(x).covariance, 1e-7)
 
 
 @pytest.mark.parametrize("name", ["tagger", "3x3"])
@@ -365,6 +387,13 @@ def test_objects_with_logits_and_dicts_of_tokens():
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
     posterior = lw.fit(model, [batch, {name: value[:3, :5] for name, value in batch.items()}])
     assert posterior.predict(batch).probs.shape == (4, 6, CLASSES)
+
+    class Dict(Segmentation):
+        def forward(self, images: Tensor) -> dict[str, Tensor]:
+            return {"out": super().forward(images), "aux": images}
+
+    images, pixels = torch.randn(3, 2, 4, 5, dtype=F64), torch.randint(CLASSES, (3, 4, 5))
+    assert lw.fit(Dict(1).to(F64).eval(), [(images, pixels)]).predict(images).probs.shape == (3, CLASSES, 4, 5)
 
 
 def test_the_network_and_its_modes_are_as_before():
@@ -412,7 +441,7 @@ def test_compare_counts_positions():
     ("change", "said"),
     [
         (lambda x, y: (x, y.mT), "one for each position"),
-        (lambda x, y: (x, y[:, :-1]), "Pass one"),
+        (lambda x, y: (x, y[:, :-1]), "one for each position|Pass one"),
         (lambda x, y: (x, y.clamp_min(0) + 5), "accepts labels 0 to 2"),
     ],
 )

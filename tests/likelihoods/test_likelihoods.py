@@ -20,9 +20,11 @@ from lapwing.likelihoods import (
     Bernoulli,
     Categorical,
     Gaussian,
+    HeteroscedasticGaussian,
     Likelihood,
     MixturePrediction,
     NoiselessLikelihood,
+    Poisson,
     SampledLink,
     aligned_targets,
     check_real_targets,
@@ -37,16 +39,16 @@ F64 = torch.float64
 
 
 @dataclass(frozen=True)
-class Poisson(NoiselessLikelihood):
+class Counts(NoiselessLikelihood):
     """Counts with a log link, ``y ~ Poisson(e^f)``, from the protocol alone."""
 
     name: ClassVar[str] = "counts"
 
     def check(self, outputs, targets):
-        check_real_targets("Poisson", outputs.shape, outputs.device, targets)
+        check_real_targets("Counts", outputs.shape, outputs.device, targets)
 
     def log_prob(self, outputs, targets):
-        return dist.Poisson(outputs.exp()).log_prob(aligned_targets("Poisson", outputs, targets)).sum(-1)
+        return dist.Poisson(outputs.exp()).log_prob(aligned_targets("Counts", outputs, targets)).sum(-1)
 
     def fisher_root(self, outputs):
         return torch.diag_embed((0.5 * outputs).exp())
@@ -63,13 +65,18 @@ def outputs_and_targets(likelihood, batch=5, size=3, seed=0):
         return outputs, torch.randint(size, (batch,), generator=generator)
     if likelihood.name == "bernoulli":
         return outputs, torch.rand(batch, size, generator=generator) < 0.5
-    if likelihood.name == "counts":
+    if likelihood.name == "heteroscedastic":
+        outputs = outputs[:, [0, 1, 2, 2, 0, 1]][:, : 2 * ((size + 1) // 2)] * 0.7 + 0.1
+        return outputs, torch.randn(batch, outputs.shape[1] // 2, generator=generator, dtype=F64)
+    if likelihood.name in ("counts", "poisson"):
         return outputs, torch.poisson(outputs.exp(), generator)
     return outputs, torch.randn(batch, size, generator=generator, dtype=F64)
 
 
 ALL = pytest.mark.parametrize(
-    "likelihood", [Gaussian(0.3), Categorical(), Bernoulli(), Poisson()], ids=lambda value: value.name
+    "likelihood",
+    [Gaussian(0.3), Categorical(), Bernoulli(), Counts(), Poisson(), HeteroscedasticGaussian()],
+    ids=lambda value: value.name,
 )
 
 
@@ -87,7 +94,15 @@ def expected_hessian(likelihood, output):
         return sum(
             likelihood.log_prob(output[None], torch.tensor([y]))[0].exp() * hessian(torch.tensor([y])) for y in answers
         )
-    centre = output.exp() if likelihood.name == "counts" else output
+    if likelihood.name == "heteroscedastic":  # Gauss-Hermite nodes of y
+        nodes, mass = (torch.tensor(part) for part in np.polynomial.hermite_e.hermegauss(5))
+        mean, log_variance = output.chunk(2)
+        grid = itertools.product(range(5), repeat=len(mean))
+        picks = [list(pick) for pick in grid]
+        weights = [float((mass / mass.sum())[pick].prod()) for pick in picks]
+        drawn = [mean + (0.5 * log_variance).exp() * nodes[pick] for pick in picks]
+        return sum(weight * hessian(y[None]) for weight, y in zip(weights, drawn, strict=True))
+    centre = output.exp() if likelihood.name in ("counts", "poisson") else output
     # these Hessians are affine in y, so their average over y is their value at its mean, reached here from integers
     low, high = centre.floor(), centre.floor() + 1
     result = torch.zeros(len(output), len(output), dtype=F64)
@@ -111,8 +126,9 @@ def test_sampled_root_has_the_right_expectation(likelihood):
     outputs, _ = outputs_and_targets(likelihood, batch=2)
     many = outputs.repeat_interleave(100_000, 0)
     column = likelihood.sampled_fisher_root(many, torch.Generator().manual_seed(1))
-    assert column.shape == (200_000, 3, 1)
-    products = (column @ column.mT).reshape(2, 100_000, 3, 3)
+    size = outputs.shape[1]
+    assert column.shape == (200_000, size, 1)
+    products = (column @ column.mT).reshape(2, 100_000, size, size)
     root = likelihood.fisher_root(outputs)
     error = (products.mean(1) - root @ root.mT).abs()
     assert (error <= 6 * products.std(1) / math.sqrt(100_000) + 1e-12).all()
@@ -224,8 +240,8 @@ def test_resolve():
     assert resolve("gaussian") == Gaussian()
     assert resolve("categorical") == Categorical()
     assert resolve("bernoulli") == Bernoulli()
-    poisson = Poisson()
-    assert resolve(poisson) is poisson
+    counts = Counts()
+    assert resolve(counts) is counts
     with pytest.raises(LapwingError, match=r"'softmax' is not a likelihood.*'categorical'.*'bernoulli'.*'gaussian'"):
         resolve("softmax")
     with pytest.raises(LapwingError, match=r"the class Gaussian\. .*likelihood=Gaussian\(\)"):
@@ -235,13 +251,13 @@ def test_resolve():
 
 
 def test_a_registered_likelihood_is_found_by_its_name(monkeypatch):
-    monkeypatch.setitem(REGISTERED, Poisson.name, Poisson)
-    assert resolve("counts") == Poisson()
-    assert register(Poisson) is Poisson  # again, as a notebook does
+    monkeypatch.setitem(REGISTERED, Counts.name, Counts)
+    assert resolve("counts") == Counts()
+    assert register(Counts) is Counts  # again, as a notebook does
     model = torch.nn.Linear(2, 1).double().eval()
     x = torch.randn(9, 2, dtype=F64)
     fitted = lw.fit(model, [(x, torch.poisson(x[:, :1].exp()))], lw.Diagonal(), likelihood="counts", tune=None)
-    assert fitted.likelihood == Poisson()
+    assert fitted.likelihood == Counts()
     with pytest.raises(LapwingError, match=r"SampledLink.* has no closed form\. Write lw\.deploy\(.*outputs='latent'"):
         lw.deploy(fitted, x)
 
@@ -259,18 +275,18 @@ def test_a_class_that_extends_gaussian_stays_itself_when_its_noise_is_tuned():
 
 def test_what_cannot_be_registered():
     @dataclass(frozen=True)
-    class Shifted(Poisson):
+    class Shifted(Counts):
         name: ClassVar[str] = "shifted"
         shift: float = 1.0
 
     @dataclass(frozen=True)
-    class Other(Poisson):
+    class Other(Counts):
         name: ClassVar[str] = "categorical"
 
     for kind, message in (
         (Shifted, "does not store the options shift of Shifted"),
         (Other, "'categorical' of Other belongs to lapwing.likelihoods.categorical.Categorical"),
-        (Poisson(), "a frozen dataclass that extends Likelihood"),
+        (Counts(), "a frozen dataclass that extends Likelihood"),
         (int, "a frozen dataclass that extends Likelihood"),
     ):
         with pytest.raises(LapwingError, match=message):
@@ -280,18 +296,18 @@ def test_what_cannot_be_registered():
 
 @pytest.mark.parametrize("shape", [(9,), (9, 1), (9, 2, 1)])
 def test_a_root_of_another_shape_is_refused(monkeypatch, shape):
-    monkeypatch.setattr(Poisson, "fisher_root", lambda self, outputs: outputs.new_ones(shape))
-    x, message = torch.randn(9, 2), re.escape(f"fisher_root of Poisson returned {shape} and must return (B, C, R)")
+    monkeypatch.setattr(Counts, "fisher_root", lambda self, outputs: outputs.new_ones(shape))
+    x, message = torch.randn(9, 2), re.escape(f"fisher_root of Counts returned {shape} and must return (B, C, R)")
     with pytest.raises(LapwingError, match=message):
-        lw.fit(torch.nn.Linear(2, 1).eval(), [(x, torch.ones(9, 1))], lw.Diagonal(), likelihood=Poisson())
+        lw.fit(torch.nn.Linear(2, 1).eval(), [(x, torch.ones(9, 1))], lw.Diagonal(), likelihood=Counts())
 
 
 def test_a_sampled_root_of_another_shape_is_refused(monkeypatch):
     """More than 1 000 outputs have a sampled one."""
-    monkeypatch.setattr(Poisson, "fisher_root", lambda self, outputs: outputs)
-    x, message = torch.randn(9, 2), r"sampled_fisher_root of Poisson returned .* must return \(B, C, 1\)"
+    monkeypatch.setattr(Counts, "fisher_root", lambda self, outputs: outputs)
+    x, message = torch.randn(9, 2), r"sampled_fisher_root of Counts returned .* must return \(B, C, 1\)"
     with pytest.raises(LapwingError, match=message):
-        lw.fit(torch.nn.Linear(2, 1001).eval(), [(x, torch.ones(9, 1001))], lw.Diagonal(), likelihood=Poisson())
+        lw.fit(torch.nn.Linear(2, 1001).eval(), [(x, torch.ones(9, 1001))], lw.Diagonal(), likelihood=Counts())
 
 
 def test_likelihood_is_abstract():
@@ -301,14 +317,14 @@ def test_likelihood_is_abstract():
 
 
 def test_an_added_likelihood_predicts():
-    """Poisson: the mean of y is ``exp(m + v/2)`` under the latent Gaussian; 10 000 draws."""
+    """Counts: the mean of y is ``exp(m + v/2)`` under the latent Gaussian; 10 000 draws."""
     latent = random_latent(size=1, scale=0.2)
-    prediction = Poisson().predict(latent, SampledLink(10_000))
+    prediction = Counts().predict(latent, SampledLink(10_000))
     exact = torch.exp(latent.mean + 0.5 * latent.variance)
     torch.testing.assert_close(prediction.mean, exact, rtol=0.02, atol=0)
     total = sum(prediction.log_prob(torch.full((4, 1), float(count))).exp() for count in range(80))
     torch.testing.assert_close(total, torch.ones(4, dtype=F64), rtol=0, atol=1e-6)
-    prediction = Poisson().predict(latent)
+    prediction = Counts().predict(latent)
     state = torch.get_rng_state()
     draws = prediction.sample(20_000)
     assert torch.equal(torch.get_rng_state(), state)

@@ -503,13 +503,13 @@ def test_samples_are_at_most_as_many_as_asked_and_spread_over_the_loader(samples
     parts.insert(3, (torch.zeros(0, 1), torch.zeros(0)))
     posterior = lw.fit(nn.Linear(1, 1).eval(), parts, prior_precision=1.0, tune=None)
     taken = list(spread(parts, samples, posterior, None))
-    rows = torch.cat([x for x, _ in taken]).flatten()
+    rows = torch.cat([x for x, *_ in taken]).flatten()
     assert len(rows) == min(samples, 90) == len(rows.unique())
-    assert all(len(x) == len(y) for x, y in taken)
+    assert all(len(x) == len(y) for x, y, _ in taken)
     if samples >= 20:
         assert rows.max() >= 40  # not the first ones alone
     whole = [(torch.arange(90.0)[:, None], torch.zeros(90))]
-    ((x, _),) = spread(whole, samples, posterior, None)
+    ((x, *_),) = spread(whole, samples, posterior, None)
     assert len(x) == min(samples, 90)
     assert samples == 1 or x.max() >= 90 / 2
 

@@ -112,14 +112,17 @@ class OneHot(MatrixJacobian):
             for tokens, g in parts
         )
 
-    def add_kronecker_factors(self, reduce: bool, inputs: Tensor, outputs: Tensor) -> int:
+    def add_kronecker_factors(
+        self, reduce: bool, inputs: Tensor, outputs: Tensor, weights: Tensor | None = None
+    ) -> int:
         """Adds A as its diagonal, the counts (1, V), and Γ (1, O, O).
 
         Always in the expand form, for which A is exactly diagonal; `reduce` changes nothing here.
         """
         tokens, g = self.unmerged
         g = g.transpose(0, 1).flatten(0, 2)  # (R B T, O): cotangents come first in memory
-        inputs += torch.bincount(tokens.flatten(), minlength=self.vocabulary)
+        times = None if weights is None else weights.to(inputs.dtype).repeat_interleave(tokens.shape[1])
+        inputs += torch.bincount(tokens.flatten(), times, minlength=self.vocabulary)
         outputs += g.T @ g
         return tokens.numel()
 

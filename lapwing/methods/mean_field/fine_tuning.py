@@ -132,12 +132,15 @@ class FineTuning(IteratePass[Descent]):
                 likelihood.check(outputs, targets)
                 known = likelihood
                 if likelihood.needs_noise:  # the best σ² so far, this chunk included
-                    DataSummary(statistics=state.kept).add(likelihood, outputs.detach(), targets)
+                    summary = DataSummary(statistics=state.kept)
+                    summary.add(
+                        likelihood, outputs.detach(), targets, None if batch.weights is None else batch.weights[rows]
+                    )
                     noise = self.noise_variance(state)
                     if noise is None or not math.isfinite(noise):
                         raise self._diverged("The squared residuals", state.taken)
                     known = likelihood.with_noise_variance(noise)
-                value = known.log_prob(outputs, targets).sum()
+                value = batch.weighted(known.log_prob(outputs, targets), rows).sum()
                 parts = torch.autograd.grad(value, list(leaves.values()))
             for total, part in zip(gradients.values(), parts, strict=True):
                 total += part

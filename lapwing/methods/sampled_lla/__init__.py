@@ -266,8 +266,11 @@ def _steps(problem: Problem, per_block: bool) -> _EvidenceSteps:
     """Returns what of the prior and the noise is open, where it begins."""
     noise = problem.noise_variance()
     weight = (problem.data_size or problem.count()) / problem.temperature  # N/τ
+    values, summary = float(problem.tangent.outputs), problem.summary()
+    if "count" in summary.statistics:  # of Gaussian targets, by their weights
+        values = float(summary.statistics["count"]) / summary.samples
     return _EvidenceSteps(
-        problem.precision, noise, noise if problem.likelihood.needs_noise else None, weight * problem.tangent.outputs,
+        problem.precision, noise, noise if problem.likelihood.needs_noise else None, weight * values,
         not problem.prior.fixed, per_block,
     )  # fmt: skip
 

@@ -82,7 +82,7 @@ class _Score(SumPass[BlockSums]):
     def update(self, state: BlockSums, batch: Batch) -> None:
         for part, record in batch.records():
             outputs = record.outputs + record.jvp(self._offset)[..., 0]
-            score = self._likelihood.score(outputs, batch.targets[part]).unsqueeze(-1)  # (B, C, 1)
+            score = batch.weighted(self._likelihood.score(outputs, batch.targets[part]), part)[..., None]  # (B, C, 1)
             if record.cotangents > 2:  # J m came by forward mode, without the backward passes of every output
                 record = batch.tangent.record(batch.checked.take(part), score)
                 score = torch.ones_like(score[:, :1])
@@ -114,5 +114,5 @@ class _Along(SumPass[AlongState]):
             moved = record.jvp(self._both)  # (B, C, 2)
             for i, length in enumerate((0.0, *LENGTHS)):
                 outputs = record.outputs + moved[..., 0] + length * moved[..., 1]
-                log_prob = self._likelihood.log_prob(outputs, batch.targets[part])
+                log_prob = batch.weighted(self._likelihood.log_prob(outputs, batch.targets[part]), part)
                 state.log_likelihood[i] += log_prob.double().sum()

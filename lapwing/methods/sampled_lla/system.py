@@ -102,7 +102,7 @@ class _Products(SumPass[BlockSums]):
         for part, record in batch.records(self._root, scratch_per_sample=self._held):
             u = self.cotangents(record, batch.start + part.start)
             if self._either_mode and 2 * self._count < record.cotangents:
-                weighted = self._problem.root(record.outputs) @ u  # (B, C, S)
+                weighted = record.u @ u  # (B, C, S)
                 record = batch.tangent.record(batch.checked.take(part), weighted)
                 for name, value in state.blocks.items():
                     value += record[name].sum_rows()

@@ -116,7 +116,9 @@ class AlphaSteps(MovingSteps):
         super().__init__(problem, anchors, fit.steps, fit.learning_rate, noise_variance)
         self._fit = fit
         self._start = problem.likelihood.noise_variance if noise_variance is None else noise_variance
-        closed = fit.alpha == 1 and isinstance(problem.likelihood.default_link, Probit)
+        closed = isinstance(problem.likelihood.default_link, Probit) and (
+            Probit in problem.likelihood.integrals(problem.tangent.outputs, fit.alpha)
+        )
         self._link = problem.likelihood.default_link if closed else None
 
     def init(self) -> Descent:
@@ -162,6 +164,7 @@ class AlphaSteps(MovingSteps):
             generator,
             self._link,
         )
+        logs = batch.weighted(logs)
         return divergence(factor) - self.data_size / (len(logs) * problem.temperature) * logs.sum()
 
     def _blocks(self, state: Descent, values: Mapping[str, Tensor], inputs: Any) -> tuple[Kernel, Tensor]:

@@ -18,7 +18,7 @@ from ...network import batches
 from ...tangent import Anchors
 from ...tangent.inducing import kernel
 from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Pass, Passes
-from ..problem import Problem
+from ..problem import FisherRoot, Problem
 from ..state import Descent
 from . import ClosedForm, NaturalGradient, VallaFit
 from .points import POOL, movable
@@ -40,6 +40,20 @@ def initial_noise(problem: Problem) -> Generator[Pass, Any, float | None]:
         return None
     summary = yield LikelihoodPass(problem, limit=POOL)
     return likelihood.residual_variance(summary.statistics)
+
+
+class WeightedRoot:
+    """The Fisher root of a batch, times the roots of its samples' weights; called for its chunks in their order."""
+
+    def __init__(self, root: FisherRoot, batch: Batch) -> None:
+        self._root, self._batch, self._start, self.columns = root, batch, 0, root.columns
+
+    def __call__(self, outputs: Tensor) -> Tensor:
+        """Returns the root (B, C, R) at the outputs (B, C) of the next B samples."""
+        part = slice(self._start, self._start + len(outputs))
+        self._start = part.stop
+        weights, root = self._batch.curvature_weights(outputs, part), self._root(outputs)
+        return root if weights is None else root * weights.sqrt().to(root.dtype)[..., None]
 
 
 def divergence(factor: Tensor) -> Tensor:
@@ -225,7 +239,7 @@ class BoundSteps(MovingSteps):
         self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
     ) -> Tensor:
         problem, likelihood = self.problem, self.problem.likelihood
-        blocks = kernel(self.anchors_at(values), self.weights, batch.checked, problem.root)
+        blocks = kernel(self.anchors_at(values), self.weights, batch.checked, WeightedRoot(problem.root, batch))
         likelihood.check(blocks.outputs, batch.targets)
         batch.note(blocks.outputs)
         precision, noise = self.precision_at(values), self.noise_at(values)
@@ -243,10 +257,11 @@ class BoundSteps(MovingSteps):
         spread = blocks.within.diagonal(dim1=-2, dim2=-1).sum() - features.square().sum() + shrunk.square().sum()
         outputs = blocks.outputs.double()
         if noise is None:
-            logs = likelihood.log_prob(outputs, batch.targets).sum()
+            logs = likelihood.log_prob(outputs, batch.targets)
         else:
             still = outputs.new_zeros(1, 1, 1).expand(*outputs.shape, outputs.shape[1])
-            logs = likelihood.log_power_mean(outputs, still, batch.targets, 0.0, noise).sum()
+            logs = likelihood.log_power_mean(outputs, still, batch.targets, 0.0, noise)
+        logs = batch.weighted(logs).sum()
         state.kept["h"] = h.lerp(recent, max(1 / (state.taken + 1), FORGET, count / self.data_size))
         state.note(precision=precision)
         if noise is not None:

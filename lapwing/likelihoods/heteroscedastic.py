@@ -1,0 +1,210 @@
+"""Regression whose noise the network predicts: means and log variances as outputs, and the predictions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch import distributions as dist
+
+from ..covariance import AnyLatent
+from ..errors import LapwingError
+from ..linalg import check_draws, seeded
+from ..network import batches
+from .base import NoiselessLikelihood, register
+from .gaussian import mixture_quantile
+from .links import ExactLink, Link, at_least_float32
+from .predictions import RealPrediction, check_level
+from .targets import aligned_targets, check_real_targets
+
+NODES, REACH = 65, 8.0
+"""Nodes of the trapezoidal rule over a log variance, and how many standard deviations it reaches."""
+
+
+@register
+@dataclass(frozen=True)
+class HeteroscedasticGaussian(NoiselessLikelihood):
+    """`y_k ~ N(m_k, exp(s_k))` for outputs (B, 2K), K means m and then K log variances s; Λ = diag(exp(-s), 1/2).
+
+    The network that `torch.nn.GaussianNLLLoss` trains, with the logarithm of its variance as output. Targets are
+    (B, K), or (B,) when K = 1. There is no noise variance to be tuned: the network predicts it.
+
+    Raises:
+        LapwingError: in `check`, for an odd number of outputs.
+
+    Λ is the Fisher information, which is positive at every residual; the Hessian is not. Immer et al. 2023, Effective
+    Bayesian Heteroscedastic Regression with Deep Neural Networks, have natural parameters as outputs in their place.
+
+    Example:
+        >>> import torch
+        >>> HeteroscedasticGaussian().log_prob(torch.zeros(3, 2), torch.zeros(3)).shape
+        torch.Size([3])
+    """
+
+    name: ClassVar[str] = "heteroscedastic"
+    links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
+    default_link: ClassVar[Link] = ExactLink()
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Checks real targets (B, K) against outputs (B, 2K); (B,) when K = 1."""
+        count = outputs.shape[-1]
+        if outputs.ndim != 2 or count % 2:
+            raise LapwingError(
+                "HeteroscedasticGaussian needs a mean and a log variance for each target, outputs of shape (B, 2K). "
+                f"The outputs have shape {tuple(outputs.shape)}. Give the network twice as many outputs as there are "
+                f"targets: `torch.nn.Linear(features, {2 * count})`."
+            )
+        means = torch.Size((len(outputs), count // 2))
+        check_real_targets("HeteroscedasticGaussian", means, outputs.device, targets)
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns `-1/2 Σ_k [(y - m)² exp(-s) + s + log 2π]`, (B,)."""
+        mean, log_variance = at_least_float32(outputs).chunk(2, -1)
+        squares = (aligned_targets("HeteroscedasticGaussian", mean, targets) - mean).square()
+        return -0.5 * (squares * (-log_variance).exp() + log_variance + math.log(2.0 * math.pi)).sum(-1)
+
+    def fisher_root(self, outputs: Tensor) -> Tensor:
+        """Returns `diag(exp(-s/2), 1/√2)`, (B, 2K, 2K)."""
+        return torch.diag_embed(self._roots(outputs))
+
+    def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        """Returns the root times a standard normal column, (B, 2K, 1)."""
+        roots = self._roots(outputs)
+        noise = torch.randn(roots.shape, generator=generator, dtype=roots.dtype, device=roots.device)
+        return (roots * noise).unsqueeze(-1)
+
+    def predict(
+        self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
+    ) -> HeteroscedasticPrediction:
+        """Returns the distribution of y: moments in closed form, the rest by quadrature; `generator` is not used."""
+        self.choose_link(latent, link)
+        return HeteroscedasticPrediction(latent)
+
+    def _roots(self, outputs: Tensor) -> Tensor:
+        """Returns the diagonal of the root, (B, 2K)."""
+        mean, log_variance = at_least_float32(outputs).chunk(2, -1)
+        return torch.cat([(-0.5 * log_variance).exp(), torch.full_like(mean, 0.5**0.5)], -1).to(outputs.dtype)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HeteroscedasticPrediction(RealPrediction):
+    """Real outputs at B inputs, whose noise is uncertain too: `∫ N(y; m, exp(s)) N(m, s) dm ds`, one y_k at a time.
+
+    Mean and variances are exact. The density is a mixture of Gaussians: given s, y is Gaussian, with the mean and
+    variance of m given s, and s goes over 65 nodes. So the covariance of m and s counts. A latent of weight draws is an
+    equal mixture over them. The K targets of one input are taken as independent.
+
+    Args:
+        latent: The latent over outputs (B, 2K).
+    """
+
+    latent: AnyLatent
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of y, (B, K)."""
+        return at_least_float32(self.latent.mean).chunk(2, -1)[0]
+
+    @property
+    def epistemic_variance(self) -> Tensor:
+        """Variance of m, (B, K): it shrinks with data."""
+        return at_least_float32(self.latent.variance).chunk(2, -1)[0]
+
+    @property
+    def aleatoric_variance(self) -> Tensor:
+        """Mean of the noise variance, `E[exp(s)] = exp(mean + variance/2)`, (B, K)."""
+        draws = self.latent.draws
+        if draws is not None:
+            return at_least_float32(draws).chunk(2, -1)[1].exp().mean(0)
+        mean, variance = (
+            at_least_float32(values).chunk(2, -1)[1] for values in (self.latent.mean, self.latent.variance)
+        )
+        return (mean + 0.5 * variance).exp()
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Returns the central interval that holds y with probability `level`, one target at a time.
+
+        By bisection of the mixture's distribution function.
+
+        Args:
+            level: Probability in (0, 1).
+
+        Returns:
+            Lower and upper ends, each (B, K).
+
+        Raises:
+            LapwingError: if `level` is not in (0, 1).
+        """
+        check_level(level)
+        means, variances, weights = self._mixture
+        tail = 0.5 * (1.0 - level)
+        low, high = (mixture_quantile(means, variances, p, weights).to(self.mean) for p in (tail, 1.0 - tail))
+        return low, high
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """Returns the log density of the targets, summed over those of one input, (B,).
+
+        Args:
+            targets: y, (B, K), or (B,) when K = 1.
+
+        Raises:
+            LapwingError: for targets of a wrong shape or dtype, or not finite.
+        """
+        name, mean = "HeteroscedasticPrediction.log_prob", self.mean
+        targets = batches.plain(targets, mean.device)
+        check_real_targets(name, mean.shape, mean.device, targets)
+        means, variances, weights = self._mixture
+        squares = (aligned_targets(name, mean, targets).double() - means).square() / variances
+        logs = -0.5 * (squares + (2.0 * math.pi * variances).log()) + weights.log()
+        return logs.logsumexp(0).sum(-1).to(mean.dtype)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws y, (n, B, K): latent draws (joint across inputs where the latent is) plus fresh noise.
+
+        Args:
+            n: Number of draws.
+            generator: Source of randomness; None means seed 0.
+
+        Raises:
+            LapwingError: if `n` is below 1.
+        """
+        check_draws("sample", "n", n, self.latent.mean.numel())
+        generator = seeded(generator, self.latent.mean.device)
+        mean, log_variance = at_least_float32(self.latent.sample(n, generator)).chunk(2, -1)
+        noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
+        return mean + (0.5 * log_variance).exp() * noise
+
+    def distribution(self) -> dist.Distribution:
+        """Returns a mixture of Normals for each target, batch shape (B,), event shape (K,)."""
+        means, variances, weights = (part.movedim(0, -1) for part in self._mixture)
+        components = dist.Normal(means.contiguous(), variances.sqrt())
+        mixture = dist.MixtureSameFamily(dist.Categorical(probs=weights.expand_as(means)), components)
+        return dist.Independent(mixture, 1)
+
+    def __repr__(self) -> str:
+        inputs, outputs = self.mean.shape
+        return f"HeteroscedasticPrediction({inputs} inputs, {outputs} outputs)"
+
+    @cached_property
+    def _mixture(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Means and variances (S, B, K) of the components, and their weights (S, 1, 1), float64."""
+        draws = self.latent.draws
+        if draws is not None:
+            mean, log_variance = draws.double().chunk(2, -1)
+            return mean, log_variance.exp(), mean.new_full((len(mean), 1, 1), 1.0 / len(mean))
+        covariance = self.latent.covariance
+        if self.latent.joint:
+            covariance = covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0)
+        mean, log_variance = self.latent.mean.double().chunk(2, -1)
+        count, covariance = mean.shape[-1], covariance.double()
+        variance, spread = covariance.diagonal(dim1=-2, dim2=-1).chunk(2, -1)
+        std = (spread + 1e-12).sqrt()
+        slope = covariance.diagonal(count, -2, -1) / std  # of m by a standard deviation of s
+        z = torch.linspace(-REACH, REACH, NODES, dtype=mean.dtype, device=mean.device)[:, None, None]
+        weights = (-0.5 * z.square()).softmax(0)
+        noise = (log_variance + std * z).exp()
+        return mean + slope * z, noise + (variance - slope.square()).clamp_min(0.0), weights

@@ -1,0 +1,235 @@
+"""Counts: the Poisson likelihood, whose outputs are logarithms of rates, and its predictions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch import distributions as dist
+
+from ..covariance import AnyLatent
+from ..linalg import check_draws, seeded
+from ..network import batches
+from .base import NoiselessLikelihood, register
+from .links import ExactLink, Link, at_least_float32
+from .predictions import RealPrediction, check_level
+from .targets import aligned_targets, check_counts
+
+NODES, REACH = 65, 8.0
+"""Nodes of the trapezoidal rule over a Gaussian, and how many standard deviations it reaches."""
+
+STEPS = 60
+"""Newton steps to the mode of an integrand, and halvings of a range of counts."""
+
+LEAST_VARIANCE = 1e-12
+"""Added to variances: their roots then have slopes."""
+
+
+@register
+@dataclass(frozen=True)
+class Poisson(NoiselessLikelihood):
+    """`y_c ~ Poisson(exp(f_c))`, independently for each of C outputs; Λ = diag(exp(f)).
+
+    Outputs are logarithms of rates, as for `torch.nn.PoissonNLLLoss`. Targets are counts, whole numbers from 0 up as
+    integers or floats, (B, C), or (B,) when C = 1. `likelihood="poisson"` asks for it: integers alone mean classes.
+
+    Example:
+        >>> import torch
+        >>> Poisson().log_prob(torch.zeros(3, 1), torch.tensor([0, 2, 1])).shape
+        torch.Size([3])
+    """
+
+    name: ClassVar[str] = "poisson"
+    links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
+    default_link: ClassVar[Link] = ExactLink()
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Checks counts (B, C) or, when C = 1, (B,)."""
+        check_counts("Poisson", outputs.shape, outputs.device, targets)
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns `Σ_c [y f - exp(f) - log y!]`, (B,)."""
+        outputs = at_least_float32(outputs)
+        return _log_mass(outputs, aligned_targets("Poisson", outputs, targets)).sum(-1)
+
+    def fisher_root(self, outputs: Tensor) -> Tensor:
+        """Returns `diag(exp(f/2))`, (B, C, C)."""
+        return torch.diag_embed((0.5 * at_least_float32(outputs)).exp()).to(outputs.dtype)
+
+    def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        """Returns the root times a standard normal column, (B, C, 1)."""
+        roots = (0.5 * at_least_float32(outputs)).exp()
+        noise = torch.randn(roots.shape, generator=generator, dtype=roots.dtype, device=roots.device)
+        return (roots * noise).unsqueeze(-1).to(outputs.dtype)
+
+    def predict(
+        self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
+    ) -> CountPrediction:
+        """Returns the distribution of y: moments in closed form, the rest by quadrature; `generator` is not used."""
+        self.choose_link(latent, link)
+        return CountPrediction(latent)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CountPrediction(RealPrediction):
+    """Counts at B inputs, of rates that are uncertain: `∫ Poisson(y; exp(f)) N(f; m, v) df`, one output at a time.
+
+    Mean and variances are exact. A latent of weight draws is an equal mixture over them. The C outputs of one input are
+    taken as independent.
+
+    Args:
+        latent: The latent over logarithms of rates (B, C).
+    """
+
+    latent: AnyLatent
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of y, `E[exp(f)] = exp(m + v/2)`, (B, C)."""
+        draws = self.latent.draws
+        if draws is not None:
+            return at_least_float32(draws).exp().mean(0)
+        return (at_least_float32(self.latent.mean) + 0.5 * at_least_float32(self.latent.variance)).exp()
+
+    @property
+    def epistemic_variance(self) -> Tensor:
+        """Variance of the rate, `(exp(v) - 1) exp(2m + v)`, (B, C): it shrinks with data."""
+        draws = self.latent.draws
+        if draws is not None:
+            return at_least_float32(draws).exp().var(0, correction=0)
+        return at_least_float32(self.latent.variance).expm1() * self.mean.square()
+
+    @property
+    def aleatoric_variance(self) -> Tensor:
+        """Mean over rates of the variance of y, which is the mean, (B, C)."""
+        return self.mean
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Returns the ends of the central interval, whole numbers: at most `(1 - level)/2` lies beyond either.
+
+        Both ends are counts that belong to the interval. Not differentiable. By bisection of the distribution function,
+        which quadrature gives.
+
+        Args:
+            level: Probability in (0, 1).
+
+        Returns:
+            Lower and upper ends, each (B, C).
+
+        Raises:
+            LapwingError: if `level` is not in (0, 1).
+        """
+        check_level(level)
+        tail = 0.5 * (1.0 - level)
+        return self._quantile(tail), self._quantile(1.0 - tail)
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """Returns the log probability of counts, summed over those of one input, (B,).
+
+        By the trapezoidal rule around the mode of each integrand, in a variable that is stretched there: to rounding,
+        for any count and variance.
+
+        Args:
+            targets: y, (B, C), or (B,) when C = 1.
+
+        Raises:
+            LapwingError: for targets that are no counts, or of a wrong shape.
+        """
+        name, draws, mean = "CountPrediction.log_prob", self.latent.draws, at_least_float32(self.latent.mean)
+        targets = batches.plain(targets, mean.device)
+        check_counts(name, mean.shape, mean.device, targets)
+        y = aligned_targets(name, mean, targets).double()
+        if draws is not None:
+            return (_log_mass(draws.double(), y).logsumexp(0) - math.log(len(draws))).sum(-1).to(mean.dtype)
+        return _log_predictive(mean.double(), self.latent.variance.double(), y).sum(-1).to(mean.dtype)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws y, (n, B, C), as floats: counts of drawn rates, which are joint across inputs where the latent is.
+
+        Args:
+            n: Number of draws.
+            generator: Source of randomness; None means seed 0.
+
+        Raises:
+            LapwingError: if `n` is below 1.
+        """
+        check_draws("sample", "n", n, self.latent.mean.numel())
+        generator = seeded(generator, self.latent.mean.device)
+        return torch.poisson(at_least_float32(self.latent.sample(n, generator)).exp(), generator)
+
+    def distribution(self) -> dist.Distribution:
+        """Returns a mixture of Poissons at 65 rates for each output, or at the draws: batch (B,), event (C,)."""
+        rates, weights = (part.movedim(0, -1) for part in self._rates())
+        mixture = dist.MixtureSameFamily(
+            dist.Categorical(probs=weights.expand_as(rates)), dist.Poisson(rates.contiguous())
+        )
+        return dist.Independent(mixture, 1)
+
+    def __repr__(self) -> str:
+        inputs, outputs = self.latent.mean.shape
+        return f"CountPrediction({inputs} inputs, {outputs} outputs)"
+
+    def _rates(self) -> tuple[Tensor, Tensor]:
+        """Returns rates (S, B, C) and their weights (S, 1, 1), float64."""
+        draws = self.latent.draws
+        if draws is not None:
+            return draws.double().exp(), draws.new_full((len(draws), 1, 1), 1.0 / len(draws), dtype=torch.float64)
+        mean, variance = self.latent.mean.double(), self.latent.variance.double()
+        z = torch.linspace(-REACH, REACH, NODES, dtype=mean.dtype, device=mean.device)[:, None, None]
+        return (mean + (variance + LEAST_VARIANCE).sqrt() * z).exp(), (-0.5 * z.square()).softmax(0)
+
+    @torch.no_grad()
+    def _quantile(self, probability: float) -> Tensor:
+        """Returns the smallest counts with `P(y <= count) >= probability`, (B, C)."""
+        rates, weights = self._rates()
+        highest = rates.amax(0).clamp_max(1e15)
+        low, high = torch.full_like(highest, -1.0), (highest + 10.0 * highest.sqrt() + 40.0).floor()
+        for _ in range(STEPS):
+            middle = (0.5 * (low + high)).ceil().clamp_max(high - 1.0).clamp_min(0.0)
+            below = self._distribution_function(middle, rates, weights) < probability
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+            if bool((high - low <= 1.0).all()):
+                break
+        return high.to(self.mean)
+
+    def _distribution_function(self, counts: Tensor, rates: Tensor, weights: Tensor) -> Tensor:
+        """Returns `P(y <= k)`, (B, C), by `Q(k + 1, exp(f))`, the Poisson's, under the latent.
+
+        As `E[Q]` over the latent, and where that is wider than the step of Q, integrated by parts: the latent's own
+        distribution function averaged over `f = log g`, `g ~ Gamma(k + 1)`, where Q has its slope.
+        """
+        averaged = (weights * torch.special.gammaincc((counts + 1.0).expand_as(rates), rates)).sum(0)
+        if self.latent.draws is not None:
+            return averaged
+        mean, std = self.latent.mean.double(), (self.latent.variance.double() + LEAST_VARIANCE).sqrt()
+        f, log_step = _stretched((counts + 1.0).log(), (counts + 1.0).rsqrt())
+        log_density = (counts + 1.0) * f - f.exp() - torch.lgamma(counts + 1.0)
+        by_parts = ((log_density + log_step).exp() * torch.special.ndtr((f - mean) / std)).sum(0)
+        return torch.where(std * (counts + 1.0).sqrt() >= 1.0, by_parts, averaged)
+
+
+def _log_mass(f: Tensor, y: Tensor) -> Tensor:
+    """Returns `log Poisson(y; exp(f))`."""
+    return y * f - f.exp() - torch.lgamma(y + 1.0)
+
+
+def _stretched(centre: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns nodes `f = centre + width sinh(u)` (n, B, C), u from -5 to 5, and the logarithms of their steps df."""
+    u = torch.linspace(-5.0, 5.0, 101, dtype=centre.dtype, device=centre.device)[:, None, None]
+    return centre + width * u.sinh(), (0.1 * width * u.cosh()).log()
+
+
+def _log_predictive(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+    """Returns `log ∫ Poisson(y; exp(f)) N(f; m, v) df`, elementwise (B, C), float64; differentiable in m and v."""
+    variance = variance + LEAST_VARIANCE
+    with torch.no_grad():
+        mode = torch.maximum(mean, y.log()).clamp_max(300.0)  # right of the mode, from where Newton's steps only fall
+        for _ in range(STEPS):
+            rate = mode.exp()
+            mode = mode + ((mean - mode) / variance + y - rate) / (1.0 / variance + rate)
+        f, log_step = _stretched(mode, (1.0 / variance + mode.exp()).rsqrt())
+    log_prior = -0.5 * ((f - mean).square() / variance + (2.0 * math.pi * variance).log())
+    return (_log_mass(f, y) + log_prior + log_step).logsumexp(0)

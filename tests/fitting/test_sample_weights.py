@@ -1,0 +1,174 @@
+"""Sample weights: a weight of w is a sample shown w times, for every method and the tuning; 0 leaves it out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lapwing as lw
+from lapwing.covariance import PriorCovariance
+from lapwing.errors import LapwingError
+from lapwing.network.loaders import WeightedLoader
+from tests import oracle
+from tests.conformance import close, pack, setup
+
+WEIGHTS = torch.tensor([2.0, 0.0, 1.0, 3.0, 1.0, 1.0, 2.0, 0.0, 1.0], dtype=torch.float64)
+CUTS = (5, 3, 1)
+TIMES = WEIGHTS.long()
+METHODS = {
+    "full": lw.Full(),
+    "dual": lw.Full(form="dual"),
+    "diagonal": lw.Diagonal(),
+    "kfac": lw.KFAC(),
+    "reduce": lw.KFAC(weight_sharing="reduce"),
+    "ekfac": lw.EKFAC(),
+    "ella": lw.ELLA(rank=90, rows="all", residual="prior"),
+    "optimal": lw.OptimalSubspace(rank=90, rows="all", residual="prior"),
+    "subset of weights": lw.SubsetOfWeights(size=10),
+    "subset of data": lw.SubsetOfData(size=1000),
+}
+
+
+def weighted(problem, weights=WEIGHTS):
+    """Uneven batches (x, y, w)."""
+    batches, start = [], 0
+    for length in CUTS:
+        rows = slice(start, start + length)
+        x, y, w = oracle.take(problem.x, rows), problem.y[rows], weights[rows]
+        batches.append({**pack(x, y), "sample_weights": w} if isinstance(x, dict) else (*pack(x, y), w))
+        start += length
+    return batches
+
+
+def repeated(problem, weights=WEIGHTS):
+    """The same data with each sample as often as its weight says, in one batch."""
+    rows = torch.arange(9).repeat_interleave(weights.long())
+    return [pack(oracle.take(problem.x, rows), problem.y[rows])]
+
+
+def both(name, method, weights=WEIGHTS, **options):
+    problem = setup(name)
+    given = problem.fit(method, loader=weighted(problem, weights), sample_weights=True, **options)
+    return problem, given, problem.fit(method, loader=repeated(problem, weights), **options)
+
+
+def check_same(given, wanted, x, tolerance=1e-7):
+    """Asserts the same prior, noise, latent and evidence."""
+    for name in ("prior_precision", "noise_variance"):
+        value = getattr(given, name)
+        assert value == (None if value is None else pytest.approx(getattr(wanted, name), rel=tolerance))
+    close(given.latent(x).covariance, wanted.latent(x).covariance, tolerance)
+    if isinstance(given.covariance, PriorCovariance):
+        assert given.log_marginal_likelihood() == pytest.approx(wanted.log_marginal_likelihood(), rel=tolerance)
+
+
+@pytest.mark.parametrize("name", ["mlp", "bilinear", "cnn_bn_inplace", "gpt2", "tied", "transposed_conv"])
+@pytest.mark.parametrize("method", [pytest.param(value, id=key) for key, value in METHODS.items()])
+def test_a_weight_is_a_number_of_copies(name, method):
+    weights = WEIGHTS.clamp_min(1) if isinstance(method, lw.OptimalSubspace) else WEIGHTS  # its rows are of all samples
+    problem, given, wanted = both(name, method, weights)
+    check_same(given, wanted, problem.test)
+
+
+@pytest.mark.parametrize("method", [lw.Full(), lw.KFAC(), lw.Diagonal()], ids=repr)
+@pytest.mark.parametrize("name", ["mlp", "deep_linear", "mlp_scalar"])
+@pytest.mark.parametrize("tune", [lw.BoundedEvidence(), lw.Evidence()], ids=repr)
+def test_tuning_counts_weights(name, method, tune):
+    """δ, σ² and the width of regressions by leaving out; what the spread of classifiers costs."""
+    problem, given, wanted = both(name, method, prior_precision=None, likelihood=None, tune=tune)
+    check_same(given, wanted, problem.test, 1e-4)
+
+
+def test_points_and_steps_count_weights():
+    """VaLLA at the user's points, and every step down its two objectives where one batch is all data."""
+    problem = setup("mlp")
+    points = lw.InducingPoints(problem.x)
+    x, y = problem.x, problem.y
+    for fit in (lw.ClosedForm(), lw.NaturalGradient(3), lw.VariationalBound(3), lw.AlphaDivergence(steps=3)):
+        options = {"prior_precision": None, "tune": None}
+        given = problem.fit(lw.VaLLA(points, fit), loader=[(x, y, WEIGHTS)], sample_weights=True, **options)
+        wanted = problem.fit(lw.VaLLA(points, fit), loader=repeated(problem), **options)
+        if isinstance(fit, lw.AlphaDivergence):  # whose steps are as long as n says
+            close(given.history["objective"][:1], wanted.history["objective"][:1])
+            continue
+        if "objective" in given.history:
+            close(given.history["objective"], wanted.history["objective"], 1e-7)
+        close(given.latent(problem.test).covariance, wanted.latent(problem.test).covariance, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["mlp", "deep_linear"])
+def test_draws_and_fine_tuning_leave_out_a_weight_of_zero(name):
+    problem = setup(name)
+    x, y, w = problem.x, problem.y, (torch.arange(9) < 6).double()
+    few = [(x[:6], y[:6])]
+    for options in ({}, {"linearised_mode": True, "em_steps": 2}):
+        method = lw.SampledLLA(draws=4, **options)
+        given = problem.fit(method, loader=[(x, y, w)], sample_weights=True, prior_precision=None, likelihood=None)
+        wanted = problem.fit(method, loader=few, prior_precision=None, likelihood=None)
+        close(given.latent(problem.test).covariance, wanted.latent(problem.test).covariance, 1e-5)
+    method = lw.MeanField(steps=2, initial_std=1e-9)
+    given = problem.fit(method, loader=[(x, y, w)], sample_weights=True)
+    wanted = problem.fit(method, loader=few)
+    for name in ("mean", "noise_variance"):
+        if name in given.history:
+            close(given.history[name], wanted.history[name], 1e-6)
+    sums = [posterior.history["log_likelihood"] * n for posterior, n in ((given, 9), (wanted, 6))]
+    close(sums[0][:1], sums[1][:1], 1e-6)
+
+
+def test_temperature_scaling_counts_weights():
+    problem = setup("mlp")
+    given = problem.fit(lw.TemperatureScaling(), loader=weighted(problem), sample_weights=True)
+    wanted = problem.fit(lw.TemperatureScaling(), loader=repeated(problem))
+    assert given.logit_temperature == pytest.approx(wanted.logit_temperature)
+
+
+def test_fractions_against_the_dense_ggn():
+    """Any real weights: `G = Σ w JᵀΛJ`, `Σ w log p`, and the gradient of the evidence at the linearised mode."""
+    problem = setup("mlp")
+    w = torch.rand(9, generator=torch.Generator().manual_seed(0)).double()
+    posterior = problem.fit(lw.Full(), loader=weighted(problem, w), sample_weights=True)
+    G = oracle.ggn(problem.J, w[:, None, None] * problem.fisher)
+    covariance = oracle.laplace_covariance(G, 2.0)
+    close(posterior.latent(problem.test).covariance, oracle.output_covariance(problem.J_test, covariance))
+    logs = torch.log_softmax(problem.f, -1)[torch.arange(9), problem.y]
+    close(posterior.statistics["log_likelihood"], (w * logs).sum())
+    residual = torch.eye(3).double()[problem.y] - problem.f.softmax(-1)
+    gradient = torch.einsum("n,nc,ncp->p", w, residual, problem.J) - 2.0 * problem.theta
+    again = {"linearised_mode": True, "loader": weighted(problem, w), "sample_weights": True}
+    gain = posterior.log_marginal_likelihood(**again) - posterior.log_marginal_likelihood()
+    assert gain == pytest.approx(float(gradient @ covariance @ gradient) / 2)
+
+
+def test_without_the_option_the_third_entry_is_the_targets():
+    x = torch.randn(6, 3)
+    w = torch.tensor([1, 2, 1, 0, 1, 1])
+    model = nn.Linear(3, 2).eval()
+    with pytest.raises(LapwingError):
+        lw.fit(model, [(x, w % 2, w.float())], prior_precision=1.0)
+    lw.fit(model, [(x, w % 2, w)], prior_precision=1.0, sample_weights=True)  # whole numbers are fine
+
+
+@pytest.mark.parametrize(
+    ("w", "message"),
+    [
+        (torch.ones(5), "not one number for each of 6 samples"),
+        (-torch.ones(6), "negative, NaN or infinite for 6 samples"),
+        (torch.full((6,), torch.nan), "negative, NaN or infinite for 6 samples"),
+        (torch.zeros(6), "All sample weights are 0"),
+        (None, "holds no sample weights"),
+    ],
+)
+def test_bad_weights_are_refused(w, message):
+    x, y = torch.randn(6, 3), torch.arange(6) % 2
+    model = nn.Linear(3, 2).eval()
+    batch = (x, y) if w is None else (x, y, w)
+    with pytest.raises(LapwingError, match=message):
+        lw.fit(model, [batch], prior_precision=1.0, sample_weights=True)
+    assert not model.training
+    assert all(value.grad is None for value in model.parameters())
+
+
+def test_a_wrapped_loader_says_how_many_batches_it_has():
+    assert len(WeightedLoader([1, 2, 3])) == 3
