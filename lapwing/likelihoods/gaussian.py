@@ -23,7 +23,7 @@ from .targets import aligned_targets, check_real_targets
 
 
 @register
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Gaussian(Likelihood):
     """`y ~ N(f, σ² I)` with one σ² for all C outputs; Λ = I / σ², at unit noise I.
 
@@ -58,6 +58,11 @@ class Gaussian(Likelihood):
             )
         if value is not None:
             object.__setattr__(self, "noise_variance", float(value))  # numpy's numbers are no JSON
+
+    def __repr__(self) -> str:
+        """Names σ², and `missing` where it is on."""
+        option = ", missing=True" if self.missing else ""
+        return f"{type(self).__name__}(noise_variance={self.noise_variance}{option})"
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Checks real targets (B, C) or, when C = 1, (B,)."""
