@@ -91,6 +91,10 @@ class Likelihood(ABC):
         Sample n counts `weights[n]` times, once where weights (B,) are None.
         """
 
+    def ratios(self, like: Tensor) -> Tensor:
+        """Returns what multiplies σ² at each output (C,), for outputs (..., C): ones where all have the same noise."""
+        return like.new_ones(like.shape[-1])
+
     @property
     def plain(self) -> Likelihood:
         """The likelihood of predictions: without class weights, label smoothing and the like, which are of the loss."""
@@ -399,7 +403,9 @@ Kind = TypeVar("Kind", bound=type[Likelihood])
 REGISTERED: dict[str, type[Likelihood]] = {}
 """Names -> class."""
 
-OPTIONS = ("class_weights", "label_smoothing", "pos_weight", "soft_targets", "missing", "ignore_index")
+OPTIONS = (
+    "class_weights", "label_smoothing", "pos_weight", "soft_targets", "missing", "ignore_index", "noise_ratios",
+)  # fmt: skip
 """Options of the package's likelihoods that a file stores, beside the noise variance and the logit temperature."""
 
 
