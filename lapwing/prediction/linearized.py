@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from math import isqrt
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from ..network import batches
 from ..network.gate import Checked
 from ..network.generic import DIRECTIONS, WeightProducts
 from ..network.tracing import wants_gradient
-from ..tangent import Record, Tangent, split
+from ..tangent import Record, Tangent, Vectors, split
 from .positions import at_positions, draws_at_positions
 from .uncertain import carried, separate
 from .way import Way
@@ -265,8 +266,8 @@ def latent_of_draws(
 ) -> LinearDraws | LatentAtPositions | None:
     """Returns `N(f(x, θ̂), 1/S Σ_s d_s d_sᵀ)` with `d_s = J(x)(θ_s - θ̂)`, or None where no route gives such products.
 
-    Weights are drawn a group at a time, as many as fit a quarter of the memory budget, and each group goes through all
-    inputs. What is a covariance of few draws itself, as that of `lw.SampledLLA`, gives no more than those.
+    Weights are drawn a group at a time, and each group goes through all inputs. What is a covariance of few draws
+    itself, as that of `lw.SampledLLA`, gives no more than those.
     """
     checked = tangent.check(inputs)
     count = min(draws, covariance.count) if isinstance(covariance, Draws) else draws
@@ -276,22 +277,42 @@ def latent_of_draws(
     mean = torch.cat([tangent.call_with({}, chunk.inputs).to(tangent.dtype) for _, chunk in chunks])
     batches.check_outputs(mean, "these inputs")
     products = [WeightProducts(tangent.call_with, tangent.parameters) for _ in chunks]
-    generator = torch.Generator(covariance.device).manual_seed(seed)
-    group = max(1, min(count, tangent.memory // (4 * tangent.size * tangent.dtype.itemsize)))
     whole = None
-    for start in range(0, count, group):
-        stop = min(start + group, count)
-        steps = split(tangent.blocks, covariance.sample(stop - start, generator))
+    for group, steps in _weight_draws(tangent, covariance, count, seed):
         for product, (rows, chunk) in zip(products, chunks, strict=True):
-            part = product(steps, chunk.inputs)
+            part = product(split(tangent.blocks, steps), chunk.inputs)
             if part is None:
                 return None
             if len(part) == count and len(chunks) == 1:
                 return draws_at_positions(tangent, LinearDraws(mean, part.to(tangent.dtype), joint), checked.inputs)
             whole = mean.new_empty(count, *mean.shape) if whole is None else whole
-            whole[start:stop, rows] = part.to(tangent.dtype)
+            whole[group, rows] = part.to(tangent.dtype)
     assert whole is not None
     return draws_at_positions(tangent, LinearDraws(mean, whole, joint), checked.inputs)
+
+
+_KEPT: WeakKeyDictionary[Covariance, tuple[int, int, Vectors]] = WeakKeyDictionary()
+"""Covariance -> how many weights were drawn, by which seed, and the draws."""
+
+
+def _weight_draws(tangent: Tangent, covariance: Covariance, count: int, seed: int) -> Iterator[tuple[slice, Vectors]]:
+    """Yields groups of draws of `N(0, Σ)`, as many as fit half of the memory budget.
+
+    Draws that fit a quarter of it are kept for the next prediction of the posterior: of wide layers they cost more than
+    what they are multiplied with.
+    """
+    generator = torch.Generator(covariance.device).manual_seed(seed)
+    bytes_each = tangent.size * tangent.dtype.itemsize
+    if 4 * count * bytes_each > tangent.memory:
+        length = max(1, tangent.memory // (2 * bytes_each))
+        for start in range(0, count, length):
+            stop = min(start + length, count)
+            yield slice(start, stop), covariance.sample(stop - start, generator)
+        return
+    kept = _KEPT.get(covariance)
+    if kept is None or kept[:2] != (count, seed):
+        kept = _KEPT[covariance] = count, seed, covariance.sample(count, generator)
+    yield slice(0, count), kept[2]
 
 
 def _of_weights(
