@@ -21,7 +21,9 @@ class Unmoved(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm = nn.ConvTranspose2d(1, 4, 2, stride=2), nn.InstanceNorm2d(4)
+        up = nn.ConvTranspose2d(1, 4, 2, stride=2)
+        self.up = nn.utils.parametrizations.weight_norm(up)
+        self.norm = nn.InstanceNorm2d(4)
         self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,7 +36,7 @@ def test_gradients_that_are_nothing_but_rounding(seed: int, dtype: torch.dtype) 
     torch.manual_seed(seed)
     model, x = Unmoved().to(dtype).eval(), torch.randn(20, 1, 5, 5, dtype=dtype)
     tangent = Tangent.survey(model, x, EVERY)
-    record, names = tangent.record(x), ["up.weight", "up.bias"]
+    record, names = tangent.record(x), ["up.parametrizations.weight.original1", "up.bias"]
     found = torch.cat([record[name].rows() for name in names], -1)
     wanted = oracle.jacobian(model.double(), x.double(), names)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max()))

@@ -22,7 +22,7 @@ OTHER_USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "chunk": lambda w, e: torch.cat([F.linear(e, part) for part in w.chunk(2)], -1),
     "cat": lambda w, e: F.linear(e, torch.cat([w])),
     "stack": lambda w, e: e @ torch.stack([w])[0],
-    "from the left": lambda w, e: (w @ e.T).T,
+    "from the left": lambda w, e: (w.clone() @ e.T).T,
     "unbind": lambda w, e: torch.stack([(e * row).sum(-1) for row in w.unbind(0)], -1),
     "rows": lambda w, e: torch.stack([(e * row).sum(-1) for row in w], -1),
     "einsum": lambda w, e: torch.einsum("bi,oi->bo", [e, w]),
@@ -81,6 +81,24 @@ def test_another_use_without_gradient_on_the_first_batch_is_seen(name: str, froz
     parts = dict(zip(names, rows.split(sizes, -1), strict=True))
     shaped = {name: part.unflatten(-1, tangent.parameters[name].shape) for name, part in parts.items()}
     torch.testing.assert_close(tangent.record(some).rows(), torch.cat([b.join(shaped) for b in tangent.blocks], -1))
+
+
+def test_a_product_from_the_left_without_gradient_on_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its samples lie on another dimension than the first, which nothing showed; no row is lost."""
+    monkeypatch.setitem(OTHER_USES, "a covered one", lambda w, e: (w @ e.T).T)
+    model, shut, some = gated("a covered one", False, always=True)
+    tangent = Tangent.survey(model, shut, EVERY)
+    assert not tangent.coverage.generic
+    names = [name for block in tangent.blocks for name in block.parameters]
+    for n in (2, 5, 6):
+        part = tuple(value[:n] for value in some)
+        rows = torch.cat([oracle.jacobian(model, (part[0][i : i + 1], part[1][i : i + 1]), names) for i in range(n)])
+        sizes = [tangent.parameters[name].numel() for name in names]
+        parts = dict(zip(names, rows.split(sizes, -1), strict=True))
+        shaped = {name: value.unflatten(-1, tangent.parameters[name].shape) for name, value in parts.items()}
+        wanted = torch.cat([block.join(shaped) for block in tangent.blocks], -1)
+        found = torch.cat([record.rows() for _, record in tangent.records(part)])
+        torch.testing.assert_close(found, wanted)
 
 
 def test_attention_that_crosses_on_later_batches_is_refused() -> None:

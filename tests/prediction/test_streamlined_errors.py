@@ -50,6 +50,23 @@ def test_control_flow_on_data_is_named():
     refuse(Branching(), torch.ones(3, 4, dtype=F64), "torch.export cannot read the forward of Branching")
 
 
+class Packed(nn.Module):
+    """Sequences of unequal length: packing reads their lengths as numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.GRU(4, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x):
+        lengths = (x[..., 0] != 0).sum(1).cpu()
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.head(self.layer(packed)[1][0])
+
+
+def test_packed_sequences_are_no_fault_of_the_inputs():
+    refuse(Packed(), torch.ones(3, 5, 4, dtype=F64), "torch.export cannot read the forward of Packed")
+
+
 @pytest.mark.parametrize("mode", ["diagonal", "full"])
 @pytest.mark.parametrize("name", ["tied", "shared_module", "functional_reuse"])
 def test_shared_weights_are_named(name, mode):

@@ -33,10 +33,15 @@ class EinsumUse(Use):
         assert g is not None  # only linear layers are read as outputs
         of_inputs, of_weight, of_out = self.letters
         batch, cotangent, place = [letter for letter in LETTERS if letter not in of_inputs + of_weight + of_out][:3]
-        x, g = axis.front(self.inputs, samples), axis.front(g, samples, 1)  # (B, ...), (R, B, ...)
-        within = of_out[axis.axis]  # the samples' letter, which stands for the positions beside them, or is gone
-        kept = "" if self.inputs.shape[axis.axis] == samples else place
-        of_inputs, of_out = (of.replace(within, kept) for of in (of_inputs, of_out))
+        if samples == 1:
+            x, g = self.inputs.unsqueeze(0), g.unsqueeze(1)
+        else:
+            within = of_out[axis.axis]  # the samples' letter, which stands for the positions beside them, or is gone
+            if within not in of_inputs or within in of_weight:  # no samples are there, and without gradients none show
+                return Rows(g.new_zeros(samples, len(g), self.parameters["weight"].numel(), dtype=dtype))
+            kept = "" if self.inputs.shape[axis.axis] == samples else place
+            of_inputs, of_out = (of.replace(within, kept) for of in (of_inputs, of_out))
+            x, g = axis.front(self.inputs, samples), axis.front(g, samples, 1)  # (B, ...), (R, B, ...)
         product = f"{batch}{of_inputs},{cotangent}{batch}{of_out}->{batch}{cotangent}{of_weight}"
         return Rows(torch.einsum(product, x.to(dtype), g.to(dtype)).flatten(2))
 

@@ -159,7 +159,7 @@ def _read(tangent: Tangent, inputs: Any) -> Graph:
         example = batches.take(inputs, torch.zeros(2, dtype=torch.long, device=tangent.device))
     wrapped = _Outputs(tangent.model, tangent.forward)
     wrapped.training = tangent.model.training  # train() would reach into the network
-    failure: Exception | None = None
+    failure: BaseException | None = None
     for dynamic in (True, False):
         batch = example if dynamic else inputs
         try:
@@ -169,9 +169,10 @@ def _read(tangent: Tangent, inputs: Any) -> Graph:
             if graph.accepts(inputs) and _agrees(tangent, graph, batch):
                 return graph
         except Exception as error:  # whatever the network's code raises when it meets shapes without numbers
-            if isinstance(error, LapwingError) and dynamic is False:
+            cause = error.__cause__ if isinstance(error, LapwingError) else error  # what the network's own code raised
+            if cause is None and dynamic is False:
                 raise
-            failure = error
+            failure = error if cause is None else cause
     problem = "Its outputs are others than the network's."
     if failure is not None:
         problem = f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}"
