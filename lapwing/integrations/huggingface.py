@@ -15,6 +15,7 @@ import lapwing as lw
 
 from ..errors import LapwingError, extra, shown
 from ..tangent import Tangent
+from ._modes import eval_mode
 
 IGNORED = -100
 """The label of tokens that do not count."""
@@ -51,13 +52,8 @@ def fit_trainer(
     if validation is not None:
         options["validation"] = trainer.get_test_dataloader(validation)
     model, loader = trainer.model, trainer.get_test_dataloader(trainer.train_dataset)
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with eval_mode(model):
         return lw.fit(model, loader, method, **options)
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 @dataclass(frozen=True, eq=False)
