@@ -229,14 +229,8 @@ class LaplaceRegressor(base.RegressorMixin, _LaplaceEstimator):
         module: the network, which is copied, or a function `(features, outputs)` that makes one. It returns (n, 1), or
             (n, k) for k targets a row. None makes a perceptron with two hidden layers of 50 units.
         epochs: passes of training; 0 leaves the weights as they are: the network then predicts y in its units.
-        learning_rate: of AdamW.
-        weight_decay: of AdamW.
-        batch_size: of the training.
-        method: as in `lw.fit`.
-        params: as in `lw.fit`.
-        validation_fraction: share of the data that is not trained on and calibrates the posterior, as `validation=` of
-            `lw.fit` does; 0 holds out nothing.
-        random_state: a seed or a numpy `RandomState`, of the weights that are drawn, the training and the fit.
+        learning_rate, weight_decay, batch_size, method, params, validation_fraction, random_state: as in
+            `LaplaceClassifier`.
 
     Attributes:
         module_: the trained copy, in eval mode; it predicts `(y - shift_) / scale_`.
