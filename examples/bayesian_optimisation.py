@@ -32,7 +32,7 @@ def posterior_of(x: Tensor, y: Tensor) -> lw.Posterior:
     """Trains a small network from the beginning, and fits its posterior."""
     network = nn.Sequential(nn.Linear(2, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1)).double()
     optimiser = torch.optim.AdamW(network.parameters(), lr=1e-2, weight_decay=1e-3)
-    for _ in range(400):
+    for _ in range(300):
         optimiser.zero_grad()
         nn.functional.mse_loss(network(x), y).backward()
         optimiser.step()

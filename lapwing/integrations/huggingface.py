@@ -5,16 +5,18 @@ Models, batches and padding need nothing of this file: `lw.fit(model, loader)` t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import lapwing as lw
 
 from ..errors import LapwingError, extra, shown
 from ..tangent import Tangent
+from ._modes import eval_mode
 
 IGNORED = -100
 """The label of tokens that do not count."""
@@ -25,8 +27,9 @@ def fit_trainer(
 ) -> lw.Posterior:
     """Fits a posterior to what a `transformers.Trainer` trained, on its training data.
 
-    The samples come in their order, in batches of the trainer's evaluation, through its collator; the model is in eval
-    mode for the fit, and as before after it. Call `model.eval()` before predictions.
+    The samples come in their order, in batches of the trainer's evaluation, through its collator, those of a causal
+    language model as `NextTokens`. The model is in eval mode for the fit, and as before after it: call `model.eval()`
+    before predictions.
 
     Args:
         trainer: a `transformers.Trainer` with a `train_dataset`, after `train()`.
@@ -48,16 +51,46 @@ def fit_trainer(
         )
     if trainer.train_dataset is None:
         raise LapwingError("The trainer has no train_dataset. Pass Trainer(model, ..., train_dataset=dataset).")
+    model = trainer.model
+    name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__  # beneath adapters
+    causal = name.endswith(("ForCausalLM", "LMHeadModel"))
+
+    def loader(dataset: Any) -> Any:
+        batches = trainer.get_test_dataloader(dataset)
+        return NextTokens(batches) if causal else batches
+
     if validation is not None:
-        options["validation"] = trainer.get_test_dataloader(validation)
-    model, loader = trainer.model, trainer.get_test_dataloader(trainer.train_dataset)
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        return lw.fit(model, loader, method, **options)
-    finally:
-        for module, training in modes.items():
-            module.training = training
+        options["validation"] = loader(validation)
+    with eval_mode(model):
+        return lw.fit(model, loader(trainer.train_dataset), method, **options)
+
+
+@dataclass(frozen=True)
+class NextTokens:
+    """A loader of texts whose labels are moved by one: a causal language model predicts the token that follows.
+
+    `y_t = labels_(t+1)`, and -100 at the end of a text, which does not count. The model moves them itself only for its
+    loss; its outputs (B, T, V), and so lapwing, take these.
+
+    Args:
+        loader: an iterable of dicts with `labels` (B, T), as `DataCollatorForLanguageModeling(tokenizer, mlm=False)`
+            makes them.
+
+    Raises:
+        LapwingError: for batches without such labels.
+    """
+
+    loader: Iterable[Mapping[str, Any]]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self.loader:
+            labels = batch.get("labels") if isinstance(batch, Mapping) else None
+            if not isinstance(labels, Tensor) or labels.ndim != 2:
+                raise LapwingError(
+                    "NextTokens needs dicts with labels of shape (batch, tokens). Set labels to the input_ids, and to "
+                    "-100 at padding."
+                )
+            yield {**batch, "labels": torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)}
 
 
 @dataclass(frozen=True, eq=False)

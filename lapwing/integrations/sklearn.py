@@ -36,7 +36,7 @@ class _LaplaceEstimator(base.BaseEstimator):
         batch_size: int = 32,
         method: lw.Method | None = None,
         params: Any = None,
-        validation_fraction: float = 0.0,
+        validation_fraction: float | None = None,
         random_state: Any = None,
     ) -> None:
         self.module = module
@@ -66,10 +66,12 @@ class _LaplaceEstimator(base.BaseEstimator):
                 width = self._outputs(x[:1]).shape[1]
             targets, likelihood, loss = self._task(y, width)
             targets, train, held_out = targets.to(x.device), torch.arange(len(x)), None
-            if self.validation_fraction:
-                train, rows = split_arrays(
-                    train, test_size=self.validation_fraction, random_state=seed, stratify=labels
-                )
+            share = self.validation_fraction
+            if share is None:  # a network that is trained already has met these rows
+                few = labels is None or len(x) < 1000 or np.bincount(labels).min() < 10
+                share = 0.0 if few or not self.epochs else 0.1
+            if share:
+                train, rows = split_arrays(train, test_size=share, random_state=seed, stratify=labels)
                 held_out = x[rows], targets[rows]
             x, targets = x[train], targets[train]
             self._train(x, targets, loss)
@@ -85,7 +87,7 @@ class _LaplaceEstimator(base.BaseEstimator):
                 raise LapwingError(
                     f"{name}={shown(value)} is not a whole number of at least {low}. Write {name}={max(low, 10)}."
                 )
-        fraction = self.validation_fraction
+        fraction = 0 if self.validation_fraction is None else self.validation_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 <= fraction < 1:
             raise LapwingError(
                 f"validation_fraction={shown(fraction)} is not a number from 0 to 1. Write validation_fraction=0.2, or "
@@ -150,8 +152,9 @@ class LaplaceClassifier(base.ClassifierMixin, _LaplaceEstimator):
         batch_size: of the training.
         method: as in `lw.fit`.
         params: as in `lw.fit`.
-        validation_fraction: share of the data that is not trained on and calibrates the posterior, as `validation=` of
-            `lw.fit` does; 0 holds out nothing.
+        validation_fraction: share of each class that is not trained on and calibrates the probabilities, as
+            `validation=` of `lw.fit` does. None is 0.1 where `fit` trains on at least 1 000 rows, 10 of each class, and
+            else 0.
         random_state: a seed or a numpy `RandomState`, of the weights that are drawn, the training and the fit.
 
     Attributes:
@@ -229,14 +232,9 @@ class LaplaceRegressor(base.RegressorMixin, _LaplaceEstimator):
         module: the network, which is copied, or a function `(features, outputs)` that makes one. It returns (n, 1), or
             (n, k) for k targets a row. None makes a perceptron with two hidden layers of 50 units.
         epochs: passes of training; 0 leaves the weights as they are: the network then predicts y in its units.
-        learning_rate: of AdamW.
-        weight_decay: of AdamW.
-        batch_size: of the training.
-        method: as in `lw.fit`.
-        params: as in `lw.fit`.
-        validation_fraction: share of the data that is not trained on and calibrates the posterior, as `validation=` of
-            `lw.fit` does; 0 holds out nothing.
-        random_state: a seed or a numpy `RandomState`, of the weights that are drawn, the training and the fit.
+        learning_rate, weight_decay, batch_size, method, params, random_state: as in `LaplaceClassifier`.
+        validation_fraction: share of the data that is not trained on and tunes the posterior; None is 0, since
+            leave-one-out predictions tune a regression.
 
     Attributes:
         module_: the trained copy, in eval mode; it predicts `(y - shift_) / scale_`.

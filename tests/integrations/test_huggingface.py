@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lapwing.integrations.huggingface import fit_trainer, score_tokens
+from lapwing.integrations.huggingface import NextTokens, fit_trainer, score_tokens
 
 
 def last_logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
@@ -157,3 +157,57 @@ def test_adapters_over_a_base_in_eight_bits() -> None:
         precision += jacobians[-1].T @ (p.diag() - torch.outer(p, p)) @ jacobians[-1]
     covariance = torch.stack([jacobian @ torch.linalg.inv(precision) @ jacobian.T for jacobian in jacobians])
     assert torch.allclose(posterior.latent(x).covariance, covariance, rtol=1e-3, atol=1e-4)
+
+
+def test_next_tokens_moves_labels() -> None:
+    batch = {"input_ids": torch.tensor([[4, 5, 6], [7, 8, 0]]), "labels": torch.tensor([[4, 5, 6], [7, 8, -100]])}
+    loader = NextTokens([batch, batch])
+    for _ in range(2):  # passes over the data
+        first, second = loader
+        assert first["labels"].tolist() == second["labels"].tolist() == [[5, 6, -100], [8, -100, -100]]
+        assert first["input_ids"] is batch["input_ids"]
+    assert batch["labels"][0, 0] == 4
+    for wrong in ({"input_ids": batch["input_ids"]}, {"labels": torch.zeros(3)}, torch.zeros(3, 4)):
+        with pytest.raises(lw.LapwingError, match="NextTokens needs dicts"):
+            list(NextTokens([wrong]))
+
+
+@pytest.mark.skipif(not hasattr(lw.Categorical, "ignore_index"), reason="needs outputs with positions")
+@pytest.mark.filterwarnings("ignore")
+def test_a_causal_language_model_is_fitted_at_every_token(tmp_path: Path) -> None:
+    """In float64 against dense algebra: each token that another one follows is a sample of the last layer."""
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    config = GPT2Config(
+        vocab_size=7,
+        n_embd=4,
+        n_layer=1,
+        n_head=1,
+        n_positions=9,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=False,
+    )
+    model, texts = GPT2LMHeadModel(config).double(), torch.randint(7, (5, 6))
+    labels = texts.clone()
+    labels[2, 3:] = -100
+    rows = [{"input_ids": text, "labels": label} for text, label in zip(texts, labels, strict=True)]
+    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, per_device_eval_batch_size=3)
+    trainer = Trainer(model, arguments, train_dataset=rows)
+    posterior = fit_trainer(trainer, lw.Full(), params=lw.last_layer, prior_precision=2.0)
+    model.eval()
+    with torch.no_grad():
+        features = model.transformer(texts).last_hidden_state
+    precision = 2.0 * torch.eye(28, dtype=torch.float64)
+    for text in range(5):
+        for place in range(5):
+            if labels[text, place + 1] >= 0:
+                a = features[text, place]
+                p = model.lm_head(a).detach().softmax(0)
+                precision += torch.kron(p.diag() - torch.outer(p, p), torch.outer(a, a))
+    root = torch.kron(torch.eye(7, dtype=torch.float64), features[0, 1])
+    latent = posterior.latent({"input_ids": texts})
+    assert latent.mean.shape == (5, 6, 7)
+    variance = (root.reshape(7, 28) @ torch.linalg.inv(precision) @ root.reshape(7, 28).T).diagonal()
+    assert torch.allclose(latent.variance[0, 1], variance)

@@ -10,7 +10,12 @@ import pytest
 
 PAGES = Path(__file__).parents[2] / "docs" / "integrations"
 BLOCK = re.compile(r"(?:<!-- needs (\w+) -->\s+)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PACKAGES = {"huggingface.md": ("transformers",), "sklearn.md": ("sklearn", "pandas")}
+PACKAGES = {
+    "botorch.md": ("botorch",),
+    "huggingface.md": ("transformers",),
+    "lightning.md": ("lightning",),
+    "sklearn.md": ("sklearn", "pandas"),
+}
 
 
 @pytest.mark.slow

@@ -1,0 +1,86 @@
+"""A Lightning callback that fits a posterior at the end of the training: `LaplaceCallback`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lapwing as lw
+
+from ..errors import LapwingError, extra
+from ._modes import eval_mode
+
+_Callback: Any = extra("lightning.pytorch").Callback
+
+
+class LaplaceCallback(_Callback):
+    """Fits a posterior when `trainer.fit` ends, on the training data of its loader or data module.
+
+    The module is in eval mode for the fit and as before after it: call `module.eval()` before predictions. After a
+    training on a GPU the posterior is there too, while Lightning moves the module to the CPU: call `module.cuda()`, or
+    `lw.load` the file. Where the trainer writes checkpoints, the posterior is saved beside them. It is that of the
+    weights at the end of the training, so `lw.load` refuses it for those of an earlier checkpoint.
+
+    Args:
+        method: as in `lw.fit`.
+        network: the name of the submodule to treat, such as "model"; None for the Lightning module, whose `forward`
+            then gives the outputs.
+        validation: whether the validation data of the trainer tune the posterior, as `validation=` of `lw.fit`.
+        filename: of the posterior beside the checkpoints; None for no file.
+        options: further ones of `lw.fit`, such as `params=lw.last_layer`.
+
+    Attributes:
+        posterior: the `lw.Posterior`; None before the end of the training.
+
+    Raises:
+        LapwingError: before the training, for several processes; after it, as `lw.fit`.
+
+    Cost: that of `lw.fit`, after the training.
+    """
+
+    def __init__(
+        self,
+        method: lw.Method | None = None,
+        *,
+        network: str | None = None,
+        validation: bool = False,
+        filename: str | None = "posterior.safetensors",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.method, self.network, self.validation, self.filename = method, network, validation, filename
+        self.options = options
+        self.posterior: lw.Posterior | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuses what would fail after the training."""
+        if trainer.world_size > 1:
+            raise LapwingError(
+                f"LaplaceCallback fits in one process, and the trainer has {trainer.world_size}, each with a share of "
+                "the data. Leave the callback out, and call lw.fit(model, loader) after the training."
+            )
+        self._treated(pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Fits and saves."""
+        model, options = self._treated(pl_module), dict(self.options)
+        if self.validation:
+            options["validation"] = trainer.val_dataloaders
+        with eval_mode(model):
+            self.posterior = lw.fit(model, trainer.train_dataloader, self.method, **options)
+            checkpoints = trainer.checkpoint_callback
+            if self.filename is not None and checkpoints is not None and checkpoints.dirpath is not None:
+                folder = Path(checkpoints.dirpath)
+                folder.mkdir(parents=True, exist_ok=True)
+                self.posterior.save(folder / self.filename)
+
+    def _treated(self, pl_module: Any) -> Any:
+        if self.network is None:
+            return pl_module
+        try:
+            return pl_module.get_submodule(self.network)
+        except AttributeError as error:
+            raise LapwingError(
+                f"{type(pl_module).__name__} has no submodule {self.network!r}. Write network='model' for self.model, "
+                "or leave network out for the module itself."
+            ) from error
