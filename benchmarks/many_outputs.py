@@ -1,8 +1,8 @@
 """What error bars of very many outputs cost, as ratios to a plain forward pass of the same batch in the same run.
 
 Variances by `lw.Linearized(draws=16)`, in total and for each draw, beside the exact ones where these can be waited for;
-and ten of 1 000 classes by `lw.Linearized(outputs=10)`, beside all of them. Random weights and inputs: cost does not depend on
-them.
+and ten of 1 000 classes by `lw.Linearized(outputs=10)`, beside all of them. Random weights and inputs: cost does not
+depend on them.
 
     python -m benchmarks.many_outputs
 """

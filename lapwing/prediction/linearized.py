@@ -133,8 +133,8 @@ class Linearized(Way):
         mean, added = carried(tangent, values, spreads, wants_gradient(values))
         batches.check_outputs(mean, "these inputs")
         if not tangent.blocks:
-            terms = (DenseTerm(added),) if selection is None else (DenseTerm(added).selected(selection.of(mean)),)
-            return _latent(mean, terms, selection)
+            terms = (DenseTerm(added),)
+            return Latent(mean, terms) if selection is None else _selected(mean, terms, selection, late=True)
         latent = _of_weights(tangent, covariance, checked, joint, selection)
         if selection is not None:  # as the recorded pass ordered them
             added = selected(added, latent.outputs if isinstance(latent, SelectedLatent) else selection.of(mean))
@@ -220,7 +220,9 @@ class Selection:
     def of(self, means: Tensor) -> Tensor:
         """Returns the outputs (B, k), largest first where they are not listed, at means (B, C)."""
         if self.listed is None:
-            return means.detach().double().topk(self.columns, -1).indices  # the same order in every dtype
+            means = means.detach()
+            means = means.float() if means.dtype.itemsize < 4 else means  # as in a record: ties keep their order
+            return means.topk(self.columns, -1).indices
         return torch.tensor(self.listed, device=means.device).expand(len(means), -1)
 
     def __call__(self, means: Tensor) -> Tensor:
@@ -229,11 +231,11 @@ class Selection:
         return hot.scatter_(1, self.of(means).unsqueeze(1), 1.0)
 
 
-def _latent(mean: Tensor, terms: tuple[Term, ...], selection: Selection | None) -> Latent:
-    """Returns the latent of means (B, C) and terms, which are of the selected outputs alone."""
-    if selection is None:
-        return Latent(mean, terms)
+def _selected(mean: Tensor, terms: tuple[Term, ...], selection: Selection, late: bool) -> SelectedLatent:
+    """Returns the latent of the selected outputs, of means (B, C) and terms of these, or of all where it is `late`."""
     outputs = selection.of(mean)
+    if late:
+        terms = tuple(term.selected(outputs) for term in terms)
     return SelectedLatent(mean.gather(1, outputs), terms, outputs=outputs, every_mean=mean)
 
 
@@ -307,19 +309,15 @@ def _of_weights(
     cotangents = None if late else selection
     rows = tangent.outputs if cotangents is None else cotangents.columns
 
-    def terms(record: Record) -> tuple[Term, ...]:
-        every = tuple(term.to(tangent.dtype) for term in covariance.output_covariance(record))
-        if not late or selection is None:
-            return every
-        outputs = selection.of(record.outputs)
-        return tuple(term.selected(outputs) for term in every)
+    def part(record: Record) -> Latent:
+        terms = tuple(term.to(tangent.dtype) for term in covariance.output_covariance(record))
+        if selection is None:
+            return Latent(record.outputs, terms)
+        return _selected(record.outputs, terms, selection, late)
 
-    parts = (
-        _latent(record.outputs, terms(record), selection)
-        for _, record in tangent.records(
-            checked, cotangents, dtype=dtype, scratch_per_sample=rows * covariance.scratch_per_row
-        )
-    )
+    scratch = rows * covariance.scratch_per_row
+    records = tangent.records(checked, cotangents, dtype=dtype, scratch_per_sample=scratch)
+    parts = (part(record) for _, record in records)
     return Latent.gather(parts, checked.samples)
 
 
