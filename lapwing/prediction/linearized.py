@@ -26,6 +26,7 @@ from ..covariance import (
 )
 from ..covariance.terms import DenseTerm, selected
 from ..errors import LapwingError, shown
+from ..jacobian.jacobian import SLICE_BYTES
 from ..linalg import check_memory
 from ..network import batches
 from ..network.gate import Checked
@@ -255,7 +256,7 @@ def latent_of_draws(
     checked = tangent.check(inputs)
     count = min(draws, covariance.count) if isinstance(covariance, Draws) else draws
     check_memory(f"lw.Linearized(draws={draws})", count, checked.samples * tangent.outputs)
-    chunks = list(checked.chunks(tangent.chunk_length(DIRECTIONS)))
+    chunks = list(checked.chunks(_length(tangent)))
     mean = torch.cat([tangent.call_with({}, chunk.inputs).to(tangent.dtype) for _, chunk in chunks])
     batches.check_outputs(mean, "these inputs")
     products = [WeightProducts(tangent.call_with, tangent.parameters) for _ in chunks]
@@ -271,6 +272,17 @@ def latent_of_draws(
             whole[group, rows] = part.to(tangent.dtype)
     assert whole is not None
     return LinearDraws(mean, whole, joint)
+
+
+def _length(tangent: Tangent) -> int:
+    """Returns how many samples go through forward mode at once.
+
+    Their tangents fit the budget, and a slice of 16 MiB, which takes half the time of larger ones for convolutions;
+    unless the weights are more numbers, all of which each chunk reads.
+    """
+    largest = max([tangent.outputs, *(out for out, _ in tangent.plan.sizes)])
+    length = SLICE_BYTES // (DIRECTIONS * largest * tangent.dtype.itemsize)
+    return max(1, min(tangent.chunk_length(DIRECTIONS), max(length, tangent.size // largest)))
 
 
 _KEPT: WeakKeyDictionary[Covariance, tuple[int, int, Vectors]] = WeakKeyDictionary()
