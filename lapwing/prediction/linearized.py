@@ -27,6 +27,7 @@ from ..covariance import (
 from ..covariance.positions import LatentAtPositions
 from ..covariance.terms import DenseTerm, selected
 from ..errors import LapwingError, shown
+from ..jacobian.jacobian import SLICE_BYTES
 from ..linalg import check_memory
 from ..network import batches
 from ..network.gate import Checked
@@ -138,8 +139,8 @@ class Linearized(Way):
         mean, added = carried(tangent, values, spreads, wants_gradient(values))
         batches.check_outputs(mean, "these inputs")
         if not tangent.blocks:
-            terms = (DenseTerm(added),) if selection is None else (DenseTerm(added).selected(selection.of(mean)),)
-            return _latent(mean, terms, selection)
+            terms = (DenseTerm(added),)
+            return Latent(mean, terms) if selection is None else _selected(mean, terms, selection, late=True)
         latent = _of_weights(tangent, covariance, checked, joint, selection)
         if selection is not None:  # as the recorded pass ordered them
             added = selected(added, latent.outputs if isinstance(latent, SelectedLatent) else selection.of(mean))
@@ -239,7 +240,9 @@ class Selection:
     def of(self, means: Tensor) -> Tensor:
         """Returns the outputs (B, k), largest first where they are not listed, at means (B, C)."""
         if self.listed is None:
-            return means.detach().double().topk(self.columns, -1).indices  # the same order in every dtype
+            means = means.detach()
+            means = means.float() if means.dtype.itemsize < 4 else means  # as in a record: ties keep their order
+            return means.topk(self.columns, -1).indices
         return torch.tensor(self.listed, device=means.device).expand(len(means), -1)
 
     def __call__(self, means: Tensor) -> Tensor:
@@ -248,11 +251,11 @@ class Selection:
         return hot.scatter_(1, self.of(means).unsqueeze(1), 1.0)
 
 
-def _latent(mean: Tensor, terms: tuple[Term, ...], selection: Selection | None) -> Latent:
-    """Returns the latent of means (B, C) and terms, which are of the selected outputs alone."""
-    if selection is None:
-        return Latent(mean, terms)
+def _selected(mean: Tensor, terms: tuple[Term, ...], selection: Selection, late: bool) -> SelectedLatent:
+    """Returns the latent of the selected outputs, of means (B, C) and terms of these, or of all where it is `late`."""
     outputs = selection.of(mean)
+    if late:
+        terms = tuple(term.selected(outputs) for term in terms)
     return SelectedLatent(mean.gather(1, outputs), terms, outputs=outputs, every_mean=mean)
 
 
@@ -273,7 +276,7 @@ def latent_of_draws(
     count = min(draws, covariance.count) if isinstance(covariance, Draws) else draws
     positions = 1 if tangent.positions is None else tangent.positions.count
     check_memory(f"lw.Linearized(draws={draws})", count, checked.samples * tangent.outputs * positions)
-    chunks = list(checked.chunks(tangent.chunk_length(DIRECTIONS)))
+    chunks = list(checked.chunks(_length(tangent)))
     mean = torch.cat([tangent.call_with({}, chunk.inputs).to(tangent.dtype) for _, chunk in chunks])
     batches.check_outputs(mean, "these inputs")
     products = [WeightProducts(tangent.call_with, tangent.parameters) for _ in chunks]
@@ -289,6 +292,17 @@ def latent_of_draws(
             whole[group, rows] = part.to(tangent.dtype)
     assert whole is not None
     return draws_at_positions(tangent, LinearDraws(mean, whole, joint), checked.inputs)
+
+
+def _length(tangent: Tangent) -> int:
+    """Returns how many samples go through forward mode at once.
+
+    Their tangents fit the budget, and a slice of 16 MiB, which takes half the time of larger ones for convolutions;
+    unless the weights are more numbers, all of which each chunk reads.
+    """
+    largest = max([tangent.outputs, *(out for out, _ in tangent.plan.sizes)])
+    length = SLICE_BYTES // (DIRECTIONS * largest * tangent.dtype.itemsize)
+    return max(1, min(tangent.chunk_length(DIRECTIONS), max(length, tangent.size // largest)))
 
 
 _KEPT: WeakKeyDictionary[Covariance, tuple[int, int, Vectors]] = WeakKeyDictionary()
@@ -327,19 +341,15 @@ def _of_weights(
     cotangents = None if late else selection
     rows = tangent.outputs if cotangents is None else cotangents.columns
 
-    def terms(record: Record) -> tuple[Term, ...]:
-        every = tuple(term.to(tangent.dtype) for term in covariance.output_covariance(record))
-        if not late or selection is None:
-            return every
-        outputs = selection.of(record.outputs)
-        return tuple(term.selected(outputs) for term in every)
+    def part(record: Record) -> Latent:
+        terms = tuple(term.to(tangent.dtype) for term in covariance.output_covariance(record))
+        if selection is None:
+            return Latent(record.outputs, terms)
+        return _selected(record.outputs, terms, selection, late)
 
-    parts = (
-        _latent(record.outputs, terms(record), selection)
-        for _, record in tangent.records(
-            checked, cotangents, dtype=dtype, scratch_per_sample=rows * covariance.scratch_per_row
-        )
-    )
+    scratch = rows * covariance.scratch_per_row
+    records = tangent.records(checked, cotangents, dtype=dtype, scratch_per_sample=scratch)
+    parts = (part(record) for _, record in records)
     return Latent.gather(parts, checked.samples)
 
 
