@@ -426,12 +426,11 @@ def numbers_of(kind: str, name: str, values: Any, line: str) -> tuple[float, ...
     """
     if values is None:
         return None
-    if isinstance(values, Tensor) or hasattr(values, "tolist"):
-        values = values.tolist()
-    values = tuple(values) if isinstance(values, (list, tuple)) else (values,)
-    if not (values and all(is_positive(value) for value in values)):
+    plain = values.tolist() if hasattr(values, "tolist") else values
+    several = tuple(plain) if isinstance(plain, (list, tuple)) else (plain,)
+    if not (several and all(is_positive(value) for value in several)):
         raise LapwingError(f"The {name} of {kind} is {shown(values)}. Pass positive finite numbers: {line}.")
-    return tuple(map(float, values))
+    return tuple(map(float, several))
 
 
 def register(kind: Kind) -> Kind:

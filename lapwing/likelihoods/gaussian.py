@@ -14,7 +14,7 @@ from torch import Tensor
 from torch import distributions as dist
 
 from ..covariance import AnyLatent, LinearDraws
-from ..errors import LapwingError, shown
+from ..errors import LapwingError, check_flag, shown
 from ..linalg import check_draws, cholesky, seeded
 from ..network import batches
 from .base import Integrals, Likelihood, apply_weights, numbers_of, register
@@ -68,6 +68,7 @@ class Gaussian(Likelihood):
             value = sum(several) / len(several)
             object.__setattr__(self, "noise_variance", value)
             object.__setattr__(self, "noise_ratios", [one / value for one in several])
+        check_flag("Gaussian", "missing", self.missing)
         line = "Gaussian(noise_ratios=[1.0, 5.0]), one for each output"
         object.__setattr__(self, "noise_ratios", numbers_of("Gaussian", "noise_ratios", self.noise_ratios, line))
         number = isinstance(value, Real) and not isinstance(value, bool)
