@@ -78,7 +78,7 @@ def fit(
         prior_mean: μ0, a number for all weights or {parameter: tensor} (others 0).
         prior: a former posterior, for continual learning. Its data count on: `Σ⁻¹ = s G(new data) + Σ_former⁻¹`, at the
             weights of a copy of its network that was trained further, with `posterior.penalty(model)` in the loss. It
-            decides all other options but `forward`, `memory`, `seed` and `progress`. Exact for Full and Diagonal; of
+            decides all other options but `forward`, `memory` and `progress`. Exact for Full and Diagonal; of
             KFAC the factors add, an approximation (Ritter, Botev and Barber 2018).
         tune: how what is None is tuned: `BoundedEvidence()` and `Evidence()` without held-out data, with them
             `Validation(loader)` or `EarlyStopping(loader)`; None for δ = 1 and σ² the mean squared residual.
@@ -117,7 +117,7 @@ def fit(
             "method": method, "likelihood": likelihood, "params": params, "prior_precision": prior_precision,
             "validation": validation, "data_size": data_size, "weight_decay": weight_decay,
             "prior_mean": None if prior_mean == 0.0 else prior_mean, "tune": None if tune is DEFAULT_TUNING else tune,
-            "temperature": None if temperature == 1.0 else temperature,
+            "temperature": None if temperature == 1.0 else temperature, "seed": seed or None,
         }  # fmt: skip
         chosen_beside = {name: value for name, value in others.items() if value is not None}
         return _checked(continued(prior, model, loader, chosen_beside, forward, memory, progress))

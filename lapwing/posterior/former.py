@@ -24,7 +24,7 @@ def penalty(tangent: Tangent, covariance: Covariance, model: Any, method: str) -
     wrong = [name for name, value in own.items() if name not in named or named[name].shape != value.shape]
     if wrong:
         raise LapwingError(
-            f"The posterior is over a parameter {wrong[0]} {tuple(own[wrong[0]].shape)}, and {type(model).__name__} has "
+            f"The posterior is over a parameter {wrong[0]} {tuple(own[wrong[0]].shape)}. {type(model).__name__} has "
             "none of that name and shape. Pass a network of the same architecture."
         )
     if any(named[name] is value for name, value in own.items()):
