@@ -143,3 +143,13 @@ def test_demo_runs_on_mnist(data_folder: Path) -> None:
     assert len(losses) == 6
     for name, loss in losses.items():
         assert loss < losses["MAP"] + (0.02 if name.endswith("no held-out data") else 0.001), name
+
+
+@pytest.mark.slow
+def test_continual_digits_keep_more_with_a_former_posterior(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    results = runpy.run_path(str(EXAMPLES / "continual_digits.py"))["main"]()
+    for kind in ("split", "permuted"):
+        first = {name: results[kind, name][0] for name in ("weights alone", "Diagonal", "KFAC")}
+        assert first["weights alone"] < first["Diagonal"] < first["KFAC"]
+    assert "permuted, KFAC" in capsys.readouterr().out

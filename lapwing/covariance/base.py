@@ -208,6 +208,10 @@ class PriorCovariance(Covariance):
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns `logdet(I + s Δ^(-1/2) G Δ^(-1/2))` at any prior precision, differentiable in both arguments."""
 
+    def precision_mv(self, vectors: Vectors) -> Vectors | None:
+        """Returns `Σ⁻¹ v`, without a factorisation; None where directions have variance 0."""
+        return None
+
     @abstractmethod
     def is_contracted_with(self, other: PriorCovariance) -> bool:
         """Whether both can be candidates of one `output_covariances`: they multiply J by the same matrices."""

@@ -102,6 +102,10 @@ class Blockwise(PriorCovariance):
     def mv(self, vectors: Vectors) -> Vectors:
         return self._apply(vectors, self._weights)
 
+    def precision_mv(self, vectors: Vectors) -> Vectors:
+        """Returns `U (s λ + δ) Uᵀ v`."""
+        return self._apply(vectors, {name: 1 / weight for name, weight in self._weights.items()})
+
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns `U √w z`."""
         draws = {}

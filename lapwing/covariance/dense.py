@@ -99,6 +99,11 @@ class DenseCovariance(PriorCovariance):
         rotated = matmul(concatenate(self.blocks, vectors) * self._prior_root, self._basis)
         return self._back(rotated * self._weights)
 
+    def precision_mv(self, vectors: Vectors) -> Vectors:
+        """Returns `(s G + Δ) v`."""
+        flat = concatenate(self.blocks, vectors)
+        return cut(self.blocks, self.scale * (flat @ self.curvature) + flat * self._prior_root.pow(-2))
+
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns `Δ^(-1/2) U √w z`."""
         noise = torch.randn((count, self.size), generator=generator, dtype=self.dtype, device=self.device)

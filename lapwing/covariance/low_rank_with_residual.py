@@ -105,6 +105,12 @@ class LowRankWithResidual(Subspace):
         removed = self._weighted(vectors, self._removed)
         return {name: vector / self._delta[name] - removed[name] for name, vector in vectors.items()}
 
+    def precision_mv(self, vectors: Vectors) -> Vectors:
+        """Returns `Δ v + Δ W̃ᵀ diag(s h) W̃ Δ v`."""
+        whole = {name: self._delta[name] * vector for name, vector in vectors.items()}
+        added = self._weighted(whole, self.scale * self._curvatures)
+        return {name: vector + self._delta[name] * added[name] for name, vector in whole.items()}
+
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns `Δ^(-1/2) z + W̃ᵀ (√w - 1) W̃ Δ^(1/2) z`."""
         roots = {name: delta**0.5 for name, delta in self._delta.items()}

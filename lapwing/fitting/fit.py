@@ -36,6 +36,7 @@ from ..posterior.prior import Prior, check_range
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tuning import BoundedEvidence, Training, Tuning, Validation
 from .default_method import default_fit, method_and_params
+from .further import continued
 from .plan import check_room
 from .runner import Runner
 from .validation import validation_tuning, with_all_weights
@@ -56,6 +57,7 @@ def fit(
     params: Predicate | LastLayer | None = None,
     prior_precision: float | Mapping[str, float] | None = None,
     prior_mean: float | Mapping[str, Tensor] = 0.0,
+    prior: Posterior | None = None,
     tune: Tuning | None = DEFAULT_TUNING,
     validation: Any = None,
     data_size: int | None = None,
@@ -84,6 +86,10 @@ def fit(
         params: which parameters to treat; None means everything that is trained where there is a method.
         prior_precision: δ, in 1/weight²: a number, or {block or parameter pattern: number}; None is tuned.
         prior_mean: μ0, a number for all weights or {parameter: tensor} (others 0).
+        prior: a former posterior, for continual learning. Its data count on: `Σ⁻¹ = s G(new data) + Σ_former⁻¹`, at the
+            weights of a copy of its network that was trained further, with `posterior.penalty(model)` in the loss. It
+            decides all other options but `forward`, `memory` and `progress`. Exact for Full and Diagonal; of
+            KFAC the factors add, an approximation (Ritter, Botev and Barber 2018).
         tune: how what is None is tuned: `BoundedEvidence()` and `Evidence()` without held-out data, with them
             `Validation(loader)` or `EarlyStopping(loader)`; None for δ = 1 and σ² the mean squared residual.
         validation: held-out data in any form of `loader`, that the network was not trained on. They tune by
@@ -119,6 +125,15 @@ def fit(
         >>> lw.fit(model, [(x, y)]).predict(x).probs.shape
         torch.Size([32, 3])
     """
+    if prior is not None:
+        others = {
+            "method": method, "likelihood": likelihood, "params": params, "prior_precision": prior_precision,
+            "validation": validation, "data_size": data_size, "weight_decay": weight_decay,
+            "prior_mean": None if prior_mean == 0.0 else prior_mean, "tune": None if tune is DEFAULT_TUNING else tune,
+            "temperature": None if temperature == 1.0 else temperature, "seed": seed or None,
+        }  # fmt: skip
+        chosen_beside = {name: value for name, value in others.items() if value is not None}
+        return _checked(continued(prior, model, loader, chosen_beside, forward, memory, progress))
     is_default = method is None and params is None
     method, params = method_and_params(method, params)
     _check_numbers(prior_precision, weight_decay, temperature, data_size, seed)
@@ -161,7 +176,7 @@ def fit(
         warn_of_unseen_samples(loader, drawn)
     if weight_decay is not None:
         prior_precision = (data_size or runner.count()) * weight_decay
-    prior = Prior.read(tangent, prior_precision, prior_mean)
+    read = Prior.read(tangent, prior_precision, prior_mean)
     _check_noise(likelihood, tangent)
     generator = torch.Generator(tangent.device).manual_seed(seed)
     _, spread = root_columns(tangent)
@@ -172,9 +187,9 @@ def fit(
             tangent.outputs * spread, f" at {spread} positions" if spread > 1 else "",
             "one draw" if root.draws == 1 else f"{root.draws} draws",
         )  # fmt: skip
-    traces = tune is not None and tune.reads_evidence(not prior.fixed, likelihood.needs_noise)
+    traces = tune is not None and tune.reads_evidence(not read.fixed, likelihood.needs_noise)
     problem = Problem(
-        tangent, likelihood, root, prior, traces, seed, runner.labels, runner.count, runner.summary, float(temperature),
+        tangent, likelihood, root, read, traces, seed, runner.labels, runner.count, runner.summary, float(temperature),
         data_size,
     )  # fmt: skip
     result = runner.run(method, problem)
@@ -189,7 +204,7 @@ def fit(
     if result.precision is not None or not isinstance(result.covariance, PriorCovariance):
         if isinstance(tune, Validation) and whole.logit_temperature == 1:
             return _checked(tune.tune(whole))  # chooses the logit temperature
-        if not prior.fixed and tune is not None and tune is not DEFAULT_TUNING:
+        if not read.fixed and tune is not None and tune is not DEFAULT_TUNING:
             log.warning("%s chooses its own prior; tune=%s was not used", type(method).__name__, type(tune).__name__)
         return _checked(whole)
     if tune is None:

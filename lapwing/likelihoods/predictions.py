@@ -169,12 +169,13 @@ class RealPrediction(Prediction):
             numbers = torch.as_tensor(value, dtype=self.mean.dtype, device=self.mean.device)
         except (TypeError, ValueError, RuntimeError):
             numbers = None
-        if numbers is None or numbers.shape not in ((), (1,), outputs) or not bool(numbers.isfinite().all()):
+        fits = numbers is not None and (numbers.numel() == 1 or numbers.shape == outputs[len(outputs) - numbers.ndim :])
+        if numbers is None or not fits or not bool(numbers.isfinite().all()):
             raise LapwingError(
                 f"The {name} of scaled() is {shown(value)}. Pass a finite number, or one for each output, of shape "
                 f"{tuple(outputs)}."
             )
-        return numbers.reshape(outputs if numbers.shape == outputs else ()).expand(outputs)
+        return (numbers.reshape(()) if numbers.numel() == 1 else numbers).expand(outputs)
 
     def uncertainty(self, score: str = "entropy") -> Tensor:
         """Returns the standard deviation of the first output, (B,), for every score."""
@@ -229,11 +230,12 @@ class ScaledPrediction(RealPrediction):
             LapwingError: for targets that the prediction does not take.
         """
         shape = self.prediction.mean.shape
-        targets = batches.plain(targets, self.shift.device)
+        targets, logs = batches.plain(targets, self.shift.device), self.scale.log().expand(shape)
         if isinstance(targets, Tensor) and targets.numel() == shape.numel() and targets.shape[:1] == shape[:1]:
             moved = (targets.reshape(shape).to(self._dtype(targets)) - self.shift) / self.scale
-            targets = moved.reshape(targets.shape)
-        return self.prediction.log_prob(targets) - self.scale.log().sum()
+            targets, logs = moved.reshape(targets.shape), logs.masked_fill(moved.isnan(), 0.0)  # those have no density
+        values = self.prediction.log_prob(targets)
+        return values - logs.reshape(*values.shape, -1).sum(-1)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y n times at every input, (n, B, ...)."""

@@ -52,7 +52,8 @@ def as_loader(data: Any, network: Any, kind: str = "train") -> Any:
     if _is_map_style(data):
         if not len(data):
             raise LapwingError(f"The data set, of type {type(data).__name__}, has no samples. Check its filters.")
-        return DataLoader(data, BATCH, collate_fn=_Collate(dtype))
+        generator = torch.Generator()  # a loader without one draws from the user's
+        return DataLoader(data, BATCH, collate_fn=_Collate(dtype), generator=generator)
     if _is_whole(data):
         return _cut(data, dtype)
     if type(data) in (list, tuple) and any(map(_holds_arrays, data)):
@@ -92,7 +93,9 @@ def _is_map_style(data: Any) -> bool:
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if not indexed or isinstance(data, (IterableDataset, type, str, bytes)) or is_array(data):
         return False
-    return isinstance(data, Dataset) or not (hasattr(data, "__iter__") or isinstance(data, (Tensor, Mapping)))
+    if isinstance(data, Dataset):
+        return type(data).__getitem__ is not Dataset.__getitem__
+    return not (hasattr(data, "__iter__") or isinstance(data, (Tensor, Mapping)))
 
 
 def _is_numbers(x: Any) -> bool:
@@ -222,7 +225,7 @@ class _Collate:
 
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, float):
-            return torch.tensor(leaf, dtype=self._dtype)
+            return torch.tensor(leaf, dtype=self._dtype, device="cpu")
         return _tensor(leaf, self._dtype) if is_array(leaf) else leaf
 
 

@@ -23,6 +23,7 @@ from ..network.stamp import Stamp
 from ..prediction import Way
 from ..tangent import Tangent, split
 from .evidence import Diagnosis, LogEvidence, effective_parameters, gain_at_linearised_mode, squared_distance
+from .former import AFTER, penalty
 from .latents import latent_of
 from .prior import Prior, check_positive, check_range
 from .storage import save
@@ -182,6 +183,11 @@ class Posterior:
         Raises:
             LapwingError: if the structure has no prior.
         """
+        if self.method.endswith(AFTER):
+            raise LapwingError(
+                "The evidence of a posterior after a former one is not defined here: its curvature is of all data, "
+                "each at the weights of its time. Compare such posteriors on held-out data, by lw.compare."
+            )
         covariance = self._prior_covariance("evidence")
         distance = squared_distance(self.tangent, self.prior)
         return LogEvidence(covariance, self.likelihood, self.statistics, self.data_weight, distance)
@@ -320,7 +326,7 @@ class Posterior:
         effective = evidence = None
         if isinstance(self.covariance, PriorCovariance):
             effective = effective_parameters(self.covariance, self.prior)
-            evidence = self.log_marginal_likelihood()
+            evidence = None if self.method.endswith(AFTER) else self.log_marginal_likelihood()
         return Diagnosis(
             self.method, self.tangent.size, self.samples, self.prior_precision, self.noise_variance,
             evidence, effective, str(self.tangent.coverage),
@@ -358,6 +364,40 @@ class Posterior:
         """
         self._check_network()
         return type(self).updating(self, loader, tune, progress)
+
+    def penalty(self, model: torch.nn.Module) -> Tensor:
+        """Returns `1/2 (θ - θ̂)ᵀ Σ⁻¹ (θ - θ̂)` at the weights of another network, for the loss of its training.
+
+        With it the loss of further data, `Σ_n -log p(y_n | f(x_n)) + penalty`, is minus the log of the posterior of all
+        data so far, in the Laplace approximation: what is known of the former data is kept. A mean loss over N data
+        takes `penalty / N`.
+
+        Args:
+            model: a network of the same architecture, such as `copy.deepcopy(posterior.model)`, in training or in eval
+                mode; gradients flow into its parameters.
+
+        Returns:
+            A scalar, with first derivatives only.
+
+        Raises:
+            LapwingError: for the posterior's own network, another architecture, a covariance without an inverse (a
+                subspace without residual, SWAG), or weights of the posterior that changed since the fit.
+
+        Cost: one product with Σ⁻¹, without a factorisation: O(P) for `Diagonal`, `O I (O + I)` a layer for `KFAC`,
+            O(P²) for `Full`.
+
+        Source: Kirkpatrick et al. 2017 for diagonals; Ritter, Botev and Barber 2018 for Kronecker factors.
+
+        Example:
+            >>> import copy, torch, lapwing as lw
+            >>> x, y = torch.randn(64, 4), torch.arange(64) % 3
+            >>> posterior = lw.fit(torch.nn.Linear(4, 3).eval(), (x, y), lw.KFAC())
+            >>> model = copy.deepcopy(posterior.model).train()
+            >>> loss = torch.nn.functional.cross_entropy(model(x), y) + posterior.penalty(model) / 64
+            >>> loss.backward()
+        """
+        self._check_network()
+        return penalty(self.tangent, self.covariance, model, self.method)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the posterior (not the network) to one safetensors file, whole or not at all.

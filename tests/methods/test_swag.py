@@ -592,7 +592,7 @@ def test_options_out_of_range():
         (iter([]), "can be gone through once only"),
         (torch.ones(3, 4), "batches, not Tensor"),
         (None, "batches, not None"),
-        ((torch.ones(3, 4), torch.ones(3)), "for one batch"),
+        ([torch.ones(3, 4), torch.ones(3)], "for one batch"),
         ([], "no batch"),
         ([(torch.ones(0, 4).double(), torch.ones(0).long())], "has no samples"),
         ([(torch.ones(3, 4).double() * torch.nan, torch.ones(3).long())], "NaN"),

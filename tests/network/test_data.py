@@ -200,3 +200,22 @@ def test_pandas_itself() -> None:
     x = pandas.DataFrame({"a": [0.5, 1.0], "b": [True, False], "c": pandas.array([1, 2], dtype="Int64")})
     posterior = lw.fit(network(), (x, pandas.Series([0, 1])), lw.Diagonal())
     torch.testing.assert_close(posterior.latent(x).mean, network()(torch.tensor([[0.5, 1, 1], [1, 0, 2]])).detach())
+
+
+def test_a_data_set_draws_no_random_numbers_and_a_set_of_batches_stays_a_loader(
+    arrays: tuple[np.ndarray, np.ndarray],
+) -> None:
+    class Batches(Dataset):
+        """No samples by number, but batches in turn."""
+
+        def __len__(self) -> int:
+            return 2
+
+        def __iter__(self) -> Any:
+            yield from [(torch.from_numpy(part).float(), torch.from_numpy(y)) for part in np.split(x, 2)]
+
+    x, y, model = arrays[0], arrays[1][:60], network()
+    state = torch.get_rng_state()
+    lw.fit(model, Rows(*arrays), lw.Diagonal(), prior_precision=1.0).predict(Rows(*arrays))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert lw.fit(model, Batches(), lw.Diagonal(), prior_precision=1.0).samples == 120

@@ -1,0 +1,117 @@
+"""Further data for a posterior: at the same weights (`Posterior.update`), or at those of further training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..covariance import LowRankWithResidual
+from ..errors import LapwingError, shown
+from ..methods import DataSummary, FisherRoot, Problem
+from ..methods.further import Further
+from ..network import batches
+from ..network.data import as_loader
+from ..network.loaders import check_progress, first_batch
+from ..network.stamp import Stamp
+from ..posterior import Posterior
+from ..posterior.former import AFTER, precision_product
+from ..posterior.prior import Prior
+from ..tangent import Tangent
+from .runner import Runner
+
+
+def with_further(posterior: Posterior, tangent: Tangent, loader: Any, progress: bool | None) -> Posterior:
+    """Returns the posterior around a network, with the curvature and statistics of further data added.
+
+    Args:
+        posterior: of the data so far.
+        tangent: the network at which the further data are looked at.
+        loader: batches of these.
+        progress: show a bar.
+
+    Raises:
+        LapwingError: for curvatures that do not add, and bad data.
+    """
+    if posterior.data_factor != 1:
+        raise LapwingError(
+            f"The posterior stands for {posterior.data_factor:g} times the data of its fit, and further data have no "
+            "place in that. Fit to all data at once, with data_size=."
+        )
+    likelihood = posterior.likelihood
+    runner = Runner(loader, progress)
+    seed = posterior.samples  # draws for the further data are not those for the data so far
+    traces = bool(getattr(posterior.covariance, "traces", torch.zeros(1)).any())
+    problem = Problem(
+        tangent, likelihood, FisherRoot(likelihood, tangent.outputs, torch.Generator(tangent.device).manual_seed(seed)),
+        posterior.prior, traces, seed, runner.labels, runner.count, runner.summary, posterior.temperature,
+    )  # fmt: skip
+    result = runner.run(Further(posterior.covariance, posterior.method), problem)
+    summary = DataSummary(posterior.samples, posterior.statistics).added(runner.summary())
+    whole = replace(
+        posterior, tangent=tangent, covariance=result.covariance, samples=summary.samples, statistics=summary.statistics
+    )
+    return whole.at(posterior.prior.precision, posterior.noise_variance)
+
+
+def _check_prior(prior: Posterior) -> None:
+    """Raises for a covariance without an inverse, and for a subspace, which knows nothing of further directions."""
+    covariance = prior.covariance
+    zeros = {b.name: torch.zeros(b.size, dtype=covariance.dtype, device=covariance.device) for b in covariance.blocks}
+    precision_product(covariance, zeros, prior.method)
+    if isinstance(covariance, LowRankWithResidual) and covariance.rows is None:
+        raise LapwingError(
+            f"The posterior by {prior.method} keeps the directions of its own data, and further data have others. Fit "
+            "lw.KFAC(), lw.Diagonal() or lw.Full()."
+        )
+
+
+def continued(
+    prior: Posterior, model: Any, loader: Any, others: Mapping[str, Any], forward: Any, memory: Any, progress: Any
+) -> Posterior:
+    """Returns the posterior of further data at further trained weights, under a former posterior: see `lw.fit`.
+
+    Args:
+        prior: the former posterior.
+        model: the network that was trained further.
+        loader: the further data.
+        others: what the user gave beside it that the former posterior decides.
+        forward: how the network is called; None as in the former fit.
+        memory: budget in bytes; None as in the former fit.
+        progress: show a bar.
+
+    Raises:
+        LapwingError: for another option beside it, another network, or a covariance that cannot go on.
+    """
+    if not isinstance(prior, Posterior):
+        raise LapwingError(
+            f"prior={shown(prior)} is not a posterior. Pass one of a former fit, or prior_precision=1.0 for a Gaussian "
+            "prior around 0."
+        )
+    if others:
+        names = ", ".join(f"{name}=" for name in others)
+        raise LapwingError(
+            f"prior=posterior decides the method, the parameters, the likelihood and the prior, and {names} was given "
+            "beside it. Write lw.fit(model, loader, prior=posterior)."
+        )
+    check_progress(progress)
+    prior._check_network()
+    former = prior.tangent
+    _check_prior(prior)
+    loader = as_loader(loader, model)
+    inputs, _ = batches.split(first_batch(loader))
+    tangent = Tangent.survey(
+        model, inputs, lambda name, _: name in former.parameters, forward or former.forward, memory or former.memory
+    )
+    if tangent.blocks != former.blocks or tangent.outputs != former.outputs:
+        raise LapwingError(
+            f"{type(tangent.model).__name__} with {tangent.outputs} outputs has other layers than the network of the "
+            f"former posterior, with {former.outputs}. Train a copy of that one further."
+        )
+    whole = with_further(prior, tangent, loader, progress)
+    return replace(
+        whole, prior=Prior(prior.prior.precision, former.mean(), fixed=True), noise_fixed=True, history={},
+        method=prior.method.removesuffix(AFTER) + AFTER, stamp=Stamp.of(tangent.state()),
+    )  # fmt: skip

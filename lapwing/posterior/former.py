@@ -1,0 +1,58 @@
+"""A posterior as the prior of further training: the quadratic form around its weights, and what it leaves undefined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..covariance import Covariance, PriorCovariance
+from ..errors import LapwingError
+from ..network.eager import full_precision, parameters_of, uncompiled
+from ..tangent import Tangent, join
+
+AFTER = " after a former posterior"
+"""Ends the `method` of a posterior whose prior was another one."""
+
+
+@full_precision
+def penalty(tangent: Tangent, covariance: Covariance, model: Any, method: str) -> Tensor:
+    """Returns `1/2 (θ - θ̂)ᵀ Σ⁻¹ (θ - θ̂)` at the weights θ of another network: see `Posterior.penalty`."""
+    own = tangent.parameters
+    named = parameters_of(uncompiled(model)) if isinstance(model, nn.Module) else {}
+    wrong = [name for name, value in own.items() if name not in named or named[name].shape != value.shape]
+    if wrong:
+        raise LapwingError(
+            f"The posterior is over a parameter {wrong[0]} {tuple(own[wrong[0]].shape)}. {type(model).__name__} has "
+            "none of that name and shape. Pass a network of the same architecture."
+        )
+    if any(named[name] is value for name, value in own.items()):
+        raise LapwingError(
+            "The network is the posterior's own, whose weights must stay as they are. Train a copy of it, "
+            "model = copy.deepcopy(posterior.model), and write posterior.penalty(model)."
+        )
+    dtype, device = covariance.dtype, covariance.device
+    moved = {name: named[name].to(device, dtype) - value.detach().to(dtype) for name, value in own.items()}
+    distance = join(tangent.blocks, moved)
+    with torch.no_grad():
+        product = precision_product(covariance, {name: d.detach() for name, d in distance.items()}, method)
+    value = torch.zeros((), dtype=dtype, device=device)
+    for name, d in distance.items():  # its gradient is Σ⁻¹(θ - θ̂), so nothing of the product need be kept
+        value = value + (d * product[name]).sum() - (d.detach() * product[name]).sum() / 2
+    return value.to(tangent.dtype)
+
+
+def precision_product(covariance: Covariance, vectors: dict[str, Tensor], method: str) -> dict[str, Tensor]:
+    """Returns `Σ⁻¹ v`.
+
+    Raises:
+        LapwingError: for a covariance that has no inverse, or none that is known without a factorisation.
+    """
+    product = covariance.precision_mv(vectors) if isinstance(covariance, PriorCovariance) else None
+    if product is None:
+        raise LapwingError(
+            f"The covariance by {method} has no inverse at hand, so it cannot be a prior. Fit lw.KFAC(), lw.Diagonal() "
+            "or lw.Full()."
+        )
+    return product

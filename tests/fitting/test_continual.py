@@ -1,0 +1,202 @@
+"""A former posterior as the prior: exact where the model is linear, and its quadratic form with its gradients."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from tests.conformance import close
+from tests.zoo import ZOO
+
+
+def linear_problem() -> tuple[Tensor, Tensor, dict[str, Any]]:
+    torch.manual_seed(0)
+    x = torch.randn(40, 3, dtype=torch.float64)
+    y = x @ torch.randn(3, 2, dtype=torch.float64) + 0.3 * torch.randn(40, 2, dtype=torch.float64)
+    return x, y, {"likelihood": lw.Gaussian(0.09), "prior_precision": 2.0}
+
+
+def minimised(model: nn.Module, loss: Any) -> nn.Module:
+    """Takes one Newton step, exact for a quadratic loss, in the gradients of all parameters."""
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(loss(), parameters)
+    flat = torch.cat([g.flatten() for g in gradients])
+
+    def at(shift: Tensor) -> Tensor:
+        with torch.no_grad():
+            for value, part in zip(parameters, shift.split([p.numel() for p in parameters]), strict=True):
+                value += part.reshape(value.shape)
+        moved = torch.autograd.grad(loss(), parameters)
+        with torch.no_grad():
+            for value, part in zip(parameters, shift.split([p.numel() for p in parameters]), strict=True):
+                value -= part.reshape(value.shape)
+        return torch.cat([g.flatten() for g in moved]) - flat
+
+    hessian = torch.stack([at(unit) for unit in torch.eye(len(flat), dtype=flat.dtype)])
+    step = -torch.linalg.solve(hessian, flat)
+    with torch.no_grad():
+        for value, part in zip(parameters, step.split([p.numel() for p in parameters]), strict=True):
+            value += part.reshape(value.shape)
+    return model
+
+
+@pytest.mark.parametrize("method", [lw.Full(form="primal"), lw.Full(form="dual"), lw.KFAC()], ids=str)
+def test_one_half_after_the_other_is_both_at_once(method: lw.Method) -> None:
+    """Conjugate Bayesian linear regression: mean and covariance. KFAC is exact with one layer and equal noises."""
+    x, y, options = linear_problem()
+
+    def loss(model: nn.Module, part: slice) -> Tensor:
+        return (model(x[part]) - y[part]).square().sum() / (2 * 0.09)
+
+    def decay(model: nn.Module) -> Tensor:
+        return sum(weight.square().sum() for weight in model.parameters())  # δ/2 = 1
+
+    first, second, both = slice(0, 17), slice(17, 40), slice(0, 40)
+    start = nn.Linear(3, 2).double()
+    whole = copy.deepcopy(start)
+    minimised(whole, lambda: loss(whole, both) + decay(whole))
+    former = copy.deepcopy(start)
+    minimised(former, lambda: loss(former, first) + decay(former))
+    posterior = lw.fit(former.eval(), (x[first], y[first]), method, **options)
+    model = copy.deepcopy(former)
+    minimised(model, lambda: loss(model, second) + posterior.penalty(model))
+    for name, value in whole.state_dict().items():
+        close(model.state_dict()[name], value, 1e-10)
+    continued = lw.fit(model.eval(), (x[second], y[second]), prior=posterior)
+    expected = lw.fit(whole.eval(), (x, y), method, **options)
+    close(continued.latent(x).covariance, expected.latent(x).covariance, 1e-10)
+    assert continued.samples == 40
+    assert continued.prior_precision == 2.0
+    for name, mean in posterior.tangent.mean().items():
+        assert torch.equal(continued.prior.mean[name], mean)
+
+
+def further_trained(model: nn.Module, seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for value in model.parameters():
+            value += 0.1 * torch.randn_like(value)
+    return model
+
+
+METHODS = {
+    "primal": lw.Full(form="primal"), "dual": lw.Full(form="dual"), "diagonal": lw.Diagonal(), "kfac": lw.KFAC(),
+    "dense": lw.KFAC(uncovered="dense"), "ekfac": lw.EKFAC(), "ella": lw.ELLA(rank=4, rows="all", residual="prior"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "tied"])
+def test_the_penalty_is_the_dense_quadratic_form(name: str, method: str) -> None:
+    case = ZOO[name]
+    model, x, y = case.build(), case.inputs(6, 0), case.targets(6, 0)
+    posterior = lw.fit(model, (x, y) if isinstance(x, Tensor) else [(x, y)], METHODS[method], prior_precision=2.0)
+    other = further_trained(model)
+    parameters = {n: p for n, p in other.named_parameters() if n in posterior.tangent.parameters}
+    value = posterior.penalty(other)
+    gradients = dict(zip(parameters, torch.autograd.grad(value, list(parameters.values())), strict=True))
+    distance = {n: p.detach() - posterior.tangent.parameters[n].detach() for n, p in parameters.items()}
+    flat = torch.cat([block.join(distance) for block in posterior.tangent.blocks])
+    product = torch.linalg.solve(posterior.covariance.to_dense(), flat)
+    close(value.detach(), flat @ product / 2, 1e-7)
+    close(torch.cat([block.join(gradients) for block in posterior.tangent.blocks]), product, 1e-7)
+    assert float(posterior.penalty(copy.deepcopy(model)).detach()) == 0.0
+
+
+@pytest.mark.parametrize("method", ["primal", "dual", "diagonal"])
+def test_the_precision_is_the_former_one_and_the_new_curvature(method: str, tmp_path: Path) -> None:
+    """Against dense sums of both Fisher matrices, each at the weights of its time, with an uneven last batch."""
+    case = ZOO["mlp"]
+    model, x, y = case.build(), case.inputs(9, 0), case.targets(9, 0)
+    posterior = lw.fit(model, (x[:5], y[:5]), METHODS[method], prior_precision=2.0)
+    other = further_trained(model)
+    before = {key: value.clone() for key, value in other.state_dict().items()}
+    continued = lw.fit(other, [(x[5:8], y[5:8]), (x[8:], y[8:])], prior=posterior)
+    parts = [fisher(model, x[:5]), fisher(other, x[5:])]
+    dense = sum(part if method != "diagonal" else part.diagonal().diag() for part in parts)
+    eye = torch.eye(len(dense), dtype=dense.dtype)
+    close(continued.covariance.to_dense(), torch.linalg.inv(dense + 2 * eye), 1e-8)
+    assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
+    continued.save(tmp_path / "p.safetensors")
+    loaded = lw.load(tmp_path / "p.safetensors", other)
+    close(loaded.latent(x).covariance, continued.latent(x).covariance, 1e-12)
+    for one in (continued, loaded):
+        assert one.diagnose().log_evidence is None
+        with pytest.raises(lw.LapwingError, match="evidence of a posterior after a former one"):
+            one.log_marginal_likelihood()
+    third = further_trained(other, 2)
+    again = lw.fit(third, (x[:3], y[:3]), prior=loaded)
+    dense = dense + (fisher(third, x[:3]) if method != "diagonal" else fisher(third, x[:3]).diagonal().diag())
+    close(again.covariance.to_dense(), torch.linalg.inv(dense + 2 * eye), 1e-8)
+
+
+def fisher(model: nn.Module, x: Tensor) -> Tensor:
+    """Returns G (P, P) of a classifier, in the order of the library's blocks."""
+    posterior = lw.fit(model, (x, torch.zeros(len(x), dtype=torch.long)), lw.Diagonal(), prior_precision=1.0)
+    rows = posterior.tangent.record(x, posterior.likelihood.fisher_root, torch.float64).rows().flatten(0, 1)
+    return rows.T @ rows
+
+
+def test_kfac_adds_the_factors_of_both() -> None:
+    case = ZOO["mlp"]
+    model, x, y = case.build(), case.inputs(9, 0), case.targets(9, 0)
+    posterior = lw.fit(model, (x[:5], y[:5]), lw.KFAC(), prior_precision=2.0)
+    same = copy.deepcopy(model)  # at equal weights the factors' sums are those of one fit
+    expected = lw.fit(model, (x, y), lw.KFAC(), prior_precision=2.0)
+    close(lw.fit(same, (x[5:], y[5:]), prior=posterior).latent(x).covariance, expected.latent(x).covariance, 1e-10)
+
+
+def test_what_a_former_posterior_refuses() -> None:
+    case = ZOO["mlp"]
+    model, x, y = case.build(), case.inputs(9, 0), case.targets(9, 0)
+    posterior = lw.fit(model, (x, y), lw.KFAC())
+    other = further_trained(model)
+    for options in ({"prior_precision": 1.0}, {"tune": lw.Evidence()}, {"params": lw.last_layer}):
+        with pytest.raises(lw.LapwingError, match=f"{next(iter(options))}= was given"):
+            lw.fit(other, (x, y), prior=posterior, **options)
+    with pytest.raises(lw.LapwingError, match="method= was given"):
+        lw.fit(other, (x, y), lw.KFAC(), prior=posterior)
+    with pytest.raises(lw.LapwingError, match="prior=2.0 is not a posterior"):
+        lw.fit(other, (x, y), prior=2.0)
+    with pytest.raises(lw.LapwingError, match="copy.deepcopy"):
+        posterior.penalty(model)
+    with pytest.raises(lw.LapwingError, match="same architecture"):
+        posterior.penalty(nn.Linear(4, 3))
+    with pytest.raises(lw.LapwingError, match="same architecture"):
+        posterior.penalty("model")
+    for method in (lw.ELLA(rank=4, rows="all"), lw.SampledLLA(draws=2)):
+        with pytest.raises(lw.LapwingError, match="no inverse at hand"):
+            lw.fit(model, (x, y), method, prior_precision=1.0).penalty(other)
+    with pytest.raises(lw.LapwingError, match="directions of its own data"):
+        lw.fit(other, (x, y), prior=lw.fit(model, (x, y), METHODS["ella"], prior_precision=1.0))
+    with pytest.raises(lw.LapwingError, match="EKFAC is no sum"):
+        lw.fit(other, (x, y), prior=lw.fit(model, (x, y), lw.EKFAC(), prior_precision=1.0))
+    last = lw.fit(model, (x, y), lw.KFAC(), params=lw.last_layer, prior_precision=1.0)
+    assert lw.fit(other, (x, y), prior=last).tangent.size == last.tangent.size
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    for call in (lambda: posterior.penalty(other), lambda: lw.fit(other, (x, y), prior=posterior)):
+        with pytest.raises(lw.LapwingError, match="was written"):
+            call()
+
+
+def test_the_penalty_of_half_precision_and_under_autocast() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).bfloat16().eval()
+    x, y = torch.randn(9, 3).bfloat16(), torch.arange(9) % 2
+    posterior = lw.fit(model, (x, y), lw.KFAC(), prior_precision=1.0)
+    other = further_trained(model).train()
+    value = posterior.penalty(other)
+    value.backward()
+    assert value.dtype == torch.float32
+    assert all(parameter.grad.dtype == torch.bfloat16 for parameter in other.parameters())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(posterior.penalty(other), value)
+    assert not any(p.grad is not None for p in model.parameters())
