@@ -33,7 +33,8 @@ class LaplaceCallback(_Callback):
         posterior: the `lw.Posterior`; None before the end of the training.
 
     Raises:
-        LapwingError: before the training, for several processes; after it, as `lw.fit`.
+        LapwingError: before the training, for several processes, or validation data that are missing; after it, as
+            `lw.fit`.
 
     Cost: that of `lw.fit`, after the training.
     """
@@ -60,6 +61,14 @@ class LaplaceCallback(_Callback):
                 "the data. Leave the callback out, and call lw.fit(model, loader) after the training."
             )
         self._treated(pl_module)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuses `validation=True` without such data."""
+        if self.validation and not trainer.val_dataloaders:
+            raise LapwingError(
+                "LaplaceCallback(validation=True) needs validation data, and the trainer has none. Pass a loader for "
+                "them to trainer.fit and define validation_step, or leave validation out."
+            )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Fits and saves."""

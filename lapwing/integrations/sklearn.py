@@ -74,7 +74,8 @@ class _LaplaceEstimator(base.BaseEstimator):
                 train, rows = split_arrays(train, test_size=share, random_state=seed, stratify=labels)
                 held_out = x[rows], targets[rows]
             x, targets = x[train], targets[train]
-            self._train(x, targets, loss)
+            if self.epochs:
+                self._train(x, targets, loss)
         self.posterior_ = lw.fit(
             self.module_, list(zip(x.split(256), targets.split(256), strict=True)), self.method, likelihood=likelihood,
             params=self.params, validation=held_out, seed=seed, progress=False,
@@ -112,6 +113,8 @@ class _LaplaceEstimator(base.BaseEstimator):
     def _train(self, x: Tensor, targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         network = self.module_.train()
         weights = [weight for weight in network.parameters() if weight.requires_grad]
+        if not weights:
+            raise LapwingError("No weight of the network takes gradients. Write epochs=0 for one that is trained.")
         optimiser = torch.optim.AdamW(weights, lr=self.learning_rate, weight_decay=self.weight_decay)
         for _ in range(self.epochs):
             for rows in torch.randperm(len(x)).split(self.batch_size):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,3 +150,10 @@ def test_what_is_refused() -> None:
     assert model.posterior(torch.randn(4, 1, 2)).mean.shape == (4, 1, 3)
     with pytest.raises(lw.LapwingError, match="no noise variance"):
         model.posterior(torch.randn(4, 1, 2), observation_noise=True)
+
+
+@pytest.mark.slow
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[2] / "examples" / "bayesian_optimisation.py"
+    runpy.run_path(str(example))["main"](steps=1, seeds=1)
+    assert "below the maximum by expected improvement" in capsys.readouterr().out

@@ -98,6 +98,8 @@ def test_what_would_fail_after_the_training_is_refused_before(tmp_path: Path) ->
     before = [weight.clone() for weight in module.parameters()]
     with pytest.raises(lw.LapwingError, match="no submodule 'net'"):
         trainer(tmp_path, LaplaceCallback(network="net")).fit(module, Data().train_dataloader())
+    with pytest.raises(lw.LapwingError, match="needs validation data"):
+        trainer(tmp_path, LaplaceCallback(validation=True)).fit(module, Data().train_dataloader())
     assert all(map(torch.equal, before, module.parameters()))
 
     class Two:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PAGES = Path(__file__).parents[2] / "docs" / "integrations"
-BLOCK = re.compile(r"(?:<!-- needs (\w+) -->\s+)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"(?:<!-- needs ([\w. ]+) -->\s+)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PACKAGES = {
     "botorch.md": ("botorch",),
     "huggingface.md": ("transformers",),
@@ -31,7 +31,7 @@ def test_blocks_of_a_page_run_in_order(
     text = page.read_text(encoding="utf-8")
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in BLOCK.finditer(text):
-        if block[1] and find_spec(block[1]) is None:
+        if any(find_spec(package) is None for package in (block[1] or "").split()):
             continue
         before = "\n" * text.count("\n", 0, block.start(2))
         exec(compile(before + block[2], str(page), "exec", dont_inherit=True), namespace)

@@ -138,6 +138,7 @@ def test_images_keep_their_shape(data) -> None:
         (LaplaceClassifier(network, epochs=-1), "epochs=-1"),
         (LaplaceClassifier(network, batch_size=0), "batch_size=0"),
         (LaplaceClassifier(network, validation_fraction=20), "validation_fraction=20"),
+        (LaplaceClassifier(network(3, 2).requires_grad_(False)), "takes gradients. Write epochs=0"),
         (LaplaceClassifier("mlp"), "module='mlp' is neither"),
     ],
 )
@@ -147,6 +148,14 @@ def test_what_is_refused(estimator, words: str, data) -> None:
         estimator.fit(X, (y > 0).astype(int))
     with pytest.raises(NotFittedError):
         estimator.predict(X)
+
+
+def test_a_frozen_network_is_fitted_without_training(data) -> None:
+    X, y = data
+    module = network(3, 2).requires_grad_(False)
+    classifier = LaplaceClassifier(module, epochs=0).fit(X, y > 0)
+    assert classifier.predict_proba(X).shape == (60, 2)
+    assert not any(weight.requires_grad for weight in classifier.module_.parameters())
 
 
 def test_one_class_is_refused(data) -> None:
