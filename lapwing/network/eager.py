@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import LapwingError
 from ..jacobian.plain_functions import INSTEAD, transformed
+from . import recurrent
 
 LOCK = threading.RLock()
 """Held while any network runs or its parameters are looked up: several threads may use one posterior."""
@@ -81,11 +82,8 @@ def swapped(arguments: Any, values: Mapping[int, Tensor]) -> Any:
     return arguments if all(map(is_, others, arguments)) else type(arguments)(others)
 
 
-RECURRENT = frozenset(
-    (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu,
-     torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
-)  # fmt: skip
-"""Recurrent layers and cells, which a `Recorder` opens (`recurrent.py`)."""
+RECURRENT = frozenset((*recurrent.LAYERS, *recurrent.CELLS))
+"""Recurrent layers and cells, which a `Recorder` opens."""
 
 REPLACED = frozenset((F.multi_head_attention_forward, Tensor.register_hook, *INSTEAD, *TABLES, *RECURRENT))
 """What `EagerMode` calls otherwise than the network does."""
@@ -195,8 +193,21 @@ class EagerMode(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def recurrent(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Runs a recurrent layer or cell; `Recorder` opens it."""
-        return self.intercept(function, args, kwargs)
+        """Runs a recurrent layer or cell; opens it where the fused kernel has no derivative.
+
+        There is none in forward mode, and on a GPU none at all in eval mode.
+        """
+        others = self.stand_ins(args)
+        values = recurrent.tensors_of(others)
+        backward = torch.is_grad_enabled() and any(value.is_cuda and value.requires_grad for value in values)
+        out = NotImplemented
+        if not kwargs and (backward or transformed()):
+            out = recurrent.opened(function, others, lambda _: False, self.intercept)
+        return self.intercept(function, args, kwargs) if out is NotImplemented else out
+
+    def stand_ins(self, args: tuple) -> tuple:
+        """Returns the arguments as the function takes them: other tensors may stand in for some."""
+        return args
 
 
 class Draws(EagerMode):

@@ -44,6 +44,9 @@ class StandIns(EagerMode):
             kwargs = dict(zip(kwargs, swapped(tuple(kwargs.values()), self._values), strict=True))
         return function(*swapped(args, self._values), **kwargs)
 
+    def stand_ins(self, args: tuple) -> tuple:
+        return swapped(args, self._values)
+
 
 class _WithoutGradients(StandIns):
     """Notes the parameters used where gradients are off, as the forward of an `autograd.Function` is run."""

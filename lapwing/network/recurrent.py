@@ -56,6 +56,12 @@ CELLS: dict[Callable, Step] = {
 """torch's recurrent cells, which are called step by step -> the step."""
 
 
+def tensors_of(args: tuple) -> list[Tensor]:
+    """Returns the tensors of a call, those in its lists and tuples too."""
+    values = [value for arg in args for value in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
 class Weights(NamedTuple):
     """The weights of one layer and direction, as torch orders them; biases and the projection may be missing."""
 

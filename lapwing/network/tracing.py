@@ -144,12 +144,10 @@ class Recorder(EagerMode):
 
     def recurrent(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Opens a recurrent layer or cell where its weights are watched, or gradients go back through it."""
-        out = NotImplemented
-        if not kwargs and torch.is_grad_enabled() and not transformed():
-            values = [value for arg in args for value in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-            if any(self._is_watched(v) or (isinstance(v, Tensor) and v.requires_grad) for v in values):
-                out = recurrent.opened(function, args, self._is_watched, self.intercept)
-        return self.intercept(function, args, kwargs) if out is NotImplemented else out
+        out, plain = NotImplemented, torch.is_grad_enabled() and not transformed() and not kwargs
+        if plain and any(self._is_watched(value) or value.requires_grad for value in recurrent.tensors_of(args)):
+            out = recurrent.opened(function, args, self._is_watched, self.intercept)
+        return super().recurrent(function, args, kwargs) if out is NotImplemented else out
 
     def _is_watched(self, value: object) -> bool:
         return id(value) in self._watched

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import rnn
 
 import lapwing as lw
+from lapwing.network.generic import forward_products
 from lapwing.tangent import Tangent
 from tests import oracle
 from tests.conformance import close, jacobian
@@ -170,6 +171,21 @@ def test_latents_are_differentiable_in_the_inputs():
 
     x = x[:2, :2].clone().requires_grad_()
     assert torch.autograd.gradcheck(variance, (x,), atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_forward_mode_of_float32(kind):
+    """Torch's own kernel of float32 has none."""
+    torch.manual_seed(0)
+    model = Head(kind, num_layers=2).eval()
+    x = data(4).float()
+    tangent = Tangent.survey(model, x)
+    weights = dict(model.named_parameters())
+    vectors = {name: torch.randn(3, *weight.shape) for name, weight in weights.items()}
+    pushed = forward_products(tangent.call_with, weights, vectors, x)
+    J = oracle.jacobian(copy.deepcopy(model).double(), x.double(), list(weights))
+    V = torch.cat([vectors[name].flatten(1) for name in weights], 1).double()
+    close(pushed.double(), J @ V.T, 1e-4)
 
 
 def test_a_half_precision_layer():

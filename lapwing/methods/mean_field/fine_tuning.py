@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import LapwingError
 from ...jacobian.layers import READERS, BatchAxis
-from ...network import batches
+from ...network import batches, recurrent
 from ...network.eager import EagerMode, swapped
 from ...tangent import Tangent, split
 from ..passes import Batch, IteratePass
@@ -260,10 +260,9 @@ class Drawing(EagerMode):
 
     def recurrent(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a recurrent layer at one draw of its weights for the batch."""
-        values = [value for arg in args for value in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-        named = [(value, self._names[id(value)]) for value in values if id(value) in self._names]
+        named = [(m, self._names[id(m)]) for m in recurrent.tensors_of(args) if id(m) in self._names]
         drawn = {id(m): m + self._stds[name] * self.normal(m) for m, name in named}
-        return function(*swapped(args, drawn), **kwargs)
+        return super().recurrent(function, swapped(args, drawn), kwargs)
 
     def _by_sample(self, like: Tensor, axis: BatchAxis, channels: int, draw: Callable[[Tensor], Tensor]) -> Tensor:
         """Draws numbers (B, channels), laid along the samples and channels of a layer's tensor."""
