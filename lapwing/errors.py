@@ -69,6 +69,12 @@ def is_positive(value: Any) -> bool:
         return False
 
 
+def check_flag(subject: str, name: str, value: Any) -> None:
+    """Raises unless an option is True or False."""
+    if not isinstance(value, bool):
+        raise LapwingError(f"{subject}({name}={shown(value)}) is neither True nor False. Write {name}=True.")
+
+
 def check_count(method: str, name: str, value: Any, others: tuple[Any, ...] = ()) -> None:
     """Raises for an option that is neither a positive whole number nor one of the others that are accepted."""
     if not is_one_of(value, others) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..covariance import Covariance, PriorCovariance
-from ..errors import LapwingError, is_positive, shown
+from ..errors import LapwingError, check_flag, is_positive, shown
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import check_logits, inferred_likelihood
 from ..linalg import is_finite
@@ -121,6 +121,7 @@ def fit(
     _check_numbers(prior_precision, weight_decay, temperature, data_size, seed)
     _check_tuning(tune)
     check_progress(progress)
+    check_flag("lw.fit", "sample_weights", sample_weights)
     seed = int(seed)
     inputs, targets = batches.split(batches.weighted(first_batch(loader)) if sample_weights else first_batch(loader))
     if validation is not None:

@@ -91,6 +91,10 @@ class Likelihood(ABC):
         Sample n counts `weights[n]` times, once where weights (B,) are None.
         """
 
+    def ratios(self, like: Tensor) -> Tensor:
+        """Returns what multiplies σ² at each output (C,), for outputs (..., C): ones where all have the same noise."""
+        return like.new_ones(like.shape[-1])
+
     @property
     def plain(self) -> Likelihood:
         """The likelihood of predictions: without class weights, label smoothing and the like, which are of the loss."""
@@ -399,7 +403,9 @@ Kind = TypeVar("Kind", bound=type[Likelihood])
 REGISTERED: dict[str, type[Likelihood]] = {}
 """Names -> class."""
 
-OPTIONS = ("class_weights", "label_smoothing", "pos_weight", "soft_targets", "missing", "ignore_index")
+OPTIONS = (
+    "class_weights", "label_smoothing", "pos_weight", "soft_targets", "missing", "noise_ratios", "ignore_index",
+)  # fmt: skip
 """Options of the package's likelihoods that a file stores, beside the noise variance and the logit temperature."""
 
 
@@ -420,12 +426,11 @@ def numbers_of(kind: str, name: str, values: Any, line: str) -> tuple[float, ...
     """
     if values is None:
         return None
-    if isinstance(values, Tensor) or hasattr(values, "tolist"):
-        values = values.tolist()
-    values = tuple(values) if isinstance(values, (list, tuple)) else (values,)
-    if not (values and all(is_positive(value) for value in values)):
+    plain = values.tolist() if hasattr(values, "tolist") else values
+    several = tuple(plain) if isinstance(plain, (list, tuple)) else (plain,)
+    if not (several and all(is_positive(value) for value in several)):
         raise LapwingError(f"The {name} of {kind} is {shown(values)}. Pass positive finite numbers: {line}.")
-    return tuple(map(float, values))
+    return tuple(map(float, several))
 
 
 def register(kind: Kind) -> Kind:

@@ -11,7 +11,7 @@ from torch import distributions as dist
 from torch.nn import functional as F
 
 from ..covariance import AnyLatent
-from ..errors import LapwingError
+from ..errors import LapwingError, check_flag
 from ..linalg import check_draws, seeded
 from ..network import batches
 from . import quadrature
@@ -59,6 +59,8 @@ class Bernoulli(LogitLikelihood):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_flag("Bernoulli", "soft_targets", self.soft_targets)
+        check_flag("Bernoulli", "missing", self.missing)
         line = "Bernoulli(pos_weight=5.0), or one for each output"
         object.__setattr__(self, "pos_weight", numbers_of("Bernoulli", "pos_weight", self.pos_weight, line))
 

@@ -4,33 +4,38 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from numbers import Real
 from statistics import NormalDist
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch import distributions as dist
 
 from ..covariance import AnyLatent, LinearDraws
-from ..errors import LapwingError, shown
+from ..errors import LapwingError, check_flag, shown
 from ..linalg import check_draws, cholesky, seeded
 from ..network import batches
-from .base import Integrals, Likelihood, apply_weights, register
+from .base import Integrals, Likelihood, apply_weights, numbers_of, register
 from .links import ExactLink, Link, at_least_float32
 from .predictions import RealPrediction, check_level
 from .targets import aligned_targets, check_real_targets
 
 
 @register
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Gaussian(Likelihood):
     """`y ~ N(f, σ² I)` with one σ² for all C outputs; Λ = I / σ², at unit noise I.
 
-    Targets are (B, C), or (B,) when C = 1.
+    Targets are (B, C), or (B,) when C = 1. With ratios r the noise variance of output c is `r_c σ²`, and
+    `Λ = diag(1/r)` at unit noise: several numbers for `noise_variance` are kept as their mean σ² and r.
 
     Args:
-        noise_variance: σ², a **variance** in squared units of y. A number is kept; None is tuned by `fit`.
+        noise_variance: σ², a **variance** in squared units of y. A number is kept, and so are C numbers, one an output;
+            None is tuned by `fit`.
+        noise_ratios: r, one positive number an output: outputs of other units, or of known relative accuracy. σ² may
+            still be tuned. None for ones.
         missing: whether NaN stands for a target that is missing: it counts nowhere, in fit, tuning and `log_prob`.
 
     Raises:
@@ -44,13 +49,28 @@ class Gaussian(Likelihood):
 
     noise_variance: float | None = None
     missing: bool = False
+    noise_ratios: Any = None
     name: ClassVar[str] = "gaussian"
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
     default_link: ClassVar[Link] = ExactLink()
     selects_outputs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        value = self.noise_variance
+        value, line = self.noise_variance, "Gaussian(noise_variance=[0.1, 0.5]), one for each output"
+        if isinstance(value, (list, tuple)) or getattr(value, "ndim", False):
+            several = numbers_of("Gaussian", "noise_variance", value, line)
+            assert several is not None
+            if self.noise_ratios is not None:
+                raise LapwingError(
+                    f"Gaussian has {len(several)} noise variances and noise_ratios, and the former imply the latter. "
+                    f"Leave noise_ratios out: {line}."
+                )
+            value = sum(several) / len(several)
+            object.__setattr__(self, "noise_variance", value)
+            object.__setattr__(self, "noise_ratios", [one / value for one in several])
+        check_flag("Gaussian", "missing", self.missing)
+        line = "Gaussian(noise_ratios=[1.0, 5.0]), one for each output"
+        object.__setattr__(self, "noise_ratios", numbers_of("Gaussian", "noise_ratios", self.noise_ratios, line))
         number = isinstance(value, Real) and not isinstance(value, bool)
         if value is not None and not (number and 0.0 < value < math.inf):
             raise LapwingError(
@@ -60,9 +80,25 @@ class Gaussian(Likelihood):
         if value is not None:
             object.__setattr__(self, "noise_variance", float(value))  # numpy's numbers are no JSON
 
+    def __repr__(self) -> str:
+        """Names σ², and `missing` where it is on."""
+        option = ", missing=True" if self.missing else ""
+        if self.noise_ratios is not None:
+            option += f", noise_ratios={shown(tuple(float(f'{ratio:.4g}') for ratio in self.noise_ratios))}"
+        return f"{type(self).__name__}(noise_variance={self.noise_variance}{option})"
+
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Checks real targets (B, C) or, when C = 1, (B,)."""
         check_real_targets("Gaussian", outputs.shape, outputs.device, targets, self.missing)
+        if self.noise_ratios is not None and len(self.noise_ratios) != outputs.shape[-1]:
+            raise LapwingError(
+                f"Gaussian has noise variances of {len(self.noise_ratios)} outputs, and the outputs have shape "
+                f"{tuple(outputs.shape)}. Pass one for each of {outputs.shape[-1]} outputs."
+            )
+
+    def ratios(self, like: Tensor) -> Tensor:
+        """Returns r (C,), in the dtype of outputs (..., C) and on their device."""
+        return super().ratios(like) if self.noise_ratios is None else like.new_tensor(self.noise_ratios)
 
     def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         """Returns 0 where y is missing and 1 elsewhere, (B, C); None for ones."""
@@ -72,26 +108,35 @@ class Gaussian(Likelihood):
         return (~aligned_targets("Gaussian", at_least_float32(outputs), targets).isnan()).to(outputs.dtype)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns `-1/2 [‖y - f‖²/σ² + C log(2πσ²)]`, (B,).
+        """Returns `-1/2 Σ_c [(y - f)²/(r σ²) + log(2π r σ²)]`, (B,).
 
         Raises:
             LapwingError: if σ² is not set, or shapes do not fit.
         """
         variance = self._set_noise("log_prob()")
         outputs = at_least_float32(outputs)
-        residual, count = _known_residuals(outputs, aligned_targets("Gaussian", outputs, targets))
-        return -0.5 * (residual.square().sum(-1) / variance + count * math.log(2.0 * math.pi * variance))
+        noise = variance * self.ratios(outputs)
+        residual, volume = _known_residuals(outputs, aligned_targets("Gaussian", outputs, targets), noise)
+        return -0.5 * ((residual.square() / noise).sum(-1) + volume)
 
     def statistics(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
-        """Returns float64 sums, each sample times its weight: the number of values, `Σ (y - f)²` and `Σ y²`."""
+        """Returns float64 sums, each sample times its weight: the number of values, `Σ (y - f)²/r` and `Σ y²/r`.
+
+        With ratios `Σ log r` too.
+        """
         outputs = outputs.double()
         values = aligned_targets("Gaussian", outputs, targets)
         known = ~values.isnan()
         values = torch.where(known, values, outputs)
-        counts, errors, squares = known.double(), (values - outputs).square(), known * values.square()
-        if weights is not None:
-            counts, errors, squares = (apply_weights(value, weights) for value in (counts, errors, squares))
-        return {"count": counts.sum(), "squared_error": errors.sum(), "squared_target": squares.sum()}
+        ratios, counts = self.ratios(outputs), known.double()
+        sums = {
+            "count": counts,
+            "squared_error": (values - outputs).square() / ratios,
+            "squared_target": counts * values.square() / ratios,
+        }
+        if self.noise_ratios is not None:
+            sums["log_ratio"] = counts * ratios.log()
+        return {name: (v if weights is None else apply_weights(v, weights)).sum() for name, v in sums.items()}
 
     def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:
         """Returns `-1/2 [Σ (y - f)²/σ² + count log(2πσ²)]`, a float64 scalar.
@@ -101,18 +146,21 @@ class Gaussian(Likelihood):
         """
         variance = self._set_noise("log_likelihood()") if noise_variance is None else noise_variance
         variance = torch.as_tensor(variance, dtype=torch.float64)
-        constant = statistics["count"] * (2.0 * math.pi * variance).log()
+        constant = statistics["count"] * (2.0 * math.pi * variance).log() + statistics.get("log_ratio", 0.0)
         return -0.5 * (statistics["squared_error"] / variance + constant)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
-        """Returns the identity at every input, (B, C, C), without copies."""
+        """Returns `diag(1/√r)`, the identity without ratios, at every input, (B, C, C), without copies."""
         batch, size = outputs.shape
-        return torch.eye(size, dtype=outputs.dtype, device=outputs.device).expand(batch, size, size)
+        root = torch.eye(size, dtype=outputs.dtype, device=outputs.device)
+        if self.noise_ratios is not None:
+            root = root * self.ratios(outputs).rsqrt()
+        return root.expand(batch, size, size)
 
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Returns a standard normal column, (B, C, 1): the score of a drawn y at unit noise."""
         noise = torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype, device=outputs.device)
-        return noise.unsqueeze(-1)
+        return (noise * self.ratios(outputs).rsqrt()).unsqueeze(-1)
 
     @property
     def curvature_scale(self) -> float:
@@ -145,7 +193,7 @@ class Gaussian(Likelihood):
             LapwingError: if σ² is not set, or for any link but ExactLink.
         """
         self.choose_link(latent, link)
-        return RegressionPrediction(latent, self._set_noise("predict()"), self.missing)
+        return RegressionPrediction(latent, self._set_noise("predict()"), self.missing, self.noise_ratios)
 
     def integrals(self, outputs: int, alpha: float) -> Integrals:
         """Returns `ExactLink`: `log_power_mean` is in closed form, differentiable in σ² too."""
@@ -168,21 +216,21 @@ class Gaussian(Likelihood):
         """
         variance = self._set_noise("log_power_mean()") if noise_variance is None else noise_variance
         wide, dtype = mean.double(), at_least_float32(mean).dtype
-        noise = torch.as_tensor(variance, dtype=wide.dtype, device=wide.device)
+        noise = torch.as_tensor(variance, dtype=wide.dtype, device=wide.device) * self.ratios(wide)
         aligned = aligned_targets("Gaussian", wide, targets)
-        residual, count = _known_residuals(wide, aligned)
-        constant = -0.5 * count * (2.0 * math.pi * noise).log()
-        covariance = _known_covariance(covariance.double(), aligned)
+        residual, volume = _known_residuals(wide, aligned, noise)
+        residual, constant = residual / noise.sqrt(), -0.5 * volume
+        covariance = _known_covariance(covariance.double(), aligned) / (noise * noise[:, None]).sqrt()  # of y/√noise
         if alpha == 0:
             spread = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) + residual.square().sum(-1)
-            return (constant - 0.5 * spread / noise).to(dtype)
+            return (constant - 0.5 * spread).to(dtype)
         covariance = 0.5 * (covariance + covariance.mT)
-        values = torch.linalg.eigvalsh(covariance / noise)  # negative ones are rounding; log1p keeps tiny α's digits
+        values = torch.linalg.eigvalsh(covariance)  # negative ones are rounding; log1p keeps tiny α's digits
         eye = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
-        factor = cholesky(noise * eye + alpha * covariance)
+        factor = cholesky(eye + alpha * covariance)
         white = torch.linalg.solve_triangular(factor, residual[..., None], upper=False)[..., 0]  # (B, C)
-        volume = torch.log1p((alpha * values).clamp_min(-0.5)).sum(-1) / alpha
-        return (constant - 0.5 * volume - 0.5 * white.square().sum(-1)).to(dtype)
+        stretch = torch.log1p((alpha * values).clamp_min(-0.5)).sum(-1) / alpha
+        return (constant - 0.5 * stretch - 0.5 * white.square().sum(-1)).to(dtype)
 
     def _set_noise(self, caller: str) -> float:
         """Returns σ², refusing one that is still to be tuned."""
@@ -205,11 +253,13 @@ class RegressionPrediction(RealPrediction):
         latent: The latent over outputs.
         noise_variance: σ², in squared units of y.
         missing: Whether NaN stands for a target that is missing.
+        noise_ratios: r (C,), what multiplies σ² at each output; None for ones.
     """
 
     latent: AnyLatent
     noise_variance: float
     missing: bool = False
+    noise_ratios: tuple[float, ...] | None = None
 
     @property
     def mean(self) -> Tensor:
@@ -223,7 +273,14 @@ class RegressionPrediction(RealPrediction):
     @property
     def aleatoric_variance(self) -> Tensor:
         """Variance of the noise, (B, C): it does not."""
-        return torch.full_like(self.mean, self.noise_variance)
+        return torch.zeros_like(self.mean) + self._noise
+
+    @cached_property
+    def _noise(self) -> Tensor:
+        """The noise variance of each output (C,)."""
+        mean = self.mean
+        noise = mean.new_full((mean.shape[-1],), self.noise_variance)
+        return noise if self.noise_ratios is None else noise * noise.new_tensor(self.noise_ratios)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Returns the central interval that holds y with probability `level`, one output at a time.
@@ -245,7 +302,7 @@ class RegressionPrediction(RealPrediction):
             half = NormalDist().inv_cdf(0.5 + 0.5 * level) * self.std
             return self.mean - half, self.mean + half
         tail = 0.5 * (1.0 - level)
-        low, high = (mixture_quantile(draws, self.noise_variance, p) for p in (tail, 1.0 - tail))
+        low, high = (mixture_quantile(draws, self._noise, p) for p in (tail, 1.0 - tail))
         return low, high
 
     def log_prob(self, targets: Tensor) -> Tensor:
@@ -268,7 +325,7 @@ class RegressionPrediction(RealPrediction):
         check_real_targets("RegressionPrediction.log_prob", mean.shape, mean.device, targets, self.missing)
         targets = aligned_targets("RegressionPrediction.log_prob", mean, targets)
         if draws is not None:
-            return mixture_log_density(draws, self.noise_variance, targets)
+            return mixture_log_density(draws, self._noise, targets)
         if mean.shape[-1] == 1:
             values = dist.Normal(mean, self.std, validate_args=False).log_prob(
                 targets.nan_to_num() if self.missing else targets
@@ -279,9 +336,10 @@ class RegressionPrediction(RealPrediction):
             return self._low_rank(mean.double(), columns).log_prob(targets.double()).to(mean.dtype)
         blocks, holes = self._blocks().double(), torch.zeros(())
         if self.missing:  # those of zero residual and no variance but σ², whose density is divided out
-            residual, count = _known_residuals(mean, targets)
+            noise = self._noise
+            residual, volume = _known_residuals(mean, targets, noise)
             blocks, targets = _known_covariance(blocks, targets), mean + residual
-            holes = 0.5 * (mean.shape[-1] - count) * math.log(2.0 * math.pi * self.noise_variance)
+            holes = 0.5 * ((2.0 * math.pi * noise).log().sum() - volume)
         factor = cholesky(self._noisy(blocks))  # (B, C, C)
         normal = dist.MultivariateNormal(mean.double(), scale_tril=factor, validate_args=False)
         return (normal.log_prob(targets.double()) + holes).to(mean.dtype)
@@ -311,7 +369,7 @@ class RegressionPrediction(RealPrediction):
         generator = seeded(generator, self.latent.mean.device)
         latent = at_least_float32(self.latent.sample(n, generator))
         noise = torch.randn(latent.shape, generator=generator, dtype=latent.dtype, device=latent.device)
-        return latent + math.sqrt(self.noise_variance) * noise
+        return latent + self._noise.to(latent.dtype).sqrt() * noise
 
     def distribution(self) -> dist.Distribution:
         """Returns y as a `torch.distributions` object.
@@ -324,7 +382,9 @@ class RegressionPrediction(RealPrediction):
         mean, draws = self.mean, self._draws()
         if draws is not None:
             centres = draws.flatten(1) if self.latent.joint else draws.transpose(0, 1)  # (S, B·C) or (B, S, C)
-            noise = torch.full_like(centres, math.sqrt(self.noise_variance))
+            noise = (
+                self._noise.to(centres.dtype).sqrt().repeat(centres.shape[-1] // len(self._noise)).expand_as(centres)
+            )
             weights = dist.Categorical(logits=torch.zeros_like(centres[..., 0]))
             return dist.MixtureSameFamily(weights, dist.Independent(dist.Normal(centres, noise), 1))
         if isinstance(self.latent, LinearDraws):
@@ -353,7 +413,7 @@ class RegressionPrediction(RealPrediction):
 
     def _low_rank(self, mean: Tensor, factor: Tensor) -> dist.LowRankMultivariateNormal:
         """Returns `N(mean, F Fᵀ + σ² I)`, whose density takes S x S matrices alone."""
-        noise = torch.full_like(mean, self.noise_variance)
+        noise = self._noise.to(mean.dtype).repeat(mean.shape[-1] // len(self._noise)).expand_as(mean)
         return dist.LowRankMultivariateNormal(mean, factor, noise, validate_args=False)
 
     def _blocks(self) -> Tensor:
@@ -362,35 +422,35 @@ class RegressionPrediction(RealPrediction):
         return covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0) if self.latent.joint else covariance
 
     def _noisy(self, covariance: Tensor) -> Tensor:
-        """Adds σ² I."""
-        eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
-        return covariance + self.noise_variance * eye
+        """Adds the noise of each output, of each input and output where the covariance is of all of them."""
+        noise = self._noise.to(covariance.dtype)
+        return covariance + noise.repeat(covariance.shape[-1] // len(noise)).diag()
 
 
 _HALVINGS = 60  # a float64 bracket shrinks below its rounding in 53
 
 
-def mixture_log_density(draws: Tensor, noise_variance: float, targets: Tensor) -> Tensor:
-    """Returns `log 1/S Σ_s N(y; f_s, σ² I)` for every input.
+def mixture_log_density(draws: Tensor, noise_variance: Tensor | float, targets: Tensor) -> Tensor:
+    """Returns `log 1/S Σ_s N(y; f_s, diag σ²)` for every input.
 
     Args:
         draws: Component means f, (S, B, C).
-        noise_variance: σ².
+        noise_variance: σ², one number or (C,).
         targets: y, (B, C).
 
     Returns:
         Log densities, (B,).
     """
-    residual, count = _known_residuals(draws, targets)
-    squares = residual.square().sum(-1)  # (S, B, C) -> (S, B)
-    constant = 0.5 * count * math.log(2.0 * math.pi * noise_variance) + math.log(len(draws))
-    return torch.logsumexp(-0.5 * squares / noise_variance, 0) - constant
+    noise = torch.as_tensor(noise_variance, dtype=draws.dtype, device=draws.device).expand(draws.shape[-1])
+    residual, volume = _known_residuals(draws, targets, noise)
+    squares = (residual.square() / noise).sum(-1)  # (S, B, C) -> (S, B)
+    return torch.logsumexp(-0.5 * squares, 0) - 0.5 * volume - math.log(len(draws))
 
 
-def _known_residuals(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns y - f (..., B, C), 0 where y (B, C) is NaN, and how many targets each sample has (B,)."""
+def _known_residuals(outputs: Tensor, targets: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns y - f (..., B, C), 0 where y (B, C) is NaN, and `Σ log 2πσ²` of the others (B,), for σ² (C,)."""
     known = ~targets.isnan()
-    return torch.where(known, targets, outputs) - outputs, known.sum(-1)
+    return torch.where(known, targets, outputs) - outputs, (known * (2.0 * math.pi * noise).log()).sum(-1)
 
 
 def _known_covariance(covariance: Tensor, targets: Tensor) -> Tensor:

@@ -95,6 +95,11 @@ class CountPrediction(RealPrediction):
         return (at_least_float32(self.latent.mean) + 0.5 * at_least_float32(self.latent.variance)).exp()
 
     @property
+    def point(self) -> Tensor:
+        """The mean, rounded to a count."""
+        return self.mean.round()
+
+    @property
     def epistemic_variance(self) -> Tensor:
         """Variance of the rate, `(exp(v) - 1) exp(2m + v)`, (B, C): it shrinks with data."""
         draws = self.latent.draws

@@ -141,7 +141,7 @@ class Factors(State):
         A: `Σ a aᵀ` (G, I, I), or its diagonal (G, I) for one-hot inputs.
         Gamma: `Σ g gᵀ` (G, O, O).
         count: the number of positions (1,).
-        weight: the sum of the samples' weights over positions (), where they have weights.
+        weight: the sum of the samples' weights over positions (1,), where some have weights.
     """
 
     diagonal: dict[str, Tensor] = field(default_factory=dict)
@@ -213,9 +213,10 @@ class _FactorPass(CurvaturePass[Factors]):
                 else:
                     jacobian, sums = as_matrix(jacobian), (state.A[name], state.Gamma[name])
                     count = jacobian.add_kronecker_factors(self._reduce, *sums, weights)
+                    if weights is not None or name in state.weight:  # chunks without weights have ones
+                        share = 1.0 if weights is None else weights.sum() / record.samples
+                        state.weight[name] = state.weight.get(name, state.count[name].double()) + share * count
                     state.count[name] += count
-                    if weights is not None:
-                        state.weight[name] = state.weight.get(name, 0.0) + weights.sum() * (count / record.samples)
 
     def finish(self, state: Factors) -> Blockwise:
         problem, structures = self._problem, dict[str, Structure]()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import AnyLatent, Covariance, PriorCovariance
-from ..errors import LapwingError, shown
+from ..errors import LapwingError, check_flag, shown
 from ..likelihoods import Likelihood, Link, Prediction
 from ..likelihoods.positions import predicted
 from ..linalg import check_memory
@@ -216,6 +216,7 @@ class Posterior:
         Cost: O(P) or less; one pass over the data with `linearised_mode`.
         """
         self._check_network()
+        check_flag("log_marginal_likelihood", "sample_weights", sample_weights)
         value = self.log_evidence(self.prior.precision, self.noise_variance, lower_bound=lower_bound)
         if linearised_mode:
             if loader is None:

@@ -176,6 +176,8 @@ def no_batch() -> LapwingError:
 def mean_variances(posteriors: Sequence[Posterior], parts: Iterable[batches.Weighted]) -> list[float]:
     """Returns the mean of `J_n Σ J_nᵀ` over outputs and the samples of batches, by their weights, linearised.
 
+    Each output is in units of its noise ratio.
+
     The posteriors come from one by `at`, so that they differ in prior and noise alone.
     """
     first = posteriors[0]
@@ -188,7 +190,8 @@ def mean_variances(posteriors: Sequence[Posterior], parts: Iterable[batches.Weig
                 every = curvature_weights(first.likelihood, record.outputs, targets[part], some)
                 every = torch.ones_like(record.outputs) if every is None else every.expand_as(record.outputs)
                 latents = _latents(record, posteriors, marginal=True)
-                totals += torch.stack([(every * latent.variance).double().sum().cpu() for latent in latents])
+                share = every / first.likelihood.ratios(record.outputs)
+                totals += torch.stack([(share * latent.variance).double().sum().cpu() for latent in latents])
                 count += float(every.double().sum())
     return (totals / count).tolist()
 

@@ -134,6 +134,7 @@ def _left_out(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any,
     chosen = torch.arange(count) * len(residuals) // count
     samples = chosen.repeat_interleave(times)
     turns = torch.arange(len(samples)) % outputs
+    scales = posterior.likelihood.ratios(residuals).sqrt()
     anchors = Anchors(tangent, tuple(inputs for inputs, *_ in parts), samples, turns)
     precision = posterior.prior.precision if prior_fixed else torch.ones(len(tangent.blocks), dtype=torch.float64)
     weights = {block.name: 1 / value for block, value in zip(tangent.blocks, precision.tolist(), strict=True)}
@@ -143,7 +144,7 @@ def _left_out(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any,
     gram = anchors.gram(weights, torch.float64)
     same = _copies(gram, targets[chosen], times)
     counts = every_weight[samples, turns]  # w: how often each pair counts
-    total, roots = float(counts.sum()), counts.sqrt()
+    total, roots = float(counts.sum()), counts.sqrt() / scales[turns]
     labels, gram = roots * labels, roots[:, None] * gram * roots
     more = total - len(counts)  # targets without a row of their own
     values, vectors = torch.linalg.eigh(gram)

@@ -193,9 +193,13 @@ def test_missing_targets_have_the_dense_curvature_and_density():
 def test_one_missing_target_is_a_sample_left_out(method):
     """In the tuning too: δ, σ² and the width by leaving out, and the choice by held-out data."""
     model, x, y = holes(1)
-    known = ~y.isnan()[:, 0]
+    order = (~y.isnan()[:, 0]).int().argsort()
+    x, y = torch.cat([x[order[4:]], x[order[:4]]]), torch.cat([y[order[4:]], y[order[:4]]])
+    known, middle = ~y.isnan()[:, 0], slice(8, 20)  # whose batch has no holes
+    assert bool(known[middle].all())
+    loader = [(x[:8], y[:8]), (x[middle], y[middle]), (x[20:], y[20:])]
     for options in ({}, {"tune": lw.Evidence()}, {"validation": (x[:12], y[:12])}):
-        given = lw.fit(model, [(x, y)], method, likelihood=lw.Gaussian(missing=True), **options)
+        given = lw.fit(model, loader, method, likelihood=lw.Gaussian(missing=True), **options)
         if "validation" in options:
             options = {"validation": (x[:12][known[:12]], y[:12][known[:12]])}
         wanted = lw.fit(model, [(x[known], y[known])], method, likelihood=lw.Gaussian(), **options)

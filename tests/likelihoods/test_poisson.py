@@ -103,6 +103,7 @@ def test_fit_file_and_deployment(tmp_path):
     for via in (lw.Streamlined(), lw.MonteCarlo(5)):
         assert bool(posterior.predict(x, via=via).log_prob(y).isfinite().all())
     lw.compare({"it": posterior}, [(x, y)])
+    lw.Poisson().check(f, prediction.point)
     covered = (y[:, None] >= prediction.interval(0.9)[0]) & (y[:, None] <= prediction.interval(0.9)[1])
     assert covered.shape == (40, 1)
 

@@ -1,0 +1,123 @@
+"""One noise variance an output: densities, curvature, evidence and tuning, as if outputs were measured in its unit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import distributions as dist
+from torch import nn
+
+import lapwing as lw
+from lapwing.errors import LapwingError
+from tests import oracle
+from tests.conformance import close
+from tests.likelihoods.fakes import FakeDraws, joint_latent, random_latent
+
+F64 = torch.float64
+NOISE = [0.1, 0.5]
+SCALE = torch.tensor(NOISE, dtype=F64).sqrt()
+
+
+def data():
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(24, 3, generator=generator, dtype=F64)
+    y = torch.stack([x[:, 0].sin(), 3 * x[:, 1] * x[:, 2]], -1) + 0.3 * torch.randn(
+        24, 2, generator=generator, dtype=F64
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)).double().eval()
+    return model, x, y
+
+
+class Divided(nn.Module):
+    """The network with outputs in units of their noise."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x) / SCALE
+
+
+def test_everything_but_the_tuning_is_the_dense_one(tmp_path):
+    model, x, y = data()
+    likelihood = lw.Gaussian(noise_variance=NOISE)
+    assert likelihood == lw.Gaussian(np.array(NOISE)) == lw.Gaussian(torch.tensor(NOISE, dtype=F64))
+    posterior = lw.fit(model, [(x[:9], y[:9]), (x[9:], y[9:])], lw.Full(), likelihood=likelihood, prior_precision=2.0)
+    J, f = oracle.jacobian(model, x), oracle.outputs(model, x)
+    noise = torch.tensor(NOISE, dtype=F64).diag()
+    G = oracle.ggn(J, torch.linalg.inv(noise).expand(24, 2, 2))
+    covariance = oracle.output_covariance(J, oracle.laplace_covariance(G, 2.0))
+    close(posterior.latent(x).covariance, covariance)
+    logs = dist.Normal(f, SCALE).log_prob(y).sum()
+    evidence = logs - oracle.flat_parameters(model).square().sum()
+    evidence = evidence - 0.5 * torch.logdet(torch.eye(len(G), dtype=F64) + G / 2)
+    assert posterior.log_marginal_likelihood() == pytest.approx(float(evidence))
+    prediction = posterior.predict(x)
+    wanted = dist.MultivariateNormal(f, covariance + noise)
+    close(prediction.log_prob(y), wanted.log_prob(y), 1e-8)
+    close(prediction.distribution().log_prob(y), wanted.log_prob(y), 1e-8)
+    close(likelihood.log_power_mean(f, covariance, y), wanted.log_prob(y), 1e-8)
+    close(prediction.variance, wanted.variance)
+    posterior.save(tmp_path / "it.safetensors")
+    again = lw.load(tmp_path / "it.safetensors", model)
+    close(again.predict(x).variance, prediction.variance, 1e-14)
+    close(again.likelihood.ratios(f) * again.noise_variance, torch.tensor(NOISE, dtype=F64), 1e-14)
+    torch.testing.assert_close(lw.deploy(posterior, x, via=lw.Streamlined())(x)[1],
+                               posterior.predict(x, via=lw.Streamlined()).variance)  # fmt: skip
+
+
+@pytest.mark.parametrize("latent", [random_latent(size=2), joint_latent(batch=4, size=2)], ids=["batch", "joint"])
+def test_draws_have_the_noise_of_their_output(latent):
+    prediction = lw.Gaussian(NOISE).predict(latent)
+    draws = prediction.sample(200_000)
+    torch.testing.assert_close(draws.var(0), prediction.variance, rtol=0.02, atol=0)
+    low, high = prediction.interval(0.9)
+    torch.testing.assert_close(
+        ((draws >= low) & (draws <= high)).double().mean(0), torch.full_like(low, 0.9), rtol=0, atol=4e-3
+    )
+    whole = prediction.distribution()
+    torch.testing.assert_close(whole.variance.flatten(), prediction.variance.flatten())
+
+
+def test_weight_draws_are_a_mixture():
+    draws = torch.randn(7, 3, 2, dtype=F64)
+    prediction = lw.Gaussian(NOISE).predict(FakeDraws(draws))
+    y = torch.randn(3, 2, dtype=F64)
+    wanted = dist.Normal(draws, SCALE).log_prob(y).sum(-1).logsumexp(0) - torch.tensor(7.0).log()
+    torch.testing.assert_close(prediction.log_prob(y), wanted)
+    torch.testing.assert_close(prediction.distribution().log_prob(y), wanted)
+    low, high = prediction.interval(0.8)
+    cdf = lambda end: dist.Normal(draws, SCALE).cdf(end).mean(0)  # noqa: E731
+    torch.testing.assert_close(cdf(high) - cdf(low), torch.full((3, 2), 0.8, dtype=F64))
+
+
+@pytest.mark.parametrize("method", [lw.Full(), lw.KFAC(), lw.SampledLLA(4)], ids=repr)
+@pytest.mark.parametrize("tune", [lw.BoundedEvidence(), lw.Evidence(), "validation"], ids=repr)
+def test_the_tuning_is_that_of_outputs_in_units_of_their_noise(method, tune):
+    model, x, y = data()
+    ratios = lw.Gaussian(noise_ratios=NOISE)
+    options = (
+        [{"tune": tune}] * 2 if tune != "validation" else [{"validation": (x[:12], z[:12])} for z in (y, y / SCALE)]
+    )
+    given = lw.fit(model, [(x, y)], method, likelihood=ratios, params=lw.everything, **options[0])
+    wanted = lw.fit(
+        Divided(model).eval(), [(x, y / SCALE)], method, likelihood="gaussian", params=lw.everything, **options[1]
+    )
+    assert given.prior_precision == pytest.approx(wanted.prior_precision, rel=1e-3)
+    assert given.noise_variance == pytest.approx(wanted.noise_variance, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: lw.Gaussian([0.1, 0.0]), "positive finite numbers"),
+        (lambda: lw.Gaussian([0.1, 0.2], noise_ratios=[1.0, 2.0]), "Leave noise_ratios out"),
+        (lambda: lw.Gaussian(NOISE).check(torch.zeros(4, 3), torch.zeros(4, 3)), "one for each of 3 outputs"),
+    ],
+)
+def test_wrong_numbers_are_refused(make, message):
+    with pytest.raises(LapwingError, match=message):
+        make()
