@@ -109,7 +109,7 @@ class Blockwise(PriorCovariance):
             weights = self._weights[name]
             shape = (count, *weights.shape)
             noise = torch.randn(shape, generator=generator, dtype=weights.dtype, device=weights.device)
-            draws[name] = structure.rotate(noise * weights.sqrt(), back=True)
+            draws[name] = structure.rotate(noise.mul_(weights.sqrt()), back=True)
         return draws
 
     def diagonal(self) -> Vectors:

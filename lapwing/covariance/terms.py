@@ -167,7 +167,7 @@ class EigenTerm(Term):
         """Returns the covariance of some outputs, of their rows of U."""
         if self.basis is None:
             return EigenTerm(None, self.scale.gather(1, outputs))
-        rows = self.basis[outputs]  # (B, k, C)
+        rows = self.basis.index_select(0, outputs.flatten()).view(*outputs.shape, -1)  # (B, k, C)
         return DenseTerm((rows * self.scale.unsqueeze(1)) @ rows.mT)
 
 

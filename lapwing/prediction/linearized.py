@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from math import isqrt
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,12 +27,13 @@ from ..covariance import (
 from ..covariance.positions import LatentAtPositions
 from ..covariance.terms import DenseTerm, selected
 from ..errors import LapwingError, shown
+from ..jacobian.jacobian import SLICE_BYTES
 from ..linalg import check_memory
 from ..network import batches
 from ..network.gate import Checked
 from ..network.generic import DIRECTIONS, WeightProducts
 from ..network.tracing import wants_gradient
-from ..tangent import Record, Tangent, split
+from ..tangent import Record, Tangent, Vectors, split
 from .positions import at_positions, draws_at_positions
 from .uncertain import carried, separate
 from .way import Way
@@ -137,8 +139,8 @@ class Linearized(Way):
         mean, added = carried(tangent, values, spreads, wants_gradient(values))
         batches.check_outputs(mean, "these inputs")
         if not tangent.blocks:
-            terms = (DenseTerm(added),) if selection is None else (DenseTerm(added).selected(selection.of(mean)),)
-            return _latent(mean, terms, selection)
+            terms = (DenseTerm(added),)
+            return Latent(mean, terms) if selection is None else _selected(mean, terms, selection, late=True)
         latent = _of_weights(tangent, covariance, checked, joint, selection)
         if selection is not None:  # as the recorded pass ordered them
             added = selected(added, latent.outputs if isinstance(latent, SelectedLatent) else selection.of(mean))
@@ -238,7 +240,9 @@ class Selection:
     def of(self, means: Tensor) -> Tensor:
         """Returns the outputs (B, k), largest first where they are not listed, at means (B, C)."""
         if self.listed is None:
-            return means.detach().double().topk(self.columns, -1).indices  # the same order in every dtype
+            means = means.detach()
+            means = means.float() if means.dtype.itemsize < 4 else means  # as in a record: ties keep their order
+            return means.topk(self.columns, -1).indices
         return torch.tensor(self.listed, device=means.device).expand(len(means), -1)
 
     def __call__(self, means: Tensor) -> Tensor:
@@ -247,11 +251,11 @@ class Selection:
         return hot.scatter_(1, self.of(means).unsqueeze(1), 1.0)
 
 
-def _latent(mean: Tensor, terms: tuple[Term, ...], selection: Selection | None) -> Latent:
-    """Returns the latent of means (B, C) and terms, which are of the selected outputs alone."""
-    if selection is None:
-        return Latent(mean, terms)
+def _selected(mean: Tensor, terms: tuple[Term, ...], selection: Selection, late: bool) -> SelectedLatent:
+    """Returns the latent of the selected outputs, of means (B, C) and terms of these, or of all where it is `late`."""
     outputs = selection.of(mean)
+    if late:
+        terms = tuple(term.selected(outputs) for term in terms)
     return SelectedLatent(mean.gather(1, outputs), terms, outputs=outputs, every_mean=mean)
 
 
@@ -265,33 +269,64 @@ def latent_of_draws(
 ) -> LinearDraws | LatentAtPositions | None:
     """Returns `N(f(x, θ̂), 1/S Σ_s d_s d_sᵀ)` with `d_s = J(x)(θ_s - θ̂)`, or None where no route gives such products.
 
-    Weights are drawn a group at a time, as many as fit a quarter of the memory budget, and each group goes through all
-    inputs. What is a covariance of few draws itself, as that of `lw.SampledLLA`, gives no more than those.
+    Weights are drawn a group at a time, and each group goes through all inputs. What is a covariance of few draws
+    itself, as that of `lw.SampledLLA`, gives no more than those.
     """
     checked = tangent.check(inputs)
     count = min(draws, covariance.count) if isinstance(covariance, Draws) else draws
     positions = 1 if tangent.positions is None else tangent.positions.count
     check_memory(f"lw.Linearized(draws={draws})", count, checked.samples * tangent.outputs * positions)
-    chunks = list(checked.chunks(tangent.chunk_length(DIRECTIONS)))
+    chunks = list(checked.chunks(_length(tangent)))
     mean = torch.cat([tangent.call_with({}, chunk.inputs).to(tangent.dtype) for _, chunk in chunks])
     batches.check_outputs(mean, "these inputs")
     products = [WeightProducts(tangent.call_with, tangent.parameters) for _ in chunks]
-    generator = torch.Generator(covariance.device).manual_seed(seed)
-    group = max(1, min(count, tangent.memory // (4 * tangent.size * tangent.dtype.itemsize)))
     whole = None
-    for start in range(0, count, group):
-        stop = min(start + group, count)
-        steps = split(tangent.blocks, covariance.sample(stop - start, generator))
+    for group, steps in _weight_draws(tangent, covariance, count, seed):
         for product, (rows, chunk) in zip(products, chunks, strict=True):
-            part = product(steps, chunk.inputs)
+            part = product(split(tangent.blocks, steps), chunk.inputs)
             if part is None:
                 return None
             if len(part) == count and len(chunks) == 1:
                 return draws_at_positions(tangent, LinearDraws(mean, part.to(tangent.dtype), joint), checked.inputs)
             whole = mean.new_empty(count, *mean.shape) if whole is None else whole
-            whole[start:stop, rows] = part.to(tangent.dtype)
+            whole[group, rows] = part.to(tangent.dtype)
     assert whole is not None
     return draws_at_positions(tangent, LinearDraws(mean, whole, joint), checked.inputs)
+
+
+def _length(tangent: Tangent) -> int:
+    """Returns how many samples go through forward mode at once.
+
+    Their tangents fit the budget, and a slice of 16 MiB, which takes half the time of larger ones for convolutions;
+    unless the weights are more numbers, all of which each chunk reads.
+    """
+    largest = max([tangent.outputs, *(out for out, _ in tangent.plan.sizes)])
+    length = SLICE_BYTES // (DIRECTIONS * largest * tangent.dtype.itemsize)
+    return max(1, min(tangent.chunk_length(DIRECTIONS), max(length, tangent.size // largest)))
+
+
+_KEPT: WeakKeyDictionary[Covariance, tuple[int, int, Vectors]] = WeakKeyDictionary()
+"""Covariance -> how many weights were drawn, by which seed, and the draws."""
+
+
+def _weight_draws(tangent: Tangent, covariance: Covariance, count: int, seed: int) -> Iterator[tuple[slice, Vectors]]:
+    """Yields groups of draws of `N(0, Σ)`, as many as fit half of the memory budget.
+
+    Draws that fit a quarter of it are kept for the next prediction of the posterior: of wide layers they cost more than
+    what they are multiplied with.
+    """
+    generator = torch.Generator(covariance.device).manual_seed(seed)
+    bytes_each = tangent.size * tangent.dtype.itemsize
+    if 4 * count * bytes_each > tangent.memory:
+        length = max(1, tangent.memory // (2 * bytes_each))
+        for start in range(0, count, length):
+            stop = min(start + length, count)
+            yield slice(start, stop), covariance.sample(stop - start, generator)
+        return
+    kept = _KEPT.get(covariance)
+    if kept is None or kept[:2] != (count, seed):
+        kept = _KEPT[covariance] = count, seed, covariance.sample(count, generator)
+    yield slice(0, count), kept[2]
 
 
 def _of_weights(
@@ -306,19 +341,15 @@ def _of_weights(
     cotangents = None if late else selection
     rows = tangent.outputs if cotangents is None else cotangents.columns
 
-    def terms(record: Record) -> tuple[Term, ...]:
-        every = tuple(term.to(tangent.dtype) for term in covariance.output_covariance(record))
-        if not late or selection is None:
-            return every
-        outputs = selection.of(record.outputs)
-        return tuple(term.selected(outputs) for term in every)
+    def part(record: Record) -> Latent:
+        terms = tuple(term.to(tangent.dtype) for term in covariance.output_covariance(record))
+        if selection is None:
+            return Latent(record.outputs, terms)
+        return _selected(record.outputs, terms, selection, late)
 
-    parts = (
-        _latent(record.outputs, terms(record), selection)
-        for _, record in tangent.records(
-            checked, cotangents, dtype=dtype, scratch_per_sample=rows * covariance.scratch_per_row
-        )
-    )
+    scratch = rows * covariance.scratch_per_row
+    records = tangent.records(checked, cotangents, dtype=dtype, scratch_per_sample=scratch)
+    parts = (part(record) for _, record in records)
     return Latent.gather(parts, checked.samples)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -83,7 +85,7 @@ def test_chunks_of_inputs_and_of_draws_change_nothing_but_the_random_numbers(mon
     whole = posterior.latent(setup.x, via=lw.Linearized(draws=7), joint=True)
     monkeypatch.setattr(lw.tangent.Tangent, "chunk_length", lambda *_: 2)
     close(posterior.latent(setup.x, via=lw.Linearized(draws=7)).deviations, whole.deviations)
-    object.__setattr__(posterior.tangent, "memory", 3 * 4 * posterior.tangent.size * 8)  # three draws at once
+    object.__setattr__(posterior.tangent, "memory", 3 * 2 * posterior.tangent.size * 8)  # three draws at once
     latent = posterior.latent(setup.x, via=lw.Linearized(draws=7))
     generator = torch.Generator().manual_seed(0)
     parts = [posterior.covariance.sample(count, generator) for count in (3, 3, 1)]
@@ -91,6 +93,21 @@ def test_chunks_of_inputs_and_of_draws_change_nothing_but_the_random_numbers(mon
     close(
         latent.deviations, torch.einsum("bcp,sp->sbc", jacobian(setup.model, setup.x, posterior.tangent.blocks), steps)
     )
+
+
+def test_draws_of_weights_are_kept_as_long_as_their_posterior():
+    setup, posterior = fitted("diagonal")
+    first = posterior.latent(setup.test, via=lw.Linearized(draws=3))
+    for way in (lw.Linearized(draws=4), lw.Linearized(draws=3, seed=1), lw.Linearized(draws=3)):
+        latent = posterior.latent(setup.test, via=way)
+        assert latent.deviations.equal(first.deviations) == (way == lw.Linearized(draws=3))
+    other = posterior.with_prior(50.0)
+    assert (other.latent(setup.test, via=lw.Linearized(draws=3)).variance < first.variance).all()
+    covariance = weakref.ref(posterior.covariance)
+    assert covariance() in linearized._KEPT
+    del posterior
+    gc.collect()
+    assert covariance() is None
 
 
 def test_a_loader_and_two_calls_are_joint():

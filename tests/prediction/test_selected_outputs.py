@@ -183,6 +183,10 @@ def test_other_refusals():
         posterior.predict(setup.test, via=lw.Linearized(outputs=1))
     with pytest.raises(lw.LapwingError, match=r"cannot be deployed"):
         lw.deploy(posterior, setup.test, via=lw.Linearized(outputs=2))
+    with pytest.raises(
+        lw.LapwingError, match=r"compares all outputs with the targets, and via=Linearized\(outputs=2\)"
+    ):
+        lw.scale_factor(posterior, setup.loader, via=lw.Linearized(outputs=2))
     assert lw.Linearized(outputs=torch.tensor([1, 2])) == lw.Linearized(outputs=(1, 2))
     assert isinstance(posterior.latent(setup.test, via=lw.Linearized(outputs=9)), Latent)
     assert posterior.latent(setup.test, via=lw.Linearized(outputs=9)).mean.shape == (3, 3)

@@ -1,0 +1,124 @@
+"""What error bars of very many outputs cost, as ratios to a plain forward pass of the same batch in the same run.
+
+Variances by `lw.Linearized(draws=16)`, in total and for each draw, beside the exact ones where these can be waited for;
+and ten of 1 000 classes by `lw.Linearized(outputs=10)`, beside all of them. Random weights and inputs: cost does not
+depend on them.
+
+    python -m benchmarks.many_outputs
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from benchmarks.measure import ratio, write
+from lapwing.network.generic import WeightProducts
+from lapwing.tangent import split
+
+SEED = 0
+DRAWS = 16
+
+
+def dense() -> tuple[nn.Module, Tensor]:
+    """64-256-100 000, batch 32."""
+    return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 100_000)), torch.randn(32, 64)
+
+
+def decoder() -> tuple[nn.Module, Tensor]:
+    """16-512-512-10 000, batch 100."""
+    layers = [nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 10_000)]
+    return nn.Sequential(*layers), torch.randn(100, 16)
+
+
+def denoiser() -> tuple[nn.Module, Tensor]:
+    """Three 3x3 convolutions of 32 channels, from 64x64 pixels to as many, batch 8."""
+    convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*convolutions, nn.Conv2d(32, 1, 3, padding=1), nn.Flatten()), torch.randn(8, 1, 64, 64)
+
+
+def classifier() -> tuple[nn.Module, Tensor]:
+    """256-512-512-1 000, batch 50."""
+    layers = [nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1000)]
+    return nn.Sequential(*layers), torch.randn(50, 256)
+
+
+def _cost(function: Callable[[], Any], model: nn.Module, x: Tensor, rounds: int) -> dict[str, float]:
+    """Returns the cost of a function beside a forward pass."""
+
+    @torch.no_grad()
+    def forward() -> Tensor:
+        return model(x)
+
+    return ratio(function, forward, rounds)
+
+
+def _draws(name: str, method: lw.Method, exact: bool = False) -> dict[str, Any]:
+    """Returns the costs of one draw: its products with J, all in all, and the draw of the weights.
+
+    The exact variances are those of one input.
+    """
+    model, x = globals()[name]()
+    with torch.no_grad():
+        y = model.eval()(x)
+    posterior = lw.fit(model, [(x[:4], y[:4])], method, likelihood=lw.Gaussian(0.01), prior_precision=1.0)
+    products = WeightProducts(posterior.tangent.call_with, posterior.tangent.parameters)
+    steps = split(posterior.tangent.blocks, posterior.covariance.sample(DRAWS, torch.Generator().manual_seed(0)))
+    way = lw.Linearized(draws=DRAWS)
+    row = {
+        "products": _cost(torch.no_grad()(lambda: products(steps, x)), model, x, 3),
+        "all in all": _cost(lambda: posterior.latent(x, via=way).variance, model, x, 3),
+        "draws of the weights": _cost(
+            lambda: posterior.covariance.sample(DRAWS, torch.Generator().manual_seed(0)), model, x, 3
+        ),
+    }
+    for cost in row.values():
+        cost["ratio_a_draw"] = cost["ratio"] / DRAWS
+    if exact:
+        start = time.perf_counter()
+        variance = posterior.latent(x[:1], via=lw.Linearized()).variance
+        milliseconds = 1e3 * (time.perf_counter() - start)
+        forward = _cost(lambda: variance, model, x[:1], 10)["reference_milliseconds"]
+        row["exact, one input, one run"] = {"milliseconds": milliseconds, "ratio": milliseconds / forward}
+    return row
+
+
+def _classes(params: Any) -> dict[str, Any]:
+    """Returns the costs of the variances of ten of 1 000 classes, of all, and of all by draws."""
+    model, x = classifier()
+    posterior = lw.fit(model.eval(), [(x, torch.arange(50))], lw.KFAC(), params=params, prior_precision=1.0)
+    ways = {"outputs=10": lw.Linearized(outputs=10), "all": lw.Linearized(), "draws=16": lw.Linearized(draws=DRAWS)}
+    rounds = {"all": 10 if params is lw.last_layer else 1}
+    return {
+        name: _cost(lambda way=way: posterior.latent(x, via=way).variance, model, x, rounds.get(name, 5))  # type: ignore[misc]
+        for name, way in ways.items()
+    }
+
+
+def main(only: str = "") -> dict[str, Any]:
+    """Runs everything, or what has a text in its name; writes `results/many_outputs.json`."""
+    torch.manual_seed(SEED)
+    runs: dict[str, Callable[[], dict[str, Any]]] = {
+        "1 000 classes, KFAC of the last layer": lambda: _classes(lw.last_layer),
+        "1 000 classes, KFAC": lambda: _classes(lw.everything),
+        "CNN of 64x64 outputs, batch 8, KFAC": lambda: _draws("denoiser", lw.KFAC(), exact=True),
+        "CNN of 64x64 outputs, batch 8, diagonal": lambda: _draws("denoiser", lw.Diagonal()),
+        "MLP 16-512-512-10 000, batch 100, diagonal": lambda: _draws("decoder", lw.Diagonal()),
+        "MLP 64-256-100 000, batch 32, diagonal": lambda: _draws("dense", lw.Diagonal()),
+    }
+    results: dict[str, Any] = {}
+    for name, run in runs.items():
+        if only in name:
+            results[name] = run()
+            write("many_outputs", results, SEED)
+    return results
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
