@@ -413,7 +413,7 @@ class RegressionPrediction(RealPrediction):
 
     def _low_rank(self, mean: Tensor, factor: Tensor) -> dist.LowRankMultivariateNormal:
         """Returns `N(mean, F Fᵀ + σ² I)`, whose density takes S x S matrices alone."""
-        noise = torch.full_like(mean, self.noise_variance)
+        noise = self._noise.to(mean.dtype).repeat(mean.shape[-1] // len(self._noise)).expand_as(mean)
         return dist.LowRankMultivariateNormal(mean, factor, noise, validate_args=False)
 
     def _blocks(self) -> Tensor:
