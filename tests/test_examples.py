@@ -136,3 +136,11 @@ def test_demo_runs_on_mnist(data_folder: Path) -> None:
     assert len(losses) == 6
     for name, loss in losses.items():
         assert loss < losses["MAP"] + (0.02 if name.endswith("no held-out data") else 0.001), name
+
+
+@pytest.mark.slow
+def test_denoising_draws_a_picture(data_folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLES / "denoising.py"))["main"](data_folder, count=32, epochs=1)
+    assert (tmp_path / "demo-output" / "denoising.png").stat().st_size > 10_000
+    assert "Monte Carlo error of a standard deviation: 9%" in capsys.readouterr().out
