@@ -70,7 +70,7 @@ def draw(inputs: Tensor, means: Tensor, deviations: Tensor) -> None:
     figure, axes = plt.subplots(len(inputs), 3, figsize=(7, 2.4 * len(inputs)))
     for row, columns in zip(axes, zip(inputs, means, deviations, strict=True), strict=True):
         for axis, image, title in zip(row, columns, ("noisy input", "prediction", "standard deviation"), strict=True):
-            shown = axis.imshow(image.reshape(64, 64), cmap="magma" if title.startswith("standard") else "gray")
+            shown = axis.imshow(image.reshape(64, 64).numpy(), cmap="magma" if title.startswith("standard") else "gray")
             axis.set_title(title, fontsize=9)
             axis.axis("off")
             if title.startswith("standard"):
