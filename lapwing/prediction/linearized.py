@@ -67,7 +67,7 @@ class Linearized(Way):
     Cost: one forward and C backward passes of activations, and the structure's contractions; chunked under the memory
     budget, joint covariances for every pair of chunks. Differentiable in inputs that require gradients. Uncertain
     inputs (`lw.Uncertain`) add `J_x Σ_x J_xᵀ` by one more forward and C backward passes. With draws: S weight draws a
-    call, and about two forward passes a draw for linear layers, three to four for convolutions, whatever C is. It keeps
+    call, and about two to four forward passes a draw, whatever C is, beside the draw of the weights. It keeps
     S numbers for each output of each input. With outputs: k backward passes instead of C, none for the last layer.
 
     Example:
