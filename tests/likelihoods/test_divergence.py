@@ -15,13 +15,13 @@ from lapwing.likelihoods import (
     ExactLink,
     Gaussian,
     LaplaceBridge,
+    Poisson,
     Probit,
     Quadrature,
     SampledLink,
     quadrature,
 )
 from tests.likelihoods.fakes import random_latent
-from tests.likelihoods.test_likelihoods import Poisson
 
 F64 = torch.float64
 ALPHAS = (0.0, 0.5, 1.0)

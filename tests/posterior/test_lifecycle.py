@@ -19,7 +19,7 @@ from lapwing.covariance import Blockwise, DiagonalBlock
 from lapwing.likelihoods.base import REGISTERED
 from lapwing.methods import Batch, FitResult, IteratePass, Passes, Problem, State, SumPass
 from tests import oracle
-from tests.likelihoods.test_likelihoods import Poisson
+from tests.likelihoods.test_likelihoods import Counts
 from tests.zoo import ZOO
 
 EVERY = lw.matching("*")
@@ -492,14 +492,14 @@ def test_replace_gives_another_posterior() -> None:
 def test_a_likelihood_of_ones_own_loads_once_it_is_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Linear(4, 2).double().eval(), torch.randn(9, 4, dtype=torch.float64)
     loader = [(x, torch.poisson(torch.ones(9, 2, dtype=torch.float64)))]
-    fitted = lw.fit(model, loader, lw.Diagonal(), likelihood=Poisson(), prior_precision=1.0)
+    fitted = lw.fit(model, loader, lw.Diagonal(), likelihood=Counts(), prior_precision=1.0)
     fitted.save(tmp_path / "p.st")
     with pytest.raises(lw.LapwingError, match=r"'counts' of .* is not registered.*lw.load\(path, model, likelihood="):
         lw.load(tmp_path / "p.st", model)
-    loaded = lw.load(tmp_path / "p.st", model, likelihood=Poisson())
+    loaded = lw.load(tmp_path / "p.st", model, likelihood=Counts())
     assert torch.equal(loaded.latent(x).variance, fitted.latent(x).variance)
-    monkeypatch.setitem(REGISTERED, "counts", Poisson)
-    assert lw.load(tmp_path / "p.st", model).likelihood == Poisson()
+    monkeypatch.setitem(REGISTERED, "counts", Counts)
+    assert lw.load(tmp_path / "p.st", model).likelihood == Counts()
 
 
 def test_samples_of_a_batch_sampler_of_the_caller_are_counted_by_it() -> None:
