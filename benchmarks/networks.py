@@ -288,7 +288,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             lines.append(f"| {name} | {row['library']} | | {row['refused']} | | | |")
             continue
         covered = "all" if row["covered"] == 1 else f"{100 * row['covered']:.1f} %"
-        numbers = f"{row['error']:.0e} | {row['fit']:.0f} | {row['latent']:.0f}"
+        costs = (f"{row[key]:.0f}" if key in row else "" for key in ("fit", "latent"))  # some were not measured
+        numbers = " | ".join((f"{row['error']:.0e}", *costs))
         lines.append(f"| {name} | {row['library']} | {row['weights']:,} | {covered} | {numbers} |".replace(",", " "))
     return "\n".join(lines) + "\n"
 
