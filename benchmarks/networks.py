@@ -203,12 +203,13 @@ def built(name: str, network: Network) -> nn.Module:
 
 
 def gradients(model: nn.Module, x: Any, names: list[str]) -> Iterator[Tensor]:
-    """Yields the gradients (C, P) of each sample's outputs, by autograd, the parameters in the order of the names."""
+    """Yields the gradients (C, P) of each sample's outputs, by autograd, the parameters in the order of the names.
+
+    The sample stays in its batch: torch's backward pass of a batch norm can be wrong for one alone.
+    """
     named = dict(model.named_parameters())
     weights = [named[name] for name in names]
-    for n in range(len(next(iter(x.values())) if isinstance(x, dict) else x)):
-        one = {key: value[n : n + 1] for key, value in x.items()} if isinstance(x, dict) else x[n : n + 1]
-        out = model(**one).logits[0] if isinstance(x, dict) else model(one)[0]
+    for out in model(**x).logits if isinstance(x, dict) else model(x):
         rows = [
             torch.autograd.grad(f, weights, retain_graph=True, allow_unused=True, materialize_grads=True) for f in out
         ]
@@ -287,7 +288,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             lines.append(f"| {name} | {row['library']} | | {row['refused']} | | | |")
             continue
         covered = "all" if row["covered"] == 1 else f"{100 * row['covered']:.1f} %"
-        numbers = f"{row['error']:.0e} | {row['fit']:.0f} | {row['latent']:.0f}"
+        costs = (f"{row[key]:.0f}" if key in row else "" for key in ("fit", "latent"))  # some were not measured
+        numbers = " | ".join((f"{row['error']:.0e}", *costs))
         lines.append(f"| {name} | {row['library']} | {row['weights']:,} | {covered} | {numbers} |".replace(",", " "))
     return "\n".join(lines) + "\n"
 
