@@ -10,8 +10,9 @@ from .base import COVARIANCES, Covariance, LayerBlock, PriorCovariance, register
 from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
 from .blockwise import Blockwise
 from .dense import DenseCovariance
+from .draws import AnyLatent, LatentDraws, LinearDraws
 from .kronecker import KroneckerBlock, KroneckerFactors
-from .latent import AnyLatent, JointLatent, Latent, LatentDraws, LinearDraws, SelectedLatent
+from .latent import JointLatent, Latent, SelectedLatent
 from .low_rank import LowRank, Subspace
 from .low_rank_diagonal import Draws, LowRankPlusDiagonal
 from .low_rank_with_residual import LowRankWithResidual

@@ -13,7 +13,8 @@ from ..errors import LapwingError
 from ..network.positions import Places
 
 if TYPE_CHECKING:
-    from .latent import Latent, LatentDraws, LinearDraws
+    from .draws import LatentDraws, LinearDraws
+    from .latent import Latent
 
 
 @dataclass(frozen=True)

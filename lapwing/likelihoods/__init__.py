@@ -6,22 +6,16 @@ It imports `covariance` (the latent Gaussian that a link takes), `network` and `
 
 from __future__ import annotations
 
-from .base import (
-    Likelihood,
-    LogitLikelihood,
-    NoiselessLikelihood,
-    apply_weights,
-    curvature_weights,
-    register,
-    resolve,
-)
+from .base import Likelihood, NoiselessLikelihood, apply_weights, curvature_weights
 from .bernoulli import Bernoulli, BernoulliPrediction
 from .categorical import Categorical, ClassPrediction
 from .gaussian import Gaussian, RegressionPrediction
 from .heteroscedastic import HeteroscedasticGaussian, HeteroscedasticPrediction
 from .links import BinaryLink, ClassLink, ExactLink, LaplaceBridge, Link, Probit, Quadrature, SampledLink, latent_draws
+from .logits import LogitLikelihood
 from .poisson import CountPrediction, Poisson
 from .predictions import DiscretePrediction, MixturePrediction, Prediction, RealPrediction
+from .registry import register, resolve
 from .targets import aligned_targets, check_real_targets
 
 __all__ = [

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..covariance import AnyLatent, SelectedLatent
-from ..errors import LapwingError, is_positive, shown
+from ..errors import LapwingError, shown
 from ..linalg import cholesky, seeded
 from .links import Link, SampledLink, at_least_float32
 from .predictions import Prediction
@@ -357,148 +356,3 @@ class NoiselessLikelihood(Likelihood):
                 "or write `likelihood=lw.Gaussian(noise_variance=...)` for real targets."
             )
         return self
-
-
-@dataclass(frozen=True)
-class LogitLikelihood(NoiselessLikelihood):
-    """A likelihood of logits, whose predictions divide their mean by a temperature T and leave their covariance.
-
-    A network that is too sure of its training data is so in its logits too, and no spread of the weights lowers all of
-    them alike. The loss, and with it the curvature and the evidence, is that of T = 1.
-
-    Args:
-        logit_temperature: T. Held-out data choose it where it is 1; another number is kept.
-
-    Raises:
-        LapwingError: if `logit_temperature` is not positive and finite.
-    """
-
-    logit_temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not is_positive(self.logit_temperature):
-            raise LapwingError(
-                f"The logit temperature of {type(self).__name__} is {shown(self.logit_temperature)}. Pass a positive "
-                f"finite number: {type(self).__name__}(logit_temperature=1.5), or leave it out."
-            )
-        object.__setattr__(self, "logit_temperature", float(self.logit_temperature))  # numpy's numbers are no JSON
-
-    def __repr__(self) -> str:
-        """Names T where it is not 1."""
-        options = {} if self.logit_temperature == 1 else {"logit_temperature": f"{self.logit_temperature:.4g}"}
-        options |= {name: shown(value) for name, value in options_of(self).items()}
-        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in options.items())})"
-
-    def with_logit_temperature(self, logit_temperature: float | None) -> Likelihood:
-        """Returns the likelihood, of the same class, at another T, which is 1 where None."""
-        return replace(self, logit_temperature=1.0 if logit_temperature is None else logit_temperature)
-
-    def tempered(self, latent: AnyLatent) -> AnyLatent:
-        """Returns the latent that predictions are made of: its mean is divided by T."""
-        return latent if self.logit_temperature == 1 else latent.tempered(self.logit_temperature)
-
-
-Kind = TypeVar("Kind", bound=type[Likelihood])
-
-REGISTERED: dict[str, type[Likelihood]] = {}
-"""Names -> class."""
-
-OPTIONS = (
-    "class_weights", "label_smoothing", "pos_weight", "soft_targets", "missing", "ignore_index", "noise_ratios",
-)  # fmt: skip
-"""Options of the package's likelihoods that a file stores, beside the noise variance and the logit temperature."""
-
-
-def options_of(likelihood: Likelihood) -> dict[str, Any]:
-    """Returns those options of a likelihood that are not at their default, for a file."""
-    if not is_dataclass(likelihood):
-        return {}
-    values = {field.name: getattr(likelihood, field.name) for field in fields(likelihood) if field.name in OPTIONS}
-    defaults = {field.name: field.default for field in fields(likelihood)}
-    return {name: value for name, value in values.items() if value != defaults[name]}
-
-
-def numbers_of(kind: str, name: str, values: Any, line: str) -> tuple[float, ...] | None:
-    """Returns an option's positive finite numbers, one or several, as a tuple; None for None.
-
-    Raises:
-        LapwingError: for anything else; `line` says what to write.
-    """
-    if values is None:
-        return None
-    plain = values.tolist() if hasattr(values, "tolist") else values
-    several = tuple(plain) if isinstance(plain, (list, tuple)) else (plain,)
-    if not (several and all(is_positive(value) for value in several)):
-        raise LapwingError(f"The {name} of {kind} is {shown(values)}. Pass positive finite numbers: {line}.")
-    return tuple(map(float, several))
-
-
-def register(kind: Kind) -> Kind:
-    """Registers a class of likelihoods by its `name`: write `@register` above the class.
-
-    `lw.fit(..., likelihood="name")` and `lw.load` then find it, once the module that holds the class is imported. A
-    file stores the name, the noise variance and the logit temperature of a likelihood, so a registered class has no
-    other option.
-
-    Returns:
-        The class.
-
-    Raises:
-        LapwingError: for what is not a class of likelihoods, a name that another class has, or other options.
-    """
-    if not (isinstance(kind, type) and issubclass(kind, Likelihood) and is_dataclass(kind)):
-        raise LapwingError(
-            f"register takes a frozen dataclass that extends Likelihood, not {shown(kind)}. Write @register above "
-            "@dataclass(frozen=True)."
-        )
-    _check_name(kind)
-    options = [
-        field.name for field in fields(kind) if field.name not in ("noise_variance", "logit_temperature", *OPTIONS)
-    ]
-    if options:
-        raise LapwingError(
-            f"A file does not store the options {', '.join(options)} of {kind.__name__}. Leave the class unregistered, "
-            "and pass an instance to lw.fit and lw.load."
-        )
-    other = REGISTERED.get(kind.name, kind)  # of the same module and name where a notebook's cell runs again
-    if (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
-        raise LapwingError(
-            f"The name {kind.name!r} of {kind.__name__} belongs to {other.__module__}.{other.__qualname__}. Give the "
-            "class another name."
-        )
-    REGISTERED[kind.name] = kind
-    return kind
-
-
-def resolve(likelihood: Any) -> Likelihood:
-    """Returns the likelihood of a registered name; an instance as it is.
-
-    Raises:
-        LapwingError: for an unknown name, a class in place of an instance, or anything else.
-
-    Example:
-        >>> resolve("gaussian")
-        Gaussian(noise_variance=None)
-    """
-    if isinstance(likelihood, Likelihood):
-        _check_name(type(likelihood))
-        return likelihood
-    if isinstance(likelihood, str) and likelihood in REGISTERED:
-        return REGISTERED[likelihood]()
-    if isinstance(likelihood, type):
-        raise LapwingError(
-            f"The likelihood is the class {likelihood.__name__}. Pass an instance: likelihood={likelihood.__name__}()."
-        )
-    raise LapwingError(
-        f"{shown(likelihood)} is not a likelihood. Pass likelihood='categorical' for integer labels, 'bernoulli' for "
-        f"yes or no, 'gaussian' for real targets, or an instance. Registered are {', '.join(REGISTERED)}."
-    )
-
-
-def _check_name(kind: type[Likelihood]) -> None:
-    """Raises for a class without a name."""
-    if not isinstance(getattr(kind, "name", None), str):
-        raise LapwingError(
-            f"The likelihood {kind.__name__} has no name. Write a text in the class: name: ClassVar[str] = "
-            f'"{kind.__name__.lower()}".'
-        )

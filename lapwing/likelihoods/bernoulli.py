@@ -15,9 +15,11 @@ from ..errors import LapwingError, check_flag
 from ..linalg import check_draws, seeded
 from ..network import batches
 from . import quadrature
-from .base import Integrals, Likelihood, LogitLikelihood, numbers_of, register
+from .base import Integrals, Likelihood
 from .links import BinaryLink, Link, Probit, Quadrature, SampledLink, at_least_float32
+from .logits import LogitLikelihood
 from .predictions import DiscretePrediction
+from .registry import numbers_of, register
 from .targets import aligned_targets, check_binary_targets
 
 

@@ -16,7 +16,7 @@ from ..covariance.terms import DenseTerm
 from ..errors import LapwingError, shown
 from ..linalg import check_draws, seeded
 from ..network import batches
-from .base import Integrals, Likelihood, LogitLikelihood, numbers_of, register
+from .base import Integrals, Likelihood
 from .links import (
     ClassLink,
     LaplaceBridge,
@@ -27,8 +27,10 @@ from .links import (
     at_least_float32,
     draw_chunks,
 )
+from .logits import LogitLikelihood
 from .predictions import DiscretePrediction
 from .quadrature import binary_log_power_mean
+from .registry import numbers_of, register
 from .targets import check_class_probabilities, check_labels, is_soft, which_count
 
 

@@ -15,10 +15,11 @@ from ..covariance import AnyLatent
 from ..errors import LapwingError
 from ..linalg import check_draws, seeded
 from ..network import batches
-from .base import NoiselessLikelihood, register
-from .gaussian import mixture_quantile
+from .base import NoiselessLikelihood
 from .links import ExactLink, Link, at_least_float32
+from .mixtures import mixture_quantile
 from .predictions import RealPrediction, check_level
+from .registry import register
 from .targets import aligned_targets, check_real_targets
 
 NODES, REACH = 65, 8.0

@@ -13,9 +13,10 @@ from torch import distributions as dist
 from ..covariance import AnyLatent
 from ..linalg import check_draws, seeded
 from ..network import batches
-from .base import NoiselessLikelihood, register
+from .base import NoiselessLikelihood
 from .links import ExactLink, Link, at_least_float32
 from .predictions import RealPrediction, check_level
+from .registry import register
 from .targets import aligned_targets, check_counts
 
 NODES, REACH = 65, 8.0

@@ -14,7 +14,7 @@ from ..contents import Mismatch, check_json
 from ..covariance import COVARIANCES
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, resolve
-from ..likelihoods.base import REGISTERED, options_of
+from ..likelihoods.registry import REGISTERED, options_of
 from ..network.batches import Forward
 from ..network.eager import outside_modes
 from ..network.stamp import Stamp, fingerprint

@@ -34,7 +34,7 @@ from ..contents import (
 )
 from ..covariance import COVARIANCES
 from ..errors import LapwingError
-from ..likelihoods.base import options_of
+from ..likelihoods.registry import options_of
 from ..network.stamp import fingerprint
 from ..tangent import Tangent
 

@@ -15,13 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from ..contents import Mismatch, check_json, is_count
 from ..errors import LapwingError
 from ..jacobian.blocks import Block
-from ..jacobian.layers import BatchAxis
-from ..jacobian.layers.linear import LinearUse
 from ..linalg import accumulation_dtype
 from ..network import batches
 from ..network.batches import Forward
@@ -31,12 +28,13 @@ from ..network.functional import call_with
 from ..network.gate import Checked, check_constant, check_inputs, check_recording, checked_memory, checked_network
 from ..network.module_state import modules_of
 from ..network.plan import Coverage, Plan, Uses
-from ..network.positions import EXACT_OUTPUTS, POSITIONS, Positions
+from ..network.positions import POSITIONS, Positions
 from ..network.probe import probe
 from ..network.sample_axis import SampleAxisCheck, SampleAxisMoved
 from ..network.selection import LastLayer, Predicate, everything
 from ..network.stamp import Stamp
-from ..network.tracing import RecordedUse, Recording, run, wants_gradient
+from ..network.tracing import Recording, run, wants_gradient
+from .at_positions import by_position, direct_records, direct_use
 from .record import Record
 
 log = logging.getLogger("lapwing")
@@ -127,7 +125,7 @@ class Tangent:
     def _at_positions(self, forward: Positions, inputs: Any) -> Tangent:
         """Returns the tangent with C outputs a position, once it is known whether the treated layer gives them."""
         few = batches.take(inputs, slice(0, 2))
-        direct = self._direct_use(*self._recording(Checked(few, batches.size(few)))) is not None
+        direct = direct_use(self, *self.recording(Checked(few, batches.size(few)))) is not None
         return replace(self, forward=replace(forward, direct=direct), outputs=forward.outputs)
 
     def to_json(self) -> dict[str, Any]:
@@ -279,7 +277,7 @@ class Tangent:
         """
         return inputs if isinstance(inputs, Checked) else check_inputs(inputs, self.plan.shared, where)
 
-    def _recording(self, checked: Checked) -> tuple[Recording, Uses]:
+    def recording(self, checked: Checked) -> tuple[Recording, Uses]:
         """Runs the network on a chunk, and reads which uses make up each block."""
         named = self.parameters
         watched = {name: named[name] for name in self.plan.watched}
@@ -297,7 +295,7 @@ class Tangent:
 
     def _record(self, checked: Checked, cotangents: Cotangents, dtype: torch.dtype) -> Record:
         inputs, differentiable = checked.inputs, wants_gradient(checked.inputs)
-        recording, uses = self._recording(checked)
+        recording, uses = self.recording(checked)
         self._sample_axis.check(recording, uses, type(self.model).__name__)
         outputs = recording.outputs
         if callable(cotangents):
@@ -343,82 +341,15 @@ class Tangent:
                     yield slice(part.start + rows.start, part.start + rows.stop), record
         elif positions.direct:
             stride = 1 if some is None else -(-positions.count // (DENSER * some))
-            yield from self._direct_records(
-                positions, self.check(inputs), cotangents, dtype, scratch_per_sample, kept, stride
+            yield from direct_records(
+                self, positions, self.check(inputs), cotangents, dtype, scratch_per_sample, kept, stride
             )
         else:
             scratch_per_sample *= 1 if cotangents is None else positions.count
             for part, chunk in self.check(inputs).chunks(self.chunk_length(cotangents, dtype, scratch_per_sample)):
                 for rows, record in self.recorded(chunk, cotangents, dtype):
                     here = slice(part.start + rows.start, part.start + rows.stop)
-                    yield from _by_position(record, here, positions, some) if cotangents is None else [(here, record)]
-
-    def _direct_records(
-        self,
-        positions: Positions,
-        checked: Checked,
-        cotangents: Cotangents,
-        dtype: torch.dtype,
-        scratch: int,
-        kept: Tensor | None,
-        stride: int,
-    ) -> Iterator[tuple[slice, Record]]:
-        """Yields records of positions as samples, every so many of them, of a layer that gives the outputs."""
-        differentiable, start = wants_gradient(checked.inputs), 0
-        inputs = max(block.matrix_shape[2] for block in self.blocks)
-        numbers = 2 * inputs + 5 * getattr(cotangents, "columns", self.outputs) * self.outputs + scratch
-        step = max(1, self.memory // (numbers * dtype.itemsize))
-        for part, chunk in checked.chunks(self.chunk_length(1, dtype)):
-            recording, uses = self._recording(chunk)
-            use = self._direct_use(recording, uses)
-            sizes = positions.sizes(recording.shaped.shape)
-            patches = None if use is None else use.use.position_inputs(sizes, step)
-            if use is None or patches is None:
-                raise LapwingError(
-                    f"The layer of {next(iter(self.parameters))} gave the outputs of {type(self.model).__name__} on "
-                    "the first batch, and not on this one. Let forward() return them in the same way on every batch."
-                )
-            f, first = positions.rows(recording.shaped), 0
-            mask = None if kept is None else kept[part].flatten()
-            if mask is not None and len(mask) != len(f):
-                raise LapwingError(
-                    f"The targets have {mask.numel() // chunk.samples} positions of a sample, and the outputs "
-                    f"{len(f) // chunk.samples}, of shape {tuple(recording.shaped.shape)}. Pass one target for each."
-                )
-            roles = {name: [(0, BatchAxis(), each[0][2])] for name, each in uses.items()}
-            for a in patches:
-                here = slice(first, first + len(a))
-                outputs, first = f[here], here.stop
-                if mask is not None:
-                    a, outputs = a[mask[here]], outputs[mask[here]]
-                rows = slice(start, start + len(a))
-                start = rows.stop
-                if stride > 1:
-                    skipped = -rows.start % stride
-                    rows = slice(rows.start + skipped, rows.stop, stride)
-                    a, outputs = a[skipped::stride], outputs[skipped::stride]
-                if not len(a):
-                    continue
-                if not differentiable:
-                    outputs = outputs.detach().requires_grad_()
-                weights = use.use.parameters
-                layer = LinearUse(a, weights["weight"], weights.get("bias"), getattr(use.use, "transposed", False))
-                versions = a._version, outputs._version, 0
-                noted = RecordedUse(layer, use.names, get_gradient_edge(outputs), outputs, versions)
-                u = cotangents(outputs if differentiable else outputs.detach()) if callable(cotangents) else None
-                record = Record(self, None, outputs, [noted], roles, u, dtype, differentiable)
-                record.sizes = sizes
-                yield rows, record
-
-    def _direct_use(self, recording: Recording, uses: Uses) -> RecordedUse | None:
-        """Returns the one use of all treated weights whose output is the network's, position by position, or None."""
-        positions, noted = self.positions, {i for every in uses.values() for i, _, _ in every}
-        if positions is None or len(noted) != 1 or set(uses) != {block.name for block in self.blocks}:
-            return None
-        use = recording.noted[noted.pop()]
-        same = use.out is recording.shaped and use.out._version == use.versions[1] and not use.spread
-        fits = same and use.use.features == positions.axis
-        return use if fits and use.use.position_inputs((), 1) is not None else None
+                    yield from by_position(record, here, positions, some) if cotangents is None else [(here, record)]
 
     def recorded(self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype) -> Iterator[tuple[slice, Record]]:
         """Yields the record of one chunk, or one for each sample where a layer does not hold them as in the fit."""
@@ -473,20 +404,6 @@ class Tangent:
             + scratch_per_sample
         )
         return numbers * (dtype or self.dtype).itemsize
-
-
-def _by_position(record: Record, rows: slice, positions: Positions, some: int | None) -> Iterator[tuple[slice, Record]]:
-    """Yields the records of each position's C outputs, or of so many positions spread evenly."""
-    count = record.outputs.shape[1] // positions.outputs
-    if some is None and record.outputs.shape[1] > EXACT_OUTPUTS:
-        raise LapwingError(
-            f"The network has {count} positions of {positions.outputs} outputs for each sample, more than "
-            f"{EXACT_OUTPUTS} in all, and each takes a backward pass. Pass via=lw.Linearized(draws=64), or treat the "
-            "last layer alone: params=lw.last_layer."
-        )
-    for i in range(min(count, some or count)):
-        which = i if some is None else i * count // min(count, some)
-        yield slice(rows.start * count + which, rows.stop * count, count), record.at_position(which)
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

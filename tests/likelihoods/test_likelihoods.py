@@ -32,7 +32,7 @@ from lapwing.likelihoods import (
     register,
     resolve,
 )
-from lapwing.likelihoods.base import REGISTERED
+from lapwing.likelihoods.registry import REGISTERED
 from tests.likelihoods.fakes import random_latent
 
 F64 = torch.float64

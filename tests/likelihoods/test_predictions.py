@@ -21,7 +21,7 @@ from lapwing.likelihoods import (
     Probit,
     SampledLink,
 )
-from lapwing.likelihoods.gaussian import mixture_quantile
+from lapwing.likelihoods.mixtures import mixture_quantile
 from tests.likelihoods.fakes import (
     FakeDraws,
     FakeLatent,

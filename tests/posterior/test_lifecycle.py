@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.covariance import Blockwise, DiagonalBlock
-from lapwing.likelihoods.base import REGISTERED
+from lapwing.likelihoods.registry import REGISTERED
 from lapwing.methods import Batch, FitResult, IteratePass, Passes, Problem, State, SumPass
 from tests import oracle
 from tests.likelihoods.test_likelihoods import Counts

@@ -1,0 +1,114 @@
+"""The likelihoods that have a name, and which of their options files keep."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
+
+from ..errors import LapwingError, is_positive, shown
+from .base import Likelihood
+
+Kind = TypeVar("Kind", bound=type[Likelihood])
+
+REGISTERED: dict[str, type[Likelihood]] = {}
+"""Names -> class."""
+
+OPTIONS = (
+    "class_weights", "label_smoothing", "pos_weight", "soft_targets", "missing", "ignore_index", "noise_ratios",
+)  # fmt: skip
+"""Options of the package's likelihoods that a file stores, beside the noise variance and the logit temperature."""
+
+
+def options_of(likelihood: Likelihood) -> dict[str, Any]:
+    """Returns those options of a likelihood that are not at their default, for a file."""
+    if not is_dataclass(likelihood):
+        return {}
+    values = {field.name: getattr(likelihood, field.name) for field in fields(likelihood) if field.name in OPTIONS}
+    defaults = {field.name: field.default for field in fields(likelihood)}
+    return {name: value for name, value in values.items() if value != defaults[name]}
+
+
+def numbers_of(kind: str, name: str, values: Any, line: str) -> tuple[float, ...] | None:
+    """Returns an option's positive finite numbers, one or several, as a tuple; None for None.
+
+    Raises:
+        LapwingError: for anything else; `line` says what to write.
+    """
+    if values is None:
+        return None
+    plain = values.tolist() if hasattr(values, "tolist") else values
+    several = tuple(plain) if isinstance(plain, (list, tuple)) else (plain,)
+    if not (several and all(is_positive(value) for value in several)):
+        raise LapwingError(f"The {name} of {kind} is {shown(values)}. Pass positive finite numbers: {line}.")
+    return tuple(map(float, several))
+
+
+def register(kind: Kind) -> Kind:
+    """Registers a class of likelihoods by its `name`: write `@register` above the class.
+
+    `lw.fit(..., likelihood="name")` and `lw.load` then find it, once the module that holds the class is imported. A
+    file stores the name, the noise variance and the logit temperature of a likelihood, so a registered class has no
+    other option.
+
+    Returns:
+        The class.
+
+    Raises:
+        LapwingError: for what is not a class of likelihoods, a name that another class has, or other options.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Likelihood) and is_dataclass(kind)):
+        raise LapwingError(
+            f"register takes a frozen dataclass that extends Likelihood, not {shown(kind)}. Write @register above "
+            "@dataclass(frozen=True)."
+        )
+    _check_name(kind)
+    options = [
+        field.name for field in fields(kind) if field.name not in ("noise_variance", "logit_temperature", *OPTIONS)
+    ]
+    if options:
+        raise LapwingError(
+            f"A file does not store the options {', '.join(options)} of {kind.__name__}. Leave the class unregistered, "
+            "and pass an instance to lw.fit and lw.load."
+        )
+    other = REGISTERED.get(kind.name, kind)  # of the same module and name where a notebook's cell runs again
+    if (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise LapwingError(
+            f"The name {kind.name!r} of {kind.__name__} belongs to {other.__module__}.{other.__qualname__}. Give the "
+            "class another name."
+        )
+    REGISTERED[kind.name] = kind
+    return kind
+
+
+def resolve(likelihood: Any) -> Likelihood:
+    """Returns the likelihood of a registered name; an instance as it is.
+
+    Raises:
+        LapwingError: for an unknown name, a class in place of an instance, or anything else.
+
+    Example:
+        >>> resolve("gaussian")
+        Gaussian(noise_variance=None)
+    """
+    if isinstance(likelihood, Likelihood):
+        _check_name(type(likelihood))
+        return likelihood
+    if isinstance(likelihood, str) and likelihood in REGISTERED:
+        return REGISTERED[likelihood]()
+    if isinstance(likelihood, type):
+        raise LapwingError(
+            f"The likelihood is the class {likelihood.__name__}. Pass an instance: likelihood={likelihood.__name__}()."
+        )
+    raise LapwingError(
+        f"{shown(likelihood)} is not a likelihood. Pass likelihood='categorical' for integer labels, 'bernoulli' for "
+        f"yes or no, 'gaussian' for real targets, or an instance. Registered are {', '.join(REGISTERED)}."
+    )
+
+
+def _check_name(kind: type[Likelihood]) -> None:
+    """Raises for a class without a name."""
+    if not isinstance(getattr(kind, "name", None), str):
+        raise LapwingError(
+            f"The likelihood {kind.__name__} has no name. Write a text in the class: name: ClassVar[str] = "
+            f'"{kind.__name__.lower()}".'
+        )

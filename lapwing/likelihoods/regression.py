@@ -1,0 +1,205 @@
+"""Predictions of a regression: a latent plus independent Gaussian noise."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+from torch import distributions as dist
+
+from ..covariance import AnyLatent, LinearDraws
+from ..linalg import check_draws, cholesky, seeded
+from ..network import batches
+from .links import at_least_float32
+from .mixtures import known_covariance, known_residuals, mixture_log_density, mixture_quantile
+from .predictions import RealPrediction, check_level
+from .targets import aligned_targets, check_real_targets
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RegressionPrediction(RealPrediction):
+    """Real outputs at B inputs: the latent plus independent Gaussian noise.
+
+    A latent that holds weight draws makes an equal mixture of Gaussians, `1/S Σ_s N(f_s, σ² I)`; then `log_prob` and
+    `interval` are those of the mixture, and `mean` and `variance` its moments.
+
+    Args:
+        latent: The latent over outputs.
+        noise_variance: σ², in squared units of y.
+        missing: Whether NaN stands for a target that is missing.
+        noise_ratios: r (C,), what multiplies σ² at each output; None for ones.
+    """
+
+    latent: AnyLatent
+    noise_variance: float
+    missing: bool = False
+    noise_ratios: tuple[float, ...] | None = None
+
+    @property
+    def mean(self) -> Tensor:
+        return at_least_float32(self.latent.mean)
+
+    @property
+    def epistemic_variance(self) -> Tensor:
+        """Variance of the latent, (B, C): it shrinks with data."""
+        return at_least_float32(self.latent.variance)
+
+    @property
+    def aleatoric_variance(self) -> Tensor:
+        """Variance of the noise, (B, C): it does not."""
+        return torch.zeros_like(self.mean) + self._noise
+
+    @cached_property
+    def _noise(self) -> Tensor:
+        """The noise variance of each output (C,)."""
+        mean = self.mean
+        noise = mean.new_full((mean.shape[-1],), self.noise_variance)
+        return noise if self.noise_ratios is None else noise * noise.new_tensor(self.noise_ratios)
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Returns the central interval that holds y with probability `level`, one output at a time.
+
+        Exact: Gaussian quantiles, or for weight draws those of the mixture by bisection.
+
+        Args:
+            level: Probability in (0, 1).
+
+        Returns:
+            Lower and upper ends, each (B, C).
+
+        Raises:
+            LapwingError: if `level` is not in (0, 1).
+        """
+        check_level(level)
+        draws = self._draws()
+        if draws is None:
+            half = NormalDist().inv_cdf(0.5 + 0.5 * level) * self.std
+            return self.mean - half, self.mean + half
+        tail = 0.5 * (1.0 - level)
+        low, high = (mixture_quantile(draws, self._noise, p) for p in (tail, 1.0 - tail))
+        return low, high
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """Returns the log density of the targets, one input at a time, (B,).
+
+        `log N(y; m, Σ + σ² I)` with the (C, C) covariance of the outputs of one input. Inputs are never coupled, also
+        not from a joint latent: for the joint density write `distribution().log_prob(y.flatten())`.
+
+        Args:
+            targets: y, (B, C), or (B,) when C = 1.
+
+        Returns:
+            Log densities, (B,), in nats. Cost O(B C³), or O(S B C) for S weight draws, O(S² B C) for S linearised ones.
+
+        Raises:
+            LapwingError: for targets of a wrong shape or dtype, or not finite.
+        """
+        mean, draws = self.mean, self._draws()
+        targets = batches.plain(targets, mean.device)
+        check_real_targets("RegressionPrediction.log_prob", mean.shape, mean.device, targets, self.missing)
+        targets = aligned_targets("RegressionPrediction.log_prob", mean, targets)
+        if draws is not None:
+            return mixture_log_density(draws, self._noise, targets)
+        if mean.shape[-1] == 1:
+            values = dist.Normal(mean, self.std, validate_args=False).log_prob(
+                targets.nan_to_num() if self.missing else targets
+            )
+            return (torch.where(targets.isnan(), 0.0, values) if self.missing else values).squeeze(-1)
+        if isinstance(self.latent, LinearDraws) and not self.missing:
+            columns = self.latent.factor.double()
+            return self._low_rank(mean.double(), columns).log_prob(targets.double()).to(mean.dtype)
+        blocks, holes = self._blocks().double(), torch.zeros(())
+        if self.missing:  # those of zero residual and no variance but σ², whose density is divided out
+            noise = self._noise
+            residual, volume = known_residuals(mean, targets, noise)
+            blocks, targets = known_covariance(blocks, targets), mean + residual
+            holes = 0.5 * ((2.0 * math.pi * noise).log().sum() - volume)
+        factor = cholesky(self._noisy(blocks))  # (B, C, C)
+        normal = dist.MultivariateNormal(mean.double(), scale_tril=factor, validate_args=False)
+        return (normal.log_prob(targets.double()) + holes).to(mean.dtype)
+
+    def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
+        """Returns what metrics compare, by name; of targets that may be missing one row for each that is known."""
+        values = super().for_metrics(targets)
+        if not self.missing:
+            return values
+        known = ~values["y"].isnan()
+        return {name: value if name == "log_prob" else value[known] for name, value in values.items()}
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws y, (n, B, C): latent draws (joint across inputs where the latent is) plus fresh noise.
+
+        Args:
+            n: Number of draws.
+            generator: Source of randomness; None means seed 0.
+
+        Returns:
+            Draws, (n, B, C).
+
+        Raises:
+            LapwingError: if `n` is below 1.
+        """
+        check_draws("sample", "n", n, self.latent.mean.numel())
+        generator = seeded(generator, self.latent.mean.device)
+        latent = at_least_float32(self.latent.sample(n, generator))
+        noise = torch.randn(latent.shape, generator=generator, dtype=latent.dtype, device=latent.device)
+        return latent + self._noise.to(latent.dtype).sqrt() * noise
+
+    def distribution(self) -> dist.Distribution:
+        """Returns y as a `torch.distributions` object.
+
+        Returns:
+            Batch shape (B,), event shape (C,): a Normal for one output, a MultivariateNormal for several, a
+            LowRankMultivariateNormal for linearised draws, a mixture for weight draws. From a joint latent batch shape
+            () and event shape (B·C,), inputs first.
+        """
+        mean, draws = self.mean, self._draws()
+        if draws is not None:
+            centres = draws.flatten(1) if self.latent.joint else draws.transpose(0, 1)  # (S, B·C) or (B, S, C)
+            noise = (
+                self._noise.to(centres.dtype).sqrt().repeat(centres.shape[-1] // len(self._noise)).expand_as(centres)
+            )
+            weights = dist.Categorical(logits=torch.zeros_like(centres[..., 0]))
+            return dist.MixtureSameFamily(weights, dist.Independent(dist.Normal(centres, noise), 1))
+        if isinstance(self.latent, LinearDraws):
+            factor = at_least_float32(self.latent.factor)
+            return (
+                self._low_rank(mean.flatten(), factor.flatten(0, 1))
+                if self.latent.joint
+                else self._low_rank(mean, factor)
+            )
+        if self.latent.joint:
+            size = mean.numel()
+            covariance = at_least_float32(self.latent.covariance).reshape(size, size)  # (B, C, B, C) -> (B·C, B·C)
+            return dist.MultivariateNormal(mean.flatten(), scale_tril=cholesky(self._noisy(covariance)))
+        if mean.shape[-1] == 1:
+            return dist.Independent(dist.Normal(mean, self.std), 1)
+        return dist.MultivariateNormal(mean, scale_tril=cholesky(self._noisy(self._blocks())))
+
+    def __repr__(self) -> str:
+        inputs, outputs = self.latent.mean.shape
+        return f"RegressionPrediction({inputs} inputs, {outputs} outputs, noise_variance={self.noise_variance:g})"
+
+    def _draws(self) -> Tensor | None:
+        """Returns weight draws in at least float32, or None."""
+        draws = self.latent.draws
+        return None if draws is None else at_least_float32(draws)
+
+    def _low_rank(self, mean: Tensor, factor: Tensor) -> dist.LowRankMultivariateNormal:
+        """Returns `N(mean, F Fᵀ + σ² I)`, whose density takes S x S matrices alone."""
+        noise = self._noise.to(mean.dtype).repeat(mean.shape[-1] // len(self._noise)).expand_as(mean)
+        return dist.LowRankMultivariateNormal(mean, factor, noise, validate_args=False)
+
+    def _blocks(self) -> Tensor:
+        """Returns the latent covariance of every input, (B, C, C)."""
+        covariance = at_least_float32(self.latent.covariance)
+        return covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0) if self.latent.joint else covariance
+
+    def _noisy(self, covariance: Tensor) -> Tensor:
+        """Adds the noise of each output, of each input and output where the covariance is of all of them."""
+        noise = self._noise.to(covariance.dtype)
+        return covariance + noise.repeat(covariance.shape[-1] // len(noise)).diag()

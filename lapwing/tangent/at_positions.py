@@ -1,0 +1,105 @@
+"""Records of outputs with positions: each position is a sample where the treated layer gives the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from ..errors import LapwingError
+from ..jacobian.layers import BatchAxis
+from ..jacobian.layers.linear import LinearUse
+from ..network.gate import Checked
+from ..network.plan import Uses
+from ..network.positions import EXACT_OUTPUTS, Positions
+from ..network.tracing import RecordedUse, Recording, wants_gradient
+from .record import Record
+
+if TYPE_CHECKING:
+    from .tangent import Cotangents, Tangent
+
+
+def direct_records(
+    tangent: Tangent,
+    positions: Positions,
+    checked: Checked,
+    cotangents: Cotangents,
+    dtype: torch.dtype,
+    scratch: int,
+    kept: Tensor | None,
+    stride: int,
+) -> Iterator[tuple[slice, Record]]:
+    """Yields records of positions as samples, every so many of them, of a layer that gives the outputs."""
+    differentiable, start = wants_gradient(checked.inputs), 0
+    inputs = max(block.matrix_shape[2] for block in tangent.blocks)
+    numbers = 2 * inputs + 5 * getattr(cotangents, "columns", tangent.outputs) * tangent.outputs + scratch
+    step = max(1, tangent.memory // (numbers * dtype.itemsize))
+    for part, chunk in checked.chunks(tangent.chunk_length(1, dtype)):
+        recording, uses = tangent.recording(chunk)
+        use = direct_use(tangent, recording, uses)
+        sizes = positions.sizes(recording.shaped.shape)
+        patches = None if use is None else use.use.position_inputs(sizes, step)
+        if use is None or patches is None:
+            raise LapwingError(
+                f"The layer of {next(iter(tangent.parameters))} gave the outputs of {type(tangent.model).__name__} on "
+                "the first batch, and not on this one. Let forward() return them in the same way on every batch."
+            )
+        f, first = positions.rows(recording.shaped), 0
+        mask = None if kept is None else kept[part].flatten()
+        if mask is not None and len(mask) != len(f):
+            raise LapwingError(
+                f"The targets have {mask.numel() // chunk.samples} positions of a sample, and the outputs "
+                f"{len(f) // chunk.samples}, of shape {tuple(recording.shaped.shape)}. Pass one target for each."
+            )
+        roles = {name: [(0, BatchAxis(), each[0][2])] for name, each in uses.items()}
+        for a in patches:
+            here = slice(first, first + len(a))
+            outputs, first = f[here], here.stop
+            if mask is not None:
+                a, outputs = a[mask[here]], outputs[mask[here]]
+            rows = slice(start, start + len(a))
+            start = rows.stop
+            if stride > 1:
+                skipped = -rows.start % stride
+                rows = slice(rows.start + skipped, rows.stop, stride)
+                a, outputs = a[skipped::stride], outputs[skipped::stride]
+            if not len(a):
+                continue
+            if not differentiable:
+                outputs = outputs.detach().requires_grad_()
+            weights = use.use.parameters
+            layer = LinearUse(a, weights["weight"], weights.get("bias"), getattr(use.use, "transposed", False))
+            versions = a._version, outputs._version, 0
+            noted = RecordedUse(layer, use.names, get_gradient_edge(outputs), outputs, versions)
+            u = cotangents(outputs if differentiable else outputs.detach()) if callable(cotangents) else None
+            record = Record(tangent, None, outputs, [noted], roles, u, dtype, differentiable)
+            record.sizes = sizes
+            yield rows, record
+
+
+def direct_use(tangent: Tangent, recording: Recording, uses: Uses) -> RecordedUse | None:
+    """Returns the one use of all treated weights whose output is the network's, position by position, or None."""
+    positions, noted = tangent.positions, {i for every in uses.values() for i, _, _ in every}
+    if positions is None or len(noted) != 1 or set(uses) != {block.name for block in tangent.blocks}:
+        return None
+    use = recording.noted[noted.pop()]
+    same = use.out is recording.shaped and use.out._version == use.versions[1] and not use.spread
+    fits = same and use.use.features == positions.axis
+    return use if fits and use.use.position_inputs((), 1) is not None else None
+
+
+def by_position(record: Record, rows: slice, positions: Positions, some: int | None) -> Iterator[tuple[slice, Record]]:
+    """Yields the records of each position's C outputs, or of so many positions spread evenly."""
+    count = record.outputs.shape[1] // positions.outputs
+    if some is None and record.outputs.shape[1] > EXACT_OUTPUTS:
+        raise LapwingError(
+            f"The network has {count} positions of {positions.outputs} outputs for each sample, more than "
+            f"{EXACT_OUTPUTS} in all, and each takes a backward pass. Pass via=lw.Linearized(draws=64), or treat the "
+            "last layer alone: params=lw.last_layer."
+        )
+    for i in range(min(count, some or count)):
+        which = i if some is None else i * count // min(count, some)
+        yield slice(rows.start * count + which, rows.stop * count, count), record.at_position(which)
