@@ -108,13 +108,14 @@ def _program(tangent: Tangent, covariance: Any, graph: Graph, via: Streamlined, 
     program.graph = dataclasses.replace(graph, tensors=copies)
     for step in program.schedule.steps:
         node, fused = step.node, step.fused
-        if step.uncertain and fused is None and operation_of(node).slope is not None:
+        unruled = step.uncertain and fused is None and operation_of(node).rule is None
+        if unruled and operation_of(node).slope is not None:
             raise LapwingError(
                 f"A deployed network takes element-wise functions of samples, and {name_of(node)} in {where(node)} of "
                 f"{network} works on a tensor that all samples share. Leave the weights before it out with "
                 "params=lw.matching(...). Or predict with posterior.predict(x, via=lw.Streamlined())."
             )
-        if step.uncertain and fused is None and operation_of(node).rule is None:
+        if unruled:
             raise LapwingError(
                 f"A deployed network goes by moment rules alone, and {name_of(node)} in {where(node)} of {network} has "
                 "no moment rule. Give it one (lapwing.prediction.streamlined.register_operation), or leave the weights "

@@ -330,7 +330,7 @@ def test_the_peak_of_a_posterior_of_one_large_sample(
         record = surveyed.record(x)
         gradients = output_gradients(record.graph, record.noted, torch.ones(1, 10, 1), False)
     del record, gradients
-    monkeypatch.setattr(tn.Tangent, "survey", lambda *_: surveyed)
+    monkeypatch.setattr(tn.Tangent, "survey", lambda *_, **__: surveyed)
     with LiveBytes() as fitting:
         posterior = lw.fit(model, [(x, torch.tensor([1]))], method, params=EVERY, prior_precision=1.0, memory=2**24)
     with LiveBytes() as predicting:
