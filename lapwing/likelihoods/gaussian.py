@@ -218,7 +218,9 @@ class Gaussian(Likelihood):
         aligned = aligned_targets("Gaussian", wide, targets)
         residual, volume = known_residuals(wide, aligned, noise)
         residual, constant = residual / noise.sqrt(), -0.5 * volume
-        covariance = known_covariance(covariance.double(), aligned) / (noise * noise[:, None]).sqrt()  # of y/√noise
+        covariance = known_covariance(covariance.double(), aligned) / (
+            noise.sqrt() * noise.sqrt()[:, None]
+        )  # of y/√noise
         if alpha == 0:
             spread = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) + residual.square().sum(-1)
             return (constant - 0.5 * spread).to(dtype)

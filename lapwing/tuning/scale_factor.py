@@ -133,8 +133,8 @@ def _latents(
         latent: Any = posterior.latent(inputs, via)
         if via.width(posterior.tangent.outputs) != posterior.tangent.outputs:
             raise LapwingError(
-                f"lw.scale_factor compares all outputs with the targets, and via={via} gives some. Choose the factor with "
-                "via=lw.Linearized(), and use it in lw.Scaled with any way."
+                f"lw.scale_factor compares all outputs with the targets, and via={via} gives some. Choose the factor "
+                "with via=lw.Linearized(), and use it in lw.Scaled with any way."
             )
         posterior.likelihood.check(latent.mean, targets)
         reads_covariance = expected

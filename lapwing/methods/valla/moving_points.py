@@ -144,8 +144,8 @@ class MovingSteps(IteratePass[Descent]):
         return values["log_precision"].exp() if "log_precision" in values else self.problem.precision[0]
 
     def noise_at(self, values: Mapping[str, Tensor]) -> Tensor | None:
-        """Returns σ² where it is open."""
-        return values["log_noise"].exp() if "log_noise" in values else None
+        """Returns σ² where it is open; at least 1e-150, whose square is a float64."""
+        return values["log_noise"].clamp_min(-345.0).exp() if "log_noise" in values else None
 
     def check_finite(self, state: Descent, tensor: Tensor) -> Tensor:
         """Returns the tensor, if all of it is finite."""
