@@ -172,7 +172,6 @@ def test_next_tokens_moves_labels() -> None:
             list(NextTokens([wrong]))
 
 
-@pytest.mark.skipif(not hasattr(lw.Categorical, "ignore_index"), reason="needs outputs with positions")
 @pytest.mark.filterwarnings("ignore")
 def test_a_causal_language_model_is_fitted_at_every_token(tmp_path: Path) -> None:
     """In float64 against dense algebra: each token that another one follows is a sample of the last layer."""
