@@ -15,10 +15,33 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from .eager import LOCK, parameters_of
+from .module_state import modules_of
 
 SAMPLED = 8
 """Entries of each tensor that a stamp keeps, evenly spaced: writes that torch does not count leave no other trace."""
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns what a network's outputs depend on: name -> every parameter, every saved real or complex buffer."""
+    plain = type(model).named_parameters is nn.Module.named_parameters
+    parameters = {} if plain else parameters_of(model)
+    buffers: dict[str, Tensor] = {}
+    met = set()  # a tied parameter counts under its first name
+    with LOCK:
+        for prefix, module in modules_of(model):
+            for name, value in module._parameters.items() if plain else ():
+                if value is not None and id(value) not in met:
+                    met.add(id(value))
+                    parameters[prefix + name] = value
+            for name, buffer in module._buffers.items():
+                if buffer is None or name in module._non_persistent_buffers_set:
+                    continue
+                if buffer.is_floating_point() or buffer.is_complex():
+                    buffers[prefix + name] = buffer
+    return {**parameters, **buffers}
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from ..jacobian.outer import Outer, SharedOuter
 from ..network.plan import Coverage
 from ..network.selection import LastLayer, Predicate, everything, last_layer, matching
 from .anchors import Anchors
+from .coverage import coverage
 from .record import Record
-from .tangent import Tangent, coverage
+from .tangent import Tangent
 
 __all__ = [
     "Anchors", "Block", "BlockJacobian", "Coverage", "LastLayer", "Matrix", "Outer", "Predicate", "Record", "Rows",

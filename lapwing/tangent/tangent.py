@@ -23,16 +23,15 @@ from ..linalg import accumulation_dtype
 from ..network import batches
 from ..network.batches import Forward
 from ..network.calling import OutputsWithPositions, shaped_outputs
-from ..network.eager import LOCK, outside_modes, parameters_of, without_compiled
+from ..network.eager import outside_modes, parameters_of, without_compiled
 from ..network.functional import call_with
 from ..network.gate import Checked, check_constant, check_inputs, check_recording, checked_memory, checked_network
-from ..network.module_state import modules_of
 from ..network.plan import Coverage, Plan, Uses
 from ..network.positions import POSITIONS, Positions
 from ..network.probe import probe
 from ..network.sample_axis import SampleAxisCheck, SampleAxisMoved
 from ..network.selection import LastLayer, Predicate, everything
-from ..network.stamp import Stamp
+from ..network.stamp import Stamp, state_of
 from ..network.tracing import Recording, run, wants_gradient
 from .at_positions import by_position, direct_records, direct_use
 from .record import Record
@@ -404,57 +403,3 @@ class Tangent:
             + scratch_per_sample
         )
         return numbers * (dtype or self.dtype).itemsize
-
-
-def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns what a network's outputs depend on: name -> every parameter, every saved real or complex buffer."""
-    plain = type(model).named_parameters is nn.Module.named_parameters
-    parameters = {} if plain else parameters_of(model)
-    buffers: dict[str, Tensor] = {}
-    met = set()  # a tied parameter counts under its first name
-    with LOCK:
-        for prefix, module in modules_of(model):
-            for name, value in module._parameters.items() if plain else ():
-                if value is not None and id(value) not in met:
-                    met.add(id(value))
-                    parameters[prefix + name] = value
-            for name, buffer in module._buffers.items():
-                if buffer is None or name in module._non_persistent_buffers_set:
-                    continue
-                if buffer.is_floating_point() or buffer.is_complex():
-                    buffers[prefix + name] = buffer
-    return {**parameters, **buffers}
-
-
-def coverage(
-    model: nn.Module, batch: Any, params: Predicate | LastLayer = everything, forward: Forward | None = None
-) -> Coverage:
-    """Says which layer family treats each parameter, and why the generic one treats the rest.
-
-    Args:
-        model: a network in eval mode.
-        batch: a batch of inputs, or of (inputs, targets) as a loader yields them in a dict.
-        params: which parameters.
-        forward: as in `lw.fit`.
-
-    Returns:
-        A report that prints as a table.
-
-    Raises:
-        LapwingError: for bad input.
-
-    Cost: that of a survey: five to nine forward passes and at most four backward passes, on at most four samples.
-
-    Example:
-        >>> import torch, lapwing as lw
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 3)).eval()
-        >>> report = lw.coverage(model, torch.randn(8, 4))
-        >>> [(line.block, line.weights, line.family) for line in report.lines]
-        [('0', 25, 'linear'), ('1', 10, 'norm'), ('2', 18, 'linear')]
-        >>> report.generic  # `print(report)` shows all of it as a table
-        ()
-    """
-    inputs = batches.inputs_of(batch) if isinstance(batch, Mapping) else batch
-    if batches.size(inputs) == 0:
-        raise LapwingError(f"The batch {batches.describe(inputs)} has no samples. Pass one with at least one sample.")
-    return Tangent.survey(model, inputs, params, forward).coverage

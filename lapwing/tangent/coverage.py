@@ -1,0 +1,49 @@
+"""`lw.coverage`: which layer family treats each parameter of a network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ..errors import LapwingError
+from ..network import batches
+from ..network.batches import Forward
+from ..network.plan import Coverage
+from ..network.selection import LastLayer, Predicate, everything
+from .tangent import Tangent
+
+
+def coverage(
+    model: nn.Module, batch: Any, params: Predicate | LastLayer = everything, forward: Forward | None = None
+) -> Coverage:
+    """Says which layer family treats each parameter, and why the generic one treats the rest.
+
+    Args:
+        model: a network in eval mode.
+        batch: a batch of inputs, or of (inputs, targets) as a loader yields them in a dict.
+        params: which parameters.
+        forward: as in `lw.fit`.
+
+    Returns:
+        A report that prints as a table.
+
+    Raises:
+        LapwingError: for bad input.
+
+    Cost: that of a survey: five to nine forward passes and at most four backward passes, on at most four samples.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 3)).eval()
+        >>> report = lw.coverage(model, torch.randn(8, 4))
+        >>> [(line.block, line.weights, line.family) for line in report.lines]
+        [('0', 25, 'linear'), ('1', 10, 'norm'), ('2', 18, 'linear')]
+        >>> report.generic  # `print(report)` shows all of it as a table
+        ()
+    """
+    inputs = batches.inputs_of(batch) if isinstance(batch, Mapping) else batch
+    if batches.size(inputs) == 0:
+        raise LapwingError(f"The batch {batches.describe(inputs)} has no samples. Pass one with at least one sample.")
+    return Tangent.survey(model, inputs, params, forward).coverage
