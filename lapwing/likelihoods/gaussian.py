@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from ..covariance import AnyLatent, LinearDraws
+from ..covariance import AnyLatent, LinearDraws, SelectedLatent
 from ..errors import LapwingError, check_flag, shown
 from ..linalg import check_draws, cholesky, seeded
 from ..network import batches
@@ -90,15 +90,22 @@ class Gaussian(Likelihood):
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Checks real targets (B, C) or, when C = 1, (B,)."""
         check_real_targets("Gaussian", outputs.shape, outputs.device, targets, self.missing)
-        if self.noise_ratios is not None and len(self.noise_ratios) != outputs.shape[-1]:
-            raise LapwingError(
-                f"Gaussian has noise variances of {len(self.noise_ratios)} outputs, and the outputs have shape "
-                f"{tuple(outputs.shape)}. Pass one for each of {outputs.shape[-1]} outputs."
-            )
+        self.ratios(outputs)
 
     def ratios(self, like: Tensor) -> Tensor:
-        """Returns r (C,), in the dtype of outputs (..., C) and on their device."""
-        return super().ratios(like) if self.noise_ratios is None else like.new_tensor(self.noise_ratios)
+        """Returns r (C,), in the dtype of outputs (..., C) and on their device.
+
+        Raises:
+            LapwingError: for another number of outputs.
+        """
+        if self.noise_ratios is None:
+            return super().ratios(like)
+        if len(self.noise_ratios) != like.shape[-1]:
+            raise LapwingError(
+                f"Gaussian has noise variances of {len(self.noise_ratios)} outputs, and the outputs have shape "
+                f"{tuple(like.shape)}. Pass one for each of {like.shape[-1]} outputs."
+            )
+        return like.new_tensor(self.noise_ratios)
 
     def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         """Returns 0 where y is missing and 1 elsewhere, (B, C); None for ones."""
@@ -193,6 +200,8 @@ class Gaussian(Likelihood):
             LapwingError: if σ² is not set, or for any link but ExactLink.
         """
         self.choose_link(latent, link)
+        if self.noise_ratios is not None and not isinstance(latent, SelectedLatent):
+            self.ratios(latent.mean)
         return RegressionPrediction(latent, self._set_noise("predict()"), self.missing, self.noise_ratios)
 
     def integrals(self, outputs: int, alpha: float) -> Integrals:
@@ -277,10 +286,13 @@ class RegressionPrediction(RealPrediction):
 
     @cached_property
     def _noise(self) -> Tensor:
-        """The noise variance of each output (C,)."""
+        """The noise variance of each output (C,), or (B, k) of k outputs that were selected at each input."""
         mean = self.mean
         noise = mean.new_full((mean.shape[-1],), self.noise_variance)
-        return noise if self.noise_ratios is None else noise * noise.new_tensor(self.noise_ratios)
+        if self.noise_ratios is None:
+            return noise
+        ratios = noise.new_tensor(self.noise_ratios)
+        return noise * (ratios[self.latent.outputs] if isinstance(self.latent, SelectedLatent) else ratios)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Returns the central interval that holds y with probability `level`, one output at a time.
@@ -339,7 +351,7 @@ class RegressionPrediction(RealPrediction):
             noise = self._noise
             residual, volume = _known_residuals(mean, targets, noise)
             blocks, targets = _known_covariance(blocks, targets), mean + residual
-            holes = 0.5 * ((2.0 * math.pi * noise).log().sum() - volume)
+            holes = 0.5 * ((2.0 * math.pi * noise).log().sum(-1) - volume)
         factor = cholesky(self._noisy(blocks))  # (B, C, C)
         normal = dist.MultivariateNormal(mean.double(), scale_tril=factor, validate_args=False)
         return (normal.log_prob(targets.double()) + holes).to(mean.dtype)
@@ -412,8 +424,8 @@ class RegressionPrediction(RealPrediction):
         return None if draws is None else at_least_float32(draws)
 
     def _low_rank(self, mean: Tensor, factor: Tensor) -> dist.LowRankMultivariateNormal:
-        """Returns `N(mean, F Fᵀ + σ² I)`, whose density takes S x S matrices alone."""
-        noise = torch.full_like(mean, self.noise_variance)
+        """Returns `N(mean, F Fᵀ + σ² diag(r))`, whose density takes S x S matrices alone."""
+        noise = self._noise_of_each(mean).expand_as(mean)
         return dist.LowRankMultivariateNormal(mean, factor, noise, validate_args=False)
 
     def _blocks(self) -> Tensor:
@@ -423,8 +435,13 @@ class RegressionPrediction(RealPrediction):
 
     def _noisy(self, covariance: Tensor) -> Tensor:
         """Adds the noise of each output, of each input and output where the covariance is of all of them."""
-        noise = self._noise.to(covariance.dtype)
-        return covariance + noise.repeat(covariance.shape[-1] // len(noise)).diag()
+        return covariance + self._noise_of_each(covariance).diag_embed()
+
+    def _noise_of_each(self, values: Tensor) -> Tensor:
+        """Returns the noise variances in the dtype of values (..., C), or again and again for values (..., B·C)."""
+        noise = self._noise.to(values.dtype)
+        copies = values.shape[-1] // noise.shape[-1]
+        return noise if copies == 1 else noise.repeat(copies)
 
 
 _HALVINGS = 60  # a float64 bracket shrinks below its rounding in 53
