@@ -111,16 +111,27 @@ def continued(
     loader = as_loader(loader, model)
     first = first_batch(loader)
     inputs, _ = batches.split(batches.weighted(first) if sample_weights else first)
+    names = (
+        dict(model.named_parameters(remove_duplicate=False))
+        if isinstance(model, torch.nn.Module)
+        else former.parameters
+    )
+    if not names.keys() >= former.parameters.keys():
+        raise _other_network(model, former)
     tangent = Tangent.survey(
         model, inputs, lambda name, _: name in former.parameters, forward or former.forward, memory or former.memory
     )
     if tangent.blocks != former.blocks or tangent.outputs != former.outputs:
-        raise LapwingError(
-            f"{type(tangent.model).__name__} with {tangent.outputs} outputs has other layers than the network of the "
-            f"former posterior, with {former.outputs}. Train a copy of that one further."
-        )
+        raise _other_network(tangent.model, former)
     whole = with_further(prior, tangent, WeightedLoader(loader) if sample_weights else loader, progress)
     return replace(
         whole, prior=Prior(prior.prior.precision, former.mean(), fixed=True), noise_fixed=True, history={},
         method=prior.method.removesuffix(AFTER) + AFTER, stamp=Stamp.of(tangent.state()),
     )  # fmt: skip
+
+
+def _other_network(model: Any, former: Tangent) -> LapwingError:
+    return LapwingError(
+        f"{type(model).__name__} has other layers than the network of the former posterior, "
+        f"{type(former.model).__name__} with {former.outputs} outputs. Train a copy of that one further."
+    )
