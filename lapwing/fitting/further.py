@@ -111,13 +111,10 @@ def continued(
     loader = as_loader(loader, model)
     first = first_batch(loader)
     inputs, _ = batches.split(batches.weighted(first) if sample_weights else first)
-    names = (
-        dict(model.named_parameters(remove_duplicate=False))
-        if isinstance(model, torch.nn.Module)
-        else former.parameters
-    )
-    if not names.keys() >= former.parameters.keys():
-        raise _other_network(model, former)
+    if isinstance(model, torch.nn.Module):
+        present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        if not present.issuperset(former.parameters):
+            raise _other_network(model, former)
     tangent = Tangent.survey(
         model, inputs, lambda name, _: name in former.parameters, forward or former.forward, memory or former.memory
     )
