@@ -31,7 +31,7 @@ class KroneckerFactors:
         outputs: U_out (G, O, O).
         input_eigenvalues: α (G, I), float64.
         output_eigenvalues: γ (G, O), float64.
-        count: # (1,), an integer.
+        count: # (1,): an integer, or in float64 the sum of their weights.
     """
 
     inputs: Tensor | None
@@ -180,7 +180,7 @@ class KroneckerBlock(Structure):
             "outputs": Entry((groups, outputs, outputs), (dtype,), orthonormal=True),
             "input_eigenvalues": Entry((groups, inputs), (torch.float64,), 0.0, bound),
             "output_eigenvalues": Entry((groups, outputs), (torch.float64,), 0.0, bound),
-            "count": Entry((1,), (torch.int64,), 1, 2**48),
+            "count": Entry((1,), (torch.int64, torch.float64), torch.finfo(torch.float64).tiny, 2**48),
         }
         if not block.matrix.one_hot:
             named["inputs"] = Entry((groups, inputs, inputs), (dtype,), orthonormal=True)

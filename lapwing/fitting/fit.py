@@ -88,8 +88,8 @@ def fit(
         prior_mean: μ0, a number for all weights or {parameter: tensor} (others 0).
         prior: a former posterior, for continual learning. Its data count on: `Σ⁻¹ = s G(new data) + Σ_former⁻¹`, at the
             weights of a copy of its network that was trained further, with `posterior.penalty(model)` in the loss. It
-            decides all other options but `forward`, `memory` and `progress`. Exact for Full and Diagonal; of
-            KFAC the factors add, an approximation (Ritter, Botev and Barber 2018).
+            decides all other options but `sample_weights`, `forward`, `memory` and `progress`. Exact for Full and
+            Diagonal; of KFAC the factors add, an approximation (Ritter, Botev and Barber 2018).
         tune: how what is None is tuned: `BoundedEvidence()` and `Evidence()` without held-out data, with them
             `Validation(loader)` or `EarlyStopping(loader)`; None for δ = 1 and σ² the mean squared residual.
         validation: held-out data in any form of `loader`, that the network was not trained on. They tune by
@@ -133,7 +133,8 @@ def fit(
             "temperature": None if temperature == 1.0 else temperature, "seed": seed or None,
         }  # fmt: skip
         chosen_beside = {name: value for name, value in others.items() if value is not None}
-        return _checked(continued(prior, model, loader, chosen_beside, forward, memory, progress))
+        check_flag("lw.fit", "sample_weights", sample_weights)
+        return _checked(continued(prior, model, loader, chosen_beside, sample_weights, forward, memory, progress))
     is_default = method is None and params is None
     method, params = method_and_params(method, params)
     _check_numbers(prior_precision, weight_decay, temperature, data_size, seed)

@@ -14,7 +14,7 @@ from ..methods import DataSummary, FisherRoot, Problem
 from ..methods.further import Further
 from ..network import batches
 from ..network.data import as_loader
-from ..network.loaders import check_progress, first_batch
+from ..network.loaders import WeightedLoader, check_progress, first_batch
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.former import AFTER, precision_product
@@ -69,7 +69,14 @@ def _check_prior(prior: Posterior) -> None:
 
 
 def continued(
-    prior: Posterior, model: Any, loader: Any, others: Mapping[str, Any], forward: Any, memory: Any, progress: Any
+    prior: Posterior,
+    model: Any,
+    loader: Any,
+    others: Mapping[str, Any],
+    sample_weights: bool,
+    forward: Any,
+    memory: Any,
+    progress: Any,
 ) -> Posterior:
     """Returns the posterior of further data at further trained weights, under a former posterior: see `lw.fit`.
 
@@ -78,6 +85,7 @@ def continued(
         model: the network that was trained further.
         loader: the further data.
         others: what the user gave beside it that the former posterior decides.
+        sample_weights: whether the batches are `(x, y, w)`.
         forward: how the network is called; None as in the former fit.
         memory: budget in bytes; None as in the former fit.
         progress: show a bar.
@@ -101,17 +109,26 @@ def continued(
     former = prior.tangent
     _check_prior(prior)
     loader = as_loader(loader, model)
-    inputs, _ = batches.split(first_batch(loader))
+    first = first_batch(loader)
+    inputs, _ = batches.split(batches.weighted(first) if sample_weights else first)
+    if isinstance(model, torch.nn.Module):
+        present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        if not present.issuperset(former.parameters):
+            raise _other_network(model, former)
     tangent = Tangent.survey(
         model, inputs, lambda name, _: name in former.parameters, forward or former.forward, memory or former.memory
     )
     if tangent.blocks != former.blocks or tangent.outputs != former.outputs:
-        raise LapwingError(
-            f"{type(tangent.model).__name__} with {tangent.outputs} outputs has other layers than the network of the "
-            f"former posterior, with {former.outputs}. Train a copy of that one further."
-        )
-    whole = with_further(prior, tangent, loader, progress)
+        raise _other_network(tangent.model, former)
+    whole = with_further(prior, tangent, WeightedLoader(loader) if sample_weights else loader, progress)
     return replace(
         whole, prior=Prior(prior.prior.precision, former.mean(), fixed=True), noise_fixed=True, history={},
         method=prior.method.removesuffix(AFTER) + AFTER, stamp=Stamp.of(tangent.state()),
     )  # fmt: skip
+
+
+def _other_network(model: Any, former: Tangent) -> LapwingError:
+    return LapwingError(
+        f"{type(model).__name__} has other layers than the network of the former posterior, "
+        f"{type(former.model).__name__} with {former.outputs} outputs. Train a copy of that one further."
+    )

@@ -115,8 +115,8 @@ class Runner:
             self._check_size(start, f"to the pass '{step.label}'")
         if notes and not self._any_counted:
             raise LapwingError(
-                "None of the labels counts: all of them are the ignore_index of the likelihood. Pass labels of "
-                "classes, or another likelihood=lw.Categorical(ignore_index=...)."
+                "None of the labels counts: all of them are the ignore_index of the likelihood, or NaN. Pass labels of "
+                "classes, or another likelihood=lw.Categorical(ignore_index=...); of targets some that are not NaN."
             )
         self.whole = self.whole or step.limit is None
         return state
@@ -187,7 +187,7 @@ class Runner:
     def _counted(self, targets: Tensor, problem: Problem) -> Tensor | None:
         """Returns which targets count where some do not and outputs have positions; notes whether any counts."""
         counted = problem.likelihood.labelled(targets)
-        self._any_counted = self._any_counted or counted is None or bool(counted.any())
+        self._any_counted = self._any_counted or bool((~targets.isnan() if counted is None else counted).any())
         return None if problem.tangent.positions is None else counted
 
     def _check_size(self, samples: int, to: str) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import LapwingError, shown
+from ..errors import LapwingError, check_flag, shown
 from ..network.data import as_loader
 from ..network.eager import outside_modes
-from ..network.loaders import check_progress, first_batch
+from ..network.loaders import WeightedLoader, check_progress, first_batch
 from ..posterior import Posterior
 from ..tuning import Evidence, Training, Tuning, Validation
 from .fit import _checked
@@ -15,7 +15,9 @@ from .further import with_further
 
 
 @outside_modes
-def updated(posterior: Posterior, loader: Any, tune: Tuning | None, progress: bool | None) -> Posterior:
+def updated(
+    posterior: Posterior, loader: Any, tune: Tuning | None, sample_weights: bool, progress: bool | None
+) -> Posterior:
     """Returns the posterior of the data so far and of those in a loader: see `Posterior.update`."""
     if tune is not None and not isinstance(tune, (Evidence, Validation)):
         raise LapwingError(
@@ -23,8 +25,10 @@ def updated(posterior: Posterior, loader: Any, tune: Tuning | None, progress: bo
             "tune=lw.Evidence() or tune=lw.Validation(loader), or leave it out to keep the prior and the noise."
         )
     check_progress(progress)
+    check_flag("posterior.update", "sample_weights", sample_weights)
     loader = as_loader(loader, posterior.model)
     first_batch(loader)
+    loader = WeightedLoader(loader) if sample_weights else loader
     whole = with_further(posterior, posterior.tangent, loader, progress)
     return _checked(whole if tune is None else tune.tune(whole, Training()))
 

@@ -287,8 +287,8 @@ class Likelihood(ABC):
         """
         if isinstance(latent, SelectedLatent) and not self.selects_outputs:
             raise LapwingError(
-                f"The {self.name} likelihood needs all outputs of an input, and the latent has {latent.mean.shape[1]} "
-                f"of {latent.every_mean.shape[1]}. Leave outputs= out, or take posterior.latent(x, via=...)."
+                f"The {self.name} likelihood needs all outputs of an input in their order, and "
+                "lw.Linearized(outputs=...) selects some. Leave outputs= out, or take posterior.latent(x, via=...)."
             )
         drawn = latent.draws is not None
         usable = [accepted for accepted in self.links if accepted.accepts_draws or not drawn]

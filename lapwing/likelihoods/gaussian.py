@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..covariance import AnyLatent
+from ..covariance import AnyLatent, SelectedLatent
 from ..errors import LapwingError, check_flag, shown
 from ..linalg import cholesky
 from .base import Integrals, Likelihood, apply_weights
@@ -88,15 +88,22 @@ class Gaussian(Likelihood):
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Checks real targets (B, C) or, when C = 1, (B,)."""
         check_real_targets("Gaussian", outputs.shape, outputs.device, targets, self.missing)
-        if self.noise_ratios is not None and len(self.noise_ratios) != outputs.shape[-1]:
-            raise LapwingError(
-                f"Gaussian has noise variances of {len(self.noise_ratios)} outputs, and the outputs have shape "
-                f"{tuple(outputs.shape)}. Pass one for each of {outputs.shape[-1]} outputs."
-            )
+        self.ratios(outputs)
 
     def ratios(self, like: Tensor) -> Tensor:
-        """Returns r (C,), in the dtype of outputs (..., C) and on their device."""
-        return super().ratios(like) if self.noise_ratios is None else like.new_tensor(self.noise_ratios)
+        """Returns r (C,), in the dtype of outputs (..., C) and on their device.
+
+        Raises:
+            LapwingError: for another number of outputs.
+        """
+        if self.noise_ratios is None:
+            return super().ratios(like)
+        if len(self.noise_ratios) != like.shape[-1]:
+            raise LapwingError(
+                f"Gaussian has noise variances of {len(self.noise_ratios)} outputs, and the outputs have shape "
+                f"{tuple(like.shape)}. Pass one for each of {like.shape[-1]} outputs."
+            )
+        return like.new_tensor(self.noise_ratios)
 
     def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         """Returns 0 where y is missing and 1 elsewhere, (B, C); None for ones."""
@@ -191,6 +198,8 @@ class Gaussian(Likelihood):
             LapwingError: if σ² is not set, or for any link but ExactLink.
         """
         self.choose_link(latent, link)
+        if self.noise_ratios is not None and not isinstance(latent, SelectedLatent):
+            self.ratios(latent.mean)
         return RegressionPrediction(latent, self._set_noise("predict()"), self.missing, self.noise_ratios)
 
     def integrals(self, outputs: int, alpha: float) -> Integrals:

@@ -95,9 +95,11 @@ class PredictionAtPositions(Prediction):
         return self.places.targets(targets, self.latent.rows.mean.shape[-1])
 
     def _whole(self, value: Any) -> Any:
-        """Returns rows in the shape of the positions, also within tuples; anything else as it is."""
+        """Returns rows in the shape of the positions, also within tuples and predictions; anything else as it is."""
         if isinstance(value, tuple):
             return tuple(map(self._whole, value))
+        if isinstance(value, Prediction):  # what scaled() returns
+            return PredictionAtPositions(value, self.latent)
         has_rows = isinstance(value, Tensor) and value.shape[:1] == self.latent.rows.mean.shape[:1]
         return self.places.whole(value) if has_rows else value
 

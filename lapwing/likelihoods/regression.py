@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from ..covariance import AnyLatent, LinearDraws
+from ..covariance import AnyLatent, LinearDraws, SelectedLatent
 from ..linalg import check_draws, cholesky, seeded
 from ..network import batches
 from .links import at_least_float32
@@ -55,10 +55,13 @@ class RegressionPrediction(RealPrediction):
 
     @cached_property
     def _noise(self) -> Tensor:
-        """The noise variance of each output (C,)."""
+        """The noise variance of each output (C,), or (B, k) of k outputs that were selected at each input."""
         mean = self.mean
         noise = mean.new_full((mean.shape[-1],), self.noise_variance)
-        return noise if self.noise_ratios is None else noise * noise.new_tensor(self.noise_ratios)
+        if self.noise_ratios is None:
+            return noise
+        ratios = noise.new_tensor(self.noise_ratios)
+        return noise * (ratios[self.latent.outputs] if isinstance(self.latent, SelectedLatent) else ratios)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Returns the central interval that holds y with probability `level`, one output at a time.
@@ -117,7 +120,7 @@ class RegressionPrediction(RealPrediction):
             noise = self._noise
             residual, volume = known_residuals(mean, targets, noise)
             blocks, targets = known_covariance(blocks, targets), mean + residual
-            holes = 0.5 * ((2.0 * math.pi * noise).log().sum() - volume)
+            holes = 0.5 * ((2.0 * math.pi * noise).log().sum(-1) - volume)
         factor = cholesky(self._noisy(blocks))  # (B, C, C)
         normal = dist.MultivariateNormal(mean.double(), scale_tril=factor, validate_args=False)
         return (normal.log_prob(targets.double()) + holes).to(mean.dtype)
@@ -190,8 +193,8 @@ class RegressionPrediction(RealPrediction):
         return None if draws is None else at_least_float32(draws)
 
     def _low_rank(self, mean: Tensor, factor: Tensor) -> dist.LowRankMultivariateNormal:
-        """Returns `N(mean, F Fᵀ + σ² I)`, whose density takes S x S matrices alone."""
-        noise = self._noise.to(mean.dtype).repeat(mean.shape[-1] // len(self._noise)).expand_as(mean)
+        """Returns `N(mean, F Fᵀ + σ² diag(r))`, whose density takes S x S matrices alone."""
+        noise = self._noise_of_each(mean).expand_as(mean)
         return dist.LowRankMultivariateNormal(mean, factor, noise, validate_args=False)
 
     def _blocks(self) -> Tensor:
@@ -201,5 +204,10 @@ class RegressionPrediction(RealPrediction):
 
     def _noisy(self, covariance: Tensor) -> Tensor:
         """Adds the noise of each output, of each input and output where the covariance is of all of them."""
-        noise = self._noise.to(covariance.dtype)
-        return covariance + noise.repeat(covariance.shape[-1] // len(noise)).diag()
+        return covariance + self._noise_of_each(covariance).diag_embed()
+
+    def _noise_of_each(self, values: Tensor) -> Tensor:
+        """Returns the noise variances in the dtype of values (..., C), or again and again for values (..., B·C)."""
+        noise = self._noise.to(values.dtype)
+        copies = values.shape[-1] // noise.shape[-1]
+        return noise if copies == 1 else noise.repeat(copies)

@@ -108,6 +108,9 @@ def _with_factors(covariance: Blockwise, problem: Problem, reduce: bool) -> Onwa
                 inputs = factors.inputs.double()
                 before.A[name] = ((inputs * alpha[:, None]) @ inputs.mT).to(dtype)
             before.count[name] = factors.count
+            if factors.count.is_floating_point():  # Σ w, and A's rank bounds how many positions made it
+                before.weight[name] = factors.count
+                before.count[name] = (alpha > 0).sum(-1).amax(keepdim=True).to(torch.int64)
         elif isinstance(structure, DiagonalBlock):
             before.diagonal[name], kinds[name] = structure.eigenvalues, "diagonal"
         elif isinstance(structure, DenseBlock):

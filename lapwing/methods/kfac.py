@@ -141,7 +141,7 @@ class Factors(State):
         A: `Σ a aᵀ` (G, I, I), or its diagonal (G, I) for one-hot inputs.
         Gamma: `Σ g gᵀ` (G, O, O).
         count: the number of positions (1,).
-        weight: the sum of the samples' weights over positions (1,), where some have weights.
+        weight: the sum of the samples' weights over positions (1,) float64, where some have weights.
     """
 
     diagonal: dict[str, Tensor] = field(default_factory=dict)
@@ -153,16 +153,16 @@ class Factors(State):
 
 
 def _eigenbasis(state: Factors, name: str) -> KroneckerBlock:
-    """Diagonalises both factors, used up one by one: `λ_ji = γ_j α_i / #`, # the count of positions."""
+    """Diagonalises both factors, used up one by one: `λ_ji = γ_j α_i / #`, # the count of positions or their weight."""
     count, one_hot = state.count[name], state.A[name].ndim == 2
-    if name in state.weight:  # `A/Σw` in place of `A/#`
-        state.A[name] *= float(count / state.weight[name]) if state.weight[name] > 0 else 0.0
     if one_hot:  # A is its own diagonal
         alpha, inputs = state.A[name].double(), None
     else:
         alpha, inputs = _diagonalised(state.A, name)
         alpha[..., : max(0, alpha.shape[-1] - int(count))] = 0  # its rank is at most #; all else is rounding noise
     gamma, outputs = _diagonalised(state.Gamma, name)
+    if name in state.weight:
+        count = state.weight[name].clamp_min(torch.finfo(torch.float64).tiny)  # all 0: no data, and λ = 0
     factors = KroneckerFactors(inputs, outputs, alpha, gamma, count)
     return KroneckerBlock(factors.products(), factors)
 

@@ -73,7 +73,7 @@ class Posterior:
     noise_fixed: bool
     stamp: Stamp = field(repr=False)
     history: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
-    updating: ClassVar[Callable[[Posterior, Any, Any, bool | None], Posterior]]
+    updating: ClassVar[Callable[[Posterior, Any, Any, bool, bool | None], Posterior]]
     """What `update` calls. `fitting/update.py` puts it here, since imports go downwards."""
 
     def __repr__(self) -> str:
@@ -332,7 +332,9 @@ class Posterior:
             evidence, effective, str(self.tangent.coverage),
         )  # fmt: skip
 
-    def update(self, loader: Any, *, tune: Any = None, progress: bool | None = None) -> Posterior:
+    def update(
+        self, loader: Any, *, tune: Any = None, sample_weights: bool = False, progress: bool | None = None
+    ) -> Posterior:
         """Returns the posterior of the data so far and of further data, at the same weights.
 
         `G = G_1 + G_2`, and the likelihood's statistics add as well, so that the result is that of one fit to both. The
@@ -343,6 +345,7 @@ class Posterior:
         Args:
             loader: the further data alone, in any form that `lw.fit` takes.
             tune: `lw.Evidence()` or `lw.Validation(loader)`, to choose again what the user did not give.
+            sample_weights: whether the batches are `(x, y, w)`, as in `lw.fit`.
             progress: show a bar; None shows one on a terminal.
 
         Returns:
@@ -363,7 +366,7 @@ class Posterior:
             64
         """
         self._check_network()
-        return type(self).updating(self, loader, tune, progress)
+        return type(self).updating(self, loader, tune, sample_weights, progress)
 
     def penalty(self, model: torch.nn.Module) -> Tensor:
         """Returns `1/2 (θ - θ̂)ᵀ Σ⁻¹ (θ - θ̂)` at the weights of another network, for the loss of its training.

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..covariance import SelectedLatent
 from ..errors import LapwingError, check_choice
 from ..likelihoods import LaplaceBridge, Link
 from ..network import batches
@@ -131,9 +132,9 @@ def _latents(
     for batch in loader:
         inputs, targets = batches.split(batch, posterior.tangent.device)
         latent: Any = posterior.latent(inputs, via)
-        if via.width(posterior.tangent.outputs) != posterior.tangent.outputs:
+        if isinstance(latent, SelectedLatent):
             raise LapwingError(
-                f"lw.scale_factor compares all outputs with the targets, and via={via} gives some. Choose the factor "
+                f"lw.scale_factor compares all outputs with the targets, and via={via} selects some. Choose the factor "
                 "with via=lw.Linearized(), and use it in lw.Scaled with any way."
             )
         posterior.likelihood.check(latent.mean, targets)

@@ -171,6 +171,8 @@ def test_what_a_former_posterior_refuses() -> None:
         posterior.penalty(nn.Linear(4, 3))
     with pytest.raises(lw.LapwingError, match="same architecture"):
         posterior.penalty("model")
+    with pytest.raises(lw.LapwingError, match="Linear has other layers than the network of the former posterior"):
+        lw.fit(nn.Linear(4, 3).eval(), (x, y), prior=posterior)
     for method in (lw.ELLA(rank=4, rows="all"), lw.SampledLLA(draws=2)):
         with pytest.raises(lw.LapwingError, match="no inverse at hand"):
             lw.fit(model, (x, y), method, prior_precision=1.0).penalty(other)

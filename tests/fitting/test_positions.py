@@ -491,3 +491,17 @@ def test_the_plan_of_a_fit_over_positions():
 def test_bad_ignore_index(wrong):
     with pytest.raises(lw.LapwingError, match="ignore_index of Categorical"):
         lw.Categorical(ignore_index=wrong)
+
+
+def test_a_prediction_at_positions_in_other_units():
+    torch.manual_seed(0)
+    model = nn.Conv2d(2, 2, 3, padding=1).to(F64).eval()
+    x, y = torch.randn(3, 2, 4, 5, dtype=F64), torch.randn(3, 2, 4, 5, dtype=F64)
+    mean, std = torch.tensor([1.0, 2.0]).to(F64), torch.tensor([3.0, 0.5]).to(F64)
+    prediction = lw.fit(model, [(x, y)], likelihood=lw.Gaussian(0.3), prior_precision=1.0).predict(x)
+    scaled, shift, scale = prediction.scaled(mean, std), mean[:, None, None], std[:, None, None]
+    close(scaled.mean, shift + scale * prediction.mean)
+    close(scaled.interval(0.9)[0], shift + scale * prediction.interval(0.9)[0])
+    close(scaled.log_prob(shift + scale * y), prediction.log_prob(y) - std.log().sum())
+    close(scaled.prediction.std, prediction.std)
+    assert scaled.sample(2).shape == (2, 3, 2, 4, 5)

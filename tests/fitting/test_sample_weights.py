@@ -172,3 +172,35 @@ def test_bad_weights_are_refused(w, message):
 
 def test_a_wrapped_loader_says_how_many_batches_it_has():
     assert len(WeightedLoader([1, 2, 3])) == 3
+
+
+@pytest.mark.parametrize("method", [lw.Full(), lw.Diagonal(), lw.KFAC(), lw.KFAC(weight_sharing="reduce")], ids=repr)
+@pytest.mark.parametrize("name", ["mlp", "tied"])
+def test_further_data_with_weights(name, method, tmp_path):
+    """Weights in the first part, in the second or in both; an update and a former posterior, from a file too."""
+    problem = setup(name)
+    first, second = slice(0, 4), slice(4, 9)
+    for weights in (WEIGHTS, torch.cat([WEIGHTS[first], torch.ones(5)]), torch.cat([torch.ones(4), WEIGHTS[second]])):
+        weighs = [bool((weights[part] != 1).any()) for part in (first, second)]
+        loaders = [
+            [(*pack(oracle.take(problem.x, part), problem.y[part]), *([weights[part]] if some else []))]
+            for part, some in zip((first, second), weighs, strict=True)
+        ]
+        wanted = problem.fit(method, loader=repeated(problem, weights))
+        former = problem.fit(method, loader=loaders[0], sample_weights=weighs[0])
+        former.save(tmp_path / "former.safetensors")
+        for posterior in (former, lw.load(tmp_path / "former.safetensors", problem.model)):
+            check_same(posterior.update(loaders[1], sample_weights=weighs[1]), wanted, problem.test)
+        after = lw.fit(problem.model, loaders[1], prior=former, sample_weights=weighs[1])
+        close(after.latent(problem.test).covariance, wanted.latent(problem.test).covariance, 1e-7)
+    with pytest.raises(LapwingError, match="holds no sample weights"):
+        former.update([pack(problem.x, problem.y)], sample_weights=True)
+
+
+@pytest.mark.parametrize("method", [lw.Full(), lw.Diagonal(), lw.KFAC()], ids=repr)
+def test_further_data_of_weighted_classes(method):
+    problem = setup("mlp")
+    options = {"likelihood": lw.Categorical(class_weights=[0.2, 1.0, 5.0])}
+    parts = [(problem.x[part], problem.y[part]) for part in (slice(0, 4), slice(4, 9))]
+    wanted = problem.fit(method, loader=parts, **options)
+    check_same(problem.fit(method, loader=parts[:1], **options).update(parts[1:]), wanted, problem.test)

@@ -219,3 +219,14 @@ def test_other_methods_take_missing_targets(method):
     model, x, y = holes()
     posterior = lw.fit(model, [(x, y)], method, likelihood=lw.Gaussian(missing=True))
     assert bool(posterior.predict(x).log_prob(y).isfinite().all())
+
+
+@pytest.mark.parametrize("likelihood", [lw.Gaussian(missing=True), lw.Bernoulli(missing=True)], ids=repr)
+def test_targets_that_are_all_missing_are_refused(likelihood):
+    model, x, y = holes(1)
+    for method in (None, lw.KFAC()):
+        with pytest.raises(lw.LapwingError, match="None of the labels counts"):
+            lw.fit(model, [(x, torch.full_like(y, torch.nan))], method, likelihood=likelihood)
+    none = (y.clamp(0, 1).round(), torch.full_like(y, torch.nan))
+    half = [(x, values) for values in none[::-1]]  # one batch without any is fine
+    assert lw.fit(model, half, lw.KFAC(), likelihood=likelihood).samples == 2 * len(x)

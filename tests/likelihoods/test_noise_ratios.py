@@ -121,3 +121,36 @@ def test_the_tuning_is_that_of_outputs_in_units_of_their_noise(method, tune):
 def test_wrong_numbers_are_refused(make, message):
     with pytest.raises(LapwingError, match=message):
         make()
+
+
+def test_a_fit_with_ratios_of_other_outputs_is_refused():
+    x = torch.randn(9, 3)
+    with pytest.raises(LapwingError, match="noise variances of 3 outputs, and the outputs have shape"):
+        lw.fit(nn.Linear(3, 2).eval(), [(x, x[:, :2])], likelihood=lw.Gaussian(noise_ratios=[1.0, 2.0, 3.0]))
+
+
+def test_selected_outputs_and_linearised_draws_have_the_noise_of_their_output():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3)).double().eval()
+    x, y, noise = torch.randn(9, 3).double(), torch.randn(9, 3).double(), torch.tensor([0.1, 0.5, 2.0]).double()
+    for missing in (False, True):
+        likelihood = lw.Gaussian(noise_variance=noise.tolist(), missing=missing)
+        posterior = lw.fit(model, [(x, y)], lw.KFAC(), likelihood=likelihood, prior_precision=1.0)
+        whole = posterior.predict(x)
+        total = whole.latent.covariance + noise.diag()
+        some = posterior.predict(x, via=lw.Linearized(outputs=2))  # other outputs for each input
+        at = some.latent.outputs
+        close(some.variance, whole.variance.gather(1, at))
+        picked = total.gather(1, at[..., None].expand(-1, -1, 3)).gather(2, at[:, None].expand(-1, 2, -1))
+        targets = y.gather(1, at)
+        wanted = torch.distributions.MultivariateNormal(some.mean, picked).log_prob(targets)
+        close(some.log_prob(targets), wanted)
+        close(some.distribution().log_prob(targets), wanted)
+
+        drawn = posterior.predict(x, via=lw.Linearized(draws=20))
+        wanted = torch.distributions.MultivariateNormal(drawn.mean, drawn.latent.covariance + noise.diag()).log_prob(y)
+        close(drawn.log_prob(y), wanted)
+        close(drawn.distribution().log_prob(y), wanted)
+    joint = posterior.latent(x, joint=True, via=lw.Linearized(outputs=[0]))
+    with pytest.raises(LapwingError, match="noise variances of 3 outputs"):
+        posterior.likelihood.predict(joint)

@@ -118,9 +118,7 @@ def test_other_likelihoods_refuse():
 
     setup, posterior = fitted("diagonal", "deep_linear")
     latent = posterior.latent(setup.test, via=lw.Linearized(outputs=1))
-    with pytest.raises(
-        lw.LapwingError, match=r"needs all outputs of an input, and the latent has 1 of 2. Leave outputs="
-    ):
+    with pytest.raises(lw.LapwingError, match=r"needs all outputs of an input in their order.* Leave outputs="):
         Poisson(0.3).predict(latent)
 
 
@@ -187,6 +185,10 @@ def test_other_refusals():
         lw.LapwingError, match=r"compares all outputs with the targets, and via=Linearized\(outputs=2\)"
     ):
         lw.scale_factor(posterior, setup.loader, via=lw.Linearized(outputs=2))
+    with pytest.raises(lw.LapwingError, match="selects some"):  # all of them, in another order than the targets
+        lw.scale_factor(
+            posterior, setup.loader, via=lw.Linearized(outputs=list(range(posterior.tangent.outputs))[::-1])
+        )
     assert lw.Linearized(outputs=torch.tensor([1, 2])) == lw.Linearized(outputs=(1, 2))
     assert isinstance(posterior.latent(setup.test, via=lw.Linearized(outputs=9)), Latent)
     assert posterior.latent(setup.test, via=lw.Linearized(outputs=9)).mean.shape == (3, 3)
