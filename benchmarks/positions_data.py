@@ -126,7 +126,7 @@ def texture(source: torch.Generator) -> Tensor:
     along = math.cos(math.pi * turn) * across + math.sin(math.pi * turn) * down
     grating = torch.sin((0.3 + 0.7 * pitch) * along + 2 * math.pi * phase)
     noise = F.avg_pool2d(torch.randn(1, 1, SCENE + 4, SCENE + 4, generator=source), 5, 1)[0, 0]
-    return 0.3 + 0.15 * strength * grating + 0.4 * noise
+    return 0.2 + 0.1 * strength * grating + 0.25 * noise
 
 
 def scenes(x: Tensor, y: Tensor, count: int, seed: int, foreign: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -150,10 +150,10 @@ def scenes(x: Tensor, y: Tensor, count: int, seed: int, foreign: Tensor | None =
             objects.append((foreign[below(len(foreign)), 0], -100))
         for shape, name in objects:
             place = tuple(slice(at, at + SIDE) for at in (below(SCENE - SIDE), below(SCENE - SIDE)))
-            bright = 0.5 + 0.5 * float(torch.rand((), generator=source))
+            bright = 0.6 + 0.4 * float(torch.rand((), generator=source))
             picture[place] = picture[place] * (1 - shape) + bright * shape
             label[place][shape > THRESHOLD] = name
-        pictures.append(picture + 0.1 * torch.randn(SCENE, SCENE, generator=source))
+        pictures.append(picture + 0.05 * torch.randn(SCENE, SCENE, generator=source))
     return torch.stack(pictures)[:, None], labels
 
 
@@ -171,7 +171,7 @@ class Segmenter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.top, self.middle, self.bottom = block(1, 8), block(8, 24), block(24, 48)
-        self.up, self.out, self.head = block(72, 24), block(32, 16), nn.Conv2d(16, 11, 1)
+        self.up, self.out, self.head = block(72, 16), block(24, 8), nn.Conv2d(8, 11, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns logits (B, 11, H, W)."""
@@ -196,13 +196,13 @@ def segmentation(share: float = 1.0) -> dict[str, dict[str, float]]:
     """Runs the digits on textures."""
     digits, garments = images("mnist"), images("fashion_mnist")
     seen, unseen = slice(0, 50_000), slice(50_000, 60_000)
-    data = batched(*scenes(digits.x_train[seen], digits.y_train[seen], int(800 * share), 1), 10)
+    data = batched(*scenes(digits.x_train[seen], digits.y_train[seen], int(600 * share), 1), 10)
     held_out = batched(*scenes(digits.x_train[unseen], digits.y_train[unseen], int(40 * share), 2), 10)
-    test = batched(*scenes(digits.x_test, digits.y_test, int(30 * share), 3), 10)
+    test = batched(*scenes(digits.x_test, digits.y_test, int(20 * share), 3), 10)
     strange, labels = scenes(digits.x_test, digits.y_test, int(20 * share), 4, garments.x_test)
-    model = train(Segmenter(), data, math.ceil(5 * share), 5e-3)
+    model = train(Segmenter(), data, math.ceil(7 * share), 1e-2)
     candidates = classifiers(model, data, held_out)
-    every = lw.fit(model, data[:20], lw.KFAC(), data_size=10 * len(data), seed=SEED)  # a quarter of them
+    every = lw.fit(model, data[:15], lw.KFAC(), data_size=10 * len(data), seed=SEED)  # a quarter of them
     candidates["`lw.KFAC()`, all weights"] = (every, lw.Linearized(draws=64))
     rows = scores(candidates, test)
     for name, candidate in candidates.items():
