@@ -166,20 +166,23 @@ def block(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class Segmenter(nn.Module):
-    """An encoder and a decoder with two shortcuts, and a 1x1 head."""
+    """An encoder and a decoder with three shortcuts, and a 1x1 head."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.top, self.middle, self.bottom = block(1, 8), block(8, 24), block(24, 48)
-        self.up, self.out, self.head = block(72, 16), block(24, 8), nn.Conv2d(8, 11, 1)
+        self.down = nn.ModuleList([block(1, 8), block(8, 24), block(24, 48), block(48, 64)])
+        self.up = nn.ModuleList([block(112, 32), block(56, 16), block(24, 12)])
+        self.head = nn.Conv2d(12, 11, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns logits (B, 11, H, W)."""
-        top = self.top(x)
-        middle = self.middle(F.max_pool2d(top, 2))
-        bottom = self.bottom(F.max_pool2d(middle, 2))
-        up = self.up(torch.cat([middle, F.interpolate(bottom, scale_factor=2)], 1))
-        return self.head(self.out(torch.cat([top, F.interpolate(up, scale_factor=2)], 1)))
+        sizes = []
+        for layers in self.down:
+            x = layers(F.max_pool2d(x, 2) if sizes else x)
+            sizes.append(x)
+        for layers, shortcut in zip(self.up, sizes[-2::-1], strict=True):
+            x = layers(torch.cat([shortcut, F.interpolate(x, scale_factor=2)], 1))
+        return self.head(x)
 
 
 @torch.no_grad()
@@ -199,10 +202,10 @@ def segmentation(share: float = 1.0) -> dict[str, dict[str, float]]:
     data = batched(*scenes(digits.x_train[seen], digits.y_train[seen], int(600 * share), 1), 10)
     held_out = batched(*scenes(digits.x_train[unseen], digits.y_train[unseen], int(40 * share), 2), 10)
     test = batched(*scenes(digits.x_test, digits.y_test, int(20 * share), 3), 10)
-    strange, labels = scenes(digits.x_test, digits.y_test, int(20 * share), 4, garments.x_test)
-    model = train(Segmenter(), data, math.ceil(7 * share), 1e-2)
+    strange, labels = scenes(digits.x_test, digits.y_test, int(12 * share), 4, garments.x_test)
+    model = train(Segmenter(), data, math.ceil(10 * share), 5e-3)
     candidates = classifiers(model, data, held_out)
-    every = lw.fit(model, data[:15], lw.KFAC(), data_size=10 * len(data), seed=SEED)  # a quarter of them
+    every = lw.fit(model, data[:10], lw.KFAC(), data_size=10 * len(data), seed=SEED)
     candidates["`lw.KFAC()`, all weights"] = (every, lw.Linearized(draws=64))
     rows = scores(candidates, test)
     for name, candidate in candidates.items():
