@@ -317,11 +317,11 @@ def test_likelihood_is_abstract():
 
 
 def test_an_added_likelihood_predicts():
-    """Counts: the mean of y is ``exp(m + v/2)`` under the latent Gaussian; 10 000 draws."""
+    """Counts: the mean of y is ``exp(m + v/2)`` under the latent Gaussian; 2 000 draws."""
     latent = random_latent(size=1, scale=0.2)
-    prediction = Counts().predict(latent, SampledLink(10_000))
+    prediction = Counts().predict(latent, SampledLink(2_000))
     exact = torch.exp(latent.mean + 0.5 * latent.variance)
-    torch.testing.assert_close(prediction.mean, exact, rtol=0.02, atol=0)
+    torch.testing.assert_close(prediction.mean, exact, rtol=0.05, atol=0)
     total = sum(prediction.log_prob(torch.full((4, 1), float(count))).exp() for count in range(80))
     torch.testing.assert_close(total, torch.ones(4, dtype=F64), rtol=0, atol=1e-6)
     prediction = Counts().predict(latent)
