@@ -234,4 +234,5 @@ class Outline:
 
 def _bytes(entry: Entry, dtype: torch.dtype) -> int:
     assert entry.shape is not None
-    return math.prod(entry.shape) * (entry.dtypes[0] if len(entry.dtypes) == 1 else dtype).itemsize
+    stored = dtype if not entry.dtypes or dtype in entry.dtypes else entry.dtypes[0]
+    return math.prod(entry.shape) * stored.itemsize

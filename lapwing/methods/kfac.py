@@ -152,25 +152,33 @@ class Factors(State):
     weight: dict[str, Tensor] = field(default_factory=dict)
 
 
-def _eigenbasis(state: Factors, name: str) -> KroneckerBlock:
-    """Diagonalises both factors, used up one by one: `λ_ji = γ_j α_i / #`, # the count of positions or their weight."""
+def _eigenbasis(state: Factors, name: str, centred: bool) -> KroneckerBlock:
+    """Diagonalises both factors, used up one by one: `λ_ji = γ_j α_i / #`, # the count of positions or their weight.
+
+    Of logits Γ maps the ones to 0, but for rounding, by which a weak prior's variance there would leak into the others:
+    `centred` takes it out.
+    """
     count, one_hot = state.count[name], state.A[name].ndim == 2
     if one_hot:  # A is its own diagonal
         alpha, inputs = state.A[name].double(), None
     else:
         alpha, inputs = _diagonalised(state.A, name)
         alpha[..., : max(0, alpha.shape[-1] - int(count))] = 0  # its rank is at most #; all else is rounding noise
-    gamma, outputs = _diagonalised(state.Gamma, name)
+    gamma, outputs = _diagonalised(state.Gamma, name, centred)
     if name in state.weight:
         count = state.weight[name].clamp_min(torch.finfo(torch.float64).tiny)  # all 0: no data, and λ = 0
     factors = KroneckerFactors(inputs, outputs, alpha, gamma, count)
     return KroneckerBlock(factors.products(), factors)
 
 
-def _diagonalised(factors: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
+def _diagonalised(factors: dict[str, Tensor], name: str, centred: bool = False) -> tuple[Tensor, Tensor]:
     """Returns λ (G, n) in float64 and U (G, n, n) in the factor's dtype; frees the factor's memory meanwhile."""
     dtype = factors[name].dtype
-    values, vectors = eigen_in_place(factors.pop(name).double())
+    matrix = factors.pop(name).double()
+    if centred:
+        matrix -= matrix.mean(-1, keepdim=True)
+        matrix -= matrix.mean(-2, keepdim=True)
+    values, vectors = eigen_in_place(matrix)
     return values, vectors.to(dtype, memory_format=torch.contiguous_format)
 
 
@@ -220,6 +228,7 @@ class _FactorPass(CurvaturePass[Factors]):
 
     def finish(self, state: Factors) -> Blockwise:
         problem, structures = self._problem, dict[str, Structure]()
+        logits = problem.likelihood.activation == "softmax" and problem.tangent.treats_output_alone
         for name, kind in self._kinds.items():
             if kind == "diagonal":
                 structures[name] = DiagonalBlock(state.diagonal[name])
@@ -227,7 +236,7 @@ class _FactorPass(CurvaturePass[Factors]):
                 values, basis = symmetric_eigen(state.dense[name])
                 structures[name] = DenseBlock(values.to(problem.tangent.dtype), basis.to(problem.tangent.dtype))
             else:
-                structures[name] = _eigenbasis(state, name)
+                structures[name] = _eigenbasis(state, name, logits)
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale)
 
 

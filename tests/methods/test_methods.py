@@ -524,3 +524,18 @@ def test_more_than_a_thousand_outputs():
         assert (variance > 0).all()
         assert (variance <= (torch.tanh(model[0](x[:2])).square().sum(1, keepdim=True) + 1) * 1.0001).all()
         assert torch.isfinite(fitted.predict(x[:2]).probs).all()
+
+
+def test_variances_of_a_rare_class_are_no_rounding_noise_of_float32() -> None:
+    """A weak prior gives all logits together a huge variance, which must not leak into those that a softmax sees."""
+    torch.manual_seed(0)
+    head, x = nn.Linear(32, 4).eval(), torch.randn(2000, 32).relu()
+    x[:, :12], x[:, 20:] = 0, 0.01 * x[:, 20:]
+    with torch.no_grad():
+        head.bias[3] -= 12.0
+    variances = []
+    for dtype in (torch.float32, torch.float64):
+        data = [(x.to(dtype), torch.arange(2000) % 3)]
+        posterior = lw.fit(head.to(dtype), data, lw.KFAC(), prior_precision=1e-5, tune=None)
+        variances.append(posterior.latent(x[:100].to(dtype)).centred_variance.double())
+    torch.testing.assert_close(variances[0], variances[1], rtol=0.2, atol=0)
