@@ -101,20 +101,26 @@ def sampled_anchors(problem: Problem, rows: int | Literal["all"], sampling: Samp
                 "The loader shows another order on each pass, and sampling='balanced' needs one order. Write "
                 "DataLoader(..., shuffle=False), or sampling='uniform'."
             )
-    return _anchors(problem, chosen, state, samples, outputs)
+    return _anchors(problem, chosen, state, samples, outputs, rows == "all")
 
 
 def anchors_at(problem: Problem, samples: Tensor, outputs: Tensor) -> Generator[Pass, Any, Anchors]:
     """Yields the pass that collects samples by their place in the loader; returns anchors at (sample, output) pairs."""
     chosen = _ChosenInputs(samples.unique(), problem.tangent.plan.shared)
-    return _anchors(problem, chosen, (yield chosen), samples, outputs)
+    return _anchors(problem, chosen, (yield chosen), samples, outputs, False)
 
 
-def _anchors(problem: Problem, chosen: _ChosenInputs, state: KeptInputs, samples: Tensor, outputs: Tensor) -> Anchors:
+def _anchors(
+    problem: Problem, chosen: _ChosenInputs, state: KeptInputs, samples: Tensor, outputs: Tensor, every: bool
+) -> Anchors:
     groups, places = chosen.groups(state), torch.searchsorted(samples.unique(), samples)
     if problem.tangent.positions is not None:  # drawn for as many positions as on the first batch
         widths = torch.cat([torch.full((batches.size(g),), output_width(problem.tangent, g)) for g in groups])
-        outputs = outputs % widths[places]
+        if every:  # other batches may have more
+            places = torch.arange(len(widths)).repeat_interleave(widths)
+            outputs = torch.arange(len(places)) - (widths.cumsum(0) - widths)[places]
+        else:
+            outputs = outputs % widths[places]
     return Anchors(problem.tangent, groups, places, outputs)
 
 

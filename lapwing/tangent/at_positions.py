@@ -70,8 +70,9 @@ def direct_records(
                 continue
             if not differentiable:
                 outputs = outputs.detach().requires_grad_()
-            weights = use.use.parameters
-            layer = LinearUse(a, weights["weight"], weights.get("bias"), getattr(use.use, "transposed", False))
+            weights, layout = use.use.parameters, use.use.matrix()
+            assert layout is not None  # a product has one
+            layer = LinearUse(a, weights["weight"], weights.get("bias"), layout.transposed)
             versions = a._version, outputs._version, 0
             noted = RecordedUse(layer, use.names, get_gradient_edge(outputs), outputs, versions)
             u = cotangents(outputs if differentiable else outputs.detach()) if callable(cotangents) else None

@@ -62,6 +62,7 @@ NETWORKS = {
     "transformer": Transformer,
     "1x1": lambda: Segmentation(1),
     "3x3": lambda: Segmentation(3),
+    "transposed": lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.ConvTranspose2d(4, 3, 3, 1, 1)),
 }
 
 
@@ -153,8 +154,9 @@ def test_a_last_layer_is_that_of_single_positions(method):
 @pytest.mark.parametrize("params", [lw.last_layer, lw.everything])
 @pytest.mark.parametrize("name", ["transformer", "3x3"])
 def test_subspaces_of_all_rows_or_weights_are_the_whole(name, params):
-    """ELLA on the rows of every position, its basis written out or implicit, and all weights as a subset."""
+    """ELLA on the rows of every position, of which the second batch has more, and all weights as a subset."""
     model, loader, x = case(name)
+    loader.reverse()
     posterior = lw.fit(model, loader, lw.Full(), params=params, prior_precision=2.0)
     wanted = posterior.latent(x).covariance
     for method in (lw.ELLA(rank=1000, rows="all", residual="prior"), lw.SubsetOfWeights(size=posterior.tangent.size)):
