@@ -161,3 +161,14 @@ def test_denoising_draws_a_picture(data_folder: Path, tmp_path: Path, monkeypatc
     runpy.run_path(str(EXAMPLES / "denoising.py"))["main"](data_folder, count=32, epochs=1)
     assert (tmp_path / "demo-output" / "denoising.png").stat().st_size > 10_000
     assert "Monte Carlo error of a standard deviation: 9%" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_active_learning_prints_its_accuracies(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    results = runpy.run_path(str(EXAMPLES / "active_learning.py"))["main"](rounds=2, seeds=1)
+    assert len({accuracies[0] for accuracies in results.values()}) == 1  # all start with the same labels
+    for choice, accuracies in results.items():
+        assert len(accuracies) == 3
+        assert accuracies[0] < accuracies[-1], choice
+    assert "mutual information" in capsys.readouterr().out
