@@ -125,10 +125,10 @@ class Network:
     oracle: bool = False
 
     def inputs(self, draw: Draw, count: int, size: int, outputs: int) -> Tensor:
-        """Draws inputs of T = `size` positions, or images of height `size`, where the network takes any."""
+        """Draws inputs of T = `size` positions, or images of `size` by `size`, where the network takes any."""
         if self.shape is None:
             return draw.integers(self.vocabulary or outputs, count, size)
-        shape = (self.shape[0], size, 3) if self.outputs == "pixels" else self.shape
+        shape = (self.shape[0], size, size) if self.outputs == "pixels" else self.shape
         return draw.normal(count, *shape)
 
 
@@ -325,16 +325,17 @@ class Case:
         self.reduce, self.residual = draw.yes(), draw.one([None, "prior"])
         self.batches: list[tuple[Tensor, ...]] = []
         for number in range(draw.whole(1, 3)):
-            size = 3 if self.network.outputs == "plain" else draw.whole(2 if number == 0 else 1, 3)
+            # Targets (B, 1, C) of tokens are read as those of one output at C positions.
+            least_size = 2 if self.network.outputs == "tokens" and number == 0 else 1
+            size = 3 if self.network.outputs == "plain" else draw.whole(least_size, 3)
             x = self.network.inputs(draw, draw.whole(1, 5), size, c)
             weights = (draw.uniform(len(x)) * draw.integers(3, len(x)),) if self.weighted else ()
             if self.weighted and number == 0:
                 weights[0][0] = 1.0  # what counts at least once, as all labels and weights of 0 are refused
             y = self.in_place(self.observed.targets(self.places(x)), x)
             self.batches.append((self.real(x), y if y.dtype == torch.long else y.to(self.target_dtype), *weights))
-        self.test = self.real(self.network.inputs(draw, draw.whole(1, 5), draw.whole(2, 3), c))
-        if self.network.outputs == "plain":
-            self.test = self.real(self.network.inputs(draw, draw.whole(1, 5), 3, c))
+        size = 3 if self.network.outputs == "plain" else draw.whole(1, 3)
+        self.test = self.real(self.network.inputs(draw, draw.whole(1, 5), size, c))
 
     def __repr__(self) -> str:
         shapes = [tuple(x.shape) for x, *_ in self.batches]

@@ -109,7 +109,8 @@ class Positions:
         the other dimension alone.
         """
         axis = -1 if len(shape) == 3 else 1
-        if targets is not None and not _fits(shape, targets, axis) and _fits(shape, targets, -axis):
+        one_place = len(shape) > 3 and prod(shape[2:]) == 1  # (B, C, 1, 1): targets of this shape fit both dimensions
+        if targets is not None and not one_place and not _fits(shape, targets, axis) and _fits(shape, targets, -axis):
             axis = -axis
         outputs = shape[axis]
         return cls(forward, axis, len(shape), outputs, prod(shape[1:]) // max(1, outputs))

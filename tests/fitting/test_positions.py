@@ -248,6 +248,17 @@ def test_the_targets_say_which_dimension_holds_the_classes():
     close(last.predict(x.mT.unsqueeze(2)).probs[:, :, 0].mT, posterior.predict(x).probs)
 
 
+def test_targets_of_one_pixel_keep_the_outputs_on_their_dimension():
+    head = nn.Conv2d(2, CLASSES, 2).to(F64).eval()
+    linear = nn.Linear(8, CLASSES).to(F64).eval()
+    linear.load_state_dict({"weight": head.weight.flatten(1), "bias": head.bias})
+    x, y = torch.randn(5, 2, 2, 2, dtype=F64), torch.randn(5, CLASSES, 1, 1, dtype=F64)
+    options = {"likelihood": lw.Gaussian([0.5, 0.4, 0.3]), "prior_precision": 1.0}
+    mine = lw.fit(head, [(x, y)], lw.Full(), **options).latent(x)
+    plain = lw.fit(linear, [(x.flatten(1), y.flatten(1))], lw.Full(), **options).latent(x.flatten(1))
+    close(mine.covariance.flatten(0, 2), plain.covariance)
+
+
 @pytest.mark.parametrize("likelihood", ["gaussian", "bernoulli"])
 def test_maps_of_real_values_and_of_answers(likelihood):
     model, loader, x = case("3x3")
