@@ -136,7 +136,7 @@ class BoundedEvidence(Tuning):
         """Returns the posterior of a regression whose predictions of unseen targets have the width s."""
         parts = list(spread(training.loader, 4 * self.samples, posterior, training.shown))
         size = max(training.shown or 0, posterior.samples * posterior.data_factor)
-        exact = leave_one_out(posterior, parts, size)
+        exact = leave_one_out(posterior, parts, size, residual)
         explained = (exact.training_variance / exact.noise_variance - 1) * exact.samples / size
         width = max(exact.width, (1 + explained) * residual)  # the network may fit worse than its linearised model
         precision = posterior.prior.precision
@@ -188,7 +188,9 @@ def trained_product(posterior: Posterior, training: Training) -> float | None:
     if not isinstance(posterior.covariance, PriorCovariance) or posterior.tangent.positions is not None:
         return None
     parts = list(spread(training.loader, 4 * BoundedEvidence.samples, posterior, training.shown))
-    exact = leave_one_out(posterior, parts, max(training.shown or 0, posterior.samples * posterior.data_factor))
+    size = max(training.shown or 0, posterior.samples * posterior.data_factor)
+    residual = posterior.likelihood.residual_variance(posterior.statistics) or 0.0
+    exact = leave_one_out(posterior, parts, size, residual)
     return exact.precision * exact.noise_variance
 
 

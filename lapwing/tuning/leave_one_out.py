@@ -84,7 +84,9 @@ class LeaveOneOut:
 
 
 @torch.no_grad()
-def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, ...]], size: float | None = None) -> LeaveOneOut:
+def leave_one_out(
+    posterior: Posterior, parts: Sequence[tuple[Any, ...]], size: float | None = None, residual: float = 0.0
+) -> LeaveOneOut:
     """Returns `s = max(mean_n diag V_n, mean_n e_n²)`, `V_n = ([C⁻¹]_nn)⁻¹`, `e_n = V_n [C⁻¹ r]_n`, `C = JJᵀ/δ + σ²I`.
 
     The linearised network is a Gaussian process, `r = y - f + J(θ̂ - μ0) ~ N(0, C)`, whose marginal likelihood and
@@ -95,6 +97,9 @@ def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, ...]], size: 
 
     Weights that explain all targets but no noise would leave nothing to posteriors that see less, so σ² is at least
     what leaves a tenth of the targets to it (`MOST_EXPLAINED`).
+
+    A network that was not trained to the end leaves residuals that its linearised model could explain, and predicts
+    with them all the same. So δσ² is raised until s is at least their mean square: the model then fits as the network.
 
     Of N samples, n are in the kernel. More samples tell more: s is multiplied by `learning_curve` at N/n.
 
@@ -108,6 +113,7 @@ def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, ...]], size: 
             and kernel are multiplied by √w, and the count of targets is Σ w. Of many samples with many
             outputs some are taken.
         size: N; as many as there are in `parts` where None.
+        residual: the network's mean squared residual, below which s does not go if δσ² can be raised; 0 for none.
 
     Cost: M = n C backward passes, at most MAX_ROWS, `JJᵀ` of all pairs, and time O(M³).
     """
@@ -116,13 +122,15 @@ def leave_one_out(posterior: Posterior, parts: Sequence[tuple[Any, ...]], size: 
     try:
         tangent = _trained(posterior, parts[0][0], samples)
         if tangent is not None:
-            return _left_out(posterior, tangent, parts, size or samples)
+            return _left_out(posterior, tangent, parts, size or samples, residual)
     except (LapwingError, RuntimeError) as error:  # of layers that the fit has nothing to do with
         log.info("The trained weights that %s leaves out do not count: %s", posterior.method, error)
-    return _left_out(posterior, posterior.tangent, parts, size or samples)
+    return _left_out(posterior, posterior.tangent, parts, size or samples, residual)
 
 
-def _left_out(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, ...]], size: float) -> LeaveOneOut:
+def _left_out(
+    posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, ...]], size: float, residual: float
+) -> LeaveOneOut:
     """Returns what `leave_one_out` does, for these weights."""
     targets, residuals, every_weight = (
         torch.cat(every) for every in zip(*(_targets(posterior, *part) for part in parts), strict=True)
@@ -171,6 +179,21 @@ def _left_out(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any,
     grid, best = best_of_grid(lambda log10: float(evidence(values.new_tensor(log10))), low, RANGE[1], 65)
     start = values.new_tensor(grid[best : best + 1])
     log10 = ascend(lambda point: evidence(point[0]), start, [low], RANGE[1:])[0]
+
+    def is_too_narrow(log10: Tensor) -> bool:
+        """Whether s is below the residual; each target is left out alone, which takes O(M²)."""
+        spectrum, scale = at(log10)
+        noise, inverse = float(scale * unit * 10**log10), vectors.square() @ (1 / (scale * spectrum))
+        error = (vectors @ (vectors.T @ labels / (scale * spectrum)) / inverse).square()
+        width = max(float((1 / inverse).sum()) + more * noise, float(error.sum())) / total
+        return learning_curve(scale * values, noise, size / count, total) * width < residual
+
+    if is_too_narrow(log10):
+        ends = [log10, values.new_tensor(RANGE[1])]
+        for _ in range(20):
+            middle = (ends[0] + ends[1]) / 2
+            ends[not is_too_narrow(middle)] = middle
+        log10 = ends[1]
     spectrum, scale = at(log10)
     noise = float(scale * unit * 10**log10)
     inverse = (vectors / (scale * spectrum)) @ vectors.T
