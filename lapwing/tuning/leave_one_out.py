@@ -34,6 +34,9 @@ MAX_EXPLICIT_WEIGHTS = 1000
 RANGE = (-10.0, 6.0)
 """Decades of δσ², relative to the mean eigenvalue of the kernel, that are searched."""
 
+HIGHEST_RAISED = 0.0
+"""To fit as badly as the network, δσ² is raised to this decade at most: noise as large as the kernel."""
+
 MOST_EXPLAINED = 0.9
 """Of the targets, copies aside, the weights explain at most this part, the noise the others."""
 
@@ -99,7 +102,8 @@ def leave_one_out(
     what leaves a tenth of the targets to it (`MOST_EXPLAINED`).
 
     A network that was not trained to the end leaves residuals that its linearised model could explain, and predicts
-    with them all the same. So δσ² is raised until s is at least their mean square: the model then fits as the network.
+    with them all the same. So δσ² is raised until s is their mean square, to `HIGHEST_RAISED` at most: the
+    model then fits as the network does.
 
     Of N samples, n are in the kernel. More samples tell more: s is multiplied by `learning_curve` at N/n.
 
@@ -188,8 +192,8 @@ def _left_out(
         width = max(float((1 / inverse).sum()) + more * noise, float(error.sum())) / total
         return learning_curve(scale * values, noise, size / count, total) * width < residual
 
-    if is_too_narrow(log10):
-        ends = [log10, values.new_tensor(RANGE[1])]
+    if log10 < HIGHEST_RAISED and is_too_narrow(log10):
+        ends = [log10, values.new_tensor(HIGHEST_RAISED)]
         for _ in range(20):
             middle = (ends[0] + ends[1]) / 2
             ends[not is_too_narrow(middle)] = middle

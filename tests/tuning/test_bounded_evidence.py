@@ -283,10 +283,34 @@ def test_predictions_are_never_narrower_than_the_residuals():
     model = nn.Linear(3, 1).double().eval()  # not trained: the best linear model fits far better
     for method in WIDE[:2]:
         tuned = lw.fit(model, [(x, y)], method, params=lw.everything)
-        exact = leave_one_out(tuned, [(x, y)])
-        assert exact.width < 0.1 * residual(model, [(x, y)])
+        narrow, exact = (leave_one_out(tuned, [(x, y)], residual=low) for low in (0.0, residual(model, [(x, y)])))
+        assert narrow.width < 0.1 * residual(model, [(x, y)])
+        assert exact.precision * exact.noise_variance > narrow.precision * narrow.noise_variance
         width = exact.training_variance / exact.noise_variance * residual(model, [(x, y)])  # 1 + γ/N
         assert 0.9 * width < total(tuned, [(x, y)]) < 1.000001 * width
+
+
+def test_a_network_that_was_not_trained_to_the_end_keeps_even_intervals():
+    """Its linearised model explains noise-free targets, the network does not: the spread is no more than its own."""
+    torch.manual_seed(0)
+    x = torch.randn(500, 4, dtype=torch.float64)
+    y = (x[:, :1] * x[:, 1:2]).tanh() + 0.5 * x[:, 2:3]
+    model = nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, 1)).double()
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(40):
+        optimiser.zero_grad()
+        (model(x[:400]) - y[:400]).square().mean().backward()
+        optimiser.step()
+    noise = residual(model.eval(), [(x[:400], y[:400])])
+    for method in (None, lw.Diagonal()):
+        tuned = lw.fit(model, [(x[:400], y[:400])], method)
+        narrow, exact = (leave_one_out(tuned, [(x[:400], y[:400])], residual=low) for low in (0.0, noise))
+        assert narrow.width < 0.5 * noise
+        assert exact.width == pytest.approx(noise, rel=0.01)
+        prediction = tuned.predict(x[400:])
+        network = lw.Gaussian(noise).log_prob(model(x[400:]), y[400:]).mean()
+        assert tuned.noise_variance > 0.5 * noise
+        assert prediction.log_prob(y[400:]).mean() > network - 0.02
 
 
 def test_noise_that_was_given_is_kept_and_no_data_are_read():
