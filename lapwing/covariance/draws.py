@@ -13,12 +13,12 @@ from ..errors import LapwingError
 from ..linalg import total
 from ..network.eager import full_precision
 from .latent import JointLatent, Latent, check_finite, generator_for
-from .positions import LatentAtPositions
+from .positions import Described, LatentAtPositions
 from .terms import standard_deviation
 
 
-@dataclass(frozen=True)
-class LatentDraws:
+@dataclass(frozen=True, repr=False)
+class LatentDraws(Described):
     """Network outputs under S draws of the weights.
 
     Attributes:
@@ -97,8 +97,8 @@ class LatentDraws:
         return LatentDraws(torch.cat([part.draws for part in parts], 1))
 
 
-@dataclass(frozen=True)
-class LinearDraws:
+@dataclass(frozen=True, repr=False)
+class LinearDraws(Described):
     """`f ~ N(mean, 1/S Σ_s d_s d_sᵀ)` with `d_s = J(x)(θ_s - θ̂)`: a Gaussian over outputs and inputs, by S draws.
 
     The mean is the network's output, and the deviations have mean 0 by definition, so second moments are divided by S.

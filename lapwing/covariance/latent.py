@@ -20,11 +20,12 @@ from torch import Tensor
 from ..errors import LapwingError
 from ..linalg import check_draws, is_finite, nonnegative, psd_root, seeded, total
 from ..network.eager import full_precision
+from .positions import Described
 from .terms import DenseTerm, FactoredTerm, MarginalTerm, SelectedTerm, Term, concatenate, standard_deviation
 
 
-@dataclass(frozen=True)
-class Latent:
+@dataclass(frozen=True, repr=False)
+class Latent(Described):
     """`f(x) ~ N(mean, Σ_terms)` independently for each of B inputs.
 
     Attributes:
@@ -148,7 +149,7 @@ class Latent:
         return replace(whole, terms=terms, **named)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SelectedLatent(Latent):
     """The latent of k of the C outputs of each input: `mean` (B, k) and terms of (B, k, k).
 
@@ -190,8 +191,8 @@ class SelectedLatent(Latent):
         return Latent(self.every_mean, (term,), self.checked)
 
 
-@dataclass(frozen=True)
-class JointLatent:
+@dataclass(frozen=True, repr=False)
+class JointLatent(Described):
     """`f(x_1..B) ~ N(mean, covariance)` with the covariances between inputs.
 
     Attributes:

@@ -17,8 +17,15 @@ if TYPE_CHECKING:
     from .latent import Latent
 
 
-@dataclass(frozen=True)
-class LatentAtPositions:
+class Described:
+    """A latent that prints as its kind and the shape of its moments, and not as tensors."""
+
+    def __repr__(self: Any) -> str:
+        return f"{type(self).__name__}(mean and variance {tuple(self.mean.shape)})"
+
+
+@dataclass(frozen=True, repr=False)
+class LatentAtPositions(Described):
     """`f_t(x) ~ N(mean, covariance)` for each position t, such as a token or a pixel.
 
     Attributes:

@@ -18,6 +18,7 @@ from ..covariance.terms import MarginalTerm
 from ..errors import LapwingError, check_choice, shown
 from ..likelihoods import Likelihood, Link
 from ..network import batches
+from ..network.data import with_tensors
 from ..network.eager import outside_modes
 from ..posterior import Posterior
 from ..prediction import Linearized, Scaled, Streamlined, Way
@@ -84,7 +85,7 @@ def deploy(
         )
     streamlined, factor, linearised = _exported_way(via)
     check_choice("lw.deploy", "outputs", outputs, ("prediction", "latent"))
-    x = batches.inputs_of(x) if isinstance(x, Mapping) else x
+    x = with_tensors(batches.inputs_of(x) if isinstance(x, Mapping) else x, posterior.tangent.model)
     names, keys = _named(x)
     _check_way(posterior, batches.take(x, slice(0, 2)), via)
     observe, returns, centred = _observing(posterior.likelihood, posterior.tangent.outputs, outputs, link, factor)

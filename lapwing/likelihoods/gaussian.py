@@ -181,7 +181,13 @@ class Gaussian(Likelihood):
         return self.noise_variance is None
 
     def residual_variance(self, statistics: dict[str, Tensor]) -> float:
-        """Returns the mean squared residual, and no less than rounding leaves of targets of this size."""
+        """Returns the mean squared residual, and no less than rounding leaves of targets of this size.
+
+        Raises:
+            LapwingError: where no target is known.
+        """
+        if not float(statistics["count"].sum()):
+            raise LapwingError("None of the targets is known: all of them are NaN. Pass some that are not.")
         rounding = 1e-12 * float(statistics["squared_target"] / statistics["count"]) or 1e-12
         return max(float(statistics["squared_error"] / statistics["count"]), rounding)
 

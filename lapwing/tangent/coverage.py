@@ -10,6 +10,7 @@ from torch import nn
 from ..errors import LapwingError
 from ..network import batches
 from ..network.batches import Forward
+from ..network.data import with_tensors
 from ..network.plan import Coverage
 from ..network.selection import LastLayer, Predicate, everything
 from .tangent import Tangent
@@ -43,7 +44,7 @@ def coverage(
         >>> report.generic  # `print(report)` shows all of it as a table
         ()
     """
-    inputs = batches.inputs_of(batch) if isinstance(batch, Mapping) else batch
+    inputs = with_tensors(batches.inputs_of(batch) if isinstance(batch, Mapping) else batch, model)
     if batches.size(inputs) == 0:
         raise LapwingError(f"The batch {batches.describe(inputs)} has no samples. Pass one with at least one sample.")
     return Tangent.survey(model, inputs, params, forward).coverage

@@ -34,6 +34,9 @@ MAX_EXPLICIT_WEIGHTS = 1000
 RANGE = (-10.0, 6.0)
 """Decades of δσ², relative to the mean eigenvalue of the kernel, that are searched."""
 
+LOWEST_WIDTH = 0.5
+"""Where s is less than this part of the mean squared residual, the network was not trained to the end."""
+
 HIGHEST_RAISED = 0.0
 """To fit as badly as the network, δσ² is raised to this decade at most: noise as large as the kernel."""
 
@@ -102,8 +105,8 @@ def leave_one_out(
     what leaves a tenth of the targets to it (`MOST_EXPLAINED`).
 
     A network that was not trained to the end leaves residuals that its linearised model could explain, and predicts
-    with them all the same. So δσ² is raised until s is their mean square, to `HIGHEST_RAISED` at most: the
-    model then fits as the network does.
+    with them all the same. So δσ² is raised until s is half of their mean square (`LOWEST_WIDTH`), to
+    `HIGHEST_RAISED` at most: the model then fits about as the network does.
 
     Of N samples, n are in the kernel. More samples tell more: s is multiplied by `learning_curve` at N/n.
 
@@ -117,7 +120,8 @@ def leave_one_out(
             and kernel are multiplied by √w, and the count of targets is Σ w. Of many samples with many
             outputs some are taken.
         size: N; as many as there are in `parts` where None.
-        residual: the network's mean squared residual, below which s does not go if δσ² can be raised; 0 for none.
+        residual: the network's mean squared residual, below half of which s does not go if δσ² can be raised; 0 for
+            none.
 
     Cost: M = n C backward passes, at most MAX_ROWS, `JJᵀ` of all pairs, and time O(M³).
     """
@@ -185,12 +189,12 @@ def _left_out(
     log10 = ascend(lambda point: evidence(point[0]), start, [low], RANGE[1:])[0]
 
     def is_too_narrow(log10: Tensor) -> bool:
-        """Whether s is below the residual; each target is left out alone, which takes O(M²)."""
+        """Whether s is far below the residual; each target is left out alone, which takes O(M²)."""
         spectrum, scale = at(log10)
         noise, inverse = float(scale * unit * 10**log10), vectors.square() @ (1 / (scale * spectrum))
         error = (vectors @ (vectors.T @ labels / (scale * spectrum)) / inverse).square()
         width = max(float((1 / inverse).sum()) + more * noise, float(error.sum())) / total
-        return learning_curve(scale * values, noise, size / count, total) * width < residual
+        return learning_curve(scale * values, noise, size / count, total) * width < LOWEST_WIDTH * residual
 
     if log10 < HIGHEST_RAISED and is_too_narrow(log10):
         ends = [log10, values.new_tensor(HIGHEST_RAISED)]

@@ -96,8 +96,9 @@ class MeanField(Method):
         if not problem.prior.fixed:
             precision = torch.full_like(precision, float(tuning.weight_precision(state)))
         variances = tuning.by_parameter((2 * state.values["log_std"]).exp())
+        noise = problem.likelihood.residual_variance(state.kept) if state.kept else None
         return FitResult(
-            diagonal(moved, variances, precision), precision, tuning.noise_variance(state), state.history, summary,
+            diagonal(moved, variances, precision), precision, noise, state.history, summary,
             problem.count() / summary.samples, moved,
         )  # fmt: skip
 

@@ -105,7 +105,9 @@ class FineTuning(IteratePass[Descent]):
 
     def noise_variance(self, state: Descent) -> float | None:
         """Returns σ² where it is open: the mean squared residual under the draws of recent batches, which are kept."""
-        return self._problem.likelihood.residual_variance(state.kept) if state.kept else None
+        if not state.kept or not bool(state.kept["count"].any()):  # none yet, or all of them missing so far
+            return None
+        return self._problem.likelihood.residual_variance(state.kept)
 
     def by_parameter(self, flat: Tensor) -> dict[str, Tensor]:
         """Cuts a vector (P,) into parameters."""
@@ -137,9 +139,9 @@ class FineTuning(IteratePass[Descent]):
                         likelihood, outputs.detach(), targets, None if batch.weights is None else batch.weights[rows]
                     )
                     noise = self.noise_variance(state)
-                    if noise is None or not math.isfinite(noise):
+                    if noise is not None and not math.isfinite(noise):
                         raise self._diverged("The squared residuals", state.taken)
-                    known = likelihood.with_noise_variance(noise)
+                    known = likelihood.with_noise_variance(noise or 1.0)
                 value = batch.weighted(known.log_prob(outputs, targets), rows).sum()
                 parts = torch.autograd.grad(value, list(leaves.values()))
             for total, part in zip(gradients.values(), parts, strict=True):
