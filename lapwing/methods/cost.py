@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -42,19 +42,21 @@ class Work:
         records: recordings of the network, each a forward pass that keeps what layers got.
         backwards: backward passes of its activations.
         products: multiply-adds beside the network.
+        decompositions: multiply-adds of LAPACK, which runs at a speed of its own.
     """
 
     records: float = 0.0
     backwards: float = 0.0
     products: float = 0.0
+    decompositions: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         """Returns both."""
-        return Work(self.records + other.records, self.backwards + other.backwards, self.products + other.products)
+        return Work(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
     def times(self, factor: float) -> Work:
         """Returns so many of it."""
-        return Work(factor * self.records, factor * self.backwards, factor * self.products)
+        return Work(*(factor * part for part in astuple(self)))
 
 
 UNKNOWN = Work(math.nan)
@@ -70,12 +72,14 @@ class Cost:
         predict: for each input.
         kept: bytes of the covariance.
         peak: bytes that the fit holds at most beside the network, the covariance included.
+        tuned: whether a tuning follows: the method does not choose the prior itself.
     """
 
     fit: Work
     predict: Work
     kept: int
     peak: int
+    tuned: bool = True
 
 
 @dataclass(frozen=True)
@@ -193,8 +197,12 @@ class Outline:
         return sum(map(count, self.layers.values()))
 
     def once(self, products: float) -> Work:
-        """Returns work that is done once for all data, as a part of each sample's."""
+        """Returns products that are done once for all data, as a part of each sample's."""
         return Work(products=products / max(1, self.samples))
+
+    def decomposed(self, products: float) -> Work:
+        """Returns a decomposition of so many multiply-adds, as a part of each sample's work."""
+        return Work(decompositions=products / max(1, self.samples))
 
     def over_data(self, count: Callable[[Layer, int], float], factor: float = 1.0) -> Work:
         """Returns one pass over the data, with what each layer takes for R columns."""

@@ -97,7 +97,7 @@ class OptimalSubspace(Method):
         fit = Work(1, 1, rows).times(again * count / outline.samples) + outline.once(DOUBLE * count**2 * size)
         scratch = 16 * count * size + min(tangent.memory // 4, 8 * count * size) if fits else tangent.memory
         peak = max(first.peak, first.kept + cost.kept + scratch + WORKSPACE * count**2, first.kept + cost.peak)
-        return replace(cost, fit=first.fit + cost.fit + fit + outline.once(EIGEN * count**3), peak=peak)
+        return replace(cost, fit=first.fit + cost.fit + fit + outline.decomposed(EIGEN * count**3), peak=peak)
 
     def _subset(self, problem: Problem) -> Generator[Pass, Any, Anchors]:
         """Returns all outputs of the given inputs, or of training inputs chosen at random."""

@@ -106,11 +106,11 @@ def on_rows_cost(outline: Outline, count: int, rank: int, residual: Residual) ->
         rows = count * size * dtype.itemsize
         svd = 16 * count * size + 8 * least * (count + size) if whole else 0
         span = rows + max(min(2 * rows, memory // 2), svd + 56 * least**2)
-        fit += outline.once((SINGULAR if whole else TRIANGLE) * count * size * least)
+        fit += outline.decomposed((SINGULAR if whole else TRIANGLE) * count * size * least)
     else:  # pairs of chunks of rows, each recorded again
         length = tangent.chunk_length(1, dtype) // 2
         fit = fit.times(1 + count / (2 * max(1, length)))
-        fit += outline.once(count**2 * size + EIGEN * count**3)
+        fit += outline.once(count**2 * size) + outline.decomposed(EIGEN * count**3)
         span = WORKSPACE * count**2 + min(memory, 2 * count * tangent.bytes_per_sample(1, dtype))
         if rank * size * dtype.itemsize > memory:
             chunks = count / min(outline.batch, tangent.chunk_length(outline.columns, dtype))

@@ -12,13 +12,14 @@ import torch
 
 from ..covariance import PriorCovariance
 from ..errors import LapwingError, check_count, check_positive
+from ..methods.cost import DOUBLE, EIGEN, Layer, Outline, Work
 from ..network import batches
 from ..network.eager import outside_modes
 from ..network.loaders import other_size
 from ..posterior import Posterior
 from .evidence import Evidence, Training, Tuning
 from .held_out import mean_variances, spread_costs
-from .leave_one_out import leave_one_out
+from .leave_one_out import MAX_ROWS, leave_one_out
 from .search import evenly
 
 log = logging.getLogger("lapwing")
@@ -132,6 +133,31 @@ class BoundedEvidence(Tuning):
             )  # fmt: skip
         return _raised(tuned, exponent)
 
+    def work(self, outline: Outline, predict: Work, noise_open: bool) -> Work:
+        """Returns what tuning a fit takes, as a part of each sample's work.
+
+        Args:
+            outline: of the fit.
+            predict: the work of predicting an input.
+            noise_open: whether σ² is tuned.
+        """
+        samples, positions = outline.samples, outline.tangent.positions
+        if noise_open and positions is None:
+            samples, outputs = min(samples, 4 * self.samples), outline.tangent.outputs
+            count = min(samples * outputs, MAX_ROWS)
+            rows = Work(1, 1, outline.total(lambda layer: layer.rows(1))).times(count)
+            return (rows + predict.times(samples)).times(1 / outline.samples) + (
+                outline.once(count**2 * outline.total(_gram) + 2 * DOUBLE * count**3)
+                + outline.decomposed(EIGEN * count**3)
+            )
+        if noise_open:
+            return Work()
+        limit = self.samples if positions is None else max(8, 16 * self.samples // min(positions.count, 1024))
+        columns = outline.tangent.outputs
+        candidates = outline.total(lambda layer: layer.size * (1 if layer.single else columns))
+        each = predict + Work(products=(self.points - 1) * candidates)
+        return each.times(min(samples, limit) / samples)
+
     def _with_width(self, posterior: Posterior, residual: float, training: Training) -> Posterior:
         """Returns the posterior of a regression whose predictions of unseen targets have the width s."""
         parts = list(spread(training.loader, 4 * self.samples, posterior, training.shown))
@@ -244,6 +270,14 @@ def crossing(points: Sequence[float], costs: Sequence[float], bound: float) -> f
     high, low = costs[at], costs[at + 1]
     part = math.log(high / bound) / math.log(high / low) if low > 0 else (high - bound) / (high - low)
     return points[at] + (points[at + 1] - points[at]) * part
+
+
+def _gram(layer: Layer) -> float:
+    """Returns what the inner product of two rows takes."""
+    if not layer.single:
+        return layer.size
+    assert layer.shape is not None
+    return layer.shape[0] * (layer.shape[1] + layer.shape[2])
 
 
 def _raised(posterior: Posterior, exponent: float) -> Posterior:

@@ -147,7 +147,7 @@ def test_several_plans_print_as_a_table_and_a_method_without_a_cost_says_so():
     head, first, second, _ = str(plans).splitlines()
     assert head.split()[-1] == "method"
     assert first.split()[-1] == "Diagonal()"
-    assert second.split()[2:] == ["?", "?", "?", "?", "Mine()"]
+    assert second.split()[2:] == ["?", "?", "?", "?", "?", "Mine()"]
     assert len(str(plans[0]).splitlines()) == 3
 
 
