@@ -26,12 +26,20 @@ DOUBLE = 2
 CALL = 80_000
 """What one operation costs before it computes anything, in multiply-adds."""
 
-EIGEN, SINGULAR, TRIANGLE = 13, 40, 9
-"""What eigenpairs of an n x n matrix cost, in n³ multiply-adds; singular vectors of (m, n), from all of it or by slices
-that leave a triangle, in m n min(m, n)."""
+EIGEN = 13
+"""What eigenpairs of an n x n matrix cost, in n³ multiply-adds."""
 
 WORKSPACE = 24
 """Bytes a number of a matrix that is decomposed: its copy in float64, and the workspace of LAPACK."""
+
+
+def singular(rows: int, columns: int, whole: bool = True) -> int:
+    """Returns what singular vectors of (m, n) cost in multiply-adds, from all of it or by slices that leave a triangle.
+
+    What each number takes besides `min(m, n)` is its way from memory, again and again.
+    """
+    least = min(rows, columns)
+    return rows * columns * (30 * least + 3000 if whole else 10 * least + 900)
 
 
 @dataclass(frozen=True)
@@ -138,6 +146,13 @@ class Layer:
         left = 0 if self.one_hot else min(self.positions, columns * outputs) * inputs**2
         right = 0 if self.is_output else min(self.positions, inputs) * columns * outputs**2
         return groups * (left + right)
+
+    def rotated(self) -> float:
+        """Returns what it takes to turn a row that is written out into the eigenbasis of the factors."""
+        if self.shape is None:
+            return 0.0
+        _, outputs, inputs = self.shape
+        return self.size * (outputs + (0 if self.one_hot else inputs))
 
     def projected(self, columns: int, rank: int) -> float:
         """Returns what `J Wᵀ` takes for K directions."""

@@ -12,7 +12,7 @@ from ..covariance import DenseCovariance, ExplicitBasis, LowRankWithResidual
 from ..covariance.dense import cut
 from ..errors import LapwingError, check_choice
 from ..linalg import add_squares, mirrored
-from .cost import DOUBLE, EIGEN, SINGULAR, Cost, Layer, Outline, Work
+from .cost import DOUBLE, EIGEN, Cost, Layer, Outline, Work, singular
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
 from .problem import Problem
 from .state import State
@@ -81,7 +81,7 @@ class Full(Method):
         rank, numbers = min(rows, size), rows * size
         basis = {"rank": rank, "rows": True, "basis": {"class": "ExplicitBasis", "extra": {"rank": rank}}}
         kept = outline.stored(LowRankWithResidual, basis, torch.float64)
-        fit += outline.decomposed(SINGULAR * numbers * rank)
+        fit += outline.decomposed(singular(rows, size))
         scratch = max(12 * numbers, 8 * rows * rank) + 80 * rank**2
         return Cost(fit, projection(outline, rank, "prior"), kept, kept + 8 * numbers + scratch)
 
