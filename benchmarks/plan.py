@@ -36,8 +36,9 @@ from papers.common.networks import ResNet20, cifar_resnet20
 from papers.ella.memory import resnet18
 
 SEED = 0
-SMALLEST = 2**23
-"""Peaks below are not compared: resident memory counts pages, and what libraries keep."""
+SMALLEST = {"seconds": 0.1, "peak": 2**23}
+"""What is less is not compared: each fit takes some hundredths of a second besides, and resident memory counts what
+libraries keep."""
 
 METHODS: dict[str, tuple[lw.Method, Any]] = {
     "last layer": (lw.KFAC(), lw.last_layer),
@@ -103,12 +104,12 @@ def _pixels(samples: int) -> Tensor:
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], int, int]] = {
-    "mlp": (mlp, lambda samples: torch.randn(samples, 784), 2000, 100),
+    "mlp": (mlp, lambda samples: torch.randn(samples, 784), 1000, 100),
     "regression": (regression, lambda samples: torch.randn(samples, 8), 1000, 100),
-    "cnn": (cnn, lambda samples: torch.randn(samples, 1, 28, 28), 300, 50),
-    "resnet20": (resnet20, _pixels, 60, 20),
-    "vit": (vit, _pixels, 60, 20),
-    "gpt2": (gpt2, _tokens, 100, 20),
+    "cnn": (cnn, lambda samples: torch.randn(samples, 1, 28, 28), 100, 50),
+    "resnet20": (resnet20, _pixels, 20, 10),
+    "vit": (vit, _pixels, 20, 10),
+    "gpt2": (gpt2, _tokens, 30, 10),
     "resnet18": (resnet18, _pixels, 50, 25),
     "gpt2_full": (gpt2_full, _tokens, 20, 10),
 }
@@ -126,25 +127,29 @@ def data(name: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     return model, list(zip(x.split(batch), y.split(batch), strict=True))
 
 
-def child(name: str, what: str) -> None:
-    """Prints a line of JSON for each method: a plan, and what a fit took."""
+def child(name: str, what: str, labels: list[str]) -> None:
+    """Prints a line of JSON for each method: what its fit took, or both plans."""
     torch.set_num_threads(1)
     import_module("lapwing.fitting.plan").clock = time.process_time
-    small, few = data("regression")
-    for method, params in METHODS.values():
-        lw.fit(small, few[:1], method, params=params)  # loads libraries
+    if what != "plan":
+        small, few = data("regression")
+        for label in labels:
+            method, params = METHODS[label]
+            lw.fit(small, few[:1], method, params=params, tune=None)  # loads libraries
     model, batches = data(name)
-    for label, (method, params) in METHODS.items():
-        if name in ("resnet18", "gpt2_full") and label not in LARGE:
-            continue
+    for label in labels:
+        method, params = METHODS[label]
+        row: dict[str, Any] = {"method": label}
         try:
-            plan = lw.plan(model, batches, method, params=params)
-            measured = (seconds if what == "seconds" else peak)(model, batches, method, params)
+            if what == "plan":
+                plan = lw.plan(model, batches, method, params=params)
+                row |= {"planned_seconds": plan.seconds, "planned_peak": plan.peak_bytes}
+            else:
+                measure = seconds if what == "seconds" else peak
+                row[f"measured_{what}"] = measure(model, batches, method, params)
         except lw.LapwingError as error:
-            print(json.dumps({"method": label, "refused": str(error)}), flush=True)
-            continue
-        planned = plan.seconds if what == "seconds" else plan.peak_bytes
-        print(json.dumps({"method": label, "planned": planned, "measured": measured}), flush=True)
+            row["refused"] = str(error)
+        print(json.dumps(row), flush=True)
 
 
 def seconds(model: nn.Module, batches: list, method: lw.Method, params: Any) -> float:
@@ -173,28 +178,32 @@ def _status(key: str) -> int:
 
 
 def main() -> None:
-    """Measures the networks that are named, or all but the large ones; keeps the others' results."""
+    """Measures what is not in the results yet, of the networks that are named or all but the large ones, and plans."""
     if sys.argv[1:2] == ["child"]:
-        child(*sys.argv[2:4])
+        child(sys.argv[2], sys.argv[3], sys.argv[4:])
         return
+    torch.set_num_threads(1)
     path = RESULTS / "plan.json"
-    found: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
+    results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
     for name in sys.argv[1:] or list(NETWORKS)[:6]:
-        rows: dict[str, dict[str, Any]] = {}
-        for what in ("seconds", "peak"):
+        rows = results.setdefault(name, {})
+        labels = list(LARGE if name in ("resnet18", "gpt2_full") else METHODS)
+        for what in ("seconds", "peak", "plan"):
             env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
             if what == "peak":
                 env |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-            command = [sys.executable, "-m", "benchmarks.plan", "child", name, what]
-            lines = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
-            for line in map(json.loads, lines):
-                row = rows.setdefault(line.pop("method"), {})
-                row.update(line if "refused" in line else {f"{key}_{what}": value for key, value in line.items()})
-        found[name] = rows
-        found["factors"] = summary(found)
-        print(name, *(f"{label}: {row}" for label, row in rows.items()), found["factors"], sep="\n", flush=True)
-        torch.set_num_threads(1)
-        write("plan", found, SEED)
+            missing = [label for label in labels if not {f"measured_{what}", "refused"} & rows.get(label, {}).keys()]
+            if not missing:
+                continue
+            command = [sys.executable, "-m", "benchmarks.plan", "child", name, what, *missing]
+            with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+                for row in map(json.loads, process.stdout or ()):
+                    rows.setdefault(row.pop("method"), {}).update(row)
+                    results["factors"] = summary(results)
+                    write("plan", results, SEED)
+            if process.returncode:
+                raise SystemExit(f"{name}, {what}: a child ended with {process.returncode}.")
+        print(name, *(f"{label}: {rows[label]}" for label in labels), results["factors"], sep="\n", flush=True)
 
 
 def summary(results: dict[str, Any]) -> dict[str, float]:
@@ -204,10 +213,10 @@ def summary(results: dict[str, Any]) -> dict[str, float]:
         pairs = [
             (row[f"planned_{what}"], row[f"measured_{what}"])
             for name, rows in results.items() if name != "factors" for row in rows.values()
-            if row.get(f"planned_{what}") is not None and (what == "seconds" or row[f"measured_{what}"] >= SMALLEST)
+            if row.get(f"planned_{what}") and row.get(f"measured_{what}", 0) >= SMALLEST[what]
         ]  # fmt: skip
-        off = [max(planned / measured, measured / planned) for planned, measured in pairs]
-        factors |= {f"{what}, median": statistics.median(off), f"{what}, worst": max(off), f"{what}, count": len(off)}
+        off = [max(planned / measured, measured / planned) for planned, measured in pairs] or [1.0]
+        factors |= {f"{what}, median": statistics.median(off), f"{what}, worst": max(off), f"{what}, count": len(pairs)}
     return factors
 
 
