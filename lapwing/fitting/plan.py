@@ -34,6 +34,9 @@ from .runner import Runner
 RECORD_CALLS, LAYER_CALLS = 100, 8
 """Operations of one batch beside those of the network: to record it, and to contract each layer."""
 
+FIT_CALLS = 25_000
+"""Operations of a fit however small it is: the survey, checks, and the search for the prior precision."""
+
 PROBE_SECONDS, PROBE_SIDE = 0.1, 512
 """How long forward passes are timed, and the side of the matrices that time the machine."""
 
@@ -140,9 +143,10 @@ def plan(
     def count() -> int:
         return known_size(loader) or runner.shown() or data_size or runner.count()
 
-    probes: dict[torch.device, _Speed] = {}
+    speed: _Speed | None = None
 
     def planned(method: Method | None) -> Plan:
+        nonlocal speed
         is_default = method is None and params is None
         method, selection = method_and_params(method, params)
         chosen = default_fit(model, inputs, likelihood, forward, memory, count) if is_default else None
@@ -152,12 +156,10 @@ def plan(
         cost = method.cost(outline)
         if cost is None:
             return Plan(repr(method), tangent.size, tangent.outputs)
-        speed = probes.get(tangent.device)
-        if speed is None:
-            speed = probes[tangent.device] = _Speed.of(tangent, islice(training, 2))
+        speed = speed or _Speed.of(tangent, islice(training, 2))
         work = cost.fit
         if cost.tuned:
-            work += BoundedEvidence().work(outline, cost.predict, likelihood.needs_noise)
+            work += BoundedEvidence().work(outline, cost.predict, likelihood)
         return Plan(
             repr(method), tangent.size, tangent.outputs, network.passes(cost.fit), network.passes(cost.predict),
             cost.kept, cost.peak, network.seconds(work, speed, outline.samples), _advice(method, cost, outline),
@@ -219,14 +221,16 @@ class _Speed:
         spent, samples = 0.0, 0
         for batch in data:
             inputs, _ = batches.split(batch, tangent.device)
+            if not batches.size(inputs):
+                continue
             spent += _fastest(lambda inputs=inputs: tangent.outputs_of(inputs), tangent.device, PROBE_SECONDS / 2)
             samples += batches.size(inputs)
         device, side = tangent.device, PROBE_SIDE
-        x = torch.randn(side, side, device=device, generator=seeded(None, device))
-        gram = (x @ x.T).double()
+        x = torch.randn(side, side, device=device, dtype=tangent.dtype, generator=seeded(None, device))
+        gram = x.double() @ x.double().T
         product = _fastest(lambda: linear(x, x), device)
         decomposition = _fastest(lambda: torch.linalg.eigh(gram), device)
-        return cls(spent / max(1, samples), product / side**3, decomposition / (EIGEN * side**3))
+        return cls(spent / samples, product / side**3, decomposition / (EIGEN * side**3))
 
 
 def _fastest(run: Callable[[], Any], device: torch.device, seconds: float = 0.0) -> float:
@@ -288,7 +292,7 @@ class _Network:
         """Returns the seconds of work on so many samples; None where it is not known."""
         each = self._of_network(work) * speed.forward / self.forward + work.products * speed.product
         each += work.decompositions * speed.decomposition
-        return None if math.isnan(each) else each * samples
+        return None if math.isnan(each) else each * samples + FIT_CALLS * CALL * speed.product
 
     def _of_network(self, work: Work) -> float:
         return work.records * self.recorded + work.backwards * self.backward

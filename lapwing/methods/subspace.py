@@ -105,13 +105,13 @@ def on_rows_cost(outline: Outline, count: int, rank: int, residual: Residual) ->
         whole, least = count * size <= min(SVD_NUMBERS, memory // 16), min(count, size)
         rows = count * size * dtype.itemsize
         svd = 16 * count * size + 8 * least * (count + size) if whole else 0
-        span = rows + max(min(2 * rows, memory // 2), svd + 56 * least**2)
+        span, beside = rows + max(min(2 * rows, memory // 2), svd + 56 * least**2), 0  # the directions are part of it
         fit += outline.decomposed(singular(count, size, whole))
     else:  # pairs of chunks of rows, each recorded again
         length = tangent.chunk_length(1, dtype) // 2
         fit = fit.times(1 + count / (2 * max(1, length)))
         fit += outline.once(count**2 * size) + outline.decomposed(EIGEN * count**3)
-        span = WORKSPACE * count**2 + min(memory, 2 * count * tangent.bytes_per_sample(1, dtype))
+        span, beside = 0, WORKSPACE * count**2 + min(memory, 2 * count * tangent.bytes_per_sample(1, dtype))
         if rank * size * dtype.itemsize > memory:
             chunks = count / min(outline.batch, tangent.chunk_length(outline.columns, dtype))
             fit, predict = fit + Work(chunks, chunks), predict + Work(chunks, chunks)
@@ -125,7 +125,7 @@ def on_rows_cost(outline: Outline, count: int, rank: int, residual: Residual) ->
     length = min(outline.batch, tangent.chunk_length(outline.columns, dtype))
     fit += Work(products=MOVE * rank * size / length)  # the directions, read for each chunk
     fit += outline.over_data(lambda layer, columns: layer.projected(columns, rank), DOUBLE if residual else 1)
-    return Cost(fit, predict, kept, kept + max(span, chunk, 80 * rank**2))
+    return Cost(fit, predict, kept, max(span, kept + max(beside, chunk, 80 * rank**2)))
 
 
 def projection(outline: Outline, rank: int, residual: Residual) -> Work:

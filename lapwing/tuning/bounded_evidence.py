@@ -12,6 +12,7 @@ import torch
 
 from ..covariance import PriorCovariance
 from ..errors import LapwingError, check_count, check_positive
+from ..likelihoods import Likelihood
 from ..methods.cost import DOUBLE, EIGEN, Layer, Outline, Work
 from ..network import batches
 from ..network.eager import outside_modes
@@ -133,29 +134,26 @@ class BoundedEvidence(Tuning):
             )  # fmt: skip
         return _raised(tuned, exponent)
 
-    def work(self, outline: Outline, predict: Work, noise_open: bool) -> Work:
-        """Returns what tuning a fit takes, as a part of each sample's work.
+    def work(self, outline: Outline, predict: Work, likelihood: Likelihood) -> Work:
+        """Returns what tuning a fit takes beside the evidence, as a part of each sample's work.
 
         Args:
             outline: of the fit.
             predict: the work of predicting an input.
-            noise_open: whether σ² is tuned.
+            likelihood: of the fit.
         """
-        samples, positions = outline.samples, outline.tangent.positions
-        if noise_open and positions is None:
-            samples, outputs = min(samples, 4 * self.samples), outline.tangent.outputs
-            count = min(samples * outputs, MAX_ROWS)
+        samples, outputs, positions = outline.samples, outline.tangent.outputs, outline.tangent.positions
+        if likelihood.needs_noise and positions is None:  # the kernel, its eigenvalues and inverse, and predictions
+            some = min(samples, 4 * self.samples)
+            count = min(some * outputs, MAX_ROWS)
             rows = Work(1, 1, outline.total(lambda layer: layer.rows(1))).times(count)
-            return (rows + predict.times(samples)).times(1 / outline.samples) + (
-                outline.once(count**2 * outline.total(_gram) + 2 * DOUBLE * count**3)
-                + outline.decomposed(EIGEN * count**3)
-            )
-        if noise_open:
+            kernel = outline.once(count**2 * outline.total(_gram) + 2 * DOUBLE * count**3)
+            return (rows + predict.times(some)).times(1 / samples) + kernel + outline.decomposed(EIGEN * count**3)
+        if likelihood.needs_noise or likelihood.noise_variance is not None:
             return Work()
         limit = self.samples if positions is None else max(8, 16 * self.samples // min(positions.count, 1024))
-        columns = outline.tangent.outputs
-        candidates = outline.total(lambda layer: layer.size * (1 if layer.single else columns))
-        each = predict + Work(products=(self.points - 1) * candidates)
+        candidate = outline.total(lambda layer: layer.size * (1 if layer.single else outputs))
+        each = predict + Work(products=(self.points - 1) * candidate)
         return each.times(min(samples, limit) / samples)
 
     def _with_width(self, posterior: Posterior, residual: float, training: Training) -> Posterior:
