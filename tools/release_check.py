@@ -29,8 +29,9 @@ BLOCK = re.compile(r"(<!-- needs lapwing\[\w+\] -->\s+)?^```python\n(.*?)^```", 
 
 SOURCES = {
     "README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "SECURITY.md", "pyproject.toml",
-    "constraints.txt", "Makefile", "lapwing/py.typed", "lapwing/fitting/fit.py", "tests/oracle.py", "papers/__main__.py",
-    "examples/own_network.py", "benchmarks/cost.py", "docs/how-it-works.md", "tools/release_check.py",
+    "constraints.txt", "Makefile", "lapwing/py.typed", "lapwing/fitting/fit.py", "tests/oracle.py",
+    "papers/__main__.py", "examples/own_network.py", "benchmarks/cost.py", "docs/how-it-works.md",
+    "tools/release_check.py",
 }  # fmt: skip
 """What the source distribution must hold, one of each folder."""
 
