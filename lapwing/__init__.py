@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .environment import versions
 from .errors import LapwingError
 from .fitting import fit, plan
 from .likelihoods import (
@@ -82,4 +83,5 @@ __all__ = [
     "SampledLLA", "SampledLink", "Scaled", "StochasticGradient", "Streamlined", "SubsetOfData", "SubsetOfWeights",
     "TemperatureScaling", "Uncertain", "VaLLA", "Validation", "VariationalBound", "compare", "coverage", "deploy",
     "evaluation", "everything", "fit", "last_layer", "load", "matching", "plan", "propagate", "scale_factor",
+    "versions",
 ]  # fmt: skip

@@ -2,7 +2,8 @@
 
     make release-check
 
-1. The source distribution is built, and the wheel from it.
+1. The source distribution is built, and the wheel from it. Neither misses a file, and the wheel holds the package
+   alone.
 2. An empty environment gets the wheel with the dependencies that it declares, and nothing else.
 3. There run the Python blocks of the README, but those after a comment `<!-- needs lapwing[...] -->`, and
    `tools/bare_install.py`.
@@ -16,12 +17,23 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- needs lapwing\[\w+\] -->\s+)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+SOURCES = {
+    "README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "SECURITY.md", "pyproject.toml",
+    "constraints.txt", "Makefile", "lapwing/py.typed", "lapwing/fitting/fit.py", "tests/oracle.py",
+    "papers/__main__.py", "examples/own_network.py", "benchmarks/cost.py", "docs/how-it-works.md",
+    "tools/release_check.py",
+}  # fmt: skip
+"""What the source distribution must hold, one of each folder."""
 
 
 def main() -> None:
@@ -45,7 +57,17 @@ def built(folder: Path) -> Path:
     """Returns the wheel, made from the source distribution."""
     python = environment(folder / "builder", "build", "hatchling")
     run(python, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(ROOT))
-    (wheel,) = (folder / "dist").glob("*.whl")
+    (source,), (wheel,) = ((folder / "dist").glob(pattern) for pattern in ("*.tar.gz", "*.whl"))
+    with tarfile.open(source) as archive:
+        missing = SOURCES - {name.partition("/")[2] for name in archive.getnames()}
+    if missing:
+        raise SystemExit(f"{source.name} lacks {', '.join(sorted(missing))}: see [tool.hatch.build.targets.sdist].")
+    with zipfile.ZipFile(wheel) as archive:
+        packed = set(archive.namelist())
+    package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "lapwing").rglob("*.py")} | {"lapwing/py.typed"}
+    odd = {name for name in packed ^ package if not re.fullmatch(r"lapwing-[^/]+\.dist-info/.+", name)}
+    if odd:
+        raise SystemExit(f"{wheel.name} and the folder lapwing differ in {', '.join(sorted(odd))}.")
     return wheel
 
 

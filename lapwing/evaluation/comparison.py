@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from ..covariance import Latent
 from ..covariance.positions import LatentAtPositions
 from ..covariance.terms import EigenTerm
-from ..errors import LapwingError, check_choice, check_count, shown
+from ..errors import LapwingError, check_choice, check_count, check_flag, shown
 from ..likelihoods import Likelihood, Prediction
 from ..likelihoods.inferred import inferred_likelihood
 from ..likelihoods.positions import predicted
 from ..network import batches
 from ..network.calling import shaped_outputs
 from ..network.data import as_inputs, as_loader
+from ..network.loaders import WeightedLoader
 from ..network.positions import Positions
 from ..posterior import Posterior
 from ..prediction import Way
@@ -95,6 +96,7 @@ def compare(
     score: Score = "entropy",
     fit_seconds: Mapping[str, float] | None = None,
     repeats: int = 3,
+    sample_weights: bool = False,
 ) -> Comparison:
     """Compares posteriors on the same held-out data.
 
@@ -112,6 +114,8 @@ def compare(
             largest of them. For regression it is the predictive standard deviation of the first output.
         fit_seconds: name -> seconds that the fit took, for the column "fit s".
         repeats: timings of each batch; the fastest counts.
+        sample_weights: whether the batches are `(x, y, w)`, as in `lw.fit`. The weights are left out: every sample
+            counts once.
 
     Returns:
         A table. "passes" is the time of a prediction in plain forward passes of the same network on the same batches,
@@ -132,9 +136,12 @@ def compare(
         (['MAP', 'KFAC'], ('accuracy', 'NLL', 'ECE', 'Brier', 'passes'))
     """
     _check(posteriors, score, repeats, fit_seconds)
+    check_flag("compare", "sample_weights", sample_weights)
     network = _network_of(next(iter(posteriors.values())))
     loader = as_loader(loader, network, "test")
     batches.check_loader(loader, "compare")
+    if sample_weights:
+        loader = WeightedLoader(loader)
     foreign = foreign if isinstance(foreign, Mapping) else as_inputs(foreign, network)
     _check_foreign(foreign, loader)
     fits = fit_seconds or {}
@@ -159,6 +166,8 @@ def compare(
         rows[name]["passes"] = 1.0 if candidate.alone else cost
     columns = tuple(dict.fromkeys(column for row in sorted(rows.values(), key=len, reverse=True) for column in row))
     notes = ["passes: time of a prediction in plain forward passes of the same batches, measured in this run."]
+    if sample_weights:
+        notes.append("The weights of samples are left out: every sample counts once.")
     if foreign is not None:
         by = "predictive standard deviation" if "RMSE" in columns else SCORES[score]
         notes.append(f"AUROC: foreign inputs against held-out ones, ranked by {by}.")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,29 +14,38 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..errors import LapwingError, check_count, shown
+from ..errors import LapwingError, check_count, check_flag, shown
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
-from ..linalg import MEMORY
+from ..linalg import MEMORY, linear, seeded
 from ..methods import KFAC, Diagonal, Method, Outline, Work
-from ..methods.cost import CALL, MOVE
+from ..methods.cost import CALL, EIGEN, MOVE, Cost
 from ..network import batches
 from ..network.batches import Forward
 from ..network.data import as_loader
 from ..network.eager import outside_modes
-from ..network.loaders import first_batch, known_size
+from ..network.loaders import WeightedLoader, first_batch, known_size
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tangent.anchors import output_width
+from ..tuning import BoundedEvidence
 from .default_method import default_fit, method_and_params
 from .runner import Runner
 
 RECORD_CALLS, LAYER_CALLS = 100, 8
 """Operations of one batch beside those of the network: to record it, and to contract each layer."""
 
+FIT_CALLS = 25_000
+"""Operations of a fit however small it is: the survey, checks, and the search for the prior precision."""
+
+PROBE_SECONDS, PROBE_SIDE = 0.1, 512
+"""How long forward passes are timed, and the side of the matrices that time the machine."""
+
+clock = time.perf_counter
+
 
 @dataclass(frozen=True)
 class Plan:
-    """What a fit would take; `print(plan)` shows a table. All is None that a method of your own does not state.
+    """What a fit would take; `print(plan)` shows a table. All is None that the method does not state.
 
     Attributes:
         method: the method and its options.
@@ -45,6 +56,9 @@ class Plan:
         kept_bytes: what the posterior keeps beside the network, exact where rounding cuts no direction.
         peak_bytes: what the fit holds at most beside the weights: the network's activations on one chunk of samples and
             the workspace of decompositions are counted, tuning is left out.
+        seconds: of the fit on this machine, its decompositions and the default tuning included. Loading the data is
+            left out.
+        advice: what to use instead where the peak exceeds the memory of the machine.
     """
 
     method: str
@@ -54,6 +68,8 @@ class Plan:
     predict_passes: float | None = None
     kept_bytes: int | None = None
     peak_bytes: int | None = None
+    seconds: float | None = None
+    advice: str | None = None
 
     def __str__(self) -> str:
         """Returns a table of one row."""
@@ -77,13 +93,15 @@ def plan(
     likelihood: str | Likelihood | None = None,
     params: Predicate | LastLayer | None = None,
     data_size: int | None = None,
+    sample_weights: bool = False,
     forward: Forward | None = None,
     memory: int | None = None,
 ) -> Any:
-    """Says what `lw.fit` would take with the same arguments: time in forward passes, and memory in bytes.
+    """Says what `lw.fit` would take with the same arguments: time in seconds and forward passes, and memory in bytes.
 
     Nothing is fitted. The network is surveyed on the first batch, and its operations are counted on one sample. Passes
-    come from a count of multiply-adds and of moved numbers: a guide to within a factor of about two.
+    come from a count of multiply-adds and of moved numbers: a guide to within a factor of about two. So are seconds,
+    for which forward passes of the first two batches, a product and a decomposition are timed.
 
     Args:
         model: the trained network, in eval mode.
@@ -92,6 +110,7 @@ def plan(
         likelihood: as in `lw.fit`.
         params: as in `lw.fit`.
         data_size: as in `lw.fit`; counts where the loader does not know its length.
+        sample_weights: as in `lw.fit`.
         forward: as in `lw.fit`.
         memory: as in `lw.fit`.
 
@@ -101,7 +120,8 @@ def plan(
     Raises:
         LapwingError: for bad input, as `lw.fit`.
 
-    Cost: that of a survey and three runs on one sample. The loader is read to count samples if it has no length.
+    Cost: that of a survey, three runs on one sample, and a fifth of a second or one forward pass of each of two
+        batches. The loader is read to count samples if it has no length.
 
     Example:
         >>> import torch, lapwing as lw
@@ -110,82 +130,172 @@ def plan(
         >>> lw.plan(model, [(x, y)], lw.Diagonal()).kept_bytes  # 15 variances, and the prior precision
         68
     """
-    if isinstance(method, (list, tuple)):
-        options: dict[str, Any] = {"likelihood": likelihood, "params": params, "data_size": data_size}
-        return Plans(plan(model, loader, one, **options, forward=forward, memory=memory) for one in method)
+    check_flag("lw.plan", "sample_weights", sample_weights)
     if data_size is not None:
         check_count("lw.plan", "data_size", data_size)
-    is_default = method is None and params is None
-    method, params = method_and_params(method, params)
     loader = as_loader(loader, model)
-    inputs, targets = batches.split(first_batch(loader))
-    likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
-    runner = Runner(loader, False)
+    first = first_batch(loader)
+    inputs, targets = batches.split(batches.weighted(first) if sample_weights else first)
+    training = WeightedLoader(loader) if sample_weights else loader
+    likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
+    runner = Runner(training, False)
 
     def count() -> int:
         return known_size(loader) or runner.shown() or data_size or runner.count()
 
-    chosen = default_fit(model, inputs, likelihood, forward, memory, count) if is_default else None
-    method, tangent = chosen or (method, Tangent.survey(model, inputs, params, forward, memory, targets=targets))
-    passes, activations = _network(tangent, inputs)
-    cost = method.cost(Outline.of(tangent, inputs, count(), activations))
-    if cost is None:
-        return Plan(repr(method), tangent.size, tangent.outputs)
-    return Plan(
-        repr(method), tangent.size, tangent.outputs, passes(cost.fit), passes(cost.predict), cost.kept, cost.peak
-    )
+    speed: _Speed | None = None
+
+    def planned(method: Method | None) -> Plan:
+        nonlocal speed
+        is_default = method is None and params is None
+        method, selection = method_and_params(method, params)
+        chosen = default_fit(model, inputs, likelihood, forward, memory, count) if is_default else None
+        method, tangent = chosen or (method, Tangent.survey(model, inputs, selection, forward, memory, targets=targets))
+        network = _Network.of(tangent, inputs)
+        outline = Outline.of(tangent, inputs, count(), network.activations)
+        cost = method.cost(outline)
+        if cost is None:
+            return Plan(repr(method), tangent.size, tangent.outputs)
+        speed = speed or _Speed.of(tangent, islice(training, 2))
+        work = cost.fit
+        if cost.tuned:
+            work += BoundedEvidence().work(outline, cost.predict, likelihood)
+        return Plan(
+            repr(method), tangent.size, tangent.outputs, network.passes(cost.fit), network.passes(cost.predict),
+            cost.kept, cost.peak, network.seconds(work, speed, outline.samples), _advice(method, cost, outline),
+        )  # fmt: skip
+
+    return Plans(map(planned, method)) if isinstance(method, (list, tuple)) else planned(method)
 
 
 def check_room(method: Method, outline: Outline) -> None:
-    """Raises where the peak of a fit exceeds the memory of its device, and names a method that does not.
+    """Raises where the peak of a fit exceeds the memory of its device, and names a method that does not."""
+    cost = method.cost(outline)
+    advice = None if cost is None else _advice(method, cost, outline)
+    if advice is not None:
+        raise LapwingError(advice)
+
+
+def _advice(method: Method, cost: Cost, outline: Outline) -> str | None:
+    """Returns what is wrong where the peak of a fit exceeds the memory of its device, and what to use instead.
 
     The machine's whole memory counts, since what others hold of it may be given back; of a GPU what is free counts.
     """
-    cost, device = method.cost(outline), outline.tangent.device
-    if cost is None or cost.peak <= outline.tangent.memory:
-        return
+    device = outline.tangent.device
+    if cost.peak <= outline.tangent.memory:
+        return None
     available, where = MEMORY, "this machine has"
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         available, where = torch.cuda.mem_get_info(device)[0] + cached, "the GPU has free"
     if cost.peak <= available:
-        return
+        return None
     instead = "Treat fewer weights: write params=lw.last_layer."
     for other in (Diagonal(), KFAC()):
         peak = other.cost(outline).peak
         if peak <= available:
             instead = f"Use lw.{type(other).__name__}(), which needs {peak / 2**30:.3g} GiB."
-    raise LapwingError(
+    return (
         f"{shown(method)} needs {cost.peak / 2**30:.3g} GiB for {outline.tangent.size} weights, and {where} "
         f"{available / 2**30:.3g} GiB. {instead}"
     )
 
 
-def _network(tangent: Tangent, inputs: Any) -> tuple[Callable[[Work], float | None], int]:
-    """Returns a function that gives work in forward passes, None where it is not known, and the bytes of activations.
+@dataclass(frozen=True)
+class _Speed:
+    """How fast the machine is.
 
-    The operations of one sample are counted: of a forward pass, and of records with one and two cotangents.
+    Attributes:
+        forward: seconds of a forward pass of one sample.
+        product: seconds of a multiply-add of a large product.
+        decomposition: seconds of a multiply-add as `EIGEN` counts them.
     """
-    samples = batches.size(inputs)
-    one = batches.plain(batches.take(inputs, slice(0, 1)), tangent.device)
-    with _Operations() as forward:
-        tangent.outputs_of(one)
-    records = []
-    for columns in (1, 2):
-        with _Operations() as operations:
-            record = tangent.record(one, torch.zeros(1, output_width(tangent, one), columns, device=tangent.device))
-            for name in record:
-                record[name]  # takes the gradients
-        records.append(operations)
-    backward = records[1].work - records[0].work
-    calls = records[0].calls + RECORD_CALLS + LAYER_CALLS * len(tangent.blocks)
-    recorded = records[0].work - backward + CALL * calls / samples
 
-    def passes(work: Work) -> float | None:
-        total = work.records * recorded + work.backwards * backward + work.products
-        return None if math.isnan(total) else total / (forward.work + CALL * forward.calls / samples)
+    forward: float
+    product: float
+    decomposition: float
 
-    return passes, forward.bytes // 2  # about half of what is written lives at once
+    @classmethod
+    def of(cls, tangent: Tangent, data: Iterable[Any]) -> _Speed:
+        """Returns the fastest of some runs: others may use the machine too."""
+        spent, samples = 0.0, 0
+        for batch in data:
+            inputs, _ = batches.split(batch, tangent.device)
+            if not batches.size(inputs):
+                continue
+            spent += _fastest(lambda inputs=inputs: tangent.outputs_of(inputs), tangent.device, PROBE_SECONDS / 2)
+            samples += batches.size(inputs)
+        device, side = tangent.device, PROBE_SIDE
+        x = torch.randn(side, side, device=device, dtype=tangent.dtype, generator=seeded(None, device))
+        gram = x.double() @ x.double().T
+        product = _fastest(lambda: linear(x, x), device)
+        decomposition = _fastest(lambda: torch.linalg.eigh(gram), device)
+        return cls(spent / samples, product / side**3, decomposition / (EIGEN * side**3))
+
+
+def _fastest(run: Callable[[], Any], device: torch.device, seconds: float = 0.0) -> float:
+    """Returns the seconds of the fastest of two runs, and of as many more as take so long."""
+    best, end = math.inf, clock() + seconds
+    for number in range(100):
+        start = clock()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, clock() - start)
+        if number and clock() > end:
+            break
+    return best
+
+
+@dataclass(frozen=True)
+class _Network:
+    """What one sample takes, in multiply-adds.
+
+    Attributes:
+        forward: a forward pass.
+        recorded: a record, without backward passes.
+        backward: a backward pass.
+        activations: the bytes that a forward pass holds.
+    """
+
+    forward: float
+    recorded: float
+    backward: float
+    activations: int
+
+    @classmethod
+    def of(cls, tangent: Tangent, inputs: Any) -> _Network:
+        """Counts the operations of one sample: of a forward pass, and of records with one and two cotangents."""
+        samples = batches.size(inputs)
+        one = batches.plain(batches.take(inputs, slice(0, 1)), tangent.device)
+        with _Operations() as forward:
+            tangent.outputs_of(one)
+        records = []
+        for columns in (1, 2):
+            with _Operations() as operations:
+                record = tangent.record(one, torch.zeros(1, output_width(tangent, one), columns, device=tangent.device))
+                for name in record:
+                    record[name]  # takes the gradients
+            records.append(operations)
+        backward = records[1].work - records[0].work
+        calls = records[0].calls + RECORD_CALLS + LAYER_CALLS * len(tangent.blocks)
+        recorded = records[0].work - backward + CALL * calls / samples
+        half = forward.bytes // 2  # about half of what is written lives at once
+        return cls(forward.work + CALL * forward.calls / samples, recorded, backward, half)
+
+    def passes(self, work: Work) -> float | None:
+        """Returns work in forward passes; None where it is not known."""
+        total = self._of_network(work) + work.products + work.decompositions
+        return None if math.isnan(total) else total / self.forward
+
+    def seconds(self, work: Work, speed: _Speed, samples: int) -> float | None:
+        """Returns the seconds of work on so many samples; None where it is not known."""
+        each = self._of_network(work) * speed.forward / self.forward + work.products * speed.product
+        each += work.decompositions * speed.decomposition
+        return None if math.isnan(each) else each * samples + FIT_CALLS * CALL * speed.product
+
+    def _of_network(self, work: Work) -> float:
+        return work.records * self.recorded + work.backwards * self.backward
 
 
 class _Operations(TorchDispatchMode):
@@ -223,16 +333,17 @@ class _Operations(TorchDispatchMode):
 
 def _table(plans: Sequence[Plan]) -> str:
     """Returns a row for each plan, the method at its end."""
-    head = ("weights", "outputs", "fit", "predict", "kept", "peak", "method")
+    head = ("weights", "outputs", "fit", "predict", "seconds", "kept", "peak", "method")
     rows = [head, *map(_row, plans)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head) - 1)]
     lines = ["  ".join([*map(str.rjust, row, widths), row[-1]]) for row in rows]
-    units = "fit and predict in forward passes, kept and peak in MiB"
-    return "\n".join([*lines, units])
+    units = "fit and predict in forward passes, seconds of the fit with its tuning, kept and peak in MiB"
+    return "\n".join([*lines, units, *(one.advice for one in plans if one.advice)])
 
 
 def _row(one: Plan) -> tuple[str, ...]:
     """Returns the cells of a plan."""
     passes = ["?" if count is None else f"{count:,.1f}" for count in (one.passes, one.predict_passes)]
     sizes = ["?" if size is None else f"{size / 2**20:,.2f}" for size in (one.kept_bytes, one.peak_bytes)]
-    return f"{one.parameters:,}", f"{one.outputs:,}", *passes, *sizes, one.method
+    seconds = "?" if one.seconds is None else f"{one.seconds:,.2f}"
+    return f"{one.parameters:,}", f"{one.outputs:,}", *passes, seconds, *sizes, one.method

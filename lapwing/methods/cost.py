@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -26,12 +26,20 @@ DOUBLE = 2
 CALL = 80_000
 """What one operation costs before it computes anything, in multiply-adds."""
 
-EIGEN, SINGULAR, TRIANGLE = 13, 40, 9
-"""What eigenpairs of an n x n matrix cost, in n³ multiply-adds; singular vectors of (m, n), from all of it or by slices
-that leave a triangle, in m n min(m, n)."""
+EIGEN = 13
+"""What eigenpairs of an n x n matrix cost, in n³ multiply-adds."""
 
 WORKSPACE = 24
 """Bytes a number of a matrix that is decomposed: its copy in float64, and the workspace of LAPACK."""
+
+
+def singular(rows: int, columns: int, whole: bool = True) -> int:
+    """Returns what singular vectors of (m, n) cost in multiply-adds, from all of it or by slices that leave a triangle.
+
+    What each number takes besides `min(m, n)` is its way from memory, again and again.
+    """
+    least = min(rows, columns)
+    return rows * columns * (30 * least + 3000 if whole else 10 * least + 900)
 
 
 @dataclass(frozen=True)
@@ -42,19 +50,21 @@ class Work:
         records: recordings of the network, each a forward pass that keeps what layers got.
         backwards: backward passes of its activations.
         products: multiply-adds beside the network.
+        decompositions: multiply-adds of LAPACK, which runs at a speed of its own.
     """
 
     records: float = 0.0
     backwards: float = 0.0
     products: float = 0.0
+    decompositions: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         """Returns both."""
-        return Work(self.records + other.records, self.backwards + other.backwards, self.products + other.products)
+        return Work(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
     def times(self, factor: float) -> Work:
         """Returns so many of it."""
-        return Work(factor * self.records, factor * self.backwards, factor * self.products)
+        return Work(*(factor * part for part in astuple(self)))
 
 
 UNKNOWN = Work(math.nan)
@@ -70,12 +80,14 @@ class Cost:
         predict: for each input.
         kept: bytes of the covariance.
         peak: bytes that the fit holds at most beside the network, the covariance included.
+        tuned: whether a tuning follows: the method does not choose the prior itself.
     """
 
     fit: Work
     predict: Work
     kept: int
     peak: int
+    tuned: bool = True
 
 
 @dataclass(frozen=True)
@@ -135,6 +147,13 @@ class Layer:
         right = 0 if self.is_output else min(self.positions, inputs) * columns * outputs**2
         return groups * (left + right)
 
+    def rotated(self) -> float:
+        """Returns what it takes to turn a row that is written out into the eigenbasis of the factors."""
+        if self.shape is None:
+            return 0.0
+        _, outputs, inputs = self.shape
+        return self.size * (outputs + (0 if self.one_hot else inputs))
+
     def projected(self, columns: int, rank: int) -> float:
         """Returns what `J Wᵀ` takes for K directions."""
         by_rows = self.rows(columns) + rank * columns * self.size
@@ -193,8 +212,12 @@ class Outline:
         return sum(map(count, self.layers.values()))
 
     def once(self, products: float) -> Work:
-        """Returns work that is done once for all data, as a part of each sample's."""
+        """Returns products that are done once for all data, as a part of each sample's."""
         return Work(products=products / max(1, self.samples))
+
+    def decomposed(self, products: float) -> Work:
+        """Returns a decomposition of so many multiply-adds, as a part of each sample's work."""
+        return Work(decompositions=products / max(1, self.samples))
 
     def over_data(self, count: Callable[[Layer, int], float], factor: float = 1.0) -> Work:
         """Returns one pass over the data, with what each layer takes for R columns."""

@@ -12,7 +12,7 @@ from ..covariance import DenseCovariance, ExplicitBasis, LowRankWithResidual
 from ..covariance.dense import cut
 from ..errors import LapwingError, check_choice
 from ..linalg import add_squares, mirrored
-from .cost import DOUBLE, EIGEN, SINGULAR, Cost, Layer, Outline, Work
+from .cost import DOUBLE, EIGEN, Cost, Layer, Outline, Work, singular
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
 from .problem import Problem
 from .state import State
@@ -74,14 +74,14 @@ class Full(Method):
         fit, predict = outline.over_data(Layer.rows, DOUBLE), outline.prediction(Layer.rows, DOUBLE)
         if self.form == "primal" or (self.form == "auto" and rows >= size):
             kept = outline.stored(DenseCovariance, {})
-            fit += Work(products=DOUBLE / 2 * outline.columns * size**2) + outline.once(EIGEN * size**3)
+            fit += Work(products=DOUBLE / 2 * outline.columns * size**2) + outline.decomposed(EIGEN * size**3)
             predict += Work(products=DOUBLE * outline.tangent.outputs * size**2)
             chunk = outline.chunk(torch.float64, 2 * outline.columns * size)
             return Cost(fit, predict, kept, 8 * size**2 + max(32 * size**2, chunk))  # the sum, its copies and LAPACK's
         rank, numbers = min(rows, size), rows * size
         basis = {"rank": rank, "rows": True, "basis": {"class": "ExplicitBasis", "extra": {"rank": rank}}}
         kept = outline.stored(LowRankWithResidual, basis, torch.float64)
-        fit += outline.once(SINGULAR * numbers * rank)
+        fit += outline.decomposed(singular(rows, size))
         scratch = max(12 * numbers, 8 * rows * rank) + 80 * rank**2
         return Cost(fit, projection(outline, rank, "prior"), kept, kept + 8 * numbers + scratch)
 

@@ -74,7 +74,7 @@ class KFAC(Method):
             elif kinds[block.name] == "dense":
                 sides.append(block.size)
                 scratch = max(scratch, 2 * WORKSPACE * block.size**2)
-        fit = outline.over_data(Layer.factors) + outline.once(EIGEN * sum(side**3 for side in sides))
+        fit = outline.over_data(Layer.factors) + outline.decomposed(EIGEN * sum(side**3 for side in sides))
         return Cost(fit, outline.prediction(_in_eigenbasis), kept, kept + scratch)
 
     def _kinds(self, tangent: Tangent) -> dict[str, str]:

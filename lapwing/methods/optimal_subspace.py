@@ -14,7 +14,7 @@ from ..covariance.dense import cut
 from ..errors import LapwingError, check_choice, check_count, is_one_of, shown
 from ..network import batches
 from ..tangent import Anchors, Vectors
-from .cost import DOUBLE, EIGEN, WORKSPACE, Cost, Outline, Work
+from .cost import DOUBLE, EIGEN, WORKSPACE, Cost, Layer, Outline, Work
 from .kfac import KFAC
 from .passes import Method, Pass, Passes, prior_covariance
 from .problem import Problem
@@ -93,11 +93,13 @@ class OptimalSubspace(Method):
         cost = on_rows_cost(outline, min(self.rank, count), self.rank, self.residual)  # its pass, and what is kept
         fits = 2 * count * size * 8 <= tangent.memory
         again = 1.0 if fits else 1 + count / max(1, tangent.chunk_length(1, tangent.dtype, 4 * size))
-        rows = outline.total(lambda layer: layer.rows(1) + 2 * layer.turned(1))
-        fit = Work(1, 1, rows).times(again * count / outline.samples) + outline.once(DOUBLE * count**2 * size)
+        fit = Work(1, 1, outline.total(lambda layer: layer.rows(1))).times(again * count / outline.samples)
+        fit += outline.once(DOUBLE * count**2 * size)
+        if isinstance(self.curvature, KFAC):
+            fit += outline.once(2 * count * outline.total(Layer.rotated))
         scratch = 16 * count * size + min(tangent.memory // 4, 8 * count * size) if fits else tangent.memory
         peak = max(first.peak, first.kept + cost.kept + scratch + WORKSPACE * count**2, first.kept + cost.peak)
-        return replace(cost, fit=first.fit + cost.fit + fit + outline.once(EIGEN * count**3), peak=peak)
+        return replace(cost, fit=first.fit + cost.fit + fit + outline.decomposed(EIGEN * count**3), peak=peak)
 
     def _subset(self, problem: Problem) -> Generator[Pass, Any, Anchors]:
         """Returns all outputs of the given inputs, or of training inputs chosen at random."""

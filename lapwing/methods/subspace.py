@@ -13,7 +13,7 @@ from ..covariance import Basis, ExplicitBasis, ImplicitBasis, LowRank, LowRankWi
 from ..covariance.dense import cut, expand
 from ..linalg import RANK_CUT, eigen_in_place, orthonormal_rows
 from ..tangent import Anchors
-from .cost import DOUBLE, EIGEN, SINGULAR, TRIANGLE, WORKSPACE, Cost, Outline, Work
+from .cost import DOUBLE, EIGEN, MOVE, WORKSPACE, Cost, Outline, Work, singular
 from .passes import Batch, CurvaturePass, Passes, run_curvature_pass
 from .problem import Problem
 from .state import State
@@ -105,13 +105,13 @@ def on_rows_cost(outline: Outline, count: int, rank: int, residual: Residual) ->
         whole, least = count * size <= min(SVD_NUMBERS, memory // 16), min(count, size)
         rows = count * size * dtype.itemsize
         svd = 16 * count * size + 8 * least * (count + size) if whole else 0
-        span = rows + max(min(2 * rows, memory // 2), svd + 56 * least**2)
-        fit += outline.once((SINGULAR if whole else TRIANGLE) * count * size * least)
+        span, beside = rows + max(min(2 * rows, memory // 2), svd + 56 * least**2), 0  # the directions are part of it
+        fit += outline.decomposed(singular(count, size, whole))
     else:  # pairs of chunks of rows, each recorded again
         length = tangent.chunk_length(1, dtype) // 2
         fit = fit.times(1 + count / (2 * max(1, length)))
-        fit += outline.once(count**2 * size + EIGEN * count**3)
-        span = WORKSPACE * count**2 + min(memory, 2 * count * tangent.bytes_per_sample(1, dtype))
+        fit += outline.once(count**2 * size) + outline.decomposed(EIGEN * count**3)
+        span, beside = 0, WORKSPACE * count**2 + min(memory, 2 * count * tangent.bytes_per_sample(1, dtype))
         if rank * size * dtype.itemsize > memory:
             chunks = count / min(outline.batch, tangent.chunk_length(outline.columns, dtype))
             fit, predict = fit + Work(chunks, chunks), predict + Work(chunks, chunks)
@@ -122,8 +122,10 @@ def on_rows_cost(outline: Outline, count: int, rank: int, residual: Residual) ->
     kept = outline.stored(kind, {"rank": rank, "basis": basis, **own}, dtype)
     kept += min(count, outline.samples) * outline.sample_bytes * bool(extra)
     chunk = outline.chunk(dtype, outline.columns * 3 * rank)
+    length = min(outline.batch, tangent.chunk_length(outline.columns, dtype))
+    fit += Work(products=MOVE * rank * size / length)  # the directions, read for each chunk
     fit += outline.over_data(lambda layer, columns: layer.projected(columns, rank), DOUBLE if residual else 1)
-    return Cost(fit, predict, kept, kept + max(span, chunk, 80 * rank**2))
+    return Cost(fit, predict, kept, max(span, kept + max(beside, chunk, 80 * rank**2)))
 
 
 def projection(outline: Outline, rank: int, residual: Residual) -> Work:

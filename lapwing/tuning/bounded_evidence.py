@@ -12,13 +12,15 @@ import torch
 
 from ..covariance import PriorCovariance
 from ..errors import LapwingError, check_count, check_positive
+from ..likelihoods import Likelihood
+from ..methods.cost import DOUBLE, EIGEN, Layer, Outline, Work
 from ..network import batches
 from ..network.eager import outside_modes
 from ..network.loaders import other_size
 from ..posterior import Posterior
 from .evidence import Evidence, Training, Tuning
 from .held_out import mean_variances, spread_costs
-from .leave_one_out import leave_one_out
+from .leave_one_out import MAX_ROWS, leave_one_out
 from .search import evenly
 
 log = logging.getLogger("lapwing")
@@ -131,6 +133,28 @@ class BoundedEvidence(Tuning):
                 tuned.method, float(tuned.prior.precision[0]) * 10**exponent, costs[-1], self.decades + 4,
             )  # fmt: skip
         return _raised(tuned, exponent)
+
+    def work(self, outline: Outline, predict: Work, likelihood: Likelihood) -> Work:
+        """Returns what tuning a fit takes beside the evidence, as a part of each sample's work.
+
+        Args:
+            outline: of the fit.
+            predict: the work of predicting an input.
+            likelihood: of the fit.
+        """
+        samples, outputs, positions = outline.samples, outline.tangent.outputs, outline.tangent.positions
+        if likelihood.needs_noise and positions is None:  # the kernel, its eigenvalues and inverse, and predictions
+            some = min(samples, 4 * self.samples)
+            count = min(some * outputs, MAX_ROWS)
+            rows = Work(1, 1, outline.total(lambda layer: layer.rows(1))).times(count)
+            kernel = outline.once(count**2 * outline.total(_gram) + 2 * DOUBLE * count**3)
+            return (rows + predict.times(some)).times(1 / samples) + kernel + outline.decomposed(EIGEN * count**3)
+        if likelihood.needs_noise or likelihood.noise_variance is not None:
+            return Work()
+        limit = self.samples if positions is None else max(8, 16 * self.samples // min(positions.count, 1024))
+        candidate = outline.total(lambda layer: layer.size * (1 if layer.single else outputs))
+        each = predict + Work(products=(self.points - 1) * candidate)
+        return each.times(min(samples, limit) / samples)
 
     def _with_width(self, posterior: Posterior, residual: float, training: Training) -> Posterior:
         """Returns the posterior of a regression whose predictions of unseen targets have the width s."""
@@ -246,6 +270,14 @@ def crossing(points: Sequence[float], costs: Sequence[float], bound: float) -> f
     high, low = costs[at], costs[at + 1]
     part = math.log(high / bound) / math.log(high / low) if low > 0 else (high - bound) / (high - low)
     return points[at] + (points[at + 1] - points[at]) * part
+
+
+def _gram(layer: Layer) -> float:
+    """Returns what the inner product of two rows takes."""
+    if not layer.single:
+        return layer.size
+    assert layer.shape is not None
+    return layer.shape[0] * (layer.shape[1] + layer.shape[2])
 
 
 def _raised(posterior: Posterior, exponent: float) -> Posterior:

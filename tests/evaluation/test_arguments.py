@@ -127,3 +127,21 @@ def test_a_foreign_batch_of_a_network_that_takes_dicts() -> None:
 def test_components_of_a_mixture(components: Any) -> None:
     with pytest.raises(lw.LapwingError, match=r"batch shape \(inputs, draws\)"):
         MixturePrediction(components)
+
+
+def test_a_comparison_reads_weights_of_samples_and_leaves_them_out():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2).eval()
+    x, y, w = torch.randn(12, 3), torch.arange(12) % 2, torch.arange(12.0)
+    posterior = lw.fit(model, [(x, y, w)], sample_weights=True, prior_precision=1.0)
+    weighted = [(x[:7], y[:7], w[:7]), (x[7:], y[7:], w[7:])]
+    table = lw.compare({"one": posterior}, weighted, x + 3, repeats=1, sample_weights=True)
+    plain = lw.compare({"one": posterior}, [(x, y)], x + 3, repeats=1)
+    for column in set(table.columns) - {"passes"}:
+        assert table["one"][column] == pytest.approx(plain["one"][column], rel=1e-5)
+    assert "every sample counts once" in str(table)
+    assert "every sample counts once" not in str(plain)
+    with pytest.raises(lw.LapwingError, match="holds no sample weights"):
+        lw.compare({"one": posterior}, [(x, y)], repeats=1, sample_weights=True)
+    with pytest.raises(lw.LapwingError, match="neither True nor False"):
+        lw.compare({"one": posterior}, weighted, repeats=1, sample_weights=None)

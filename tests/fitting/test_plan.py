@@ -12,6 +12,7 @@ from torch import nn
 import lapwing as lw
 from benchmarks.measure import LiveBytes
 from lapwing.fitting import Plan
+from lapwing.methods.cost import Work
 
 METHODS = [
     lw.Diagonal(), lw.KFAC(), lw.KFAC(uncovered="dense"), lw.EKFAC(), lw.Full("primal"), lw.ELLA(10, 40),
@@ -147,8 +148,53 @@ def test_several_plans_print_as_a_table_and_a_method_without_a_cost_says_so():
     head, first, second, _ = str(plans).splitlines()
     assert head.split()[-1] == "method"
     assert first.split()[-1] == "Diagonal()"
-    assert second.split()[2:] == ["?", "?", "?", "?", "Mine()"]
+    assert second.split()[2:] == ["?", "?", "?", "?", "?", "Mine()"]
     assert len(str(plans[0]).splitlines()) == 3
+
+
+def test_seconds_grow_with_the_data_and_stand_in_the_table():
+    torch.manual_seed(0)
+    few, many = (
+        lw.plan(mlp(), regression((12,), samples), lw.Diagonal(), likelihood=lw.Gaussian(1.0)) for samples in (50, 5000)
+    )
+    assert 0 < few.seconds < many.seconds
+    assert f"{many.seconds:,.2f}" in str(many).splitlines()[1].split()
+    unknown = lw.plan(mlp(), regression((12,)), lw.SampledLLA(8))  # only the fit shows how many passes it takes
+    assert (unknown.seconds, unknown.passes) == (None, None)
+
+
+def test_the_speed_of_the_machine_is_measured_once_for_a_list(monkeypatch):
+    torch.manual_seed(0)
+    module, speeds = import_module("lapwing.fitting.plan"), []
+    of = module._Speed.of
+    monkeypatch.setattr(module._Speed, "of", lambda *args: speeds.append(of(*args)) or speeds[-1])
+    plans = lw.plan(mlp(), regression((12,)), [lw.Diagonal(), lw.KFAC()])
+    assert len(speeds) == 1
+    assert all(one.seconds > 0 for one in plans)
+
+
+def test_work_is_added_part_by_part():
+    both = Work(1, 2, 3, 4) + Work(records=1, decompositions=1).times(2)
+    assert both == Work(3, 2, 3, 6)
+
+
+@pytest.mark.parametrize("form", [list, dict])
+def test_sample_weights(form):
+    torch.manual_seed(0)
+    plain = regression((12,))
+    weighted = [(x, y, torch.rand(len(x))) for x, y in plain]
+    if form is dict:
+        weighted = [{"x": x, "y": y, "sample_weights": w} for x, y, w in weighted]
+    call = {"forward": lambda model, inputs: model(inputs["x"])} if form is dict else {}
+    planned = lw.plan(mlp(), weighted, lw.KFAC(), sample_weights=True, **call)
+    alike = lw.plan(mlp(), plain, lw.KFAC())
+    assert (planned.passes, planned.kept_bytes, planned.peak_bytes) == (
+        alike.passes, alike.kept_bytes, alike.peak_bytes
+    )  # fmt: skip
+    with pytest.raises(lw.LapwingError, match="holds no sample weights"):
+        lw.plan(mlp(), plain, lw.KFAC(), sample_weights=True)
+    with pytest.raises(lw.LapwingError, match="neither True nor False"):
+        lw.plan(mlp(), plain, lw.KFAC(), sample_weights=1)
 
 
 def test_nothing_is_written():
@@ -167,10 +213,16 @@ def test_a_fit_that_exceeds_the_machine_is_refused_and_a_cheaper_method_named(mo
     torch.manual_seed(0)
     model, data = mlp(), regression((12,))
     wide = nn.Sequential(nn.Linear(12, 3000), nn.ReLU(), nn.Linear(3000, 3)).eval()
-    needed = lw.plan(wide, data, lw.KFAC(), memory=2**24).peak_bytes
+    planned = lw.plan(wide, data, lw.KFAC(), memory=2**24)
+    needed = planned.peak_bytes
+    assert planned.advice is None
     monkeypatch.setattr(import_module("lapwing.fitting.plan"), "MEMORY", needed - 1)
     with pytest.raises(lw.LapwingError, match=r"KFAC.* GiB for 48003 weights, and .* Use lw.Diagonal\(\)"):
         lw.fit(wide, data, lw.KFAC(), memory=2**24)
+    plans = lw.plan(wide, data, [lw.Diagonal(), lw.KFAC()], memory=2**24)
+    assert plans[0].advice is None
+    assert "Use lw.Diagonal()" in str(plans).splitlines()[-1]
+    assert str(plans[0]) == "\n".join(str(plans[0]).splitlines()[:3])
     lw.fit(model, data, lw.KFAC(), memory=2**24)
     monkeypatch.setattr(import_module("lapwing.fitting.plan"), "MEMORY", 2**10)
     with pytest.raises(lw.LapwingError, match=r"params=lw.last_layer"):

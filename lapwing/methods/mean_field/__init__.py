@@ -108,7 +108,8 @@ class MeanField(Method):
         kept = outline.stored(LowRankPlusDiagonal, {"rank": 0, "prior": True})
         fit = Work(2, 2).times(share) + Work(1).times(min(1.0, share))
         vectors = 10 * tangent.size * tangent.dtype.itemsize
-        return Cost(fit, outline.prediction(Layer.squares), kept, kept + vectors + outline.chunk() // outline.columns)
+        peak = kept + vectors + outline.chunk() // outline.columns
+        return Cost(fit, outline.prediction(Layer.squares), kept, peak, tuned=False)
 
     @staticmethod
     @outside_modes

@@ -1,0 +1,224 @@
+"""`lw.plan` beside real fits: peaks and seconds of every method on five networks and an MLP for a regression.
+
+A child process for each network measures seconds, and another one peaks. Seconds are CPU time on one thread, of the
+plan's probes too, so that other programs on the machine count for little. Tuning is the default, since the plan counts
+it. Peaks are of the resident memory (VmHWM, reset before each fit) above that before the fit, without tuning, after a
+first fit that loads what LAPACK and oneDNN keep; what is freed goes back to the system at once. So they need Linux.
+Weights are random but for the ResNet-20, if the data folder has it: cost does not depend on them.
+
+    python -m benchmarks.plan [mlp regression cnn resnet20 vit gpt2 resnet18 gpt2_full]
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from benchmarks.cost import cnn, mlp
+from benchmarks.measure import RESULTS, write
+from benchmarks.streamlined_cost import vit
+from papers.common.data import available
+from papers.common.networks import ResNet20, cifar_resnet20
+from papers.ella.memory import resnet18
+
+SEED = 0
+SMALLEST = {"seconds": 0.1, "peak": 2**23}
+"""What is less is not compared: each fit takes some hundredths of a second besides, and resident memory counts what
+libraries keep."""
+
+METHODS: dict[str, tuple[lw.Method, Any]] = {
+    "last layer": (lw.KFAC(), lw.last_layer),
+    "Diagonal": (lw.Diagonal(), lw.everything),
+    "KFAC": (lw.KFAC(), lw.everything),
+    "ELLA": (lw.ELLA(rank=20, rows=200), lw.everything),
+    "EKFAC": (lw.EKFAC(), lw.everything),
+    "Full, last layer": (lw.Full(), lw.last_layer),
+    "ELLA, residual": (lw.ELLA(rank=20, rows=200, residual="prior"), lw.everything),
+    "OptimalSubspace": (lw.OptimalSubspace(rank=20, rows=200), lw.everything),
+    "SubsetOfWeights": (lw.SubsetOfWeights(size=200), lw.everything),
+    "VaLLA": (lw.VaLLA(inducing_points=50), lw.everything),
+    "SubsetOfData": (lw.SubsetOfData(size=20), lw.everything),
+    "MeanField": (lw.MeanField(steps=10), lw.everything),
+    "SampledLLA": (lw.SampledLLA(8, lw.ConjugateGradients(iterations=3), em_steps=0), lw.everything),
+}
+LARGE = ("last layer", "Diagonal", "KFAC", "ELLA")
+"""Those that are measured on networks of full size."""
+
+
+class _Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).logits
+
+
+def _gpt2(**size: int) -> nn.Module:
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    config = GPT2Config(num_labels=4, pad_token_id=0, eos_token_id=1, bos_token_id=1, **size)
+    return _Logits(GPT2ForSequenceClassification(config))
+
+
+def gpt2() -> nn.Module:
+    """Two blocks of width 128, for 2 000 tokens."""
+    return _gpt2(vocab_size=2000, n_positions=64, n_embd=128, n_layer=2, n_head=4)
+
+
+def gpt2_full() -> nn.Module:
+    """Twelve blocks of width 768, for 50 257 tokens."""
+    return _gpt2()
+
+
+def regression() -> nn.Module:
+    """8-50-50-1."""
+    return nn.Sequential(nn.Linear(8, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1))
+
+
+def resnet20() -> nn.Module:
+    """That of the data folder, or one with random weights."""
+    return cifar_resnet20() if available("cifar10_resnet20_optionA.safetensors") else ResNet20()
+
+
+def _tokens(samples: int) -> Tensor:
+    return torch.randint(2, 2000, (samples, 64))
+
+
+def _pixels(samples: int) -> Tensor:
+    return torch.randn(samples, 3, 32, 32)
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], int, int]] = {
+    "mlp": (mlp, lambda samples: torch.randn(samples, 784), 1000, 100),
+    "regression": (regression, lambda samples: torch.randn(samples, 8), 1000, 100),
+    "cnn": (cnn, lambda samples: torch.randn(samples, 1, 28, 28), 100, 50),
+    "resnet20": (resnet20, _pixels, 20, 10),
+    "vit": (vit, _pixels, 20, 10),
+    "gpt2": (gpt2, _tokens, 30, 10),
+    "resnet18": (resnet18, _pixels, 50, 25),
+    "gpt2_full": (gpt2_full, _tokens, 20, 10),
+}
+"""Name -> what makes it, what makes inputs, how many samples, how many in a batch."""
+
+
+def data(name: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    """Returns a network and its batches."""
+    make, inputs, samples, batch = NETWORKS[name]
+    torch.manual_seed(SEED)
+    model, x = make().eval(), inputs(samples)
+    with torch.no_grad():
+        classes = model(x[:2]).shape[1]
+    y = torch.randn(samples, 1) if classes == 1 else torch.arange(samples) % classes
+    return model, list(zip(x.split(batch), y.split(batch), strict=True))
+
+
+def child(name: str, what: str, labels: list[str]) -> None:
+    """Prints a line of JSON for each method: what its fit took, or both plans."""
+    torch.set_num_threads(1)
+    import_module("lapwing.fitting.plan").clock = time.process_time
+    if what != "plan":
+        small, few = data("regression")
+        for label in labels:
+            method, params = METHODS[label]
+            lw.fit(small, few[:1], method, params=params, tune=None)  # loads libraries
+    model, batches = data(name)
+    for label in labels:
+        method, params = METHODS[label]
+        row: dict[str, Any] = {"method": label}
+        try:
+            if what == "plan":
+                plan = lw.plan(model, batches, method, params=params)
+                row |= {"planned_seconds": plan.seconds, "planned_peak": plan.peak_bytes}
+            else:
+                measure = seconds if what == "seconds" else peak
+                row[f"measured_{what}"] = measure(model, batches, method, params)
+        except lw.LapwingError as error:
+            row["refused"] = str(error)
+        print(json.dumps(row), flush=True)
+
+
+def seconds(model: nn.Module, batches: list, method: lw.Method, params: Any) -> float:
+    """Returns the CPU time of a fit, the fastest of three where it is short."""
+    times: list[float] = []
+    while len(times) < 1 or (len(times) < 3 and sum(times) < 1.5):
+        start = time.process_time()
+        lw.fit(model, batches, method, params=params)
+        times.append(time.process_time() - start)
+    return min(times)
+
+
+def peak(model: nn.Module, batches: list, method: lw.Method, params: Any) -> int:
+    """Returns by how many bytes the resident memory rises in a fit."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
+    before = _status("VmRSS")
+    lw.fit(model, batches, method, params=params, tune=None)
+    return _status("VmHWM") - before
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
+
+
+def main() -> None:
+    """Measures what is not in the results yet, of the networks that are named or all but the large ones, and plans."""
+    if sys.argv[1:2] == ["child"]:
+        child(sys.argv[2], sys.argv[3], sys.argv[4:])
+        return
+    torch.set_num_threads(1)
+    path = RESULTS / "plan.json"
+    results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
+    for name in sys.argv[1:] or list(NETWORKS)[:6]:
+        rows = results.setdefault(name, {})
+        labels = list(LARGE if name in ("resnet18", "gpt2_full") else METHODS)
+        for what in ("seconds", "peak", "plan"):
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+            if what == "peak":
+                env |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+            missing = [label for label in labels if not {f"measured_{what}", "refused"} & rows.get(label, {}).keys()]
+            if not missing:
+                continue
+            command = [sys.executable, "-m", "benchmarks.plan", "child", name, what, *missing]
+            with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+                for row in map(json.loads, process.stdout or ()):
+                    rows.setdefault(row.pop("method"), {}).update(row)
+                    results["factors"] = summary(results)
+                    write("plan", results, SEED)
+            if process.returncode:
+                raise SystemExit(f"{name}, {what}: a child ended with {process.returncode}.")
+        print(name, *(f"{label}: {rows[label]}" for label in labels), results["factors"], sep="\n", flush=True)
+
+
+def summary(results: dict[str, Any]) -> dict[str, float]:
+    """Returns by which factor plans are off, whichever is larger, in the median and at worst."""
+    factors: dict[str, float] = {}
+    for what in ("seconds", "peak"):
+        pairs = [
+            (row[f"planned_{what}"], row[f"measured_{what}"])
+            for name, rows in results.items() if name != "factors" for row in rows.values()
+            if row.get(f"planned_{what}") and row.get(f"measured_{what}", 0) >= SMALLEST[what]
+        ]  # fmt: skip
+        off = [max(planned / measured, measured / planned) for planned, measured in pairs] or [1.0]
+        factors |= {f"{what}, median": statistics.median(off), f"{what}, worst": max(off), f"{what}, count": len(pairs)}
+    return factors
+
+
+if __name__ == "__main__":
+    main()
