@@ -56,7 +56,7 @@ class FisherRoot:
         """Returns the root at outputs (B, C), or (B, T C)."""
         count = outputs.shape[1] // self._outputs
         if count == 1:
-            return self._root(outputs, self.exact)
+            return self._root(outputs, outputs.shape[1] <= EXACT_FISHER_OUTPUTS)
         rows, shape = outputs.reshape(-1, self._outputs), (len(outputs), count, self._outputs)
         if outputs.shape[1] > EXACT_FISHER_OUTPUTS:
             columns = torch.cat([self._root(rows, False) for _ in range(self.draws)], -1) / self.draws**0.5

@@ -136,8 +136,7 @@ def choose_rows(problem: Problem, rows: int | Literal["all"], sampling: Sampling
     Raises:
         LapwingError: for targets that are no class labels, where they are needed.
     """
-    generator, width, positions = problem.generator(), problem.tangent.outputs, problem.tangent.positions
-    width = width if positions is None else width * positions.count
+    generator, width = problem.generator(), problem.tangent.width
     labels = problem.labels()
     if rows == "all" or sampling == "uniform":
         total = len(labels) * width

@@ -1,0 +1,177 @@
+"""Methods on outputs with positions, beside the curvature methods: dense oracles, and the same on single positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lapwing as lw
+from lapwing.methods import Batch, DataSummary, FisherRoot, Problem
+from lapwing.methods.problem import root_columns
+from lapwing.methods.valla import alpha_divergence, moving_points
+from lapwing.methods.valla import positions as valla_positions
+from lapwing.methods.valla.alpha_divergence import inner_factor
+from lapwing.methods.valla.moving_points import divergence
+from lapwing.posterior.prior import Prior
+from lapwing.tangent import Anchors, Tangent
+from tests import oracle
+from tests.conformance import close
+from tests.fitting.test_positions import CLASSES, F64, case, dense, jacobian, rows
+
+TREATED = (lw.last_layer, lw.everything)
+
+
+def names_of(posterior: lw.Posterior) -> list[str]:
+    return list(posterior.tangent.parameters)
+
+
+# --- VaLLA -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", TREATED)
+@pytest.mark.parametrize("name", ["transformer", "3x3"])
+def test_valla_of_every_position_is_full(name, params):
+    model, loader, x = case(name)
+    wanted = lw.fit(model, loader, lw.Full(), params=params, prior_precision=2.0).latent(x).covariance
+    for initial, fit in (("data", lw.ClosedForm()), ("kmeans", lw.NaturalGradient(steps=3))):
+        method = lw.VaLLA(1000, fit=fit, initial=initial)
+        close(lw.fit(model, loader, method, params=params, prior_precision=2.0).latent(x).covariance, wanted, 1e-6)
+
+
+@pytest.mark.parametrize("params", TREATED)
+def test_valla_at_given_positions_is_the_sparse_gaussian_process(params):
+    """`κ - κ_xZ (A⁻¹ + K)⁻¹ κ_Zx`, in weight space the posterior on the rows and the prior beside them."""
+    model, loader, x = case("3x3")
+    points = lw.InducingPoints(loader[0][0][[0, 0, 1, 2]], torch.tensor([1, 16, 35, 20]))
+    fitted = lw.fit(model, loader, lw.VaLLA(points), params=params, prior_precision=2.0)
+    names = names_of(fitted)
+    every = jacobian(model, points.inputs, names).unflatten(0, (4, -1)).flatten(1, 2)  # (4, T C, P)
+    J = every[torch.arange(4), points.outputs]
+    sigma = sparse_covariance(J, dense(model, loader, names))
+    close(fitted.latent(x).covariance.flatten(0, -3), oracle.output_covariance(jacobian(model, x, names), sigma), 1e-7)
+
+
+def sparse_covariance(J: Tensor, G: Tensor, delta: float = 2.0) -> Tensor:
+    """Return `(δI + J_ZᵀAJ_Z)⁻¹` with the optimal A."""
+    span = torch.linalg.pinv(J) @ J
+    return torch.linalg.inv(delta * torch.eye(len(G), dtype=F64) + span @ G @ span)
+
+
+def test_chosen_points_are_different_outputs_of_many_inputs():
+    model, loader, x = case("tagger")
+    fitted = lw.fit(model, loader, lw.VaLLA(9), prior_precision=1.0)
+    assert fitted.latent(x).variance.shape == model(x).shape
+    again = lw.fit(model, loader, lw.VaLLA(9), prior_precision=1.0)
+    assert torch.equal(again.latent(x).variance, fitted.latent(x).variance)
+    assert not torch.equal(
+        lw.fit(model, loader, lw.VaLLA(9), prior_precision=1.0, seed=1).latent(x).variance, fitted.latent(x).variance
+    )
+
+
+def problem_of(model: torch.nn.Module, batch: tuple[Tensor, Tensor], **options: Any) -> Problem:
+    x, y = batch
+    tangent = Tangent.survey(model, x, targets=y)
+    root = FisherRoot(lw.Categorical(), tangent.outputs, torch.Generator(), root_columns(tangent)[1])
+    prior, n = Prior.read(tangent, 2.0, 0.3), len(x)
+    return Problem(
+        tangent, lw.Categorical(), root, prior, True, 0, Tensor, lambda: n, lambda: DataSummary(n), **options
+    )
+
+
+@pytest.mark.parametrize("name", ["transformer", "3x3"])
+def test_the_bound_is_a_sum_over_positions_that_count(name):
+    """In weight space, `-[Σ log p - 1/2 tr(G Σ)] + KL`, with sample weights, temperature and data size."""
+    model, loader, _ = case(name)
+    (x, y), w = loader[0], torch.rand(len(loader[0][0]), dtype=F64) + 0.5
+    problem = problem_of(model, (x, y), temperature=2.0, data_size=10 * len(x))
+    tangent, factor = problem.tangent, 5.0
+    names = list(tangent.parameters)
+    outputs = torch.tensor([4, 5])
+    anchors = Anchors(tangent, (x[:2],), torch.arange(2), outputs)
+    steps = moving_points.BoundSteps(problem, anchors, 3, 0.1, None)
+    state, batch = steps.init(), Batch(tangent, x, y, 0, y != -100, w, lw.Categorical())
+    value = steps.objective(state, state.values, batch, torch.Generator())
+    J, f, labels = jacobian(model, x, names), rows(model(x).detach()), y.flatten()
+    each = w.repeat_interleave(y[0].numel()) * (labels != -100)
+    G = oracle.ggn(J, oracle.softmax_fisher(f) * each[:, None, None])
+    A = J.unflatten(0, (len(x), -1)).flatten(1, 2)[torch.arange(2), outputs]
+    theta = oracle.flat_parameters(model, names)
+    span = torch.linalg.pinv(A) @ A
+    precision = 2 * torch.eye(len(theta), dtype=F64) + factor * span @ G @ span
+    q = torch.distributions.MultivariateNormal(theta, precision_matrix=precision)
+    p = torch.distributions.MultivariateNormal(torch.full_like(theta, 0.3), torch.eye(len(theta), dtype=F64) / 2)
+    logs = f.log_softmax(-1).gather(1, labels.clamp_min(0)[:, None])[:, 0]
+    expected = factor * ((logs * each).sum() - (G @ torch.linalg.inv(precision)).trace() / 2)
+    close(value.detach(), torch.distributions.kl_divergence(q, p) - expected, 1e-6)
+
+
+def test_the_divergence_is_a_sum_over_positions_that_count():
+    model, loader, _ = case("transformer")
+    x, y = loader[0]
+    problem = problem_of(model, (x, y), data_size=3 * len(x))
+    tangent = problem.tangent
+    names = list(tangent.parameters)
+    anchors = Anchors(tangent, (x[:2],), torch.arange(2), torch.tensor([4, 5]))
+    steps = alpha_divergence.AlphaSteps(lw.AlphaDivergence(), problem, anchors, None)
+    state = steps.init()
+    batch = Batch(tangent, x, y, 0, y != -100, None, lw.Categorical())
+    value = steps.objective(state, state.values, batch, torch.Generator())
+    J = jacobian(model, x, names)
+    A = J.unflatten(0, (len(x), -1)).flatten(1, 2)[torch.arange(2), anchors.outputs]
+    sigma = torch.linalg.inv(2 * torch.eye(A.shape[1], dtype=F64) + A.T @ A)  # L = I
+    latent = lw.fit(model, [(x, y)], lw.Full(), prior_precision=2.0).latent(x).rows
+    term = type(latent.terms[0])(oracle.output_covariance(J, sigma))
+    logs = lw.Categorical().predict(type(latent)(rows(model(x).detach()), (term,))).log_prob(y.flatten())
+    kl = divergence(inner_factor(A @ A.T / 2, torch.eye(2, dtype=F64)))
+    close(value.detach(), kl - 3 * logs[y.flatten() != -100].sum(), 1e-6)
+
+
+def test_positions_that_are_picked_stand_for_all_that_count():
+    generator = torch.Generator().manual_seed(0)
+    counted = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 0, 1], [0, 0, 0, 1, 0], [0, 0, 0, 0, 0]]).bool()
+    picked, repeats = valla_positions.picked_positions(counted, 20, generator)  # all
+    assert torch.equal(torch.zeros(4, 5, dtype=F64).scatter_(1, picked, repeats), counted.double())
+    total = torch.zeros(4, 5, dtype=F64)
+    for _ in range(1000):
+        picked, repeats = valla_positions.picked_positions(counted, 50, generator)  # two
+        assert picked.shape == (4, 2)
+        assert torch.equal(repeats.sum(1), counted.sum(1).double())
+        total.scatter_add_(1, picked, repeats)
+    assert (total / 1000 - counted.double()).abs().max() < 0.15
+
+
+@pytest.mark.parametrize("some", [100, 3])
+@pytest.mark.parametrize("fit", [lw.VariationalBound(steps=3), "alpha"])
+def test_moving_points_at_positions(fit, some, monkeypatch, tmp_path):
+    monkeypatch.setattr(valla_positions, "SOME_OUTPUTS", some)
+    model, loader, x = case("3x3")
+    if fit == "alpha":
+        fit = lw.AlphaDivergence(steps=3, validation=loader[1:], every=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for params in TREATED:
+        posterior = lw.fit(model, [loader[0], loader[0]], lw.VaLLA(4, fit=fit), params=params)
+        assert posterior.predict(x).probs.isfinite().all()
+        assert posterior.history["objective"].isfinite().all()
+    posterior.save(tmp_path / "posterior.safetensors")
+    again = lw.load(tmp_path / "posterior.safetensors", model)
+    close(again.latent(x).variance, posterior.latent(x).variance)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_steps_on_tokens_in_half_precision():
+    model, loader, x = case("tagger")
+    for fit in (lw.VariationalBound(steps=2), lw.AlphaDivergence(steps=2, learning_rate=1e-3), lw.NaturalGradient()):
+        posterior = lw.fit(model.to(torch.bfloat16), loader, lw.VaLLA(4, fit=fit))
+        assert posterior.predict(x).probs.isfinite().all()
+
+
+def test_moving_points_of_a_regression_over_maps():
+    model, loader, x = case("1x1")
+    data = [(x, torch.randn_like(model(x)).detach()) for x, _ in loader]
+    for fit in (lw.VariationalBound(steps=3), lw.AlphaDivergence(steps=3)):
+        posterior = lw.fit(model, data, lw.VaLLA(4, fit=fit, initial="data"))
+        assert posterior.noise_variance > 0
+        assert posterior.predict(x).std.shape == model(x).shape
