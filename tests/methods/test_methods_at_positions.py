@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
+from lapwing.jacobian.blocks import split
 from lapwing.methods import Batch, DataSummary, FisherRoot, Problem
+from lapwing.methods import problem as problem_module
 from lapwing.methods.problem import root_columns
+from lapwing.methods.sampled_lla import system as sampled_system
+from lapwing.methods.sampled_lla.linearised_mode import _Along, _Score
+from lapwing.methods.sampled_lla.system import CurvatureProducts, DataNoise, PositionedRoot
 from lapwing.methods.valla import alpha_divergence, moving_points
 from lapwing.methods.valla import positions as valla_positions
 from lapwing.methods.valla.alpha_divergence import inner_factor
@@ -71,9 +80,11 @@ def test_chosen_points_are_different_outputs_of_many_inputs():
     )
 
 
-def problem_of(model: torch.nn.Module, batch: tuple[Tensor, Tensor], **options: Any) -> Problem:
+def problem_of(
+    model: torch.nn.Module, batch: tuple[Tensor, Tensor], params: Any = lw.everything, **options: Any
+) -> Problem:
     x, y = batch
-    tangent = Tangent.survey(model, x, targets=y)
+    tangent = Tangent.survey(model, x, params, targets=y)
     root = FisherRoot(lw.Categorical(), tangent.outputs, torch.Generator(), root_columns(tangent)[1])
     prior, n = Prior.read(tangent, 2.0, 0.3), len(x)
     return Problem(
@@ -175,3 +186,105 @@ def test_moving_points_of_a_regression_over_maps():
         posterior = lw.fit(model, data, lw.VaLLA(4, fit=fit, initial="data"))
         assert posterior.noise_variance > 0
         assert posterior.predict(x).std.shape == model(x).shape
+
+
+# --- sampled draws ---------------------------------------------------------------------------------------------------
+
+EXACT = lw.ConjugateGradients(tolerance=1e-10)
+
+
+@pytest.mark.parametrize("params", TREATED)
+@pytest.mark.parametrize("name", ["transformer", "3x3"])
+def test_products_with_the_curvature_are_the_dense_ones(name, params):
+    """One vector, by forward mode where that is less, and many."""
+    model, loader, _ = case(name)
+    problem = replace(problem_of(model, loader[0], params), count=lambda: sum(len(x) for x, _ in loader))
+    names = list(problem.tangent.parameters)
+    G, root, generator = dense(model, loader, names), PositionedRoot(problem), torch.Generator().manual_seed(0)
+    for count in (1, 40):
+        V = {b.name: torch.randn(count, b.size, generator=generator).to(F64) for b in problem.tangent.blocks}
+        step = CurvatureProducts(problem, root, V)
+        state, start = step.init(), 0
+        for x, y in loader:
+            step.update(state, Batch(problem.tangent, x, y, start, y != -100, likelihood=lw.Categorical()))
+            start += len(x)
+        parts = split(problem.tangent.blocks, V), split(problem.tangent.blocks, state.blocks)
+        vectors, products = (torch.cat([part[name].flatten(1) for name in names], -1) for part in parts)
+        close(products, vectors @ G, 1e-8)
+
+
+@pytest.mark.parametrize("params", TREATED)
+def test_draws_have_fulls_covariance_whatever_the_batches(params):
+    model, loader, x = case("transformer")
+    method, options = lw.SampledLLA(400, EXACT), {"params": params, "prior_precision": 2.0}
+    fitted = lw.fit(model, loader, method, **options)
+    full = lw.fit(model, loader, lw.Full(), **options).latent(x).covariance
+    assert (fitted.latent(x).covariance - full).norm() < 0.2 * full.norm()
+    some = [(x[:1], y[:1]) for x, y in loader] + [(x[1:], y[1:]) for x, y in loader]
+    some[1], some[2] = some[2], some[1]  # the same order
+    again = lw.fit(model, some, lw.SampledLLA(3, EXACT), **options)
+    close(again.latent(x).variance, lw.fit(model, loader, lw.SampledLLA(3, EXACT), **options).latent(x).variance, 1e-6)
+
+
+@pytest.mark.parametrize("params", TREATED)
+def test_a_sampled_root_is_the_same_at_every_pass(params, monkeypatch):
+    monkeypatch.setattr(problem_module, "EXACT_FISHER_OUTPUTS", 2)
+    model, loader, x = case("3x3")
+    method = lw.SampledLLA(30, lw.ConjugateGradients(tolerance=1e-9))
+    fitted = lw.fit(model, loader, method, params=params, prior_precision=2.0)
+    assert fitted.history["residuals"].max() <= 1e-9
+    again = lw.fit(model, loader, method, params=params, prior_precision=2.0)
+    close(again.latent(x).variance, fitted.latent(x).variance, 1e-6)
+    inputs, labels = torch.randn(9, 2, 3, 4, dtype=F64), torch.randint(CLASSES, (9, 3, 4))
+    shuffled = DataLoader(TensorDataset(inputs, labels), 3, shuffle=True)
+    with pytest.raises(lw.LapwingError, match="shuffle=False"):
+        lw.fit(model, shuffled, method, params=params, prior_precision=2.0)
+
+
+def test_noise_of_positions_is_the_same_wherever_chunks_end(monkeypatch):
+    monkeypatch.setattr(sampled_system, "AT_ONCE", 5)
+    model, loader, _ = case("1x1")
+    problem = problem_of(model, loader[0], lw.last_layer)
+    noise = DataNoise(problem, PositionedRoot(problem), 2)
+
+    def between(first: int, stop: int, start: int = 7) -> Tensor:
+        record: Any = SimpleNamespace(cotangents=3, samples=stop - first, sizes=(3, 4), dtype=F64)
+        return noise.cotangents(record, start, first)
+
+    whole = between(0, 36)
+    assert len(whole.unique()) == whole.numel() == 36 * 3 * 2
+    for ends in ((0, 12, 24, 36), (0, 1, 4, 5, 17, 30, 36)):
+        assert torch.equal(torch.cat([between(*pair) for pair in pairwise(ends)]), whole)
+    assert torch.equal(between(0, 12, 8), whole[12:24])
+
+
+@pytest.mark.parametrize("params", TREATED)
+def test_the_gradient_of_the_linearised_model_is_the_dense_one(params):
+    model, loader, _ = case("transformer")
+    x, y = loader[0]
+    problem, w = problem_of(model, (x, y), params), torch.rand(len(x), dtype=F64)
+    blocks, names = problem.tangent.blocks, list(problem.tangent.parameters)
+    offset = {b.name: 0.1 * torch.randn(1, b.size, dtype=F64) for b in blocks}
+    J, labels = jacobian(model, x, names), y.flatten()
+    m = torch.cat([part.flatten() for part in split(blocks, offset).values()]).requires_grad_()
+    f, each = rows(model(x).detach()) + J @ m, w.repeat_interleave(y.shape[1]) * (labels != -100)
+    wanted = (f.log_softmax(-1).gather(1, labels.clamp_min(0)[:, None])[:, 0] * each).sum()
+    batch = Batch(problem.tangent, x, y, 0, y != -100, w, lw.Categorical())
+    score = _Score(problem, lw.Categorical(), offset)
+    score.update(state := score.init(), batch)
+    gradient = torch.cat([part.flatten() for part in split(blocks, state.blocks).values()])
+    close(gradient, torch.autograd.grad(wanted, m)[0])
+    along = _Along(problem, lw.Categorical(), offset, offset)
+    along.update(state := along.init(), batch)
+    close(state.log_likelihood[0], wanted.detach())
+
+
+def test_em_over_positions():
+    model, loader, x = case("1x1")
+    data = [(x, model(x).detach() + 0.1 * torch.randn_like(model(x))) for x, _ in loader]
+    fitted = lw.fit(model, data, lw.SampledLLA(100, linearised_mode=True), params=lw.last_layer)
+    full = lw.fit(model, data, lw.Full(), params=lw.last_layer, tune=lw.Evidence())
+    assert fitted.noise_variance == pytest.approx(full.noise_variance, rel=0.1)
+    assert fitted.predict(x).std.shape == model(x).shape
+    stochastic = lw.SampledLLA(4, lw.StochasticGradient(steps=20))
+    assert lw.fit(*case("tagger")[:2], stochastic).predict(case("tagger")[2]).probs.isfinite().all()
