@@ -20,6 +20,7 @@ from lapwing.methods.problem import root_columns
 from lapwing.methods.sampled_lla import system as sampled_system
 from lapwing.methods.sampled_lla.linearised_mode import _Along, _Score
 from lapwing.methods.sampled_lla.system import CurvatureProducts, DataNoise, PositionedRoot
+from lapwing.methods.subset_of_data import chosen_places
 from lapwing.methods.valla import alpha_divergence, moving_points
 from lapwing.methods.valla import positions as valla_positions
 from lapwing.methods.valla.alpha_divergence import inner_factor
@@ -288,3 +289,111 @@ def test_em_over_positions():
     assert fitted.predict(x).std.shape == model(x).shape
     stochastic = lw.SampledLLA(4, lw.StochasticGradient(steps=20))
     assert lw.fit(*case("tagger")[:2], stochastic).predict(case("tagger")[2]).probs.isfinite().all()
+
+
+# --- others ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["transformer", "3x3"])
+def test_temperature_scaling_is_that_of_single_positions(name):
+    model, loader, x = case(name)
+    loader = [(x, torch.where(y == -100, y, rows(model(x)).argmax(-1).reshape(y.shape))) for x, y in loader]
+    for _, y in loader:
+        y[0] = y[0].clamp_min(0) * 0  # some are wrong
+    weights = [torch.rand(len(x), dtype=F64) for x, _ in loader]
+    data = [(x, y, w) for (x, y), w in zip(loader, weights, strict=True)]
+    flat = []
+    for x, y, w in data:
+        keep = (y != -100).flatten()
+        every = w.repeat_interleave(y[0].numel())
+        flat.append((rows(model(x).detach())[keep], y.flatten()[keep], every[keep]))
+    head = torch.nn.Linear(CLASSES, CLASSES).to(F64).eval()
+    head.load_state_dict({"weight": torch.eye(CLASSES, dtype=F64), "bias": torch.zeros(CLASSES, dtype=F64)})
+    scaled, single = (
+        lw.fit(network, batches, lw.TemperatureScaling(), sample_weights=True)
+        for network, batches in ((model, data), (head, flat))
+    )
+    assert scaled.logit_temperature == pytest.approx(single.logit_temperature, rel=1e-9)
+    x = data[0][0]
+    close(rows(scaled.predict(x).probs), (rows(model(x).detach()) / scaled.logit_temperature).softmax(-1))
+
+
+@pytest.mark.parametrize("implicit", [False, True])
+@pytest.mark.parametrize("params", TREATED)
+def test_a_subset_of_data_is_full_on_these_inputs(params, implicit, monkeypatch):
+    model, loader, x = case("transformer")
+    loader.reverse()  # the second batch has more positions
+    if implicit:
+        monkeypatch.setattr(
+            lw.SubsetOfData, "_exact", lambda self, tangent, *_: lw.ELLA(tangent.size, "all", residual="prior")
+        )
+    fitted = lw.fit(model, loader, lw.SubsetOfData(4), params=params, prior_precision=2.0)
+    places = chosen_places(7, 4, torch.Generator().manual_seed(0), None)
+    inputs = [(x[n : n + 1], y[n : n + 1]) for x, y in loader for n in range(len(x))]
+    wanted = lw.fit(model, [inputs[n] for n in places], lw.Full(), params=params, prior_precision=2.0)
+    close(fitted.latent(x).covariance, wanted.latent(x).covariance, 1e-6)
+    assert fitted.samples == 4
+    if not implicit:
+        assert fitted.log_marginal_likelihood() == pytest.approx(wanted.log_marginal_likelihood(), rel=1e-9)
+
+
+def test_a_subset_too_large_for_a_dense_matrix_goes_by_its_rows():
+    model, loader, _ = case("transformer")
+    tangent = Tangent.survey(model, loader[0][0], targets=loader[0][1])
+    assert isinstance(lw.SubsetOfData(2)._exact(replace(tangent, memory=2**10), 2, 12), lw.ELLA)
+    assert isinstance(lw.SubsetOfData(2)._exact(tangent, 2, 12), lw.Full)
+
+
+@pytest.mark.parametrize("params", TREATED)
+@pytest.mark.parametrize("name", ["transformer", "3x3"])
+def test_an_optimal_subspace_of_all_rows_is_full(name, params):
+    model, loader, x = case(name)
+    loader.reverse()
+    full = lw.fit(model, loader, lw.Full(), params=params, prior_precision=2.0)
+    method = lw.OptimalSubspace(full.tangent.size, "prior", rows="all", residual="prior")
+    close(
+        lw.fit(model, loader, method, params=params, prior_precision=2.0).latent(x).covariance,
+        full.latent(x).covariance,
+        1e-6,
+    )
+    at = lw.OptimalSubspace(10, lw.Full(), residual="prior", at=x)
+    assert lw.fit(model, loader, at, params=params).predict(x).probs.isfinite().all()
+
+
+def test_an_optimal_subspace_of_one_test_input_is_exact_there():
+    """Theorem 1: as many directions as the input has outputs leave nothing out there."""
+    model, loader, x = case("transformer")
+    full = lw.fit(model, loader, lw.Full(), prior_precision=2.0)
+    method = lw.OptimalSubspace(2 * CLASSES, lw.Full(), at=x[:1])
+    fitted = lw.fit(model, loader, method, prior_precision=2.0)
+    close(fitted.latent(x[:1]).covariance, full.latent(x[:1]).covariance, 1e-6)
+    some = lw.fit(model, loader, lw.OptimalSubspace(4, rows=9), prior_precision=2.0)
+    assert some.latent(x).variance.shape == model(x).shape
+
+
+@pytest.mark.parametrize("by", ["validation", "evidence"])
+def test_the_scale_factor_is_that_of_single_positions(by):
+    model, loader, _ = case("transformer")
+    mine = lw.fit(model, loader, lw.Diagonal(), params=lw.last_layer, prior_precision=2.0)
+    way = lw.scale_factor(mine, loader, lw.Linearized(), by=by)
+    plain = [(model.features(x).detach()[y != -100], y[y != -100]) for x, y in loader]
+    single = lw.fit(model.head, plain, lw.Diagonal(), prior_precision=2.0)
+    wanted = lw.scale_factor(single, plain, lw.Linearized(), by=by)
+    if by == "validation":
+        assert way.factor == pytest.approx(wanted.factor, rel=1e-3)
+    else:  # expectations by the same draws for other rows
+        assert way.factor == pytest.approx(wanted.factor, rel=0.2)
+
+
+VALIDATED = (lw.VaLLA(4), lw.SampledLLA(8), lw.SubsetOfData(3), lw.OptimalSubspace(4, rows=9))
+
+
+@pytest.mark.parametrize("method", VALIDATED)
+def test_held_out_data_tune_each(method):
+    model, loader, x = case("3x3")
+    for params in TREATED:
+        posterior = lw.fit(model, loader[:1], method, params=params, validation=loader[1:])
+        assert posterior.logit_temperature >= 1
+        assert posterior.predict(x).probs.isfinite().all()
+        plan = lw.plan(model, loader, method, params=params)
+        assert plan.predict_passes > 0
