@@ -385,7 +385,60 @@ def test_the_scale_factor_is_that_of_single_positions(by):
         assert way.factor == pytest.approx(wanted.factor, rel=0.2)
 
 
-VALIDATED = (lw.VaLLA(4), lw.SampledLLA(8), lw.SubsetOfData(3), lw.OptimalSubspace(4, rows=9))
+@pytest.mark.parametrize("name", ["transformer", "3x3"])
+def test_mean_field_sums_over_positions_that_count(name):
+    """The objective's log likelihood and the first step, which has the gradient's sign, at hardly any spread."""
+    model, loader, x = case(name)
+    weights = [torch.rand(len(x), dtype=F64) for x, _ in loader]
+    data = [(x, y, w) for (x, y), w in zip(loader, weights, strict=True)]
+    method = lw.MeanField(steps=2, learning_rate=1e-6, initial_std=1e-12)
+    fitted = lw.fit(model, data[:1], method, sample_weights=True, prior_precision=1e-9)
+    x, y, w = data[0]
+    logs = rows(model(x)).log_softmax(-1).gather(1, y.flatten().clamp_min(0)[:, None])[:, 0]
+    total = (logs * w.repeat_interleave(y[0].numel()) * (y != -100).flatten()).sum()
+    assert float(fitted.history["log_likelihood"][0]) == pytest.approx(float(total.detach()) / len(x), rel=1e-6)
+    parameters = dict(model.named_parameters())
+    gradient = dict(zip(parameters, torch.autograd.grad(total, parameters.values()), strict=True))
+    for parameter, slope in gradient.items():
+        step = dict(fitted.model.named_parameters())[parameter] - parameters[parameter]
+        clear = slope.abs() > 1e-6 * slope.abs().max()
+        assert torch.equal(step.sign()[clear], slope.sign()[clear])
+    both = lw.fit(model, data, lw.MeanField(steps=4), sample_weights=True)
+    assert both.predict(x).probs.shape == model(x).shape
+
+
+def test_mean_field_of_a_regression_in_chunks(monkeypatch):
+    model, loader, _ = case("1x1")
+    data = [(x, model(x).detach() + 1) for x, _ in loader]
+    whole = lw.fit(model, data, lw.MeanField(steps=3, initial_std=1e-9))
+    assert whole.noise_variance == pytest.approx(1.0, rel=0.1)
+    method, options = lw.MeanField(steps=3, initial_std=1e-9), {"likelihood": lw.Gaussian(0.5), "prior_precision": 1.0}
+    whole = lw.fit(model, data, method, **options)
+    monkeypatch.setattr(Tangent, "chunk_length", lambda *_: 1)
+    one_by_one = lw.fit(model, data, method, **options)
+    close(one_by_one.model.trunk.weight.detach(), whole.model.trunk.weight.detach())
+    close(one_by_one.history["log_likelihood"], whole.history["log_likelihood"])
+
+
+def test_posteriors_that_are_put_together_take_positions():
+    model, loader, x = case("3x3")
+    data = [(x, model(x).detach() + torch.tensor([1.0, 2.0, 3.0]).to(F64)[:, None, None]) for x, _ in loader]
+    variances = {"head.bias": torch.full((CLASSES,), 0.25, dtype=F64)}
+    given = lw.MeanField.from_variances(model, variances, data)
+    assert given.noise_variance == pytest.approx(14 / 3)
+    close(given.latent(x).variance, torch.full_like(model(x), 0.25))
+    assert given.samples == 5
+    collector = lw.SWAG.collector(model, rank=2)
+    for _ in range(3):
+        collector.snapshot()
+        with torch.no_grad():
+            model.head.bias += 0.1
+    for posterior in (lw.SWAG.from_snapshots(collector, loader), lw.SWAG.from_snapshots(collector, loader[:1])):
+        assert posterior.predict(x).probs.shape == posterior.predict(x, via=lw.MonteCarlo(4)).probs.shape
+        close(posterior.latent(x).variance[:, 0], torch.full_like(model(x)[:, 0], 0.5 * (0.02 / 3 + 0.0125)))
+
+
+VALIDATED = (lw.MeanField(steps=3), lw.VaLLA(4), lw.SampledLLA(8), lw.SubsetOfData(3), lw.OptimalSubspace(4, rows=9))
 
 
 @pytest.mark.parametrize("method", VALIDATED)
