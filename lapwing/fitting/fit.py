@@ -161,11 +161,6 @@ def fit(
     chosen = default_fit(model, inputs, likelihood, forward, memory, runner.count) if is_default else None
     method, tangent = chosen or (method, Tangent.survey(model, inputs, params, forward, memory, targets=targets))
     positions = tangent.positions
-    if positions is not None and not method.takes_positions:
-        raise LapwingError(
-            f"The outputs of {type(model).__name__} have positions, {positions.count} for each sample of the first "
-            f"batch, and {type(method).__name__} does not take them. Write lw.fit(model, loader, lw.KFAC())."
-        )
     drawn = runner.shown()
     check_room(method, Outline.of(tangent, inputs, drawn or batches.size(inputs)))
     if likelihood.activation is not None:

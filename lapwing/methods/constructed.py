@@ -23,6 +23,7 @@ from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.prior import Prior
 from ..tangent import Tangent, join
+from .passes import Batch
 from .state import DataSummary
 
 
@@ -91,15 +92,14 @@ def constructed(
     check_progress(progress)
     inputs, targets = batches.split(first)
     likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
-    tangent = Tangent.survey(model, inputs, lambda name, _: name in names, forward, memory)
+    tangent = Tangent.survey(model, inputs, lambda name, _: name in names, forward, memory, targets=targets)
     summary = DataSummary()
     bar = tqdm(loader, "likelihood", disable=not shows_bar(progress), leave=False)
     for inputs, targets in checked_batches(tangent.model, bar):
-        outputs = tangent.outputs_of(inputs)
-        batches.check_outputs(outputs, "these inputs")
+        rows = Batch(tangent, inputs, targets, summary.samples).rows()
         if not summary.samples:
-            check_logits(likelihood, outputs, next(tangent.model.parameters()).dtype)
-        summary.add(likelihood, outputs, targets)
+            check_logits(likelihood, rows["outputs"], next(tangent.model.parameters()).dtype)
+        summary.add(likelihood, **rows)
     if not summary.samples:
         raise other_size(0, f"to {method.partition('(')[0]}", None)
     noise_fixed = not likelihood.needs_noise

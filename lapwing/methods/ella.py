@@ -70,6 +70,6 @@ class ELLA(Method):
 
     def cost(self, outline: Outline) -> Cost:
         """Returns the cost of the rows' span and of the curvature on it."""
-        pairs = outline.samples * (outline.tangent.outputs if self.sampling == "uniform" else 1)
+        pairs = outline.samples * (outline.tangent.width if self.sampling == "uniform" else 1)
         count = pairs if self.rows == "all" else min(self.rows, pairs)
         return on_rows_cost(outline, count, self.rank, self.residual)

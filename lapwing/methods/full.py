@@ -72,7 +72,8 @@ class Full(Method):
         """Returns the cost of all rows, and of the eigenpairs of their sum of squares or of their singular vectors."""
         size, rows = outline.tangent.size, outline.samples * outline.columns
         fit, predict = outline.over_data(Layer.rows, DOUBLE), outline.prediction(Layer.rows, DOUBLE)
-        if self.form == "primal" or (self.form == "auto" and rows >= size):
+        at_positions = outline.tangent.positions is not None
+        if at_positions or self.form == "primal" or (self.form == "auto" and rows >= size):
             kept = outline.stored(DenseCovariance, {})
             fit += Work(products=DOUBLE / 2 * outline.columns * size**2) + outline.decomposed(EIGEN * size**3)
             predict += Work(products=DOUBLE * outline.tangent.outputs * size**2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from ..covariance.dense import cut
 from ..errors import LapwingError, check_choice, check_count, is_one_of, shown
 from ..network import batches
 from ..tangent import Anchors, Vectors
+from ..tangent.anchors import output_width
 from .cost import DOUBLE, EIGEN, WORKSPACE, Cost, Layer, Outline, Work
 from .kfac import KFAC
 from .passes import Method, Pass, Passes, prior_covariance
@@ -35,7 +36,7 @@ class OptimalSubspace(Method):
         curvature: Ψ_approx: a method such as `KFAC()`, `EKFAC()`, `Diagonal()` or `Full()`, or "prior" for `δ⁻¹I`, with
             which the directions are those of ELLA.
         rows: about how many rows of J make the subset: inputs with all their outputs, at least one; "all" takes every
-            input.
+            input. Of outputs with positions an input is one position of one.
         residual: None, or "prior" to keep the prior in the directions outside.
         at: inputs X' to use in place of a subset of the training data.
 
@@ -52,8 +53,6 @@ class OptimalSubspace(Method):
         >>> lw.OptimalSubspace(rank=10, curvature=lw.Diagonal()).rows
         1000
     """
-
-    takes_positions: ClassVar[bool] = False
 
     rank: int = 20
     curvature: Method | Literal["prior"] = KFAC()  # noqa: RUF009 (frozen)
@@ -84,12 +83,13 @@ class OptimalSubspace(Method):
 
     def cost(self, outline: Outline) -> Cost | None:
         """Returns the cost of Ψ_approx, of its products with the rows and their Gram matrix, and of the curvature."""
-        tangent, size, width = outline.tangent, outline.tangent.size, outline.tangent.outputs
+        tangent, size, outputs = outline.tangent, outline.tangent.size, outline.tangent.outputs
         first = self.curvature.cost(outline) if isinstance(self.curvature, Method) else Cost(Work(), Work(), 0, 0)
         if first is None:
             return None
-        inputs = outline.samples if self.rows == "all" else min(outline.samples, max(1, self.rows // width))
-        count = width * (inputs if self.at is None else batches.size(self.at))
+        count = tangent.width * (outline.samples if self.at is None else batches.size(self.at))
+        if self.at is None and self.rows != "all":
+            count = min(count, outputs * max(1, self.rows // outputs))
         cost = on_rows_cost(outline, min(self.rank, count), self.rank, self.residual)  # its pass, and what is kept
         fits = 2 * count * size * 8 <= tangent.memory
         again = 1.0 if fits else 1 + count / max(1, tangent.chunk_length(1, tangent.dtype, 4 * size))
@@ -111,12 +111,16 @@ class OptimalSubspace(Method):
                     "OptimalSubspace(at=...) needs one batch of inputs, without targets and with at least one sample, "
                     f"not {batches.describe(self.at)}. Write at=x."
                 )
-            samples = torch.arange(count).repeat_interleave(width)
-            return Anchors(problem.tangent, (self.at,), samples, torch.arange(width).repeat(count))
-        total = problem.count()
+            every = output_width(problem.tangent, self.at)
+            samples = torch.arange(count).repeat_interleave(every)
+            return Anchors(problem.tangent, (self.at,), samples, torch.arange(every).repeat(count))
+        places = problem.tangent.width // width  # positions of an input, each of which is one to choose
+        total = problem.count() * places
         count = total if self.rows == "all" else min(total, max(1, self.rows // width))
         chosen = choose(total, count, problem.generator()).sort().values
-        return (yield from anchors_at(problem, chosen.repeat_interleave(width), torch.arange(width).repeat(count)))
+        outputs = (chosen % places * width)[:, None] + torch.arange(width)
+        samples = (chosen // places).repeat_interleave(width)
+        return (yield from anchors_at(problem, samples, outputs.flatten(), self.rows == "all"))
 
     def directions(self, problem: Problem, anchors: Anchors, approximate: Covariance | None) -> dict[str, Tensor]:
         """Returns `λ^(-1/2) U_sᵀ J Ψ_approx`, from rows in memory if they fit, else written out chunk by chunk.

@@ -300,8 +300,6 @@ class Method(ABC):
 
     treats_last_layer: ClassVar[bool] = False
     """Whether `lw.fit` treats the last layer in place of everything where `params` is None."""
-    takes_positions: ClassVar[bool] = True
-    """Whether the method takes outputs with positions: those that go by `Batch.records` alone do."""
 
     @abstractmethod
     def passes(self, problem: Problem) -> Passes:

@@ -56,9 +56,9 @@ class FisherRoot:
         """Returns the root at outputs (B, C), or (B, T C)."""
         count = outputs.shape[1] // self._outputs
         if count == 1:
-            return self._root(outputs, self.exact)
+            return self._root(outputs, not self.samples(outputs))
         rows, shape = outputs.reshape(-1, self._outputs), (len(outputs), count, self._outputs)
-        if outputs.shape[1] > EXACT_FISHER_OUTPUTS:
+        if self.samples(outputs):
             columns = torch.cat([self._root(rows, False) for _ in range(self.draws)], -1) / self.draws**0.5
             return columns.unflatten(0, shape[:2]).flatten(1, 2)
         each = self._root(rows, True).unflatten(0, shape[:2])  # (B, T, C, R)
@@ -66,6 +66,10 @@ class FisherRoot:
         places = torch.arange(count, device=each.device)
         whole[:, places, :, places] = each.transpose(0, 1)
         return whole.flatten(3).flatten(1, 2)
+
+    def samples(self, outputs: Tensor) -> bool:
+        """Whether the root at outputs (B, C), or (B, T C), is drawn."""
+        return outputs.shape[1] > EXACT_FISHER_OUTPUTS
 
     def _root(self, outputs: Tensor, exact: bool) -> Tensor:
         """Returns the likelihood's root at outputs (B, C)."""

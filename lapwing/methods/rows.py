@@ -104,10 +104,15 @@ def sampled_anchors(problem: Problem, rows: int | Literal["all"], sampling: Samp
     return _anchors(problem, chosen, state, samples, outputs, rows == "all")
 
 
-def anchors_at(problem: Problem, samples: Tensor, outputs: Tensor) -> Generator[Pass, Any, Anchors]:
-    """Yields the pass that collects samples by their place in the loader; returns anchors at (sample, output) pairs."""
+def anchors_at(
+    problem: Problem, samples: Tensor, outputs: Tensor, every: bool = False
+) -> Generator[Pass, Any, Anchors]:
+    """Yields the pass that collects samples by their place in the loader; returns anchors at (sample, output) pairs.
+
+    Where these are all pairs, `every`, and outputs have positions, they are so for samples with more positions too.
+    """
     chosen = _ChosenInputs(samples.unique(), problem.tangent.plan.shared)
-    return _anchors(problem, chosen, (yield chosen), samples, outputs, False)
+    return _anchors(problem, chosen, (yield chosen), samples, outputs, every)
 
 
 def _anchors(
@@ -136,8 +141,7 @@ def choose_rows(problem: Problem, rows: int | Literal["all"], sampling: Sampling
     Raises:
         LapwingError: for targets that are no class labels, where they are needed.
     """
-    generator, width, positions = problem.generator(), problem.tangent.outputs, problem.tangent.positions
-    width = width if positions is None else width * positions.count
+    generator, width = problem.generator(), problem.tangent.width
     labels = problem.labels()
     if rows == "all" or sampling == "uniform":
         total = len(labels) * width

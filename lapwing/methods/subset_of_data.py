@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -49,8 +49,6 @@ class SubsetOfData(Method):
         SubsetOfData(size=500, sampling='uniform', rescale=False)
     """
 
-    takes_positions: ClassVar[bool] = False
-
     size: int = 500
     sampling: Literal["uniform", "balanced"] = "uniform"
     rescale: bool = False
@@ -77,7 +75,8 @@ class SubsetOfData(Method):
         )
         method = self._exact(small.tangent, len(places), small.root.columns)
         if isinstance(method, ELLA):
-            needed, what = 16 * method.rank**2, f"the Gram matrix of {method.rank} rows"
+            rows = len(places) * small.tangent.width
+            needed, what = 16 * rows**2, f"the Gram matrix of {rows} rows"
             problem.require(f"SubsetOfData(size={len(places)})", needed, what, "ask for a smaller size")
         passes = method.passes(small)
         state: State | None = None
@@ -105,10 +104,11 @@ class SubsetOfData(Method):
 
     def _exact(self, tangent: Tangent, points: int, columns: int) -> Full | ELLA:
         """Returns the method that gives the exact posterior of the points within the memory budget."""
-        rows, size = points * columns, tangent.size
-        if (24 * size**2 if rows >= size else 16 * rows * size) <= tangent.memory:
+        rows, size, at_positions = points * columns, tangent.size, tangent.positions is not None
+        if (24 * size**2 if rows >= size or at_positions else 16 * rows * size) <= tangent.memory:
             return Full()
-        return ELLA(rank=points * tangent.outputs, rows="all", residual="prior")
+        rank = size if at_positions else points * tangent.outputs  # later inputs may have more positions
+        return ELLA(rank=rank, rows="all", residual="prior")
 
 
 def chosen_places(total: int, count: int, generator: torch.Generator, labels: Tensor | None) -> Tensor:
@@ -164,4 +164,4 @@ class _OnSubset(SumPass[SubsetState]):
         part = batch.take(rows, first)
         self._inner.update(state.inner, part)
         state.labels[first:stop] = class_labels(part.inputs, part.targets)
-        state.summary.add(self._likelihood, part.outputs(), part.targets, part.weights)
+        state.summary.add(self._likelihood, **part.rows())

@@ -46,7 +46,7 @@ def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Res
         rank: at most this many directions.
         residual: of the covariance that they are for.
     """
-    tangent, dtype = problem.tangent, record_dtype(problem, residual)
+    tangent, dtype, rank = problem.tangent, record_dtype(problem, residual), min(rank, len(anchors))
     ratios = problem.precision / problem.precision[0]
     if _fit(len(anchors), tangent.size, dtype, tangent.memory):
         root = expand(tangent.blocks, ratios).rsqrt().to(dtype)
@@ -57,7 +57,7 @@ def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Res
     needed = 16 * len(anchors) ** 2
     problem.require(f"The span of {len(anchors)} rows of J", needed, "their Gram matrix", "ask for fewer rows")
     precise = torch.float64 if not explicit else dtype
-    coefficients = leading_of(lambda dtype: anchors.gram(scales, dtype), min(rank, len(anchors)), precise)
+    coefficients = leading_of(lambda dtype: anchors.gram(scales, dtype), rank, precise)
     if not explicit:
         return ImplicitBasis(anchors, coefficients, scales)
     fits = rank * tangent.size * torch.float64.itemsize <= tangent.memory

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..errors import LapwingError
+from ..likelihoods import apply_weights
 from .passes import Batch, FitResult, Method, Passes, SumPass
 from .problem import Problem
 from .state import State
@@ -45,8 +46,6 @@ class TemperatureScaling(Method):
         >>> torch.allclose(scaled.predict(x).probs, (model(x) / scaled.logit_temperature).softmax(-1), atol=1e-6)
         True
     """
-
-    takes_positions: ClassVar[bool] = False
 
     treats_last_layer: ClassVar[bool] = True
 
@@ -100,8 +99,9 @@ class _Scores(SumPass[LogLikelihoods]):
         return LogLikelihoods(torch.zeros_like(TEMPERATURES))
 
     def update(self, state: LogLikelihoods, batch: Batch) -> None:
-        outputs, targets = batch.outputs(), batch.targets
+        rows = batch.rows()
+        outputs, targets, weights = rows["outputs"], rows["targets"], rows["weights"]
         self._likelihood.check(outputs, targets)
         for k, exponent in enumerate(TEMPERATURES.tolist()):
             logs = self._likelihood.log_prob(outputs / 10**exponent, targets).double()
-            state.sums[k] += batch.weighted(logs).sum().cpu()
+            state.sums[k] += (logs if weights is None else apply_weights(logs, weights)).sum().cpu()

@@ -26,6 +26,34 @@ GRAPH = 5
 """A differentiable record may need so many times the memory of a plain one, for its graph and a contraction's."""
 
 
+class PickedPositions(NamedTuple):
+    """Cotangents (B, T C, S C) that pick the C outputs of S positions of each sample, made when a chunk is run.
+
+    Attributes:
+        picked: (B, S).
+        outputs: C.
+    """
+
+    picked: Tensor
+    outputs: int
+
+    @property
+    def columns(self) -> int:
+        """S C."""
+        return self.picked.shape[1] * self.outputs
+
+    def of(self, part: slice) -> Callable[[Tensor], Tensor]:
+        """Returns those of a chunk, as a function of its outputs (B, T C)."""
+
+        def pick(outputs: Tensor) -> Tensor:
+            each = torch.arange(self.outputs, device=self.picked.device)
+            places = (self.picked[part, :, None] * self.outputs + each).flatten(1).to(outputs.device)
+            u = torch.zeros(*outputs.shape, self.columns, dtype=outputs.dtype, device=outputs.device)
+            return u.scatter_(1, places[:, None], 1.0)
+
+        return pick
+
+
 class Kernel(NamedTuple):
     """Blocks of the NTK `κ = Σ_b w_b J_b J_bᵀ`, float64.
 
@@ -42,7 +70,7 @@ class Kernel(NamedTuple):
     outputs: Tensor
 
 
-def kernel(anchors: Anchors, weights: Weights, inputs: Any, cotangents: Cotangents = None) -> Kernel:
+def kernel(anchors: Anchors, weights: Weights, inputs: Any, cotangents: Cotangents | PickedPositions = None) -> Kernel:
     """Returns the NTK's blocks of a batch and anchors, differentiable where the anchors' inputs require gradients.
 
     Args:
@@ -50,7 +78,7 @@ def kernel(anchors: Anchors, weights: Weights, inputs: Any, cotangents: Cotangen
         weights: w, one a block.
         inputs: B samples, checked or not.
         cotangents: R as a function of the outputs, such as a root of Λ, of which the blocks are then; None for the C
-            outputs themselves. A function is called once for each chunk.
+            outputs themselves. A function is called once for each chunk. Of outputs with positions those of some.
 
     Cost: one forward pass a sample and an anchor, R backward passes a sample and one an anchor; for gradients about
     five passes more an anchor. Where chunks do not fit the budget, those of the anchors again for each of the batch.
@@ -74,12 +102,14 @@ def _anchor_chunks(anchors: Anchors, scratch: int) -> _Chunks:
     return _chunks(anchors.tangent, anchors.requests(torch.float64, scratch, share=2))
 
 
-def _batch_chunks(tangent: Tangent, inputs: Any, cotangents: Cotangents, scratch: int) -> _Chunks:
+def _batch_chunks(tangent: Tangent, inputs: Any, cotangents: Cotangents | PickedPositions, scratch: int) -> _Chunks:
     """Cuts samples into chunks that fit half the budget with `scratch` numbers a row; places are slices."""
     drawn = cotangents.shape[-1] if isinstance(cotangents, Tensor) else tangent.outputs
     columns: int = getattr(cotangents, "columns", drawn)
     length = max(1, tangent.chunk_length(columns, torch.float64, columns * scratch) // 2)
     chunks = tangent.check(inputs).chunks(length)
+    if isinstance(cotangents, PickedPositions):
+        return _chunks(tangent, ((part, chunk, cotangents.of(part)) for part, chunk in chunks))
     if isinstance(cotangents, Tensor):
         return _chunks(tangent, ((part, chunk, cotangents[part]) for part, chunk in chunks))
     return _chunks(tangent, ((part, chunk, cotangents) for part, chunk in chunks))
@@ -90,7 +120,12 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchors: Anchors, weights: Weights, inputs: Any, cotangents: Cotangents, *moving: Tensor
+        ctx: Any,
+        anchors: Anchors,
+        weights: Weights,
+        inputs: Any,
+        cotangents: Cotangents | PickedPositions,
+        *moving: Tensor,
     ) -> tuple[Tensor, ...]:
         drawn: list[Tensor] = []
 

@@ -205,6 +205,11 @@ class Tangent:
         """Where the outputs have positions, None where they are a matrix (B, C)."""
         return self.forward if isinstance(self.forward, Positions) else None
 
+    @property
+    def width(self) -> int:
+        """How many outputs an input of the first batch has: C, or T C."""
+        return self.outputs * (1 if self.positions is None else self.positions.count)
+
     @cached_property
     def treats_output_alone(self) -> bool:
         """Whether the layer that gives the outputs is all that is treated: its rows need no backward pass."""

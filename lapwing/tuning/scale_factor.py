@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import SelectedLatent
+from ..covariance.positions import LatentAtPositions
 from ..errors import LapwingError, check_choice
 from ..likelihoods import LaplaceBridge, Link
 from ..network import batches
@@ -87,18 +88,12 @@ def scale_factor(
             f"{batches.describe(posterior)} and {batches.describe(loader)}. Write "
             "lw.scale_factor(posterior, [(x_val, y_val)])."
         )
-    if posterior.tangent.positions is not None:
-        raise LapwingError(
-            "The outputs have positions, which lw.scale_factor does not take. Predict with via=lw.Linearized(), which "
-            "needs no scale factor."
-        )
     check_choice("lw.scale_factor", "by", by, ("validation", "evidence"))
     check_grid("scale_factor", decades, points)
     expected, likelihood = by == "evidence", posterior.likelihood
     trace, size = _divergence(posterior) if expected else (0.0, 0.0)
     with torch.no_grad():
-        kept = _latents(posterior, loader, via, link, expected)
-        count = sum(len(latent.mean) for latent, _ in kept)
+        kept, count = _latents(posterior, loader, via, link, expected)
 
         def score(exponent: float) -> float:
             factor, total = 10**exponent, 0.0
@@ -126,12 +121,19 @@ def scale_factor(
 
 def _latents(
     posterior: Posterior, loader: Iterable[Any], via: Way, link: Link | None, expected: bool
-) -> list[tuple[Any, Tensor]]:
-    """Returns latents and targets of a loader: with all moments for expectations, else with what the link reads."""
+) -> tuple[list[tuple[Any, Tensor]], int]:
+    """Returns latents and targets of a loader, those of positions as rows, and how many inputs it shows.
+
+    Latents have all moments for expectations, else what the link reads.
+    """
     kept: list[tuple[Any, Tensor]] = []
+    count = 0
     for batch in loader:
         inputs, targets = batches.split(batch, posterior.tangent.device)
         latent: Any = posterior.latent(inputs, via)
+        count += len(latent.mean)
+        if isinstance(latent, LatentAtPositions):
+            latent, targets = latent.rows, latent.places.targets(targets, latent.rows.mean.shape[-1])
         if isinstance(latent, SelectedLatent):
             raise LapwingError(
                 f"lw.scale_factor compares all outputs with the targets, and via={via} selects some. Choose the factor "
@@ -152,7 +154,7 @@ def _latents(
         raise LapwingError(
             "The loader of lw.scale_factor shows no sample. Write lw.scale_factor(posterior, [(x_val, y_val)])."
         )
-    return kept
+    return kept, count
 
 
 def _divergence(posterior: Posterior) -> tuple[float, float]:

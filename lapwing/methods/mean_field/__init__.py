@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,8 +69,6 @@ class MeanField(Method):
         >>> posterior.predict(x, via=lw.MonteCarlo(20)).probs.shape
         torch.Size([64, 3])
     """
-
-    takes_positions: ClassVar[bool] = False
 
     steps: int = 300
     learning_rate: float = 1e-4

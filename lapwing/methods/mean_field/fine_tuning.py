@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...errors import LapwingError
 from ...jacobian.layers import READERS, BatchAxis
+from ...likelihoods import apply_weights
 from ...network import batches, recurrent
 from ...network.eager import EagerMode, swapped
 from ...tangent import Tangent, split
@@ -123,31 +124,37 @@ class FineTuning(IteratePass[Descent]):
         gradients = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
         for value in state.kept.values():
             value *= NOISE_DECAY
-        fit = 0.0
-        for rows, inputs in batches.chunks(batch.inputs, tangent.chunk_length(1)):
-            targets = batch.targets[rows]
+        fit, places, all_targets, all_weights = 0.0, 1, batch.targets, batch.weights
+        if tangent.positions is not None:
+            every = batch.rows()
+            all_targets, all_weights = every["targets"], every["weights"]
+            places = len(every["outputs"]) // every["samples"]
+        for part, inputs in batches.chunks(batch.inputs, tangent.chunk_length(1)):
+            here = slice(part.start * places, part.stop * places)  # positions of these samples
+            targets, weights = all_targets[here], None if all_weights is None else all_weights[here]
             with torch.enable_grad():
                 means, stds = self._in_model(leaves["mean"]), self._in_model(leaves["log_std"].exp())
                 outputs = drawn_outputs(tangent, inputs, means, stds, self._axes, generator)
                 if not bool(outputs.isfinite().all()):
                     raise self._diverged("The outputs", state.taken)
-                likelihood.check(outputs, targets)
+                rows = outputs.reshape(-1, tangent.outputs)
+                likelihood.check(rows, targets)
                 known = likelihood
                 if likelihood.needs_noise:  # the best σ² so far, this chunk included
                     summary = DataSummary(statistics=state.kept)
-                    summary.add(
-                        likelihood, outputs.detach(), targets, None if batch.weights is None else batch.weights[rows]
-                    )
+                    summary.add(likelihood, rows.detach(), targets, weights)
                     noise = self.noise_variance(state)
                     if noise is not None and not math.isfinite(noise):
                         raise self._diverged("The squared residuals", state.taken)
                     known = likelihood.with_noise_variance(noise or 1.0)
-                value = batch.weighted(known.log_prob(outputs, targets), rows).sum()
+                logs = known.log_prob(rows, targets)
+                value = (logs if weights is None else apply_weights(logs, weights)).sum()
                 parts = torch.autograd.grad(value, list(leaves.values()))
-            for total, part in zip(gradients.values(), parts, strict=True):
-                total += part
+            for total, gradient in zip(gradients.values(), parts, strict=True):
+                total += gradient
             fit += float(value.detach())
-            batch.note(outputs.detach().to(tangent.dtype), rows)
+            if tangent.positions is None:
+                batch.note(outputs.detach().to(tangent.dtype), part)
         return fit, gradients
 
     def _diverged(self, what: str, taken: int) -> LapwingError:

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Generator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -86,8 +86,6 @@ class SampledLLA(Method):
         >>> bool(posterior.history["residuals"].max() < 0.01)
         True
     """
-
-    takes_positions: ClassVar[bool] = False
 
     draws: int = 32
     solver: ConjugateGradients | StochasticGradient = ConjugateGradients()  # noqa: RUF009 (frozen)
@@ -266,7 +264,7 @@ def _steps(problem: Problem, per_block: bool) -> _EvidenceSteps:
     """Returns what of the prior and the noise is open, where it begins."""
     noise = problem.noise_variance()
     weight = (problem.data_size or problem.count()) / problem.temperature  # N/τ
-    values, summary = float(problem.tangent.outputs), problem.summary()
+    values, summary = float(problem.tangent.width), problem.summary()
     if "count" in summary.statistics:  # of Gaussian targets, by their weights
         values = float(summary.statistics["count"]) / summary.samples
     return _EvidenceSteps(

@@ -6,15 +6,15 @@ G stands for the Hessian and a search along the step keeps the log joint from fa
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...likelihoods import Likelihood
-from ...tangent import Vectors
+from ...likelihoods import Likelihood, apply_weights
+from ...tangent import Record, Vectors
 from ..passes import Batch, Pass, SumPass
 from ..problem import Problem
 from ..state import BlockSums, State
@@ -80,9 +80,10 @@ class _Score(SumPass[BlockSums]):
         return BlockSums({name: torch.zeros_like(value) for name, value in self._offset.items()})
 
     def update(self, state: BlockSums, batch: Batch) -> None:
-        for part, record in batch.records():
+        for part, record in _records(batch):
             outputs = record.outputs + record.jvp(self._offset)[..., 0]
-            score = batch.weighted(self._likelihood.score(outputs, batch.targets[part]), part)[..., None]  # (B, C, 1)
+            score = _of_rows(batch, part, record, outputs, self._likelihood.score)
+            score = score.reshape_as(outputs)[..., None]  # (B, C, 1)
             if record.cotangents > 2:  # J m came by forward mode, without the backward passes of every output
                 record = batch.tangent.record(batch.checked.take(part), score)
                 score = torch.ones_like(score[:, :1])
@@ -110,9 +111,33 @@ class _Along(SumPass[AlongState]):
         return AlongState(self._problem.zeros(1 + len(LENGTHS), dtype=torch.float64))
 
     def update(self, state: AlongState, batch: Batch) -> None:
-        for part, record in batch.records():
+        for part, record in _records(batch):
             moved = record.jvp(self._both)  # (B, C, 2)
             for i, length in enumerate((0.0, *LENGTHS)):
                 outputs = record.outputs + moved[..., 0] + length * moved[..., 1]
-                log_prob = batch.weighted(self._likelihood.log_prob(outputs, batch.targets[part]), part)
+                log_prob = _of_rows(batch, part, record, outputs, self._likelihood.log_prob)
                 state.log_likelihood[i] += log_prob.double().sum()
+
+
+def _records(batch: Batch) -> Iterator[tuple[slice, Record]]:
+    """Yields records of all outputs of a batch's chunks, those with positions too."""
+    if batch.tangent.positions is None:
+        yield from batch.records()
+        return
+    for part, chunk in batch.checked.chunks(batch.tangent.chunk_length(2)):
+        yield part, batch.tangent.record(chunk)
+
+
+def _of_rows(
+    batch: Batch, part: slice, record: Record, outputs: Tensor, function: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Returns a function of outputs (N, C) and targets at a part's samples, or their positions, times their weights."""
+    positions, targets = batch.tangent.positions, batch.targets[part]
+    if positions is None:
+        return batch.weighted(function(outputs, targets), part)
+    assert record.sizes is not None
+    places = positions.places(len(outputs), record.sizes)
+    values = function(outputs.reshape(-1, positions.outputs), places.targets(targets, positions.outputs))
+    if batch.weights is None:
+        return values
+    return apply_weights(values, batch.weights[part].repeat_interleave(places.count))

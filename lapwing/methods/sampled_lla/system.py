@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -20,12 +21,17 @@ from ...covariance import PriorCovariance
 from ...errors import LapwingError
 from ...linalg import row_products, total
 from ...tangent import Record, Vectors
+from ...tangent.anchors import output_width
 from ..passes import Batch, Pass, SumPass
-from ..problem import Problem
+from ..problem import FisherRoot, Problem, root_columns
 from ..state import BlockSums
 
 NOISE, ROOT, PRIOR = range(3)
 """Streams of random numbers."""
+
+
+AT_ONCE = 256
+"""So many positions of a sample have their noise from one generator."""
 
 
 def generator_at(seed: int, position: int, stream: int) -> torch.Generator:
@@ -39,41 +45,63 @@ def generator_at(seed: int, position: int, stream: int) -> torch.Generator:
     return torch.Generator().manual_seed(bits ^ bits >> 16)
 
 
+def stream_of(sample: int, stream: int) -> int:
+    """Returns the stream of a sample whose positions have generators of their own."""
+    return stream + 3 * (sample + 1)
+
+
 class PositionedRoot:
     """The Fisher root R, the same at every pass: where it is sampled, each sample position has its own generator.
 
     Attributes:
         columns: R.
-        position: of the next sample.
     """
 
     def __init__(self, problem: Problem) -> None:
-        self._problem, self.position = problem, 0
+        self._problem, self._start, self._taken, self._places = problem, 0, 0, 1
         self.columns = problem.root.columns
-        sampled = problem.tangent.outputs > self.columns
-        self._marks = torch.full((problem.count(),), torch.nan, dtype=torch.float64) if sampled else None
+        self._spread = root_columns(problem.tangent)[1]
+        self._marks: Tensor | None = None
+
+    def begin(self, batch: Batch) -> None:
+        """Takes notice of a new batch."""
+        tangent = self._problem.tangent
+        self._start, self._taken = batch.start, 0
+        if tangent.positions is not None and tangent.positions.direct and not self._problem.root.exact:
+            self._places = output_width(tangent, batch.inputs) // tangent.outputs
 
     def __call__(self, outputs: Tensor) -> Tensor:
-        """Returns R (B, C, R) at the outputs (B, C) of the next B samples."""
+        """Returns R (B, C, R) at the outputs (B, C) of the next B samples, or of the next positions of samples."""
+        problem = self._problem
+        if not problem.root.samples(outputs):
+            return problem.root(outputs)
+        numbers = range(self._taken, self._taken + len(outputs))
+        self._taken = numbers.stop
         if self._marks is None:
-            return self._problem.root(outputs)
-        start, self.position = self.position, self.position + len(outputs)
-        self._check_order(outputs, self._marks[start : self.position])
+            self._marks = torch.full((problem.count(),), torch.nan, dtype=torch.float64)
+        firsts = slice(-numbers.start % self._places, None, self._places)  # the first position of each sample
+        first = self._start + -(-numbers.start // self._places)
+        self._check_order(outputs[firsts], self._marks[first : first + len(numbers[firsts])])
         columns = []
-        for i, output in enumerate(outputs):  # a generator on the device, seeded by the position's own
-            seed = torch.randint(2**62, (), generator=generator_at(self._problem.seed, start + i, ROOT))
+        for number, output in zip(numbers, outputs, strict=True):  # a generator on the device, seeded by another
+            sample, place = self._start + number // self._places, number % self._places
+            where = (sample, ROOT) if self._places == 1 else (place, stream_of(sample, ROOT))
+            seed = torch.randint(2**62, (), generator=generator_at(problem.seed, *where))
             generator = torch.Generator(outputs.device).manual_seed(int(seed))
-            columns.append(self._problem.likelihood.sampled_fisher_root(output[None], generator))
+            root = FisherRoot(problem.likelihood, problem.tangent.outputs, generator, self._spread)
+            columns.append(root(output[None]))
         return torch.cat(columns)
 
     def _check_order(self, outputs: Tensor, before: Tensor) -> None:
         """Raises where another sample stands at a position than at the first pass; notes them there."""
+        if not len(outputs):
+            return
         now = outputs.double().mean(-1).cpu()
         moved = ~torch.isclose(now, before, rtol=0.01, atol=0.01 * float(now.abs().max())) & ~before.isnan()
         if moved.any():
             raise LapwingError(
                 f"The loader shows {int(moved.sum())} samples at other positions than in the first pass, and "
-                f"SampledLLA with {self._problem.tangent.outputs} outputs draws the Fisher information by position. "
+                f"SampledLLA with {self._problem.tangent.width} outputs draws the Fisher information by position. "
                 "Write DataLoader(..., shuffle=False)."
             )
         before.copy_(now)
@@ -88,19 +116,20 @@ class _Products(SumPass[BlockSums]):
         widest = max(block.matrix_shape[1] for block in tangent.blocks)
         self._held = 2 * count * (root.columns + widest)
         # half precision rounds forward and backward mode apart: both products then come from one record
-        self._either_mode = all(p.dtype == tangent.dtype for p in tangent.parameters.values())
+        same = all(p.dtype == tangent.dtype for p in tangent.parameters.values())
+        self._either_mode = same and (tangent.positions is None or not tangent.positions.direct)
 
     @abstractmethod
-    def cotangents(self, record: Record, start: int) -> Tensor:
-        """Returns u (B, R, S) of a record whose first sample has position `start`."""
+    def cotangents(self, record: Record, start: int, first: int) -> Tensor:
+        """Returns u (B, R, S) of a record, whose first row is row `first` of a batch that begins at sample `start`."""
 
     def init(self) -> BlockSums:
         return BlockSums(self._problem.block_zeros(self._count))
 
     def update(self, state: BlockSums, batch: Batch) -> None:
-        self._root.position = batch.start
+        self._root.begin(batch)
         for part, record in batch.records(self._root, scratch_per_sample=self._held):
-            u = self.cotangents(record, batch.start + part.start)
+            u = self.cotangents(record, batch.start, part.start)
             if self._either_mode and 2 * self._count < record.cotangents:
                 weighted = record.u @ u  # (B, C, S)
                 record = batch.tangent.record(batch.checked.take(part), weighted)
@@ -120,7 +149,7 @@ class CurvatureProducts(_Products):
         super().__init__(problem, root, len(next(iter(vectors.values()))))
         self._vectors = vectors
 
-    def cotangents(self, record: Record, start: int) -> Tensor:
+    def cotangents(self, record: Record, start: int, first: int) -> Tensor:
         """Returns `RᵀJ Z` (B, R, S)."""
         if self._either_mode:
             return record.jvp(self._vectors)
@@ -132,12 +161,25 @@ class DataNoise(_Products):
 
     label = "right-hand sides"
 
-    def cotangents(self, record: Record, start: int) -> Tensor:
+    def cotangents(self, record: Record, start: int, first: int) -> Tensor:
         """Returns ε (B, R, S), the same for a position whatever the batch it comes in."""
-        shape, seed = (record.cotangents, self._count), self._problem.seed
-        positions = range(start, start + record.samples)
-        noise = [torch.randn(shape, generator=generator_at(seed, n, NOISE), dtype=torch.float64) for n in positions]
-        return torch.stack(noise).to(self._problem.tangent.device, record.dtype)
+        shape, seed, tangent = (record.cotangents, self._count), self._problem.seed, self._problem.tangent
+        if tangent.positions is None or not tangent.positions.direct:
+            numbers = range(start + first, start + first + record.samples)
+            noise = [torch.randn(shape, generator=generator_at(seed, n, NOISE), dtype=torch.float64) for n in numbers]
+            return torch.stack(noise).to(tangent.device, record.dtype)
+        assert record.sizes is not None
+        noise, count, stop = [], prod(record.sizes), first + record.samples
+        while first < stop:  # a part of a sample, at most as far as one generator goes
+            sample, place = divmod(first, count)
+            block, skipped = divmod(place, AT_ONCE)
+            taken = min(AT_ONCE - skipped, count - place, stop - first)
+            generator = generator_at(seed, block, stream_of(start + sample, NOISE))
+            rows = min(AT_ONCE, count - place + skipped)
+            drawn = torch.randn((rows, *shape), generator=generator, dtype=torch.float64)
+            noise.append(drawn[skipped : skipped + taken].to(tangent.device, record.dtype))
+            first += taken
+        return torch.cat(noise)
 
 
 def prior_noise(problem: Problem, count: int) -> Iterator[tuple[str, Tensor]]:

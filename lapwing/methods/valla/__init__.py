@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 
@@ -124,8 +123,6 @@ class VaLLA(Method):
         torch.Size([64, 1])
     """
 
-    takes_positions: ClassVar[bool] = False
-
     inducing_points: int | InducingPoints = 100
     fit: VallaFit = field(default_factory=ClosedForm)
     initial: Initial = "kmeans"
@@ -153,10 +150,10 @@ class VaLLA(Method):
         if not isinstance(self.fit, (ClosedForm, NaturalGradient)):
             return None
         if isinstance(points, InducingPoints):
-            count = batches.size(points.inputs) * (outline.tangent.outputs if points.outputs is None else 1)
+            count = batches.size(points.inputs) * (outline.tangent.width if points.outputs is None else 1)
         else:
             pool = min(outline.samples, max(POOL, 20 * points))
-            count = min(points, pool * outline.tangent.outputs)
+            count = min(points, pool * outline.tangent.width)
         cost = on_rows_cost(outline, count, count, "prior")
         clusters = outline.once(STEPS * pool * count * outline.sample_numbers * (self.initial == "kmeans"))
         skipped = 0.0

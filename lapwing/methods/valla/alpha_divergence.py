@@ -24,6 +24,7 @@ from ..state import Descent
 from ..subspace import span_of_anchors
 from . import VallaFit
 from .moving_points import MovingSteps, divergence, initial_noise
+from .positions import Rows, picked_count, rows_at_positions
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ class AlphaSteps(MovingSteps):
 
     def step(self, state: Descent, batch: Batch, generator: torch.Generator) -> None:
         if not state.taken:
-            outputs, samples = self.problem.tangent.outputs, batches.size(batch.inputs)
+            tangent, samples = self.problem.tangent, batches.size(batch.inputs)
+            outputs = tangent.outputs * picked_count(tangent.width // tangent.outputs, tangent.outputs)
             self.problem.require(
                 f"AlphaDivergence with {outputs} outputs", 4 * 8 * samples * outputs**2,
                 f"the output covariances of {samples} samples and their gradients",
@@ -151,29 +153,36 @@ class AlphaSteps(MovingSteps):
         self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
     ) -> Tensor:
         problem = self.problem
-        blocks, factor = self._blocks(state, values, batch.checked)
-        problem.likelihood.check(blocks.outputs, batch.targets)
-        batch.note(blocks.outputs)
+        rows, factor = self._rows(state, values, batch, generator)
+        blocks = rows.blocks
         spread = self.check_finite(state, remaining(blocks, factor, values["root"].tril()))
         logs = problem.likelihood.log_power_mean(
             blocks.outputs.double(),
             spread,
-            batch.targets,
+            rows.targets,
             self._fit.alpha,
             self.noise_at(values),
             generator,
             self._link,
         )
-        logs = batch.weighted(logs)
-        return divergence(factor) - self.data_size / (len(logs) * problem.temperature) * logs.sum()
+        samples = batches.size(batch.inputs)
+        return divergence(factor) - self.data_size / (samples * problem.temperature) * rows.weighted(logs).sum()
 
-    def _blocks(self, state: Descent, values: Mapping[str, Tensor], inputs: Any) -> tuple[Kernel, Tensor]:
+    def _rows(
+        self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
+    ) -> tuple[Rows, Tensor]:
         """Returns the NTK's blocks with the prior, and the factor of `I + LᵀK_Z L`."""
-        unit, delta = kernel(self.anchors_at(values), self.weights, inputs), self.precision_at(values)
+        anchors, delta, likelihood = self.anchors_at(values), self.precision_at(values), self.problem.likelihood
+        if batch.tangent.positions is None:
+            rows = Rows(kernel(anchors, self.weights, batch.checked), batch.targets, batch.weights)
+            likelihood.check(rows.blocks.outputs, batch.targets)
+            batch.note(rows.blocks.outputs)
+        else:
+            rows = rows_at_positions(anchors, self.weights, batch, likelihood, generator)
+        unit, root = rows.blocks, values["root"].tril()
         blocks = Kernel(unit.inner / delta, unit.cross / delta, unit.within / delta, unit.outputs)
-        root = values["root"].tril()
         self.check_finite(state, root.T @ blocks.inner @ root)
-        return blocks, inner_factor(blocks.inner, root)
+        return rows._replace(blocks=blocks), inner_factor(blocks.inner, root)
 
     def converged(self, state: Descent) -> bool:
         """Whether the validation NLL has not improved for long enough."""
@@ -188,19 +197,23 @@ class AlphaSteps(MovingSteps):
         values, tangent, likelihood = state.values, self.problem.tangent, self.problem.likelihood
         noise = self.noise_at(values)
         likelihood = likelihood if noise is None else likelihood.with_noise_variance(float(noise))
-        logs = []
+        logs, counts = [], []
+        generator = self.problem.generator()  # the same positions at every evaluation
         for raw in self._fit.validation:
             inputs, targets = batches.split(raw, tangent.device)
-            blocks, factor = self._blocks(state, values, tangent.check(inputs, "the validation inputs"))
-            likelihood.check(blocks.outputs, targets)
-            spread = remaining(blocks, factor, values["root"].tril()).to(blocks.outputs.dtype)
-            logs.append(likelihood.predict(Latent(blocks.outputs, (DenseTerm(spread),))).log_prob(targets).double())
+            tangent.check(inputs, "the validation inputs")
+            batch = Batch(tangent, inputs, targets, 0, likelihood.labelled(targets))
+            rows, factor = self._rows(state, values, batch, generator)
+            spread = remaining(rows.blocks, factor, values["root"].tril()).to(rows.blocks.outputs.dtype)
+            latent = Latent(rows.blocks.outputs, (DenseTerm(spread),))
+            logs.append(rows.weighted(likelihood.predict(latent).log_prob(rows.targets).double()))
+            counts.append(rows.weighted(torch.ones_like(logs[-1])))
         if not logs:
             raise LapwingError(
                 "The validation loader of AlphaDivergence is without batches, or gives them only once. Pass held-out "
                 "batches that can be read at every evaluation: [(x_val, y_val)]."
             )
-        state.note(validation=-torch.cat(logs).mean())
+        state.note(validation=-torch.cat(logs).sum() / torch.cat(counts).sum())
         scores = state.history["validation"]
         if int(scores.argmin()) == len(scores) - 1:
             state.kept = {name: value.clone() for name, value in values.items()}

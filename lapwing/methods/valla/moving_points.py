@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...covariance import Covariance
 from ...errors import LapwingError, check_count, check_positive, shown
+from ...likelihoods import curvature_weights
 from ...linalg import cholesky
 from ...network import batches
 from ...tangent import Anchors
@@ -22,6 +23,7 @@ from ..problem import FisherRoot, Problem
 from ..state import Descent
 from . import ClosedForm, NaturalGradient, VallaFit
 from .points import POOL, movable
+from .positions import Rows, rows_at_positions
 
 EXPLODED = 1e3
 """An objective this many times its scale above the first one has diverged."""
@@ -239,15 +241,14 @@ class BoundSteps(MovingSteps):
         self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
     ) -> Tensor:
         problem, likelihood = self.problem, self.problem.likelihood
-        blocks = kernel(self.anchors_at(values), self.weights, batch.checked, WeightedRoot(problem.root, batch))
-        likelihood.check(blocks.outputs, batch.targets)
-        batch.note(blocks.outputs)
+        rows = self._rows(values, batch, generator)
+        blocks, targets = rows.blocks, rows.targets
         precision, noise = self.precision_at(values), self.noise_at(values)
         inner = self.check_finite(state, blocks.inner)
         eye = torch.eye(len(inner), dtype=inner.dtype, device=inner.device)
         root = cholesky(inner + JITTER * inner.detach().diagonal().mean() * eye)
         features = torch.linalg.solve_triangular(root, blocks.cross.flatten(0, 1).T, upper=False)  # (M, B R)
-        count = len(blocks.outputs)
+        count = batches.size(batch.inputs)
         recent = (features @ features.T).detach() / count
         h = state.kept.get("h", recent)  # of earlier batches: no sample explains itself
         unit = likelihood.curvature_scale if noise is None else 1 / noise
@@ -257,14 +258,29 @@ class BoundSteps(MovingSteps):
         spread = blocks.within.diagonal(dim1=-2, dim2=-1).sum() - features.square().sum() + shrunk.square().sum()
         outputs = blocks.outputs.double()
         if noise is None:
-            logs = likelihood.log_prob(outputs, batch.targets)
+            logs = likelihood.log_prob(outputs, targets)
         else:
             still = outputs.new_zeros(1, 1, 1).expand(*outputs.shape, outputs.shape[1])
-            logs = likelihood.log_power_mean(outputs, still, batch.targets, 0.0, noise)
-        logs = batch.weighted(logs).sum()
+            logs = likelihood.log_power_mean(outputs, still, targets, 0.0, noise)
+        logs = rows.weighted(logs).sum()
         state.kept["h"] = h.lerp(recent, max(1 / (state.taken + 1), FORGET, count / self.data_size))
         state.note(precision=precision)
         if noise is not None:
             state.note(noise_variance=noise)
         bound = weight / count * (logs - unit * spread / precision / 2) - divergence(factor)
         return precision * self.distance / 2 - bound
+
+    def _rows(self, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator) -> Rows:
+        """Returns the blocks of the Fisher root's columns at a batch, of which `features` are."""
+        root, likelihood, anchors = self.problem.root, self.problem.likelihood, self.anchors_at(values)
+        if batch.tangent.positions is None:
+            blocks = kernel(anchors, self.weights, batch.checked, WeightedRoot(root, batch))
+            likelihood.check(blocks.outputs, batch.targets)
+            batch.note(blocks.outputs)
+            return Rows(blocks, batch.targets, batch.weights)
+        rows = rows_at_positions(anchors, self.weights, batch, likelihood, generator)
+        blocks = rows.blocks
+        weights = curvature_weights(likelihood, blocks.outputs, rows.targets, rows.weights)
+        u = root(blocks.outputs).double()
+        u = u if weights is None else u * weights.sqrt().to(u.dtype)[..., None]
+        return rows._replace(blocks=blocks._replace(cross=u.mT @ blocks.cross, within=u.mT @ blocks.within @ u))

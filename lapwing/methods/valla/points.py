@@ -14,6 +14,7 @@ from torch import Tensor
 from ...errors import LapwingError
 from ...network import batches
 from ...tangent import Anchors
+from ...tangent.anchors import output_width
 from ..passes import Batch, Pass, SumPass
 from ..problem import Problem
 from ..rows import KeptInputs, choose, class_labels, rank_in_class
@@ -39,7 +40,8 @@ class InducingPoints:
 
     Args:
         inputs: a batch as the network takes it.
-        outputs: which output each is of, (M,) int64; None takes every output at every input, `M = B C`.
+        outputs: which output each is of, (M,) int64; None takes every output at every input, `M = B C`. Of outputs with
+            positions, output `t C + c` is output c of position t.
 
     Raises:
         LapwingError: for outputs of another shape or dtype.
@@ -122,14 +124,15 @@ def _of_user(problem: Problem, points: InducingPoints) -> Anchors:
     leaves, nest = batches.flatten(batches.plain(points.inputs, tangent.device))
     inputs = batches.unflatten((leaf.detach().clone() for leaf in leaves), nest)  # fits move them in place
     tangent.check(inputs, "the inducing points")
-    count = len(tangent.outputs_of(inputs))
+    every = tangent.outputs_of(inputs)
+    count, width = len(every), every[0].numel()
     if outputs is None:
-        samples = torch.arange(count).repeat_interleave(tangent.outputs)
-        return Anchors(tangent, (inputs,), samples, torch.arange(tangent.outputs).repeat(count))
-    if int(outputs.min()) < 0 or int(outputs.max()) >= tangent.outputs:
+        samples, each = torch.arange(count).repeat_interleave(width), torch.arange(width).repeat(count)
+        return Anchors(tangent, (inputs,), samples, each)
+    if int(outputs.min()) < 0 or int(outputs.max()) >= width:
         raise LapwingError(
             f"The inducing points name outputs {int(outputs.min())} to {int(outputs.max())}, and the network has "
-            f"outputs 0 to {tangent.outputs - 1}. Name one of these, or leave outputs out to take every one."
+            f"outputs 0 to {width - 1}. Name one of these, or leave outputs out to take every one."
         )
     return Anchors(tangent, (inputs,), torch.arange(count), outputs.cpu().long())
 
@@ -187,6 +190,8 @@ def balanced_shares(available: list[int], wanted: int) -> list[int]:
 def _pairs(problem: Problem, inputs: tuple[Any, ...], picked: Tensor, labels: Tensor, wanted: int) -> Anchors:
     """Returns M different pairs of picked inputs and outputs: that of its class first, then the next.
 
+    Of outputs with positions they are drawn, as evenly over the inputs as their numbers of outputs allow.
+
     Args:
         problem: for the network.
         inputs: groups of samples.
@@ -194,6 +199,12 @@ def _pairs(problem: Problem, inputs: tuple[Any, ...], picked: Tensor, labels: Te
         labels: their classes (U,).
         wanted: M; at most U C there are.
     """
+    if problem.tangent.positions is not None:
+        every = [torch.full((batches.size(group),), output_width(problem.tangent, group)) for group in inputs]
+        generator, available = problem.generator(), torch.cat(every)[picked].tolist()
+        shares = balanced_shares(available, wanted)
+        drawn = [choose(width, share, generator) for width, share in zip(available, shares, strict=True)]
+        return Anchors(problem.tangent, inputs, picked.repeat_interleave(torch.tensor(shares)), torch.cat(drawn))
     count, width = len(picked), problem.tangent.outputs
     numbers = torch.arange(min(wanted, count * width))
     first = (labels + rank_in_class(labels))[numbers % count]

@@ -1,0 +1,86 @@
+"""The mini-batches of moving points over outputs with positions: each position that counts is a row, or some are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...likelihoods import Likelihood, apply_weights
+from ...tangent import Anchors
+from ...tangent.anchors import Weights
+from ...tangent.inducing import Kernel, PickedPositions, kernel
+from ..passes import Batch
+
+SOME_OUTPUTS = 100
+"""A step takes so many outputs of an input, all of some positions, where it has more; of one position at least."""
+
+
+class Rows(NamedTuple):
+    """What an objective sums over: samples, or positions of samples.
+
+    Attributes:
+        blocks: of the NTK at N rows.
+        targets: of the rows.
+        weights: how often each row counts (N,); None for once.
+    """
+
+    blocks: Kernel
+    targets: Tensor
+    weights: Tensor | None
+
+    def weighted(self, values: Tensor) -> Tensor:
+        """Returns values (N,), each times its row's weight."""
+        return values if self.weights is None else apply_weights(values, self.weights)
+
+
+def picked_count(positions: int, outputs: int) -> int:
+    """Returns S, how many positions of an input a step takes: all T of them where `T C` is small."""
+    return positions if positions * outputs <= SOME_OUTPUTS else min(positions, max(1, SOME_OUTPUTS // outputs))
+
+
+def picked_positions(counted: Tensor, outputs: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Returns S positions of each input (B, S), drawn without repetition among those that count, and their weights.
+
+    A weight (B, S), float64, is the number of positions that one stands for: sums so weighted are unbiased.
+
+    Args:
+        counted: which positions count (B, T).
+        outputs: C.
+        generator: of the draw.
+    """
+    keys = torch.rand(counted.shape, generator=generator, device=generator.device).to(counted.device)
+    some = picked_count(counted.shape[1], outputs)
+    picked = torch.where(counted, keys, 2.0).topk(some, largest=False).indices
+    known = counted.sum(1, keepdim=True).double()
+    return picked, counted.gather(1, picked) * known / known.clamp(1, some)
+
+
+def rows_at_positions(
+    anchors: Anchors, weights: Weights, batch: Batch, likelihood: Likelihood, generator: torch.Generator
+) -> Rows:
+    """Returns the blocks at S positions of each input, each weighted by how many positions it stands for.
+
+    Args:
+        anchors: rows J̃ (M, P).
+        weights: w, one a block.
+        batch: of inputs.
+        likelihood: checks the targets.
+        generator: of the choice.
+    """
+    every, outputs = batch.rows(), batch.tangent.outputs
+    likelihood.check(every["outputs"], every["targets"])
+    samples, count = every["samples"], len(every["outputs"]) // every["samples"]
+    counted = torch.ones(samples, count, dtype=torch.bool) if batch.counted is None else batch.counted.flatten(1)
+    picked, repeats = picked_positions(counted.to(every["outputs"].device), outputs, generator)
+    repeats = repeats.flatten()
+    rows = (picked + count * torch.arange(samples, device=picked.device)[:, None]).flatten()
+    if every["weights"] is not None:
+        repeats = repeats * every["weights"][rows]
+    blocks = kernel(anchors, weights, batch.checked, PickedPositions(picked, outputs))
+    shape = picked.shape[1], outputs
+    within = blocks.within.unflatten(2, shape).unflatten(1, shape).diagonal(dim1=1, dim2=3).movedim(-1, 1)
+    cross = blocks.cross.unflatten(1, shape).flatten(0, 1)
+    at_rows = Kernel(blocks.inner, cross, within.flatten(0, 1), every["outputs"][rows])
+    return Rows(at_rows, every["targets"][rows], repeats)

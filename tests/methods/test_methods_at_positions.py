@@ -1,0 +1,452 @@
+"""Methods on outputs with positions, beside the curvature methods: dense oracles, and the same on single positions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import lapwing as lw
+from lapwing.jacobian.blocks import split
+from lapwing.methods import Batch, DataSummary, FisherRoot, Problem
+from lapwing.methods import problem as problem_module
+from lapwing.methods.problem import root_columns
+from lapwing.methods.sampled_lla import system as sampled_system
+from lapwing.methods.sampled_lla.linearised_mode import _Along, _Score
+from lapwing.methods.sampled_lla.system import CurvatureProducts, DataNoise, PositionedRoot
+from lapwing.methods.subset_of_data import chosen_places
+from lapwing.methods.valla import alpha_divergence, moving_points
+from lapwing.methods.valla import positions as valla_positions
+from lapwing.methods.valla.alpha_divergence import inner_factor
+from lapwing.methods.valla.moving_points import divergence
+from lapwing.posterior.prior import Prior
+from lapwing.tangent import Anchors, Tangent
+from tests import oracle
+from tests.conformance import close
+from tests.fitting.test_positions import CLASSES, F64, case, dense, jacobian, rows
+
+TREATED = (lw.last_layer, lw.everything)
+
+
+def names_of(posterior: lw.Posterior) -> list[str]:
+    return list(posterior.tangent.parameters)
+
+
+# --- VaLLA -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", TREATED)
+@pytest.mark.parametrize("name", ["transformer", "3x3"])
+def test_valla_of_every_position_is_full(name, params):
+    model, loader, x = case(name)
+    wanted = lw.fit(model, loader, lw.Full(), params=params, prior_precision=2.0).latent(x).covariance
+    for initial, fit in (("data", lw.ClosedForm()), ("kmeans", lw.NaturalGradient(steps=3))):
+        method = lw.VaLLA(1000, fit=fit, initial=initial)
+        close(lw.fit(model, loader, method, params=params, prior_precision=2.0).latent(x).covariance, wanted, 1e-6)
+
+
+@pytest.mark.parametrize("params", TREATED)
+def test_valla_at_given_positions_is_the_sparse_gaussian_process(params):
+    """`κ - κ_xZ (A⁻¹ + K)⁻¹ κ_Zx`, in weight space the posterior on the rows and the prior beside them."""
+    model, loader, x = case("3x3")
+    points = lw.InducingPoints(loader[0][0][[0, 0, 1, 2]], torch.tensor([1, 16, 35, 20]))
+    fitted = lw.fit(model, loader, lw.VaLLA(points), params=params, prior_precision=2.0)
+    names = names_of(fitted)
+    every = jacobian(model, points.inputs, names).unflatten(0, (4, -1)).flatten(1, 2)  # (4, T C, P)
+    J = every[torch.arange(4), points.outputs]
+    sigma = sparse_covariance(J, dense(model, loader, names))
+    close(fitted.latent(x).covariance.flatten(0, -3), oracle.output_covariance(jacobian(model, x, names), sigma), 1e-7)
+
+
+def sparse_covariance(J: Tensor, G: Tensor, delta: float = 2.0) -> Tensor:
+    """Return `(δI + J_ZᵀAJ_Z)⁻¹` with the optimal A."""
+    span = torch.linalg.pinv(J) @ J
+    return torch.linalg.inv(delta * torch.eye(len(G), dtype=F64) + span @ G @ span)
+
+
+def test_chosen_points_are_different_outputs_of_many_inputs():
+    model, loader, x = case("tagger")
+    fitted = lw.fit(model, loader, lw.VaLLA(9), prior_precision=1.0)
+    assert fitted.latent(x).variance.shape == model(x).shape
+    again = lw.fit(model, loader, lw.VaLLA(9), prior_precision=1.0)
+    assert torch.equal(again.latent(x).variance, fitted.latent(x).variance)
+    assert not torch.equal(
+        lw.fit(model, loader, lw.VaLLA(9), prior_precision=1.0, seed=1).latent(x).variance, fitted.latent(x).variance
+    )
+
+
+def problem_of(
+    model: torch.nn.Module, batch: tuple[Tensor, Tensor], params: Any = lw.everything, **options: Any
+) -> Problem:
+    x, y = batch
+    tangent = Tangent.survey(model, x, params, targets=y)
+    root = FisherRoot(lw.Categorical(), tangent.outputs, torch.Generator(), root_columns(tangent)[1])
+    prior, n = Prior.read(tangent, 2.0, 0.3), len(x)
+    return Problem(
+        tangent, lw.Categorical(), root, prior, True, 0, Tensor, lambda: n, lambda: DataSummary(n), **options
+    )
+
+
+@pytest.mark.parametrize("name", ["transformer", "3x3"])
+def test_the_bound_is_a_sum_over_positions_that_count(name):
+    """In weight space, `-[Σ log p - 1/2 tr(G Σ)] + KL`, with sample weights, temperature and data size."""
+    model, loader, _ = case(name)
+    (x, y), w = loader[0], torch.rand(len(loader[0][0]), dtype=F64) + 0.5
+    problem = problem_of(model, (x, y), temperature=2.0, data_size=10 * len(x))
+    tangent, factor = problem.tangent, 5.0
+    names = list(tangent.parameters)
+    outputs = torch.tensor([4, 5])
+    anchors = Anchors(tangent, (x[:2],), torch.arange(2), outputs)
+    steps = moving_points.BoundSteps(problem, anchors, 3, 0.1, None)
+    state, batch = steps.init(), Batch(tangent, x, y, 0, y != -100, w, lw.Categorical())
+    value = steps.objective(state, state.values, batch, torch.Generator())
+    J, f, labels = jacobian(model, x, names), rows(model(x).detach()), y.flatten()
+    each = w.repeat_interleave(y[0].numel()) * (labels != -100)
+    G = oracle.ggn(J, oracle.softmax_fisher(f) * each[:, None, None])
+    A = J.unflatten(0, (len(x), -1)).flatten(1, 2)[torch.arange(2), outputs]
+    theta = oracle.flat_parameters(model, names)
+    span = torch.linalg.pinv(A) @ A
+    precision = 2 * torch.eye(len(theta), dtype=F64) + factor * span @ G @ span
+    q = torch.distributions.MultivariateNormal(theta, precision_matrix=precision)
+    p = torch.distributions.MultivariateNormal(torch.full_like(theta, 0.3), torch.eye(len(theta), dtype=F64) / 2)
+    logs = f.log_softmax(-1).gather(1, labels.clamp_min(0)[:, None])[:, 0]
+    expected = factor * ((logs * each).sum() - (G @ torch.linalg.inv(precision)).trace() / 2)
+    close(value.detach(), torch.distributions.kl_divergence(q, p) - expected, 1e-6)
+
+
+def test_the_divergence_is_a_sum_over_positions_that_count():
+    model, loader, _ = case("transformer")
+    x, y = loader[0]
+    problem = problem_of(model, (x, y), data_size=3 * len(x))
+    tangent = problem.tangent
+    names = list(tangent.parameters)
+    anchors = Anchors(tangent, (x[:2],), torch.arange(2), torch.tensor([4, 5]))
+    steps = alpha_divergence.AlphaSteps(lw.AlphaDivergence(), problem, anchors, None)
+    state = steps.init()
+    batch = Batch(tangent, x, y, 0, y != -100, None, lw.Categorical())
+    value = steps.objective(state, state.values, batch, torch.Generator())
+    J = jacobian(model, x, names)
+    A = J.unflatten(0, (len(x), -1)).flatten(1, 2)[torch.arange(2), anchors.outputs]
+    sigma = torch.linalg.inv(2 * torch.eye(A.shape[1], dtype=F64) + A.T @ A)  # L = I
+    latent = lw.fit(model, [(x, y)], lw.Full(), prior_precision=2.0).latent(x).rows
+    term = type(latent.terms[0])(oracle.output_covariance(J, sigma))
+    logs = lw.Categorical().predict(type(latent)(rows(model(x).detach()), (term,))).log_prob(y.flatten())
+    kl = divergence(inner_factor(A @ A.T / 2, torch.eye(2, dtype=F64)))
+    close(value.detach(), kl - 3 * logs[y.flatten() != -100].sum(), 1e-6)
+
+
+def test_positions_that_are_picked_stand_for_all_that_count():
+    generator = torch.Generator().manual_seed(0)
+    counted = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 0, 1], [0, 0, 0, 1, 0], [0, 0, 0, 0, 0]]).bool()
+    picked, repeats = valla_positions.picked_positions(counted, 20, generator)  # all
+    assert torch.equal(torch.zeros(4, 5, dtype=F64).scatter_(1, picked, repeats), counted.double())
+    total = torch.zeros(4, 5, dtype=F64)
+    for _ in range(1000):
+        picked, repeats = valla_positions.picked_positions(counted, 50, generator)  # two
+        assert picked.shape == (4, 2)
+        assert torch.equal(repeats.sum(1), counted.sum(1).double())
+        total.scatter_add_(1, picked, repeats)
+    assert (total / 1000 - counted.double()).abs().max() < 0.15
+
+
+@pytest.mark.parametrize("some", [100, 3])
+@pytest.mark.parametrize("fit", [lw.VariationalBound(steps=3), "alpha"])
+def test_moving_points_at_positions(fit, some, monkeypatch, tmp_path):
+    monkeypatch.setattr(valla_positions, "SOME_OUTPUTS", some)
+    model, loader, x = case("3x3")
+    if fit == "alpha":
+        fit = lw.AlphaDivergence(steps=3, validation=loader[1:], every=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for params in TREATED:
+        posterior = lw.fit(model, [loader[0], loader[0]], lw.VaLLA(4, fit=fit), params=params)
+        assert posterior.predict(x).probs.isfinite().all()
+        assert posterior.history["objective"].isfinite().all()
+    posterior.save(tmp_path / "posterior.safetensors")
+    again = lw.load(tmp_path / "posterior.safetensors", model)
+    close(again.latent(x).variance, posterior.latent(x).variance)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_steps_on_tokens_in_half_precision():
+    model, loader, x = case("tagger")
+    for fit in (lw.VariationalBound(steps=2), lw.AlphaDivergence(steps=2, learning_rate=1e-3), lw.NaturalGradient()):
+        posterior = lw.fit(model.to(torch.bfloat16), loader, lw.VaLLA(4, fit=fit))
+        assert posterior.predict(x).probs.isfinite().all()
+
+
+def test_moving_points_of_a_regression_over_maps():
+    model, loader, x = case("1x1")
+    data = [(x, torch.randn_like(model(x)).detach()) for x, _ in loader]
+    for fit in (lw.VariationalBound(steps=3), lw.AlphaDivergence(steps=3)):
+        posterior = lw.fit(model, data, lw.VaLLA(4, fit=fit, initial="data"))
+        assert posterior.noise_variance > 0
+        assert posterior.predict(x).std.shape == model(x).shape
+
+
+# --- sampled draws ---------------------------------------------------------------------------------------------------
+
+EXACT = lw.ConjugateGradients(tolerance=1e-10)
+
+
+@pytest.mark.parametrize("params", TREATED)
+@pytest.mark.parametrize("name", ["transformer", "3x3"])
+def test_products_with_the_curvature_are_the_dense_ones(name, params):
+    """One vector, by forward mode where that is less, and many."""
+    model, loader, _ = case(name)
+    problem = replace(problem_of(model, loader[0], params), count=lambda: sum(len(x) for x, _ in loader))
+    names = list(problem.tangent.parameters)
+    G, root, generator = dense(model, loader, names), PositionedRoot(problem), torch.Generator().manual_seed(0)
+    for count in (1, 40):
+        V = {b.name: torch.randn(count, b.size, generator=generator).to(F64) for b in problem.tangent.blocks}
+        step = CurvatureProducts(problem, root, V)
+        state, start = step.init(), 0
+        for x, y in loader:
+            step.update(state, Batch(problem.tangent, x, y, start, y != -100, likelihood=lw.Categorical()))
+            start += len(x)
+        parts = split(problem.tangent.blocks, V), split(problem.tangent.blocks, state.blocks)
+        vectors, products = (torch.cat([part[name].flatten(1) for name in names], -1) for part in parts)
+        close(products, vectors @ G, 1e-8)
+
+
+@pytest.mark.parametrize("params", TREATED)
+def test_draws_have_fulls_covariance_whatever_the_batches(params):
+    model, loader, x = case("transformer")
+    method, options = lw.SampledLLA(400, EXACT), {"params": params, "prior_precision": 2.0}
+    fitted = lw.fit(model, loader, method, **options)
+    full = lw.fit(model, loader, lw.Full(), **options).latent(x).covariance
+    assert (fitted.latent(x).covariance - full).norm() < 0.2 * full.norm()
+    some = [(x[:1], y[:1]) for x, y in loader] + [(x[1:], y[1:]) for x, y in loader]
+    some[1], some[2] = some[2], some[1]  # the same order
+    again = lw.fit(model, some, lw.SampledLLA(3, EXACT), **options)
+    close(again.latent(x).variance, lw.fit(model, loader, lw.SampledLLA(3, EXACT), **options).latent(x).variance, 1e-6)
+
+
+@pytest.mark.parametrize("params", TREATED)
+def test_a_sampled_root_is_the_same_at_every_pass(params, monkeypatch):
+    monkeypatch.setattr(problem_module, "EXACT_FISHER_OUTPUTS", 2)
+    model, loader, x = case("3x3")
+    method = lw.SampledLLA(30, lw.ConjugateGradients(tolerance=1e-9))
+    fitted = lw.fit(model, loader, method, params=params, prior_precision=2.0)
+    assert fitted.history["residuals"].max() <= 1e-9
+    again = lw.fit(model, loader, method, params=params, prior_precision=2.0)
+    close(again.latent(x).variance, fitted.latent(x).variance, 1e-6)
+    inputs, labels = torch.randn(9, 2, 3, 4, dtype=F64), torch.randint(CLASSES, (9, 3, 4))
+    shuffled = DataLoader(TensorDataset(inputs, labels), 3, shuffle=True)
+    with pytest.raises(lw.LapwingError, match="shuffle=False"):
+        lw.fit(model, shuffled, method, params=params, prior_precision=2.0)
+
+
+def test_noise_of_positions_is_the_same_wherever_chunks_end(monkeypatch):
+    monkeypatch.setattr(sampled_system, "AT_ONCE", 5)
+    model, loader, _ = case("1x1")
+    problem = problem_of(model, loader[0], lw.last_layer)
+    noise = DataNoise(problem, PositionedRoot(problem), 2)
+
+    def between(first: int, stop: int, start: int = 7) -> Tensor:
+        record: Any = SimpleNamespace(cotangents=3, samples=stop - first, sizes=(3, 4), dtype=F64)
+        return noise.cotangents(record, start, first)
+
+    whole = between(0, 36)
+    assert len(whole.unique()) == whole.numel() == 36 * 3 * 2
+    for ends in ((0, 12, 24, 36), (0, 1, 4, 5, 17, 30, 36)):
+        assert torch.equal(torch.cat([between(*pair) for pair in pairwise(ends)]), whole)
+    assert torch.equal(between(0, 12, 8), whole[12:24])
+
+
+@pytest.mark.parametrize("params", TREATED)
+def test_the_gradient_of_the_linearised_model_is_the_dense_one(params):
+    model, loader, _ = case("transformer")
+    x, y = loader[0]
+    problem, w = problem_of(model, (x, y), params), torch.rand(len(x), dtype=F64)
+    blocks, names = problem.tangent.blocks, list(problem.tangent.parameters)
+    offset = {b.name: 0.1 * torch.randn(1, b.size, dtype=F64) for b in blocks}
+    J, labels = jacobian(model, x, names), y.flatten()
+    m = torch.cat([part.flatten() for part in split(blocks, offset).values()]).requires_grad_()
+    f, each = rows(model(x).detach()) + J @ m, w.repeat_interleave(y.shape[1]) * (labels != -100)
+    wanted = (f.log_softmax(-1).gather(1, labels.clamp_min(0)[:, None])[:, 0] * each).sum()
+    batch = Batch(problem.tangent, x, y, 0, y != -100, w, lw.Categorical())
+    score = _Score(problem, lw.Categorical(), offset)
+    score.update(state := score.init(), batch)
+    gradient = torch.cat([part.flatten() for part in split(blocks, state.blocks).values()])
+    close(gradient, torch.autograd.grad(wanted, m)[0])
+    along = _Along(problem, lw.Categorical(), offset, offset)
+    along.update(state := along.init(), batch)
+    close(state.log_likelihood[0], wanted.detach())
+
+
+def test_em_over_positions():
+    model, loader, x = case("1x1")
+    data = [(x, model(x).detach() + 0.1 * torch.randn_like(model(x))) for x, _ in loader]
+    fitted = lw.fit(model, data, lw.SampledLLA(100, linearised_mode=True), params=lw.last_layer)
+    full = lw.fit(model, data, lw.Full(), params=lw.last_layer, tune=lw.Evidence())
+    assert fitted.noise_variance == pytest.approx(full.noise_variance, rel=0.1)
+    assert fitted.predict(x).std.shape == model(x).shape
+    stochastic = lw.SampledLLA(4, lw.StochasticGradient(steps=20))
+    assert lw.fit(*case("tagger")[:2], stochastic).predict(case("tagger")[2]).probs.isfinite().all()
+
+
+# --- others ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["transformer", "3x3"])
+def test_temperature_scaling_is_that_of_single_positions(name):
+    model, loader, x = case(name)
+    loader = [(x, torch.where(y == -100, y, rows(model(x)).argmax(-1).reshape(y.shape))) for x, y in loader]
+    for _, y in loader:
+        y[0] = y[0].clamp_min(0) * 0  # some are wrong
+    weights = [torch.rand(len(x), dtype=F64) for x, _ in loader]
+    data = [(x, y, w) for (x, y), w in zip(loader, weights, strict=True)]
+    flat = []
+    for x, y, w in data:
+        keep = (y != -100).flatten()
+        every = w.repeat_interleave(y[0].numel())
+        flat.append((rows(model(x).detach())[keep], y.flatten()[keep], every[keep]))
+    head = torch.nn.Linear(CLASSES, CLASSES).to(F64).eval()
+    head.load_state_dict({"weight": torch.eye(CLASSES, dtype=F64), "bias": torch.zeros(CLASSES, dtype=F64)})
+    scaled, single = (
+        lw.fit(network, batches, lw.TemperatureScaling(), sample_weights=True)
+        for network, batches in ((model, data), (head, flat))
+    )
+    assert scaled.logit_temperature == pytest.approx(single.logit_temperature, rel=1e-9)
+    x = data[0][0]
+    close(rows(scaled.predict(x).probs), (rows(model(x).detach()) / scaled.logit_temperature).softmax(-1))
+
+
+@pytest.mark.parametrize("implicit", [False, True])
+@pytest.mark.parametrize("params", TREATED)
+def test_a_subset_of_data_is_full_on_these_inputs(params, implicit, monkeypatch):
+    model, loader, x = case("transformer")
+    loader.reverse()  # the second batch has more positions
+    if implicit:
+        monkeypatch.setattr(
+            lw.SubsetOfData, "_exact", lambda self, tangent, *_: lw.ELLA(tangent.size, "all", residual="prior")
+        )
+    fitted = lw.fit(model, loader, lw.SubsetOfData(4), params=params, prior_precision=2.0)
+    places = chosen_places(7, 4, torch.Generator().manual_seed(0), None)
+    inputs = [(x[n : n + 1], y[n : n + 1]) for x, y in loader for n in range(len(x))]
+    wanted = lw.fit(model, [inputs[n] for n in places], lw.Full(), params=params, prior_precision=2.0)
+    close(fitted.latent(x).covariance, wanted.latent(x).covariance, 1e-6)
+    assert fitted.samples == 4
+    if not implicit:
+        assert fitted.log_marginal_likelihood() == pytest.approx(wanted.log_marginal_likelihood(), rel=1e-9)
+
+
+def test_a_subset_too_large_for_a_dense_matrix_goes_by_its_rows():
+    model, loader, _ = case("transformer")
+    tangent = Tangent.survey(model, loader[0][0], targets=loader[0][1])
+    assert isinstance(lw.SubsetOfData(2)._exact(replace(tangent, memory=2**10), 2, 12), lw.ELLA)
+    assert isinstance(lw.SubsetOfData(2)._exact(tangent, 2, 12), lw.Full)
+
+
+@pytest.mark.parametrize("params", TREATED)
+@pytest.mark.parametrize("name", ["transformer", "3x3"])
+def test_an_optimal_subspace_of_all_rows_is_full(name, params):
+    model, loader, x = case(name)
+    loader.reverse()
+    full = lw.fit(model, loader, lw.Full(), params=params, prior_precision=2.0)
+    method = lw.OptimalSubspace(full.tangent.size, "prior", rows="all", residual="prior")
+    close(
+        lw.fit(model, loader, method, params=params, prior_precision=2.0).latent(x).covariance,
+        full.latent(x).covariance,
+        1e-6,
+    )
+    at = lw.OptimalSubspace(10, lw.Full(), residual="prior", at=x)
+    assert lw.fit(model, loader, at, params=params).predict(x).probs.isfinite().all()
+
+
+def test_an_optimal_subspace_of_one_test_input_is_exact_there():
+    """Theorem 1: as many directions as the input has outputs leave nothing out there."""
+    model, loader, x = case("transformer")
+    full = lw.fit(model, loader, lw.Full(), prior_precision=2.0)
+    method = lw.OptimalSubspace(2 * CLASSES, lw.Full(), at=x[:1])
+    fitted = lw.fit(model, loader, method, prior_precision=2.0)
+    close(fitted.latent(x[:1]).covariance, full.latent(x[:1]).covariance, 1e-6)
+    some = lw.fit(model, loader, lw.OptimalSubspace(4, rows=9), prior_precision=2.0)
+    assert some.latent(x).variance.shape == model(x).shape
+
+
+@pytest.mark.parametrize("by", ["validation", "evidence"])
+def test_the_scale_factor_is_that_of_single_positions(by):
+    model, loader, _ = case("transformer")
+    mine = lw.fit(model, loader, lw.Diagonal(), params=lw.last_layer, prior_precision=2.0)
+    way = lw.scale_factor(mine, loader, lw.Linearized(), by=by)
+    plain = [(model.features(x).detach()[y != -100], y[y != -100]) for x, y in loader]
+    single = lw.fit(model.head, plain, lw.Diagonal(), prior_precision=2.0)
+    wanted = lw.scale_factor(single, plain, lw.Linearized(), by=by)
+    if by == "validation":
+        assert way.factor == pytest.approx(wanted.factor, rel=1e-3)
+    else:  # expectations by the same draws for other rows
+        assert way.factor == pytest.approx(wanted.factor, rel=0.2)
+
+
+@pytest.mark.parametrize("name", ["transformer", "3x3"])
+def test_mean_field_sums_over_positions_that_count(name):
+    """The objective's log likelihood and the first step, which has the gradient's sign, at hardly any spread."""
+    model, loader, x = case(name)
+    weights = [torch.rand(len(x), dtype=F64) for x, _ in loader]
+    data = [(x, y, w) for (x, y), w in zip(loader, weights, strict=True)]
+    method = lw.MeanField(steps=2, learning_rate=1e-6, initial_std=1e-12)
+    fitted = lw.fit(model, data[:1], method, sample_weights=True, prior_precision=1e-9)
+    x, y, w = data[0]
+    logs = rows(model(x)).log_softmax(-1).gather(1, y.flatten().clamp_min(0)[:, None])[:, 0]
+    total = (logs * w.repeat_interleave(y[0].numel()) * (y != -100).flatten()).sum()
+    assert float(fitted.history["log_likelihood"][0]) == pytest.approx(float(total.detach()) / len(x), rel=1e-6)
+    parameters = dict(model.named_parameters())
+    gradient = dict(zip(parameters, torch.autograd.grad(total, parameters.values()), strict=True))
+    for parameter, slope in gradient.items():
+        step = dict(fitted.model.named_parameters())[parameter] - parameters[parameter]
+        clear = slope.abs() > 1e-6 * slope.abs().max()
+        assert torch.equal(step.sign()[clear], slope.sign()[clear])
+    both = lw.fit(model, data, lw.MeanField(steps=4), sample_weights=True)
+    assert both.predict(x).probs.shape == model(x).shape
+
+
+def test_mean_field_of_a_regression_in_chunks(monkeypatch):
+    model, loader, _ = case("1x1")
+    data = [(x, model(x).detach() + 1) for x, _ in loader]
+    whole = lw.fit(model, data, lw.MeanField(steps=3, initial_std=1e-9))
+    assert whole.noise_variance == pytest.approx(1.0, rel=0.1)
+    method, options = lw.MeanField(steps=3, initial_std=1e-9), {"likelihood": lw.Gaussian(0.5), "prior_precision": 1.0}
+    whole = lw.fit(model, data, method, **options)
+    monkeypatch.setattr(Tangent, "chunk_length", lambda *_: 1)
+    one_by_one = lw.fit(model, data, method, **options)
+    close(one_by_one.model.trunk.weight.detach(), whole.model.trunk.weight.detach())
+    close(one_by_one.history["log_likelihood"], whole.history["log_likelihood"])
+
+
+def test_posteriors_that_are_put_together_take_positions():
+    model, loader, x = case("3x3")
+    data = [(x, model(x).detach() + torch.tensor([1.0, 2.0, 3.0]).to(F64)[:, None, None]) for x, _ in loader]
+    variances = {"head.bias": torch.full((CLASSES,), 0.25, dtype=F64)}
+    given = lw.MeanField.from_variances(model, variances, data)
+    assert given.noise_variance == pytest.approx(14 / 3)
+    close(given.latent(x).variance, torch.full_like(model(x), 0.25))
+    assert given.samples == 5
+    collector = lw.SWAG.collector(model, rank=2)
+    for _ in range(3):
+        collector.snapshot()
+        with torch.no_grad():
+            model.head.bias += 0.1
+    for posterior in (lw.SWAG.from_snapshots(collector, loader), lw.SWAG.from_snapshots(collector, loader[:1])):
+        assert posterior.predict(x).probs.shape == posterior.predict(x, via=lw.MonteCarlo(4)).probs.shape
+        close(posterior.latent(x).variance[:, 0], torch.full_like(model(x)[:, 0], 0.5 * (0.02 / 3 + 0.0125)))
+
+
+VALIDATED = (lw.MeanField(steps=3), lw.VaLLA(4), lw.SampledLLA(8), lw.SubsetOfData(3), lw.OptimalSubspace(4, rows=9))
+
+
+@pytest.mark.parametrize("method", VALIDATED)
+def test_held_out_data_tune_each(method):
+    model, loader, x = case("3x3")
+    for params in TREATED:
+        posterior = lw.fit(model, loader[:1], method, params=params, validation=loader[1:])
+        assert posterior.logit_temperature >= 1
+        assert posterior.predict(x).probs.isfinite().all()
+        plan = lw.plan(model, loader, method, params=params)
+        assert plan.predict_passes > 0
