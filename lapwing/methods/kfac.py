@@ -15,7 +15,7 @@ from torch import Tensor
 from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, KroneckerFactors, Structure
 from ..errors import check_choice
 from ..jacobian.jacobian import as_matrix
-from ..linalg import eigen_in_place, symmetric_eigen
+from ..linalg import eigen_in_place, symmetric_eigen, symmetric_product
 from ..tangent import Tangent
 from .cost import EIGEN, WORKSPACE, Cost, Layer, Outline
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
@@ -152,33 +152,33 @@ class Factors(State):
     weight: dict[str, Tensor] = field(default_factory=dict)
 
 
-def _eigenbasis(state: Factors, name: str, centred: bool) -> KroneckerBlock:
+def _eigenbasis(state: Factors, name: str, columns: int, centred: bool) -> KroneckerBlock:
     """Diagonalises both factors, used up one by one: `λ_ji = γ_j α_i / #`, # the count of positions or their weight.
 
-    Of logits Γ maps the ones to 0, but for rounding, by which a weak prior's variance there would leak into the others:
-    `centred` takes it out.
+    A is a sum of # squares, and Γ of R times as many. Of logits Γ maps the ones to 0, but for rounding, by which a weak
+    prior's variance there would leak into the others: `centred` takes it out.
     """
     count, one_hot = state.count[name], state.A[name].ndim == 2
     if one_hot:  # A is its own diagonal
         alpha, inputs = state.A[name].double(), None
     else:
-        alpha, inputs = _diagonalised(state.A, name)
-        alpha[..., : max(0, alpha.shape[-1] - int(count))] = 0  # its rank is at most #; all else is rounding noise
-    gamma, outputs = _diagonalised(state.Gamma, name, centred)
+        alpha, inputs = _diagonalised(state.A, name, int(count))
+    gamma, outputs = _diagonalised(state.Gamma, name, columns * int(count), centred)
     if name in state.weight:
         count = state.weight[name].clamp_min(torch.finfo(torch.float64).tiny)  # all 0: no data, and λ = 0
     factors = KroneckerFactors(inputs, outputs, alpha, gamma, count)
     return KroneckerBlock(factors.products(), factors)
 
 
-def _diagonalised(factors: dict[str, Tensor], name: str, centred: bool = False) -> tuple[Tensor, Tensor]:
+def _diagonalised(factors: dict[str, Tensor], name: str, rank: int, centred: bool = False) -> tuple[Tensor, Tensor]:
     """Returns λ (G, n) in float64 and U (G, n, n) in the factor's dtype; frees the factor's memory meanwhile."""
     dtype = factors[name].dtype
     matrix = factors.pop(name).double()
     if centred:
-        matrix -= matrix.mean(-1, keepdim=True)
-        matrix -= matrix.mean(-2, keepdim=True)
-    values, vectors = eigen_in_place(matrix)
+        means = symmetric_product(matrix.tril_(), matrix.new_ones(matrix.shape[-1], 1)) / matrix.shape[-1]
+        matrix -= means
+        matrix -= means.mT - means.mean(-2, keepdim=True)
+    values, vectors = eigen_in_place(matrix, rank, dtype)
     return values, vectors.to(dtype, memory_format=torch.contiguous_format)
 
 
@@ -236,7 +236,7 @@ class _FactorPass(CurvaturePass[Factors]):
                 values, basis = symmetric_eigen(state.dense[name])
                 structures[name] = DenseBlock(values.to(problem.tangent.dtype), basis.to(problem.tangent.dtype))
             else:
-                structures[name] = _eigenbasis(state, name, logits)
+                structures[name] = _eigenbasis(state, name, problem.root.columns, logits)
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale)
 
 
