@@ -171,7 +171,7 @@ def eigen_in_place(
     size = lower.shape[-1]
     rank, noise = size if rank is None else min(rank, size), 10 * math.sqrt(size) * torch.finfo(summed).eps
     matrix, values = lower.mT, None  # columns lie in memory as LAPACK takes them
-    if size >= WIDE and 3 * (rank + 2 * SPARE) <= 2 * size:
+    if is_reduced(size, rank):
         values = _range_in_place(lower, rank, noise)
         rank = size if values is None else rank
     if values is None:
@@ -180,6 +180,11 @@ def eigen_in_place(
     others = values.clamp_min_(0.0)[..., : size - rank]
     others.masked_fill_(others <= noise * values[..., -1:], 0.0)
     return values, matrix
+
+
+def is_reduced(size: int, rank: int) -> bool:
+    """Whether the range of a matrix of this size and rank is found faster than all its eigenpairs."""
+    return size >= WIDE and 3 * (rank + 2 * SPARE) <= 2 * size
 
 
 def _range_in_place(lower: Tensor, rank: int, noise: float) -> Tensor | None:

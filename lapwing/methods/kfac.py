@@ -17,7 +17,7 @@ from ..errors import check_choice
 from ..jacobian.jacobian import as_matrix
 from ..linalg import eigen_in_place, symmetric_eigen, symmetric_product
 from ..tangent import Tangent
-from .cost import EIGEN, WORKSPACE, Cost, Layer, Outline
+from .cost import EIGEN, WORKSPACE, Cost, Layer, Outline, eigenpairs
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
 from .problem import Problem
 from .state import BlockSums, State
@@ -39,7 +39,8 @@ class KFAC(Method):
     Raises:
         LapwingError: for another label.
 
-    Cost: one pass of C backward passes of activations; memory O(D_in² + D_out²) and at the end time O(D³) per layer.
+    Cost: one pass of C backward passes of activations; memory O(D_in² + D_out²) and at the end time O(D³) per layer, or
+    O(D² n) for a factor D wide that is summed over fewer rows n.
     A prediction rotates each layer's inputs, O(D_in²) per position; O(D_in n) for a layer with one position if
     the fit had far fewer samples, n.
 
@@ -65,16 +66,19 @@ class KFAC(Method):
         """Returns the cost of one pass of factors, and of their eigenpairs, of which one factor's are taken at once."""
         kinds, itemsize = self._kinds(outline.tangent), outline.tangent.dtype.itemsize
         names = {name: "kronecker" if kind == "factored" else kind for name, kind in kinds.items()}
-        kept, sides, scratch = outline.stored(Blockwise, {"kinds": names}), [], outline.chunk()
+        kept, eigen, scratch = outline.stored(Blockwise, {"kinds": names}), 0.0, outline.chunk()
         for block in outline.tangent.blocks:
             groups, outputs, inputs = block.matrix_shape
             if kinds[block.name] == "factored":
-                sides += groups * ([outputs] if block.matrix and block.matrix.one_hot else [outputs, inputs])
-                scratch = max(scratch, groups * (WORKSPACE - itemsize) * max(sides[-2:]) ** 2)
+                rows = outline.samples * outline.layers[block.name].positions
+                sides = [(outputs, outline.columns * rows)]
+                sides += [] if block.matrix and block.matrix.one_hot else [(inputs, rows)]
+                eigen += groups * sum(eigenpairs(size, rank) for size, rank in sides)
+                scratch = max(scratch, groups * (WORKSPACE - itemsize) * max(sides)[0] ** 2)
             elif kinds[block.name] == "dense":
-                sides.append(block.size)
+                eigen += EIGEN * block.size**3
                 scratch = max(scratch, 2 * WORKSPACE * block.size**2)
-        fit = outline.over_data(Layer.factors) + outline.once(EIGEN * sum(side**3 for side in sides))
+        fit = outline.over_data(Layer.factors) + outline.once(eigen)
         return Cost(fit, outline.prediction(_in_eigenbasis), kept, kept + scratch)
 
     def _kinds(self, tangent: Tangent) -> dict[str, str]:

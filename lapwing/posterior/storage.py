@@ -196,7 +196,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Returns the bytes of a tensor as a file holds them."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+    return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _place(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
