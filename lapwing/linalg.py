@@ -31,6 +31,12 @@ RESOLVED = 1e14  # curvature over prior precision above which float64 sums of fl
 
 RANK_CUT = 1e-11  # relative singular value below which a direction of explicit float64 rows is rounding noise
 
+WIDE = 256
+"""Matrices of low rank are reduced to their range from this width on."""
+
+SPARE = 8
+"""Columns of a random sketch beyond the rank; as many again check that they were enough."""
+
 LARGE_PRODUCT = 2**22
 """Multiply-adds from which on a product goes to oneDNN: its first one of a shape takes half a millisecond more."""
 
@@ -140,11 +146,18 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values.clamp_min(0.0), vectors
 
 
-def eigen_in_place(lower: Tensor) -> tuple[Tensor, Tensor]:
+def eigen_in_place(
+    lower: Tensor, rank: int | None = None, summed: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
     """Decomposes PSD matrices as `symmetric_eigen`, in their own memory.
+
+    A matrix that is a sum of few squares is reduced to its range, which its product with a random matrix spans (Halko,
+    Martinsson and Tropp 2011). Where the rank was too low, all eigenpairs are taken, and are right.
 
     Args:
         lower: (..., n, n) float64, contiguous, of which the lower triangle is read; overwritten by U.
+        rank: how many squares `x xᵀ` a matrix is the sum of. Its other eigenvalues are rounding noise, and become 0.
+        summed: the dtype that it was summed in.
 
     Returns:
         λ (..., n) ascending and U (..., n, n).
@@ -152,12 +165,53 @@ def eigen_in_place(lower: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         LapwingError: if it holds NaN or infinite entries.
 
-    Cost: time O(n³), memory the workspace of LAPACK, 16 n² bytes.
+    Cost: time O(n³), or O(n² rank) where n is large and the rank low; memory the workspace of LAPACK, 16 n² bytes.
     """
     _check_finite(lower)
-    values, matrix = lower.new_empty(lower.shape[:-1]), lower.mT  # columns lie in memory as LAPACK takes them
-    torch.linalg.eigh(matrix, "U", out=(values, matrix))
-    return values.clamp_min_(0.0), matrix
+    size = lower.shape[-1]
+    rank, noise = size if rank is None else min(rank, size), 10 * math.sqrt(size) * torch.finfo(summed).eps
+    matrix, values = lower.mT, None  # columns lie in memory as LAPACK takes them
+    if is_reduced(size, rank):
+        values = _range_in_place(lower, rank, noise)
+        rank = size if values is None else rank
+    if values is None:
+        values = lower.new_empty(lower.shape[:-1])
+        torch.linalg.eigh(matrix, "U", out=(values, matrix))
+    others = values.clamp_min_(0.0)[..., : size - rank]
+    others.masked_fill_(others <= noise * values[..., -1:], 0.0)
+    return values, matrix
+
+
+def is_reduced(size: int, rank: int) -> bool:
+    """Whether the range of a matrix of this size and rank is found faster than all its eigenpairs."""
+    return size >= WIDE and 3 * (rank + 2 * SPARE) <= 2 * size
+
+
+def _range_in_place(lower: Tensor, rank: int, noise: float) -> Tensor | None:
+    """Returns λ, and writes U over matrices of low rank; None where their rank is higher.
+
+    All but the last columns of the sketch span the range, and these add to it no more than noise.
+    """
+    size, count, within = lower.shape[-1], rank + 2 * SPARE, rank + SPARE
+    lower.tril_()
+    sketch = torch.randn(size, count, generator=seeded(None, lower.device), dtype=lower.dtype, device=lower.device)
+    basis, triangle = torch.linalg.qr(symmetric_product(lower, sketch), mode="complete")
+    beside = torch.linalg.vector_norm(triangle[..., within:, within:], dim=(-2, -1))
+    if not (beside <= noise * torch.linalg.vector_norm(triangle[..., within:], dim=(-2, -1))).all():
+        return None
+    inside = basis[..., :count]
+    values, vectors = torch.linalg.eigh(inside.mT @ symmetric_product(lower, inside))
+    columns = lower.mT
+    columns[..., : size - count] = basis[..., count:]
+    torch.matmul(inside, vectors, out=columns[..., size - count :])
+    return F.pad(values, (size - count, 0))
+
+
+def symmetric_product(lower: Tensor, x: Tensor) -> Tensor:
+    """Returns `M x` (..., n, k) for symmetric M (..., n, n) given as its lower triangle, zeros above."""
+    product = lower @ x
+    product += lower.mT @ x
+    return product.sub_(lower.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * x)
 
 
 def _check_finite(matrix: Tensor) -> None:

@@ -47,8 +47,8 @@ class KroneckerFactors:
 
     def products(self) -> Tensor:
         """Returns `γ_j α_i / #` (G, O, I), the eigenvalues of KFAC's curvature."""
-        products = self.output_eigenvalues[..., :, None] * self.input_eigenvalues[..., None, :] / self.count.double()
-        return products.to(self.outputs.dtype)
+        products = self.output_eigenvalues[..., :, None] * self.input_eigenvalues[..., None, :]
+        return products.div_(self.count).to(self.outputs.dtype)
 
 
 class KroneckerBlock(Structure):

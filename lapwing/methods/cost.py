@@ -13,6 +13,7 @@ import torch
 from ..contents import Entry
 from ..covariance import Covariance, PriorCovariance
 from ..jacobian.jacobian import SLICE_BYTES
+from ..linalg import is_reduced
 from ..network import batches
 from ..tangent import Tangent
 from .problem import root_columns
@@ -40,6 +41,13 @@ def singular(rows: int, columns: int, whole: bool = True) -> int:
     """
     least = min(rows, columns)
     return rows * columns * (30 * least + 3000 if whole else 10 * least + 900)
+
+
+def eigenpairs(size: int, rank: int) -> float:
+    """Returns what eigenpairs of an n x n sum of so many squares take: `linalg.eigen_in_place`."""
+    if not is_reduced(size, rank):
+        return EIGEN * size**3
+    return EIGEN * rank**3 + DOUBLE * size * rank * (6 * size + 3 * rank)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from torch import Tensor
 from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, KroneckerFactors, Structure
 from ..errors import check_choice
 from ..jacobian.jacobian import as_matrix
-from ..linalg import eigen_in_place, symmetric_eigen
+from ..linalg import eigen_in_place, symmetric_eigen, symmetric_product
 from ..tangent import Tangent
-from .cost import EIGEN, WORKSPACE, Cost, Layer, Outline
+from .cost import EIGEN, WORKSPACE, Cost, Layer, Outline, eigenpairs
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
 from .problem import Problem
 from .state import BlockSums, State
@@ -39,7 +39,8 @@ class KFAC(Method):
     Raises:
         LapwingError: for another label.
 
-    Cost: one pass of C backward passes of activations; memory O(D_in² + D_out²) and at the end time O(D³) per layer.
+    Cost: one pass of C backward passes of activations; memory O(D_in² + D_out²) and at the end time O(D³) per layer, or
+    O(D² n) for a factor D wide that is summed over fewer rows n.
     A prediction rotates each layer's inputs, O(D_in²) per position; O(D_in n) for a layer with one position if
     the fit had far fewer samples, n.
 
@@ -65,16 +66,19 @@ class KFAC(Method):
         """Returns the cost of one pass of factors, and of their eigenpairs, of which one factor's are taken at once."""
         kinds, itemsize = self._kinds(outline.tangent), outline.tangent.dtype.itemsize
         names = {name: "kronecker" if kind == "factored" else kind for name, kind in kinds.items()}
-        kept, sides, scratch = outline.stored(Blockwise, {"kinds": names}), [], outline.chunk()
+        kept, eigen, scratch = outline.stored(Blockwise, {"kinds": names}), 0.0, outline.chunk()
         for block in outline.tangent.blocks:
             groups, outputs, inputs = block.matrix_shape
             if kinds[block.name] == "factored":
-                sides += groups * ([outputs] if block.matrix and block.matrix.one_hot else [outputs, inputs])
-                scratch = max(scratch, groups * (WORKSPACE - itemsize) * max(sides[-2:]) ** 2)
+                rows = outline.samples * outline.layers[block.name].positions
+                sides = [(outputs, outline.columns * rows)]
+                sides += [] if block.matrix and block.matrix.one_hot else [(inputs, rows)]
+                eigen += groups * sum(eigenpairs(size, rank) for size, rank in sides)
+                scratch = max(scratch, groups * (WORKSPACE - itemsize) * max(sides)[0] ** 2)
             elif kinds[block.name] == "dense":
-                sides.append(block.size)
+                eigen += EIGEN * block.size**3
                 scratch = max(scratch, 2 * WORKSPACE * block.size**2)
-        fit = outline.over_data(Layer.factors) + outline.decomposed(EIGEN * sum(side**3 for side in sides))
+        fit = outline.over_data(Layer.factors) + outline.decomposed(eigen)
         return Cost(fit, outline.prediction(_in_eigenbasis), kept, kept + scratch)
 
     def _kinds(self, tangent: Tangent) -> dict[str, str]:
@@ -152,33 +156,33 @@ class Factors(State):
     weight: dict[str, Tensor] = field(default_factory=dict)
 
 
-def _eigenbasis(state: Factors, name: str, centred: bool) -> KroneckerBlock:
+def _eigenbasis(state: Factors, name: str, columns: int, centred: bool) -> KroneckerBlock:
     """Diagonalises both factors, used up one by one: `λ_ji = γ_j α_i / #`, # the count of positions or their weight.
 
-    Of logits Γ maps the ones to 0, but for rounding, by which a weak prior's variance there would leak into the others:
-    `centred` takes it out.
+    A is a sum of # squares, and Γ of R times as many. Of logits Γ maps the ones to 0, but for rounding, by which a weak
+    prior's variance there would leak into the others: `centred` takes it out.
     """
     count, one_hot = state.count[name], state.A[name].ndim == 2
     if one_hot:  # A is its own diagonal
         alpha, inputs = state.A[name].double(), None
     else:
-        alpha, inputs = _diagonalised(state.A, name)
-        alpha[..., : max(0, alpha.shape[-1] - int(count))] = 0  # its rank is at most #; all else is rounding noise
-    gamma, outputs = _diagonalised(state.Gamma, name, centred)
+        alpha, inputs = _diagonalised(state.A, name, int(count))
+    gamma, outputs = _diagonalised(state.Gamma, name, columns * int(count), centred)
     if name in state.weight:
         count = state.weight[name].clamp_min(torch.finfo(torch.float64).tiny)  # all 0: no data, and λ = 0
     factors = KroneckerFactors(inputs, outputs, alpha, gamma, count)
     return KroneckerBlock(factors.products(), factors)
 
 
-def _diagonalised(factors: dict[str, Tensor], name: str, centred: bool = False) -> tuple[Tensor, Tensor]:
+def _diagonalised(factors: dict[str, Tensor], name: str, rank: int, centred: bool = False) -> tuple[Tensor, Tensor]:
     """Returns λ (G, n) in float64 and U (G, n, n) in the factor's dtype; frees the factor's memory meanwhile."""
     dtype = factors[name].dtype
     matrix = factors.pop(name).double()
     if centred:
-        matrix -= matrix.mean(-1, keepdim=True)
-        matrix -= matrix.mean(-2, keepdim=True)
-    values, vectors = eigen_in_place(matrix)
+        means = symmetric_product(matrix.tril_(), matrix.new_ones(matrix.shape[-1], 1)) / matrix.shape[-1]
+        matrix -= means
+        matrix -= means.mT - means.mean(-2, keepdim=True)
+    values, vectors = eigen_in_place(matrix, rank, dtype)
     return values, vectors.to(dtype, memory_format=torch.contiguous_format)
 
 
@@ -236,7 +240,7 @@ class _FactorPass(CurvaturePass[Factors]):
                 values, basis = symmetric_eigen(state.dense[name])
                 structures[name] = DenseBlock(values.to(problem.tangent.dtype), basis.to(problem.tangent.dtype))
             else:
-                structures[name] = _eigenbasis(state, name, logits)
+                structures[name] = _eigenbasis(state, name, problem.root.columns, logits)
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale)
 
 

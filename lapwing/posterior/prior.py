@@ -114,10 +114,8 @@ def _prior_mean(tangent: Tangent, mean: float | Mapping[str, Tensor]) -> Vectors
             for name, value in parameters.items()
         }
     elif isinstance(mean, Real) and not isinstance(mean, bool) and abs(mean) <= torch.finfo(dtype).max:
-        values = {
-            name: torch.full_like(value, float(mean), dtype=dtype, requires_grad=False)
-            for name, value in parameters.items()
-        }
+        number = torch.tensor(float(mean), dtype=dtype, device=tangent.device)
+        return {block.name: number.expand(block.size) for block in tangent.blocks}
     else:
         raise LapwingError(
             f"prior_mean={shown(mean)} is neither a finite number in the range of {dtype} nor {{parameter: tensor}}. "

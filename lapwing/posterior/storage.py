@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -142,18 +143,24 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict
 
     Raises:
         LapwingError: if the file cannot be written there; an old one is kept.
+
+    Cost: memory of a copy of one tensor, where that is not contiguous or on another device.
     """
-    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    text = json.dumps({"sha256": BLANK.decode(), "format": FORMAT, **header}, allow_nan=False)
-    data = memoryview(safetensors.torch.save(plain, {KEY: text}))
-    place = CHECKSUM.search(data)
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))  # so that all are aligned
+    head = _head(tensors, _text(header))
+    place = CHECKSUM.search(head)
     assert place is not None
-    parts = data[: place.start()], hashlib.sha256(data).hexdigest().encode(), data[place.end() :]
+    digest = hashlib.sha256(head)
     try:
         target, mode = _place(path)
         with _replacing(target, mode) as file:
-            for part in parts:
-                file.write(part)
+            file.write(head)
+            for tensor in tensors.values():
+                data = _bytes_of(tensor)
+                digest.update(data)
+                file.write(data)
+            file.seek(place.start())
+            file.write(digest.hexdigest().encode())
     except LapwingError:
         raise
     except (OSError, ValueError, TypeError) as error:  # NUL in a name is a ValueError
@@ -161,6 +168,35 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict
             f"The file {_shown(path)} cannot be written: {_reason(error)}. Pass the name of a file in a folder that "
             "you may write to, such as 'posterior.safetensors'."
         ) from error
+
+
+def _text(header: dict[str, Any]) -> str:
+    """Returns the JSON header, before the checksum is known."""
+    return json.dumps({"sha256": BLANK.decode(), "format": FORMAT, **header}, allow_nan=False)
+
+
+def _head(tensors: dict[str, Tensor], text: str) -> bytes:
+    """Returns how a safetensors file begins whose tensors follow in this order."""
+    names = {dtype: _dtype_name(dtype) for dtype in {tensor.dtype for tensor in tensors.values()}}
+    entries: dict[str, Any] = {"__metadata__": {KEY: text}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        entries[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    head = json.dumps(entries, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    return len(head).to_bytes(8, "little") + head
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    """Returns what safetensors calls a dtype, from the file that it would write."""
+    return json.loads(safetensors.torch.save({"x": torch.empty(0, dtype=dtype)})[8:])["x"]["dtype"]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Returns the bytes of a tensor as a file holds them."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _place(path: str | os.PathLike[str]) -> tuple[Path, int | None]:

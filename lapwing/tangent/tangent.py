@@ -224,8 +224,11 @@ class Tangent:
 
     def mean(self) -> dict[str, Tensor]:
         """Returns the trained weights as one vector a block (P_block,), in the accumulation dtype."""
-        parameters = {name: value.detach().to(self.dtype) for name, value in self.parameters.items()}
-        return {block.name: block.join(parameters) for block in self.blocks}
+        return {block.name: self.mean_of(block) for block in self.blocks}
+
+    def mean_of(self, block: Block) -> Tensor:
+        """Returns the trained weights of one block (P_block,), in the accumulation dtype."""
+        return block.join({name: self.parameters[name].detach().to(self.dtype) for name in block.parameters})
 
     def call_with(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
         """Returns the outputs (B, C), or (B, T C), at other values for some treated parameters, differentiable in both.

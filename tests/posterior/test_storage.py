@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import sys
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import lapwing as lw
+from benchmarks.measure import LiveBytes
 from lapwing.covariance import ImplicitBasis, LowRank
 from lapwing.posterior import storage
 from lapwing.tangent import Anchors
@@ -86,6 +88,34 @@ def test_tensors_that_share_memory_or_require_gradients(tmp_path: Path) -> None:
     tensors, _ = storage.read(tmp_path / "file")
     assert torch.equal(tensors["row"], base[0])
     assert torch.equal(tensors["same"], base)
+
+
+def test_files_are_those_of_safetensors(tmp_path: Path) -> None:
+    """Read by its own reader: any dtype, layout and shape, and names in any letters."""
+    base = torch.arange(24.0).reshape(4, 6)
+    tensors = {
+        "strided": base[:, ::2], "transposed": base.T, "nothing": torch.zeros(0, 3), "number": torch.tensor(2.5),
+        "Größe/\N{SNOWMAN}": torch.ones(3, dtype=torch.bfloat16), "flags": torch.tensor([True, False, True]),
+        "half": torch.ones(5).half(), "counts": torch.arange(3), "bytes": torch.arange(7, dtype=torch.uint8),
+        "double": torch.rand(2, 2, dtype=torch.float64),
+    }  # fmt: skip
+    storage.write(tmp_path / "file", tensors, {"text": "Größe"})
+    again = load_file(tmp_path / "file")
+    assert again.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert again[name].dtype == value.dtype
+        assert torch.equal(again[name], value)
+    assert storage.read(tmp_path / "file")[1]["text"] == "Größe"
+
+
+def test_a_posterior_is_not_copied_to_be_saved(tmp_path: Path) -> None:
+    tensors = {f"{i}": torch.ones(2**18) for i in range(8)}
+    tracemalloc.start()
+    with LiveBytes() as live:
+        storage.write(tmp_path / "file", {**tensors, "strided": torch.ones(2, 2**17).T}, {})
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert max(peak, live.peak) < 3 * 2**20  # of 9 MiB: the strided tensor, and its copy
 
 
 @pytest.mark.parametrize("failing", ["replace", "fsync"])
@@ -226,7 +256,7 @@ def test_foreign(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_headers_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: str) -> None:
     text = f'{{"sha256": "{storage.BLANK.decode()}", {rest}}}'
-    monkeypatch.setattr(storage.json, "dumps", lambda *args, **options: text)  # with a checksum that fits
+    monkeypatch.setattr(storage, "_text", lambda header: text)  # with a checksum that fits
     storage.write(tmp_path / "p", {"a": torch.ones(1)}, {})
     monkeypatch.undo()
     refused(lambda: lw.load(tmp_path / "p", network()), str(tmp_path), "cannot be read", "posterior.save(path)")
