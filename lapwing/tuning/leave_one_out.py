@@ -123,7 +123,8 @@ def leave_one_out(
         residual: the network's mean squared residual, below half of which s does not go if δσ² can be raised; 0 for
             none.
 
-    Cost: M = n C backward passes, at most MAX_ROWS, `JJᵀ` of all pairs, and time O(M³).
+    Cost: M = n C backward passes, at most MAX_ROWS, `JJᵀ` of all pairs, and time O(M³), ten times that where δσ² is
+    raised.
     """
     parts = [part for part in parts if batches.size(part[0])]
     samples = sum(batches.size(inputs) for inputs, *_ in parts)
@@ -188,30 +189,26 @@ def _left_out(
     start = values.new_tensor(grid[best : best + 1])
     log10 = ascend(lambda point: evidence(point[0]), start, [low], RANGE[1:])[0]
 
-    def is_too_narrow(log10: Tensor) -> bool:
-        """Whether s is far below the residual; each target is left out alone, which takes O(M²)."""
+    def left_out(log10: Tensor) -> LeaveOneOut:
         spectrum, scale = at(log10)
-        noise, inverse = float(scale * unit * 10**log10), vectors.square() @ (1 / (scale * spectrum))
-        error = (vectors @ (vectors.T @ labels / (scale * spectrum)) / inverse).square()
-        width = max(float((1 / inverse).sum()) + more * noise, float(error.sum())) / total
-        return learning_curve(scale * values, noise, size / count, total) * width < LOWEST_WIDTH * residual
+        noise = float(scale * unit * 10**log10)
+        inverse = (vectors / (scale * spectrum)) @ vectors.T
+        variance, error = _left_out_moments(inverse, labels, times, same)
+        variance, error = (variance + more * noise) / total, error / total
+        curve = learning_curve(scale * values, noise, size / count, total)
+        training_variance = noise * (1 + (len(counts) - noise * float(inverse.diagonal().sum())) / total)
+        return LeaveOneOut(
+            curve * max(variance, error), variance, training_variance, curve, 1 / float(scale), noise, count,
+            tangent.size,
+        )  # fmt: skip
 
-    if log10 < HIGHEST_RAISED and is_too_narrow(log10):
-        ends = [log10, values.new_tensor(HIGHEST_RAISED)]
-        for _ in range(20):
-            middle = (ends[0] + ends[1]) / 2
-            ends[not is_too_narrow(middle)] = middle
-        log10 = ends[1]
-    spectrum, scale = at(log10)
-    noise = float(scale * unit * 10**log10)
-    inverse = (vectors / (scale * spectrum)) @ vectors.T
-    variance, error = _left_out_moments(inverse, labels, times, same)
-    variance, error = (variance + more * noise) / total, error / total
-    curve = learning_curve(scale * values, noise, size / count, total)
-    training_variance = noise * (1 + (len(counts) - noise * float(inverse.diagonal().sum())) / total)
-    return LeaveOneOut(
-        curve * max(variance, error), variance, training_variance, curve, 1 / float(scale), noise, count, tangent.size
-    )
+    result, end = left_out(log10), log10.new_tensor(HIGHEST_RAISED)
+    if log10 < end and result.width < LOWEST_WIDTH * residual:
+        for _ in range(10):
+            middle = (log10 + end) / 2
+            result = left_out(middle)
+            log10, end = (middle, end) if result.width < LOWEST_WIDTH * residual else (log10, middle)
+    return result
 
 
 def learning_curve(values: Tensor, noise_variance: float, factor: float, total: float | None = None) -> float:
