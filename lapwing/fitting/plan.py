@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -165,7 +166,9 @@ def plan(
             cost.kept, cost.peak, network.seconds(work, speed, outline.samples), _advice(method, cost, outline),
         )  # fmt: skip
 
-    return Plans(map(planned, method)) if isinstance(method, (list, tuple)) else planned(method)
+    methods: Any = method if isinstance(method, (list, tuple)) else [method]
+    plans = Plans(map(planned, methods))
+    return plans if methods is method else plans[0]
 
 
 def check_room(method: Method, outline: Outline) -> None:
@@ -223,7 +226,7 @@ class _Speed:
             inputs, _ = batches.split(batch, tangent.device)
             if not batches.size(inputs):
                 continue
-            spent += _fastest(lambda inputs=inputs: tangent.outputs_of(inputs), tangent.device, PROBE_SECONDS / 2)
+            spent += _fastest(partial(tangent.outputs_of, inputs), tangent.device, PROBE_SECONDS / 2)
             samples += batches.size(inputs)
         device, side = tangent.device, PROBE_SIDE
         x = torch.randn(side, side, device=device, dtype=tangent.dtype, generator=seeded(None, device))
