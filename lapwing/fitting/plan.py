@@ -35,8 +35,9 @@ from .runner import Runner
 RECORD_CALLS, LAYER_CALLS = 100, 8
 """Operations of one batch beside those of the network: to record it, and to contract each layer."""
 
-FIT_CALLS = 25_000
-"""Operations of a fit however small it is: the survey, checks, and the search for the prior precision."""
+FIT_CALLS, SURVEY_SAMPLES = 20_000, 60
+"""What any fit takes: operations of the checks and the search for the prior precision, and the survey's forward passes
+of a sample."""
 
 PROBE_SECONDS, PROBE_SIDE = 0.1, 512
 """How long forward passes are timed, and the side of the matrices that time the machine."""
@@ -295,7 +296,8 @@ class _Network:
         """Returns the seconds of work on so many samples; None where it is not known."""
         each = self._of_network(work) * speed.forward / self.forward + work.products * speed.product
         each += work.decompositions * speed.decomposition
-        return None if math.isnan(each) else each * samples + FIT_CALLS * CALL * speed.product
+        once = FIT_CALLS * CALL * speed.product + SURVEY_SAMPLES * speed.forward
+        return None if math.isnan(each) else each * samples + once
 
     def _of_network(self, work: Work) -> float:
         return work.records * self.recorded + work.backwards * self.backward
