@@ -1,12 +1,13 @@
 """`lw.plan` beside real fits: peaks and seconds of every method on five networks and an MLP for a regression.
 
-A child process for each network measures seconds, and another one peaks. Seconds are CPU time on one thread, of the
-plan's probes too, so that other programs on the machine count for little. Tuning is the default, since the plan counts
-it. Peaks are of the resident memory (VmHWM, reset before each fit) above that before the fit, without tuning, after a
-first fit that loads what LAPACK and oneDNN keep; what is freed goes back to the system at once. So they need Linux.
-Weights are random but for the ResNet-20, if the data folder has it: cost does not depend on them.
+A child process for each network. Seconds are CPU time on one thread, of the plan's probes too, so that other programs
+on the machine count for little; tuning is the default, since the plan counts it. Peaks are of the resident memory
+(VmHWM, reset before each fit) above that before the fit, without tuning, after a first fit of the method that loads
+what LAPACK and oneDNN keep. So they need Linux. Weights are random but for the ResNet-20, if the data folder has it:
+cost does not depend on them.
 
-    python -m benchmarks.plan [mlp regression cnn resnet20 vit gpt2 resnet18 gpt2_full]
+    python -m benchmarks.plan [mlp regression cnn resnet20 vit gpt2 resnet18 gpt2_full]   # what is not measured yet
+    python -m benchmarks.plan plans                                                        # plans all again
 """
 
 from __future__ import annotations
@@ -127,26 +128,22 @@ def data(name: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     return model, list(zip(x.split(batch), y.split(batch), strict=True))
 
 
-def child(name: str, what: str, labels: list[str]) -> None:
-    """Prints a line of JSON for each method: what its fit took, or both plans."""
+def child(name: str, labels: list[str], measured: bool = True) -> None:
+    """Prints a line of JSON for each method: its plan, and what its fit took."""
     torch.set_num_threads(1)
     import_module("lapwing.fitting.plan").clock = time.process_time
-    if what != "plan":
-        small, few = data("regression")
-        for label in labels:
-            method, params = METHODS[label]
-            lw.fit(small, few[:1], method, params=params, tune=None)  # loads libraries
+    small, few = data("regression")
     model, batches = data(name)
     for label in labels:
         method, params = METHODS[label]
         row: dict[str, Any] = {"method": label}
         try:
-            if what == "plan":
-                plan = lw.plan(model, batches, method, params=params)
-                row |= {"planned_seconds": plan.seconds, "planned_peak": plan.peak_bytes}
-            else:
-                measure = seconds if what == "seconds" else peak
-                row[f"measured_{what}"] = measure(model, batches, method, params)
+            plan = lw.plan(model, batches, method, params=params)
+            row |= {"planned_seconds": plan.seconds, "planned_peak": plan.peak_bytes}
+            if measured:
+                lw.fit(small, few[:1], method, params=params, tune=None)  # loads libraries
+                row["measured_peak"] = peak(model, batches, method, params)
+                row["measured_seconds"] = seconds(model, batches, method, params)
         except lw.LapwingError as error:
             row["refused"] = str(error)
         print(json.dumps(row), flush=True)
@@ -178,32 +175,32 @@ def _status(key: str) -> int:
 
 
 def main() -> None:
-    """Measures what is not in the results yet, of the networks that are named or all but the large ones, and plans."""
-    if sys.argv[1:2] == ["child"]:
-        child(sys.argv[2], sys.argv[3], sys.argv[4:])
+    """Measures what is not in the results yet, of the networks that are named or all but the large ones."""
+    names = sys.argv[1:]
+    if names[:1] == ["child"]:
+        child(names[1], names[3:], names[2] == "measured")
         return
     torch.set_num_threads(1)
-    path = RESULTS / "plan.json"
+    path, kind = RESULTS / "plan.json", "planned" if names == ["plans"] else "measured"
     results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
-    for name in sys.argv[1:] or list(NETWORKS)[:6]:
-        rows = results.setdefault(name, {})
-        labels = list(LARGE if name in ("resnet18", "gpt2_full") else METHODS)
-        for what in ("seconds", "peak", "plan"):
-            env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-            if what == "peak":
-                env |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-            missing = [label for label in labels if not {f"measured_{what}", "refused"} & rows.get(label, {}).keys()]
-            if not missing:
-                continue
-            command = [sys.executable, "-m", "benchmarks.plan", "child", name, what, *missing]
-            with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
-                for row in map(json.loads, process.stdout or ()):
-                    rows.setdefault(row.pop("method"), {}).update(row)
-                    results["factors"] = summary(results)
-                    write("plan", results, SEED)
-            if process.returncode:
-                raise SystemExit(f"{name}, {what}: a child ended with {process.returncode}.")
-        print(name, *(f"{label}: {rows[label]}" for label in labels), results["factors"], sep="\n", flush=True)
+    known = [name for name in NETWORKS if name in results]
+    for name in known if kind == "planned" else names or list(NETWORKS)[:6]:
+        rows, env = results.setdefault(name, {}), {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        labels = [*rows] if kind == "planned" else [label for label in _labels(name) if label not in rows]
+        command = [sys.executable, "-m", "benchmarks.plan", "child", name, kind, *labels]
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+            for row in map(json.loads, process.stdout or ()):
+                label = row.pop("method")
+                rows[label] = {**rows.get(label, {}), **row}
+                results["factors"] = summary(results)
+                write("plan", results, SEED)
+                print(name, label, row, results["factors"], flush=True)
+        if process.returncode:
+            raise SystemExit(f"{name}: its process ended with {process.returncode}.")
+
+
+def _labels(name: str) -> list[str]:
+    return list(LARGE if name in ("resnet18", "gpt2_full") else METHODS)
 
 
 def summary(results: dict[str, Any]) -> dict[str, float]:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -34,8 +35,9 @@ from .runner import Runner
 RECORD_CALLS, LAYER_CALLS = 100, 8
 """Operations of one batch beside those of the network: to record it, and to contract each layer."""
 
-FIT_CALLS = 25_000
-"""Operations of a fit however small it is: the survey, checks, and the search for the prior precision."""
+FIT_CALLS, SURVEY_SAMPLES = 20_000, 60
+"""What any fit takes: operations of the checks and the search for the prior precision, and the survey's forward passes
+of a sample."""
 
 PROBE_SECONDS, PROBE_SIDE = 0.1, 512
 """How long forward passes are timed, and the side of the matrices that time the machine."""
@@ -165,7 +167,9 @@ def plan(
             cost.kept, cost.peak, network.seconds(work, speed, outline.samples), _advice(method, cost, outline),
         )  # fmt: skip
 
-    return Plans(map(planned, method)) if isinstance(method, (list, tuple)) else planned(method)
+    methods: Any = method if isinstance(method, (list, tuple)) else [method]
+    plans = Plans(map(planned, methods))
+    return plans if methods is method else plans[0]
 
 
 def check_room(method: Method, outline: Outline) -> None:
@@ -223,7 +227,7 @@ class _Speed:
             inputs, _ = batches.split(batch, tangent.device)
             if not batches.size(inputs):
                 continue
-            spent += _fastest(lambda inputs=inputs: tangent.outputs_of(inputs), tangent.device, PROBE_SECONDS / 2)
+            spent += _fastest(partial(tangent.outputs_of, inputs), tangent.device, PROBE_SECONDS / 2)
             samples += batches.size(inputs)
         device, side = tangent.device, PROBE_SIDE
         x = torch.randn(side, side, device=device, dtype=tangent.dtype, generator=seeded(None, device))
@@ -292,7 +296,8 @@ class _Network:
         """Returns the seconds of work on so many samples; None where it is not known."""
         each = self._of_network(work) * speed.forward / self.forward + work.products * speed.product
         each += work.decompositions * speed.decomposition
-        return None if math.isnan(each) else each * samples + FIT_CALLS * CALL * speed.product
+        once = FIT_CALLS * CALL * speed.product + SURVEY_SAMPLES * speed.forward
+        return None if math.isnan(each) else each * samples + once
 
     def _of_network(self, work: Work) -> float:
         return work.records * self.recorded + work.backwards * self.backward

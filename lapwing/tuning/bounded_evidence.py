@@ -13,7 +13,7 @@ import torch
 from ..covariance import PriorCovariance
 from ..errors import LapwingError, check_count, check_positive
 from ..likelihoods import Likelihood
-from ..methods.cost import DOUBLE, EIGEN, Layer, Outline, Work
+from ..methods.cost import DOUBLE, EIGEN, MOVE, Layer, Outline, Work
 from ..network import batches
 from ..network.eager import outside_modes
 from ..network.loaders import other_size
@@ -152,8 +152,8 @@ class BoundedEvidence(Tuning):
         if likelihood.needs_noise or likelihood.noise_variance is not None:
             return Work()
         limit = self.samples if positions is None else max(8, 16 * self.samples // min(positions.count, 1024))
-        candidate = outline.total(lambda layer: layer.size * (1 if layer.single else outputs))
-        each = predict + Work(products=(self.points - 1) * candidate)
+        numbers = outline.total(lambda layer: layer.size * (1 if layer.single else outputs))  # for each candidate
+        each = predict + Work(products=(self.points - 1) * MOVE / 4 * numbers)
         return each.times(min(samples, limit) / samples)
 
     def _with_width(self, posterior: Posterior, residual: float, training: Training) -> Posterior:
