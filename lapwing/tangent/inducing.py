@@ -30,11 +30,13 @@ class PickedPositions(NamedTuple):
     """Cotangents (B, T C, S C) that pick the C outputs of S positions of each sample, made when a chunk is run.
 
     Attributes:
-        picked: (B, S).
+        picked: (B, S), rising.
+        places: T.
         outputs: C.
     """
 
     picked: Tensor
+    places: int
     outputs: int
 
     @property
@@ -42,14 +44,20 @@ class PickedPositions(NamedTuple):
         """S C."""
         return self.picked.shape[1] * self.outputs
 
+    @property
+    def mask(self) -> Tensor:
+        """Which positions these are, (B, T)."""
+        mask = torch.zeros(len(self.picked), self.places, dtype=torch.bool, device=self.picked.device)
+        return mask.scatter_(1, self.picked, True)
+
     def of(self, part: slice) -> Callable[[Tensor], Tensor]:
         """Returns those of a chunk, as a function of its outputs (B, T C)."""
 
         def pick(outputs: Tensor) -> Tensor:
             each = torch.arange(self.outputs, device=self.picked.device)
-            places = (self.picked[part, :, None] * self.outputs + each).flatten(1).to(outputs.device)
+            rows = (self.picked[part, :, None] * self.outputs + each).flatten(1).to(outputs.device)
             u = torch.zeros(*outputs.shape, self.columns, dtype=outputs.dtype, device=outputs.device)
-            return u.scatter_(1, places[:, None], 1.0)
+            return u.scatter_(1, rows[:, None], 1.0)
 
         return pick
 
@@ -62,6 +70,8 @@ class Kernel(NamedTuple):
         cross: K_xZ (B, R, M), between the batch and the anchors; differentiable in the anchors' inputs.
         within: K_x (B, R, R), within each sample of the batch.
         outputs: f (B, C) of the batch.
+
+    Of picked positions each is a sample with R = C where the treated layer gives the outputs.
     """
 
     inner: Tensor
@@ -109,10 +119,18 @@ def _batch_chunks(tangent: Tangent, inputs: Any, cotangents: Cotangents | Picked
     length = max(1, tangent.chunk_length(columns, torch.float64, columns * scratch) // 2)
     chunks = tangent.check(inputs).chunks(length)
     if isinstance(cotangents, PickedPositions):
+        if tangent.treats_output_alone:  # each position is a sample, and its record small enough to be kept
+            per_sample, kept = tangent.outputs * scratch, cotangents.mask
+            records = tangent.records(inputs, None, torch.float64, per_sample, kept)
+            return [(rows, partial(_itself, record)) for rows, record in records]
         return _chunks(tangent, ((part, chunk, cotangents.of(part)) for part, chunk in chunks))
     if isinstance(cotangents, Tensor):
         return _chunks(tangent, ((part, chunk, cotangents[part]) for part, chunk in chunks))
     return _chunks(tangent, ((part, chunk, cotangents) for part, chunk in chunks))
+
+
+def _itself(record: Record) -> Record:
+    return record
 
 
 class _Blocks(torch.autograd.Function):

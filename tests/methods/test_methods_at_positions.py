@@ -93,12 +93,12 @@ def problem_of(
     )
 
 
-@pytest.mark.parametrize("name", ["transformer", "3x3"])
-def test_the_bound_is_a_sum_over_positions_that_count(name):
+@pytest.mark.parametrize(("name", "params"), [("transformer", lw.everything), ("3x3", TREATED[1]), ("3x3", TREATED[0])])
+def test_the_bound_is_a_sum_over_positions_that_count(name, params):
     """In weight space, `-[Σ log p - 1/2 tr(G Σ)] + KL`, with sample weights, temperature and data size."""
     model, loader, _ = case(name)
     (x, y), w = loader[0], torch.rand(len(loader[0][0]), dtype=F64) + 0.5
-    problem = problem_of(model, (x, y), temperature=2.0, data_size=10 * len(x))
+    problem = problem_of(model, (x, y), params, temperature=2.0, data_size=10 * len(x))
     tangent, factor = problem.tangent, 5.0
     names = list(tangent.parameters)
     outputs = torch.tensor([4, 5])
@@ -120,10 +120,11 @@ def test_the_bound_is_a_sum_over_positions_that_count(name):
     close(value.detach(), torch.distributions.kl_divergence(q, p) - expected, 1e-6)
 
 
-def test_the_divergence_is_a_sum_over_positions_that_count():
+@pytest.mark.parametrize("params", TREATED)
+def test_the_divergence_is_a_sum_over_positions_that_count(params):
     model, loader, _ = case("transformer")
     x, y = loader[0]
-    problem = problem_of(model, (x, y), data_size=3 * len(x))
+    problem = problem_of(model, (x, y), params, data_size=3 * len(x))
     tangent = problem.tangent
     names = list(tangent.parameters)
     anchors = Anchors(tangent, (x[:2],), torch.arange(2), torch.tensor([4, 5]))
@@ -134,11 +135,33 @@ def test_the_divergence_is_a_sum_over_positions_that_count():
     J = jacobian(model, x, names)
     A = J.unflatten(0, (len(x), -1)).flatten(1, 2)[torch.arange(2), anchors.outputs]
     sigma = torch.linalg.inv(2 * torch.eye(A.shape[1], dtype=F64) + A.T @ A)  # L = I
-    latent = lw.fit(model, [(x, y)], lw.Full(), prior_precision=2.0).latent(x).rows
+    latent = lw.fit(model, [(x, y)], lw.Full(), params=params, prior_precision=2.0).latent(x).rows
     term = type(latent.terms[0])(oracle.output_covariance(J, sigma))
     logs = lw.Categorical().predict(type(latent)(rows(model(x).detach()), (term,))).log_prob(y.flatten())
     kl = divergence(inner_factor(A @ A.T / 2, torch.eye(2, dtype=F64)))
     close(value.detach(), kl - 3 * logs[y.flatten() != -100].sum(), 1e-6)
+
+
+@pytest.mark.parametrize("params", TREATED)
+def test_gradients_in_moving_points_at_positions(params):
+    model, loader, _ = case("3x3")
+    x, y = loader[0]
+    problem = problem_of(model, (x, y), params)
+    anchors = Anchors(problem.tangent, (x[:2].clone(),), torch.arange(2), torch.tensor([4, 17]))
+    batch, step = Batch(problem.tangent, x, y, 0, y != -100, None, lw.Categorical()), torch.randn_like(x[:2])
+    for steps in (
+        moving_points.BoundSteps(problem, anchors, 3, 0.1, None),
+        alpha_divergence.AlphaSteps(lw.AlphaDivergence(), problem, anchors, None),
+    ):
+        state = steps.init()
+        moved = [(x[:2] + h * step).requires_grad_() for h in (0.0, 1e-5, -1e-5)]
+        value, above, below = (
+            steps.objective(replace(state, kept={}), {**state.values, "input/0/0": at}, batch, torch.Generator())
+            for at in moved
+        )
+        (slope,) = torch.autograd.grad(value, moved[0])
+        difference = float((above - below).detach()) / 2e-5
+        assert float((slope * step).sum()) == pytest.approx(difference, rel=1e-4)
 
 
 def test_positions_that_are_picked_stand_for_all_that_count():

@@ -52,7 +52,7 @@ def picked_positions(counted: Tensor, outputs: int, generator: torch.Generator) 
     """
     keys = torch.rand(counted.shape, generator=generator, device=generator.device).to(counted.device)
     some = picked_count(counted.shape[1], outputs)
-    picked = torch.where(counted, keys, 2.0).topk(some, largest=False).indices
+    picked = torch.where(counted, keys, 2.0).topk(some, largest=False).indices.sort().values
     known = counted.sum(1, keepdim=True).double()
     return picked, counted.gather(1, picked) * known / known.clamp(1, some)
 
@@ -78,9 +78,9 @@ def rows_at_positions(
     rows = (picked + count * torch.arange(samples, device=picked.device)[:, None]).flatten()
     if every["weights"] is not None:
         repeats = repeats * every["weights"][rows]
-    blocks = kernel(anchors, weights, batch.checked, PickedPositions(picked, outputs))
-    shape = picked.shape[1], outputs
-    within = blocks.within.unflatten(2, shape).unflatten(1, shape).diagonal(dim1=1, dim2=3).movedim(-1, 1)
-    cross = blocks.cross.unflatten(1, shape).flatten(0, 1)
-    at_rows = Kernel(blocks.inner, cross, within.flatten(0, 1), every["outputs"][rows])
-    return Rows(at_rows, every["targets"][rows], repeats)
+    inner, cross, within, _ = kernel(anchors, weights, batch.checked, PickedPositions(picked, count, outputs))
+    if len(cross) < len(rows):  # rows of a sample are together
+        shape = picked.shape[1], outputs
+        cross = cross.unflatten(1, shape).flatten(0, 1)
+        within = within.unflatten(2, shape).unflatten(1, shape).diagonal(dim1=1, dim2=3).movedim(-1, 1).flatten(0, 1)
+    return Rows(Kernel(inner, cross, within, every["outputs"][rows]), every["targets"][rows], repeats)
