@@ -59,7 +59,7 @@ class Blockwise(PriorCovariance):
 
     def _weight(self, name: str) -> Tensor:
         """Returns `1/(s λ + δ)` of one block, in the shape of λ."""
-        return 1 / (self.scale * self.structures[name].eigenvalues + self._delta[name])
+        return (self.scale * self.structures[name].eigenvalues).add_(self._delta[name]).reciprocal_()
 
     @cached_property
     def _weights(self) -> dict[str, Tensor]:

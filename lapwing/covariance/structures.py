@@ -9,13 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from math import inf
 
 import torch
 from torch import Tensor
 
 from ..contents import Entry
 from ..jacobian.jacobian import Weighting
-from ..linalg import matmul
+from ..linalg import SLICE_NUMBERS, matmul
 from ..tangent import Block, BlockJacobian
 from .base import push_diagonal, push_factor
 from .terms import DenseTerm, EigenTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, factored_or_dense, of_both
@@ -210,20 +211,27 @@ def condensed(eigenvalues: Tensor) -> tuple[Tensor, Tensor | None]:
     Returns:
         The points and their weights; λ itself and None where it is not many, or not all finite and >= 0.
 
-    Cost: one pass in float64 and on the CPU, whose sums do not depend on the order of threads.
+    Cost: three passes on the CPU, whose sums do not depend on the order of threads; memory of the logarithms.
     """
-    values = eigenvalues.double().flatten()
-    if len(values) < MANY or not bool((values.isfinite() & (values >= 0)).all()):
-        return values, None
-    logs = values[values > 0].cpu().log()
+    values = eigenvalues.flatten()
+    low, high = values.aminmax() if len(values) >= MANY else (-1.0, 0.0)
+    if not 0 <= low <= high < inf:  # NaN is the least and the largest
+        return values.double(), None
+    logs = torch.cat([part[part > 0].double().cpu().log() for part in values.split(SLICE_NUMBERS)])
     if not len(logs):
-        return values[:1], None
-    bins = (PER_UNIT * (logs - logs.min())).long()
-    counts = torch.bincount(bins)
+        return values[:1].double(), None
+    lowest, parts = logs.min(), logs.split(SLICE_NUMBERS)
+    size = 1 + int(PER_UNIT * (logs.max() - lowest))
+    counts, sums, squares = logs.new_zeros(3, size)
+    for part in parts:
+        bins = (PER_UNIT * (part - lowest)).long()
+        counts += torch.bincount(bins, minlength=size)
+        sums += torch.bincount(bins, part, minlength=size)
+    means = sums / counts  # NaN where a bin is empty
+    for part in parts:
+        bins = (PER_UNIT * (part - lowest)).long()
+        squares += torch.bincount(bins, (part - means[bins]).square(), minlength=size)
     filled = counts > 0
-    counts = counts[filled].double()
-    means = torch.bincount(bins, logs)[filled] / counts
-    places = (filled.cumsum(0) - 1)[bins]
-    spreads = (torch.bincount(places, (logs - means[places]).square()) / counts).sqrt()
+    counts, means, spreads = counts[filled], means[filled], (squares / counts).sqrt()[filled]
     points = torch.cat([means - spreads, means + spreads]).exp()
     return points.to(values.device), counts.repeat(2).to(values.device) / 2
