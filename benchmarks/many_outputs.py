@@ -97,24 +97,20 @@ def _hundred_thousand(model: nn.Module, x: Tensor, method: lw.Method, draws: int
         y = model.eval()(x[:1])
     posterior = lw.fit(model, [(x[:1], y)], method, likelihood=lw.Gaussian(0.01), prior_precision=1.0)
     posterior.latent(x[:1], via=lw.Linearized(draws=2))
-    forwards, calls = [], []
 
-    def timed(times: list[float], function: Callable[[], Any]) -> None:
+    def milliseconds(function: Callable[[], Any]) -> float:
         start = time.process_time()
         function()
-        times.append(1e3 * (time.process_time() - start))
+        return 1e3 * (time.process_time() - start)
 
-    with torch.no_grad():
-        for _ in range(2):
-            for _ in range(5):
-                timed(forwards, lambda: model(x))
-            timed(calls, lambda: posterior.latent(x, via=lw.Linearized(draws=draws)).variance)
-        for _ in range(5):
-            timed(forwards, lambda: model(x))
-    forward, call = min(forwards), min(calls)
-    return {
-        "draws": draws, "milliseconds": call, "reference_milliseconds": forward, "ratio_a_draw": call / forward / draws,
-    }  # fmt: skip
+    @torch.no_grad()
+    def forward() -> Tensor:
+        return model(x)
+
+    before = [milliseconds(forward) for _ in range(10)]
+    call = milliseconds(lambda: posterior.latent(x, via=lw.Linearized(draws=draws)).variance)
+    plain = min(before + [milliseconds(forward) for _ in range(10)])
+    return {"draws": draws, "milliseconds": call, "reference_milliseconds": plain, "ratio_a_draw": call / plain / draws}
 
 
 def _classes(params: Any) -> dict[str, Any]:
