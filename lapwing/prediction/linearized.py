@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from math import isqrt
@@ -31,7 +31,7 @@ from ..jacobian.jacobian import SLICE_BYTES
 from ..linalg import check_memory
 from ..network import batches
 from ..network.gate import Checked
-from ..network.generic import DIRECTIONS, WeightProducts, direction_groups
+from ..network.generic import DIRECTIONS, Group, WeightProducts, direction_groups
 from ..network.tracing import wants_gradient
 from ..tangent import Record, Tangent, split
 from .positions import at_positions, draws_at_positions
@@ -281,13 +281,15 @@ def latent_of_draws(
     batches.check_outputs(mean, "these inputs")
     products = [WeightProducts(tangent.call_with, tangent.parameters) for _ in chunks]
     whole = None
-    for rows, steps in _weight_draws(tangent, covariance, count, seed):
-        for product, (samples, chunk) in zip(products, chunks, strict=True):
+    for group, steps in _weight_draws(tangent, covariance, count, seed):
+        for product, (rows, chunk) in zip(products, chunks, strict=True):
             part = product(steps, chunk.inputs)
             if part is None:
                 return None
+            if len(part) == count and len(chunks) == 1:
+                return draws_at_positions(tangent, LinearDraws(mean, part.to(tangent.dtype), joint), checked.inputs)
             whole = mean.new_empty(count, *mean.shape) if whole is None else whole
-            whole[rows, samples] = part.to(tangent.dtype)
+            whole[group, rows] = part.to(tangent.dtype)
     assert whole is not None
     return draws_at_positions(tangent, LinearDraws(mean, whole, joint), checked.inputs)
 
@@ -303,18 +305,17 @@ def _length(tangent: Tangent) -> int:
     return max(1, min(tangent.chunk_length(DIRECTIONS), max(length, tangent.size // largest)))
 
 
-Steps = tuple[slice, dict[str, Tensor]]
-"""Which draws these are, and their weights less the trained ones by name."""
-
-_KEPT: WeakKeyDictionary[Covariance, tuple[int, int, list[Steps]]] = WeakKeyDictionary()
+_KEPT: WeakKeyDictionary[Covariance, tuple[int, int, list[Group]]] = WeakKeyDictionary()
 """Covariance -> how many weights were drawn, by which seed, and the draws."""
 
 
-def _weight_draws(tangent: Tangent, covariance: Covariance, count: int, seed: int) -> Iterable[Steps]:
-    """Returns draws of `N(0, Σ)` in groups that forward mode takes at once.
+def _weight_draws(
+    tangent: Tangent, covariance: Covariance, count: int, seed: int
+) -> Iterator[tuple[slice, list[Group]]]:
+    """Yields draws of `N(0, Σ)` laid out for products, as many at a time as fit half of the memory budget.
 
-    Draws that fit a quarter of the memory budget are kept for the next prediction of the posterior: of wide layers they
-    cost more than what they are multiplied with. Others are drawn as many at a time as fit half of it.
+    Draws that fit a quarter of it are kept for the next prediction of the posterior: of wide layers they cost more than
+    what they are multiplied with.
     """
     generator = torch.Generator(covariance.device).manual_seed(seed)
     bytes_each = tangent.size * tangent.dtype.itemsize
@@ -322,21 +323,16 @@ def _weight_draws(tangent: Tangent, covariance: Covariance, count: int, seed: in
         length = max(1, tangent.memory // (2 * bytes_each))
         length -= length % DIRECTIONS if length > DIRECTIONS else 0
         length = count if isinstance(covariance, Draws) else length  # all at once, so that none comes twice
-        return _drawn(tangent, covariance, count, length, generator)
+        for start in range(0, count, length):
+            stop = min(start + length, count)
+            steps = covariance.sample(stop - start, generator)
+            yield slice(start, stop), direction_groups(split(tangent.blocks, steps))
+        return
     kept = _KEPT.get(covariance)
     if kept is None or kept[:2] != (count, seed):
-        kept = _KEPT[covariance] = count, seed, list(_drawn(tangent, covariance, count, count, generator))
-    return kept[2]
-
-
-def _drawn(
-    tangent: Tangent, covariance: Covariance, count: int, length: int, generator: torch.Generator
-) -> Iterator[Steps]:
-    """Draws `length` at a time, and yields them in groups."""
-    for start in range(0, count, length):
-        steps = split(tangent.blocks, covariance.sample(min(length, count - start), generator))
-        for rows, group in direction_groups(steps):
-            yield slice(start + rows.start, start + rows.stop), group
+        steps = covariance.sample(count, generator)
+        kept = _KEPT[covariance] = count, seed, direction_groups(split(tangent.blocks, steps))
+    yield slice(0, count), kept[2]
 
 
 def _of_weights(
