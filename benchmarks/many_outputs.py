@@ -1,24 +1,27 @@
 """What error bars of very many outputs cost, as ratios to a plain forward pass of the same batch in the same run.
 
-Variances by `lw.Linearized(draws=16)`, in total and for each draw, beside the exact ones where these can be waited for;
-and ten of 1 000 classes by `lw.Linearized(outputs=10)`, beside all of them. Random weights and inputs: cost does not
-depend on them.
+Variances by `lw.Linearized(draws=...)`, in total and for each draw, beside the exact ones where these can be waited
+for; and ten of 1 000 classes by `lw.Linearized(outputs=10)`, beside all of them. Random weights and inputs: cost does
+not depend on them. Costs of 10^5 outputs are of CPU time, on one thread.
 
-    python -m benchmarks.many_outputs
+    python -m benchmarks.many_outputs             # everything
+    python -m benchmarks.many_outputs "10^5"      # what has this in its name; the others keep their numbers
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable
+from statistics import mean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from benchmarks.measure import ratio, write
+from benchmarks.measure import RESULTS, ratio, write
 from lapwing.network.generic import WeightProducts
 from lapwing.tangent import split
 
@@ -26,9 +29,9 @@ SEED = 0
 DRAWS = 16
 
 
-def dense() -> tuple[nn.Module, Tensor]:
-    """64-256-100 000, batch 32."""
-    return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 100_000)), torch.randn(32, 64)
+def dense(batch: int) -> tuple[nn.Module, Tensor]:
+    """64-256-100 000."""
+    return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 100_000)), torch.randn(batch, 64)
 
 
 def decoder() -> tuple[nn.Module, Tensor]:
@@ -37,10 +40,10 @@ def decoder() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers), torch.randn(100, 16)
 
 
-def denoiser() -> tuple[nn.Module, Tensor]:
-    """Three 3x3 convolutions of 32 channels, from 64x64 pixels to as many, batch 8."""
+def denoiser(side: int = 64, batch: int = 8) -> tuple[nn.Module, Tensor]:
+    """Three 3x3 convolutions of 32 channels, from pixels to as many."""
     convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()]
-    return nn.Sequential(*convolutions, nn.Conv2d(32, 1, 3, padding=1), nn.Flatten()), torch.randn(8, 1, 64, 64)
+    return nn.Sequential(*convolutions, nn.Conv2d(32, 1, 3, padding=1), nn.Flatten()), torch.randn(batch, 1, side, side)
 
 
 def classifier() -> tuple[nn.Module, Tensor]:
@@ -89,6 +92,31 @@ def _draws(name: str, method: lw.Method, exact: bool = False) -> dict[str, Any]:
     return row
 
 
+def _hundred_thousand(model: nn.Module, x: Tensor, method: lw.Method, draws: int = 64) -> dict[str, float]:
+    """Returns the CPU time of variances by draws, drawing the weights included, beside that of a forward pass."""
+    with torch.no_grad():
+        y = model.eval()(x[:1])
+    posterior = lw.fit(model, [(x[:1], y)], method, likelihood=lw.Gaussian(0.01), prior_precision=1.0)
+    posterior.latent(x[:1], via=lw.Linearized(draws=2))
+
+    def milliseconds(function: Callable[[], Any]) -> float:
+        start = time.process_time()
+        function()
+        return 1e3 * (time.process_time() - start)
+
+    @torch.no_grad()
+    def forward() -> Tensor:
+        return model(x)
+
+    forward()
+    before = [milliseconds(forward) for _ in range(10)]
+    call = milliseconds(lambda: posterior.latent(x, via=lw.Linearized(draws=draws)).variance)
+    plain = mean(
+        before + [milliseconds(forward) for _ in range(10)]
+    )  # one long call sees the average of its neighbours
+    return {"draws": draws, "milliseconds": call, "reference_milliseconds": plain, "ratio_a_draw": call / plain / draws}
+
+
 def _classes(params: Any) -> dict[str, Any]:
     """Returns the costs of the variances of ten of 1 000 classes, of all, and of all by draws."""
     model, x = classifier()
@@ -104,15 +132,18 @@ def _classes(params: Any) -> dict[str, Any]:
 def main(only: str = "") -> dict[str, Any]:
     """Runs everything, or what has a text in its name; writes `results/many_outputs.json`."""
     torch.manual_seed(SEED)
+    torch.set_num_threads(1)
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "1 000 classes, KFAC of the last layer": lambda: _classes(lw.last_layer),
         "1 000 classes, KFAC": lambda: _classes(lw.everything),
         "CNN of 64x64 outputs, batch 8, KFAC": lambda: _draws("denoiser", lw.KFAC(), exact=True),
         "CNN of 64x64 outputs, batch 8, diagonal": lambda: _draws("denoiser", lw.Diagonal()),
         "MLP 16-512-512-10 000, batch 100, diagonal": lambda: _draws("decoder", lw.Diagonal()),
-        "MLP 64-256-100 000, batch 32, diagonal": lambda: _draws("dense", lw.Diagonal()),
+        "10^5 outputs, MLP 64-256-100 000, batch 32, diagonal": lambda: _hundred_thousand(*dense(32), lw.Diagonal()),
+        "10^5 outputs, MLP 64-256-100 000, batch 128, diagonal": lambda: _hundred_thousand(*dense(128), lw.Diagonal()),
+        "10^5 outputs, CNN of 320x320, batch 2, KFAC": lambda: _hundred_thousand(*denoiser(320, 2), lw.KFAC()),
     }
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = json.loads((RESULTS / "many_outputs.json").read_text())["results"] if only else {}
     for name, run in runs.items():
         if only in name:
             results[name] = run()

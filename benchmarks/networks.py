@@ -3,7 +3,7 @@
     python -m benchmarks.networks              # runs what is not in results/networks.json yet, and writes the page
     python -m benchmarks.networks --page       # writes the table in docs/networks.md alone
     python -m benchmarks.networks lstm hf_Bert # runs these anew
-    python -m benchmarks.networks --costs      # measures the costs of all anew
+    python -m benchmarks.networks --costs      # measures the costs that are missing; with names, these anew
 
 Needs `pip install torchvision timm transformers` beside lapwing; nothing is downloaded. For every network:
 
@@ -309,7 +309,8 @@ def main() -> None:
     results = document["results"]
     todo = {} if arguments.page else networks()
     for name, network in todo.items():
-        if name in arguments.names or (not arguments.names and (arguments.costs or name not in results)):
+        missing = name not in results or (arguments.costs and "fit" not in results[name])
+        if name in arguments.names or (not arguments.names and missing):
             try:
                 results[name] = measured(name, network, results.get(name, {}) if arguments.costs else {})
             except lw.LapwingError as refusal:

@@ -383,14 +383,13 @@ def table(rows: Mapping[str, Mapping[str, float]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def saved() -> dict[str, Any]:
+def saved(path: Path = RESULT) -> dict[str, Any]:
     """Returns the results so far."""
-    return json.loads(RESULT.read_text())["results"] if RESULT.exists() else {}
+    return json.loads(path.read_text())["results"] if path.exists() else {}
 
 
-def page(results: Mapping[str, Any]) -> str:
-    """Returns the text of docs/positions.md with the tables of the results."""
-    text = PAGE.read_text(encoding="utf-8")
+def with_tables(text: str, results: Mapping[str, Any]) -> str:
+    """Returns the text of a page with the tables of the results."""
     for name, rows in results.items():
         start, end = f"<!-- table of {name} -->\n", "<!-- end of table -->"
         before, _, rest = text.partition(start)
@@ -411,7 +410,7 @@ def main() -> None:
         print(name, table(rows), sep="\n")
         results = {**saved(), name: rows}
         write("positions_data", {task: results[task] for task in TASKS if task in results}, SEED)
-    PAGE.write_text(page(saved()), encoding="utf-8")
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), saved()), encoding="utf-8")
 
 
 if __name__ == "__main__":

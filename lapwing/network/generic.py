@@ -160,17 +160,37 @@ DIRECTIONS = 8
 """How many directions forward mode takes at once."""
 
 
-def by_forward_mode(outputs: Outputs, values: dict[str, Tensor], directions: dict[str, Tensor]) -> Tensor:
+Group = dict[str, Tensor]
+"""At most `DIRECTIONS` directions (K, *shape) by name."""
+
+
+def direction_groups(directions: Mapping[str, Tensor]) -> list[Group]:
+    """Cuts directions (K, *shape) into groups, each tensor contiguous in memory of its own.
+
+    Forward mode first fills zeros and copies a tangent that lies in memory in another way than its weight: a slice, or
+    weights beside their biases. That takes longer than wide layers do.
+    """
+
+    def laid_out(part: Tensor) -> Tensor:
+        alone = part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
+        return part if alone else part.clone(memory_format=torch.contiguous_format)
+
+    parts = {name: map(laid_out, value.split(DIRECTIONS)) for name, value in directions.items()}
+    return [dict(zip(parts, group, strict=True)) for group in zip(*parts.values(), strict=True)]
+
+
+def by_forward_mode(outputs: Outputs, values: dict[str, Tensor], groups: Sequence[Group]) -> Tensor:
     """Returns `J V` (K, B, C) by forward mode: about 2 passes a direction, 3 where a layer has no batched product."""
 
     def product(direction: dict[str, Tensor]) -> Tensor:
         return jvp(outputs, (values,), (direction,))[1]
 
     with batching_quiet():
-        return vmap(product, chunk_size=DIRECTIONS, randomness="error")(directions)
+        parts = [vmap(product, randomness="error")(group) for group in groups]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def by_two_backward_passes(outputs: Outputs, values: dict[str, Tensor], directions: dict[str, Tensor]) -> Tensor:
+def by_two_backward_passes(outputs: Outputs, values: dict[str, Tensor], groups: Sequence[Group]) -> Tensor:
     """Returns `J V` (K, B, C) as the derivative of `Jᵀu` in u: for operations that have no forward mode."""
     graph = torch.is_grad_enabled()
     leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
@@ -180,10 +200,10 @@ def by_two_backward_passes(outputs: Outputs, values: dict[str, Tensor], directio
         pulled = torch.autograd.grad(out, list(leaves.values()), u, create_graph=True, materialize_grads=True)
         moving = [(name, row) for name, row in zip(leaves, pulled, strict=True) if row.requires_grad]
         rows = [row for _, row in moving]
-        count = len(next(iter(directions.values())))
         products = [
-            torch.autograd.grad(rows, u, [directions[name][k] for name, _ in moving], True, create_graph=graph)[0]
-            for k in range(count)
+            torch.autograd.grad(rows, u, list(direction), True, create_graph=graph)[0]
+            for group in groups
+            for direction in zip(*(group[name] for name, _ in moving), strict=True)
         ]
     return torch.stack(products)
 
@@ -204,7 +224,7 @@ class WeightProducts:
         self,
         network: Network,
         parameters: Mapping[str, Tensor],
-        routes: Sequence[Callable[[Outputs, dict[str, Tensor], dict[str, Tensor]], Tensor]] = (
+        routes: Sequence[Callable[[Outputs, dict[str, Tensor], Sequence[Group]], Tensor]] = (
             by_forward_mode,
             by_two_backward_passes,
         ),
@@ -212,37 +232,36 @@ class WeightProducts:
         self._network, self._routes, self._checked = network, tuple(routes), False
         self._values = {name: value.detach() for name, value in parameters.items()}
 
-    def __call__(self, vectors: Mapping[str, Tensor], inputs: Any) -> Tensor | None:
-        """Returns the products, or None where no route gives them."""
+    def __call__(self, vectors: Mapping[str, Tensor] | Sequence[Group], inputs: Any) -> Tensor | None:
+        """Returns the products, or None where no route gives them; vectors may be `direction_groups` already."""
         values = self._values
-        directions = {name: vectors[name].to(value.dtype) for name, value in values.items()}
+        parts = direction_groups(vectors) if isinstance(vectors, Mapping) else vectors
+        groups = [{name: part[name].to(value.dtype) for name, value in values.items()} for part in parts]
 
         def outputs(weights: dict[str, Tensor]) -> Tensor:
             return self._network(weights, inputs)
 
         for route in self._routes:
             try:
-                products = route(outputs, values, directions)
+                products = route(outputs, values, groups)
             except (RuntimeError, ValueError, TypeError, NotImplementedError):
                 continue
-            if self._checked or _agrees_with_reverse_mode(outputs, values, directions, products.detach()):
+            if self._checked or _agrees_with_reverse_mode(outputs, values, groups, products.detach()):
                 self._routes, self._checked = (route,), True
                 return products
         return None
 
 
 def _agrees_with_reverse_mode(
-    outputs: Outputs, values: dict[str, Tensor], directions: dict[str, Tensor], products: Tensor
+    outputs: Outputs, values: dict[str, Tensor], groups: Sequence[Group], products: Tensor
 ) -> bool:
     """Compares `uᵀ J V` for a random u with one backward pass."""
     u = torch.randn(products.shape[1:], generator=torch.Generator().manual_seed(0)).to(products)
     leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
     with torch.enable_grad():
         gradients = _gradients(outputs(leaves), leaves.values(), u)
-    wanted = total(
-        directions[name].flatten(1) @ gradient.detach().flatten()
-        for name, gradient in zip(leaves, gradients, strict=True)
-    )  # (K,)
+    flat = {name: gradient.detach().flatten() for name, gradient in zip(leaves, gradients, strict=True)}
+    wanted = torch.cat([total(group[name].flatten(1) @ flat[name] for name in flat) for group in groups])  # (K,)
     contracted = products.flatten(1) @ u.flatten()
     eps = torch.finfo(products.dtype).eps
     allowed = 3 * eps**0.5 * wanted.norm() + 100 * eps * products.abs().sum() / len(products)

@@ -31,9 +31,9 @@ from ..jacobian.jacobian import SLICE_BYTES
 from ..linalg import check_memory
 from ..network import batches
 from ..network.gate import Checked
-from ..network.generic import DIRECTIONS, WeightProducts
+from ..network.generic import DIRECTIONS, Group, WeightProducts, direction_groups
 from ..network.tracing import wants_gradient
-from ..tangent import Record, Tangent, Vectors, split
+from ..tangent import Record, Tangent, split
 from .positions import at_positions, draws_at_positions
 from .uncertain import carried, separate
 from .way import Way
@@ -283,7 +283,7 @@ def latent_of_draws(
     whole = None
     for group, steps in _weight_draws(tangent, covariance, count, seed):
         for product, (rows, chunk) in zip(products, chunks, strict=True):
-            part = product(split(tangent.blocks, steps), chunk.inputs)
+            part = product(steps, chunk.inputs)
             if part is None:
                 return None
             if len(part) == count and len(chunks) == 1:
@@ -305,12 +305,14 @@ def _length(tangent: Tangent) -> int:
     return max(1, min(tangent.chunk_length(DIRECTIONS), max(length, tangent.size // largest)))
 
 
-_KEPT: WeakKeyDictionary[Covariance, tuple[int, int, Vectors]] = WeakKeyDictionary()
+_KEPT: WeakKeyDictionary[Covariance, tuple[int, int, list[Group]]] = WeakKeyDictionary()
 """Covariance -> how many weights were drawn, by which seed, and the draws."""
 
 
-def _weight_draws(tangent: Tangent, covariance: Covariance, count: int, seed: int) -> Iterator[tuple[slice, Vectors]]:
-    """Yields groups of draws of `N(0, Σ)`, as many as fit half of the memory budget.
+def _weight_draws(
+    tangent: Tangent, covariance: Covariance, count: int, seed: int
+) -> Iterator[tuple[slice, list[Group]]]:
+    """Yields draws of `N(0, Σ)` laid out for products, as many at a time as fit half of the memory budget.
 
     Draws that fit a quarter of it are kept for the next prediction of the posterior: of wide layers they cost more than
     what they are multiplied with.
@@ -319,13 +321,17 @@ def _weight_draws(tangent: Tangent, covariance: Covariance, count: int, seed: in
     bytes_each = tangent.size * tangent.dtype.itemsize
     if 4 * count * bytes_each > tangent.memory:
         length = max(1, tangent.memory // (2 * bytes_each))
+        length -= length % DIRECTIONS if length > DIRECTIONS else 0
+        length = count if isinstance(covariance, Draws) else length  # all at once, so that none comes twice
         for start in range(0, count, length):
             stop = min(start + length, count)
-            yield slice(start, stop), covariance.sample(stop - start, generator)
+            steps = covariance.sample(stop - start, generator)
+            yield slice(start, stop), direction_groups(split(tangent.blocks, steps))
         return
     kept = _KEPT.get(covariance)
     if kept is None or kept[:2] != (count, seed):
-        kept = _KEPT[covariance] = count, seed, covariance.sample(count, generator)
+        steps = covariance.sample(count, generator)
+        kept = _KEPT[covariance] = count, seed, direction_groups(split(tangent.blocks, steps))
     yield slice(0, count), kept[2]
 
 

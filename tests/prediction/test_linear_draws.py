@@ -12,6 +12,7 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.covariance import Latent, LinearDraws
+from lapwing.network.generic import direction_groups
 from lapwing.prediction import linearized
 from tests.conformance import Setup, close, jacobian, sampled_from
 from tests.zoo import ZOO
@@ -78,6 +79,25 @@ def test_networks_with_and_without_forward_mode(name):
 def test_all_draws_of_sampled_lla_are_its_covariance():
     setup, posterior = fitted("sampled_lla")
     close(posterior.latent(setup.test, via=lw.Linearized(draws=64)).covariance, posterior.latent(setup.test).covariance)
+
+
+def test_all_draws_of_sampled_lla_are_its_covariance_where_few_fit_the_budget():
+    setup, posterior = fitted("sampled_lla")
+    object.__setattr__(posterior.tangent, "memory", 2 * 2 * posterior.tangent.size * 8)  # two draws at once
+    close(posterior.latent(setup.test, via=lw.Linearized(draws=64)).covariance, posterior.latent(setup.test).covariance)
+
+
+def test_groups_of_directions_have_memory_of_their_own_and_are_copied_once():
+    both = torch.randn(19, 3, 5)
+    directions = {"weight": both[..., :4], "bias": both[..., 4]}
+    groups = direction_groups(directions)
+    assert [len(group["bias"]) for group in groups] == [8, 8, 3]
+    for name, wanted in directions.items():
+        assert torch.cat([group[name] for group in groups]).equal(wanted)
+    for group in groups:
+        assert all(value.is_contiguous() and value.storage_offset() == 0 for value in group.values())
+        (again,) = direction_groups(group)
+        assert all(again[name].data_ptr() == value.data_ptr() for name, value in group.items())
 
 
 def test_chunks_of_inputs_and_of_draws_change_nothing_but_the_random_numbers(monkeypatch):
