@@ -14,6 +14,7 @@ only: the span stays, the coordinates change.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -82,11 +83,16 @@ class Subspace(PriorCovariance):
     def _prior(self, precision: Tensor) -> Tensor:
         return self.basis.prior_gram(precision)[: self.rank, : self.rank]
 
+    @cached_property
+    def _is_diagonalised_here(self) -> bool:
+        """Whether the eigenpairs are of this very prior; read once, not at every chunk."""
+        return bool(self._eigen[2][0] == self.precision[0])
+
     @property
     def _rotation(self) -> Tensor:
         """Q, made of the one that all priors of the same ratios share."""
         _, rotation, at = self._eigen
-        return rotation if at[0] == self.precision[0] else rotation * (at[0] / self.precision[0]).sqrt()
+        return rotation if self._is_diagonalised_here else rotation * (at[0] / self.precision[0]).sqrt()
 
     def _curvatures_at(self, precision: Tensor) -> Tensor | None:
         """Returns h (k,) at a prior of the same ratios between blocks; else None."""

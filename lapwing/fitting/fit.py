@@ -205,7 +205,8 @@ def fit(
         return _checked(whole)
     if tune is None:
         return _checked(whole if whole.tuned else whole.with_defaults())
-    posterior = _checked(tune.tune(whole, Training(training, prefixes, runner.count())))
+    data = Training(training, prefixes, runner.count())
+    posterior = _checked(tangent.retried(lambda: tune.tune(whole, data)))
     if not is_default or validation is None or likelihood.logit_temperature is None:
         return posterior
 

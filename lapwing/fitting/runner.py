@@ -94,9 +94,20 @@ class Runner:
             except StopIteration as stop:
                 result = stop.value if isinstance(stop.value, FitResult) else FitResult(stop.value)
                 if not self._summary.samples and result.summary is None:
-                    self._sum(LikelihoodPass(problem), problem)
+                    self._through(LikelihoodPass(problem), problem)
                 return result
-            state = self._sum(step, problem) if isinstance(step, SumPass) else self._iterate(step, problem)
+            state = self._through(step, problem)
+
+    def _through(self, step: Pass, problem: Problem) -> State:
+        """Returns the state of a pass: from its beginning, with shorter chunks, where the device runs out of memory."""
+        generator = problem.root.generator
+        drawn = generator.get_state()
+
+        def through() -> State:
+            generator.set_state(drawn)
+            return self._sum(step, problem) if isinstance(step, SumPass) else self._iterate(step, problem)
+
+        return problem.tangent.retried(through)
 
     def _sum(self, step: SumPass[Any], problem: Problem) -> State:
         state = step.init()
@@ -176,19 +187,21 @@ class Runner:
                 rows = slice(first, last)
                 part = inputs if last - first == samples else batches.take(inputs, rows)
                 some = None if weights is None else weights[rows]
+                counted = self._counted(targets[rows], problem)
                 yield Batch(
-                    problem.tangent, part, targets[rows], start + first, self._counted(targets[rows], problem),
-                    weights=some, likelihood=problem.likelihood,
+                    problem.tangent, part, targets[rows], start + first,
+                    None if problem.tangent.positions is None else counted, weights=some,
+                    likelihood=problem.likelihood if problem.likelihood.weighs(counted) else None,
                 )  # fmt: skip
             start += end
             if start == limit:
                 return
 
     def _counted(self, targets: Tensor, problem: Problem) -> Tensor | None:
-        """Returns which targets count where some do not and outputs have positions; notes whether any counts."""
+        """Returns which targets count, None where all do; notes whether any counts."""
         counted = problem.likelihood.labelled(targets)
         self._any_counted = self._any_counted or bool((~targets.isnan() if counted is None else counted).any())
-        return None if problem.tangent.positions is None else counted
+        return counted
 
     def _check_size(self, samples: int, to: str) -> None:
         """Notes n the first time; raises when the loader shows nothing, or another number."""

@@ -109,6 +109,13 @@ class Likelihood(ABC):
         """
         return None
 
+    def weighs(self, counted: Tensor | None) -> bool:
+        """Whether `target_weights` may give more than None for targets of which `labelled` gave `counted`.
+
+        A batch asks once, so that its chunks do not read the targets again.
+        """
+        return True
+
     @abstractmethod
     def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:
         """Returns the sum over data of `log p(y|f)` from added statistics, a float64 scalar.

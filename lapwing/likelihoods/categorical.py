@@ -123,6 +123,10 @@ class Categorical(LogitLikelihood):
         """Returns which labels are not `ignore_index`; None where all of them are."""
         return which_count(targets, self.ignore_index)
 
+    def weighs(self, counted: Tensor | None) -> bool:
+        """Whether there are class weights, or labels that do not count."""
+        return self.class_weights is not None or counted is not None
+
     def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         """Returns `Σ_c t_c` (B, 1) where there are class weights, and 0 for labels that do not count; None for ones."""
         if self.class_weights is None:

@@ -61,9 +61,11 @@ def check_labels(
         )
     numbers = labels.long()
     bad = (numbers < 0) | (numbers >= classes)
-    if bool(bad.any()) and ignored is not None:
+    wrong = bool(bad.any())
+    if wrong and ignored is not None:
         bad &= numbers != ignored
-    if bool(bad.any()):
+        wrong = bool(bad.any())
+    if wrong:
         first = "Write `y = y.long()` first. " if dtype in (torch.uint16, torch.uint32, torch.uint64) else ""
         raise LapwingError(
             f"{name} accepts labels 0 to {classes - 1} for outputs of shape {tuple(outputs_shape)}, "

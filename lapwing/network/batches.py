@@ -397,7 +397,12 @@ def check_finite(inputs: Any, where: str) -> None:
 def check_outputs(outputs: Tensor, where: str) -> None:
     """Raises for NaN or infinite outputs."""
     if not is_finite(outputs):
-        bad = (~torch.isfinite(outputs)).any(-1)
+        check_rows(~torch.isfinite(outputs).all(-1), where)
+
+
+def check_rows(bad: Tensor, where: str) -> None:
+    """Raises for samples whose outputs are NaN or infinite, as `bad` (B,) says."""
+    if bad.any():
         raise LapwingError(
             f"The outputs at {where} are NaN or infinite for {int(bad.sum())} of {len(bad)} samples (first: sample "
             f"{int(bad.nonzero()[0])}). A trained network gives finite outputs: check its weights and the scale of the "

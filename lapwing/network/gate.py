@@ -202,14 +202,21 @@ def check_inputs(inputs: Any, shared: Sequence[bool], where: str) -> Checked:
     return Checked(inputs, samples)
 
 
-def check_recording(model: nn.Module, inputs: Any, recording: Recording, outputs: int) -> None:
+def check_recording(
+    model: nn.Module, inputs: Any, recording: Recording, outputs: int, late: list[Tensor] | None = None
+) -> None:
     """Checks what the network did: outputs of the first batch's width C, and weights that count as they did there.
+
+    Where `late` is a list, it gets which samples have outputs that are not finite, for the caller to look at.
 
     Raises:
         LapwingError: for outputs that are not finite or of another shape; where covered parameters, or what their
             layers got, count in ways that the first batch did not show.
     """
-    batches.check_outputs(recording.outputs, "these inputs")
+    if late is None:
+        batches.check_outputs(recording.outputs, "these inputs")
+    else:
+        late.append(~recording.outputs.isfinite().all(-1))
     name = type(model).__name__
     if recording.outputs.shape[1] != outputs:
         raise LapwingError(

@@ -273,6 +273,8 @@ def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, ou
 
 
 def _generator_state(device: torch.device) -> Tensor:
+    if device.type == "mps":
+        return torch.mps.get_rng_state()
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 

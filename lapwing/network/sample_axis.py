@@ -91,7 +91,8 @@ def moved_layer(outputs: Tensor, noted: Sequence[RecordedUse], uses: Uses) -> tu
     samples, generator = outputs.shape[0], torch.Generator().manual_seed(0)
     places = torch.arange(max(1, math.ceil(math.log(samples, 8) - 1e-9)))  # log 64 may come out above 2
     digits = torch.arange(samples)[:, None] // 8**places % 8  # of the samples' numbers in base 8, (B, places)
-    u, conclusive = torch.randn(outputs.shape[1], generator=generator).to(outputs), True
+    u = torch.randn(outputs.shape[1], generator=generator).to(outputs)
+    names, moved, some = [], [], []  # of every layer and digit: whether it moved, and whether it has any gradient
     for powers in (2.0 ** (digits.T - 3)).to(outputs):  # (B,); products with them are exact
         pair = torch.stack([torch.ones_like(powers), powers], 1)
         gradients = None  # the former ones are freed first
@@ -105,7 +106,11 @@ def moved_layer(outputs: Tensor, noted: Sequence[RecordedUse], uses: Uses) -> tu
             wanted = plain * powers[:, None].to(plain)
             off, size = (scaled - wanted).norm(dim=1), torch.maximum(wanted.norm(dim=1), scaled.norm(dim=1))
             tolerance = 0.3 if g.dtype in HALF else torch.finfo(g.dtype).eps ** 0.5  # subnormal halves are inexact
-            if (off > tolerance * size).any():
-                return name, False
-            conclusive = conclusive and bool(size.any())
-    return "", conclusive
+            names.append(name)
+            moved.append((off > tolerance * size).any())
+            some.append(size.any())
+    if not names:
+        return "", True
+    flags = torch.stack([*moved, *some]).tolist()  # one reading of the device for all layers
+    first = next((name for name, flag in zip(names, flags, strict=False) if flag), "")
+    return first, not first and all(flags[len(names) :])

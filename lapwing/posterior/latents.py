@@ -55,7 +55,7 @@ def _latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via:
             "out."
         )
     with torch.set_grad_enabled(wants_gradient((values, spreads) if spreads else values)):
-        latent = via.latent(tangent, covariance, inputs, joint)
+        latent = tangent.retried(lambda: via.latent(tangent, covariance, inputs, joint))
     if tangent.positions is not None:
         if not isinstance(latent, LatentAtPositions):
             raise LapwingError(

@@ -8,10 +8,11 @@ Jacobians of a chunk of samples, from which everything else in the library is co
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,20 @@ DENSER = 64
 """Where positions are samples, so many times as many of them are taken as where each takes backward passes."""
 
 Cotangents = Callable[[Tensor], Tensor] | Tensor | None
+Result = TypeVar("Result")
+
+
+@dataclass
+class ChunkLimit:
+    """How many samples a network takes at once where its device has run out of memory.
+
+    Attributes:
+        samples: at most so many; no limit at first.
+        latest: how many the latest chunk has; 0 before the first.
+    """
+
+    samples: int = sys.maxsize
+    latest: int = 0
 
 
 @dataclass(frozen=True)
@@ -284,15 +299,15 @@ class Tangent:
         """
         return inputs if isinstance(inputs, Checked) else check_inputs(inputs, self.plan.shared, where)
 
-    def recording(self, checked: Checked) -> tuple[Recording, Uses]:
-        """Runs the network on a chunk, and reads which uses make up each block."""
-        named = self.parameters
+    def recording(self, checked: Checked, late: list[Tensor] | None = None) -> tuple[Recording, Uses]:
+        """Runs the network on a chunk, and reads which uses make up each block; `late` is as in `check_recording`."""
+        named, self._limit.latest = self.parameters, checked.samples
         watched = {name: named[name] for name in self.plan.watched}
         spread = checked.samples if self.plan.spread else 1
         frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
         recording = run(self.model, checked.inputs, self.forward, watched, spread, frozen)
         width = self.outputs if self.positions is None else recording.outputs.shape[1]
-        check_recording(self.model, checked.inputs, recording, width)
+        check_recording(self.model, checked.inputs, recording, width, late)
         noted, name = recording.noted, type(self.model).__name__
         kinds = tuple([use.use.kind for use in noted])
         uses = self.plan.uses_in([use.names for use in noted], kinds, len(recording.outputs), name)
@@ -300,9 +315,11 @@ class Tangent:
             uses = {key: [use for use in every if noted[use[0]].reached] or every for key, every in uses.items()}
         return recording, uses
 
-    def _record(self, checked: Checked, cotangents: Cotangents, dtype: torch.dtype) -> Record:
+    def _record(
+        self, checked: Checked, cotangents: Cotangents, dtype: torch.dtype, late: list[Tensor] | None = None
+    ) -> Record:
         inputs, differentiable = checked.inputs, wants_gradient(checked.inputs)
-        recording, uses = self.recording(checked)
+        recording, uses = self.recording(checked, late)
         self._sample_axis.check(recording, uses, type(self.model).__name__)
         outputs = recording.outputs
         if callable(cotangents):
@@ -311,6 +328,37 @@ class Tangent:
         if self.positions is not None:
             record.sizes = self.positions.sizes(recording.shaped.shape)
         return record
+
+    @cached_property
+    def _limit(self) -> ChunkLimit:
+        return ChunkLimit()
+
+    def retried(self, compute: Callable[[], Result]) -> Result:
+        """Returns what a function computes; where memory runs out, that of another call with chunks of half the length.
+
+        Raises:
+            LapwingError: where the memory does not suffice for one sample.
+        """
+        self._limit.latest = 0
+        while True:
+            try:
+                return compute()
+            except torch.OutOfMemoryError as error:
+                length = self._limit.latest
+                if not length:  # no chunk is to blame
+                    raise
+                if length == 1:
+                    raise LapwingError(
+                        f"The memory of {self.device} does not suffice for one sample of {type(self.model).__name__} "
+                        f"at a time, with {self.size} treated weights and {self.outputs} outputs. Treat fewer weights, "
+                        "such as params=lw.last_layer, or pass a smaller memory=..., now "
+                        f"{self.memory / 2**20:.0f} MiB."
+                    ) from error
+            self._limit.samples = length // 2
+            log.warning(
+                "%s ran out of memory with %d samples of %s at once. lapwing begins again with %d.",
+                self.device, length, type(self.model).__name__, length // 2,
+            )  # fmt: skip
 
     @cached_property
     def _sample_axis(self) -> SampleAxisCheck:
@@ -343,9 +391,7 @@ class Tangent:
         dtype = dtype or self.dtype
         positions = self.positions
         if positions is None:
-            for part, chunk in self.check(inputs).chunks(self.chunk_length(cotangents, dtype, scratch_per_sample)):
-                for rows, record in self.recorded(chunk, cotangents, dtype):
-                    yield slice(part.start + rows.start, part.start + rows.stop), record
+            yield from self._chunks(inputs, cotangents, dtype, scratch_per_sample)
         elif positions.direct:
             stride = 1 if some is None else -(-positions.count // (DENSER * some))
             yield from direct_records(
@@ -353,16 +399,29 @@ class Tangent:
             )
         else:
             scratch_per_sample *= 1 if cotangents is None else positions.count
-            for part, chunk in self.check(inputs).chunks(self.chunk_length(cotangents, dtype, scratch_per_sample)):
-                for rows, record in self.recorded(chunk, cotangents, dtype):
-                    here = slice(part.start + rows.start, part.start + rows.stop)
-                    yield from by_position(record, here, positions, some) if cotangents is None else [(here, record)]
+            for part, record in self._chunks(inputs, cotangents, dtype, scratch_per_sample):
+                yield from by_position(record, part, positions, some) if cotangents is None else [(part, record)]
 
-    def recorded(self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype) -> Iterator[tuple[slice, Record]]:
+    def _chunks(
+        self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype, scratch_per_sample: int
+    ) -> Iterator[tuple[slice, Record]]:
+        """Yields records of samples, chunk by chunk; whether outputs are finite is read twice at most."""
+        late: list[Tensor] = []
+        for part, chunk in self.check(inputs).chunks(self.chunk_length(cotangents, dtype, scratch_per_sample)):
+            if part.start and not late:
+                late.append(torch.zeros(part.start, dtype=torch.bool, device=self.device))  # the first chunk is checked
+            for rows, record in self.recorded(chunk, cotangents, dtype, late or None):
+                yield slice(part.start + rows.start, part.start + rows.stop), record
+        if late:
+            batches.check_rows(torch.cat(late), "these inputs")
+
+    def recorded(
+        self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype, late: list[Tensor] | None = None
+    ) -> Iterator[tuple[slice, Record]]:
         """Yields the record of one chunk, or one for each sample where a layer does not hold them as in the fit."""
         checked = self.check(inputs)
         try:
-            record = self._record(checked, cotangents, dtype)
+            record = self._record(checked, cotangents, dtype, late)
         except SampleAxisMoved as error:
             self._sample_axis.warn_once(error)
         else:
@@ -377,7 +436,8 @@ class Tangent:
         self, cotangents: Cotangents | int = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
     ) -> int:
         """Returns how many samples fit the memory budget at once, at least one; `cotangents` may be their count."""
-        return max(1, self.memory // self.bytes_per_sample(cotangents, dtype, scratch_per_sample))
+        fitting = self.memory // self.bytes_per_sample(cotangents, dtype, scratch_per_sample)
+        return max(1, min(fitting, self._limit.samples))
 
     def _warn_of_memory(self) -> None:
         """Warns where one output at one position of a sample exceeds the budget; mentions where the whole sample does.
