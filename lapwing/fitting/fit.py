@@ -18,7 +18,7 @@ from ..likelihoods.inferred import check_logits, inferred_likelihood
 from ..linalg import is_finite
 from ..methods import KFAC, FisherRoot, FitResult, Method, Outline, Problem
 from ..methods.problem import root_columns
-from ..network import batches
+from ..network import batches, ranks
 from ..network.batches import Forward
 from ..network.data import as_loader
 from ..network.eager import outside_modes
@@ -26,7 +26,6 @@ from ..network.loaders import (
     WeightedLoader,
     check_progress,
     check_seed,
-    first_batch,
     known_size,
     warn_of_unseen_samples,
 )
@@ -48,6 +47,7 @@ DEFAULT_TUNING = BoundedEvidence()
 
 
 @outside_modes
+@ranks.across_ranks()
 def fit(
     model: nn.Module,
     loader: Any,
@@ -142,12 +142,14 @@ def fit(
     check_progress(progress)
     check_flag("lw.fit", "sample_weights", sample_weights)
     seed = int(seed)
-    loader = as_loader(loader, model)
-    inputs, targets = batches.split(batches.weighted(first_batch(loader)) if sample_weights else first_batch(loader))
+    plain = as_loader(loader, model)
+    loader = ranks.share(plain)
+    first = ranks.joined_first_batch(loader)
+    inputs, targets = batches.split(batches.weighted(first) if sample_weights else first)
     if validation is not None:
         validation = as_loader(validation, model, "val")
         other = None if tune is DEFAULT_TUNING else tune
-        tune = validation_tuning(validation, other, loader, (inputs, targets))
+        tune = validation_tuning(validation, other, plain, (inputs, targets))
     if data_size is not None:
         _check_data_size(data_size, known_size(loader) or 0)
     training = WeightedLoader(loader) if sample_weights else loader
@@ -174,12 +176,13 @@ def fit(
         outputs = tangent.outputs_of(some)
         check_logits(likelihood, outputs if positions is None else positions.rows(outputs), weight.dtype)
     if data_size is None:
-        warn_of_unseen_samples(loader, drawn)
+        warn_of_unseen_samples(plain, drawn)
     if weight_decay is not None:
         prior_precision = (data_size or runner.count()) * weight_decay
     read = Prior.read(tangent, prior_precision, prior_mean)
     _check_noise(likelihood, tangent)
-    generator = torch.Generator(tangent.device).manual_seed(seed)
+    ranks.check_same_network(tangent.state())
+    generator = torch.Generator(tangent.device).manual_seed((seed + ranks.rank()) % 2**63)
     _, spread = root_columns(tangent)
     root = FisherRoot(likelihood, tangent.outputs, generator, spread)
     if not root.exact:
@@ -200,7 +203,7 @@ def fit(
             f"Write lw.fit(model, held_out, lw.{type(method).__name__}())."
         )
     if data_size is None and drawn is None:
-        warn_of_unseen_samples(loader, runner.shown())
+        warn_of_unseen_samples(plain, runner.shown())
     whole, prefixes = _posteriors(runner, method, problem, result)
     if result.precision is not None or not isinstance(result.covariance, PriorCovariance):
         if isinstance(tune, Validation) and whole.logit_temperature == 1:

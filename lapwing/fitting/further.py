@@ -12,9 +12,9 @@ from ..covariance import LowRankWithResidual
 from ..errors import LapwingError, shown
 from ..methods import DataSummary, FisherRoot, Problem
 from ..methods.further import Further
-from ..network import batches
+from ..network import batches, ranks
 from ..network.data import as_loader
-from ..network.loaders import WeightedLoader, check_progress, first_batch
+from ..network.loaders import WeightedLoader, check_progress
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.former import AFTER, precision_product
@@ -42,11 +42,13 @@ def with_further(posterior: Posterior, tangent: Tangent, loader: Any, progress: 
         )
     likelihood = posterior.likelihood
     runner = Runner(loader, progress)
+    ranks.check_same_network(tangent.state())
     seed = posterior.samples  # draws for the further data are not those for the data so far
+    generator = torch.Generator(tangent.device).manual_seed(seed + ranks.rank())
     traces = bool(getattr(posterior.covariance, "traces", torch.zeros(1)).any())
     problem = Problem(
-        tangent, likelihood, FisherRoot(likelihood, tangent.outputs, torch.Generator(tangent.device).manual_seed(seed)),
-        posterior.prior, traces, seed, runner.labels, runner.count, runner.summary, posterior.temperature,
+        tangent, likelihood, FisherRoot(likelihood, tangent.outputs, generator), posterior.prior, traces, seed,
+        runner.labels, runner.count, runner.summary, posterior.temperature,
     )  # fmt: skip
     result = runner.run(Further(posterior.covariance, posterior.method), problem)
     summary = DataSummary(posterior.samples, posterior.statistics).added(runner.summary())
@@ -108,8 +110,8 @@ def continued(
     prior._check_network()
     former = prior.tangent
     _check_prior(prior)
-    loader = as_loader(loader, model)
-    first = first_batch(loader)
+    loader = ranks.share(as_loader(loader, model))
+    first = ranks.joined_first_batch(loader)
     inputs, _ = batches.split(batches.weighted(first) if sample_weights else first)
     if isinstance(model, torch.nn.Module):
         present = {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -19,8 +19,8 @@ from ..errors import LapwingError
 from ..methods.passes import Batch, CurvaturePass, FitResult, IteratePass, LikelihoodPass, Method, Pass, SumPass
 from ..methods.problem import Problem
 from ..methods.rows import class_labels
-from ..methods.state import DataSummary, State
-from ..network import batches
+from ..methods.state import DataSummary, S, State
+from ..network import batches, ranks
 from ..network.loaders import WeightedLoader, other_size, sampler_size, shows_bar
 
 
@@ -40,7 +40,7 @@ class Runner:
     def __init__(
         self, loader: Iterable[Any], progress: bool | None, prefixes: int = 0, data_size: int | None = None
     ) -> None:
-        self._loader = loader
+        self._loader, self._share = loader, ranks.share_of(loader)
         self._bar = shows_bar(progress)
         self._parts, self._data_size = prefixes, data_size
         self._expected: int | None = None
@@ -57,12 +57,15 @@ class Runner:
             parts = [torch.zeros(0, dtype=torch.int64)]
             for batch in self._loader:
                 parts.append(class_labels(*batches.split(batch)))
-            self._labels = torch.cat(parts)
-            self._check_size(len(self._labels), "to the count")
+            own = torch.cat(parts)
+            self._check_size(len(own), "to the count")
+            self._labels = torch.cat(ranks.gathered("labels", own))
         return self._labels
 
     def shown(self) -> int | None:
         """Returns n, how many samples the loader shows, without going through it; None where that is not known."""
+        if self._share is not None:
+            return self._share.total
         loader = self._loader.loader if isinstance(self._loader, WeightedLoader) else self._loader
         if self._expected is None and isinstance(loader, DataLoader):
             return sampler_size(loader)
@@ -100,9 +103,10 @@ class Runner:
 
     def _sum(self, step: SumPass[Any], problem: Problem) -> State:
         state = step.init()
-        start, notes = 0, not self.whole and step.limit is None
+        start, notes = self._before, not self.whole and step.limit is None
         if notes:
             self._summary = DataSummary()
+        kept: dict[int, tuple[State, DataSummary]] = {}
         with torch.no_grad():
             for batch in self._batches(step, problem):
                 step.update(state, batch)
@@ -110,9 +114,13 @@ class Runner:
                 if notes:
                     self._summary.add(problem.likelihood, **batch.rows())
                 if start in self._stops():
-                    self._keep(start, step, state, notes)
+                    kept[start] = state.mapped(torch.clone), self._summary.mapped(torch.clone)
+                    if self._share is None:
+                        self._keep(start, step, *kept.pop(start), notes)
         if step.limit is None or start < step.limit:
-            self._check_size(start, f"to the pass '{step.label}'")
+            self._check_size(start - self._before, f"to the pass '{step.label}'")
+        if self._share is not None:
+            state = self._over_ranks(step, state, notes, kept, problem.tangent.device)
         if notes and not self._any_counted:
             raise LapwingError(
                 "None of the labels counts: all of them are the ignore_index of the likelihood, or NaN. Pass labels of "
@@ -121,7 +129,40 @@ class Runner:
         self.whole = self.whole or step.limit is None
         return state
 
+    def _over_ranks(
+        self, step: SumPass[Any], state: State, notes: bool, kept: dict[int, tuple[State, DataSummary]],
+        device: torch.device,
+    ) -> State:  # fmt: skip
+        """Returns the state of all ranks; the summary becomes that of all, where the pass has noted it.
+
+        Args:
+            step: the pass.
+            state: of this rank.
+            notes: whether the pass has noted the summary.
+            kept: state and summary of this rank after some numbers of the joined samples.
+            device: the network's.
+        """
+
+        def whole(one: S) -> S:
+            return one.with_tensors(ranks.summed(f"the pass '{step.label}'", one.tensors(), device))
+
+        for stop in sorted(self._stops()):
+            if stop <= self._before:  # samples of the ranks before this one
+                part: tuple[State, DataSummary] = step.init(), DataSummary()
+            else:
+                part = kept.get(stop) or (state.mapped(torch.clone), self._summary.mapped(torch.clone))
+            self._keep(stop, step, whole(part[0]), whole(part[1]), notes)
+        if notes:
+            self._summary = whole(self._summary)
+            self._any_counted = any(ranks.gathered("labels that count", self._any_counted))
+        return whole(state)
+
     def _iterate(self, step: IteratePass[Any], problem: Problem) -> State:
+        if self._share is not None:
+            raise LapwingError(
+                f"The pass '{step.label}' takes steps, which do not work over several processes yet. Call lw.fit in "
+                "one process, or use lw.KFAC()."
+            )
         state, generator = step.init(), torch.Generator(problem.tangent.device).manual_seed(problem.seed)
         taken, epoch = 0, 0
         bar = tqdm(desc=step.label, total=step.steps, disable=not self._bar, leave=False)
@@ -142,17 +183,23 @@ class Runner:
                 self.whole, epoch = True, epoch + 1
         return state
 
+    @property
+    def _before(self) -> int:
+        """How many samples the ranks before this one have; 0 in one process."""
+        return 0 if self._share is None else sum(self._share.before)
+
     def _stops(self) -> frozenset[int]:
         """Numbers of samples after which sums are kept: n, a half, a quarter, ... of them."""
         if not self._parts:
             return frozenset()
         return frozenset(max(1, len(self.labels()) >> i) for i in range(self._parts + 1))
 
-    def _keep(self, samples: int, step: SumPass[Any], state: State, notes: bool) -> None:
+    def _keep(self, samples: int, step: SumPass[Any], state: State, summary: DataSummary, notes: bool) -> None:
+        """Keeps covariance and statistics of the first samples, from copies of their sums."""
         if notes:
-            self._statistics_at[samples] = self._summary.mapped(torch.clone).statistics
+            self._statistics_at[samples] = summary.statistics
         if isinstance(step, CurvaturePass):
-            self._covariance_at[samples] = step.finish(state.mapped(torch.clone))
+            self._covariance_at[samples] = step.finish(state)
 
     def _batches(self, step: Pass, problem: Problem) -> Iterator[Batch]:
         """Goes through the loader once, or as far as the pass needs."""
@@ -161,15 +208,18 @@ class Runner:
             total = len(self._loader)  # type: ignore[arg-type]
         except TypeError:  # none, or a DataLoader over an iterable data set
             total = None
-        start, device = 0, problem.tangent.device
+        start = before = self._before
+        device = problem.tangent.device
         stops, limit = (self._stops(), step.limit) if isinstance(step, SumPass) else (frozenset(), None)
+        if limit is not None and start >= limit:  # the ranks before this one have enough
+            return
         disable = not (self._bar and summing)
         for number, raw in enumerate(tqdm(self._loader, step.label, total, disable=disable, leave=False), 1):
             inputs, targets = batches.split(raw, device)
             weights, samples = batches.weights_of(raw, device), batches.size(inputs)
             problem.tangent.check(inputs, f"the inputs of batch number {number}")
-            if self._expected is not None and start + samples > self._expected:
-                self._check_size(start + samples, f"to the pass '{step.label}'")
+            if self._expected is not None and start - before + samples > self._expected:
+                self._check_size(start - before + samples, f"to the pass '{step.label}'")
             end = samples if limit is None else min(samples, limit - start)
             cuts = sorted({0, end, *(stop - start for stop in stops if start < stop < start + end)})
             for first, last in pairwise(cuts):
@@ -191,7 +241,10 @@ class Runner:
         return None if problem.tangent.positions is None else counted
 
     def _check_size(self, samples: int, to: str) -> None:
-        """Notes n the first time; raises when the loader shows nothing, or another number."""
-        if not samples or samples != (self._expected or samples):
+        """Notes n the first time; raises when the loader shows nothing, or another number. Of a share n is its own."""
+        if self._share is not None:
+            self._expected = self._share.own
+        empty = not samples and self._share is None
+        if empty or (self._expected is not None and samples != self._expected):
             raise other_size(samples, to, self._expected)
         self._expected = samples

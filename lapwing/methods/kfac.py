@@ -141,7 +141,7 @@ class Factors(State):
         A: `Σ a aᵀ` (G, I, I), or its diagonal (G, I) for one-hot inputs.
         Gamma: `Σ g gᵀ` (G, O, O).
         count: the number of positions (1,).
-        weight: the sum of the samples' weights over positions (1,) float64, where some have weights.
+        excess: `Σ (w - 1)` of the samples' weights over positions (1,) float64, where some have weights.
     """
 
     diagonal: dict[str, Tensor] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class Factors(State):
     A: dict[str, Tensor] = field(default_factory=dict)
     Gamma: dict[str, Tensor] = field(default_factory=dict)
     count: dict[str, Tensor] = field(default_factory=dict)
-    weight: dict[str, Tensor] = field(default_factory=dict)
+    excess: dict[str, Tensor] = field(default_factory=dict)
 
 
 def _eigenbasis(state: Factors, name: str, centred: bool) -> KroneckerBlock:
@@ -165,8 +165,8 @@ def _eigenbasis(state: Factors, name: str, centred: bool) -> KroneckerBlock:
         alpha, inputs = _diagonalised(state.A, name)
         alpha[..., : max(0, alpha.shape[-1] - int(count))] = 0  # its rank is at most #; all else is rounding noise
     gamma, outputs = _diagonalised(state.Gamma, name, centred)
-    if name in state.weight:
-        count = state.weight[name].clamp_min(torch.finfo(torch.float64).tiny)  # all 0: no data, and λ = 0
+    if name in state.excess:
+        count = (count + state.excess[name]).clamp_min(torch.finfo(torch.float64).tiny)  # all 0: no data, and λ = 0
     factors = KroneckerFactors(inputs, outputs, alpha, gamma, count)
     return KroneckerBlock(factors.products(), factors)
 
@@ -221,9 +221,9 @@ class _FactorPass(CurvaturePass[Factors]):
                 else:
                     jacobian, sums = as_matrix(jacobian), (state.A[name], state.Gamma[name])
                     count = jacobian.add_kronecker_factors(self._reduce, *sums, weights)
-                    if weights is not None or name in state.weight:  # chunks without weights have ones
-                        share = 1.0 if weights is None else weights.sum() / record.samples
-                        state.weight[name] = state.weight.get(name, state.count[name].double()) + share * count
+                    if weights is not None:
+                        more = (weights.sum() / record.samples - 1) * count
+                        state.excess[name] = more.reshape(1) + state.excess.get(name, 0)
                     state.count[name] += count
 
     def finish(self, state: Factors) -> Blockwise:
