@@ -1,18 +1,18 @@
 """Runs a method's passes over a loader: the one place that holds states and counts batches. `fit` calls it.
 
-So checkpoints and several processes belong here and nowhere else.
+All that it must know to go on after an interruption is a `Standing`; `checkpoint.py` brings that into a file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from ..covariance import Covariance
 from ..errors import LapwingError
@@ -21,7 +21,9 @@ from ..methods.problem import Problem
 from ..methods.rows import class_labels
 from ..methods.state import DataSummary, S, State
 from ..network import batches, ranks
-from ..network.loaders import WeightedLoader, other_size, sampler_size, shows_bar
+from ..network.loaders import WeightedLoader, other_size, sampler_size
+from ..network.progress import Stage, counted, length_of, stage
+from .checkpoint import Checkpoint, Standing, rest_of
 
 
 class Runner:
@@ -29,33 +31,33 @@ class Runner:
 
     Args:
         loader: the training data.
-        progress: show a bar; None shows one on a terminal.
         prefixes: how many covariances of first parts of the data (a half, a quarter, ...) are kept.
         data_size: N, where the user gave it; then n is not counted, since a stream may have no end.
-
-    Attributes:
-        whole: whether the summary is of all samples; not so if a method's steps ended before the data did.
+        checkpoint: where the fit goes on after an interruption; None where it cannot.
     """
 
     def __init__(
-        self, loader: Iterable[Any], progress: bool | None, prefixes: int = 0, data_size: int | None = None
-    ) -> None:
+        self, loader: Iterable[Any], prefixes: int = 0, data_size: int | None = None,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:  # fmt: skip
         self._loader, self._share = loader, ranks.share_of(loader)
-        self._bar = shows_bar(progress)
-        self._parts, self._data_size = prefixes, data_size
-        self._expected: int | None = None
+        self._parts, self._data_size, self._checkpoint = prefixes, data_size, checkpoint
         self._labels: Tensor | None = None
-        self._summary = DataSummary()
-        self._statistics_at: dict[int, dict[str, Tensor]] = {}
+        self._at = Standing()
+        self._generators: dict[str, torch.Generator] = {}
         self._covariance_at: dict[int, Covariance] = {}
-        self._any_counted = False
-        self.whole = False
+        self._kept: dict[int, tuple[State, DataSummary]] = {}
+
+    @property
+    def whole(self) -> bool:
+        """Whether the summary is of all samples; not so if a method's steps ended before the data did."""
+        return self._at.whole
 
     def labels(self) -> Tensor:
         """Returns the n class labels, -1 where targets are none; goes through the loader the first time."""
         if self._labels is None:
             parts = [torch.zeros(0, dtype=torch.int64)]
-            for batch in self._loader:
+            for batch in counted(self._loader, "labels"):
                 parts.append(class_labels(*batches.split(batch)))
             own = torch.cat(parts)
             self._check_size(len(own), "to the count")
@@ -67,25 +69,25 @@ class Runner:
         if self._share is not None:
             return self._share.total
         loader = self._loader.loader if isinstance(self._loader, WeightedLoader) else self._loader
-        if self._expected is None and isinstance(loader, DataLoader):
+        if not self._at.expected and isinstance(loader, DataLoader):
             return sampler_size(loader)
-        return self._expected
+        return self._at.expected or None
 
     def count(self) -> int:
         """Returns n: as the loader says, else the samples so far where N is given, else by going through the loader."""
         known = self.shown()
-        if known is None and self._data_size is not None and self._summary.samples:
-            return self._summary.samples
+        if known is None and self._data_size is not None and self._at.summary.samples:
+            return self._at.summary.samples
         return len(self.labels()) if known is None else known
 
     def summary(self) -> DataSummary:
         """Returns the sums over the samples that the passes have gone through."""
-        return self._summary
+        return self._at.summary
 
     def prefixes(self) -> dict[int, tuple[Covariance, dict[str, Tensor]]]:
         """Returns covariance and statistics of the first samples alone, by their number."""
-        kept = self._covariance_at.items()
-        return {n: (covariance, self._statistics_at[n]) for n, covariance in kept if n in self._statistics_at}
+        statistics = _by_number(self._at.statistics)
+        return {n: (covariance, statistics[n]) for n, covariance in self._covariance_at.items() if n in statistics}
 
     def run(self, method: Method, problem: Problem) -> FitResult:
         """Runs all passes; returns the method's result."""
@@ -96,97 +98,97 @@ class Runner:
                 step = passes.send(state)
             except StopIteration as stop:
                 result = stop.value if isinstance(stop.value, FitResult) else FitResult(stop.value)
-                if not self._summary.samples and result.summary is None:
-                    self._sum(LikelihoodPass(problem), problem)
+                if not self._at.summary.samples and result.summary is None:
+                    self._run(LikelihoodPass(problem), problem)
+                if self._checkpoint is not None:
+                    self._checkpoint.save()
                 return result
-            state = self._sum(step, problem) if isinstance(step, SumPass) else self._iterate(step, problem)
+            state = self._run(step, problem)
 
-    def _sum(self, step: SumPass[Any], problem: Problem) -> State:
-        state = step.init()
-        start, notes = self._before, not self.whole and step.limit is None
-        if notes:
-            self._summary = DataSummary()
-        kept: dict[int, tuple[State, DataSummary]] = {}
+    def _run(self, step: Pass, problem: Problem) -> State:
+        """Runs a pass, or what is left of it; returns its state."""
+        at = self._at = self._begin(step, problem)
+        with stage(step.label, length_of(self._loader) if isinstance(step, SumPass) else step.steps) as here:
+            if not at.finished:
+                here.skip(at.taken or at.batches)
+                if isinstance(step, SumPass):
+                    self._sum(step, problem, here)
+                else:
+                    self._iterate(step, problem, here)
+                at.finished = True
+                if self._checkpoint is not None:
+                    self._checkpoint.keep(step.label, self._standing())
+        state, at.state = at.state, State()  # the method may use it up
+        return state
+
+    def _begin(self, step: Pass, problem: Problem) -> Standing:
+        """Returns where a pass begins: at no data, or where a checkpoint says."""
+        self._generators = {"root": problem.root.generator}
+        if isinstance(step, IteratePass):
+            self._generators["steps"] = torch.Generator(problem.tangent.device).manual_seed(problem.seed)
+        at = replace(self._at, state=step.init(), generators={}, batches=0, start=0, taken=0, rounds=0, finished=False)
+        if isinstance(step, CurvaturePass):
+            at.prefixes = {}
+        if self._checkpoint is None:
+            return at
+        at = self._checkpoint.begin(step.label, at, problem.tangent.device)
+        for name, state in at.generators.items():
+            self._generators[name].set_state(state)
+        if isinstance(step, CurvaturePass):
+            for samples, flat in _by_number(at.prefixes).items():
+                self._covariance_at[samples] = step.finish(step.init().with_tensors(flat))
+        return at
+
+    def _standing(self) -> Standing:
+        """Returns where the fit stands now, its random generators included."""
+        self._at.generators = {name: generator.get_state() for name, generator in self._generators.items()}
+        return self._at
+
+    def _sum(self, step: SumPass[Any], problem: Problem, here: Stage) -> None:
+        at, notes = self._at, not self._at.whole and step.limit is None
+        if notes and not at.batches:
+            at.summary = DataSummary()
         with torch.no_grad():
-            for batch in self._batches(step, problem):
-                step.update(state, batch)
-                start += batches.size(batch.inputs)
+            for batch in self._batches(step, problem, here):
+                step.update(at.state, batch)
+                samples = batch.start + batches.size(batch.inputs)
                 if notes:
-                    self._summary.add(problem.likelihood, **batch.rows())
-                if start in self._stops():
-                    kept[start] = state.mapped(torch.clone), self._summary.mapped(torch.clone)
+                    at.summary.add(problem.likelihood, **batch.rows())
+                if samples in self._stops():
+                    self._kept[samples] = at.state.mapped(torch.clone), at.summary.mapped(torch.clone)
                     if self._share is None:
-                        self._keep(start, step, *kept.pop(start), notes)
-        if step.limit is None or start < step.limit:
-            self._check_size(start - self._before, f"to the pass '{step.label}'")
+                        self._keep(samples, step, *self._kept.pop(samples), notes)
+        if at.start != self._limit(step):
+            self._check_size(at.start, f"to the pass '{step.label}'")
         if self._share is not None:
-            state = self._over_ranks(step, state, notes, kept, problem.tangent.device)
-        if notes and not self._any_counted:
+            self._join(step, problem.tangent.device, notes)
+        if notes and not at.any_counted:
             raise LapwingError(
                 "None of the labels counts: all of them are the ignore_index of the likelihood, or NaN. Pass labels of "
                 "classes, or another likelihood=lw.Categorical(ignore_index=...); of targets some that are not NaN."
             )
-        self.whole = self.whole or step.limit is None
-        return state
+        at.whole = at.whole or step.limit is None
 
-    def _over_ranks(
-        self, step: SumPass[Any], state: State, notes: bool, kept: dict[int, tuple[State, DataSummary]],
-        device: torch.device,
-    ) -> State:  # fmt: skip
-        """Returns the state of all ranks; the summary becomes that of all, where the pass has noted it.
-
-        Args:
-            step: the pass.
-            state: of this rank.
-            notes: whether the pass has noted the summary.
-            kept: state and summary of this rank after some numbers of the joined samples.
-            device: the network's.
-        """
-
-        def whole(one: S) -> S:
-            return one.with_tensors(ranks.summed(f"the pass '{step.label}'", one.tensors(), device))
-
-        for stop in sorted(self._stops()):
-            if stop <= self._before:  # samples of the ranks before this one
-                part: tuple[State, DataSummary] = step.init(), DataSummary()
-            else:
-                part = kept.get(stop) or (state.mapped(torch.clone), self._summary.mapped(torch.clone))
-            self._keep(stop, step, whole(part[0]), whole(part[1]), notes)
-        if notes:
-            self._summary = whole(self._summary)
-            self._any_counted = any(ranks.gathered("labels that count", self._any_counted))
-        return whole(state)
-
-    def _iterate(self, step: IteratePass[Any], problem: Problem) -> State:
+    def _iterate(self, step: IteratePass[Any], problem: Problem, here: Stage) -> None:
         if self._share is not None:
             raise LapwingError(
                 f"The pass '{step.label}' takes steps, which do not work over several processes yet. Call lw.fit in "
                 "one process, or use lw.KFAC()."
             )
-        state, generator = step.init(), torch.Generator(problem.tangent.device).manual_seed(problem.seed)
-        taken, epoch = 0, 0
-        bar = tqdm(desc=step.label, total=step.steps, disable=not self._bar, leave=False)
-        with bar:
-            while taken < step.steps and not step.converged(state):
-                start, notes = 0, not self.whole and not epoch
+        at, generator = self._at, self._generators["steps"]
+        while at.taken < step.steps and not step.converged(at.state):
+            notes = not at.whole and not at.rounds
+            if notes and not at.batches:
+                at.summary = DataSummary()
+            for batch in self._batches(step, problem, here):
+                step.step(at.state, batch, generator)
+                at.taken += 1
                 if notes:
-                    self._summary = DataSummary()
-                for batch in self._batches(step, problem):
-                    step.step(state, batch, generator)
-                    start, taken = start + batches.size(batch.inputs), taken + 1
-                    bar.update()
-                    if notes:
-                        self._summary.add(problem.likelihood, **batch.rows())
-                    if taken == step.steps or step.converged(state):
-                        return state
-                self._check_size(start, f"to the pass '{step.label}'")
-                self.whole, epoch = True, epoch + 1
-        return state
-
-    @property
-    def _before(self) -> int:
-        """How many samples the ranks before this one have; 0 in one process."""
-        return 0 if self._share is None else sum(self._share.before)
+                    at.summary.add(problem.likelihood, **batch.rows())
+                if at.taken == step.steps or step.converged(at.state):
+                    return
+            self._check_size(at.start, f"to the pass '{step.label}'")
+            at.whole, at.rounds, at.batches, at.start = True, at.rounds + 1, 0, 0
 
     def _stops(self) -> frozenset[int]:
         """Numbers of samples after which sums are kept: n, a half, a quarter, ... of them."""
@@ -195,31 +197,56 @@ class Runner:
         return frozenset(max(1, len(self.labels()) >> i) for i in range(self._parts + 1))
 
     def _keep(self, samples: int, step: SumPass[Any], state: State, summary: DataSummary, notes: bool) -> None:
-        """Keeps covariance and statistics of the first samples, from copies of their sums."""
+        """Keeps the sums over the first samples, of which copies are given."""
+        at = self._at
         if notes:
-            self._statistics_at[samples] = summary.statistics
+            at.statistics |= {f"{samples}/{name}": value for name, value in summary.statistics.items()}
         if isinstance(step, CurvaturePass):
+            if self._checkpoint is not None:
+                at.prefixes |= {f"{samples}/{path}": value.clone() for path, value in state.tensors().items()}
             self._covariance_at[samples] = step.finish(state)
 
-    def _batches(self, step: Pass, problem: Problem) -> Iterator[Batch]:
-        """Goes through the loader once, or as far as the pass needs."""
-        summing = isinstance(step, SumPass)
-        try:
-            total = len(self._loader)  # type: ignore[arg-type]
-        except TypeError:  # none, or a DataLoader over an iterable data set
-            total = None
-        start = before = self._before
-        device = problem.tangent.device
-        stops, limit = (self._stops(), step.limit) if isinstance(step, SumPass) else (frozenset(), None)
-        if limit is not None and start >= limit:  # the ranks before this one have enough
+    @property
+    def _before(self) -> int:
+        """How many samples the ranks before this one have."""
+        return 0 if self._share is None else sum(self._share.before)
+
+    def _limit(self, step: Pass) -> int | None:
+        """Returns how many samples of this rank a pass needs; None for all."""
+        limit = step.limit if isinstance(step, SumPass) else None
+        return None if limit is None else max(0, limit - self._before)
+
+    def _join(self, step: SumPass[Any], device: torch.device, notes: bool) -> None:
+        """Puts the sums of all ranks in the place of those of this one."""
+        at, before = self._at, self._before
+
+        def whole(one: S) -> S:
+            return one.with_tensors(ranks.summed(f"the pass '{step.label}'", one.tensors(), device))
+
+        for stop in sorted(self._stops()):  # of the first samples this rank has none, some or all
+            if stop <= before:
+                part: tuple[State, DataSummary] = step.init(), DataSummary()
+            else:
+                part = self._kept.pop(stop, None) or (at.state.mapped(torch.clone), at.summary.mapped(torch.clone))
+            self._keep(stop, step, whole(part[0]), whole(part[1]), notes)
+        if notes:
+            at.summary = whole(at.summary)
+            at.any_counted = any(ranks.gathered("labels that count", at.any_counted))
+        at.state = whole(at.state)
+
+    def _batches(self, step: Pass, problem: Problem, here: Stage) -> Iterator[Batch]:
+        """Goes through the loader once, or what is left of it, or as far as the pass needs."""
+        at, device, before, limit = self._at, problem.tangent.device, self._before, self._limit(step)
+        stops = [stop - before for stop in self._stops()] if isinstance(step, SumPass) else []
+        if at.start == limit:
             return
-        disable = not (self._bar and summing)
-        for number, raw in enumerate(tqdm(self._loader, step.label, total, disable=disable, leave=False), 1):
+        for raw in self._loaded(step):
             inputs, targets = batches.split(raw, device)
             weights, samples = batches.weights_of(raw, device), batches.size(inputs)
-            problem.tangent.check(inputs, f"the inputs of batch number {number}")
-            if self._expected is not None and start - before + samples > self._expected:
-                self._check_size(start - before + samples, f"to the pass '{step.label}'")
+            problem.tangent.check(inputs, f"the inputs of batch number {at.batches + 1}")
+            if at.expected and at.start + samples > at.expected:
+                self._check_size(at.start + samples, f"to the pass '{step.label}'")
+            start = at.start
             end = samples if limit is None else min(samples, limit - start)
             cuts = sorted({0, end, *(stop - start for stop in stops if start < stop < start + end)})
             for first, last in pairwise(cuts):
@@ -227,24 +254,50 @@ class Runner:
                 part = inputs if last - first == samples else batches.take(inputs, rows)
                 some = None if weights is None else weights[rows]
                 yield Batch(
-                    problem.tangent, part, targets[rows], start + first, self._counted(targets[rows], problem),
+                    problem.tangent, part, targets[rows], before + start + first, self._counted(targets[rows], problem),
                     weights=some, likelihood=problem.likelihood,
                 )  # fmt: skip
-            start += end
-            if start == limit:
+            at.start, at.batches = start + end, at.batches + 1
+            here.advance()
+            if at.start == limit:
                 return
+            if self._checkpoint is not None and self._checkpoint.is_due():
+                self._checkpoint.save(step.label, self._standing())
+
+    def _loaded(self, step: Pass) -> Iterator[Any]:
+        """Yields what the loader shows after the batches that are done; saves what is done if it raises."""
+        loaded = iter(rest_of(self._loader, self._at.batches))
+        while True:
+            try:
+                raw = next(loaded)
+            except StopIteration:
+                return
+            except BaseException:
+                if self._checkpoint is not None:  # no update is half done
+                    self._checkpoint.save(step.label, self._standing())
+                raise
+            yield raw
 
     def _counted(self, targets: Tensor, problem: Problem) -> Tensor | None:
         """Returns which targets count where some do not and outputs have positions; notes whether any counts."""
         counted = problem.likelihood.labelled(targets)
-        self._any_counted = self._any_counted or bool((~targets.isnan() if counted is None else counted).any())
+        if not self._at.any_counted:
+            self._at.any_counted = bool((~targets.isnan() if counted is None else counted).any())
         return None if problem.tangent.positions is None else counted
 
     def _check_size(self, samples: int, to: str) -> None:
-        """Notes n the first time; raises when the loader shows nothing, or another number. Of a share n is its own."""
-        if self._share is not None:
-            self._expected = self._share.own
-        empty = not samples and self._share is None
-        if empty or (self._expected is not None and samples != self._expected):
-            raise other_size(samples, to, self._expected)
-        self._expected = samples
+        """Notes n the first time; raises when the loader shows nothing, or another number. A share may be empty."""
+        at = self._at
+        expected = (at.expected or samples) if self._share is None else self._share.own
+        if samples != expected or not (samples or self._share is not None):
+            raise other_size(samples, to, expected or None)
+        at.expected = samples
+
+
+def _by_number(flat: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """Returns number -> name -> tensor, of tensors by `number/name`."""
+    every: dict[int, dict[str, Tensor]] = {}
+    for path, tensor in flat.items():
+        number, _, name = path.partition("/")
+        every.setdefault(int(number), {})[name] = tensor
+    return every

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ..covariance import Covariance
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
@@ -18,7 +17,8 @@ from ..likelihoods.inferred import check_logits, inferred_likelihood
 from ..network import batches
 from ..network.batches import Forward
 from ..network.eager import LOCK, parameters_of, uncompiled
-from ..network.loaders import check_progress, checked_batches, other_size, shows_bar
+from ..network.loaders import check_progress, checked_batches, other_size
+from ..network.progress import counted, progress_bar
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.prior import Prior
@@ -93,13 +93,13 @@ def constructed(
     likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(model, inputs, lambda name, _: name in names, forward, memory)
     summary = DataSummary()
-    bar = tqdm(loader, "likelihood", disable=not shows_bar(progress), leave=False)
-    for inputs, targets in checked_batches(tangent.model, bar):
-        outputs = tangent.outputs_of(inputs)
-        batches.check_outputs(outputs, "these inputs")
-        if not summary.samples:
-            check_logits(likelihood, outputs, next(tangent.model.parameters()).dtype)
-        summary.add(likelihood, outputs, targets)
+    with progress_bar(progress):
+        for inputs, targets in checked_batches(tangent.model, counted(loader, "likelihood")):
+            outputs = tangent.outputs_of(inputs)
+            batches.check_outputs(outputs, "these inputs")
+            if not summary.samples:
+                check_logits(likelihood, outputs, next(tangent.model.parameters()).dtype)
+            summary.add(likelihood, outputs, targets)
     if not summary.samples:
         raise other_size(0, f"to {method.partition('(')[0]}", None)
     noise_fixed = not likelihood.needs_noise

@@ -44,10 +44,11 @@ class FisherRoot:
 
     Attributes:
         columns: R, on batches with so many positions.
+        generator: of the draws.
     """
 
     def __init__(self, likelihood: Likelihood, outputs: int, generator: torch.Generator, positions: int = 1) -> None:
-        self._likelihood, self._generator, self._outputs = likelihood, generator, outputs
+        self._likelihood, self.generator, self._outputs = likelihood, generator, outputs
         self.exact = outputs * positions <= EXACT_FISHER_OUTPUTS
         self.draws = 1 if positions == 1 else POSITION_DRAWS
         self.columns = outputs * positions if self.exact else self.draws
@@ -72,7 +73,7 @@ class FisherRoot:
         if exact:
             root, name = self._likelihood.fisher_root(outputs), "fisher_root"
         else:
-            root, name = self._likelihood.sampled_fisher_root(outputs, self._generator), "sampled_fisher_root"
+            root, name = self._likelihood.sampled_fisher_root(outputs, self.generator), "sampled_fisher_root"
         if root.ndim != 3 or root.shape[:2] != outputs.shape:
             raise LapwingError(
                 f"{name} of {type(self._likelihood).__name__} returned {tuple(root.shape)} and must return "
