@@ -299,6 +299,7 @@ def _posteriors(
 
 def _checked(posterior: Posterior) -> Posterior:
     """Returns the result of a fit, refused where it is not finite; warns where rounding decides some variances."""
+    posterior = _agreed(posterior)
     tensors = (*posterior.covariance.tensors().values(), *posterior.statistics.values())
     if not all(is_finite(values) for values in tensors):
         raise LapwingError(
@@ -315,6 +316,18 @@ def _checked(posterior: Posterior) -> Posterior:
             posterior.method, posterior.prior.precision.min().item(),
         )  # fmt: skip
     return posterior
+
+
+def _agreed(posterior: Posterior) -> Posterior:
+    """Returns the posterior at the numbers of rank 0, from which those of another machine may differ by rounding."""
+    own = posterior.prior.precision.tolist(), posterior.noise_variance, posterior.logit_temperature
+    precision, noise, temperature = ranks.decided("the numbers that were tuned", own)
+    if (precision, noise, temperature) == own or not isinstance(posterior.covariance, PriorCovariance):
+        return posterior
+    if temperature is not None:
+        likelihood = posterior.likelihood.with_logit_temperature(temperature)
+        posterior = replace(posterior, likelihood=likelihood)
+    return posterior.at(posterior.prior.precision.new_tensor(precision), noise)
 
 
 def _check_noise(likelihood: Likelihood, tangent: Tangent) -> None:

@@ -16,6 +16,7 @@ from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, K
 from ..errors import check_choice
 from ..jacobian.jacobian import as_matrix
 from ..linalg import eigen_in_place, symmetric_eigen
+from ..network import ranks
 from ..tangent import Tangent
 from .cost import EIGEN, WORKSPACE, Cost, Layer, Outline
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
@@ -115,6 +116,7 @@ class EKFAC(KFAC):
         """Yields KFAC's pass, then one for the second moments."""
         factors = self._factor_pass(problem)
         structures = factors.finish((yield factors)).structures
+        ranks.agree("the eigenbasis", [x for structure in structures.values() for x in structure.tensors().values()])
         return (yield from run_curvature_pass(_SecondMoments(problem, structures)))
 
     def cost(self, outline: Outline) -> Cost:

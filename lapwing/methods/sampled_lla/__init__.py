@@ -14,6 +14,7 @@ from torch import Tensor
 from ...covariance import Draws
 from ...errors import LapwingError, check_choice, check_count, shown
 from ...linalg import total
+from ...network import ranks
 from ...tangent import Vectors
 from ..cost import UNKNOWN, Cost, Outline
 from ..diagonal import SquaredSums
@@ -132,7 +133,7 @@ class SampledLLA(Method):
             solution, products = ({name: v[: self.draws] for name, v in part.items()} for part in vectors)
             effective = system.scale * inner_by_block(solution, products).mean(1)
             _note(history, steps, effective, solved)
-            if not left or not steps.step(effective, mode.distance(system.features)):
+            if not left or not ranks.decided("EM", steps.step(effective, mode.distance(system.features))):
                 break
         residuals = solved.residuals[: self.draws]
         if residuals.max() > self.solver.tolerance:

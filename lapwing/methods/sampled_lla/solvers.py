@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import LapwingError, check_count, check_positive, is_one_of, is_positive, shown
 from ...linalg import symmetric_eigen
-from ...network import batches
+from ...network import batches, ranks
 from ...tangent import Vectors
 from ..passes import Batch, IteratePass, Method, Pass
 from ..state import State
@@ -96,12 +96,12 @@ class ConjugateGradients:
             start: the first Z; its tensors are written.
             products: `G Z` of that; likewise.
         """
-        solution, taken, before = start, 0, torch.full((), torch.inf, dtype=torch.float64)
+        solution, taken, before = start, 0, torch.inf
         while True:
             residual, norms = _residual(system, solution, products)
             relative = inner(residual, residual).sqrt() / norms
             _check_finite(relative)
-            worst = relative.max()
+            worst = ranks.decided("residuals", float(relative.max()))
             if worst <= self.tolerance or taken >= self.iterations or worst > before / 2:
                 return Solved(solution, products, relative, taken)
             del products
@@ -129,7 +129,7 @@ class ConjugateGradients:
             relative = squares.clamp_min(0).sqrt() / norms
             _check_finite(relative)
             log.debug("iteration %d: relative residuals up to %.2e", taken, relative.max())
-            if not (relative > self.tolerance).any():
+            if not ranks.decided("residuals", bool((relative > self.tolerance).any())):
                 return taken
             image = system.completed(directions, (yield from system.products(directions)))
             steps = _inverse(gram(directions, image))  # α (r, r)
