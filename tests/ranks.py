@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,21 @@ def shares(tensors: Sequence[Tensor], sizes: list[list[int]]) -> list[Batches]:
     return [[next(parts) for _ in own] for own in sizes]
 
 
-def everything(outputs: int, size: int) -> tuple[list[Batches], list[Batches]]:
-    """Returns the training and the held-out batches of each rank."""
+def everything(name: str, size: int) -> tuple[list[Batches], list[Batches]]:
+    """Returns the training and the held-out batches of each rank for a case."""
+    outputs, _ = ALL[name]
     x, y = data(outputs, 40, 1)
-    return shares((x, y, 0.5 + (x[:, 0] > 0)), SHARES[size]), shares(data(outputs, 15, 3), HELD_OUT[size])
+    one_each = name == "StochasticGradient"  # which draws by place, and steps then have the places of the joined data
+    sizes = [[sum(own)] if own else [] for own in SHARES[size]] if one_each else SHARES[size]
+    return shares((x, y, 0.5 + (x[:, 0] > 0)), sizes), shares(data(outputs, 15, 3), HELD_OUT[size])
+
+
+def in_steps(every: list[Batches]) -> Batches:
+    """Returns the batches of the steps of all ranks."""
+    steps = zip_longest(*every)
+    return [
+        tuple(torch.cat(parts) for parts in zip(*(b for b in step if b is not None), strict=True)) for step in steps
+    ]
 
 
 CASES: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
@@ -54,7 +66,8 @@ CASES: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
     "default of a regression": (1, lambda held_out: {}),
     "KFAC of a regression": (1, lambda held_out: {"method": lw.KFAC()}),
     "validation": (3, lambda held_out: {"validation": held_out}),
-    "ELLA": (3, lambda held_out: {"method": lw.ELLA(5, 20, sampling="balanced"), "tune": lw.BoundedEvidence(samples=17)}),
+    "ELLA": (3, lambda held_out: {
+        "method": lw.ELLA(5, 20, sampling="balanced"), "tune": lw.BoundedEvidence(samples=17)}),
     "weights": (3, lambda held_out: {"method": lw.KFAC(), "sample_weights": True}),
     "Full": (3, lambda held_out: {"method": lw.Full("dual")}),
     "Full, primal": (3, lambda held_out: {"method": lw.Full("primal"), "weight_decay": 1e-3}),
@@ -71,6 +84,20 @@ CASES: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
         "method": lw.ELLA(5, 20), "tune": lw.EarlyStopping(held_out, prefixes=3)}),
     "no tuning": (1, lambda held_out: {"method": lw.KFAC(), "tune": None}),
 }  # fmt: skip
+POINTS = lw.InducingPoints(torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4))
+STEPS: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
+    "NaturalGradient": (3, lambda held_out: {"method": lw.VaLLA(POINTS, lw.NaturalGradient())}),
+    "NaturalGradient, rate": (3, lambda held_out: {"method": lw.VaLLA(POINTS, lw.NaturalGradient(5, 0.3))}),
+    "VariationalBound": (1, lambda held_out: {"method": lw.VaLLA(POINTS, lw.VariationalBound(4))}),
+    "AlphaDivergence": (1, lambda held_out: {
+        "method": lw.VaLLA(POINTS, lw.AlphaDivergence(steps=4, every=2, validation=held_out))}),
+    "MeanField": (3, lambda held_out: {"method": lw.MeanField(4, initial_std=1e-9)}),  # so that its draws do not count
+    "StochasticGradient": (1, lambda held_out: {
+        "method": lw.SampledLLA(2, lw.StochasticGradient(steps=12, tolerance=0.99), em_steps=0)}),
+}  # fmt: skip
+"""Fits by steps, each on the joined batches of the ranks."""
+
+ALL = {**CASES, **STEPS}
 FEW = ["default", "KFAC of a regression", "validation", "ELLA", "weights"]
 
 
@@ -84,7 +111,7 @@ def numbers(posterior: lw.Posterior) -> dict[str, Any]:
 
 def fitted(name: str, training: Batches, held_out: Batches) -> dict[str, Any]:
     """Returns the numbers of a case."""
-    outputs, options = CASES[name]
+    outputs, options = ALL[name]
     chosen = options(held_out)
     loader: Any = training if chosen.get("sample_weights") else [batch[:2] for batch in training]
     return numbers(lw.fit(network(outputs), loader, **chosen))
@@ -94,7 +121,7 @@ def fit_cases(rank: int, size: int, names: list[str]) -> dict[str, Any]:
     """Fits cases on one rank."""
     results = {}
     for name in names:
-        training, held_out = everything(CASES[name][0], size)
+        training, held_out = everything(name, size)
         results[name] = fitted(name, training[rank], held_out[rank])
     return results
 
@@ -103,8 +130,9 @@ def fit_cases_alone(size: int, names: list[str]) -> dict[str, Any]:
     """Fits the same in one process, on the shares one after another."""
     results = {}
     for name in names:
-        training, held_out = (sum(every, []) for every in everything(CASES[name][0], size))
-        results[name] = fitted(name, training, held_out)
+        training, held_out = everything(name, size)
+        joined = in_steps(training) if name in STEPS else [*chain(*training)]
+        results[name] = fitted(name, joined, [*chain(*held_out)])
     return results
 
 
@@ -134,7 +162,7 @@ def refused(function: Callable[[], Any]) -> str:
 
 def fail(rank: int, size: int) -> dict[str, str]:
     """Fails on the highest rank alone, in several ways."""
-    training, _ = everything(3, size)
+    training, _ = everything("default", size)
     loader: Any = [batch[:2] for batch in training[rank]]
     other, highest = network(3), rank == size - 1
     if highest:
@@ -156,7 +184,7 @@ def die(rank: int, size: int) -> str:
             yield self[0]
             os.kill(os.getpid(), signal.SIGKILL)
 
-    training, _ = everything(3, size)
+    training, _ = everything("default", size)
     loader = [batch[:2] for batch in training[rank]]
     return refused(lambda: lw.fit(network(3), Deadly(loader) if rank == size - 1 else loader, lw.KFAC()))
 

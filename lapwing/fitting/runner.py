@@ -114,7 +114,10 @@ class Runner:
                 if isinstance(step, SumPass):
                     self._sum(step, problem, here)
                 else:
+                    notes = not at.whole
                     self._iterate(step, problem, here)
+                    if notes and self._share is not None:
+                        at.summary = self._whole(step, at.summary, problem)
                 at.finished = True
                 if self._checkpoint is not None:
                     self._checkpoint.keep(step.label, self._standing())
@@ -125,7 +128,8 @@ class Runner:
         """Returns where a pass begins: at no data, or where a checkpoint says."""
         self._generators = {"root": problem.root.generator}
         if isinstance(step, IteratePass):
-            self._generators["steps"] = torch.Generator(problem.tangent.device).manual_seed(problem.seed)
+            seed = (problem.seed + ranks.rank()) % 2**63  # each rank draws for its own samples
+            self._generators["steps"] = torch.Generator(problem.tangent.device).manual_seed(seed)
         at = replace(self._at, state=step.init(), generators={}, batches=0, start=0, taken=0, rounds=0, finished=False)
         if isinstance(step, CurvaturePass):
             at.prefixes = {}
@@ -161,7 +165,7 @@ class Runner:
         if at.start != self._limit(step):
             self._check_size(at.start, f"to the pass '{step.label}'")
         if self._share is not None:
-            self._join(step, problem.tangent.device, notes)
+            self._join(step, problem, notes)
         if notes and not at.any_counted:
             raise LapwingError(
                 "None of the labels counts: all of them are the ignore_index of the likelihood, or NaN. Pass labels of "
@@ -170,20 +174,15 @@ class Runner:
         at.whole = at.whole or step.limit is None
 
     def _iterate(self, step: IteratePass[Any], problem: Problem, here: Stage) -> None:
-        if self._share is not None:
-            raise LapwingError(
-                f"The pass '{step.label}' takes steps, which do not work over several processes yet. Call lw.fit in "
-                "one process, or use lw.KFAC()."
-            )
         at, generator = self._at, self._generators["steps"]
         while at.taken < step.steps and not step.converged(at.state):
             notes = not at.whole and not at.rounds
             if notes and not at.batches:
                 at.summary = DataSummary()
-            for batch in self._batches(step, problem, here):
+            for batch, counts in self._in_steps(step, problem, here):
                 step.step(at.state, batch, generator)
                 at.taken += 1
-                if notes:
+                if notes and counts:
                     at.summary.add(problem.likelihood, **batch.rows())
                 if at.taken == step.steps or step.converged(at.state):
                     return
@@ -216,23 +215,44 @@ class Runner:
         limit = step.limit if isinstance(step, SumPass) else None
         return None if limit is None else max(0, limit - self._before)
 
-    def _join(self, step: SumPass[Any], device: torch.device, notes: bool) -> None:
+    def _whole(self, step: Pass, part: S, problem: Problem) -> S:
+        """Returns the sum of a state over all ranks."""
+        return part.with_tensors(ranks.summed(f"the pass '{step.label}'", part.tensors(), problem.tangent.device))
+
+    def _join(self, step: SumPass[Any], problem: Problem, notes: bool) -> None:
         """Puts the sums of all ranks in the place of those of this one."""
         at, before = self._at, self._before
-
-        def whole(one: S) -> S:
-            return one.with_tensors(ranks.summed(f"the pass '{step.label}'", one.tensors(), device))
-
         for stop in sorted(self._stops()):  # of the first samples this rank has none, some or all
             if stop <= before:
                 part: tuple[State, DataSummary] = step.init(), DataSummary()
             else:
                 part = self._kept.pop(stop, None) or (at.state.mapped(torch.clone), at.summary.mapped(torch.clone))
-            self._keep(stop, step, whole(part[0]), whole(part[1]), notes)
+            state, summary = self._whole(step, part[0], problem), self._whole(step, part[1], problem)
+            self._keep(stop, step, state, summary, notes)
         if notes:
-            at.summary = whole(at.summary)
+            at.summary = self._whole(step, at.summary, problem)
             at.any_counted = any(ranks.gathered("labels that count", at.any_counted))
-        at.state = whole(at.state)
+        at.state = self._whole(step, at.state, problem)
+
+    def _in_steps(self, step: Pass, problem: Problem, here: Stage) -> Iterator[tuple[Batch, bool]]:
+        """Yields the batch of each step, and whether it counts.
+
+        Of several ranks each goes on while any of them has a batch: one without has a sample of weight 0.
+        """
+        if self._share is None:
+            yield from ((batch, True) for batch in self._batches(step, problem, here))
+            return
+        loaded, sizes, device = self._batches(step, problem, here), self._share.sizes, problem.tangent.device
+        inputs, targets = batches.split(self._share.first, device)
+        nothing = Batch(
+            problem.tangent, batches.take(inputs, slice(0, 1)), targets[:1], self._before, None,
+            torch.zeros(1, device=device), problem.likelihood, self._at.rounds,
+        )  # fmt: skip
+        for number in range(max(map(len, sizes))):
+            batch = next(loaded, None)
+            joined = sum(part[number] for part in sizes if number < len(part))
+            yield replace(batch or nothing, joined=joined), batch is not None
+        next(loaded, None)  # which counts the batch before it
 
     def _batches(self, step: Pass, problem: Problem, here: Stage) -> Iterator[Batch]:
         """Goes through the loader once, or what is left of it, or as far as the pass needs."""
@@ -255,7 +275,7 @@ class Runner:
                 some = None if weights is None else weights[rows]
                 yield Batch(
                     problem.tangent, part, targets[rows], before + start + first, self._counted(targets[rows], problem),
-                    weights=some, likelihood=problem.likelihood,
+                    weights=some, likelihood=problem.likelihood, round=at.rounds,
                 )  # fmt: skip
             at.start, at.batches = start + end, at.batches + 1
             here.advance()

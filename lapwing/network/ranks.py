@@ -289,8 +289,9 @@ class Share:
         """How many samples there are."""
         return sum(map(sum, self.sizes))
 
+    @cached_property
     def first(self) -> Any:
-        """Returns the first batch of the joined data, on every rank.
+        """The first batch of the joined data, on every rank. Collective the first time.
 
         Raises:
             LapwingError: where no rank has a sample.
@@ -318,7 +319,7 @@ def _sizes(share: Share) -> list[int]:
     loader = share.loader
     count = sampler_size(loader) if isinstance(loader, DataLoader) else None
     if count is None:
-        return [batches.size(batches.split(batch)[0]) for batch in share]
+        return [size for size in (batches.size(batches.split(batch)[0]) for batch in share) if size]
     length, own = loader.batch_sampler.batch_size, _without_padding(loader)  # type: ignore[attr-defined]
     count = count if own is None else min(own, count)
     return [min(length, count - start) for start in range(0, count, length)]
@@ -331,7 +332,7 @@ def share(loader: Any) -> Any:
 
 def joined_first_batch(loader: Any) -> Any:
     """Returns the first batch of the joined data, or of a loader in one process: see `first_batch`."""
-    return loader.first() if isinstance(loader, Share) else first_batch(loader)
+    return loader.first if isinstance(loader, Share) else first_batch(loader)
 
 
 def share_of(loader: Any) -> Share | None:

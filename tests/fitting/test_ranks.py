@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +49,7 @@ def test_two_ranks_fit_as_one_process_and_fail_together(tmp_path: Path) -> None:
         "The network of process 1 has other weights than that of process 0: 0.weight differs" in here["other weights"]
     )
     assert "Call lw.fit with the same network, method and options" in here["another method"]
-    assert "The fit has failed in process 1 of 2" in here["another shape"]
+    assert failed in here["another shape"]
     assert here["then"] == there["then"] == "no error"
     assert all("no error" not in error for errors in (here, there) for error in list(errors.values())[:-1])
 
@@ -61,7 +57,7 @@ def test_two_ranks_fit_as_one_process_and_fail_together(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_any_number_of_ranks_fits_as_one_process(tmp_path: Path, size: int) -> None:
-    names = list(ranks.CASES)
+    names = list(ranks.ALL)
     check_cases(ranks.run(tmp_path, size, [(ranks.fit_cases, names)]), size, names)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import LapwingError, check_count, check_positive, is_one_of, is_positive, shown
 from ...linalg import symmetric_eigen
-from ...network import batches, ranks
+from ...network import ranks
 from ...tangent import Vectors
 from ..passes import Batch, IteratePass, Method, Pass
 from ..state import State
@@ -317,8 +317,10 @@ class _Steps(IteratePass[NesterovState]):
         products = CurvatureProducts(self._system.problem, self._system.root, vectors)
         image = products.init()
         products.update(image, batch)
-        factor = self._system.problem.summary().samples / batches.size(batch.inputs)
-        return replace(self._system, scale=factor * self._system.scale).completed(vectors, image.blocks)
+        problem = self._system.problem
+        sums = ranks.summed(self.label, image.blocks, problem.tangent.device)
+        factor = problem.summary().samples / batch.count
+        return replace(self._system, scale=factor * self._system.scale).completed(vectors, sums)
 
     def _largest(self, batch: Batch, generator: torch.Generator) -> float:
         """Returns about the largest eigenvalue of `Ψ̃ (n/B s G_batch + Δ)`, by the power method."""
@@ -326,6 +328,7 @@ class _Steps(IteratePass[NesterovState]):
             name: torch.randn((1, z.shape[1]), generator=generator, dtype=z.dtype, device=z.device)
             for name, z in self._start.items()
         }
+        ranks.agree("a random vector", vectors.values())
         grown = torch.ones((), dtype=torch.float64)
         for _ in range(POWER_STEPS):
             moved = self._precondition(self._image(batch, vectors))

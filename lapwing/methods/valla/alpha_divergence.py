@@ -15,7 +15,7 @@ from ...covariance.terms import DenseTerm
 from ...errors import LapwingError, check_count, check_positive, shown
 from ...likelihoods import Probit
 from ...linalg import cholesky
-from ...network import batches
+from ...network import batches, ranks
 from ...tangent import Anchors
 from ...tangent.inducing import Kernel, kernel
 from ..passes import Batch, FitResult, Passes
@@ -164,8 +164,8 @@ class AlphaSteps(MovingSteps):
             generator,
             self._link,
         )
-        logs = batch.weighted(logs)
-        return divergence(factor) - self.data_size / (len(logs) * problem.temperature) * logs.sum()
+        fit = self.data_size / (batch.count * problem.temperature) * batch.weighted(logs).sum()
+        return -fit if ranks.rank() else divergence(factor) - fit
 
     def _blocks(self, state: Descent, values: Mapping[str, Tensor], inputs: Any) -> tuple[Kernel, Tensor]:
         """Returns the NTK's blocks with the prior, and the factor of `I + LᵀK_Z L`."""
@@ -189,20 +189,21 @@ class AlphaSteps(MovingSteps):
         noise = self.noise_at(values)
         likelihood = likelihood if noise is None else likelihood.with_noise_variance(float(noise))
         logs = []
-        for raw in self._fit.validation:
+        for raw in ranks.share(self._fit.validation):
             inputs, targets = batches.split(raw, tangent.device)
             blocks, factor = self._blocks(state, values, tangent.check(inputs, "the validation inputs"))
             likelihood.check(blocks.outputs, targets)
             spread = remaining(blocks, factor, values["root"].tril()).to(blocks.outputs.dtype)
             logs.append(likelihood.predict(Latent(blocks.outputs, (DenseTerm(spread),))).log_prob(targets).double())
-        if not logs:
+        scores = ranks.joined("validation", torch.cat(logs) if logs else None)
+        if scores is None:
             raise LapwingError(
                 "The validation loader of AlphaDivergence is without batches, or gives them only once. Pass held-out "
                 "batches that can be read at every evaluation: [(x_val, y_val)]."
             )
-        state.note(validation=-torch.cat(logs).mean())
-        scores = state.history["validation"]
-        if int(scores.argmin()) == len(scores) - 1:
+        state.note(validation=-scores.mean())
+        history = state.history["validation"]
+        if int(history.argmin()) == len(history) - 1:
             state.kept = {name: value.clone() for name, value in values.items()}
 
     @torch.no_grad()
