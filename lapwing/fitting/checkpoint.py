@@ -228,8 +228,18 @@ class Checkpoint:
             return self._batches >= self._every
         return time.monotonic() - self._time >= SECONDS
 
-    def keep(self, label: str, standing: Standing) -> None:
-        """Keeps a finished pass for the next time that the file is written."""
+    def keep(self, label: str, standing: Standing, again: bool = False) -> None:
+        """Keeps a finished pass for the next time that the file is written.
+
+        Args:
+            label: of the pass, or of a landmark.
+            standing: at its end.
+            again: whether this takes the place of the latest of this label and all that came after it, if there is one.
+        """
+        places = [number for number, entry in enumerate(self._entries) if again and entry.label == label]
+        if places:
+            del self._entries[places[-1] :]
+            self._written = min(self._written, len(self._entries))
         self._entries.append(_Entry.of(label, standing, copy=True))
 
     def save(self, label: str = "", standing: Standing | None = None) -> None:

@@ -16,7 +16,17 @@ from torch.utils.data import DataLoader
 
 from ..covariance import Covariance
 from ..errors import LapwingError
-from ..methods.passes import Batch, CurvaturePass, FitResult, IteratePass, LikelihoodPass, Method, Pass, SumPass
+from ..methods.passes import (
+    Batch,
+    CurvaturePass,
+    FitResult,
+    IteratePass,
+    Landmark,
+    LikelihoodPass,
+    Method,
+    Pass,
+    SumPass,
+)
 from ..methods.problem import Problem
 from ..methods.rows import class_labels
 from ..methods.state import DataSummary, S, State
@@ -92,10 +102,10 @@ class Runner:
     def run(self, method: Method, problem: Problem) -> FitResult:
         """Runs all passes; returns the method's result."""
         passes = method.passes(problem)
-        state: State | None = None
+        answers: list[State | None] = [None]  # whose states live no longer than the method needs them
         while True:
             try:
-                step = passes.send(state)
+                step = passes.send(answers.pop())
             except StopIteration as stop:
                 result = stop.value if isinstance(stop.value, FitResult) else FitResult(stop.value)
                 if not self._at.summary.samples and result.summary is None:
@@ -103,24 +113,25 @@ class Runner:
                 if self._checkpoint is not None:
                     self._checkpoint.save()
                 return result
-            state = self._run(step, problem)
+            answers.append(self._run(step, problem))
+            del step
 
     def _run(self, step: Pass, problem: Problem) -> State:
         """Runs a pass, or what is left of it; returns its state."""
+        if self._checkpoint is None and isinstance(step, Landmark):
+            return step.state
         at = self._at = self._begin(step, problem)
-        with stage(step.label, length_of(self._loader) if isinstance(step, SumPass) else step.steps) as here:
-            if not at.finished:
-                here.skip(at.taken or at.batches)
-                if isinstance(step, SumPass):
-                    self._sum(step, problem, here)
-                else:
-                    notes = not at.whole
-                    self._iterate(step, problem, here)
-                    if notes and self._share is not None:
-                        at.summary = self._whole(step, at.summary, problem)
-                at.finished = True
-                if self._checkpoint is not None:
-                    self._checkpoint.keep(step.label, self._standing())
+        if not at.finished:
+            if isinstance(step, SumPass):
+                self._sum(step, problem)
+            elif isinstance(step, IteratePass):
+                notes = not at.whole
+                self._iterate(step, problem)
+                if notes and self._share is not None:
+                    at.summary = self._whole(step, at.summary, problem)
+            at.finished = True
+            if self._checkpoint is not None:
+                self._checkpoint.keep(step.label, self._standing(), again=isinstance(step, Landmark))
         state, at.state = at.state, State()  # the method may use it up
         return state
 
@@ -130,14 +141,15 @@ class Runner:
         if isinstance(step, IteratePass):
             seed = (problem.seed + ranks.rank()) % 2**63  # each rank draws for its own samples
             self._generators["steps"] = torch.Generator(problem.tangent.device).manual_seed(seed)
-        at = replace(self._at, state=step.init(), generators={}, batches=0, start=0, taken=0, rounds=0, finished=False)
+        state = step.state if isinstance(step, Landmark) else step.init()
+        at = replace(self._at, state=state, generators={}, batches=0, start=0, taken=0, rounds=0, finished=False)
         if isinstance(step, CurvaturePass):
             at.prefixes = {}
         if self._checkpoint is None:
             return at
         at = self._checkpoint.begin(step.label, at, problem.tangent.device)
-        for name, state in at.generators.items():
-            self._generators[name].set_state(state)
+        for name, numbers in at.generators.items():
+            self._generators[name].set_state(numbers)
         if isinstance(step, CurvaturePass):
             for samples, flat in _by_number(at.prefixes).items():
                 self._covariance_at[samples] = step.finish(step.init().with_tensors(flat))
@@ -148,11 +160,12 @@ class Runner:
         self._at.generators = {name: generator.get_state() for name, generator in self._generators.items()}
         return self._at
 
-    def _sum(self, step: SumPass[Any], problem: Problem, here: Stage) -> None:
+    def _sum(self, step: SumPass[Any], problem: Problem) -> None:
         at, notes = self._at, not self._at.whole and step.limit is None
         if notes and not at.batches:
             at.summary = DataSummary()
-        with torch.no_grad():
+        with torch.no_grad(), stage(step.label, length_of(self._loader)) as here:
+            here.skip(at.batches)
             for batch in self._batches(step, problem, here):
                 step.update(at.state, batch)
                 samples = batch.start + batches.size(batch.inputs)
@@ -173,21 +186,23 @@ class Runner:
             )
         at.whole = at.whole or step.limit is None
 
-    def _iterate(self, step: IteratePass[Any], problem: Problem, here: Stage) -> None:
+    def _iterate(self, step: IteratePass[Any], problem: Problem) -> None:
         at, generator = self._at, self._generators["steps"]
-        while at.taken < step.steps and not step.converged(at.state):
-            notes = not at.whole and not at.rounds
-            if notes and not at.batches:
-                at.summary = DataSummary()
-            for batch, counts in self._in_steps(step, problem, here):
-                step.step(at.state, batch, generator)
-                at.taken += 1
-                if notes and counts:
-                    at.summary.add(problem.likelihood, **batch.rows())
-                if at.taken == step.steps or step.converged(at.state):
-                    return
-            self._check_size(at.start, f"to the pass '{step.label}'")
-            at.whole, at.rounds, at.batches, at.start = True, at.rounds + 1, 0, 0
+        with stage(step.label, step.steps) as here:
+            here.skip(at.taken)
+            while at.taken < step.steps and not step.converged(at.state):
+                notes = not at.whole and not at.rounds
+                if notes and not at.batches:
+                    at.summary = DataSummary()
+                for batch, counts in self._in_steps(step, problem, here):
+                    step.step(at.state, batch, generator)
+                    at.taken += 1
+                    if notes and counts:
+                        at.summary.add(problem.likelihood, **batch.rows())
+                    if at.taken == step.steps or step.converged(at.state):
+                        return
+                self._check_size(at.start, f"to the pass '{step.label}'")
+                at.whole, at.rounds, at.batches, at.start = True, at.rounds + 1, 0, 0
 
     def _stops(self) -> frozenset[int]:
         """Numbers of samples after which sums are kept: n, a half, a quarter, ... of them."""
@@ -234,7 +249,7 @@ class Runner:
             at.any_counted = any(ranks.gathered("labels that count", at.any_counted))
         at.state = self._whole(step, at.state, problem)
 
-    def _in_steps(self, step: Pass, problem: Problem, here: Stage) -> Iterator[tuple[Batch, bool]]:
+    def _in_steps(self, step: IteratePass[Any], problem: Problem, here: Stage) -> Iterator[tuple[Batch, bool]]:
         """Yields the batch of each step, and whether it counts.
 
         Of several ranks each goes on while any of them has a batch: one without has a sample of weight 0.
@@ -254,13 +269,13 @@ class Runner:
             yield replace(batch or nothing, joined=joined), batch is not None
         next(loaded, None)  # which counts the batch before it
 
-    def _batches(self, step: Pass, problem: Problem, here: Stage) -> Iterator[Batch]:
+    def _batches(self, step: SumPass[Any] | IteratePass[Any], problem: Problem, here: Stage) -> Iterator[Batch]:
         """Goes through the loader once, or what is left of it, or as far as the pass needs."""
         at, device, before, limit = self._at, problem.tangent.device, self._before, self._limit(step)
         stops = [stop - before for stop in self._stops()] if isinstance(step, SumPass) else []
         if at.start == limit:
             return
-        for raw in self._loaded(step):
+        for raw in self._loaded(step.label):
             inputs, targets = batches.split(raw, device)
             weights, samples = batches.weights_of(raw, device), batches.size(inputs)
             problem.tangent.check(inputs, f"the inputs of batch number {at.batches + 1}")
@@ -284,7 +299,7 @@ class Runner:
             if self._checkpoint is not None and self._checkpoint.is_due():
                 self._checkpoint.save(step.label, self._standing())
 
-    def _loaded(self, step: Pass) -> Iterator[Any]:
+    def _loaded(self, label: str) -> Iterator[Any]:
         """Yields what the loader shows after the batches that are done; saves what is done if it raises."""
         loaded = iter(rest_of(self._loader, self._at.batches))
         while True:
@@ -294,7 +309,7 @@ class Runner:
                 return
             except BaseException:
                 if self._checkpoint is not None:  # no update is half done
-                    self._checkpoint.save(step.label, self._standing())
+                    self._checkpoint.save(label, self._standing())
                 raise
             yield raw
 

@@ -232,7 +232,23 @@ class IteratePass(ABC, Generic[S]):
         return False
 
 
-Pass = SumPass[Any] | IteratePass[Any]
+@dataclass(frozen=True)
+class Landmark(Generic[S]):
+    """A place that a method comes by again and again, where all that it still needs of its passes is one state.
+
+    It gets a state back and goes on with that: the same one; or, where a fit goes on after an interruption, that of its
+    latest visit. So a solver of a hundred passes goes on without the states of all of them.
+
+    Attributes:
+        label: of the place.
+        state: what the method needs to go on.
+    """
+
+    label: str
+    state: S
+
+
+Pass = SumPass[Any] | IteratePass[Any] | Landmark[Any]
 
 
 class LikelihoodPass(SumPass[DataSummary]):
