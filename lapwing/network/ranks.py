@@ -302,7 +302,20 @@ class Share:
         if not any(every):
             raise LapwingError("The loaders of all processes show no sample. Check the dataset's length and filters.")
         source = every.index(True)
-        return decided("the first batch", batches.plain(mine, torch.device("cpu")), source)
+        first = decided("the first batch", batches.plain(mine, torch.device("cpu")), source)
+        if mine is not None and rank() != source and _equal(mine, first):
+            log.warning(
+                "Process %d shows the same first batch as process %d. Each must show its own share of the data, or "
+                "samples count several times: give the DataLoader a DistributedSampler, or each process its part of a "
+                "list.", rank(), source,
+            )  # fmt: skip
+        return first
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two batches hold the same numbers."""
+    first, second = batches.tensors(one), batches.tensors(other)
+    return len(first) == len(second) and all(torch.equal(a.cpu(), b) for a, b in zip(first, second, strict=True))
 
 
 def _without_padding(loader: Any) -> int | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +99,22 @@ def test_nothing_is_collective_in_one_process() -> None:
         assert collectives.gathered("", 3) == [3]
         assert collectives.decided("", 3) == 3
         assert collectives.rank() == 0
+
+
+@pytest.mark.slow
+def test_the_example_runs_under_torchrun_and_alone() -> None:
+    script, environment = str(ROOT / "examples" / "distributed_fit.py"), {**os.environ, "PYTHONPATH": str(ROOT)}
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+    def lines(*arguments: str) -> list[str]:
+        run = subprocess.run([sys.executable, *arguments, script], env=environment, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr[-2000:]
+        return sorted(line for line in run.stdout.splitlines() if line.startswith("Process"))
+
+    (alone,), (first, second) = lines(), lines(*launch)
+    assert "of 1: 1001 samples" in alone
+    assert "of 2: 1001 samples" in first
+    assert "of 2: 1001 samples" in second
+    numbers = [float(line.split("prior precision ")[1].split(",")[0]) for line in (alone, first, second)]
+    assert numbers[1] == numbers[2]
+    assert numbers[0] == pytest.approx(numbers[1], rel=0.2)  # other samples tune it
