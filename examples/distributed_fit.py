@@ -51,7 +51,8 @@ def main() -> None:
     right = (probs.argmax(1) == y[1001:][rank::size]).double().mean()
     print(
         f"Process {rank} of {size}: {posterior.samples} samples, prior precision {posterior.prior_precision:.6g}, "
-        f"{len(test)} predictions, accuracy {right:.3f}",
+        f"{len(test)} predictions, accuracy {right:.3f}\n",
+        end="",
         flush=True,
     )
     if several:

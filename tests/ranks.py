@@ -24,9 +24,10 @@ SHARES = {2: [[12, 9], [10, 5, 4]], 3: [[12, 9], [], [10, 5, 4]], 4: [[], [12, 9
 HELD_OUT = {2: [[6, 4], [5]], 3: [[6], [4, 5], []], 4: [[6], [], [4], [5]]}
 
 
-def network(outputs: int) -> nn.Module:
+def network(outputs: int, width: int = 6) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, outputs)).double().eval()
+    layers = nn.Linear(4, width), nn.Tanh(), nn.LayerNorm(width), nn.Linear(width, outputs)
+    return nn.Sequential(*layers).double().eval()
 
 
 def data(outputs: int, samples: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -82,6 +83,7 @@ CASES: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
     "validation of a regression": (1, lambda held_out: {"method": lw.KFAC(), "validation": held_out}),
     "validation of prefixes": (3, lambda held_out: {
         "method": lw.ELLA(5, 20), "tune": lw.EarlyStopping(held_out, prefixes=3)}),
+    "KFAC, wide": (1, lambda held_out: {"method": lw.KFAC(), "params": lw.matching("*"), "prior_precision": 1.0}),
     "no tuning": (1, lambda held_out: {"method": lw.KFAC(), "tune": None}),
 }  # fmt: skip
 POINTS = lw.InducingPoints(torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4))
@@ -114,7 +116,8 @@ def fitted(name: str, training: Batches, held_out: Batches) -> dict[str, Any]:
     outputs, options = ALL[name]
     chosen = options(held_out)
     loader: Any = training if chosen.get("sample_weights") else [batch[:2] for batch in training]
-    return numbers(lw.fit(network(outputs), loader, **chosen))
+    width = 260 if name == "KFAC, wide" else 6  # whose decompositions are shared out
+    return numbers(lw.fit(network(outputs, width), loader, **chosen))
 
 
 def fit_cases(rank: int, size: int, names: list[str]) -> dict[str, Any]:

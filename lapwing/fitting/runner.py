@@ -238,10 +238,11 @@ class Runner:
         """Puts the sums of all ranks in the place of those of this one."""
         at, before = self._at, self._before
         for stop in sorted(self._stops()):  # of the first samples this rank has none, some or all
-            if stop <= before:
-                part: tuple[State, DataSummary] = step.init(), DataSummary()
-            else:
-                part = self._kept.pop(stop, None) or (at.state.mapped(torch.clone), at.summary.mapped(torch.clone))
+            part: tuple[State, DataSummary] = step.init(), DataSummary()
+            if stop in self._kept:
+                part = self._kept.pop(stop)
+            elif stop > before:
+                part = at.state.mapped(torch.clone), at.summary.mapped(torch.clone)
             state, summary = self._whole(step, part[0], problem), self._whole(step, part[1], problem)
             self._keep(stop, step, state, summary, notes)
         if notes:

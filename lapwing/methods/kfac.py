@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from .cost import EIGEN, WORKSPACE, Cost, Layer, Outline
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
 from .problem import Problem
 from .state import BlockSums, State
+
+SHARED = 2**24
+"""Several processes share out the decompositions of blocks with `I³ + O³` of at least so much."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,30 @@ class Factors(State):
     excess: dict[str, Tensor] = field(default_factory=dict)
 
 
+def _eigenbases(state: Factors, centred: bool, device: torch.device) -> dict[str, KroneckerBlock]:
+    """Diagonalises all factors, used up. Of several processes each takes a part of the large ones, for all of them."""
+    work = {n: sum(f[n].shape[-1] ** 3 for f in (state.A, state.Gamma) if f[n].ndim == 3) for n in state.A}
+    large = sorted((name for name in work if work[name] >= SHARED and ranks.several()), key=work.__getitem__)
+    sources = {name: number % ranks.size() for number, name in enumerate(large)}
+    bases = {}
+    for name in work:
+        if sources.get(name, ranks.rank()) == ranks.rank():
+            bases[name] = _eigenbasis(state, name, centred)
+        else:
+            del state.A[name], state.Gamma[name]
+    for name, source in sources.items():
+        own = vars(bases[name].factors) if name in bases else {}
+        parts = ranks.decided(f"the eigenbasis of {name}", _moved(own, torch.device("cpu")), source)
+        factors = KroneckerFactors(**_moved(parts, device))
+        bases[name] = KroneckerBlock(factors.products(), factors)
+    return bases
+
+
+def _moved(parts: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Returns tensors on a device, and what is None as it is."""
+    return {name: value if value is None else value.to(device) for name, value in parts.items()}
+
+
 def _eigenbasis(state: Factors, name: str, centred: bool) -> KroneckerBlock:
     """Diagonalises both factors, used up one by one: `λ_ji = γ_j α_i / #`, # the count of positions or their weight.
 
@@ -231,6 +258,7 @@ class _FactorPass(CurvaturePass[Factors]):
     def finish(self, state: Factors) -> Blockwise:
         problem, structures = self._problem, dict[str, Structure]()
         logits = problem.likelihood.activation == "softmax" and problem.tangent.treats_output_alone
+        bases = _eigenbases(state, logits, problem.tangent.device)
         for name, kind in self._kinds.items():
             if kind == "diagonal":
                 structures[name] = DiagonalBlock(state.diagonal[name])
@@ -238,7 +266,7 @@ class _FactorPass(CurvaturePass[Factors]):
                 values, basis = symmetric_eigen(state.dense[name])
                 structures[name] = DenseBlock(values.to(problem.tangent.dtype), basis.to(problem.tangent.dtype))
             else:
-                structures[name] = _eigenbasis(state, name, logits)
+                structures[name] = bases[name]
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale)
 
 

@@ -137,6 +137,12 @@ def rank() -> int:
     return 0 if group is None else group.rank
 
 
+def size() -> int:
+    """Returns how many processes work on a fit."""
+    group = _group.get()
+    return 1 if group is None else group.size
+
+
 def gathered(label: str, value: T) -> list[T]:
     """Returns what each rank hands in, by rank. Tensors should be on the CPU."""
     group = _group.get()
