@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -144,6 +145,44 @@ def padded(rank: int, size: int, samples: int) -> dict[str, Any]:
     dataset = TensorDataset(*data(1, samples, 1))
     sampler = DistributedSampler(dataset, size, rank, shuffle=False)
     return numbers(lw.fit(network(1), DataLoader(dataset, 3, sampler=sampler), lw.KFAC()))
+
+
+def other_fits(rank: int, size: int) -> dict[str, Any]:
+    """Fits after a former fit, at positions, with a sharded network, and with all data on every rank."""
+    training, _ = everything("default", size)
+    loader = [batch[:2] for batch in training[rank]]
+    return others(loader) | {"sharded": refused(sharded), "same data": same_data(rank, size)}
+
+
+def others(loader: Any) -> dict[str, Any]:
+    """Returns the numbers of fits that begin with another one, and of one whose outputs have positions."""
+    first = lw.fit(network(3), loader, lw.KFAC(), prior_precision=1.0)
+    rows = lw.fit(network(3), loader, lw.Full("primal"), prior_precision=1.0)
+    places = [(x[:, None].expand(-1, 2, -1), y[:, None].expand(-1, 2)) for x, y in loader]
+    further = {
+        "update": first.update(loader), "update of rows": rows.update(loader, tune=lw.Evidence()),
+        "prior": lw.fit(network(3), loader, prior=first),
+    }  # fmt: skip
+    positions = lw.fit(network(3), places, lw.KFAC())
+    return {**{name: numbers(fit) for name, fit in further.items()}, "positions": positions.prior.precision}
+
+
+def sharded() -> None:
+    """Fits a network whose weights are sharded."""
+    from torch.distributed.fsdp import fully_shard
+
+    lw.fit(fully_shard(network(3)), [(torch.zeros(2, 4, dtype=torch.float64), torch.tensor([0, 1]))])
+
+
+def same_data(rank: int, size: int) -> str:
+    """Returns what is logged where every rank shows all data."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign, assignment]
+    logging.getLogger("lapwing").addHandler(handler)
+    lw.fit(network(3), data(3, 10, 0), lw.KFAC(), tune=None)
+    logging.getLogger("lapwing").removeHandler(handler)
+    return " ".join(record.getMessage() for record in records)
 
 
 class Failing(list):

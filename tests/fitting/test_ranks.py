@@ -62,6 +62,21 @@ def test_any_number_of_ranks_fits_as_one_process(tmp_path: Path, size: int) -> N
 
 
 @pytest.mark.slow
+def test_further_data_positions_and_mistakes(tmp_path: Path) -> None:
+    training, _ = ranks.everything("default", 2)
+    alone = ranks.others([batch[:2] for part in training for batch in part])
+    (first,), (second,) = ranks.run(tmp_path, 2, [(ranks.other_fits,)])  # type: ignore[misc]
+    for results in (first, second):
+        for name in ("update", "update of rows", "prior"):
+            check_equal(results[name], alone[name])
+        torch.testing.assert_close(results["positions"], alone["positions"], rtol=1e-6, atol=0)
+        assert "The parameter 0.weight of" in results["sharded"]
+        assert "is a DTensor" in results["sharded"]
+    assert "Process 1 shows the same first batch as process 0" in second["same data"]
+    assert "same first batch" not in first["same data"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [1, 2, 10])
 def test_padding_is_left_out_on_every_rank(tmp_path: Path, samples: int) -> None:
     x, y = ranks.data(1, samples, 1)
