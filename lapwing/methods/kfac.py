@@ -169,16 +169,11 @@ def _eigenbases(state: Factors, centred: bool, device: torch.device) -> dict[str
         else:
             del state.A[name], state.Gamma[name]
     for name, source in sources.items():
-        own = vars(bases[name].factors) if name in bases else {}
-        parts = ranks.decided(f"the eigenbasis of {name}", _moved(own, torch.device("cpu")), source)
-        factors = KroneckerFactors(**_moved(parts, device))
+        own: dict[str, Any] = vars(bases[name].factors) if name in bases else {}
+        parts = ranks.decided(f"the eigenbasis of {name}", own, source)
+        factors = KroneckerFactors(**{key: part if part is None else part.to(device) for key, part in parts.items()})
         bases[name] = KroneckerBlock(factors.products(), factors)
     return bases
-
-
-def _moved(parts: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Returns tensors on a device, and what is None as it is."""
-    return {name: value if value is None else value.to(device) for name, value in parts.items()}
 
 
 def _eigenbasis(state: Factors, name: str, centred: bool) -> KroneckerBlock:

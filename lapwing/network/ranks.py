@@ -12,6 +12,7 @@ The joined data are the shares of all ranks, one after another: those of rank 0 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
@@ -78,7 +79,7 @@ class _Group:
         Raises:
             LapwingError: if a rank says that it has failed, or is somewhere else in the fit.
         """
-        message = pickle.dumps((label, failure, value))
+        message = _packed((label, failure, value))
         messages: list[Any] = [None] * self.size
         self.run(distributed.all_gather_object, messages, message, nbytes=(self.size - 1) * len(message))
         labels, failures, values = zip(*map(pickle.loads, messages), strict=True)
@@ -93,6 +94,24 @@ class _Group:
                 "lw.fit with the same network, method and options in each of them."
             )
         return list(values)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors without the rest of the storage that they are views of, for the CPU."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not Tensor:
+            return NotImplemented
+        plain = obj.detach().cpu()
+        if plain.untyped_storage().nbytes() > plain.nbytes:
+            plain = plain.clone()
+        return plain.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _packed(value: Any) -> bytes:
+    with io.BytesIO() as file:
+        _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+        return file.getvalue()
 
 
 _group: ContextVar[_Group | None] = ContextVar("lapwing_ranks", default=None)
@@ -144,7 +163,7 @@ def size() -> int:
 
 
 def gathered(label: str, value: T) -> list[T]:
-    """Returns what each rank hands in, by rank. Tensors should be on the CPU."""
+    """Returns what each rank hands in, by rank. Tensors of other ranks arrive on the CPU."""
     group = _group.get()
     return [value] if group is None else group.gathered(label, value)
 
@@ -155,7 +174,7 @@ def decided(label: str, value: T, source: int = 0) -> T:
     if group is None:
         return value
     group.gathered(label, None)
-    message = [pickle.dumps(value) if group.rank == source else b""]
+    message = [_packed(value) if group.rank == source else b""]
     group.run(distributed.broadcast_object_list, message, source, nbytes=len(message[0]))
     return pickle.loads(message[0])
 
@@ -164,7 +183,7 @@ def joined(label: str, values: Tensor | None, dim: int = 0) -> Tensor | None:
     """Returns tensors of all ranks in the order of the joined data, along a dimension; None where no rank has any."""
     if not several():
         return values
-    parts = gathered(label, None if values is None else values.cpu())
+    parts = gathered(label, values)
     some = [part for part in parts if part is not None]
     return torch.cat(some, dim) if some else None
 
@@ -185,7 +204,7 @@ def summed(label: str, tensors: Mapping[str, Tensor], device: torch.device) -> d
         return dict(tensors)
     large = {name for name, value in tensors.items() if value.numel() > SMALL and value.is_floating_point()}
     kind = {name: (tuple(value.shape), value.dtype, value.device.type) for name, value in tensors.items()}
-    small = {name: value.cpu() for name, value in tensors.items() if name not in large}
+    small = {name: value for name, value in tensors.items() if name not in large}
     kinds, messages = zip(*group.gathered(label, (kind, small)), strict=True)
     names = {name: kind[name] for kind in kinds for name in kind}
     odd = [name for kind in kinds for name in kind if kind[name] != names[name]]
@@ -197,7 +216,7 @@ def summed(label: str, tensors: Mapping[str, Tensor], device: torch.device) -> d
     everywhere = {name for name in names if all(name in kind for kind in kinds)} & large
     late = [name for name in names if name not in everywhere and not any(name in message for message in messages)]
     if late:  # such as the inputs of chosen samples
-        more = group.gathered(label, {name: tensors[name].cpu() for name in late if name in tensors})
+        more = group.gathered(label, {name: tensors[name] for name in late if name in tensors})
         messages = tuple({**message, **rest} for message, rest in zip(messages, more, strict=True))
     sums: dict[str, Tensor] = {}
     for name, (_, _, place) in names.items():
@@ -308,7 +327,7 @@ class Share:
         if not any(every):
             raise LapwingError("The loaders of all processes show no sample. Check the dataset's length and filters.")
         source = every.index(True)
-        first = decided("the first batch", batches.plain(mine, torch.device("cpu")), source)
+        first = decided("the first batch", mine, source)
         if mine is not None and rank() != source and _equal(mine, first):
             log.warning(
                 "Process %d shows the same first batch as process %d. Each must show its own share of the data, or "

@@ -241,9 +241,8 @@ def joined_spread(loader: Iterable[Any], limit: int, posterior: Posterior, shown
     parts = list(spread(loader, limit, posterior, shown))
     if not ranks.several():
         return parts
-    device, cpu = posterior.tangent.device, torch.device("cpu")
-    every = ranks.gathered("training data of the tuning", [batches.plain(part, cpu) for part in parts])
-    return [batches.plain(part, device) for some in every for part in some]
+    every = ranks.gathered("training data of the tuning", parts)
+    return [batches.plain(part, posterior.tangent.device) for some in every for part in some]
 
 
 def crossing(points: Sequence[float], costs: Sequence[float], bound: float) -> float:
