@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from numbers import Integral
 from typing import Any
@@ -18,7 +21,7 @@ from ..likelihoods.inferred import check_logits, inferred_likelihood
 from ..linalg import is_finite
 from ..methods import KFAC, FisherRoot, FitResult, Method, Outline, Problem
 from ..methods.problem import root_columns
-from ..network import batches
+from ..network import batches, ranks
 from ..network.batches import Forward
 from ..network.data import as_loader
 from ..network.eager import outside_modes
@@ -26,15 +29,16 @@ from ..network.loaders import (
     WeightedLoader,
     check_progress,
     check_seed,
-    first_batch,
     known_size,
     warn_of_unseen_samples,
 )
+from ..network.progress import expect, length_of, with_progress
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.prior import Prior, check_range
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tuning import BoundedEvidence, Training, Tuning, Validation
+from .checkpoint import Checkpoint, checkpoint_of
 from .default_method import default_fit, method_and_params
 from .further import continued
 from .plan import check_room
@@ -48,6 +52,8 @@ DEFAULT_TUNING = BoundedEvidence()
 
 
 @outside_modes
+@ranks.across_ranks()
+@with_progress
 def fit(
     model: nn.Module,
     loader: Any,
@@ -67,6 +73,8 @@ def fit(
     forward: Forward | None = None,
     memory: int | None = None,
     seed: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int | None = None,
     progress: bool | None = None,
 ) -> Posterior:
     """Fits a Gaussian `N(θ̂, Σ)` over the weights of a trained network, which is not touched.
@@ -106,7 +114,12 @@ def fit(
             activations. One layer is never cut: its Kronecker factor of n inputs takes 12 n² bytes while it is
             decomposed in float64, and the workspace of LAPACK 16 n²; tuning takes one number per candidate and weight.
         seed: of every random choice.
-        progress: show a bar; None shows one on a terminal.
+        checkpoint: the path of a file. Killed at any moment and called again with the same arguments, the fit goes on
+            from there, to the same posterior: equal bit by bit on the same device, with as many threads. The loader
+            must repeat its order. While the file is written it takes up to three times the memory of the sums. When the
+            fit has ended, it removes the file: save the posterior then.
+        every: write the checkpoint after so many batches; None writes it at most once a minute.
+        progress: show a bar; None shows one on a terminal or in a notebook.
 
     Returns:
         An immutable posterior.
@@ -134,20 +147,26 @@ def fit(
         }  # fmt: skip
         chosen_beside = {name: value for name, value in others.items() if value is not None}
         check_flag("lw.fit", "sample_weights", sample_weights)
-        return _checked(continued(prior, model, loader, chosen_beside, sample_weights, forward, memory, progress))
+        check_progress(progress)
+        file = checkpoint_of(checkpoint, every)
+        return _checked(continued(prior, model, loader, chosen_beside, sample_weights, forward, memory, file))
     is_default = method is None and params is None
     method, params = method_and_params(method, params)
     _check_numbers(prior_precision, weight_decay, temperature, data_size, seed)
     _check_tuning(tune)
     check_progress(progress)
     check_flag("lw.fit", "sample_weights", sample_weights)
-    seed = int(seed)
-    loader = as_loader(loader, model)
-    inputs, targets = batches.split(batches.weighted(first_batch(loader)) if sample_weights else first_batch(loader))
+    inner = isinstance(checkpoint, Checkpoint)  # the fit of all weights after that of the last layer
+    file = checkpoint if isinstance(checkpoint, Checkpoint) else checkpoint_of(checkpoint, every)
+    start, seed = time.perf_counter(), int(seed)
+    data = as_loader(loader, model)
+    loader = ranks.share(data)
+    first = ranks.joined_first_batch(loader)
+    inputs, targets = batches.split(batches.weighted(first) if sample_weights else first)
     if validation is not None:
         validation = as_loader(validation, model, "val")
         other = None if tune is DEFAULT_TUNING else tune
-        tune = validation_tuning(validation, other, loader, (inputs, targets))
+        tune = validation_tuning(validation, other, data, (inputs, targets))
     if data_size is not None:
         _check_data_size(data_size, known_size(loader) or 0)
     training = WeightedLoader(loader) if sample_weights else loader
@@ -157,7 +176,7 @@ def fit(
             "%s weighs the loss, and no distribution of the targets has such a loss: its evidence is a pseudo-evidence",
             likelihood,
         )  # fmt: skip
-    runner = Runner(training, progress, 0 if tune is None else tune.prefixes, data_size)
+    runner = Runner(training, 0 if tune is None else tune.prefixes, data_size, file)
     chosen = default_fit(model, inputs, likelihood, forward, memory, runner.count) if is_default else None
     method, tangent = chosen or (method, Tangent.survey(model, inputs, params, forward, memory, targets=targets))
     positions = tangent.positions
@@ -169,12 +188,13 @@ def fit(
         outputs = tangent.outputs_of(some)
         check_logits(likelihood, outputs if positions is None else positions.rows(outputs), weight.dtype)
     if data_size is None:
-        warn_of_unseen_samples(loader, drawn)
+        warn_of_unseen_samples(data, drawn)
     if weight_decay is not None:
         prior_precision = (data_size or runner.count()) * weight_decay
     read = Prior.read(tangent, prior_precision, prior_mean)
     _check_noise(likelihood, tangent)
-    generator = torch.Generator(tangent.device).manual_seed(seed)
+    ranks.check_same_network(tangent.state())
+    generator = torch.Generator(tangent.device).manual_seed((seed + ranks.rank()) % 2**63)  # each rank draws its own
     _, spread = root_columns(tangent)
     root = FisherRoot(likelihood, tangent.outputs, generator, spread)
     if not root.exact:
@@ -188,36 +208,50 @@ def fit(
         tangent, likelihood, root, read, traces, seed, runner.labels, runner.count, runner.summary, float(temperature),
         data_size,
     )  # fmt: skip
-    result = runner.run(method, problem)
-    if result.logit_temperature is not None and validation is not None:
-        raise LapwingError(
-            f"{type(method).__name__} takes its temperature from the data of the fit, and validation= is not used. "
-            f"Write lw.fit(model, held_out, lw.{type(method).__name__}())."
-        )
-    if data_size is None and drawn is None:
-        warn_of_unseen_samples(loader, runner.shown())
-    whole, prefixes = _posteriors(runner, method, problem, result)
-    if result.precision is not None or not isinstance(result.covariance, PriorCovariance):
-        if isinstance(tune, Validation) and whole.logit_temperature == 1:
-            return _checked(tune.tune(whole))  # chooses the logit temperature
-        if not read.fixed and tune is not None and tune is not DEFAULT_TUNING:
-            log.warning("%s chooses its own prior; tune=%s was not used", type(method).__name__, type(tune).__name__)
-        return _checked(whole)
-    if tune is None:
-        return _checked(whole if whole.tuned else whole.with_defaults())
-    data = Training(training, prefixes, runner.count())
-    posterior = _checked(tangent.retried(lambda: tune.tune(whole, data)))
-    if not is_default or validation is None or likelihood.logit_temperature is None:
-        return posterior
+    if file is not None and not inner:
+        file.open(loader, (inputs, targets), {
+            "the network": tangent.state(), "the parameters": tangent.blocks, "the method": method,
+            "the likelihood": likelihood, "the prior": read, "the tuning": tune, "data_size": data_size,
+            "temperature": temperature, "sample_weights": sample_weights, "forward": forward, "seed": seed,
+            "memory": tangent.memory,
+        })  # fmt: skip
+    count = length_of(loader) or 0
+    expect(method.expected_batches(count) + (0 if tune is None else tune.expected_batches(count)))
+    with nullcontext() if file is None or inner else file:
+        result = runner.run(method, problem)
+        if result.logit_temperature is not None and validation is not None:
+            raise LapwingError(
+                f"{type(method).__name__} takes its temperature from the data of the fit, and validation= is not used. "
+                f"Write lw.fit(model, held_out, lw.{type(method).__name__}())."
+            )
+        if data_size is None and drawn is None:
+            warn_of_unseen_samples(data, runner.shown())
+        whole, prefixes = _posteriors(runner, method, problem, result)
+        if result.precision is not None or not isinstance(result.covariance, PriorCovariance):
+            if isinstance(tune, Validation) and whole.logit_temperature == 1:
+                return _checked(tune.tune(whole))  # chooses the logit temperature
+            if not read.fixed and tune is not None and tune is not DEFAULT_TUNING:
+                name = type(tune).__name__
+                log.warning("%s chooses its own prior; tune=%s was not used", type(method).__name__, name)
+            return _checked(whole)
+        if tune is None:
+            return _checked(whole if whole.tuned else whole.with_defaults())
+        before = time.perf_counter()
+        shown_data = Training(training, prefixes, runner.count())
+        posterior = _checked(tangent.retried(lambda: tune.tune(whole, shown_data)))
+        log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - start)
+        if not is_default or validation is None or likelihood.logit_temperature is None:
+            return posterior
 
-    def fit_all() -> Posterior:
-        return fit(
-            model, loader, KFAC(), likelihood=likelihood, prior_precision=prior_precision, prior_mean=prior_mean,
-            tune=tune, data_size=data_size, temperature=temperature, sample_weights=sample_weights, forward=forward,
-            memory=memory, seed=seed, progress=progress,
-        )  # fmt: skip
+        def fit_all() -> Posterior:
+            again: Any = file
+            return fit(
+                model, loader, KFAC(), likelihood=likelihood, prior_precision=prior_precision, prior_mean=prior_mean,
+                tune=tune, data_size=data_size, temperature=temperature, sample_weights=sample_weights,
+                forward=forward, memory=memory, seed=seed, checkpoint=again, progress=progress,
+            )  # fmt: skip
 
-    return with_all_weights(posterior, fit_all, validation, inputs, runner.count())
+        return with_all_weights(posterior, fit_all, validation, inputs, runner.count())
 
 
 def _posteriors(
@@ -261,6 +295,7 @@ def _posteriors(
 
 def _checked(posterior: Posterior) -> Posterior:
     """Returns the result of a fit, refused where it is not finite; warns where rounding decides some variances."""
+    posterior = _agreed(posterior)
     tensors = (*posterior.covariance.tensors().values(), *posterior.statistics.values())
     if not all(is_finite(values) for values in tensors):
         raise LapwingError(
@@ -277,6 +312,18 @@ def _checked(posterior: Posterior) -> Posterior:
             posterior.method, posterior.prior.precision.min().item(),
         )  # fmt: skip
     return posterior
+
+
+def _agreed(posterior: Posterior) -> Posterior:
+    """Returns the posterior at the numbers of rank 0, from which those of another machine may differ by rounding."""
+    own = posterior.prior.precision.tolist(), posterior.noise_variance, posterior.logit_temperature
+    precision, noise, temperature = ranks.decided("the numbers that were tuned", own)
+    if (precision, noise, temperature) == own or not isinstance(posterior.covariance, PriorCovariance):
+        return posterior
+    if temperature is not None:
+        likelihood = posterior.likelihood.with_logit_temperature(temperature)
+        posterior = replace(posterior, likelihood=likelihood)
+    return posterior.at(posterior.prior.precision.new_tensor(precision), noise)
 
 
 def _check_noise(likelihood: Likelihood, tangent: Tangent) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,25 +13,28 @@ from ..covariance import LowRankWithResidual
 from ..errors import LapwingError, shown
 from ..methods import DataSummary, FisherRoot, Problem
 from ..methods.further import Further
-from ..network import batches
+from ..network import batches, ranks
 from ..network.data import as_loader
-from ..network.loaders import WeightedLoader, check_progress, first_batch
+from ..network.loaders import WeightedLoader
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.former import AFTER, precision_product
 from ..posterior.prior import Prior
 from ..tangent import Tangent
+from .checkpoint import Checkpoint
 from .runner import Runner
 
 
-def with_further(posterior: Posterior, tangent: Tangent, loader: Any, progress: bool | None) -> Posterior:
+def with_further(
+    posterior: Posterior, tangent: Tangent, loader: Any, checkpoint: Checkpoint | None = None
+) -> Posterior:
     """Returns the posterior around a network, with the curvature and statistics of further data added.
 
     Args:
         posterior: of the data so far.
         tangent: the network at which the further data are looked at.
         loader: batches of these.
-        progress: show a bar.
+        checkpoint: where the fit goes on after an interruption.
 
     Raises:
         LapwingError: for curvatures that do not add, and bad data.
@@ -41,12 +45,14 @@ def with_further(posterior: Posterior, tangent: Tangent, loader: Any, progress: 
             "place in that. Fit to all data at once, with data_size=."
         )
     likelihood = posterior.likelihood
-    runner = Runner(loader, progress)
+    runner = Runner(loader, checkpoint=checkpoint)
+    ranks.check_same_network(tangent.state())
     seed = posterior.samples  # draws for the further data are not those for the data so far
+    generator = torch.Generator(tangent.device).manual_seed(seed + ranks.rank())
     traces = bool(getattr(posterior.covariance, "traces", torch.zeros(1)).any())
     problem = Problem(
-        tangent, likelihood, FisherRoot(likelihood, tangent.outputs, torch.Generator(tangent.device).manual_seed(seed)),
-        posterior.prior, traces, seed, runner.labels, runner.count, runner.summary, posterior.temperature,
+        tangent, likelihood, FisherRoot(likelihood, tangent.outputs, generator), posterior.prior, traces, seed,
+        runner.labels, runner.count, runner.summary, posterior.temperature,
     )  # fmt: skip
     result = runner.run(Further(posterior.covariance, posterior.method), problem)
     summary = DataSummary(posterior.samples, posterior.statistics).added(runner.summary())
@@ -76,7 +82,7 @@ def continued(
     sample_weights: bool,
     forward: Any,
     memory: Any,
-    progress: Any,
+    checkpoint: Checkpoint | None,
 ) -> Posterior:
     """Returns the posterior of further data at further trained weights, under a former posterior: see `lw.fit`.
 
@@ -88,7 +94,7 @@ def continued(
         sample_weights: whether the batches are `(x, y, w)`.
         forward: how the network is called; None as in the former fit.
         memory: budget in bytes; None as in the former fit.
-        progress: show a bar.
+        checkpoint: where the fit goes on after an interruption; None where it cannot.
 
     Raises:
         LapwingError: for another option beside it, another network, or a covariance that cannot go on.
@@ -104,13 +110,12 @@ def continued(
             f"prior=posterior decides the method, the parameters, the likelihood and the prior, and {names} was given "
             "beside it. Write lw.fit(model, loader, prior=posterior)."
         )
-    check_progress(progress)
     prior._check_network()
     former = prior.tangent
     _check_prior(prior)
-    loader = as_loader(loader, model)
-    first = first_batch(loader)
-    inputs, _ = batches.split(batches.weighted(first) if sample_weights else first)
+    loader = ranks.share(as_loader(loader, model))
+    first = ranks.joined_first_batch(loader)
+    inputs, targets = batches.split(batches.weighted(first) if sample_weights else first)
     if isinstance(model, torch.nn.Module):
         present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         if not present.issuperset(former.parameters):
@@ -120,7 +125,12 @@ def continued(
     )
     if tangent.blocks != former.blocks or tangent.outputs != former.outputs:
         raise _other_network(tangent.model, former)
-    whole = with_further(prior, tangent, WeightedLoader(loader) if sample_weights else loader, progress)
+    if checkpoint is not None:
+        formerly = {"covariance": prior.covariance.tensors(), "method": prior.method, "samples": prior.samples}
+        network = {"the network": tangent.state(), "the parameters": tangent.blocks}
+        checkpoint.open(loader, (inputs, targets), {**network, "the prior": formerly, "memory": tangent.memory})
+    with checkpoint or nullcontext():
+        whole = with_further(prior, tangent, WeightedLoader(loader) if sample_weights else loader, checkpoint)
     return replace(
         whole, prior=Prior(prior.prior.precision, former.mean(), fixed=True), noise_fixed=True, history={},
         method=prior.method.removesuffix(AFTER) + AFTER, stamp=Stamp.of(tangent.state()),

@@ -1,27 +1,39 @@
 """Runs a method's passes over a loader: the one place that holds states and counts batches. `fit` calls it.
 
-So checkpoints and several processes belong here and nowhere else.
+All that it must know to go on after an interruption is a `Standing`; `checkpoint.py` brings that into a file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from ..covariance import Covariance
 from ..errors import LapwingError
-from ..methods.passes import Batch, CurvaturePass, FitResult, IteratePass, LikelihoodPass, Method, Pass, SumPass
+from ..methods.passes import (
+    Batch,
+    CurvaturePass,
+    FitResult,
+    IteratePass,
+    Landmark,
+    LikelihoodPass,
+    Method,
+    Pass,
+    SumPass,
+)
 from ..methods.problem import Problem
 from ..methods.rows import class_labels
-from ..methods.state import DataSummary, State
-from ..network import batches
-from ..network.loaders import WeightedLoader, other_size, sampler_size, shows_bar
+from ..methods.state import DataSummary, S, State
+from ..network import batches, ranks
+from ..network.loaders import WeightedLoader, other_size, sampler_size
+from ..network.progress import Stage, counted, length_of, stage
+from .checkpoint import Checkpoint, Standing, rest_of
 
 
 class Runner:
@@ -29,129 +41,179 @@ class Runner:
 
     Args:
         loader: the training data.
-        progress: show a bar; None shows one on a terminal.
         prefixes: how many covariances of first parts of the data (a half, a quarter, ...) are kept.
         data_size: N, where the user gave it; then n is not counted, since a stream may have no end.
-
-    Attributes:
-        whole: whether the summary is of all samples; not so if a method's steps ended before the data did.
+        checkpoint: where the fit goes on after an interruption; None where it cannot.
     """
 
     def __init__(
-        self, loader: Iterable[Any], progress: bool | None, prefixes: int = 0, data_size: int | None = None
-    ) -> None:
-        self._loader = loader
-        self._bar = shows_bar(progress)
-        self._parts, self._data_size = prefixes, data_size
-        self._expected: int | None = None
+        self, loader: Iterable[Any], prefixes: int = 0, data_size: int | None = None,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:  # fmt: skip
+        self._loader, self._share = loader, ranks.share_of(loader)
+        self._parts, self._data_size, self._checkpoint = prefixes, data_size, checkpoint
         self._labels: Tensor | None = None
-        self._summary = DataSummary()
-        self._statistics_at: dict[int, dict[str, Tensor]] = {}
+        self._at = Standing()
+        self._generators: dict[str, torch.Generator] = {}
         self._covariance_at: dict[int, Covariance] = {}
-        self._any_counted = False
-        self.whole = False
+        self._kept: dict[int, tuple[State, DataSummary]] = {}
+
+    @property
+    def whole(self) -> bool:
+        """Whether the summary is of all samples; not so if a method's steps ended before the data did."""
+        return self._at.whole
 
     def labels(self) -> Tensor:
         """Returns the n class labels, -1 where targets are none; goes through the loader the first time."""
         if self._labels is None:
             parts = [torch.zeros(0, dtype=torch.int64)]
-            for batch in self._loader:
+            for batch in counted(self._loader, "labels"):
                 parts.append(class_labels(*batches.split(batch)))
-            self._labels = torch.cat(parts)
-            self._check_size(len(self._labels), "to the count")
+            own = torch.cat(parts)
+            self._check_size(len(own), "to the count")
+            self._labels = torch.cat(ranks.gathered("labels", own))
         return self._labels
 
     def shown(self) -> int | None:
         """Returns n, how many samples the loader shows, without going through it; None where that is not known."""
+        if self._share is not None:
+            return self._share.total
         loader = self._loader.loader if isinstance(self._loader, WeightedLoader) else self._loader
-        if self._expected is None and isinstance(loader, DataLoader):
+        if not self._at.expected and isinstance(loader, DataLoader):
             return sampler_size(loader)
-        return self._expected
+        return self._at.expected or None
 
     def count(self) -> int:
         """Returns n: as the loader says, else the samples so far where N is given, else by going through the loader."""
         known = self.shown()
-        if known is None and self._data_size is not None and self._summary.samples:
-            return self._summary.samples
+        if known is None and self._data_size is not None and self._at.summary.samples:
+            return self._at.summary.samples
         return len(self.labels()) if known is None else known
 
     def summary(self) -> DataSummary:
         """Returns the sums over the samples that the passes have gone through."""
-        return self._summary
+        return self._at.summary
 
     def prefixes(self) -> dict[int, tuple[Covariance, dict[str, Tensor]]]:
         """Returns covariance and statistics of the first samples alone, by their number."""
-        kept = self._covariance_at.items()
-        return {n: (covariance, self._statistics_at[n]) for n, covariance in kept if n in self._statistics_at}
+        statistics = _by_number(self._at.statistics)
+        return {n: (covariance, statistics[n]) for n, covariance in self._covariance_at.items() if n in statistics}
 
     def run(self, method: Method, problem: Problem) -> FitResult:
         """Runs all passes; returns the method's result."""
         passes = method.passes(problem)
-        state: State | None = None
+        answers: list[State | None] = [None]  # whose states live no longer than the method needs them
         while True:
             try:
-                step = passes.send(state)
+                step = passes.send(answers.pop())
             except StopIteration as stop:
                 result = stop.value if isinstance(stop.value, FitResult) else FitResult(stop.value)
-                if not self._summary.samples and result.summary is None:
-                    self._through(LikelihoodPass(problem), problem)
+                if not self._at.summary.samples and result.summary is None:
+                    self._run(LikelihoodPass(problem), problem)
+                if self._checkpoint is not None:
+                    self._checkpoint.save()
                 return result
-            state = self._through(step, problem)
+            answers.append(self._run(step, problem))
+            del step
 
-    def _through(self, step: Pass, problem: Problem) -> State:
-        """Returns the state of a pass: from its beginning, with shorter chunks, where the device runs out of memory."""
-        generator = problem.root.generator
-        drawn = generator.get_state()
+    def _run(self, step: Pass, problem: Problem) -> State:
+        """Runs a pass, or what is left of it; returns its state."""
+        if self._checkpoint is None and isinstance(step, Landmark):
+            return step.state
+        drawn = problem.root.generator.get_state()
 
-        def through() -> State:
-            generator.set_state(drawn)
-            return self._sum(step, problem) if isinstance(step, SumPass) else self._iterate(step, problem)
+        def through() -> None:  # once more, with shorter chunks, where the device runs out of memory
+            problem.root.generator.set_state(drawn)
+            self._at = self._begin(step, problem)
+            if not self._at.finished:
+                self._go_through(step, problem)
 
-        return problem.tangent.retried(through)
+        problem.tangent.retried(through)
+        state, self._at.state = self._at.state, State()  # the method may use it up
+        return state
 
-    def _sum(self, step: SumPass[Any], problem: Problem) -> State:
-        state = step.init()
-        start, notes = 0, not self.whole and step.limit is None
-        if notes:
-            self._summary = DataSummary()
-        with torch.no_grad():
-            for batch in self._batches(step, problem):
-                step.update(state, batch)
-                start += batches.size(batch.inputs)
+    def _go_through(self, step: Pass, problem: Problem) -> None:
+        """Takes the pass from where it stands to its end."""
+        at = self._at
+        if isinstance(step, SumPass):
+            self._sum(step, problem)
+        elif isinstance(step, IteratePass):
+            notes = not at.whole
+            self._iterate(step, problem)
+            if notes and self._share is not None:
+                at.summary = self._whole(step, at.summary, problem)
+        at.finished = True
+        if self._checkpoint is not None:
+            self._checkpoint.keep(step.label, self._standing(), again=isinstance(step, Landmark))
+
+    def _begin(self, step: Pass, problem: Problem) -> Standing:
+        """Returns where a pass begins: at no data, or where a checkpoint says."""
+        self._generators = {"root": problem.root.generator}
+        if isinstance(step, IteratePass):
+            seed = (problem.seed + ranks.rank()) % 2**63  # each rank draws for its own samples
+            self._generators["steps"] = torch.Generator(problem.tangent.device).manual_seed(seed)
+        state = step.state if isinstance(step, Landmark) else step.init()
+        at = replace(self._at, state=state, generators={}, batches=0, start=0, taken=0, rounds=0, finished=False)
+        if isinstance(step, CurvaturePass):
+            at.prefixes = {}
+        if self._checkpoint is None:
+            return at
+        at = self._checkpoint.begin(step.label, at, problem.tangent.device)
+        for name, numbers in at.generators.items():
+            self._generators[name].set_state(numbers)
+        if isinstance(step, CurvaturePass):
+            for samples, flat in _by_number(at.prefixes).items():
+                self._covariance_at[samples] = step.finish(step.init().with_tensors(flat))
+        return at
+
+    def _standing(self) -> Standing:
+        """Returns where the fit stands now, its random generators included."""
+        self._at.generators = {name: generator.get_state() for name, generator in self._generators.items()}
+        return self._at
+
+    def _sum(self, step: SumPass[Any], problem: Problem) -> None:
+        at, notes = self._at, not self._at.whole and step.limit is None
+        if notes and not at.batches:
+            at.summary = DataSummary()
+        with torch.no_grad(), stage(step.label, length_of(self._loader)) as here:
+            here.skip(at.batches)
+            for batch in self._batches(step, problem, here):
+                step.update(at.state, batch)
+                samples = batch.start + batches.size(batch.inputs)
                 if notes:
-                    self._summary.add(problem.likelihood, **batch.rows())
-                if start in self._stops():
-                    self._keep(start, step, state, notes)
-        if step.limit is None or start < step.limit:
-            self._check_size(start, f"to the pass '{step.label}'")
-        if notes and not self._any_counted:
+                    at.summary.add(problem.likelihood, **batch.rows())
+                if samples in self._stops():
+                    self._kept[samples] = at.state.mapped(torch.clone), at.summary.mapped(torch.clone)
+                    if self._share is None:
+                        self._keep(samples, step, *self._kept.pop(samples), notes)
+        if at.start != self._limit(step):
+            self._check_size(at.start, f"to the pass '{step.label}'")
+        if self._share is not None:
+            self._join(step, problem, notes)
+        if notes and not at.any_counted:
             raise LapwingError(
                 "None of the labels counts: all of them are the ignore_index of the likelihood, or NaN. Pass labels of "
                 "classes, or another likelihood=lw.Categorical(ignore_index=...); of targets some that are not NaN."
             )
-        self.whole = self.whole or step.limit is None
-        return state
+        at.whole = at.whole or step.limit is None
 
-    def _iterate(self, step: IteratePass[Any], problem: Problem) -> State:
-        state, generator = step.init(), torch.Generator(problem.tangent.device).manual_seed(problem.seed)
-        taken, epoch = 0, 0
-        bar = tqdm(desc=step.label, total=step.steps, disable=not self._bar, leave=False)
-        with bar:
-            while taken < step.steps and not step.converged(state):
-                start, notes = 0, not self.whole and not epoch
-                if notes:
-                    self._summary = DataSummary()
-                for batch in self._batches(step, problem):
-                    step.step(state, batch, generator)
-                    start, taken = start + batches.size(batch.inputs), taken + 1
-                    bar.update()
-                    if notes:
-                        self._summary.add(problem.likelihood, **batch.rows())
-                    if taken == step.steps or step.converged(state):
-                        return state
-                self._check_size(start, f"to the pass '{step.label}'")
-                self.whole, epoch = True, epoch + 1
-        return state
+    def _iterate(self, step: IteratePass[Any], problem: Problem) -> None:
+        at, generator = self._at, self._generators["steps"]
+        with stage(step.label, step.steps) as here:
+            here.skip(at.taken)
+            while at.taken < step.steps and not step.converged(at.state):
+                notes = not at.whole and not at.rounds
+                if notes and not at.batches:
+                    at.summary = DataSummary()
+                for batch, counts in self._in_steps(step, problem, here):
+                    step.step(at.state, batch, generator)
+                    at.taken += 1
+                    if notes and counts:
+                        at.summary.add(problem.likelihood, **batch.rows())
+                    if at.taken == step.steps or step.converged(at.state):
+                        return
+                self._check_size(at.start, f"to the pass '{step.label}'")
+                at.whole, at.rounds, at.batches, at.start = True, at.rounds + 1, 0, 0
 
     def _stops(self) -> frozenset[int]:
         """Numbers of samples after which sums are kept: n, a half, a quarter, ... of them."""
@@ -159,28 +221,79 @@ class Runner:
             return frozenset()
         return frozenset(max(1, len(self.labels()) >> i) for i in range(self._parts + 1))
 
-    def _keep(self, samples: int, step: SumPass[Any], state: State, notes: bool) -> None:
+    def _keep(self, samples: int, step: SumPass[Any], state: State, summary: DataSummary, notes: bool) -> None:
+        """Keeps the sums over the first samples, of which copies are given."""
+        at = self._at
         if notes:
-            self._statistics_at[samples] = self._summary.mapped(torch.clone).statistics
+            at.statistics |= {f"{samples}/{name}": value for name, value in summary.statistics.items()}
         if isinstance(step, CurvaturePass):
-            self._covariance_at[samples] = step.finish(state.mapped(torch.clone))
+            if self._checkpoint is not None:
+                at.prefixes |= {f"{samples}/{path}": value.clone() for path, value in state.tensors().items()}
+            self._covariance_at[samples] = step.finish(state)
 
-    def _batches(self, step: Pass, problem: Problem) -> Iterator[Batch]:
-        """Goes through the loader once, or as far as the pass needs."""
-        summing = isinstance(step, SumPass)
-        try:
-            total = len(self._loader)  # type: ignore[arg-type]
-        except TypeError:  # none, or a DataLoader over an iterable data set
-            total = None
-        start, device = 0, problem.tangent.device
-        stops, limit = (self._stops(), step.limit) if isinstance(step, SumPass) else (frozenset(), None)
-        disable = not (self._bar and summing)
-        for number, raw in enumerate(tqdm(self._loader, step.label, total, disable=disable, leave=False), 1):
+    @property
+    def _before(self) -> int:
+        """How many samples the ranks before this one have."""
+        return 0 if self._share is None else sum(self._share.before)
+
+    def _limit(self, step: Pass) -> int | None:
+        """Returns how many samples of this rank a pass needs; None for all."""
+        limit = step.limit if isinstance(step, SumPass) else None
+        return None if limit is None else max(0, limit - self._before)
+
+    def _whole(self, step: Pass, part: S, problem: Problem) -> S:
+        """Returns the sum of a state over all ranks."""
+        return part.with_tensors(ranks.summed(f"the pass '{step.label}'", part.tensors(), problem.tangent.device))
+
+    def _join(self, step: SumPass[Any], problem: Problem, notes: bool) -> None:
+        """Puts the sums of all ranks in the place of those of this one."""
+        at, before = self._at, self._before
+        for stop in sorted(self._stops()):  # of the first samples this rank has none, some or all
+            part: tuple[State, DataSummary] = step.init(), DataSummary()
+            if stop in self._kept:
+                part = self._kept.pop(stop)
+            elif stop > before:
+                part = at.state.mapped(torch.clone), at.summary.mapped(torch.clone)
+            state, summary = self._whole(step, part[0], problem), self._whole(step, part[1], problem)
+            self._keep(stop, step, state, summary, notes)
+        if notes:
+            at.summary = self._whole(step, at.summary, problem)
+            at.any_counted = any(ranks.gathered("labels that count", at.any_counted))
+        at.state = self._whole(step, at.state, problem)
+
+    def _in_steps(self, step: IteratePass[Any], problem: Problem, here: Stage) -> Iterator[tuple[Batch, bool]]:
+        """Yields the batch of each step, and whether it counts.
+
+        Of several ranks each goes on while any of them has a batch: one without has a sample of weight 0.
+        """
+        if self._share is None:
+            yield from ((batch, True) for batch in self._batches(step, problem, here))
+            return
+        loaded, sizes, device = self._batches(step, problem, here), self._share.sizes, problem.tangent.device
+        inputs, targets = batches.split(self._share.first, device)
+        nothing = Batch(
+            problem.tangent, batches.take(inputs, slice(0, 1)), targets[:1], self._before, None,
+            torch.zeros(1, device=device), problem.likelihood, self._at.rounds,
+        )  # fmt: skip
+        for number in range(max(map(len, sizes))):
+            batch = next(loaded, None)
+            joined = sum(part[number] for part in sizes if number < len(part))
+            yield replace(batch or nothing, joined=joined), batch is not None
+        next(loaded, None)  # which counts the batch before it
+
+    def _batches(self, step: SumPass[Any] | IteratePass[Any], problem: Problem, here: Stage) -> Iterator[Batch]:
+        """Goes through the loader once, or what is left of it, or as far as the pass needs."""
+        at, device, before, limit = self._at, problem.tangent.device, self._before, self._limit(step)
+        stops = [stop - before for stop in self._stops()] if isinstance(step, SumPass) else []
+        if at.start == limit:
+            return
+        for raw in self._loaded(step.label):
             inputs, targets = batches.split(raw, device)
             weights, samples = batches.weights_of(raw, device), batches.size(inputs)
-            problem.tangent.check(inputs, f"the inputs of batch number {number}")
-            if self._expected is not None and start + samples > self._expected:
-                self._check_size(start + samples, f"to the pass '{step.label}'")
+            problem.tangent.check(inputs, f"the inputs of batch number {at.batches + 1}")
+            if at.expected and at.start + samples > at.expected:
+                self._check_size(at.start + samples, f"to the pass '{step.label}'")
+            start = at.start
             end = samples if limit is None else min(samples, limit - start)
             cuts = sorted({0, end, *(stop - start for stop in stops if start < stop < start + end)})
             for first, last in pairwise(cuts):
@@ -189,22 +302,51 @@ class Runner:
                 some = None if weights is None else weights[rows]
                 counted = self._counted(targets[rows], problem)
                 yield Batch(
-                    problem.tangent, part, targets[rows], start + first,
+                    problem.tangent, part, targets[rows], before + start + first,
                     None if problem.tangent.positions is None else counted, weights=some,
-                    likelihood=problem.likelihood if problem.likelihood.weighs(counted) else None,
+                    likelihood=problem.likelihood if problem.likelihood.weighs(counted) else None, round=at.rounds,
                 )  # fmt: skip
-            start += end
-            if start == limit:
+            at.start, at.batches = start + end, at.batches + 1
+            here.advance()
+            if at.start == limit:
                 return
+            if self._checkpoint is not None and self._checkpoint.is_due():
+                self._checkpoint.save(step.label, self._standing())
+
+    def _loaded(self, label: str) -> Iterator[Any]:
+        """Yields what the loader shows after the batches that are done; saves what is done if it raises."""
+        loaded = iter(rest_of(self._loader, self._at.batches))
+        while True:
+            try:
+                raw = next(loaded)
+            except StopIteration:
+                return
+            except BaseException:
+                if self._checkpoint is not None:  # no update is half done
+                    self._checkpoint.save(label, self._standing())
+                raise
+            yield raw
 
     def _counted(self, targets: Tensor, problem: Problem) -> Tensor | None:
         """Returns which targets count, None where all do; notes whether any counts."""
         counted = problem.likelihood.labelled(targets)
-        self._any_counted = self._any_counted or bool((~targets.isnan() if counted is None else counted).any())
+        if not self._at.any_counted:
+            self._at.any_counted = bool((~targets.isnan() if counted is None else counted).any())
         return counted
 
     def _check_size(self, samples: int, to: str) -> None:
-        """Notes n the first time; raises when the loader shows nothing, or another number."""
-        if not samples or samples != (self._expected or samples):
-            raise other_size(samples, to, self._expected)
-        self._expected = samples
+        """Notes n the first time; raises when the loader shows nothing, or another number. A share may be empty."""
+        at = self._at
+        expected = (at.expected or samples) if self._share is None else self._share.own
+        if samples != expected or not (samples or self._share is not None):
+            raise other_size(samples, to, expected or None)
+        at.expected = samples
+
+
+def _by_number(flat: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """Returns number -> name -> tensor, of tensors by `number/name`."""
+    every: dict[int, dict[str, Tensor]] = {}
+    for path, tensor in flat.items():
+        number, _, name = path.partition("/")
+        every.setdefault(int(number), {})[name] = tensor
+    return every

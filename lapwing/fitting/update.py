@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import LapwingError, check_flag, shown
+from ..network import ranks
 from ..network.data import as_loader
 from ..network.eager import outside_modes
-from ..network.loaders import WeightedLoader, check_progress, first_batch
+from ..network.loaders import WeightedLoader, check_progress
+from ..network.progress import expect, length_of
 from ..posterior import Posterior
 from ..tuning import Evidence, Training, Tuning, Validation
 from .fit import _checked
@@ -15,6 +17,7 @@ from .further import with_further
 
 
 @outside_modes
+@ranks.across_ranks()
 def updated(
     posterior: Posterior, loader: Any, tune: Tuning | None, sample_weights: bool, progress: bool | None
 ) -> Posterior:
@@ -26,10 +29,11 @@ def updated(
         )
     check_progress(progress)
     check_flag("posterior.update", "sample_weights", sample_weights)
-    loader = as_loader(loader, posterior.model)
-    first_batch(loader)
+    loader = ranks.share(as_loader(loader, posterior.model))
+    ranks.joined_first_batch(loader)
     loader = WeightedLoader(loader) if sample_weights else loader
-    whole = with_further(posterior, posterior.tangent, loader, progress)
+    expect(length_of(loader) or 0)
+    whole = with_further(posterior, posterior.tangent, loader)
     return _checked(whole if tune is None else tune.tune(whole, Training()))
 
 

@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from ..errors import LapwingError
-from ..network import batches
-from ..network.loaders import first_batch
+from ..network import batches, ranks
 from ..posterior import Posterior
 from ..tangent import Tangent, everything
 from ..tuning import Tuning, Validation
@@ -49,8 +48,8 @@ def validation_tuning(validation: Any, tune: Tuning | None, loader: Iterable[Any
             "lw.Validation(loader). Leave one of them out."
         )
     tuning = Validation(validation)
-    same = validation is loader or _same_dataset(validation, loader)
-    if same or _same_rows(batches.split(first_batch(validation)), first):
+    same = any(ranks.gathered("held-out data", validation is loader or _same_dataset(validation, loader)))
+    if same or _same_rows(batches.split(ranks.joined_first_batch(ranks.share(validation))), first):
         log.warning(
             "The validation data are the training data. The network fits these better than any others, so that its "
             "error bars come out too narrow and its probabilities too sure. Pass data that it was not trained on: "
@@ -86,10 +85,11 @@ def with_all_weights(
     except LapwingError as error:  # frozen weights, quantized layers, ...
         log.info("The last layer alone is treated, since all trained weights cannot be: %s", error)
         return posterior
-    last, every = (sample_scores([one], lambda one: [one], validation).flatten() for one in (posterior, other))
+    held_out = ranks.share(validation)
+    last, every = (sample_scores([one], lambda one: [one], held_out).flatten() for one in (posterior, other))
     gain = every - last
     deviation = float(gain.std(correction=0)) / math.sqrt(len(gain))
-    better = float(gain.mean()) > max(GAIN, deviation)
+    better = ranks.decided("all weights", float(gain.mean()) > max(GAIN, deviation))
     log.info(
         "%s is treated: on held-out data all weights gain %.2g nats a sample, with a standard error of %.2g.",
         f"All of {whole.size} weights" if better else "The last layer alone", float(gain.mean()), deviation,

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ..covariance import Covariance
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
@@ -18,7 +17,8 @@ from ..likelihoods.inferred import check_logits, inferred_likelihood
 from ..network import batches
 from ..network.batches import Forward
 from ..network.eager import LOCK, parameters_of, uncompiled
-from ..network.loaders import check_progress, checked_batches, other_size, shows_bar
+from ..network.loaders import check_progress, checked_batches, other_size
+from ..network.progress import counted, progress_bar
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.prior import Prior
@@ -94,12 +94,12 @@ def constructed(
     likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(model, inputs, lambda name, _: name in names, forward, memory, targets=targets)
     summary = DataSummary()
-    bar = tqdm(loader, "likelihood", disable=not shows_bar(progress), leave=False)
-    for inputs, targets in checked_batches(tangent.model, bar):
-        rows = Batch(tangent, inputs, targets, summary.samples).rows()
-        if not summary.samples:
-            check_logits(likelihood, rows["outputs"], next(tangent.model.parameters()).dtype)
-        summary.add(likelihood, **rows)
+    with progress_bar(progress):
+        for inputs, targets in checked_batches(tangent.model, counted(loader, "likelihood")):
+            rows = Batch(tangent, inputs, targets, summary.samples).rows()
+            if not summary.samples:
+                check_logits(likelihood, rows["outputs"], next(tangent.model.parameters()).dtype)
+            summary.add(likelihood, **rows)
     if not summary.samples:
         raise other_size(0, f"to {method.partition('(')[0]}", None)
     noise_fixed = not likelihood.needs_noise

@@ -22,6 +22,7 @@ from ..covariance import (
 from ..covariance.dense import concatenate
 from ..errors import LapwingError
 from ..linalg import symmetric_eigen
+from ..network import ranks
 from .full import DenseSum, _AllRows, _DenseCurvature
 from .kfac import Factors, _FactorPass
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
@@ -84,7 +85,8 @@ class Onward(CurvaturePass[S], Generic[S]):
         self._inner, self._before, self.label = inner, before, inner.label
 
     def init(self) -> S:
-        return self._inner.init().added(self._before)
+        state = self._inner.init()
+        return state if ranks.rank() else state.added(self._before)  # once among all ranks
 
     def update(self, state: S, batch: Batch) -> None:
         self._inner.update(state, batch)
@@ -109,8 +111,8 @@ def _with_factors(covariance: Blockwise, problem: Problem, reduce: bool) -> Onwa
                 before.A[name] = ((inputs * alpha[:, None]) @ inputs.mT).to(dtype)
             before.count[name] = factors.count
             if factors.count.is_floating_point():  # Σ w, and A's rank bounds how many positions made it
-                before.weight[name] = factors.count
                 before.count[name] = (alpha > 0).sum(-1).amax(keepdim=True).to(torch.int64)
+                before.excess[name] = factors.count - before.count[name]
         elif isinstance(structure, DiagonalBlock):
             before.diagonal[name], kinds[name] = structure.eigenvalues, "diagonal"
         elif isinstance(structure, DenseBlock):
@@ -145,6 +147,8 @@ class _MoreOnBasis(_Projection):
         self._covariance = covariance
 
     def init(self) -> ProjectedCurvature:
+        if ranks.rank():  # the sums so far count once among all ranks
+            return super().init()
         return ProjectedCurvature(self._covariance.curvature.clone(), self._covariance.traces.clone())
 
     def finish(self, state: ProjectedCurvature) -> LowRank | LowRankWithResidual:

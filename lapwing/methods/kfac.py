@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,11 +16,15 @@ from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, K
 from ..errors import check_choice
 from ..jacobian.jacobian import as_matrix
 from ..linalg import eigen_in_place, symmetric_eigen, symmetric_product
+from ..network import ranks
 from ..tangent import Tangent
 from .cost import EIGEN, WORKSPACE, Cost, Layer, Outline, eigenpairs
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
 from .problem import Problem
 from .state import BlockSums, State
+
+SHARED = 2**24
+"""Several processes share out the decompositions of blocks with `I³ + O³` of at least so much."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ class EKFAC(KFAC):
         """Yields KFAC's pass, then one for the second moments."""
         factors = self._factor_pass(problem)
         structures = factors.finish((yield factors)).structures
+        ranks.agree("the eigenbasis", [x for structure in structures.values() for x in structure.tensors().values()])
         return (yield from run_curvature_pass(_SecondMoments(problem, structures)))
 
     def cost(self, outline: Outline) -> Cost:
@@ -145,7 +150,7 @@ class Factors(State):
         A: `Σ a aᵀ` (G, I, I), or its diagonal (G, I) for one-hot inputs.
         Gamma: `Σ g gᵀ` (G, O, O).
         count: the number of positions (1,).
-        weight: the sum of the samples' weights over positions (1,) float64, where some have weights.
+        excess: `Σ (w - 1)` of the samples' weights over positions (1,) float64, where some have weights.
     """
 
     diagonal: dict[str, Tensor] = field(default_factory=dict)
@@ -153,7 +158,26 @@ class Factors(State):
     A: dict[str, Tensor] = field(default_factory=dict)
     Gamma: dict[str, Tensor] = field(default_factory=dict)
     count: dict[str, Tensor] = field(default_factory=dict)
-    weight: dict[str, Tensor] = field(default_factory=dict)
+    excess: dict[str, Tensor] = field(default_factory=dict)
+
+
+def _eigenbases(state: Factors, columns: int, centred: bool, device: torch.device) -> dict[str, KroneckerBlock]:
+    """Diagonalises all factors, used up. Of several processes each takes a part of the large ones, for all of them."""
+    work = {n: sum(f[n].shape[-1] ** 3 for f in (state.A, state.Gamma) if f[n].ndim == 3) for n in state.A}
+    large = sorted((name for name in work if work[name] >= SHARED and ranks.several()), key=work.__getitem__)
+    sources = {name: number % ranks.size() for number, name in enumerate(large)}
+    bases = {}
+    for name in work:
+        if sources.get(name, ranks.rank()) == ranks.rank():
+            bases[name] = _eigenbasis(state, name, columns, centred)
+        else:
+            del state.A[name], state.Gamma[name]
+    for name, source in sources.items():
+        own: dict[str, Any] = vars(bases[name].factors) if name in bases else {}
+        parts: dict[str, Any] = ranks.decided(f"the eigenbasis of {name}", own, source)
+        factors = KroneckerFactors(**{key: part if part is None else part.to(device) for key, part in parts.items()})
+        bases[name] = KroneckerBlock(factors.products(), factors)
+    return bases
 
 
 def _eigenbasis(state: Factors, name: str, columns: int, centred: bool) -> KroneckerBlock:
@@ -168,8 +192,8 @@ def _eigenbasis(state: Factors, name: str, columns: int, centred: bool) -> Krone
     else:
         alpha, inputs = _diagonalised(state.A, name, int(count))
     gamma, outputs = _diagonalised(state.Gamma, name, columns * int(count), centred)
-    if name in state.weight:
-        count = state.weight[name].clamp_min(torch.finfo(torch.float64).tiny)  # all 0: no data, and λ = 0
+    if name in state.excess:
+        count = (count + state.excess[name]).clamp_min(torch.finfo(torch.float64).tiny)  # all 0: no data, and λ = 0
     factors = KroneckerFactors(inputs, outputs, alpha, gamma, count)
     return KroneckerBlock(factors.products(), factors)
 
@@ -225,14 +249,15 @@ class _FactorPass(CurvaturePass[Factors]):
                 else:
                     jacobian, sums = as_matrix(jacobian), (state.A[name], state.Gamma[name])
                     count = jacobian.add_kronecker_factors(self._reduce, *sums, weights)
-                    if weights is not None or name in state.weight:  # chunks without weights have ones
-                        share = 1.0 if weights is None else weights.sum() / record.samples
-                        state.weight[name] = state.weight.get(name, state.count[name].double()) + share * count
+                    if weights is not None:
+                        more = (weights.sum() / record.samples - 1) * count
+                        state.excess[name] = more.reshape(1) + state.excess.get(name, 0)
                     state.count[name] += count
 
     def finish(self, state: Factors) -> Blockwise:
         problem, structures = self._problem, dict[str, Structure]()
         logits = problem.likelihood.activation == "softmax" and problem.tangent.treats_output_alone
+        bases = _eigenbases(state, problem.root.columns, logits, problem.tangent.device)
         for name, kind in self._kinds.items():
             if kind == "diagonal":
                 structures[name] = DiagonalBlock(state.diagonal[name])
@@ -240,7 +265,7 @@ class _FactorPass(CurvaturePass[Factors]):
                 values, basis = symmetric_eigen(state.dense[name])
                 structures[name] = DenseBlock(values.to(problem.tangent.dtype), basis.to(problem.tangent.dtype))
             else:
-                structures[name] = _eigenbasis(state, name, problem.root.columns, logits)
+                structures[name] = bases[name]
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale)
 
 

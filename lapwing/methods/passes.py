@@ -42,6 +42,8 @@ class Batch:
         counted: of outputs with positions, which targets count, as `Likelihood.labelled` says; None for all.
         weights: sample weights w (B,); None for ones.
         likelihood: p(y|f), whose weights of targets count too; None where they do not.
+        round: how often the data were gone through before.
+        joined: of a step over several processes, how many samples the batches of all of them have.
     """
 
     tangent: Tangent
@@ -51,6 +53,8 @@ class Batch:
     counted: Tensor | None = None
     weights: Tensor | None = None
     likelihood: Likelihood | None = None
+    round: int = 0
+    joined: int | None = None
     _outputs: list[tuple[slice, Tensor]] = field(default_factory=list)
     _rows: Tensor | None = None
     _kept: Tensor | None = None
@@ -60,6 +64,11 @@ class Batch:
     def checked(self) -> Checked:
         """The inputs, for what would check them again."""
         return Checked(self.inputs, batches.size(self.inputs))
+
+    @property
+    def count(self) -> int:
+        """The number of samples of a step, those of other processes included."""
+        return batches.size(self.inputs) if self.joined is None else self.joined
 
     def records(
         self, cotangents: Any = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
@@ -198,6 +207,10 @@ class CurvaturePass(SumPass[S]):
 class IteratePass(ABC, Generic[S]):
     """A pass that takes steps and cycles through the data; it ends after its final step, anywhere in the data.
 
+    Of several processes each has a batch of its own in a step, which is that of the batches of all. So a step adds what
+    it sums over samples by `ranks.summed`, and divides by `Batch.count`. A process without a further batch has a sample
+    of weight 0.
+
     Attributes:
         label: what the progress bar calls it.
         steps: how many, at most.
@@ -219,7 +232,23 @@ class IteratePass(ABC, Generic[S]):
         return False
 
 
-Pass = SumPass[Any] | IteratePass[Any]
+@dataclass(frozen=True)
+class Landmark(Generic[S]):
+    """A place that a method comes by again and again, where all that it still needs of its passes is one state.
+
+    It gets a state back and goes on with that: the same one; or, where a fit goes on after an interruption, that of its
+    latest visit. So a solver of a hundred passes goes on without the states of all of them.
+
+    Attributes:
+        label: of the place.
+        state: what the method needs to go on.
+    """
+
+    label: str
+    state: S
+
+
+Pass = SumPass[Any] | IteratePass[Any] | Landmark[Any]
 
 
 class LikelihoodPass(SumPass[DataSummary]):
@@ -308,6 +337,13 @@ class Method(ABC):
     def cost(self, outline: Outline) -> Cost | None:
         """Returns what the fit and its predictions take, counted from shapes; None where that is not known."""
         return None
+
+    def expected_batches(self, count: int) -> int:
+        """Returns how many batches the passes go through, as far as that is known, where the loader has `count`.
+
+        It is for the progress bar, whose total grows by those that come besides.
+        """
+        return count
 
 
 def prior_covariance(method: Method, problem: Problem, option: str) -> Generator[Pass, Any, PriorCovariance]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..covariance import Basis, ExplicitBasis, ImplicitBasis, LowRank, LowRankWithResidual
 from ..covariance.dense import cut, expand
 from ..linalg import RANK_CUT, eigen_in_place, orthonormal_rows
+from ..network import ranks
 from ..tangent import Anchors
 from .cost import DOUBLE, EIGEN, MOVE, WORKSPACE, Cost, Outline, Work, singular
 from .passes import Batch, CurvaturePass, Passes, run_curvature_pass
@@ -26,6 +27,7 @@ SVD_NUMBERS = 2**24
 
 def on_basis(problem: Problem, basis: Basis, residual: Residual) -> Passes:
     """Yields the pass for `H = W G Wᵀ`; returns the covariance on the basis, with or without the prior outside it."""
+    ranks.agree("the basis", basis.tensors().values())
     return (yield from run_curvature_pass(_Projection(problem, basis, residual)))
 
 

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
-from tqdm import tqdm
 
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..errors import LapwingError, check_choice, check_positive, shown
@@ -20,7 +19,8 @@ from ..network.batches import Forward
 from ..network.calling import call
 from ..network.data import as_loader
 from ..network.eager import outside_modes, parameters_of, uncompiled, without_compiled
-from ..network.loaders import check_progress, check_seed, checked_batches, first_batch, shows_bar
+from ..network.loaders import check_progress, check_seed, checked_batches, first_batch
+from ..network.progress import counted, expect, length_of, with_progress
 from ..network.selection import select
 from ..posterior import Posterior
 from ..tangent import LastLayer, Predicate, Tangent, everything
@@ -199,6 +199,7 @@ class SWAG:
 
     @staticmethod
     @outside_modes
+    @with_progress
     def from_snapshots(
         snapshots: SnapshotCollector | Iterable[Mapping[str, Tensor]],
         loader: Any,
@@ -252,8 +253,8 @@ class SWAG:
         network = copied(collector.model, "SWAG")
         put(network, {**collector.buffers, **collector.mean})
         if batch_norm == "refresh":
-            bar = tqdm(loader, "batch norm statistics", disable=not shows_bar(progress), leave=False)
-            _refresh(network, bar, forward, seed)
+            expect(2 * (length_of(loader) or 0))
+            _refresh(network, counted(loader, "batch norm statistics"), forward, seed)
         network.eval()
         method = f"SWAG(rank={len(collector.deviations)}, snapshots={collector.count}, scale={scale})"
         return constructed(

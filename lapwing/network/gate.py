@@ -63,6 +63,13 @@ def checked_network(model: Any, last_layer: bool = True) -> nn.Module:
                 f"{'on the meta device' if value.is_meta else 'not initialised'}). Load trained weights first: "
                 "model.load_state_dict(torch.load(path), assign=True)."
             )
+        if type(value).__name__ == "DTensor":
+            raise LapwingError(
+                f"The parameter {name} of {type(model).__name__} is a DTensor, sharded over processes by fully_shard "
+                "or tensor parallelism, and lapwing reads whole weights. Load the full state dict into a network "
+                "without it: torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+                "options=StateDictOptions(full_state_dict=True))."
+            )
         if value.is_inference():
             raise LapwingError(
                 f"The parameter {name} of {type(model).__name__} was made in torch.inference_mode(), where no "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterable, Iterator
 from numbers import Integral
 from typing import Any
@@ -141,13 +140,6 @@ def check_seed(seed: Any) -> None:
     """Raises for a seed that is not a whole number from 0 to 2**63 - 1."""
     if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**63:
         raise LapwingError(f"seed={shown(seed)} is not a whole number from 0 to 2**63 - 1. Write seed=0.")
-
-
-def shows_bar(progress: bool | None) -> bool:
-    """Returns whether to show a bar: where asked for or on a terminal, and never where there is no place to write."""
-    if sys.stderr is None or getattr(sys.stderr, "closed", False):  # in services, and under pythonw
-        return False
-    return sys.stderr.isatty() if progress is None else progress
 
 
 def checked_batches(network: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Tensor]]:

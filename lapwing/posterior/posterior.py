@@ -19,6 +19,7 @@ from ..likelihoods.positions import predicted
 from ..linalg import check_memory
 from ..network.eager import full_precision, outside_modes
 from ..network.gate import check_mode
+from ..network.progress import with_progress
 from ..network.stamp import Stamp
 from ..prediction import Way
 from ..tangent import Tangent, split
@@ -332,6 +333,7 @@ class Posterior:
             evidence, effective, str(self.tangent.coverage),
         )  # fmt: skip
 
+    @with_progress
     def update(
         self, loader: Any, *, tune: Any = None, sample_weights: bool = False, progress: bool | None = None
     ) -> Posterior:

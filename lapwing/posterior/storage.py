@@ -152,7 +152,7 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict
     assert place is not None
     digest = hashlib.sha256(head)
     try:
-        target, mode = _place(path)
+        target, mode = place_of(path)
         with _replacing(target, mode) as file:
             file.write(head)
             for tensor in tensors.values():
@@ -199,7 +199,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _place(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
+def place_of(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
     """Returns the file that a path leads to, and its mode, None where it does not exist yet."""
     target = Path(os.path.realpath(Path(path)))
     try:
@@ -220,10 +220,15 @@ def _place(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
     return target, stat.S_IMODE(mode)
 
 
+def temporary_prefix(target: Path) -> str:
+    """Returns how the names of temporary files begin that become a file."""
+    return f".{target.name[:200]}-"
+
+
 @contextlib.contextmanager
 def _replacing(target: Path, mode: int | None) -> Iterator[BinaryIO]:
     """Opens a temporary file beside a file, which it replaces when all is written."""
-    temporary = target.parent / f".lapwing-{secrets.token_hex(8)}.tmp"
+    temporary = target.parent / f"{temporary_prefix(target)}{secrets.token_hex(8)}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     handle = os.open(temporary, flags, 0o666 if mode is None else mode & 0o777)
     try:

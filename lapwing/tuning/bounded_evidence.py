@@ -14,7 +14,7 @@ from ..covariance import PriorCovariance
 from ..errors import LapwingError, check_count, check_positive
 from ..likelihoods import Likelihood
 from ..methods.cost import DOUBLE, EIGEN, MOVE, Layer, Outline, Work
-from ..network import batches
+from ..network import batches, ranks
 from ..network.eager import outside_modes
 from ..network.loaders import other_size
 from ..posterior import Posterior
@@ -158,7 +158,7 @@ class BoundedEvidence(Tuning):
 
     def _with_width(self, posterior: Posterior, residual: float, training: Training) -> Posterior:
         """Returns the posterior of a regression whose predictions of unseen targets have the width s."""
-        parts = list(spread(training.loader, 4 * self.samples, posterior, training.shown))
+        parts = joined_spread(training.loader, 4 * self.samples, posterior, training.shown)
         size = max(training.shown or 0, posterior.samples * posterior.data_factor)
         exact = leave_one_out(posterior, parts, size, residual)
         explained = (exact.training_variance / exact.noise_variance - 1) * exact.samples / size
@@ -201,6 +201,8 @@ class BoundedEvidence(Tuning):
         for part in spread(loader, limit, first, shown):
             costs, weight = spread_costs(candidates, [part])  # checks the targets
             totals, count = totals + costs, count + weight
+        shares, counts = zip(*ranks.gathered("the costs of the spread", (totals, count)), strict=True)
+        totals, count = torch.stack(shares).sum(0), sum(counts)
         return (totals / max(count, torch.finfo(torch.float64).tiny)).tolist()
 
 
@@ -211,7 +213,7 @@ def trained_product(posterior: Posterior, training: Training) -> float | None:
     """
     if not isinstance(posterior.covariance, PriorCovariance) or posterior.tangent.positions is not None:
         return None
-    parts = list(spread(training.loader, 4 * BoundedEvidence.samples, posterior, training.shown))
+    parts = joined_spread(training.loader, 4 * BoundedEvidence.samples, posterior, training.shown)
     size = max(training.shown or 0, posterior.samples * posterior.data_factor)
     residual = posterior.likelihood.residual_variance(posterior.statistics) or 0.0
     exact = leave_one_out(posterior, parts, size, residual)
@@ -230,24 +232,43 @@ def spread(loader: Iterable[Any], limit: int, posterior: Posterior, shown: int |
     Raises:
         LapwingError: for a loader without samples, or that ends after other samples than the fit had, if it had all.
     """
-    device, whole = posterior.tangent.device, shown or posterior.samples
+    device, whole, share = posterior.tangent.device, shown or posterior.samples, ranks.share_of(loader)
     start = taken = 0
+
+    def count(size: int) -> int:
+        """Returns how many samples of the next batch are taken."""
+        return min(size, limit - taken) if taken < limit and taken * whole <= start * limit else 0
+
+    for size in () if share is None else share.before:
+        taken, start = taken + count(size), start + size
+    if taken >= limit:
+        return
     for batch in loader:
         inputs, targets = batches.split(batch)
         weights = batches.weights_of(batch, device)
-        size, left = batches.size(inputs), limit - taken
-        if size and left > 0 and taken * whole <= start * limit:
-            if size > left:  # every so many of its samples
-                rows = slice(0, left * (size // left), size // left)
+        size = batches.size(inputs)
+        some = count(size)
+        if some:
+            if some < size:  # every so many of its samples
+                rows = slice(0, some * (size // some), size // some)
                 inputs, targets = batches.take(inputs, rows), targets[rows]
                 weights = None if weights is None else weights[rows]
-            taken += batches.size(inputs)
+            taken += some
             yield batches.Weighted(batches.plain(inputs, device), batches.plain(targets, device), weights)
         start += size
         if taken >= limit:
             return
-    if not taken or (shown == posterior.samples and start != whole):
+    if share is None and (not taken or (shown == posterior.samples and start != whole)):
         raise other_size(start, "to the tuning", posterior.samples)
+
+
+def joined_spread(loader: Iterable[Any], limit: int, posterior: Posterior, shown: int | None) -> list[Any]:
+    """Returns what `spread` yields, on each of several processes the batches of all of them."""
+    parts = list(spread(loader, limit, posterior, shown))
+    if not ranks.several():
+        return parts
+    every = ranks.gathered("training data of the tuning", parts)
+    return [batches.plain(part, posterior.tangent.device) for some in every for part in some]
 
 
 def crossing(points: Sequence[float], costs: Sequence[float], bound: float) -> float:

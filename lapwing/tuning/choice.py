@@ -16,7 +16,7 @@ from ..covariance import PriorCovariance, Subspace
 from ..errors import LapwingError, shown
 from ..likelihoods import Gaussian, SampledLink
 from ..methods.passes import Batch
-from ..network import batches
+from ..network import batches, ranks
 from ..posterior import Posterior
 from .held_out import at_precision, no_batch, sample_scores, width_scores
 from .search import evenly
@@ -246,6 +246,7 @@ def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
             likelihood.check(rows["outputs"], rows["targets"])
             values = likelihood.statistics(rows["outputs"], rows["targets"])
             sums = {name: value + sums.get(name, 0.0) for name, value in values.items()}
+    sums = ranks.summed("residuals of held-out data", sums, posterior.tangent.device)
     residual = posterior.likelihood.residual_variance(sums) if sums else None
     if residual is None:
         raise no_batch()

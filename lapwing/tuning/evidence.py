@@ -56,6 +56,10 @@ class Tuning(ABC):
         """Whether the tuning reads the lower bound of the evidence, by what is open."""
         return prior_open or noise_open
 
+    def expected_batches(self, count: int) -> int:
+        """Returns how many batches the tuning goes through, where the training data have `count`."""
+        return 0
+
     @abstractmethod
     def tune(self, posterior: Posterior, training: Training) -> Posterior:
         """Returns the tuned posterior; numbers that the user gave are kept."""

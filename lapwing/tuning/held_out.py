@@ -12,7 +12,7 @@ from torch import Tensor
 from ..covariance import Latent, PriorCovariance
 from ..errors import LapwingError
 from ..likelihoods import apply_weights, curvature_weights
-from ..network import batches
+from ..network import batches, ranks
 from ..posterior import Posterior
 from ..tangent import Record, Tangent
 
@@ -69,13 +69,29 @@ def sample_scores(
         scores = likelihood.predict(latent).log_prob(labels).unflatten(0, (max(1, len(divisors)), -1))
         counted = likelihood.labelled(labels[: scores.shape[1]])
         rows.setdefault(place, []).append((scores if counted is None else scores[:, counted]).cpu())
-    joined = [torch.cat(parts, 1) for _, parts in sorted(rows.items())]
-    if not joined[0].shape[1]:
+    joined = _joined(rows)
+    if not joined.shape[-1]:
         raise LapwingError(
             "None of the held-out labels counts: all of them are the ignore_index of the likelihood. Pass held-out "
             "data with labels of classes."
         )
-    return torch.stack(joined).unflatten(0, (len(posteriors), -1))
+    return joined.unflatten(0, (len(posteriors), -1))
+
+
+def _joined(rows: dict[tuple[int, int], list[Tensor]]) -> Tensor:
+    """Returns numbers of all held-out samples, the last dimension, stacked by candidate.
+
+    Args:
+        rows: parts (K, N_part) by the place of a candidate; of several processes those of this one.
+
+    Raises:
+        LapwingError: where there is no sample.
+    """
+    own = torch.stack([torch.cat(parts, 1) for _, parts in sorted(rows.items())]) if rows else None
+    joined = ranks.joined("scores of held-out data", own, -1)
+    if joined is None:
+        raise no_batch()
+    return joined
 
 
 def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> tuple[Tensor, float]:
@@ -117,7 +133,7 @@ def width_scores(
         volume = prediction.log_prob(torch.where(holes, torch.nan, latent.mean.double()))  # of r = 0
         squares = 2 * (volume - prediction.log_prob(labels))
         rows.setdefault(place, []).append(torch.stack([volume, squares, (~holes).sum(-1)]).cpu())
-    joined = torch.stack([torch.cat(parts, 1) for _, parts in sorted(rows.items())])
+    joined = _joined(rows)
     volume, squares, counts = joined.unflatten(0, (len(posteriors), -1)).unbind(2)  # (posteriors, candidates, N)
     factor = (squares.sum(-1, keepdim=True) / counts.sum(-1, keepdim=True)).clamp_min(torch.finfo(squares.dtype).tiny)
     return volume - (squares / factor + counts * factor.log()) / 2, factor.squeeze(-1).log10()
@@ -126,18 +142,13 @@ def width_scores(
 def _contracted(
     posteriors: Sequence[Posterior], candidates: Candidates, loader: Iterable[Any], copies: int = 1
 ) -> Iterator[tuple[tuple[int, int], Posterior, Latent, Tensor, Tensor | None]]:
-    """Yields the place of each candidate, itself, its latent, and labels and weights of its samples, batch by batch.
-
-    Raises:
-        LapwingError: for an empty loader.
-    """
+    """Yields the place of each candidate, itself, its latent, and labels and weights of its samples, batch by batch."""
     first = posteriors[0]
     link = first.likelihood.default_link
     marginal = not link.reads_covariance or (link.closed_form and first.tangent.outputs == 1)
     groups = _contraction_groups(posteriors)
     scratch = _numbers_per_sample(posteriors, len(candidates(first)), marginal)
     scratch += 4 * copies * first.tangent.outputs * (1 if marginal else first.tangent.outputs)
-    count = 0
     with torch.no_grad():
         for batch in loader:
             inputs, targets = batches.split(batch, first.tangent.device)
@@ -147,14 +158,11 @@ def _contracted(
                 labels, weights = every[part], batches.weights_of(batch, first.tangent.device)
                 weights = None if weights is None else weights.repeat_interleave(repeats)[part]
                 first.likelihood.check(record.outputs, labels)
-                count += record.samples
                 for members in groups:
                     some = {(i, j): one for i in members for j, one in enumerate(candidates(posteriors[i]))}
                     latents = _latents(record, list(some.values()), marginal)
                     for (place, candidate), latent in zip(some.items(), latents, strict=True):
                         yield place, candidate, latent, labels, weights
-    if not count:
-        raise no_batch()
 
 
 def _rows_of(targets: Tensor, tangent: Tangent, record: Record) -> tuple[Tensor, int]:

@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any, Literal
 
 from ..errors import LapwingError, check_choice, check_count, shown
+from ..network import ranks
 from ..network.data import as_loader, check_data
 from ..network.eager import outside_modes
 from ..posterior import Posterior
@@ -95,14 +96,14 @@ class Validation(Tuning):
         scaled = not self.tempered or posterior.logit_temperature != 1
         if posterior.tuned and not self.ranks and scaled:
             return posterior
-        product, loader = None, as_loader(self.loader, posterior.model, "val")
+        product, loader = None, ranks.share(as_loader(self.loader, posterior.model, "val"))
         if not posterior.noise_fixed and not posterior.prior.fixed and training.shown is not None:
             product = trained_product(posterior, training)
         best = best_of(
             with_ranks(posterior, self.ranks), self.decades, self.points, loader,
             TEMPERATURES if self.tempered else (), self.tolerance, product,
         )  # fmt: skip
-        if log.isEnabledFor(logging.INFO):
+        if log.isEnabledFor(logging.INFO) and not ranks.several():  # it goes through the data, which only some may log
             log.info("Validation of %s: %s", best.method, held_out_report(best, loader))
         return best
 
@@ -175,7 +176,7 @@ class EarlyStopping(Tuning):
             if self.form == "scaled" and part.prior.fixed and part.samples < whole and part is not posterior:
                 part = part.at(part.prior.precision * (part.samples / whole), part.noise_variance)
             candidates.extend(with_ranks(part, self.ranks))
-        loader = as_loader(self.loader, posterior.model, "val")
+        loader = ranks.share(as_loader(self.loader, posterior.model, "val"))
         best = best_of(candidates, self.decades, self.points, loader)
         text = f"{best.samples} of {posterior.samples} samples"
         log.info("Early stopping chose %s", text)

@@ -158,9 +158,7 @@ def test_a_part_of_the_data_set_is_said_once(
     assert "data_size=20" in line
 
 
-def test_nothing_is_said_of_the_whole_or_where_the_size_is_given(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_said_of_the_whole_or_where_the_size_is_given(caplog: pytest.LogCaptureFixture) -> None:
     quiet = [
         DataLoader(DATA, batch_size=6), DataLoader(DATA, batch_size=5, drop_last=True), [(X, Y)],
         DataLoader([(X, Y)], batch_size=None), DataLoader(DATA, batch_size=6, sampler=SubsetRandomSampler(range(7))),
@@ -168,9 +166,6 @@ def test_nothing_is_said_of_the_whole_or_where_the_size_is_given(
     for loader in quiet:
         lw.fit(network(), loader)
     lw.fit(network(), DataLoader(DATA, batch_size=6, sampler=half()), data_size=20)
-    for name, value in (("is_initialized", True), ("get_world_size", 2), ("get_rank", 0)):
-        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
-    lw.fit(network(), DataLoader(DATA, batch_size=6, sampler=half()))
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import LapwingError
 from ...jacobian.layers import READERS, BatchAxis
 from ...likelihoods import apply_weights
-from ...network import batches, recurrent
+from ...network import batches, ranks, recurrent
 from ...network.eager import EagerMode, swapped
 from ...tangent import Tangent, split
 from ..passes import Batch, IteratePass
@@ -74,9 +74,12 @@ class FineTuning(IteratePass[Descent]):
     def step(self, state: Descent, batch: Batch, generator: torch.Generator) -> None:
         """Takes a step of Adam on m and log σ."""
         log_std, offset = state.values["log_std"], state.values["mean"] - self._centre
-        samples = batches.size(batch.inputs)
+        samples = batch.count
         factor = self._size / samples / self._problem.temperature
         fit, gradients = self._log_likelihood(state, batch, generator)
+        fits = {"fit": torch.tensor(fit, dtype=torch.float64)}
+        gradients = ranks.summed(self.label, {**fits, **gradients}, self._tangent.device)
+        fit = float(gradients.pop("fit"))
         precision = self.weight_precision(state)
         distance = divergence(log_std, offset, precision)
         objective = float(distance) - factor * fit
@@ -120,6 +123,11 @@ class FineTuning(IteratePass[Descent]):
     ) -> tuple[float, dict[str, Tensor]]:
         """Returns the batch's `Σ log p(y|f)` under draws, and its gradients in m and log σ, chunk by chunk."""
         likelihood, tangent = self._problem.likelihood, self._tangent
+        if likelihood.needs_noise and ranks.several():
+            raise LapwingError(
+                "MeanField does not learn the noise variance over several processes yet. Pass a number, "
+                "likelihood=lw.Gaussian(noise_variance=0.1), or use lw.KFAC()."
+            )
         leaves = {name: value.detach().requires_grad_() for name, value in state.values.items()}
         gradients = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
         for value in state.kept.values():

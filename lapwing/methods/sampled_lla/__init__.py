@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -14,11 +14,13 @@ from torch import Tensor
 from ...covariance import Draws
 from ...errors import LapwingError, check_choice, check_count, shown
 from ...linalg import total
+from ...network import ranks
 from ...tangent import Vectors
 from ..cost import UNKNOWN, Cost, Outline
 from ..diagonal import SquaredSums
-from ..passes import FitResult, Method, Pass, Passes, prior_covariance
+from ..passes import FitResult, Landmark, Method, Pass, Passes, prior_covariance
 from ..problem import Problem
+from ..state import State
 from .linearised_mode import LinearisedMode
 from .solvers import ConjugateGradients, Solved, Solving, StochasticGradient
 from .system import DataNoise, LinearSystem, PositionedRoot, inner_by_block
@@ -120,18 +122,29 @@ class SampledLLA(Method):
         blocks, rows = problem.tangent.blocks, self.draws + mode.wanted
         if self.em_steps:
             _start(system, steps, mode.distance(system.features))
-            steps = replace(steps, moving_mode=mode.wanted, _before=None)
-        vectors = [{block.name: problem.zeros(rows, block.size) for block in blocks} for _ in range(2)]
-        history: dict[str, list[Tensor]] = {}
-        for left in reversed(range(self.em_steps + 1)):
+            steps = replace(steps, moving_mode=mode.wanted, before=None)
+        start, products = ({block.name: problem.zeros(rows, block.size) for block in blocks} for _ in range(2))
+        state = _Solves(steps, mode.offset, start, products)
+        del start, products
+        while True:
+            state = yield Landmark("solve", state)
+            steps, mode.offset, history = state.steps, state.offset, state.history
+            left, start, products = self.em_steps - state.done, state.solution, state.products
+            del state
             system = replace(system, precision=steps.precision, scale=problem.scale_at(steps.noise_variance))
-            solved = yield from self._solve(system, steps.noise_variance, mode, vectors.pop(0), vectors.pop())
-            vectors = [solved.solution, solved.products]
-            solution, products = ({name: v[: self.draws] for name, v in part.items()} for part in vectors)
+            solving = self._solve(system, steps.noise_variance, mode, start, products)
+            del start, products
+            solved = yield from solving
+            solution, products = (
+                {name: v[: self.draws] for name, v in part.items()} for part in (solved.solution, solved.products)
+            )
             effective = system.scale * inner_by_block(solution, products).mean(1)
             _note(history, steps, effective, solved)
-            if not left or not steps.step(effective, mode.distance(system.features)):
+            if not left or not ranks.decided("EM", steps.step(effective, mode.distance(system.features))):
                 break
+            done = self.em_steps - left + 1
+            state = _Solves(steps, mode.offset, solved.solution, solved.products, history, done)
+            del solved, solution, products
         residuals = solved.residuals[: self.draws]
         if residuals.max() > self.solver.tolerance:
             log.warning(
@@ -141,7 +154,7 @@ class SampledLLA(Method):
         return FitResult(
             Draws(blocks, {name: z.clone() for name, z in solution.items()}, system.precision),
             system.precision, float(history["noise_variance"][-1]) if problem.likelihood.needs_noise else None,
-            {"residuals": residuals, **{name: torch.stack(values) for name, values in history.items()}},
+            {"residuals": residuals, **history},
         )  # fmt: skip
 
     def cost(self, outline: Outline) -> Cost:
@@ -186,7 +199,7 @@ def _features(problem: Problem) -> Generator[Pass, Any, Vectors]:
 
 
 @dataclass
-class _EvidenceSteps:
+class _EvidenceSteps(State):
     """MacKay's fixed point for prior precision and noise, from the effective dimension γ (MacKay 1992).
 
         δ ← γ / ‖θ̂ - μ0‖²        σ² ← Σ r² / (n C - γ τ n/N)
@@ -202,6 +215,7 @@ class _EvidenceSteps:
         open_precision: whether δ is open.
         per_block: whether each block has its own δ.
         moving_mode: whether `‖θ̂ - μ0‖²` follows δ too, which then may fall more slowly than δ grows.
+        before: log δ before the latest step, and where it wanted to go (2, n); None before the first one.
     """
 
     precision: Tensor
@@ -211,7 +225,7 @@ class _EvidenceSteps:
     open_precision: bool
     per_block: bool
     moving_mode: bool = False
-    _before: tuple[Tensor, Tensor] | None = None
+    before: Tensor | None = None
 
     def step(self, effective: Tensor, distance: Tensor) -> bool:
         """Takes a step unless it would move nothing; returns whether it did.
@@ -251,13 +265,34 @@ class _EvidenceSteps:
         now = self.precision.log() if self.per_block else self.precision[:1].log()
         wanted = torch.where(known, wanted, now)
         damping: Tensor | float = self._damping
-        if self._before is not None and not self.per_block and self.squared_error is None:
-            was, wanted_then = self._before
+        if self.before is not None and not self.per_block and self.squared_error is None:
+            was, wanted_then = self.before
             slope = (wanted - wanted_then) / torch.where(now == was, 1.0, now - was)
             slope = slope.clamp(-1, 0.5 if self.moving_mode else 0)
             damping = torch.where(now == was, damping, 1 / (1 - slope))
-        self._before = now, wanted
+        self.before = torch.stack([now, wanted])
         return (damping * (wanted - now)).expand_as(self.precision)
+
+
+@dataclass
+class _Solves(State):
+    """Where EM stands before a solve.
+
+    Attributes:
+        steps: of prior and noise.
+        offset: the linearised model's mode, beside θ̂.
+        solution: where the solve begins, Z (S, P_block) by block.
+        products: `G Z` of that.
+        history: numbers solve by solve, by name.
+        done: how many solves.
+    """
+
+    steps: _EvidenceSteps
+    offset: Vectors
+    solution: Vectors
+    products: Vectors
+    history: dict[str, Tensor] = field(default_factory=dict)
+    done: int = 0
 
 
 def _steps(problem: Problem, per_block: bool) -> _EvidenceSteps:
@@ -294,11 +329,12 @@ def _start(system: LinearSystem, steps: _EvidenceSteps, distance: Tensor) -> Non
             return
 
 
-def _note(history: dict[str, list[Tensor]], steps: _EvidenceSteps, effective: Tensor, solved: Solved) -> None:
+def _note(history: dict[str, Tensor], steps: _EvidenceSteps, effective: Tensor, solved: Solved) -> None:
     """Adds one solve's numbers to the history."""
     numbers = {"precision": steps.precision, "effective_dimension": effective.sum()}
     numbers["iterations"] = torch.tensor(float(solved.iterations), dtype=torch.float64)
     if steps.noise_variance is not None:
         numbers["noise_variance"] = torch.tensor(steps.noise_variance, dtype=torch.float64)
     for name, value in numbers.items():
-        history.setdefault(name, []).append(value)
+        before = history.get(name, value.new_zeros(0, *value.shape))
+        history[name] = torch.cat([before, value[None]])

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ...errors import LapwingError, check_count, check_positive, is_one_of, is_positive, shown
 from ...linalg import symmetric_eigen
-from ...network import batches
+from ...network import ranks
 from ...tangent import Vectors
-from ..passes import Batch, IteratePass, Method, Pass
+from ..passes import Batch, IteratePass, Landmark, Method, Pass
 from ..state import State
 from .system import CurvatureProducts, LinearSystem, gram, inner, recombine
 
@@ -96,23 +96,24 @@ class ConjugateGradients:
             start: the first Z; its tensors are written.
             products: `G Z` of that; likewise.
         """
-        solution, taken, before = start, 0, torch.full((), torch.inf, dtype=torch.float64)
+        solution, taken, before = start, 0, float("inf")
         while True:
             residual, norms = _residual(system, solution, products)
             relative = inner(residual, residual).sqrt() / norms
             _check_finite(relative)
-            worst = relative.max()
+            worst = ranks.decided("residuals", float(relative.max()))
             if worst <= self.tolerance or taken >= self.iterations or worst > before / 2:
                 return Solved(solution, products, relative, taken)
             del products
-            before = worst
-            taken += yield from self._iterate(system, solution, residual, norms, self.iterations - taken)
+            state = yield from self._iterate(system, solution, residual, norms, taken, worst)
+            solution, taken, before = state.solution, state.taken, state.before
+            del state, residual
             products = yield from system.products(solution)
 
     def _iterate(
-        self, system: LinearSystem, solution: Vectors, residual: Vectors, norms: Tensor, limit: int
-    ) -> Generator[Pass, Any, int]:
-        """Takes at most so many iterations, in place; returns how many.
+        self, system: LinearSystem, solution: Vectors, residual: Vectors, norms: Tensor, taken: int, before: float
+    ) -> Generator[Pass, Any, ConjugateState]:
+        """Takes iterations, in place, until the draws are solved or there are enough; returns where they end.
 
         The residual is kept as `R = Q D` with `Qᵀ Ψ̃ Q = I` (Ψ̃ the preconditioner); directions P are conjugate to all
         before. In columns, an iteration is `α = (Pᵀ A P)⁻¹`, `Z ← Z + P α D`, `Q - A P α = Q' E`, `D ← E D`,
@@ -122,15 +123,17 @@ class ConjugateGradients:
         moved = precondition(residual)
         mixing, inverse = _factor(gram(residual, moved))  # D (r, S) and what makes Q of R (r, S)
         recombine(inverse, residual)
-        directions = recombine(inverse, moved)
+        state = ConjugateState(solution, residual, recombine(inverse, moved), mixing, taken, before)
         del moved
-        for taken in range(limit):
+        while state.taken < self.iterations:
+            state = yield Landmark("iteration", state)
+            solution, residual, directions, mixing = state.solution, state.residual, state.directions, state.mixing
             squares = torch.einsum("rs,rq,qs->s", mixing, gram(residual, residual), mixing)
             relative = squares.clamp_min(0).sqrt() / norms
             _check_finite(relative)
-            log.debug("iteration %d: relative residuals up to %.2e", taken, relative.max())
-            if not (relative > self.tolerance).any():
-                return taken
+            log.debug("iteration %d: relative residuals up to %.2e", state.taken, relative.max())
+            if not ranks.decided("residuals", bool((relative > self.tolerance).any())):
+                break
             image = system.completed(directions, (yield from system.products(directions)))
             steps = _inverse(gram(directions, image))  # α (r, r)
             for name, value in directions.items():
@@ -139,12 +142,34 @@ class ConjugateGradients:
             del image
             moved = precondition(residual)
             change, inverse = _factor(gram(residual, moved))  # E (r', r)
-            mixing = change @ mixing
+            state.mixing = change @ mixing
             recombine(inverse, residual)
             for name, value in recombine(change, directions).items():
                 value.addmm_(inverse.to(value.dtype), moved[name])
             del moved
-        return limit
+            state.taken += 1
+        return state
+
+
+@dataclass
+class ConjugateState(State):
+    """Where conjugate gradients stand: Z, Q, P and D as in `ConjugateGradients`.
+
+    Attributes:
+        solution: Z (S, P_block) by block.
+        residual: Q (r, P_block) by block.
+        directions: P (r, P_block) by block.
+        mixing: D (r, S).
+        taken: how many iterations, since the start of the solve.
+        before: the largest relative residual when the recurrence began.
+    """
+
+    solution: Vectors
+    residual: Vectors
+    directions: Vectors
+    mixing: Tensor
+    taken: int
+    before: float
 
 
 def _residual(system: LinearSystem, solution: Vectors, products: Vectors) -> tuple[Vectors, Tensor]:
@@ -317,8 +342,10 @@ class _Steps(IteratePass[NesterovState]):
         products = CurvatureProducts(self._system.problem, self._system.root, vectors)
         image = products.init()
         products.update(image, batch)
-        factor = self._system.problem.summary().samples / batches.size(batch.inputs)
-        return replace(self._system, scale=factor * self._system.scale).completed(vectors, image.blocks)
+        problem = self._system.problem
+        sums = ranks.summed(self.label, image.blocks, problem.tangent.device)
+        factor = problem.summary().samples / batch.count
+        return replace(self._system, scale=factor * self._system.scale).completed(vectors, sums)
 
     def _largest(self, batch: Batch, generator: torch.Generator) -> float:
         """Returns about the largest eigenvalue of `Ψ̃ (n/B s G_batch + Δ)`, by the power method."""
@@ -326,6 +353,7 @@ class _Steps(IteratePass[NesterovState]):
             name: torch.randn((1, z.shape[1]), generator=generator, dtype=z.dtype, device=z.device)
             for name, z in self._start.items()
         }
+        ranks.agree("a random vector", vectors.values())
         grown = torch.ones((), dtype=torch.float64)
         for _ in range(POWER_STEPS):
             moved = self._precondition(self._image(batch, vectors))

@@ -20,6 +20,7 @@ from torch import Tensor
 from ...covariance import PriorCovariance
 from ...errors import LapwingError
 from ...linalg import row_products, total
+from ...network import ranks
 from ...tangent import Record, Vectors
 from ...tangent.anchors import output_width
 from ..passes import Batch, Pass, SumPass
@@ -147,6 +148,7 @@ class CurvatureProducts(_Products):
 
     def __init__(self, problem: Problem, root: PositionedRoot, vectors: Vectors) -> None:
         super().__init__(problem, root, len(next(iter(vectors.values()))))
+        ranks.agree("vectors", vectors.values())
         self._vectors = vectors
 
     def cotangents(self, record: Record, start: int, first: int) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from ...covariance import Basis, LowRankWithResidual
 from ...errors import LapwingError, check_choice, check_count, check_positive, shown
-from ...network import batches
+from ...network import batches, ranks
 from ...tangent import Anchors
 from ..cost import Cost, Outline, Work
 from ..passes import Batch, IteratePass, Method, Passes
@@ -195,15 +195,16 @@ class _NaturalSteps(IteratePass[NaturalState]):
 
     @torch.no_grad()
     def step(self, state: NaturalState, batch: Batch, generator: torch.Generator) -> None:
-        count = batches.size(batch.inputs)
-        if self._rate is None and not batch.start and state.samples:  # the data begin again
+        problem, count = self._problem, batch.count
+        if self._rate is None and batch.round:
             state.done = True
             return
         state.samples += count
         rate = count / state.samples if self._rate is None else self._rate
-        state.mean.H *= 1 - rate
-        state.mean.traces *= 1 - rate
-        state.mean.add(self._problem, self._basis, batch, rate / count)
+        more = ProjectedCurvature.zeros(problem, self._basis.rank)
+        more.add(problem, self._basis, batch, rate / count)
+        more = more.with_tensors(ranks.summed(self.label, more.tensors(), problem.tangent.device))
+        state.mean = state.mean.mapped(lambda mean: (1 - rate) * mean).added(more)
 
     def finish(self, state: NaturalState) -> LowRankWithResidual:
         """Returns the covariance: the curvature per sample, times the n samples, which the posterior scales to N."""

@@ -15,7 +15,7 @@ from ...covariance.terms import DenseTerm
 from ...errors import LapwingError, check_count, check_positive, shown
 from ...likelihoods import Probit
 from ...linalg import cholesky
-from ...network import batches
+from ...network import batches, ranks
 from ...tangent import Anchors
 from ...tangent.inducing import Kernel, kernel
 from ..passes import Batch, FitResult, Passes
@@ -165,8 +165,8 @@ class AlphaSteps(MovingSteps):
             generator,
             self._link,
         )
-        samples = batches.size(batch.inputs)
-        return divergence(factor) - self.data_size / (samples * problem.temperature) * rows.weighted(logs).sum()
+        fit = self.data_size / (batch.count * problem.temperature) * rows.weighted(logs).sum()
+        return -fit if ranks.rank() else divergence(factor) - fit
 
     def _rows(
         self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
@@ -199,7 +199,7 @@ class AlphaSteps(MovingSteps):
         likelihood = likelihood if noise is None else likelihood.with_noise_variance(float(noise))
         logs, counts = [], []
         generator = self.problem.generator()  # the same positions at every evaluation
-        for raw in self._fit.validation:
+        for raw in ranks.share(self._fit.validation):
             inputs, targets = batches.split(raw, tangent.device)
             tangent.check(inputs, "the validation inputs")
             batch = Batch(tangent, inputs, targets, 0, likelihood.labelled(targets))
@@ -208,14 +208,17 @@ class AlphaSteps(MovingSteps):
             latent = Latent(rows.blocks.outputs, (DenseTerm(spread),))
             logs.append(rows.weighted(likelihood.predict(latent).log_prob(rows.targets).double()))
             counts.append(rows.weighted(torch.ones_like(logs[-1])))
-        if not logs:
+        pairs = torch.stack([torch.cat(logs), torch.cat(counts)], -1) if logs else None
+        scores = ranks.joined("validation", pairs)
+        if scores is None:
             raise LapwingError(
                 "The validation loader of AlphaDivergence is without batches, or gives them only once. Pass held-out "
                 "batches that can be read at every evaluation: [(x_val, y_val)]."
             )
-        state.note(validation=-torch.cat(logs).sum() / torch.cat(counts).sum())
-        scores = state.history["validation"]
-        if int(scores.argmin()) == len(scores) - 1:
+        score, count = scores.sum(0)
+        state.note(validation=-score / count)
+        history = state.history["validation"]
+        if int(history.argmin()) == len(history) - 1:
             state.kept = {name: value.clone() for name, value in values.items()}
 
     @torch.no_grad()

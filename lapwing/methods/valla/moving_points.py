@@ -15,7 +15,7 @@ from ...covariance import Covariance
 from ...errors import LapwingError, check_count, check_positive, shown
 from ...likelihoods import curvature_weights
 from ...linalg import cholesky
-from ...network import batches
+from ...network import batches, ranks
 from ...tangent import Anchors
 from ...tangent.inducing import kernel
 from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Pass, Passes
@@ -112,7 +112,10 @@ class MovingSteps(IteratePass[Descent]):
     def objective(
         self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
     ) -> Tensor:
-        """Returns what is to be minimised at the values of what is open; may add to the state."""
+        """Returns what is to be minimised at the values of what is open; may add to the state.
+
+        Of several processes each returns its part of a sum: that of its batch, and the first what is of no batch.
+        """
 
     def step(self, state: Descent, batch: Batch, generator: torch.Generator) -> None:
         """Takes one step of Adam, in units of `width`."""
@@ -121,11 +124,13 @@ class MovingSteps(IteratePass[Descent]):
             objective = self.objective(state, values, batch, generator)
             leaves = list(values.values())
             gradients = torch.autograd.grad(objective, leaves, allow_unused=True) if objective.requires_grad else ()
-        self._check(state, float(objective.detach()), [g for g in gradients if g is not None])
+        parts = {name: part for name, part in zip(values, gradients, strict=False) if part is not None}
+        sums = ranks.summed(self.label, {"": objective.detach(), **parts}, self.problem.tangent.device)
+        objective = sums.pop("")
+        self._check(state, float(objective), list(sums.values()))
         state.note(objective=objective)
-        for name, gradient in zip(values, gradients, strict=False):
-            if gradient is not None:
-                state.move(name, gradient, self.rate * (1 - state.taken / self.steps), self.width(name), eps=1e-12)
+        for name, gradient in sums.items():
+            state.move(name, gradient, self.rate * (1 - state.taken / self.steps), self.width(name), eps=1e-12)
         state.taken += 1
 
     def width(self, name: str) -> Tensor | float:
@@ -248,8 +253,8 @@ class BoundSteps(MovingSteps):
         eye = torch.eye(len(inner), dtype=inner.dtype, device=inner.device)
         root = cholesky(inner + JITTER * inner.detach().diagonal().mean() * eye)
         features = torch.linalg.solve_triangular(root, blocks.cross.flatten(0, 1).T, upper=False)  # (M, B R)
-        count = batches.size(batch.inputs)
-        recent = (features @ features.T).detach() / count
+        device, count = problem.tangent.device, batch.count
+        recent = ranks.summed(self.label, {"": (features @ features.T).detach()}, device)[""] / count
         h = state.kept.get("h", recent)  # of earlier batches: no sample explains itself
         unit = likelihood.curvature_scale if noise is None else 1 / noise
         weight = self.data_size / problem.temperature
@@ -267,8 +272,8 @@ class BoundSteps(MovingSteps):
         state.note(precision=precision)
         if noise is not None:
             state.note(noise_variance=noise)
-        bound = weight / count * (logs - unit * spread / precision / 2) - divergence(factor)
-        return precision * self.distance / 2 - bound
+        fit = weight / count * (logs - unit * spread / precision / 2)
+        return -fit if ranks.rank() else divergence(factor) + precision * self.distance / 2 - fit
 
     def _rows(self, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator) -> Rows:
         """Returns the blocks of the Fisher root's columns at a batch, of which `features` are."""

@@ -1,0 +1,361 @@
+"""Checkpoints of a fit: how far the runner is, in a file, so that a fit that was killed goes on.
+
+A method is a generator that gets the finished state of each pass. So a file holds these, and the unfinished state of
+the pass that the fit was in. To go on, the generator runs again: finished passes are answered from the file, and the
+unfinished one goes on after the batches that it had. What is between passes and after them, tuning included, is
+computed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from ..errors import LapwingError, check_count, shown
+from ..methods.state import DataSummary, State
+from ..network import batches
+from ..network.loaders import first_batch
+from ..network.stamp import fingerprint
+from ..posterior.storage import place_of, read, temporary_prefix, write
+
+log = logging.getLogger("lapwing")
+
+FORMAT = 1
+"""The one format that is written and read."""
+
+SECONDS = 60.0
+"""A checkpoint is written at most so often where `every` is None."""
+
+
+@dataclass
+class Standing(State):
+    """Where a fit stands in a pass: what it needs to go on, beside the states of the passes before.
+
+    Attributes:
+        state: of the pass.
+        summary: of the samples whose statistics are summed.
+        prefixes: states of the first samples, by `number/path`.
+        statistics: of the first samples, by `number/name`.
+        generators: states of the random generators, by name.
+        batches: how many batches of this round through the data are done.
+        start: how many samples these had.
+        taken: how many steps are done.
+        rounds: how many rounds are done.
+        expected: n, 0 before it is known.
+        whole: whether the summary is of all samples.
+        any_counted: whether any target counted.
+        finished: whether the pass is.
+    """
+
+    state: State = field(default_factory=State)
+    summary: DataSummary = field(default_factory=DataSummary)
+    prefixes: dict[str, Tensor] = field(default_factory=dict)
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+    generators: dict[str, Tensor] = field(default_factory=dict)
+    batches: int = 0
+    start: int = 0
+    taken: int = 0
+    rounds: int = 0
+    expected: int = 0
+    whole: bool = False
+    any_counted: bool = False
+    finished: bool = False
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A standing as a file holds it.
+
+    Attributes:
+        label: of its pass.
+        layouts: what a file does not say of a tensor that is not contiguous or not on the CPU, by path: whether it is
+            on the device of the weights, and its strides.
+        tensors: on the CPU; None where the file alone has them.
+    """
+
+    label: str
+    layouts: dict[str, Any]
+    tensors: dict[str, Tensor] | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, label: str, standing: Standing, copy: bool) -> _Entry:
+        flat = standing.tensors()
+        layouts = {}
+        for path, tensor in flat.items():
+            strides = torch.empty_like(tensor, device="meta").stride()  # those of a tensor without gaps
+            if not tensor.is_contiguous() or tensor.device.type != "cpu":
+                layouts[path] = [tensor.device.type != "cpu", list(strides)]
+        return cls(label, layouts, {path: _on_cpu(tensor, copy) for path, tensor in flat.items()})
+
+    def standing(self, fresh: Standing, device: torch.device) -> Standing:
+        """Returns the standing, from one of the same pass."""
+        assert self.tensors is not None
+        flat = {}
+        for path, tensor in self.tensors.items():
+            moved, strides = self.layouts.get(path, (False, tensor.stride()))
+            place = device if moved else torch.device("cpu")
+            flat[path] = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=place)
+            flat[path].copy_(tensor)  # to where torch puts it: products may depend on how memory is aligned
+        return fresh.with_tensors(flat)
+
+
+def _on_cpu(tensor: Tensor, copy: bool) -> Tensor:
+    moved = tensor.detach().cpu()
+    return moved.clone() if copy and moved.data_ptr() == tensor.data_ptr() else moved
+
+
+def checkpoint_of(path: Any, every: Any) -> Checkpoint | None:
+    """Returns the checkpoint of `lw.fit`; None without a path.
+
+    Raises:
+        LapwingError: for what is no path or number of batches, and in one of several processes.
+    """
+    if path is None:
+        if every is not None:
+            raise LapwingError(
+                f"every={shown(every)} says how often a checkpoint is written, and there is none. Write "
+                "checkpoint='fit.safetensors', or leave every out."
+            )
+        return None
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed and torch.distributed.get_world_size() > 1:
+        raise LapwingError("A fit over several processes has no checkpoint yet. Leave checkpoint= out.")
+    return Checkpoint(path, every)
+
+
+class Checkpoint:
+    """The file of one fit. Entered, it is removed at the end, unless an exception ends the fit.
+
+    Args:
+        path: of the file.
+        every: write after so many batches; None writes at most once a minute.
+
+    Raises:
+        LapwingError: for a path or a number that is none.
+    """
+
+    def __init__(self, path: Any, every: int | None) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise LapwingError(f"checkpoint={shown(path)} is not a path. Write checkpoint='fit.safetensors'.")
+        if every is not None:
+            check_count("lw.fit", "every", every)
+        self.path, self._target, self._every = path, place_of(path)[0], every
+        self._fit: Any = None
+        self._entries: list[_Entry] = []  # of the finished passes
+        self._former: list[_Entry] = []  # of the file, to go on from
+        self._written, self._batches, self._time = 0, 0, time.monotonic()
+
+    def open(self, loader: Any, first: Any, fit: Mapping[str, Any]) -> None:
+        """Reads the file, if it is there.
+
+        Args:
+            loader: the training data.
+            first: their first batch.
+            fit: what else the fit is of, by the names that a message shows.
+
+        Raises:
+            LapwingError: for a loader that shows other samples the second time, and for a file that is damaged, or of
+                another fit.
+        """
+        _check_order(loader, first)
+        fit = {name: described(value) for name, value in {**fit, "the first batch": batches.tensors(first)}.items()}
+        self._fit = json.loads(json.dumps(fit))
+        for left in self._target.parent.glob(f"{glob.escape(temporary_prefix(self._target))}*.tmp"):
+            left.unlink(missing_ok=True)  # of a process that was killed while it wrote
+        if not self._target.exists():
+            return
+        try:
+            tensors, header = read(self._target)
+            kept = header["checkpoint"]
+            if kept["version"] != FORMAT:
+                raise ValueError
+            names = {*self._fit, *kept["fit"]}
+            others = sorted(name for name in names if not _agree(self._fit.get(name), kept["fit"].get(name)))
+            for number, (label, layouts) in enumerate(kept["passes"]):
+                prefix = f"{number}/"
+                own = {path.removeprefix(prefix): t for path, t in tensors.items() if path.startswith(prefix)}
+                self._former.append(_Entry(label, layouts, own))
+        except (LapwingError, KeyError, TypeError, ValueError) as error:
+            raise self._damaged() from error
+        if others:
+            raise LapwingError(
+                f"The checkpoint {self.path} is of another fit, which differs in {', '.join(others)}. Pass what was "
+                "passed to that fit, or delete the file to begin anew."
+            )
+
+    def begin(self, label: str, fresh: Standing, device: torch.device) -> Standing:
+        """Returns where to go on in the next pass: as the file says, or else at the fresh standing.
+
+        Args:
+            label: of the pass.
+            fresh: where it begins.
+            device: of the weights.
+        """
+        if not self._former:
+            return fresh
+        entry = self._former.pop(0)
+        try:
+            if entry.label != label:
+                raise ValueError(entry.label)
+            standing = entry.standing(fresh, device)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise self._damaged() from error
+        if standing.finished:
+            self._entries.append(dataclasses.replace(entry, tensors=None))
+            self._written += 1
+        else:
+            log.info("The fit goes on from %s, after %d batches of '%s'.", self.path, standing.batches, label)
+        return standing
+
+    def is_due(self) -> bool:
+        """Whether to write the file after one more batch."""
+        self._batches += 1
+        if self._every is not None:
+            return self._batches >= self._every
+        return time.monotonic() - self._time >= SECONDS
+
+    def keep(self, label: str, standing: Standing, again: bool = False) -> None:
+        """Keeps a finished pass for the next time that the file is written.
+
+        Args:
+            label: of the pass, or of a landmark.
+            standing: at its end.
+            again: whether this takes the place of the latest of this label and all that came after it, if there is one.
+        """
+        places = [number for number, entry in enumerate(self._entries) if again and entry.label == label]
+        if places:
+            del self._entries[places[-1] :]
+            self._written = min(self._written, len(self._entries))
+        self._entries.append(_Entry.of(label, standing, copy=True))
+
+    def save(self, label: str = "", standing: Standing | None = None) -> None:
+        """Writes the file, unless it holds all of this: the finished passes, and where the next one stands."""
+        entries = self._entries
+        if standing is not None and standing.batches + standing.taken:
+            entries = [*entries, _Entry.of(label, standing, copy=False)]
+        if len(entries) > self._written:
+            self._write(entries)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Removes the file of a finished fit; of another it says where the file is."""
+        if kind is None:
+            self._target.unlink(missing_ok=True)
+            return
+        self.save()
+        if self._target.exists():
+            log.warning("The fit has not ended. Call lw.fit again with checkpoint=%r to go on.", str(self.path))
+
+    def _damaged(self) -> LapwingError:
+        return LapwingError(
+            f"The file {self.path} is no checkpoint of this version, or is damaged. Delete it to begin anew, or pass "
+            "another path."
+        )
+
+    def _write(self, entries: list[_Entry]) -> None:
+        """Writes passes to the file, those that are in it already by way of it; a failure does not end the fit."""
+        self._batches, self._time = 0, time.monotonic()
+        try:
+            tensors: dict[str, Tensor] = {}
+            if self._written:
+                former = tuple(f"{number}/" for number in range(self._written))
+                tensors = {path: value for path, value in read(self._target)[0].items() if path.startswith(former)}
+            for number, entry in enumerate(entries):
+                tensors |= {f"{number}/{path}": value for path, value in (entry.tensors or {}).items()}
+            passes = [[entry.label, entry.layouts] for entry in entries]
+            write(self._target, tensors, {"checkpoint": {"version": FORMAT, "fit": self._fit, "passes": passes}})
+        except LapwingError as error:
+            log.warning("The checkpoint was not written, and the fit goes on. %s", error)
+            return
+        self._entries = [dataclasses.replace(entry, tensors=None) for entry in self._entries]
+        self._written = len(self._entries)
+
+
+def _check_order(loader: Any, first: Any) -> None:
+    """Raises for a loader whose first batch, split, is another one the second time."""
+    again, before = batches.tensors(batches.split(first_batch(loader))), batches.tensors(first)
+    if len(again) != len(before) or not all(
+        one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
+        for one, other in zip(before, again, strict=True)
+    ):
+        raise LapwingError(
+            "The loader shows other samples the second time, and a checkpoint counts on their order. Pass "
+            "shuffle=False; the fit does not depend on the order."
+        )
+
+
+def rest_of(loader: Any, count: int) -> Iterable[Any]:
+    """Returns the batches of a loader after so many; without loading those, where the loader has a sampler."""
+    if not count:
+        return loader
+    plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    if not plain or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+        return islice(loader, count, None)
+    return DataLoader(
+        loader.dataset, batch_sampler=_Rest(loader.batch_sampler, count), collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers, pin_memory=loader.pin_memory, timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn, multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator, prefetch_factor=loader.prefetch_factor,
+    )  # fmt: skip
+
+
+class _Rest:
+    """A sampler of batches without the first ones."""
+
+    def __init__(self, sampler: Iterable[list[int]], count: int) -> None:
+        self._sampler, self._count = sampler, count
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return islice(iter(self._sampler), self._count, None)
+
+
+def described(value: Any) -> Any:
+    """Returns what an option is, as JSON: numbers and texts as they are, tensors by fingerprints, others by their type.
+
+    No address is in it, so that it is the same in another process.
+    """
+    if isinstance(value, Tensor):
+        return [list(value.shape), str(value.dtype), *map(_number, fingerprint(value).tolist())]
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return _number(float(value))
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): described(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [described(item) for item in value]
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [name, {each.name: described(getattr(value, each.name)) for each in dataclasses.fields(value)}]
+    return name
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Whether two descriptions agree, sums of tensors up to rounding."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-12)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_agree, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_agree(one[key], other[key]) for key in one)
+    return type(one) is type(other) and bool(one == other)

@@ -1,0 +1,135 @@
+"""A fit over several processes is the fit of one process on their shares, one after another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import lapwing as lw
+from lapwing.network import ranks as collectives
+from tests import ranks
+
+ROOT = Path(lw.__file__).parent.parent
+
+
+def check_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["method"] == other["method"]
+    for name in ("chosen", "samples", "prediction"):
+        torch.testing.assert_close(one[name], other[name], rtol=1e-6, atol=1e-10)
+
+
+def check_cases(every: list[list[Any] | None], size: int, names: list[str]) -> None:
+    alone = ranks.fit_cases_alone(size, names)
+    for results in every:
+        assert results is not None
+        for name in names:
+            check_equal(results[0][name], alone[name])
+
+
+def test_two_ranks_fit_as_one_process_and_fail_together(tmp_path: Path) -> None:
+    tasks = [(ranks.fit_cases, ranks.FEW), (ranks.padded, 7), (ranks.fail,)]
+    every = ranks.run(tmp_path, 2, tasks)
+    check_cases(every, 2, ranks.FEW)
+    x, y = ranks.data(1, 7, 1)
+    joined = [(x[[0, 2, 4]], y[[0, 2, 4]]), (x[[6]], y[[6]]), (x[[1, 3, 5]], y[[1, 3, 5]])]
+    alone = ranks.numbers(lw.fit(ranks.network(1), joined, lw.KFAC()))
+    assert alone["samples"] == 7
+    (_, first, here), (_, second, there) = every  # type: ignore[misc]
+    check_equal(first, alone)
+    check_equal(second, alone)
+    failed = "The fit has failed in process 1 of 2, and ends here too: "
+    assert failed + "OSError: the disk is gone" in here["while it loads"]
+    assert there["while it loads"] == "OSError: the disk is gone"
+    assert "process 1 has other weights than that of process 0: 0.weight differs" in here["other weights"]
+    assert "Call lw.fit with the same network, method and options" in here["another method"]
+    assert failed in here["another shape"]
+    assert here["then"] == there["then"] == "no error"
+    assert all("no error" not in error for errors in (here, there) for error in list(errors.values())[:-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_any_number_of_ranks_fits_as_one_process(tmp_path: Path, size: int) -> None:
+    names = list(ranks.ALL)
+    check_cases(ranks.run(tmp_path, size, [(ranks.fit_cases, names)]), size, names)
+
+
+@pytest.mark.slow
+def test_further_data_positions_and_mistakes(tmp_path: Path) -> None:
+    training, _ = ranks.everything("default", 2)
+    alone = ranks.others([batch[:2] for part in training for batch in part])
+    (first,), (second,) = ranks.run(tmp_path, 2, [(ranks.other_fits,)])  # type: ignore[misc]
+    for results in (first, second):
+        for name in ("update", "update of rows", "prior"):
+            check_equal(results[name], alone[name])
+        torch.testing.assert_close(results["positions"], alone["positions"], rtol=1e-6, atol=0)
+        assert "The parameter 0.weight of" in results["sharded"]
+        assert "is a DTensor" in results["sharded"]
+    assert "Process 1 shows the same first batch as process 0" in second["same data"]
+    assert "same first batch" not in first["same data"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("samples", [1, 2, 10])
+def test_padding_is_left_out_on_every_rank(tmp_path: Path, samples: int) -> None:
+    x, y = ranks.data(1, samples, 1)
+    order = [index for rank in range(3) for index in range(rank, samples, 3)]
+    alone = ranks.numbers(lw.fit(ranks.network(1), [(x[order], y[order])], lw.KFAC()))
+    for results in ranks.run(tmp_path, 3, [(ranks.padded, samples)]):
+        assert results is not None
+        check_equal(results[0], alone)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
+    first, second, third = ranks.run(tmp_path, 3, [(ranks.die,)], seconds=20.0)
+    assert third is None
+    assert "cannot reach the others" in first[0]  # type: ignore[index]
+    assert "cannot reach the others" in second[0]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("samples", "size"), [(1, 3), (2, 3), (7, 2), (9, 4), (12, 4)])
+def test_a_share_leaves_out_what_the_sampler_repeats(samples: int, size: int) -> None:
+    dataset = TensorDataset(torch.arange(samples), torch.arange(samples))
+    shown = []
+    for rank in range(size):
+        loader = DataLoader(dataset, 2, sampler=DistributedSampler(dataset, size, rank, shuffle=True))
+        parts = [x for x, _ in collectives.Share(loader)]
+        shown += torch.cat(parts).tolist() if parts else []
+    assert sorted(shown) == list(range(samples))
+
+
+def test_nothing_is_collective_in_one_process() -> None:
+    loader = [(torch.zeros(2, 1), torch.zeros(2, 1))]
+    with collectives.across_ranks():
+        assert not collectives.several()
+        assert collectives.share(loader) is loader
+        assert collectives.gathered("", 3) == [3]
+        assert collectives.decided("", 3) == 3
+        assert collectives.rank() == 0
+
+
+@pytest.mark.slow
+def test_the_example_runs_under_torchrun_and_alone() -> None:
+    script, environment = str(ROOT / "examples" / "distributed_fit.py"), {**os.environ, "PYTHONPATH": str(ROOT)}
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+    def lines(*arguments: str) -> list[str]:
+        run = subprocess.run([sys.executable, *arguments, script], env=environment, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr[-2000:]
+        return sorted(line for line in run.stdout.splitlines() if line.startswith("Process"))
+
+    (alone,), (first, second) = lines(), lines(*launch)
+    assert "of 1: 1001 samples" in alone
+    assert "of 2: 1001 samples" in first
+    assert "of 2: 1001 samples" in second
+    numbers = [float(line.split("prior precision ")[1].split(",")[0]) for line in (alone, first, second)]
+    assert numbers[1] == numbers[2]
+    assert numbers[0] == pytest.approx(numbers[1], rel=0.2)  # other samples tune it

@@ -1,0 +1,258 @@
+"""Fits over several processes, beside those of one: processes that `tests/fitting/test_ranks.py` starts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, multiprocessing, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import lapwing as lw
+
+Batches = list[tuple[Tensor, ...]]
+
+SHARES = {2: [[12, 9], [10, 5, 4]], 3: [[12, 9], [], [10, 5, 4]], 4: [[], [12, 9], [10], [5, 4]]}
+"""Sizes of the batches of each rank: uneven, and one rank without data where there are more than two."""
+
+HELD_OUT = {2: [[6, 4], [5]], 3: [[6], [4, 5], []], 4: [[6], [], [4], [5]]}
+
+
+def network(outputs: int, width: int = 6) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Linear(4, width), nn.Tanh(), nn.LayerNorm(width), nn.Linear(width, outputs)
+    return nn.Sequential(*layers).double().eval()
+
+
+def data(outputs: int, samples: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 4, generator=generator, dtype=torch.float64)
+    if outputs > 1:
+        return x, torch.randint(outputs, (samples,), generator=generator)
+    noise = torch.randn(samples, 1, generator=generator, dtype=torch.float64)
+    return x, x.sum(1, keepdim=True).sin() + 0.3 * noise
+
+
+def shares(tensors: Sequence[Tensor], sizes: list[list[int]]) -> list[Batches]:
+    """Cuts tensors into the batches of each rank, in order."""
+    parts = iter(zip(*(x.split([size for own in sizes for size in own]) for x in tensors), strict=True))
+    return [[next(parts) for _ in own] for own in sizes]
+
+
+def everything(name: str, size: int) -> tuple[list[Batches], list[Batches]]:
+    """Returns the training and the held-out batches of each rank for a case."""
+    outputs, _ = ALL[name]
+    x, y = data(outputs, 40, 1)
+    one_each = name == "StochasticGradient"  # which draws by place, and steps then have the places of the joined data
+    sizes = [[sum(own)] if own else [] for own in SHARES[size]] if one_each else SHARES[size]
+    return shares((x, y, 0.5 + (x[:, 0] > 0)), sizes), shares(data(outputs, 15, 3), HELD_OUT[size])
+
+
+def in_steps(every: list[Batches]) -> Batches:
+    """Returns the batches of the steps of all ranks."""
+    steps = zip_longest(*every)
+    return [
+        tuple(torch.cat(parts) for parts in zip(*(b for b in step if b is not None), strict=True)) for step in steps
+    ]
+
+
+CASES: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
+    "default": (3, lambda held_out: {}),
+    "default of a regression": (1, lambda held_out: {}),
+    "KFAC of a regression": (1, lambda held_out: {"method": lw.KFAC()}),
+    "validation": (3, lambda held_out: {"validation": held_out}),
+    "ELLA": (3, lambda held_out: {
+        "method": lw.ELLA(5, 20, sampling="balanced"), "tune": lw.BoundedEvidence(samples=17)}),
+    "weights": (3, lambda held_out: {"method": lw.KFAC(), "sample_weights": True}),
+    "Full": (3, lambda held_out: {"method": lw.Full("dual")}),
+    "Full, primal": (3, lambda held_out: {"method": lw.Full("primal"), "weight_decay": 1e-3}),
+    "Diagonal": (3, lambda held_out: {"method": lw.Diagonal(), "params": lw.everything, "data_size": 100}),
+    "EKFAC": (3, lambda held_out: {"method": lw.EKFAC(), "tune": lw.Evidence(per_layer=True)}),
+    "OptimalSubspace": (3, lambda held_out: {"method": lw.OptimalSubspace(4)}),
+    "SubsetOfData": (3, lambda held_out: {"method": lw.SubsetOfData(11, "balanced", True)}),
+    "SubsetOfWeights": (3, lambda held_out: {"method": lw.SubsetOfWeights(9)}),
+    "TemperatureScaling": (3, lambda held_out: {"method": lw.TemperatureScaling()}),
+    "VaLLA": (3, lambda held_out: {"method": lw.VaLLA(8)}),
+    "SampledLLA": (1, lambda held_out: {"method": lw.SampledLLA(4)}),
+    "validation of a regression": (1, lambda held_out: {"method": lw.KFAC(), "validation": held_out}),
+    "validation of prefixes": (3, lambda held_out: {
+        "method": lw.ELLA(5, 20), "tune": lw.EarlyStopping(held_out, prefixes=3)}),
+    "KFAC, wide": (1, lambda held_out: {"method": lw.KFAC(), "params": lw.matching("*"), "prior_precision": 1.0}),
+    "no tuning": (1, lambda held_out: {"method": lw.KFAC(), "tune": None}),
+}  # fmt: skip
+POINTS = lw.InducingPoints(torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4))
+STEPS: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
+    "NaturalGradient": (3, lambda held_out: {"method": lw.VaLLA(POINTS, lw.NaturalGradient())}),
+    "NaturalGradient, rate": (3, lambda held_out: {"method": lw.VaLLA(POINTS, lw.NaturalGradient(5, 0.3))}),
+    "VariationalBound": (1, lambda held_out: {"method": lw.VaLLA(POINTS, lw.VariationalBound(4))}),
+    "AlphaDivergence": (1, lambda held_out: {
+        "method": lw.VaLLA(POINTS, lw.AlphaDivergence(steps=4, every=2, validation=held_out))}),
+    "MeanField": (3, lambda held_out: {"method": lw.MeanField(4, initial_std=1e-9)}),  # so that its draws do not count
+    "StochasticGradient": (1, lambda held_out: {
+        "method": lw.SampledLLA(2, lw.StochasticGradient(steps=12, tolerance=0.99), em_steps=0)}),
+}  # fmt: skip
+"""Fits by steps, each on the joined batches of the ranks."""
+
+ALL = {**CASES, **STEPS}
+FEW = ["default", "KFAC of a regression", "validation", "ELLA", "weights"]
+
+
+def numbers(posterior: lw.Posterior) -> dict[str, Any]:
+    """Returns what must be the same on every rank and in one process."""
+    prediction = posterior.predict(torch.linspace(-1, 1, 20, dtype=torch.float64).reshape(5, 4))
+    moments = torch.cat([prediction.mean, prediction.std]) if hasattr(prediction, "std") else prediction.probs
+    chosen = posterior.prior.precision, posterior.noise_variance, posterior.logit_temperature
+    return {"chosen": chosen, "samples": posterior.samples, "method": posterior.method, "prediction": moments}
+
+
+def fitted(name: str, training: Batches, held_out: Batches) -> dict[str, Any]:
+    """Returns the numbers of a case."""
+    outputs, options = ALL[name]
+    chosen = options(held_out)
+    loader: Any = training if chosen.get("sample_weights") else [batch[:2] for batch in training]
+    width = 260 if name == "KFAC, wide" else 6  # whose decompositions are shared out
+    return numbers(lw.fit(network(outputs, width), loader, **chosen))
+
+
+def fit_cases(rank: int, size: int, names: list[str]) -> dict[str, Any]:
+    """Fits cases on one rank."""
+    results = {}
+    for name in names:
+        training, held_out = everything(name, size)
+        results[name] = fitted(name, training[rank], held_out[rank])
+    return results
+
+
+def fit_cases_alone(size: int, names: list[str]) -> dict[str, Any]:
+    """Fits the same in one process, on the shares one after another."""
+    results = {}
+    for name in names:
+        training, held_out = everything(name, size)
+        joined = in_steps(training) if name in STEPS else [*chain(*training)]
+        results[name] = fitted(name, joined, [*chain(*held_out)])
+    return results
+
+
+def padded(rank: int, size: int, samples: int) -> dict[str, Any]:
+    """Fits on the share of a `DistributedSampler` that repeats samples."""
+    dataset = TensorDataset(*data(1, samples, 1))
+    sampler = DistributedSampler(dataset, size, rank, shuffle=False)
+    return numbers(lw.fit(network(1), DataLoader(dataset, 3, sampler=sampler), lw.KFAC()))
+
+
+def other_fits(rank: int, size: int) -> dict[str, Any]:
+    """Fits after a former fit, at positions, with a sharded network, and with all data on every rank."""
+    training, _ = everything("default", size)
+    loader = [batch[:2] for batch in training[rank]]
+    return others(loader) | {"sharded": refused(sharded), "same data": same_data(rank, size)}
+
+
+def others(loader: Any) -> dict[str, Any]:
+    """Returns the numbers of fits that begin with another one, and of one whose outputs have positions."""
+    first = lw.fit(network(3), loader, lw.KFAC(), prior_precision=1.0)
+    rows = lw.fit(network(3), loader, lw.Full("primal"), prior_precision=1.0)
+    places = [(x[:, None].expand(-1, 2, -1), y[:, None].expand(-1, 2)) for x, y in loader]
+    further = {
+        "update": first.update(loader), "update of rows": rows.update(loader, tune=lw.Evidence()),
+        "prior": lw.fit(network(3), loader, prior=first),
+    }  # fmt: skip
+    positions = lw.fit(network(3), places, lw.KFAC())
+    return {**{name: numbers(fit) for name, fit in further.items()}, "positions": positions.prior.precision}
+
+
+def sharded() -> None:
+    """Fits a network whose weights are sharded."""
+    from torch.distributed.fsdp import fully_shard
+
+    lw.fit(fully_shard(network(3)), [(torch.zeros(2, 4, dtype=torch.float64), torch.tensor([0, 1]))])
+
+
+def same_data(rank: int, size: int) -> str:
+    """Returns what is logged where every rank shows all data."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign, assignment]
+    logging.getLogger("lapwing").addHandler(handler)
+    lw.fit(network(3), data(3, 10, 0), lw.KFAC(), tune=None)
+    logging.getLogger("lapwing").removeHandler(handler)
+    return " ".join(record.getMessage() for record in records)
+
+
+class Failing(list):
+    """Batches that raise half-way."""
+
+    def __iter__(self) -> Any:
+        yield self[0]
+        raise OSError("the disk is gone")
+
+
+def refused(function: Callable[[], Any]) -> str:
+    """Returns the error that a function raises."""
+    try:
+        function()
+    except (lw.LapwingError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def fail(rank: int, size: int) -> dict[str, str]:
+    """Fails on the highest rank alone, in several ways."""
+    training, _ = everything("default", size)
+    loader: Any = [batch[:2] for batch in training[rank]]
+    other, highest = network(3), rank == size - 1
+    if highest:
+        other[0].weight.data += 1
+    errors = {
+        "while it loads": refused(lambda: lw.fit(network(3), Failing(loader) if highest else loader, lw.KFAC())),
+        "other weights": refused(lambda: lw.fit(other, loader, lw.KFAC())),
+        "another method": refused(lambda: lw.fit(network(3), loader, lw.Diagonal() if highest else lw.KFAC())),
+        "another shape": refused(lambda: lw.fit(network(3), [(x[:, :3], y) for x, y in loader] if highest else loader)),
+    }
+    return errors | {"then": refused(lambda: lw.fit(network(3), loader, lw.KFAC()))}
+
+
+def die(rank: int, size: int) -> str:
+    """Kills the highest rank in the middle of a pass."""
+
+    class Deadly(list):
+        def __iter__(self) -> Any:
+            yield self[0]
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    training, _ = everything("default", size)
+    loader = [batch[:2] for batch in training[rank]]
+    return refused(lambda: lw.fit(network(3), Deadly(loader) if rank == size - 1 else loader, lw.KFAC()))
+
+
+def run(folder: Path, size: int, tasks: Sequence[tuple[Any, ...]], seconds: float = 60.0) -> list[list[Any] | None]:
+    """Runs functions on the ranks of a gloo group; returns what each of them returned, by rank; None where it died.
+
+    Args:
+        folder: for files.
+        size: how many ranks.
+        tasks: a function of this file and its arguments after rank and size.
+        seconds: the timeout of the group.
+    """
+    context = multiprocessing.get_context("spawn")
+    group = [context.Process(target=_rank, args=(folder, rank, size, tasks, seconds)) for rank in range(size)]
+    for process in group:
+        process.start()
+    for process in group:
+        process.join()
+    paths = [folder / f"{rank}.pt" for rank in range(size)]
+    return [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
+
+
+def _rank(folder: Path, rank: int, size: int, tasks: Sequence[tuple[Any, ...]], seconds: float) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", f"file://{folder}/group", timedelta(seconds=seconds), rank=rank, world_size=size
+    )
+    torch.save([function(rank, size, *arguments) for function, *arguments in tasks], folder / f"{rank}.pt")
