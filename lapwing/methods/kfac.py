@@ -174,8 +174,9 @@ def _eigenbases(state: Factors, columns: int, centred: bool, device: torch.devic
             del state.A[name], state.Gamma[name]
     for name, source in sources.items():
         own: dict[str, Any] = vars(bases[name].factors) if name in bases else {}
-        parts: dict[str, Any] = ranks.decided(f"the eigenbasis of {name}", own, source)
-        factors = KroneckerFactors(**{key: part if part is None else part.to(device) for key, part in parts.items()})
+        parts = ranks.decided(f"the eigenbasis of {name}", own, source)
+        here: dict[str, Any] = {key: part if part is None else part.to(device) for key, part in parts.items()}
+        factors = KroneckerFactors(**here)
         bases[name] = KroneckerBlock(factors.products(), factors)
     return bases
 
