@@ -84,7 +84,8 @@ class Full(Method):
         kept = outline.stored(LowRankWithResidual, basis, torch.float64)
         fit += outline.decomposed(singular(rows, size))
         scratch = max(12 * numbers, 8 * rows * rank) + 80 * rank**2
-        return Cost(fit, projection(outline, rank, "prior"), kept, kept + 8 * numbers + scratch)
+        peak = 8 * numbers + max(kept + scratch, outline.chunk(torch.float64))
+        return Cost(fit, projection(outline, rank, "prior"), kept, peak)
 
 
 @dataclass
