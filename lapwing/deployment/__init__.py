@@ -83,6 +83,11 @@ def deploy(
             f"lw.deploy takes a posterior first, not {batches.describe(posterior)}. Write "
             "lw.deploy(lw.fit(model, loader), x)."
         )
+    if posterior.tangent.positions is not None:
+        raise LapwingError(
+            f"The outputs of {type(posterior.model).__name__} have positions, and a deployed network returns one row "
+            "for each input. Predict with posterior.predict(x), or with via=lw.Streamlined()."
+        )
     streamlined, factor, linearised = _exported_way(via)
     check_choice("lw.deploy", "outputs", outputs, ("prediction", "latent"))
     x = with_tensors(batches.inputs_of(x) if isinstance(x, Mapping) else x, posterior.tangent.model)

@@ -468,8 +468,6 @@ def test_targets_that_do_not_fit_are_refused(change, said):
 def test_what_does_not_take_positions_says_so():
     model, loader, x = case("3x3")
     posterior = lw.fit(model, loader)
-    with pytest.raises(lw.LapwingError, match=r"lw.Linearized\(\)"):
-        posterior.predict(x, via=lw.Streamlined())
     with pytest.raises(lw.LapwingError, match="joint"):
         posterior.latent(x, joint=True)
     with pytest.raises(lw.LapwingError, match="positions"):

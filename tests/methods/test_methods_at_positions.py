@@ -473,3 +473,38 @@ def test_held_out_data_tune_each(method):
         assert posterior.predict(x).probs.isfinite().all()
         plan = lw.plan(model, loader, method, params=params)
         assert plan.predict_passes > 0
+
+
+# --- streamlined -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tagger", "transformer", "1x1", "3x3", "transposed"])
+def test_streamlined_moments_of_a_last_layer_are_the_linearised_ones(name):
+    model, loader, x = case(name)
+    posterior = lw.fit(model, loader, lw.KFAC(), params=lw.last_layer, prior_precision=2.0)
+    wanted = posterior.latent(x)
+    full, fast = (posterior.latent(x, via=lw.Streamlined(mode)) for mode in ("full", "diagonal"))
+    close(full.covariance, wanted.covariance, 1e-8)
+    if name != "transposed":  # whose factors the diagonal mode takes as a diagonal
+        close(fast.variance, wanted.variance, 1e-8)
+    close(fast.mean, model(x).detach())
+    assert posterior.predict(x, via=lw.Streamlined()).probs.shape == model(x).shape
+
+
+@pytest.mark.parametrize("name", ["tagger", "3x3"])
+def test_streamlined_moments_of_all_weights_near_certainty(name):
+    model, loader, x = case(name)
+    posterior = lw.fit(model, loader, lw.Diagonal(), prior_precision=1e6)
+    wanted = posterior.latent(x).covariance
+    close(posterior.latent(x, via=lw.Streamlined("full")).covariance, wanted, 1e-4)
+    in_chunks = lw.fit(model, loader, lw.Diagonal(), prior_precision=1e6, memory=2**24)
+    many = x.repeat(60, *[1] * (x.ndim - 1))
+    first = in_chunks.latent(many, via=lw.Streamlined()).variance[:2]
+    close(first, posterior.latent(x, via=lw.Streamlined()).variance)
+
+
+def test_the_scale_factor_of_streamlined_maps():
+    model, loader, x = case("3x3")
+    posterior = lw.fit(model, loader, lw.KFAC(), prior_precision=2.0)
+    way = lw.scale_factor(posterior, loader)
+    assert posterior.predict(x, via=way).entropy().shape == (2, 2, 3)

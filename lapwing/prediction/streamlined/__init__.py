@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...covariance import Covariance, Latent
+from ...covariance.positions import LatentAtPositions
 from ...covariance.terms import DenseTerm
 from ...errors import LapwingError, is_one_of, shown
 from ...network import batches
@@ -70,7 +71,7 @@ class Streamlined(Way):
     Attributes:
         covariance: what is kept of hidden tensors: "diagonal", their variances, or "full", their covariances within a
             sample. Outputs have covariances (B, C, C) in either case where a linear layer gives them; else "diagonal"
-            has their variances alone.
+            has their variances alone, as it has at positions.
         residual: the two sides of a sum that share an input: "independent", as in the paper, or "correlated", which
             adds `2 Cov[x, h]`. None: correlated in full mode, independent in diagonal mode, where correlations cost as
             many forward-mode passes of a branch as its input has numbers a sample.
@@ -140,7 +141,9 @@ class Streamlined(Way):
         """Whether the two sides of a sum are correlated."""
         return self.covariance == "full" if self.residual is None else self.residual == "correlated"
 
-    def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool = False) -> Latent:
+    def latent(
+        self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool = False
+    ) -> Latent | LatentAtPositions:
         """Returns the latent Gaussian at one batch, differentiable in inputs that require gradients.
 
         Raises:
@@ -153,13 +156,17 @@ class Streamlined(Way):
                 "Pass via=lw.Linearized(), or joint=False."
             )
         values, spreads = separate(inputs)
-        return self.propagate(tangent, covariance, values, spreads)
+        latent, positions = self.propagate(tangent, covariance, values, spreads), tangent.positions
+        if positions is None:
+            return latent
+        sizes = positions.sizes(tangent.outputs_of(batches.take(values, slice(0, 1))).shape)
+        return LatentAtPositions(latent, positions.places(batches.size(values), sizes))
 
     @outside_modes
     def propagate(
         self, tangent: Tangent, covariance: Covariance, inputs: Any, input_variances: Mapping[int, Tensor] | None = None
     ) -> Latent:
-        """Returns the latent Gaussian where some inputs are uncertain too, `x ~ N(x, Σ_x)`.
+        """Returns the latent Gaussian where some inputs are uncertain too, `x ~ N(x, Σ_x)`; positions are rows of it.
 
         Args:
             tangent: the network.
@@ -191,7 +198,7 @@ class Streamlined(Way):
                 "infinite: this posterior is so wide that they overflow between the layers. Take one with a larger "
                 "prior precision, such as posterior.with_prior(100.0). Or predict with via=lw.Linearized()."
             )
-        return Latent(mean.to(tangent.dtype), (DenseTerm(matrix.to(tangent.dtype)),))
+        return Latent(mean.to(tangent.dtype).reshape(matrix.shape[:2]), (DenseTerm(matrix.to(tangent.dtype)),))
 
     def _check_batch(self, tangent: Tangent, inputs: Any, variances: Mapping[int, Tensor]) -> None:
         check_mode(tangent.model)

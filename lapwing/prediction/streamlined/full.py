@@ -119,7 +119,7 @@ class FullProgram:
                 (B, n, n).
 
         Returns:
-            Means (B, C) and covariances (B, C, C).
+            Means (B, C) and covariances (B, C, C); of outputs with positions (B, T C) and (B T, C, C).
         """
         program, samples = self._program, batches.size(inputs)
         start = program.start(inputs, variances)
@@ -133,8 +133,12 @@ class FullProgram:
             known[name, name] = spread
         for place, call in enumerate(self._calls):
             self._run_call(place, call, values, known, samples)
-        output = program.graph.output
-        return values[output], known[output, output]
+        output, width = program.graph.output, program.width
+        matrix = known[output, output]
+        if width is not None:  # within each position
+            matrix = matrix.unflatten(2, (-1, width)).unflatten(1, (-1, width)).diagonal(dim1=1, dim2=3)
+            matrix = matrix.movedim(-1, 1).flatten(0, 1)
+        return values[output], matrix
 
     def _run_call(
         self, place: int, call: Call, values: dict[str, Any], known: dict[tuple[str, str], Tensor], samples: int

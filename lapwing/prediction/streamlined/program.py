@@ -71,7 +71,9 @@ def build(
     sites = {
         node.name: Site(node, roles_of(node, treated), way.attention, network, layouts, correlated) for node in calls
     }
-    return Program(graph, steps, sites, treated, dtype, network, way, axes, layouts if correlated else {})
+    positions = tangent.positions
+    width = None if positions is None else positions.outputs
+    return Program(graph, steps, sites, treated, dtype, network, way, axes, layouts if correlated else {}, width)
 
 
 def _check_forward_mode(network: str, steps: Schedule, treated: Mapping[str, Any], way: Streamlined) -> None:
@@ -152,6 +154,7 @@ class Program:
         way: the options that it was built for.
         axes: where the samples are, for the correlations of branches and calls without a rule.
         layouts: name of a value -> its dimensions, where positions are correlated.
+        width: C of outputs with positions, (B, T C); None of others.
         ends: names of the steps at the end that have covariances.
         bytes_per_sample: what the largest step holds for one sample, estimated.
     """
@@ -165,6 +168,7 @@ class Program:
     way: Streamlined
     axes: SampleAxes | None = None
     layouts: Mapping[str, Layout] = field(default_factory=dict, repr=False)
+    width: int | None = None
 
     def __post_init__(self) -> None:
         """Reads the end of the network, and after which step each value is no longer needed."""
@@ -191,7 +195,8 @@ class Program:
             variances: place of an uncertain input among the leaves -> its variances, in its shape.
 
         Returns:
-            Means (B, C) and covariances (B, C, C), diagonal unless the last layer gives others.
+            Means (B, C) and covariances (B, C, C), diagonal unless the last layer gives others; of outputs with
+            positions (B, T C) and (B T, C, C).
         """
         samples = batches.size(inputs)
         values = self.start(inputs, variances)
@@ -200,7 +205,10 @@ class Program:
             for name in freed:
                 values.pop(name, None)
         output: Moments = values[self.graph.output]
-        return output.mean, torch.diag_embed(output.variance) if output.covariance is None else output.covariance
+        if output.covariance is not None:
+            return output.mean, output.covariance
+        variance = output.variance if self.width is None else output.variance.reshape(-1, self.width)
+        return output.mean, torch.diag_embed(variance)
 
     def start(self, inputs: Any, variances: Mapping[int, Tensor]) -> dict[str, Value]:
         """Returns the values of all placeholders, treated parameters and uncertain inputs with their moments."""
@@ -293,7 +301,7 @@ class Program:
         outputs = max((shape_of(step.node)[-1] for step in steps[-1:] if shape_of(step.node)), default=1)
         sources = (s.name for step in steps if step.node.name in self.ends for s in step.node.all_input_nodes)
         weights = max((self.graph.tensors[name].numel() for name in sources if name in self.graph.tensors), default=0)
-        return 8 * largest + 4 * outputs**2 + 2 * weights
+        return 8 * largest + 4 * outputs * (self.width or outputs) + 2 * weights
 
 
 def _ends(schedule: Schedule) -> frozenset[str]:
