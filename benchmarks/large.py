@@ -1,4 +1,4 @@
-"""Networks of 11 and of 124 million weights, with random weights: time, memory and file sizes of their posteriors.
+"""Networks of 11 to 124 million weights, with random weights: time, memory and file sizes of their posteriors.
 
     python -m benchmarks.large                       # all cases, into results/large.json
     python -m benchmarks.large --case resnet18-KFAC  # one case in this process, as JSON
@@ -60,11 +60,12 @@ def resnet18() -> nn.Module:
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
 
 
-def gpt2() -> nn.Module:
+def gpt2(blocks: int = 12) -> nn.Module:
     """Returns GPT-2 with a classification head for two classes."""
     from transformers import GPT2Config, GPT2ForSequenceClassification
 
-    return GPT2ForSequenceClassification(GPT2Config(num_labels=2, pad_token_id=50256, use_cache=False))
+    config = GPT2Config(n_layer=blocks, num_labels=2, pad_token_id=50256, use_cache=False)
+    return GPT2ForSequenceClassification(config)
 
 
 def images(samples: int) -> list[Any]:
@@ -80,9 +81,12 @@ def texts(samples: int) -> list[Any]:
 
 
 Network = tuple[Callable[[], nn.Module], Callable[[int], list[Any]], int]
-NETWORKS: dict[str, Network] = {"resnet18": (resnet18, images, 64), "gpt2": (gpt2, texts, 32)}
-CASES = [f"{network}-{method}" for network in NETWORKS for method in METHODS]
-LONG = "resnet18_5000-KFAC"
+NETWORKS: dict[str, Network] = {
+    "resnet18": (resnet18, images, 64),
+    "gpt2": (gpt2, texts, 32),
+    "gpt2 of one block": (lambda: gpt2(1), texts, 32),
+}
+CASES = [f"{network}-{method}" for network in NETWORKS for method in METHODS] + ["resnet18_5000-KFAC"]
 
 
 def resident(what: str = "VmRSS") -> int:
@@ -144,7 +148,7 @@ def main(arguments: list[str]) -> None:
         print(json.dumps(case(options.case)))
         return
     results = {}
-    for name in options.names or [*CASES, LONG]:
+    for name in options.names or CASES:
         command = [sys.executable, "-m", "benchmarks.large", "--case", name]
         out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         results[name] = json.loads(out.splitlines()[-1])

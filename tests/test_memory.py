@@ -13,7 +13,9 @@ import lapwing as lw
 from benchmarks.cost import cnn, mlp
 from benchmarks.measure import LiveBytes
 from lapwing.covariance import Latent
+from lapwing.covariance.structures import condensed
 from lapwing.covariance.terms import DenseTerm, EigenTerm, FactoredTerm
+from lapwing.posterior.prior import Prior
 
 BUDGET = 2**24
 METHODS = (
@@ -138,3 +140,19 @@ def parts(whole: Latent, lengths: tuple[int, ...]) -> Iterator[Latent]:
                 terms.append(EigenTerm(term.basis, term.scale[rows]))
         yield Latent(whole.mean[rows], tuple(terms))
         start += length
+
+
+def test_eigenvalues_are_condensed_and_a_prior_mean_kept_without_copies() -> None:
+    eigenvalues = torch.rand(2**21, generator=torch.Generator().manual_seed(0))
+    with LiveBytes() as live:
+        points, weights = condensed(eigenvalues)
+    assert live.peak < 5 * eigenvalues.nbytes  # twice in float64: the logarithms, joined from parts
+    assert weights is not None
+    torch.testing.assert_close(
+        torch.log1p(points) @ weights, torch.log1p(eigenvalues.double()).sum(), rtol=1e-6, atol=0.0
+    )
+    tangent = lw.fit(nn.Linear(500, 2).eval(), [(torch.randn(4, 500), torch.tensor([0, 1, 0, 1]))]).tangent
+    with LiveBytes() as live:
+        prior = Prior.read(tangent, 1.0, 0.5)
+    assert live.peak < 200
+    assert all((mean == 0.5).all() for mean in prior.mean.values())

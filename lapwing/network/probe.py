@@ -323,7 +323,7 @@ def _compare_with_autograd(
                     matrix = use.use.matrix()
                     bias = role == "bias" and matrix is not None
                     single = Block(name, (name,), (tuple(total.shape),), use.use.family, matrix, bias)
-                    total = total + single.split(jacobian.sum_rows()[0])[name]
+                    total += single.split(jacobian.sum_rows()[0])[name]
         eps = torch.finfo(truth[name].dtype).eps
         allowed = 3 * eps**0.5 * truth[name].to(total.dtype).norm() + 100 * eps * total.numel() ** 0.5
         if not reasons[name] and (total - truth[name]).norm() > allowed:
