@@ -18,6 +18,7 @@ foreign documents.
 from __future__ import annotations
 
 import argparse
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from benchmarks.lora import words
 from benchmarks.measure import RESULTS, write
 from benchmarks.positions_data import saved, with_tables
 from lapwing.evaluation.metrics import auroc, expected_calibration_error
@@ -37,6 +37,11 @@ SEED = 0
 RESULT = RESULTS / "answers.json"
 PAGE = Path(__file__).parents[1] / "docs" / "likelihoods.md"
 WORDS, PIECE, LONGEST = 3000, 12, 40
+
+
+def words(text: str) -> list[str]:
+    """Returns words and marks in lower case."""
+    return re.findall(r"[a-z0-9']+|[^\sa-z0-9']", text.lower())[:LONGEST]
 
 
 class Reader(nn.Module):

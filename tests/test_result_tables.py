@@ -1,26 +1,33 @@
-"""The tables of docs/positions.md are those of the results, and the script that made them runs."""
+"""Tables on pages are those of the results, and the scripts that made them run."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from benchmarks.positions_data import PAGE, RESULT, TASKS, tagging, with_tables
+from benchmarks import answers, positions_data
 
 
-def test_the_pages_tables_are_those_of_the_results():
-    results = json.loads(RESULT.read_text())["results"]
-    assert set(results) == set(TASKS)
-    text = PAGE.read_text(encoding="utf-8")
-    assert text == with_tables(text, results)
+@pytest.mark.parametrize(
+    ("script", "tasks"),
+    [(positions_data, set(positions_data.TASKS)), (answers, set(answers.TASKS))],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_tables_of_a_page_are_those_of_the_results(script: ModuleType, tasks: set[str]) -> None:
+    results = json.loads(script.RESULT.read_text())["results"]
+    text = script.PAGE.read_text(encoding="utf-8")
+    assert set(results) == tasks
+    assert all(f"<!-- table of {task} -->" in text for task in tasks)
+    assert text == positions_data.with_tables(text, results)
 
 
 @pytest.mark.slow
 def test_a_small_run_of_the_tagger(data_folder: Path) -> None:
-    rows = tagging(0.02)
+    rows = positions_data.tagging(0.02)
     assert len(rows) == 5
     for row in rows.values():
         assert math.isfinite(row["NLL"])
@@ -28,3 +35,13 @@ def test_a_small_run_of_the_tagger(data_folder: Path) -> None:
         assert 0 <= row["accuracy"] <= 1
     alone, validated = rows["network alone"], rows["`lw.fit(..., validation=)`"]
     assert abs(validated["accuracy"] - alone["accuracy"]) < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", answers.TASKS)
+def test_a_small_run_of_answers(data_folder: Path, task: str) -> None:
+    rows = answers.TASKS[task](0.02)
+    assert len(rows) == 6
+    for row in rows.values():
+        assert math.isfinite(row["NLL"])
+        assert all(0 <= error <= 1 for error in row["ECE of each label"])
