@@ -138,9 +138,7 @@ def tried(count: int, seed: int = SEED) -> dict[str, dict[str, Tally]]:
 
 def main() -> None:
     """Tries all faults, prints and writes the results."""
-    results = {
-        kind: {name: asdict(tally) for name, tally in tallies.items()} for kind, tallies in tried(KILLS).items()
-    }
+    results = {kind: {name: asdict(tally) for name, tally in tallies.items()} for kind, tallies in tried(KILLS).items()}
     for kind, tallies in results.items():
         for name, tally in tallies.items():
             print(f"{kind:10} {name:12} " + ", ".join(f"{count} {what}" for what, count in tally.items()))

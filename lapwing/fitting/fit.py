@@ -215,7 +215,7 @@ def fit(
             "the network": tangent.state(), "the parameters": tangent.blocks, "the method": method,
             "the likelihood": likelihood, "the prior": read, "data_size": data_size, "temperature": temperature,
             "sample_weights": sample_weights, "forward": forward, "memory": tangent.memory, "seed": seed,
-            "the kind of tuning": [traces, 0 if tune is None else tune.prefixes],
+            "the tuning": [traces, 0 if tune is None else tune.prefixes],
         })  # fmt: skip
     count = length_of(loader) or 0
     expect(method.expected_batches(count) + (0 if tune is None else tune.expected_batches(count)))

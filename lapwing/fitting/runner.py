@@ -190,6 +190,7 @@ class Runner:
                 if notes:
                     at.summary.add(problem.likelihood, **batch.rows())
                 if at.taken == step.steps or step.converged(at.state):
+                    here.advance()
                     return
             self._check_size(at.start, f"to the pass '{step.label}'")
             at.whole, at.rounds, at.batches, at.start = True, at.rounds + 1, 0, 0

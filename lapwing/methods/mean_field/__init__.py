@@ -102,8 +102,8 @@ class MeanField(Method):
         )  # fmt: skip
 
     def expected_batches(self, count: int) -> int:
-        """Returns the steps."""
-        return self.steps
+        """Returns the steps, and those of the pass for the likelihood."""
+        return self.steps + count
 
     def cost(self, outline: Outline) -> Cost:
         """Returns the cost of the steps, each a forward and a backward pass with layers run twice."""
