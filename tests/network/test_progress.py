@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import subprocess
 import sys
 from typing import Any, ClassVar
 
@@ -116,8 +115,3 @@ def test_long_passes_have_a_line_in_the_log(caplog: pytest.LogCaptureFixture, mo
         lw.fit(model, loader, lw.KFAC())
     assert "Kronecker factors: 3 batches in 0 s." in caplog.text
     assert any(line.startswith("Tuned in 0.") and " s of 0." in line for line in caplog.messages)
-
-
-def test_importing_lapwing_imports_no_bar() -> None:
-    code = "import sys, lapwing; assert not {'tqdm.auto', 'tqdm.notebook', 'IPython'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
