@@ -32,7 +32,7 @@ from ..methods.rows import class_labels
 from ..methods.state import DataSummary, S, State
 from ..network import batches, ranks
 from ..network.loaders import WeightedLoader, other_size, sampler_size
-from ..network.progress import Stage, counted, length_of, stage
+from ..network.progress import Stage, length_of, stage, tracked
 from .checkpoint import Checkpoint, Standing, rest_of
 
 
@@ -67,7 +67,7 @@ class Runner:
         """Returns the n class labels, -1 where targets are none; goes through the loader the first time."""
         if self._labels is None:
             parts = [torch.zeros(0, dtype=torch.int64)]
-            for batch in counted(self._loader, "labels"):
+            for batch in tracked(self._loader, "labels"):
                 parts.append(class_labels(*batches.split(batch)))
             own = torch.cat(parts)
             self._check_size(len(own), "to the count")
@@ -125,8 +125,7 @@ class Runner:
         def through() -> None:  # once more, with shorter chunks, where the device runs out of memory
             problem.root.generator.set_state(drawn)
             self._at = self._begin(step, problem)
-            if not self._at.finished:
-                self._go_through(step, problem)
+            self._go_through(step, problem)
 
         problem.tangent.retried(through)
         state, self._at.state = self._at.state, State()  # the method may use it up
@@ -135,16 +134,22 @@ class Runner:
     def _go_through(self, step: Pass, problem: Problem) -> None:
         """Takes the pass from where it stands to its end."""
         at = self._at
-        if isinstance(step, SumPass):
-            self._sum(step, problem)
-        elif isinstance(step, IteratePass):
-            notes = not at.whole
-            self._iterate(step, problem)
-            if notes and self._share is not None:
-                at.summary = self._whole(step, at.summary, problem)
-        at.finished = True
-        if self._checkpoint is not None:
-            self._checkpoint.keep(step.label, self._standing(), again=isinstance(step, Landmark))
+        if not isinstance(step, Landmark):
+            count = length_of(self._loader) if isinstance(step, SumPass) else step.steps
+            with stage(step.label, count) as here:
+                if not at.finished:
+                    here.skip(at.taken or at.batches)
+                    if isinstance(step, SumPass):
+                        self._sum(step, problem, here)
+                    else:
+                        notes = not at.whole
+                        self._iterate(step, problem, here)
+                        if notes and self._share is not None:
+                            at.summary = self._whole(step, at.summary, problem)
+        if not at.finished:
+            at.finished = True
+            if self._checkpoint is not None:
+                self._checkpoint.keep(step.label, self._standing(), again=isinstance(step, Landmark))
 
     def _begin(self, step: Pass, problem: Problem) -> Standing:
         """Returns where a pass begins: at no data, or where a checkpoint says."""
@@ -171,12 +176,11 @@ class Runner:
         self._at.generators = {name: generator.get_state() for name, generator in self._generators.items()}
         return self._at
 
-    def _sum(self, step: SumPass[Any], problem: Problem) -> None:
+    def _sum(self, step: SumPass[Any], problem: Problem, here: Stage) -> None:
         at, notes = self._at, not self._at.whole and step.limit is None
         if notes and not at.batches:
             at.summary = DataSummary()
-        with torch.no_grad(), stage(step.label, length_of(self._loader)) as here:
-            here.skip(at.batches)
+        with torch.no_grad():
             for batch in self._batches(step, problem, here):
                 step.update(at.state, batch)
                 samples = batch.start + batches.size(batch.inputs)
@@ -197,23 +201,22 @@ class Runner:
             )
         at.whole = at.whole or step.limit is None
 
-    def _iterate(self, step: IteratePass[Any], problem: Problem) -> None:
+    def _iterate(self, step: IteratePass[Any], problem: Problem, here: Stage) -> None:
         at, generator = self._at, self._generators["steps"]
-        with stage(step.label, step.steps) as here:
-            here.skip(at.taken)
-            while at.taken < step.steps and not step.converged(at.state):
-                notes = not at.whole and not at.rounds
-                if notes and not at.batches:
-                    at.summary = DataSummary()
-                for batch, counts in self._in_steps(step, problem, here):
-                    step.step(at.state, batch, generator)
-                    at.taken += 1
-                    if notes and counts:
-                        at.summary.add(problem.likelihood, **batch.rows())
-                    if at.taken == step.steps or step.converged(at.state):
-                        return
-                self._check_size(at.start, f"to the pass '{step.label}'")
-                at.whole, at.rounds, at.batches, at.start = True, at.rounds + 1, 0, 0
+        while at.taken < step.steps and not step.converged(at.state):
+            notes = not at.whole and not at.rounds
+            if notes and not at.batches:
+                at.summary = DataSummary()
+            for batch, counts in self._in_steps(step, problem, here):
+                step.step(at.state, batch, generator)
+                at.taken += 1
+                if notes and counts:
+                    at.summary.add(problem.likelihood, **batch.rows())
+                if at.taken == step.steps or step.converged(at.state):
+                    here.advance()
+                    return
+            self._check_size(at.start, f"to the pass '{step.label}'")
+            at.whole, at.rounds, at.batches, at.start = True, at.rounds + 1, 0, 0
 
     def _stops(self) -> frozenset[int]:
         """Numbers of samples after which sums are kept: n, a half, a quarter, ... of them."""

@@ -18,7 +18,7 @@ from ..network import batches
 from ..network.batches import Forward
 from ..network.eager import LOCK, parameters_of, uncompiled
 from ..network.loaders import check_progress, checked_batches, other_size
-from ..network.progress import counted, progress_bar
+from ..network.progress import progress_bar, tracked
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.prior import Prior
@@ -95,7 +95,7 @@ def constructed(
     tangent = Tangent.survey(model, inputs, lambda name, _: name in names, forward, memory, targets=targets)
     summary = DataSummary()
     with progress_bar(progress):
-        for inputs, targets in checked_batches(tangent.model, counted(loader, "likelihood")):
+        for inputs, targets in checked_batches(tangent.model, tracked(loader, "likelihood")):
             rows = Batch(tangent, inputs, targets, summary.samples).rows()
             if not summary.samples:
                 check_logits(likelihood, rows["outputs"], next(tangent.model.parameters()).dtype)
