@@ -130,7 +130,9 @@ def continued(
         network = {"the network": tangent.state(), "the parameters": tangent.blocks}
         checkpoint.open(loader, (inputs, targets), {**network, "the prior": formerly, "memory": tangent.memory})
     with checkpoint or nullcontext():
-        whole = with_further(prior, tangent, WeightedLoader(loader) if sample_weights else loader, checkpoint)
+        whole = with_further(
+            prior, tangent, WeightedLoader(loader, ranks.several()) if sample_weights else loader, checkpoint
+        )
     return replace(
         whole, prior=Prior(prior.prior.precision, former.mean(), fixed=True), noise_fixed=True, history={},
         method=prior.method.removesuffix(AFTER) + AFTER, stamp=Stamp.of(tangent.state()),
