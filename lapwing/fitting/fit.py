@@ -201,7 +201,7 @@ def fit(
         prior_precision = (data_size or runner.count()) * weight_decay
     read = Prior.read(tangent, prior_precision, prior_mean)
     _check_noise(likelihood, tangent)
-    ranks.check_same_network(tangent.state())
+    ranks.check_same_network(tangent.model, tangent.state())
     generator = torch.Generator(tangent.device).manual_seed((seed + ranks.rank()) % 2**63)  # each rank draws its own
     _, spread = root_columns(tangent)
     root = FisherRoot(likelihood, tangent.outputs, generator, spread)

@@ -46,7 +46,7 @@ def with_further(
         )
     likelihood = posterior.likelihood
     runner = Runner(loader, checkpoint=checkpoint)
-    ranks.check_same_network(tangent.state())
+    ranks.check_same_network(tangent.model, tangent.state())
     seed = posterior.samples  # draws for the further data are not those for the data so far
     generator = torch.Generator(tangent.device).manual_seed(seed + ranks.rank())
     traces = bool(getattr(posterior.covariance, "traces", torch.zeros(1)).any())
