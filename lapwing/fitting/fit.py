@@ -79,6 +79,9 @@ def fit(
 ) -> Posterior:
     """Fits a Gaussian `N(θ̂, Σ)` over the weights of a trained network, which is not touched.
 
+    Where `torch.distributed` is initialised with several ranks, each of them calls it with a loader of its own share of
+    the data, and all get the posterior of the joined data: docs/scaling.md.
+
     Args:
         model: the trained network, in eval mode. Outputs (B, C), or with positions: (B, T, C), (B, C, H, W) or
             (B, C, D, H, W), with targets (B, T), (B, H, W), (B, D, H, W), or of the shape of the outputs.
@@ -169,7 +172,7 @@ def fit(
         tune = validation_tuning(validation, other, data, (inputs, targets))
     if data_size is not None:
         _check_data_size(data_size, known_size(loader) or 0)
-    training = WeightedLoader(loader) if sample_weights else loader
+    training = WeightedLoader(loader, ranks.several()) if sample_weights else loader
     likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
     if likelihood.plain is not likelihood:
         log.info(
@@ -193,7 +196,7 @@ def fit(
         prior_precision = (data_size or runner.count()) * weight_decay
     read = Prior.read(tangent, prior_precision, prior_mean)
     _check_noise(likelihood, tangent)
-    ranks.check_same_network(tangent.state())
+    ranks.check_same_network(tangent.model, tangent.state())
     generator = torch.Generator(tangent.device).manual_seed((seed + ranks.rank()) % 2**63)  # each rank draws its own
     _, spread = root_columns(tangent)
     root = FisherRoot(likelihood, tangent.outputs, generator, spread)

@@ -46,7 +46,7 @@ def with_further(
         )
     likelihood = posterior.likelihood
     runner = Runner(loader, checkpoint=checkpoint)
-    ranks.check_same_network(tangent.state())
+    ranks.check_same_network(tangent.model, tangent.state())
     seed = posterior.samples  # draws for the further data are not those for the data so far
     generator = torch.Generator(tangent.device).manual_seed(seed + ranks.rank())
     traces = bool(getattr(posterior.covariance, "traces", torch.zeros(1)).any())
@@ -125,7 +125,7 @@ def continued(
     )
     if tangent.blocks != former.blocks or tangent.outputs != former.outputs:
         raise _other_network(tangent.model, former)
-    training = WeightedLoader(loader) if sample_weights else loader
+    training = WeightedLoader(loader, ranks.several()) if sample_weights else loader
     if checkpoint is not None:
         formerly = {"covariance": prior.covariance.tensors(), "method": prior.method, "samples": prior.samples}
         network = {"the network": tangent.state(), "the parameters": tangent.blocks}

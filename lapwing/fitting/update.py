@@ -31,7 +31,7 @@ def updated(
     check_flag("posterior.update", "sample_weights", sample_weights)
     loader = ranks.share(as_loader(loader, posterior.model))
     ranks.joined_first_batch(loader)
-    loader = WeightedLoader(loader) if sample_weights else loader
+    loader = WeightedLoader(loader, ranks.several()) if sample_weights else loader
     expect(length_of(loader) or 0)
     whole = with_further(posterior, posterior.tangent, loader)
     return _checked(whole if tune is None else tune.tune(whole, Training()))

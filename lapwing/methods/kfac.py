@@ -177,10 +177,10 @@ def _eigenbases(state: Factors, columns: int, centred: bool, device: torch.devic
         else:
             del state.A[name], state.Gamma[name]
     for name, source in sources.items():
-        own: dict[str, Any] = vars(bases[name].factors) if name in bases else {}
+        own = vars(bases[name].factors) if name in bases else {}
         parts = ranks.decided(f"the eigenbasis of {name}", own, source)
-        here: dict[str, Any] = {key: part if part is None else part.to(device) for key, part in parts.items()}
-        factors = KroneckerFactors(**here)
+        moved: dict[str, Any] = {key: part if part is None else part.to(device) for key, part in parts.items()}
+        factors = KroneckerFactors(**moved)
         bases[name] = KroneckerBlock(factors.products(), factors)
     return bases
 

@@ -22,13 +22,14 @@ class WeightedLoader:
 
     Args:
         loader: yields what `batches.weighted` takes.
+        part: whether these are a part of the data, which may have no weight at all.
 
     Raises:
         LapwingError: while it is gone through, for weights that are none or all 0.
     """
 
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self.loader = loader
+    def __init__(self, loader: Iterable[Any], part: bool = False) -> None:
+        self.loader, self._part = loader, part
 
     def __iter__(self) -> Iterator[batches.Weighted]:
         total = 0.0
@@ -36,7 +37,7 @@ class WeightedLoader:
             weighted = batches.weighted(batch)
             total += float(weighted.weights.sum())  # type: ignore[union-attr]
             yield weighted
-        if not total:
+        if not (total or self._part):
             raise LapwingError(
                 "All sample weights are 0, so there are no data. Pass positive weights for some samples."
             )

@@ -22,12 +22,12 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from ..errors import LapwingError
 from . import batches
-from .loaders import WeightedLoader, first_batch, sampler_size
+from .loaders import WeightedLoader, first_batch, known_size
 from .stamp import fingerprint
 
 log = logging.getLogger("lapwing")
@@ -247,10 +247,15 @@ def agree(label: str, tensors: Iterable[Tensor]) -> None:
             value.copy_(buffer)
 
 
-def check_same_network(state: Mapping[str, Tensor]) -> None:
-    """Raises where the ranks have networks of different weights."""
+def check_same_network(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Raises where the ranks have networks of different weights, or a wrapper that is collective in every call."""
     if not several():
         return
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise LapwingError(
+            "The model is a DistributedDataParallel, whose calls wait for one another, and each process calls it as "
+            "often as its share needs. Pass the network inside: model.module."
+        )
     every = gathered("the weights", {name: fingerprint(value) for name, value in state.items()})
     for other, prints in enumerate(every):
         odd = [
@@ -260,8 +265,8 @@ def check_same_network(state: Mapping[str, Tensor]) -> None:
         ]  # fmt: skip
         if odd:
             raise LapwingError(
-                f"The network of process {other} has other weights than that of process 0: {odd[0]} differs. Load one "
-                "checkpoint in every process, or wrap the network in DistributedDataParallel while it is trained."
+                f"The network of process {other} has other weights than that of process 0: {odd[0]} differs. Load the "
+                "state dict of one process in all of them (training in parallel leaves batch norm's statistics apart)."
             )
 
 
@@ -280,15 +285,16 @@ class Share:
 
     def __iter__(self) -> Iterator[Any]:
         left = _without_padding(self.loader)
+        if left == 0:
+            return
         for batch in self.loader:
             if left is None:
                 yield batch
                 continue
             size = batches.size(batches.split(batch)[0])
-            if left:
-                yield batch if size <= left else batches.take(batch, slice(0, left))
-            left = max(0, left - size)
-            if not left:
+            yield batch if size <= left else batches.take(batch, slice(0, left))
+            left -= size
+            if left <= 0:
                 return
 
     def __len__(self) -> int:
@@ -355,7 +361,7 @@ def _without_padding(loader: Any) -> int | None:
 def _sizes(share: Share) -> list[int]:
     """Returns the sizes of a share's batches, without loading them where the sampler says."""
     loader = share.loader
-    count = sampler_size(loader) if isinstance(loader, DataLoader) else None
+    count = known_size(loader) if isinstance(loader, DataLoader) else None
     if count is None:
         return [size for size in (batches.size(batches.split(batch)[0]) for batch in share) if size]
     length, own = loader.batch_sampler.batch_size, _without_padding(loader)  # type: ignore[attr-defined]
