@@ -120,6 +120,22 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def double_device(device: torch.device) -> torch.device:
+    """Returns where float64 numbers of a device live: on the CPU for Apple's, which has none."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def placed(values: Tensor, device: torch.device) -> Tensor:
+    """Returns values on a device, those in float64 where it has them."""
+    return values.to(double_device(device) if values.dtype == torch.float64 else device)
+
+
+def doubled(values: Tensor) -> Tensor:
+    """Returns values in float64, on a device that has it."""
+    device = double_device(values.device)
+    return (values if device == values.device else values.to(device)).double()
+
+
 def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Decomposes a PSD matrix `M = U diag(λ) Uᵀ` in float64, rounding noise below zero clamped to 0.
 
@@ -135,16 +151,30 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     Cost: time O(n³), memory O(n²).
     """
     _check_finite(matrix)
-    matrix = matrix.double()
-    values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+    matrix = doubled(matrix)
+    values, vectors = _eigh((matrix + matrix.mT) / 2)
     return values.clamp_min(0.0), vectors
 
 
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Decomposes the lower triangles of symmetric matrices, on the CPU where the device fails."""
+    try:
+        return torch.linalg.eigh(matrix)
+    except RuntimeError as error:  # it does not converge, or runs out of memory
+        if matrix.device.type == "cpu":
+            raise
+        log.info("eigh of %s failed on %s, and goes on on the CPU: %s", tuple(matrix.shape), matrix.device, error)
+    values, vectors = torch.linalg.eigh(matrix.cpu())
+    return values.to(matrix.device), vectors.to(matrix.device)
+
+
 def eigen_in_place(lower: Tensor) -> tuple[Tensor, Tensor]:
-    """Decomposes PSD matrices as `symmetric_eigen`, in their own memory.
+    """Decomposes PSD matrices as `symmetric_eigen`, in their own memory on the CPU.
+
+    Another device may fail, and must not have overwritten the matrix then.
 
     Args:
-        lower: (..., n, n) float64, contiguous, of which the lower triangle is read; overwritten by U.
+        lower: (..., n, n) float64, contiguous, of which the lower triangle is read; may be overwritten.
 
     Returns:
         λ (..., n) ascending and U (..., n, n).
@@ -155,6 +185,9 @@ def eigen_in_place(lower: Tensor) -> tuple[Tensor, Tensor]:
     Cost: time O(n³), memory the workspace of LAPACK, 16 n² bytes.
     """
     _check_finite(lower)
+    if lower.device.type != "cpu":
+        values, matrix = _eigh(lower)
+        return values.clamp_min_(0.0), matrix
     values, matrix = lower.new_empty(lower.shape[:-1]), lower.mT  # columns lie in memory as LAPACK takes them
     torch.linalg.eigh(matrix, "U", out=(values, matrix))
     return values.clamp_min_(0.0), matrix
@@ -206,7 +239,7 @@ def cholesky(matrix: Tensor) -> Tensor:
 def psd_root(matrix: Tensor) -> Tensor:
     """Returns a root `R` with `R Rᵀ = M` of a possibly singular PSD matrix (..., n, n), by eigendecomposition."""
     values, vectors = symmetric_eigen(matrix)
-    return (vectors * values.sqrt()[..., None, :]).to(matrix.dtype)
+    return (vectors * values.sqrt()[..., None, :]).to(matrix)
 
 
 def orthonormal_rows(rows: Tensor, rank: int | None = None, whole: bool = True) -> Tensor:

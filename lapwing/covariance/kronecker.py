@@ -47,8 +47,8 @@ class KroneckerFactors:
 
     def products(self) -> Tensor:
         """Returns `γ_j α_i / #` (G, O, I), the eigenvalues of KFAC's curvature."""
-        products = self.output_eigenvalues[..., :, None] * self.input_eigenvalues[..., None, :] / self.count.double()
-        return products.to(self.outputs.dtype)
+        alpha, gamma = self.input_eigenvalues, self.output_eigenvalues
+        return (gamma[..., :, None] * alpha[..., None, :] / self.count.to(alpha)).to(self.outputs)
 
 
 class KroneckerBlock(Structure):

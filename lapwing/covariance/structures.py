@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..contents import Entry
 from ..jacobian.jacobian import Weighting
-from ..linalg import matmul
+from ..linalg import doubled, matmul
 from ..tangent import Block, BlockJacobian
 from .base import push_diagonal, push_factor
 from .terms import DenseTerm, EigenTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, factored_or_dense, of_both
@@ -212,7 +212,7 @@ def condensed(eigenvalues: Tensor) -> tuple[Tensor, Tensor | None]:
 
     Cost: one pass in float64 and on the CPU, whose sums do not depend on the order of threads.
     """
-    values = eigenvalues.double().flatten()
+    values = doubled(eigenvalues).flatten()
     if len(values) < MANY or not bool((values.isfinite() & (values >= 0)).all()):
         return values, None
     logs = values[values > 0].cpu().log()

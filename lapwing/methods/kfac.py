@@ -15,7 +15,7 @@ from torch import Tensor
 from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, KroneckerFactors, Structure
 from ..errors import check_choice
 from ..jacobian.jacobian import as_matrix
-from ..linalg import eigen_in_place, symmetric_eigen
+from ..linalg import doubled, eigen_in_place, symmetric_eigen
 from ..tangent import Tangent
 from .cost import EIGEN, WORKSPACE, Cost, Layer, Outline
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
@@ -160,7 +160,7 @@ def _eigenbasis(state: Factors, name: str, centred: bool) -> KroneckerBlock:
     """
     count, one_hot = state.count[name], state.A[name].ndim == 2
     if one_hot:  # A is its own diagonal
-        alpha, inputs = state.A[name].double(), None
+        alpha, inputs = doubled(state.A[name]), None
     else:
         alpha, inputs = _diagonalised(state.A, name)
         alpha[..., : max(0, alpha.shape[-1] - int(count))] = 0  # its rank is at most #; all else is rounding noise
@@ -173,13 +173,13 @@ def _eigenbasis(state: Factors, name: str, centred: bool) -> KroneckerBlock:
 
 def _diagonalised(factors: dict[str, Tensor], name: str, centred: bool = False) -> tuple[Tensor, Tensor]:
     """Returns λ (G, n) in float64 and U (G, n, n) in the factor's dtype; frees the factor's memory meanwhile."""
-    dtype = factors[name].dtype
-    matrix = factors.pop(name).double()
+    device, dtype = factors[name].device, factors[name].dtype
+    matrix = doubled(factors.pop(name))
     if centred:
         matrix -= matrix.mean(-1, keepdim=True)
         matrix -= matrix.mean(-2, keepdim=True)
     values, vectors = eigen_in_place(matrix)
-    return values, vectors.to(dtype, memory_format=torch.contiguous_format)
+    return values, vectors.to(device, dtype, memory_format=torch.contiguous_format)
 
 
 class _FactorPass(CurvaturePass[Factors]):
@@ -208,22 +208,20 @@ class _FactorPass(CurvaturePass[Factors]):
 
     def update(self, state: Factors, batch: Batch) -> None:
         for _, record in batch.records(self._problem.root):
-            weights = (
-                None if record.weights is None else record.weights.double().mean(1)
-            )  # of a sample's outputs, for A
+            weights = None if record.weights is None else doubled(record.weights).mean(1)  # of a sample, for A
             for name, kind in self._kinds.items():
                 jacobian = record[name]
                 if kind == "diagonal":
                     state.diagonal[name] += jacobian.squared_sum()
                 elif kind == "dense":
-                    rows = jacobian.rows().flatten(0, 1).double()
+                    rows = doubled(jacobian.rows().flatten(0, 1))
                     state.dense[name] += rows.T @ rows
                 else:
                     jacobian, sums = as_matrix(jacobian), (state.A[name], state.Gamma[name])
                     count = jacobian.add_kronecker_factors(self._reduce, *sums, weights)
                     if weights is not None or name in state.weight:  # chunks without weights have ones
                         share = 1.0 if weights is None else weights.sum() / record.samples
-                        state.weight[name] = state.weight.get(name, state.count[name].double()) + share * count
+                        state.weight[name] = state.weight.get(name, doubled(state.count[name])) + share * count
                     state.count[name] += count
 
     def finish(self, state: Factors) -> Blockwise:
@@ -233,8 +231,8 @@ class _FactorPass(CurvaturePass[Factors]):
             if kind == "diagonal":
                 structures[name] = DiagonalBlock(state.diagonal[name])
             elif kind == "dense":
-                values, basis = symmetric_eigen(state.dense[name])
-                structures[name] = DenseBlock(values.to(problem.tangent.dtype), basis.to(problem.tangent.dtype))
+                pairs, tangent = symmetric_eigen(state.dense[name]), problem.tangent
+                structures[name] = DenseBlock(*(part.to(tangent.device, tangent.dtype) for part in pairs))
             else:
                 structures[name] = _eigenbasis(state, name, logits)
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..linalg import doubled
 from .eager import LOCK, parameters_of
 from .module_state import modules_of
 
@@ -101,7 +102,7 @@ def fingerprint(value: Tensor) -> Tensor:
     value = value.detach()
     if value.is_complex():
         value = torch.view_as_real(value.resolve_conj())
-    value = value.double().flatten()
+    value = doubled(value).flatten()
     spread = (torch.arange(len(value), dtype=torch.float64, device=value.device) * 0.6180339887498949).frac()
     return torch.stack([value.sum(), value.square().sum(), value @ spread]).cpu()  # the third changes with the order
 

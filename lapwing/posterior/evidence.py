@@ -12,7 +12,7 @@ from torch import Tensor
 from ..covariance import PriorCovariance
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
-from ..linalg import total
+from ..linalg import doubled, total
 from ..network import batches
 from ..network.data import as_loader
 from ..network.loaders import WeightedLoader
@@ -63,14 +63,14 @@ class LogEvidence:
         fit = self.data_weight * self.likelihood.log_likelihood(self.statistics, noise)
         scale = self.data_weight / factor if noise is None else self.data_weight / (factor * noise)
         value = fit - factor * (precision * self.distance).sum() / 2
-        value = value - self.covariance.log_det_ratio(precision, scale) / 2
+        value = value - self.covariance.log_det_ratio(precision, scale).to(value) / 2
         return value - self.covariance.evidence_gap(precision, scale) / 2 if lower_bound else value
 
 
 def squared_distance(tangent: Tangent, prior: Prior) -> Tensor:
     """Returns `|θ̂ - μ0|²`, how far the weights of each block are from the prior's mean, (n_blocks,)."""
     means = tangent.mean().items()
-    return torch.stack([(mean - prior.mean[name]).double().square().sum() for name, mean in means])
+    return torch.stack([doubled(mean - prior.mean[name]).square().sum() for name, mean in means])
 
 
 def effective_parameters(covariance: PriorCovariance, prior: Prior) -> float:
