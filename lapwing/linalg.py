@@ -114,16 +114,33 @@ def row_products(first: Tensor, second: Tensor) -> Tensor:
 
     Cost: time O(M N P), memory of 2¹⁹ numbers of each, or of one column, beside the result.
     """
-    products = first.new_zeros(len(first), len(second), dtype=torch.float64)
+    device = double_device(first.device)
+    products = torch.zeros(len(first), len(second), dtype=torch.float64, device=device)
     length = max(1, SLICE_NUMBERS // max(1, len(first), len(second)))
     for x, y in zip(first.split(length, -1), second.split(length, -1), strict=True):
-        products.addmm_(x.double(), y.double().T)
+        products.addmm_(doubled(x), doubled(y).T)
     return products
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype sums are kept in: float32, or float64 where the model is float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def double_device(device: torch.device) -> torch.device:
+    """Returns where float64 numbers of a device live: on the CPU for Apple's, which has none."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def placed(values: Tensor, device: torch.device) -> Tensor:
+    """Returns values on a device, those in float64 where it has them."""
+    return values.to(double_device(device) if values.dtype == torch.float64 else device)
+
+
+def doubled(values: Tensor) -> Tensor:
+    """Returns values in float64, on a device that has it."""
+    device = double_device(values.device)
+    return (values if device == values.device else values.to(device)).double()
 
 
 def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,21 +158,36 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     Cost: time O(n³), memory O(n²).
     """
     _check_finite(matrix)
-    matrix = matrix.double()
-    values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+    matrix = doubled(matrix)
+    values, vectors = _eigh((matrix + matrix.mT) / 2)
     return values.clamp_min(0.0), vectors
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Decomposes the lower triangles of symmetric matrices, on the CPU where the device fails."""
+    try:
+        return torch.linalg.eigh(matrix)
+    except RuntimeError as error:  # it does not converge, or runs out of memory
+        if matrix.device.type == "cpu":
+            raise
+        log.info("eigh of %s failed on %s, and goes on on the CPU: %s", tuple(matrix.shape), matrix.device, error)
+    values, vectors = torch.linalg.eigh(matrix.cpu())
+    return values.to(matrix.device), vectors.to(matrix.device)
 
 
 def eigen_in_place(
     lower: Tensor, rank: int | None = None, summed: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor]:
-    """Decomposes PSD matrices as `symmetric_eigen`, in their own memory.
+    """Decomposes PSD matrices as `symmetric_eigen`, in their own memory on the CPU.
+
+    Another device may fail, and must not have overwritten the matrix then.
 
     A matrix that is a sum of few squares is reduced to its range, which its product with a random matrix spans (Halko,
     Martinsson and Tropp 2011). Where the rank was too low, all eigenpairs are taken, and are right.
 
     Args:
-        lower: (..., n, n) float64, contiguous, of which the lower triangle is read; overwritten by U.
+        lower: (..., n, n) float64, contiguous, of which the lower triangle is read; may be
+            overwritten by U.
         rank: how many squares `x xᵀ` a matrix is the sum of. Its other eigenvalues are rounding noise, and become 0.
         summed: the dtype that it was summed in.
 
@@ -174,7 +206,9 @@ def eigen_in_place(
     if is_reduced(size, rank):
         values = _range_in_place(lower, rank, noise)
         rank = size if values is None else rank
-    if values is None:
+    if values is None and lower.device.type != "cpu":
+        values, matrix = _eigh(lower)
+    elif values is None:
         values = lower.new_empty(lower.shape[:-1])
         torch.linalg.eigh(matrix, "U", out=(values, matrix))
     others = values.clamp_min_(0.0)[..., : size - rank]
@@ -260,7 +294,7 @@ def cholesky(matrix: Tensor) -> Tensor:
 def psd_root(matrix: Tensor) -> Tensor:
     """Returns a root `R` with `R Rᵀ = M` of a possibly singular PSD matrix (..., n, n), by eigendecomposition."""
     values, vectors = symmetric_eigen(matrix)
-    return (vectors * values.sqrt()[..., None, :]).to(matrix.dtype)
+    return (vectors * values.sqrt()[..., None, :]).to(matrix)
 
 
 def orthonormal_rows(rows: Tensor, rank: int | None = None, whole: bool = True) -> Tensor:

@@ -48,7 +48,7 @@ class KroneckerFactors:
     def products(self) -> Tensor:
         """Returns `γ_j α_i / #` (G, O, I), the eigenvalues of KFAC's curvature."""
         products = self.output_eigenvalues[..., :, None] * self.input_eigenvalues[..., None, :]
-        return products.div_(self.count).to(self.outputs.dtype)
+        return products.div_(self.count.to(products)).to(self.outputs)
 
 
 class KroneckerBlock(Structure):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..contents import Entry
 from ..jacobian.jacobian import Weighting
-from ..linalg import SLICE_NUMBERS, matmul
+from ..linalg import SLICE_NUMBERS, doubled, matmul
 from ..tangent import Block, BlockJacobian
 from .base import push_diagonal, push_factor
 from .terms import DenseTerm, EigenTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, factored_or_dense, of_both
@@ -216,10 +216,10 @@ def condensed(eigenvalues: Tensor) -> tuple[Tensor, Tensor | None]:
     values = eigenvalues.flatten()
     low, high = values.aminmax() if len(values) >= MANY else (-1.0, 0.0)
     if not 0 <= low <= high < inf:  # NaN is the least and the largest
-        return values.double(), None
-    logs = torch.cat([part[part > 0].double().cpu().log() for part in values.split(SLICE_NUMBERS)])
+        return doubled(values), None
+    logs = torch.cat([doubled(part[part > 0]).cpu().log() for part in values.split(SLICE_NUMBERS)])
     if not len(logs):
-        return values[:1].double(), None
+        return doubled(values[:1]), None
     lowest, parts = logs.min(), logs.split(SLICE_NUMBERS)
     size = 1 + int(PER_UNIT * (logs.max() - lowest))
     counts, sums, squares = logs.new_zeros(3, size)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import LapwingError, shown
@@ -44,7 +45,8 @@ def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Me
         return None
     weights, rows = tangent.size, samples * tangent.outputs
     numbers = min(weights, rows) * weights
-    if numbers <= min(FULL_NUMBERS, tangent.memory // 24) and rows * numbers <= FULL_MULTIPLY_ADDS:
+    fits = numbers <= min(FULL_NUMBERS, tangent.memory // 24) and rows * numbers <= FULL_MULTIPLY_ADDS
+    if fits and tangent.widest == torch.float64:
         return Full()
     return KFAC() if is_affordable_for_kfac(tangent, KFAC_OUTPUTS) else None
 

@@ -171,7 +171,7 @@ class Outer(MatrixJacobian):
         self, reduce: bool, inputs: Tensor, outputs: Tensor, weights: Tensor | None = None
     ) -> int:
         if weights is not None:
-            add_squares(inputs, (self.a * weights.sqrt().to(self.a.dtype)[:, None])[None])
+            add_squares(inputs, (self.a * weights.sqrt().to(self.a)[:, None])[None])
             add_squares(outputs, self._rows_of_g[None])
             return self.batch
         add_squares(inputs[:, :-1, :-1] if self._bias else inputs, self._a[None])
@@ -303,7 +303,7 @@ class SharedOuter(MatrixJacobian):
     ) -> int:
         for a, g in [self._reduced()] if reduce else self.strips:
             if weights is not None:
-                a = a * weights.sqrt().to(a.dtype)[:, None, None, None]
+                a = a * weights.sqrt().to(a)[:, None, None, None]
             a = a.permute(2, 0, 1, 3).flatten(1, 2)  # (G, B t, I)
             g = g.permute(3, 0, 1, 2, 4).flatten(1, 3)  # (G, B R t, O)
             add_squares(inputs, a)

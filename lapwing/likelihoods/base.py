@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..covariance import AnyLatent, SelectedLatent
 from ..errors import LapwingError, shown
-from ..linalg import cholesky, seeded
+from ..linalg import cholesky, doubled, seeded
 from .links import Link, SampledLink, at_least_float32
 from .predictions import Prediction
 from .quadrature import weighted_log_power_mean
@@ -27,7 +27,7 @@ Integrals = dict[type[Link], Callable[..., Tensor]]
 
 def apply_weights(values: Tensor, weights: Tensor) -> Tensor:
     """Returns values (B, ...) times weights (B,); 0 where the weight is 0, whatever the value."""
-    weights = weights.to(values.dtype).reshape(-1, *[1] * (values.ndim - 1))
+    weights = weights.to(values).reshape(-1, *[1] * (values.ndim - 1))
     return torch.where(weights == 0, 0.0, values) * weights
 
 
@@ -320,7 +320,8 @@ class NoiselessLikelihood(Likelihood):
 
     def statistics(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
         """Returns `{"log_likelihood": Σ w log p(y|f)}`, a float64 scalar."""
-        logs = self.log_prob(outputs.double(), targets)
+        outputs = doubled(outputs)
+        logs = self.log_prob(outputs, targets.to(outputs.device))
         return {"log_likelihood": (logs if weights is None else apply_weights(logs, weights)).sum()}
 
     def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..covariance import AnyLatent, SelectedLatent
 from ..errors import LapwingError, check_flag, shown
-from ..linalg import cholesky
+from ..linalg import cholesky, doubled
 from .base import Integrals, Likelihood, apply_weights
 from .links import ExactLink, Link, at_least_float32
 from .mixtures import known_covariance, known_residuals
@@ -129,7 +129,7 @@ class Gaussian(Likelihood):
 
         With ratios `Σ log r` too.
         """
-        outputs = outputs.double()
+        outputs = doubled(outputs)
         values = aligned_targets("Gaussian", outputs, targets)
         known = ~values.isnan()
         values = torch.where(known, values, outputs)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError
+from ..linalg import doubled
 from ..network import batches
 from .base import Likelihood
 from .bernoulli import Bernoulli
@@ -120,5 +121,5 @@ def _sums_to_one(values: Tensor, dtype: torch.dtype) -> bool:
     if values.ndim != 2 or values.shape[1] < 2:
         return False
     rounding = 1e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-4
-    values = values.detach().double()
+    values = doubled(values.detach())
     return bool((values >= 0).all()) and bool(((values.sum(1) - 1).abs() <= rounding).all())

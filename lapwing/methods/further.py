@@ -21,7 +21,7 @@ from ..covariance import (
 )
 from ..covariance.dense import concatenate
 from ..errors import LapwingError
-from ..linalg import symmetric_eigen
+from ..linalg import doubled, symmetric_eigen
 from ..network import ranks
 from .full import DenseSum, _AllRows, _DenseCurvature
 from .kfac import Factors, _FactorPass
@@ -101,14 +101,14 @@ def _with_factors(covariance: Blockwise, problem: Problem, reduce: bool) -> Onwa
     for name, structure in covariance.structures.items():
         if isinstance(structure, KroneckerBlock):
             factors, kinds[name] = structure.factors, "factored"
-            alpha, gamma, outputs = factors.input_eigenvalues, factors.output_eigenvalues, factors.outputs.double()
-            dtype = structure.eigenvalues.dtype
-            before.Gamma[name] = ((outputs * gamma[:, None]) @ outputs.mT).to(dtype)
+            alpha, gamma, outputs = factors.input_eigenvalues, factors.output_eigenvalues, doubled(factors.outputs)
+            like = structure.eigenvalues
+            before.Gamma[name] = ((outputs * gamma[:, None]) @ outputs.mT).to(like)
             if factors.inputs is None:
-                before.A[name] = alpha.to(dtype)
+                before.A[name] = alpha.to(like)
             else:
-                inputs = factors.inputs.double()
-                before.A[name] = ((inputs * alpha[:, None]) @ inputs.mT).to(dtype)
+                inputs = doubled(factors.inputs)
+                before.A[name] = ((inputs * alpha[:, None]) @ inputs.mT).to(like)
             before.count[name] = factors.count
             if factors.count.is_floating_point():  # Σ w, and A's rank bounds how many positions made it
                 before.count[name] = (alpha > 0).sum(-1).amax(keepdim=True).to(torch.int64)
@@ -116,8 +116,8 @@ def _with_factors(covariance: Blockwise, problem: Problem, reduce: bool) -> Onwa
         elif isinstance(structure, DiagonalBlock):
             before.diagonal[name], kinds[name] = structure.eigenvalues, "diagonal"
         elif isinstance(structure, DenseBlock):
-            basis = structure.basis.double()
-            before.dense[name], kinds[name] = (basis * structure.eigenvalues.double()) @ basis.T, "dense"
+            basis = doubled(structure.basis)
+            before.dense[name], kinds[name] = (basis * doubled(structure.eigenvalues)) @ basis.T, "dense"
         else:
             raise _refusal(type(structure).__name__)
     return Onward(_FactorPass(problem, kinds, reduce), before)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, KroneckerFactors, Structure
 from ..errors import check_choice
 from ..jacobian.jacobian import as_matrix
-from ..linalg import eigen_in_place, symmetric_eigen, symmetric_product
+from ..linalg import doubled, eigen_in_place, symmetric_eigen, symmetric_product
 from ..network import ranks
 from ..tangent import Tangent
 from .cost import EIGEN, WORKSPACE, Cost, Layer, Outline, eigenpairs
@@ -193,7 +193,7 @@ def _eigenbasis(state: Factors, name: str, columns: int, centred: bool) -> Krone
     """
     count, one_hot = state.count[name], state.A[name].ndim == 2
     if one_hot:  # A is its own diagonal
-        alpha, inputs = state.A[name].double(), None
+        alpha, inputs = doubled(state.A[name]), None
     else:
         alpha, inputs = _diagonalised(state.A, name, int(count))
     gamma, outputs = _diagonalised(state.Gamma, name, columns * int(count), centred)
@@ -205,14 +205,14 @@ def _eigenbasis(state: Factors, name: str, columns: int, centred: bool) -> Krone
 
 def _diagonalised(factors: dict[str, Tensor], name: str, rank: int, centred: bool = False) -> tuple[Tensor, Tensor]:
     """Returns λ (G, n) in float64 and U (G, n, n) in the factor's dtype; frees the factor's memory meanwhile."""
-    dtype = factors[name].dtype
-    matrix = factors.pop(name).double()
+    device, dtype = factors[name].device, factors[name].dtype
+    matrix = doubled(factors.pop(name))
     if centred:
         means = symmetric_product(matrix.tril_(), matrix.new_ones(matrix.shape[-1], 1)) / matrix.shape[-1]
         matrix -= means
         matrix -= means.mT - means.mean(-2, keepdim=True)
     values, vectors = eigen_in_place(matrix, rank, dtype)
-    return values, vectors.to(dtype, memory_format=torch.contiguous_format)
+    return values, vectors.to(device, dtype, memory_format=torch.contiguous_format)
 
 
 class _FactorPass(CurvaturePass[Factors]):
@@ -241,15 +241,13 @@ class _FactorPass(CurvaturePass[Factors]):
 
     def update(self, state: Factors, batch: Batch) -> None:
         for _, record in batch.records(self._problem.root):
-            weights = (
-                None if record.weights is None else record.weights.double().mean(1)
-            )  # of a sample's outputs, for A
+            weights = None if record.weights is None else doubled(record.weights).mean(1)  # of a sample, for A
             for name, kind in self._kinds.items():
                 jacobian = record[name]
                 if kind == "diagonal":
                     state.diagonal[name] += jacobian.squared_sum()
                 elif kind == "dense":
-                    rows = jacobian.rows().flatten(0, 1).double()
+                    rows = doubled(jacobian.rows().flatten(0, 1))
                     state.dense[name] += rows.T @ rows
                 else:
                     jacobian, sums = as_matrix(jacobian), (state.A[name], state.Gamma[name])
@@ -267,8 +265,8 @@ class _FactorPass(CurvaturePass[Factors]):
             if kind == "diagonal":
                 structures[name] = DiagonalBlock(state.diagonal[name])
             elif kind == "dense":
-                values, basis = symmetric_eigen(state.dense[name])
-                structures[name] = DenseBlock(values.to(problem.tangent.dtype), basis.to(problem.tangent.dtype))
+                pairs, tangent = symmetric_eigen(state.dense[name]), problem.tangent
+                structures[name] = DenseBlock(*(part.to(tangent.device, tangent.dtype) for part in pairs))
             else:
                 structures[name] = bases[name]
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
+from ..linalg import double_device
 from ..network.positions import EXACT_OUTPUTS
 from ..posterior.prior import Prior
 from ..tangent import Tangent
@@ -149,8 +150,9 @@ class Problem:
         return torch.Generator().manual_seed(self.seed)
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns zeros in the accumulation dtype, on the device of the weights."""
-        return torch.zeros(shape, dtype=dtype or self.tangent.dtype, device=self.tangent.device)
+        """Returns zeros in the accumulation dtype, on the device of the weights, or where its float64 is."""
+        device = double_device(self.tangent.device) if dtype == torch.float64 else self.tangent.device
+        return torch.zeros(shape, dtype=dtype or self.tangent.dtype, device=device)
 
     def block_zeros(self, *shape: int) -> dict[str, Tensor]:
         """Returns zeros (*shape, P_block) for each block."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..linalg import SLICE_NUMBERS
+from ..linalg import SLICE_NUMBERS, doubled
 from .eager import LOCK, parameters_of
 from .module_state import modules_of
 
@@ -102,13 +102,13 @@ def fingerprint(value: Tensor) -> Tensor:
     value = value.detach()
     if value.is_complex():
         value = torch.view_as_real(value.resolve_conj())
-    sums, start = torch.zeros(3, dtype=torch.float64, device=value.device), 0
+    sums, start = torch.zeros(3, dtype=torch.float64, device="cpu"), 0
     for part in value.flatten().split(SLICE_NUMBERS):
-        part, stop = part.double(), start + len(part)
-        spread = (torch.arange(start, stop, dtype=torch.float64, device=value.device) * 0.6180339887498949).frac()
-        sums += torch.stack([part.sum(), part @ part, part @ spread])  # the third changes with the order
+        part, stop = doubled(part), start + len(part)
+        spread = (torch.arange(start, stop, dtype=torch.float64, device=part.device) * 0.6180339887498949).frac()
+        sums += torch.stack([part.sum(), part @ part, part @ spread]).cpu()  # the third changes with the order
         start = stop
-    return sums.cpu()
+    return sums
 
 
 def _versions(state: Mapping[str, Tensor]) -> tuple[int, ...]:

@@ -63,7 +63,7 @@ class LogEvidence:
         fit = self.data_weight * self.likelihood.log_likelihood(self.statistics, noise)
         scale = self.data_weight / factor if noise is None else self.data_weight / (factor * noise)
         value = fit - factor * (precision * self.distance).sum() / 2
-        value = value - self.covariance.log_det_ratio(precision, scale) / 2
+        value = value - self.covariance.log_det_ratio(precision, scale).to(value) / 2
         return value - self.covariance.evidence_gap(precision, scale) / 2 if lower_bound else value
 
 

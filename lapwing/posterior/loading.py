@@ -15,6 +15,7 @@ from ..covariance import COVARIANCES
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.registry import REGISTERED, options_of
+from ..linalg import double_device, placed
 from ..network.batches import Forward
 from ..network.eager import outside_modes
 from ..network.stamp import Stamp, fingerprint
@@ -115,7 +116,7 @@ def _rebuilt(
     check_contents(tangent, tensors, header)
     device = tangent.device
     covariance = COVARIANCES[kind].from_tensors(
-        tangent, {k: v.to(device) for k, v in part("covariance/").items()}, header["covariance"]["extra"]
+        tangent, {k: placed(v, device) for k, v in part("covariance/").items()}, header["covariance"]["extra"]
     )
     saved = header["likelihood"]
     if likelihood is None and saved["name"] not in REGISTERED:
@@ -132,9 +133,9 @@ def _rebuilt(
     prior_fixed, noise_fixed = header["given"]
     means = part("prior_mean/")
     mean = {block.name: means[block.name].to(device) for block in tangent.blocks}
-    none = torch.zeros(len(tangent.blocks), dtype=torch.float64, device=device)
+    none = torch.zeros(len(tangent.blocks), dtype=torch.float64, device=double_device(device))
     prior = Prior(none if covariance.precision is None else covariance.precision, mean, prior_fixed)
-    statistics = {name: value.to(device) for name, value in part("statistics/").items()}
+    statistics = {name: placed(value, device) for name, value in part("statistics/").items()}
     if (likelihood.logit_temperature is None) != (saved["logit_temperature"] is None):
         raise Mismatch("its logit temperature is not that of its likelihood")
     likelihood = likelihood.with_noise_variance(saved["noise_variance"])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError, is_positive, shown
+from ..linalg import double_device
 from ..tangent import Tangent, Vectors, join
 
 
@@ -40,7 +41,7 @@ class Prior:
             LapwingError: for a pattern that matches nothing, a block without a precision, or a number that is
                 not positive or that the weights' dtype cannot express.
         """
-        values = torch.ones(len(tangent.blocks), dtype=torch.float64, device=tangent.device)
+        values = torch.ones(len(tangent.blocks), dtype=torch.float64, device=double_device(tangent.device))
         if isinstance(precision, Mapping):
             values = _by_pattern(tangent, precision, values * torch.nan)
         elif precision is not None:

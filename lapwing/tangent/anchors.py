@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..contents import Entry, Mismatch
 from ..jacobian.blocks import Vectors
-from ..linalg import total
+from ..linalg import double_device, doubled, total
 from ..network import batches
 from .record import Record
 from .tangent import Tangent
@@ -80,9 +80,9 @@ class Anchors:
 
         Cost: about M²/(2 m) forward and backward passes for chunks of m rows; memory O(M²) and two chunks.
         """
-        gram = torch.zeros(len(self), len(self), dtype=torch.float64, device=self.tangent.device)
+        gram = torch.zeros(len(self), len(self), dtype=torch.float64, device=double_device(self.tangent.device))
         for mine, record, theirs, other in self._pairs(dtype):
-            part = ntk(record, other, weights).reshape(len(mine), len(theirs)).double()
+            part = doubled(ntk(record, other, weights).reshape(len(mine), len(theirs)))
             gram[mine[:, None], theirs] = part
             gram[theirs[:, None], mine] = part.T
         return gram

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..contents import Mismatch, check_json, is_count
 from ..errors import LapwingError
 from ..jacobian.blocks import Block
-from ..linalg import accumulation_dtype
+from ..linalg import accumulation_dtype, double_device
 from ..network import batches
 from ..network.batches import Forward
 from ..network.calling import OutputsWithPositions, shaped_outputs
@@ -206,6 +206,11 @@ class Tangent:
         return accumulation_dtype(next(iter(self.parameters.values())).dtype)
 
     @property
+    def widest(self) -> torch.dtype:
+        """The widest dtype that records are contracted in: float64 where the device has it, else that of sums."""
+        return torch.float64 if double_device(self.device) == self.device else self.dtype
+
+    @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return next(iter(self.parameters.values())).device
@@ -318,6 +323,11 @@ class Tangent:
     def _record(
         self, checked: Checked, cotangents: Cotangents, dtype: torch.dtype, late: list[Tensor] | None = None
     ) -> Record:
+        if dtype == torch.float64 and self.widest != dtype:
+            raise LapwingError(
+                f"{self.device.type} has no float64, in which this contraction of {type(self.model).__name__} must be "
+                "done. Pass lw.KFAC() or lw.Diagonal(), or move the model to the CPU: model.cpu()."
+            )
         inputs, differentiable = checked.inputs, wants_gradient(checked.inputs)
         recording, uses = self.recording(checked, late)
         self._sample_axis.check(recording, uses, type(self.model).__name__)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..covariance import Latent, PriorCovariance
 from ..errors import LapwingError
 from ..likelihoods import apply_weights, curvature_weights
+from ..linalg import doubled
 from ..network import batches, ranks
 from ..network.progress import tracked
 from ..posterior import Posterior
@@ -112,7 +113,7 @@ def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> tupl
             every = torch.ones_like(certain) if counted is None else counted.to(certain.dtype)
             every = every if weights is None else every * weights.to(every.dtype)
             count += float(every.sum())
-        costs = certain.double() - likelihood.predict(latent).log_prob(labels)
+        costs = doubled(certain) - doubled(likelihood.predict(latent).log_prob(labels))
         totals[i] += float(apply_weights(costs, every).sum())
     return totals, count
 
@@ -202,8 +203,8 @@ def mean_variances(posteriors: Sequence[Posterior], parts: Iterable[batches.Weig
                 every = torch.ones_like(record.outputs) if every is None else every.expand_as(record.outputs)
                 latents = _latents(record, posteriors, marginal=True)
                 share = every / first.likelihood.ratios(record.outputs)
-                totals += torch.stack([(share * latent.variance).double().sum().cpu() for latent in latents])
-                count += float(every.double().sum())
+                totals += torch.stack([doubled(share * latent.variance).sum().cpu() for latent in latents])
+                count += float(doubled(every).sum())
     return (totals / count).tolist()
 
 

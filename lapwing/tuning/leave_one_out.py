@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import LapwingError
 from ..likelihoods import aligned_targets, curvature_weights
+from ..linalg import doubled
 from ..network import batches
 from ..network.eager import parameters_of
 from ..posterior import Posterior
@@ -156,9 +157,9 @@ def _left_out(
     precision = posterior.prior.precision if prior_fixed else torch.ones(len(tangent.blocks), dtype=torch.float64)
     weights = {block.name: 1 / value for block, value in zip(tangent.blocks, precision.tolist(), strict=True)}
     mean = posterior.prior.mean if treated else {}
-    offset = {name: (value - mean.get(name, 0.0)).double()[None] for name, value in tangent.mean().items()}
-    labels = residuals[samples, turns] + anchors.inner(offset)[0].double()
-    gram = anchors.gram(weights, torch.float64)
+    offset = {name: (value - mean.get(name, 0.0)).to(tangent.widest)[None] for name, value in tangent.mean().items()}
+    labels = residuals[samples, turns] + doubled(anchors.inner(offset)[0])
+    gram = anchors.gram(weights, tangent.widest)
     same = _copies(gram, targets[chosen], times)
     counts = every_weight[samples, turns]  # w: how often each pair counts
     total, roots = float(counts.sum()), counts.sqrt() / scales[turns]
@@ -306,8 +307,10 @@ def _targets(
     posterior: Posterior, inputs: Any, targets: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns y, y - f and w, (B, C), in float64; zeros for targets that are missing."""
-    outputs = posterior.tangent.outputs_of(inputs).double()
+    outputs = posterior.tangent.outputs_of(inputs)
     posterior.likelihood.check(outputs, targets)
+    outputs = doubled(outputs)
+    targets, weights = targets.to(outputs.device), None if weights is None else weights.to(outputs.device)
     every = curvature_weights(posterior.likelihood, outputs, targets, weights)
     targets = aligned_targets("Gaussian", outputs, targets)
     if every is None:

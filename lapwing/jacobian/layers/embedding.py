@@ -121,7 +121,7 @@ class OneHot(MatrixJacobian):
         """
         tokens, g = self.unmerged
         g = g.transpose(0, 1).flatten(0, 2)  # (R B T, O): cotangents come first in memory
-        times = None if weights is None else weights.to(inputs.dtype).repeat_interleave(tokens.shape[1])
+        times = None if weights is None else weights.to(inputs).repeat_interleave(tokens.shape[1])
         inputs += torch.bincount(tokens.flatten(), times, minlength=self.vocabulary)
         outputs += g.T @ g
         return tokens.numel()

@@ -1,0 +1,363 @@
+"""Fits and predictions on a pretended device: all tensors are there, and the host waits for few of its results.
+
+What this cannot show, and `make test-gpu` does: the rounding and the failures of a GPU's own kernels (fused recurrent
+layers, cuDNN, the decompositions), copies that do not wait, the order of streams, the memory in use, and the numbers
+that a GPU's generator draws.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing import linalg
+from lapwing.tangent import Record, Tangent
+from tests.conformance import cut
+from tests.pretended_device import Device, OnDevice
+from tests.zoo import ZOO
+
+EVERY = lw.matching("*")
+
+
+def network(layers: int = 1, outputs: int = 3) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        hidden = [part for i in range(layers) for part in (nn.Linear(6 if i else 4, 6), nn.Tanh())]
+        return nn.Sequential(*hidden, nn.Linear(6, outputs)).eval()
+
+
+def moments(posterior: lw.Posterior, x: Any) -> list[Tensor]:
+    latent = posterior.latent(x)
+    return [latent.mean, latent.variance, latent.covariance]
+
+
+def assert_same_there(model: nn.Module, loader: list[Any], test: Any, method: lw.Method | None, **options: Any) -> None:
+    """Asserts that a fit on the device holds its tensors there, and gives the moments of one on the CPU."""
+    expected = moments(lw.fit(model, loader, method, **options), test)
+    with Device("cuda") as device:
+        posterior = lw.fit(device.module(model), device.put(loader), method, **options)
+        found = moments(posterior, device.put(test))
+        assert all(value.device.type == "cuda" for value in (*found, *posterior.covariance.tensors().values()))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.inner, other)
+
+
+# --- the pretended device finds what it is for ------------------------------------------------------------------------
+
+
+def test_tensors_of_two_places_do_not_meet() -> None:
+    with Device("cuda") as device:
+        x = device.put(torch.ones(2))
+        assert (x + torch.tensor(1.0)).device == x.device == torch.zeros(2, device="cuda").device
+        with pytest.raises(RuntimeError, match="of cuda and of the CPU"):
+            x + torch.ones(2)
+        with pytest.raises(RuntimeError, match="of cuda and of the CPU"):
+            torch.stack([x.sum(), torch.tensor(1.0)])
+
+
+def test_generators_are_of_their_place() -> None:
+    with Device("cuda"):
+        torch.randn(2, device="cuda", generator=torch.Generator("cuda"))
+        torch.randn(2, generator=torch.Generator())
+        for device, generator in (("cuda", torch.Generator()), ("cpu", torch.Generator("cuda"))):
+            with pytest.raises(RuntimeError, match="takes a generator of"):
+                torch.randn(2, device=device, generator=generator)
+
+
+@pytest.mark.parametrize(
+    "read", [Tensor.item, bool, float, Tensor.tolist, Tensor.cpu, lambda x: x.nonzero(), lambda x: x[x > 0]]
+)
+def test_reads_are_counted(read: Any) -> None:
+    with Device("cuda") as device:
+        x = device.put(torch.ones(1))
+        assert (x + 1).sum().device.type == "cuda"
+        assert not device.reads
+        read(x)
+    assert device.reads.total() == 1
+
+
+# --- everything is on the device --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last_layer", [False, True], ids=["all", "last"])
+@pytest.mark.parametrize("method", [lw.KFAC(), lw.Diagonal()], ids=["KFAC", "Diagonal"])
+@pytest.mark.parametrize("name", ZOO)
+def test_every_network(name: str, method: lw.Method, last_layer: bool) -> None:
+    if last_layer and method != lw.KFAC():
+        pytest.skip("one method is enough")
+    case = ZOO[name]
+    likelihood = lw.Categorical() if case.classification else lw.Gaussian(0.3)
+    assert_same_there(
+        case.build(), cut(case.inputs(5, 1), case.targets(5, 1), (3, 2)), case.inputs(3, 2), method,
+        params=lw.last_layer if last_layer else EVERY, likelihood=likelihood, prior_precision=2.0, tune=None,
+    )  # fmt: skip
+
+
+X, Y, REAL = torch.randn(9, 4).double(), torch.arange(9) % 3, torch.randn(9, 1).double()
+METHODS = [
+    lw.EKFAC(), lw.KFAC(uncovered="dense", weight_sharing="reduce"), lw.Full(), lw.Full(form="dual"),
+    lw.ELLA(rank=3, rows=6), lw.OptimalSubspace(3, lw.KFAC(), "all"), lw.SubsetOfWeights(size=10), lw.SubsetOfData(6),
+    lw.VaLLA(3), lw.TemperatureScaling(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_every_method(method: lw.Method) -> None:
+    model = network(2).double()
+    assert_same_there(model, [(X[:5], Y[:5]), (X[5:], Y[5:])], X[:3], method, params=EVERY, prior_precision=2.0)
+
+
+@pytest.mark.parametrize("method", [lw.SampledLLA(draws=2), lw.MeanField(steps=2)], ids=repr)
+def test_methods_that_draw(method: lw.Method) -> None:
+    with Device("cuda") as device:
+        posterior = lw.fit(device.module(network(2)), device.put([(X.float(), Y)]), method)
+        assert posterior.predict(device.put(X.float())).probs.device.type == "cuda"
+
+
+@pytest.mark.parametrize("y", [Y, REAL], ids=["classes", "regression"])
+def test_tuning(y: Tensor) -> None:
+    model = network(1, 1 if y is REAL else 3).double()
+    for options in ({}, {"validation": [(X, y)]}, {"tune": lw.Evidence()}):
+        assert_same_there(model, [(X[:5], y[:5]), (X[5:], y[5:])], X[:3], lw.KFAC(), **options)
+
+
+@pytest.mark.parametrize("via", [lw.MonteCarlo(draws=3), lw.Streamlined(), lw.Linearized(draws=4)], ids=repr)
+def test_ways(via: lw.Way) -> None:
+    with Device("cuda") as device:
+        posterior = lw.fit(device.module(network(2)), device.put([(X.float(), Y)]), lw.KFAC())
+        prediction = posterior.predict(device.put(X.float()), via)
+        assert prediction.log_prob(device.put(Y)).device.type == "cuda"
+        assert posterior.latent(device.put(X.float()), joint=True).covariance.device.type == "cuda"
+
+
+# --- the host waits for the device a fixed number of times a batch ----------------------------------------------------
+
+READS = {"KFAC": 5, "Diagonal": 5, "EKFAC": 9, "ELLA": 10, "last": 5}
+"""Inputs, outputs (twice where there are several chunks), which labels count, and their range; EKFAC and ELLA twice."""
+
+
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tangent, "chunk_length", lambda *_, **__: 2)
+
+
+def reads_of_fit(kind: str, layers: int, samples: int, count: int) -> int:
+    methods = {"Diagonal": lw.Diagonal(), "EKFAC": lw.EKFAC(), "ELLA": lw.ELLA(rank=2, rows=4)}
+    params = lw.last_layer if kind == "last" else EVERY
+    x, y = torch.randn(samples, 4), torch.arange(samples) % 3
+    with Device("cuda") as device:
+        model, loader = device.module(network(layers)), device.put([(x, y)] * count)
+        lw.fit(model, loader, methods.get(kind, lw.KFAC()), params=params, prior_precision=1.0, tune=None)
+    return device.reads.total()
+
+
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("kind", READS)
+def test_reads_of_a_batch_do_not_grow_with_chunks_or_layers(kind: str) -> None:
+    for layers, samples in ((1, 4), (1, 12), (3, 12)):
+        more = reads_of_fit(kind, layers, samples, 6) - reads_of_fit(kind, layers, samples, 2)
+        assert more <= 4 * READS[kind], (layers, samples)
+
+
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("method", [lw.KFAC(), lw.Diagonal(), lw.ELLA(rank=2, rows=4)], ids=repr)
+def test_reads_of_a_prediction_do_not_grow_with_chunks_or_layers(method: lw.Method) -> None:
+    for layers in (1, 3):
+        with Device("cuda") as device:
+            loader = device.put([(torch.randn(6, 4), torch.arange(6) % 3)])
+            posterior = lw.fit(device.module(network(layers)), loader, method, params=EVERY, prior_precision=1.0)
+            for samples in (4, 12):
+                x = device.put(torch.randn(samples, 4))
+                posterior.latent(x)  # its shapes are checked once
+                device.reads.clear()
+                posterior.predict(x)
+                assert device.reads.total() <= 5, (layers, samples, device.reads)
+
+
+class Sorted(nn.Module):
+    """A network that asks for positions by values, whose layers are checked at every batch."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.body = network(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x.gather(1, x.argsort(1)))
+
+
+def test_reads_of_a_check_of_layers_do_not_grow_with_layers() -> None:
+    totals = []
+    for layers in (1, 4):
+        with Device("cuda") as device:
+            x = device.put(torch.randn(6, 4))
+            tangent = Tangent.survey(device.module(Sorted(layers)), x)
+            device.reads.clear()
+            tangent.record(x)
+        totals.append(device.reads.total())
+    assert totals[0] == totals[1]
+
+
+@pytest.mark.usefixtures("short_chunks")
+def test_outputs_of_a_later_chunk_that_are_not_finite() -> None:
+    class Broken(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.where(x[:, :1] > 9, torch.nan, super().forward(x))
+
+    model, x = Broken(*network()).eval(), torch.randn(8, 4)
+    posterior = lw.fit(model, [(x, torch.arange(8) % 3)], lw.KFAC(), prior_precision=1.0)
+    x[5] = 10.0
+    with pytest.raises(lw.LapwingError, match=r"1 of 8 samples \(first: sample 5\)"):
+        posterior.predict(x)
+
+
+# --- a device that fails ----------------------------------------------------------------------------------------------
+
+
+def test_eigh_goes_on_on_the_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    x, y, eigh = torch.randn(9, 4), torch.arange(9) % 3, torch.linalg.eigh
+    expected = moments(lw.fit(network(), [(x, y)], lw.KFAC(), prior_precision=1.0), x)
+
+    def failing(matrix: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(matrix, OnDevice):
+            raise torch.linalg.LinAlgError("linalg.eigh: The algorithm failed to converge")
+        return eigh(matrix, *args, **kwargs)
+
+    with Device("cuda") as device:
+        monkeypatch.setattr(torch.linalg, "eigh", failing)
+        posterior = lw.fit(device.module(network()), device.put([(x, y)]), lw.KFAC(), prior_precision=1.0)
+        found = moments(posterior, device.put(x))
+        values, vectors = linalg.symmetric_eigen(device.put(torch.eye(3)))
+        assert values.device.type == vectors.device.type == "cuda"
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.inner, other)
+    assert "failed on cuda:0, and goes on on the CPU" in caplog.text
+
+
+def test_eigh_that_fails_on_the_cpu_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any, **__: Any) -> Any:
+        raise torch.linalg.LinAlgError("no convergence")
+
+    monkeypatch.setattr(torch.linalg, "eigh", failing)
+    with pytest.raises(torch.linalg.LinAlgError):
+        linalg.symmetric_eigen(torch.eye(2))
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Lets the second block of a record with more samples than fit run out of memory, after the first block's sums."""
+    fitting, take = {"samples": 2**30}, Record.__getitem__
+
+    def limited(record: Record, name: str) -> Any:
+        if record.samples > fitting["samples"] and name != record.tangent.blocks[0].name:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return take(record, name)
+
+    monkeypatch.setattr(Record, "__getitem__", limited)
+    return fitting
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["exact", "drawn"])
+@pytest.mark.parametrize(
+    "method", [lw.KFAC(), lw.Diagonal(), lw.EKFAC(), lw.ELLA(rank=3, rows=6), lw.VaLLA(3)], ids=repr
+)
+def test_fits_begin_again_with_shorter_chunks(
+    method: lw.Method, drawn: bool, memory: dict[str, int], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    if drawn:
+        monkeypatch.setattr("lapwing.methods.problem.EXACT_FISHER_OUTPUTS", 1)
+    model, x, y = network(2), torch.randn(23, 4), torch.arange(23) % 3
+    batches = [(x[:4], y[:4]), (x[4:13], y[4:13]), (x[13:], y[13:])]  # the first batch fits
+    with monkeypatch.context() as patch:
+        patch.setattr(Tangent, "chunk_length", lambda *_, **__: 4)
+        expected = lw.fit(model, batches, method, params=EVERY, prior_precision=1.0)
+    assert not caplog.records
+    memory["samples"] = 4
+    found = lw.fit(model, batches, method, params=EVERY, prior_precision=1.0)
+    for name, value in found.covariance.tensors().items():
+        assert torch.equal(value, expected.covariance.tensors()[name]), name
+    assert all(torch.equal(value, expected.statistics[name]) for name, value in found.statistics.items())
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1
+    assert "ran out of memory with 9 samples of Sequential at once. lapwing begins again with 4." in lines[0]
+
+
+def test_predictions_begin_again_with_shorter_chunks(memory: dict[str, int]) -> None:
+    posterior = lw.fit(network(2), [(torch.randn(9, 4), torch.arange(9) % 3)], lw.KFAC(), params=EVERY)
+    x = torch.randn(11, 4)
+    expected = [*moments(posterior, x), posterior.latent(x, joint=True).covariance]
+    memory["samples"] = 3
+    for one, other in zip([*moments(posterior, x), posterior.latent(x, joint=True).covariance], expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_memory_that_does_not_suffice_for_one_sample(memory: dict[str, int]) -> None:
+    model = network(2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    memory["samples"] = 0
+    with pytest.raises(lw.LapwingError, match="does not suffice for one sample of Sequential at a time"):
+        lw.fit(model, [(torch.randn(9, 4), torch.arange(9) % 3)], lw.KFAC(), params=EVERY)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+
+
+def test_memory_that_no_chunk_takes() -> None:
+    tangent = Tangent.survey(network(), torch.randn(4, 4))
+
+    def compute() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        tangent.retried(compute)
+
+
+# --- a device without float64 -----------------------------------------------------------------------------------------
+
+
+def test_float64_is_refused_on_mps() -> None:
+    with Device("mps") as device:
+        assert linalg.doubled(device.put(torch.ones(2))).device.type == "cpu"
+        with pytest.raises(TypeError, match="float64"):
+            device.put(torch.ones(2)).double()
+
+
+@pytest.mark.parametrize("kind", ["classes", "regression", "weights", "dense", "EKFAC", "Diagonal", "default"])
+def test_fits_on_a_device_without_float64(kind: str) -> None:
+    x, y = torch.randn(9, 4), torch.randn(9, 1) if kind in ("regression", "default") else Y
+    batch = (x, y, torch.rand(9)) if kind == "weights" else (x, y)
+    methods = {"dense": lw.KFAC(uncovered="dense"), "EKFAC": lw.EKFAC(), "Diagonal": lw.Diagonal(), "default": None}
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, y.shape[1] if y is not Y else 3))
+    method, options = methods.get(kind, lw.KFAC()), {"sample_weights": kind == "weights"}
+    expected = lw.fit(model.eval(), [batch], lw.KFAC() if method is None else method, **options)
+    with Device("mps") as device:
+        there = device.module(model)
+        posterior = lw.fit(there, device.put([batch]), method, **options)
+        prediction = posterior.predict(device.put(x))
+        assert prediction.log_prob(device.put(y)).device.type == "mps"
+        found = moments(posterior, device.put(x))
+    assert posterior.prior.precision.device.type == "cpu"
+    for one, other in zip(found, moments(expected, x), strict=True):
+        torch.testing.assert_close(one.inner, other, rtol=1e-3, atol=1e-4)
+
+
+def test_further_data_and_files_on_a_device_without_float64(tmp_path: Any) -> None:
+    with Device("mps") as device:
+        model, batch = device.module(network(2)), device.put((torch.randn(9, 4), Y))
+        posterior = lw.fit(model, [batch], lw.KFAC(), prior_precision=1.0).update([batch])
+        posterior.save(tmp_path / "posterior")
+        again = lw.load(tmp_path / "posterior", model)
+        for one, other in zip(moments(again, batch[0]), moments(posterior, batch[0]), strict=True):
+            torch.testing.assert_close(one.inner, other.inner)
+
+
+def test_contractions_in_float64_are_refused_without_it() -> None:
+    with Device("mps") as device:
+        model, batch = device.module(network(2)), device.put((torch.randn(9, 4), Y))
+        with pytest.raises(lw.LapwingError, match="mps has no float64"):
+            lw.fit(model, [batch], lw.Full())
