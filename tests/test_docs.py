@@ -72,6 +72,7 @@ def test_import_is_light() -> None:
         "assert not [name for name in new if name.startswith('torch.')], new; "
         "rare = ('lapwing.deployment', 'lapwing.evaluation', 'lapwing.prediction.streamlined.'); "
         "assert not [name for name in new if name.startswith(rare)], new; "
+        "assert not {'tqdm.auto', 'tqdm.notebook', 'IPython'} & set(sys.modules); "
         "assert callable(lapwing.evaluation.sensitivity) and callable(lapwing.compare) and callable(lapwing.deploy)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

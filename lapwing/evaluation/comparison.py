@@ -24,7 +24,9 @@ from ..likelihoods.positions import predicted
 from ..network import batches
 from ..network.calling import shaped_outputs
 from ..network.data import as_inputs, as_loader
+from ..network.loaders import check_progress
 from ..network.positions import Positions
+from ..network.progress import expect, length_of, tracked, with_progress
 from ..posterior import Posterior
 from ..prediction import Way
 from . import metrics
@@ -87,6 +89,7 @@ class Comparison:
         return text.getvalue()
 
 
+@with_progress
 def compare(
     posteriors: Mapping[str, Candidate],
     loader: Any,
@@ -95,6 +98,7 @@ def compare(
     score: Score = "entropy",
     fit_seconds: Mapping[str, float] | None = None,
     repeats: int = 3,
+    progress: bool | None = None,
 ) -> Comparison:
     """Compares posteriors on the same held-out data.
 
@@ -112,6 +116,7 @@ def compare(
             largest of them. For regression it is the predictive standard deviation of the first output.
         fit_seconds: name -> seconds that the fit took, for the column "fit s".
         repeats: timings of each batch; the fastest counts.
+        progress: show a bar; None shows one on a terminal or in a notebook.
 
     Returns:
         A table. "passes" is the time of a prediction in plain forward passes of the same network on the same batches,
@@ -132,6 +137,7 @@ def compare(
         (['MAP', 'KFAC'], ('accuracy', 'NLL', 'ECE', 'Brier', 'passes'))
     """
     _check(posteriors, score, repeats, fit_seconds)
+    check_progress(progress)
     network = _network_of(next(iter(posteriors.values())))
     loader = as_loader(loader, network, "test")
     batches.check_loader(loader, "compare")
@@ -139,8 +145,11 @@ def compare(
     _check_foreign(foreign, loader)
     fits = fit_seconds or {}
     rows: dict[str, dict[str, float]] = {}
-    for name, candidate in _candidates(posteriors, loader).items():
-        parts, targets, cost = _run(candidate, loader, repeats)
+    candidates = _candidates(posteriors, loader)
+    strangers = foreign if batches.is_loader(foreign) else [foreign] * (foreign is not None)
+    expect(len(candidates) * ((length_of(loader) or 0) + (length_of(strangers) or 0)))
+    for name, candidate in candidates.items():
+        parts, targets, cost = _run(candidate, tracked(loader, name), repeats)
         rows[name] = _row(parts, targets)
         if foreign is not None:
             strange = [
@@ -327,7 +336,7 @@ def _wait() -> None:
 
 
 def _inputs(foreign: Any) -> Iterator[Any]:
-    for batch in foreign if batches.is_loader(foreign) else [foreign]:
+    for batch in tracked(foreign if batches.is_loader(foreign) else [foreign], "foreign inputs"):
         yield batches.inputs_of(batch) if batches.is_loader(foreign) or isinstance(batch, Mapping) else batch
 
 

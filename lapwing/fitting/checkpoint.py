@@ -9,7 +9,6 @@ computed again.
 from __future__ import annotations
 
 import dataclasses
-import glob
 import json
 import logging
 import math
@@ -30,7 +29,7 @@ from ..methods.state import DataSummary, State
 from ..network import batches
 from ..network.loaders import first_batch
 from ..network.stamp import fingerprint
-from ..posterior.storage import place_of, read, temporary_prefix, write
+from ..posterior.storage import place_of, read, temporary_pattern, write
 
 log = logging.getLogger("lapwing")
 
@@ -39,6 +38,9 @@ FORMAT = 1
 
 SECONDS = 60.0
 """A checkpoint is written at most so often where `every` is None."""
+
+REST = 10
+"""And then at most so many times as long apart as it takes to write one."""
 
 
 @dataclass
@@ -157,7 +159,8 @@ class Checkpoint:
         self._fit: Any = None
         self._entries: list[_Entry] = []  # of the finished passes
         self._former: list[_Entry] = []  # of the file, to go on from
-        self._written, self._batches, self._time = 0, 0, time.monotonic()
+        self._written = self._batches = 0
+        self._time, self._pause = time.monotonic(), SECONDS
 
     def open(self, loader: Any, first: Any, fit: Mapping[str, Any]) -> None:
         """Reads the file, if it is there.
@@ -174,7 +177,7 @@ class Checkpoint:
         _check_order(loader, first)
         fit = {name: described(value) for name, value in {**fit, "the first batch": batches.tensors(first)}.items()}
         self._fit = json.loads(json.dumps(fit))
-        for left in self._target.parent.glob(f"{glob.escape(temporary_prefix(self._target))}*.tmp"):
+        for left in self._target.parent.glob(temporary_pattern(self._target)):
             left.unlink(missing_ok=True)  # of a process that was killed while it wrote
         if not self._target.exists():
             return
@@ -226,7 +229,7 @@ class Checkpoint:
         self._batches += 1
         if self._every is not None:
             return self._batches >= self._every
-        return time.monotonic() - self._time >= SECONDS
+        return time.monotonic() - self._time >= self._pause
 
     def keep(self, label: str, standing: Standing, again: bool = False) -> None:
         """Keeps a finished pass for the next time that the file is written.
@@ -264,13 +267,13 @@ class Checkpoint:
 
     def _damaged(self) -> LapwingError:
         return LapwingError(
-            f"The file {self.path} is no checkpoint of this version, or is damaged. Delete it to begin anew, or pass "
-            "another path."
+            f"The file {self.path} is no checkpoint of this version, or is damaged. Pass another path, or delete it "
+            "to begin anew."
         )
 
     def _write(self, entries: list[_Entry]) -> None:
         """Writes passes to the file, those that are in it already by way of it; a failure does not end the fit."""
-        self._batches, self._time = 0, time.monotonic()
+        start = time.monotonic()
         try:
             tensors: dict[str, Tensor] = {}
             if self._written:
@@ -282,9 +285,11 @@ class Checkpoint:
             write(self._target, tensors, {"checkpoint": {"version": FORMAT, "fit": self._fit, "passes": passes}})
         except LapwingError as error:
             log.warning("The checkpoint was not written, and the fit goes on. %s", error)
-            return
-        self._entries = [dataclasses.replace(entry, tensors=None) for entry in self._entries]
-        self._written = len(self._entries)
+        else:
+            self._entries = [dataclasses.replace(entry, tensors=None) for entry in self._entries]
+            self._written = len(self._entries)
+        self._batches, self._time = 0, time.monotonic()
+        self._pause = max(SECONDS, REST * (self._time - start))
 
 
 def _check_order(loader: Any, first: Any) -> None:

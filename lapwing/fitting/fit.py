@@ -217,11 +217,11 @@ def fit(
         data_size,
     )  # fmt: skip
     if file is not None and not inner:
-        file.open(loader, (inputs, targets), {
+        file.open(training, (inputs, targets), {
             "the network": tangent.state(), "the parameters": tangent.blocks, "the method": method,
-            "the likelihood": likelihood, "the prior": read, "the tuning": tune, "data_size": data_size,
-            "temperature": temperature, "sample_weights": sample_weights, "forward": forward, "seed": seed,
-            "memory": tangent.memory,
+            "the likelihood": likelihood, "the prior": read, "data_size": data_size, "temperature": temperature,
+            "sample_weights": sample_weights, "forward": forward, "memory": tangent.memory, "seed": seed,
+            "the tuning": [traces, 0 if tune is None else tune.prefixes],
         })  # fmt: skip
     count = length_of(loader) or 0
     expect(method.expected_batches(count) + (0 if tune is None else tune.expected_batches(count)))

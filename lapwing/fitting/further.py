@@ -125,14 +125,13 @@ def continued(
     )
     if tangent.blocks != former.blocks or tangent.outputs != former.outputs:
         raise _other_network(tangent.model, former)
+    training = WeightedLoader(loader, ranks.several()) if sample_weights else loader
     if checkpoint is not None:
         formerly = {"covariance": prior.covariance.tensors(), "method": prior.method, "samples": prior.samples}
         network = {"the network": tangent.state(), "the parameters": tangent.blocks}
-        checkpoint.open(loader, (inputs, targets), {**network, "the prior": formerly, "memory": tangent.memory})
+        checkpoint.open(training, (inputs, targets), {**network, "the prior": formerly, "memory": tangent.memory})
     with checkpoint or nullcontext():
-        whole = with_further(
-            prior, tangent, WeightedLoader(loader, ranks.several()) if sample_weights else loader, checkpoint
-        )
+        whole = with_further(prior, tangent, training, checkpoint)
     return replace(
         whole, prior=Prior(prior.prior.precision, former.mean(), fixed=True), noise_fixed=True, history={},
         method=prior.method.removesuffix(AFTER) + AFTER, stamp=Stamp.of(tangent.state()),

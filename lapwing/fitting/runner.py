@@ -32,7 +32,7 @@ from ..methods.rows import class_labels
 from ..methods.state import DataSummary, S, State
 from ..network import batches, ranks
 from ..network.loaders import WeightedLoader, other_size, sampler_size
-from ..network.progress import Stage, counted, length_of, stage
+from ..network.progress import Stage, length_of, stage, tracked
 from .checkpoint import Checkpoint, Standing, rest_of
 
 
@@ -67,7 +67,7 @@ class Runner:
         """Returns the n class labels, -1 where targets are none; goes through the loader the first time."""
         if self._labels is None:
             parts = [torch.zeros(0, dtype=torch.int64)]
-            for batch in counted(self._loader, "labels"):
+            for batch in tracked(self._loader, "labels"):
                 parts.append(class_labels(*batches.split(batch)))
             own = torch.cat(parts)
             self._check_size(len(own), "to the count")
@@ -121,14 +121,19 @@ class Runner:
         if self._checkpoint is None and isinstance(step, Landmark):
             return step.state
         at = self._at = self._begin(step, problem)
+        if not isinstance(step, Landmark):
+            count = length_of(self._loader) if isinstance(step, SumPass) else step.steps
+            with stage(step.label, count) as here:
+                if not at.finished:
+                    here.skip(at.taken or at.batches)
+                    if isinstance(step, SumPass):
+                        self._sum(step, problem, here)
+                    else:
+                        notes = not at.whole
+                        self._iterate(step, problem, here)
+                        if notes and self._share is not None:
+                            at.summary = self._whole(step, at.summary, problem)
         if not at.finished:
-            if isinstance(step, SumPass):
-                self._sum(step, problem)
-            elif isinstance(step, IteratePass):
-                notes = not at.whole
-                self._iterate(step, problem)
-                if notes and self._share is not None:
-                    at.summary = self._whole(step, at.summary, problem)
             at.finished = True
             if self._checkpoint is not None:
                 self._checkpoint.keep(step.label, self._standing(), again=isinstance(step, Landmark))
@@ -160,12 +165,11 @@ class Runner:
         self._at.generators = {name: generator.get_state() for name, generator in self._generators.items()}
         return self._at
 
-    def _sum(self, step: SumPass[Any], problem: Problem) -> None:
+    def _sum(self, step: SumPass[Any], problem: Problem, here: Stage) -> None:
         at, notes = self._at, not self._at.whole and step.limit is None
         if notes and not at.batches:
             at.summary = DataSummary()
-        with torch.no_grad(), stage(step.label, length_of(self._loader)) as here:
-            here.skip(at.batches)
+        with torch.no_grad():
             for batch in self._batches(step, problem, here):
                 step.update(at.state, batch)
                 samples = batch.start + batches.size(batch.inputs)
@@ -186,23 +190,22 @@ class Runner:
             )
         at.whole = at.whole or step.limit is None
 
-    def _iterate(self, step: IteratePass[Any], problem: Problem) -> None:
+    def _iterate(self, step: IteratePass[Any], problem: Problem, here: Stage) -> None:
         at, generator = self._at, self._generators["steps"]
-        with stage(step.label, step.steps) as here:
-            here.skip(at.taken)
-            while at.taken < step.steps and not step.converged(at.state):
-                notes = not at.whole and not at.rounds
-                if notes and not at.batches:
-                    at.summary = DataSummary()
-                for batch, counts in self._in_steps(step, problem, here):
-                    step.step(at.state, batch, generator)
-                    at.taken += 1
-                    if notes and counts:
-                        at.summary.add(problem.likelihood, **batch.rows())
-                    if at.taken == step.steps or step.converged(at.state):
-                        return
-                self._check_size(at.start, f"to the pass '{step.label}'")
-                at.whole, at.rounds, at.batches, at.start = True, at.rounds + 1, 0, 0
+        while at.taken < step.steps and not step.converged(at.state):
+            notes = not at.whole and not at.rounds
+            if notes and not at.batches:
+                at.summary = DataSummary()
+            for batch, counts in self._in_steps(step, problem, here):
+                step.step(at.state, batch, generator)
+                at.taken += 1
+                if notes and counts:
+                    at.summary.add(problem.likelihood, **batch.rows())
+                if at.taken == step.steps or step.converged(at.state):
+                    here.advance()
+                    return
+            self._check_size(at.start, f"to the pass '{step.label}'")
+            at.whole, at.rounds, at.batches, at.start = True, at.rounds + 1, 0, 0
 
     def _stops(self) -> frozenset[int]:
         """Numbers of samples after which sums are kept: n, a half, a quarter, ... of them."""

@@ -18,7 +18,7 @@ from ..network import batches
 from ..network.batches import Forward
 from ..network.eager import LOCK, parameters_of, uncompiled
 from ..network.loaders import check_progress, checked_batches, other_size
-from ..network.progress import counted, progress_bar
+from ..network.progress import progress_bar, tracked
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.prior import Prior
@@ -94,7 +94,7 @@ def constructed(
     tangent = Tangent.survey(model, inputs, lambda name, _: name in names, forward, memory)
     summary = DataSummary()
     with progress_bar(progress):
-        for inputs, targets in checked_batches(tangent.model, counted(loader, "likelihood")):
+        for inputs, targets in checked_batches(tangent.model, tracked(loader, "likelihood")):
             outputs = tangent.outputs_of(inputs)
             batches.check_outputs(outputs, "these inputs")
             if not summary.samples:

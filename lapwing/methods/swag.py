@@ -20,7 +20,7 @@ from ..network.calling import call
 from ..network.data import as_loader
 from ..network.eager import outside_modes, parameters_of, uncompiled, without_compiled
 from ..network.loaders import check_progress, check_seed, checked_batches, first_batch
-from ..network.progress import counted, expect, length_of, with_progress
+from ..network.progress import expect, length_of, tracked, with_progress
 from ..network.selection import select
 from ..posterior import Posterior
 from ..tangent import LastLayer, Predicate, Tangent, everything
@@ -254,7 +254,7 @@ class SWAG:
         put(network, {**collector.buffers, **collector.mean})
         if batch_norm == "refresh":
             expect(2 * (length_of(loader) or 0))
-            _refresh(network, counted(loader, "batch norm statistics"), forward, seed)
+            _refresh(network, tracked(loader, "batch norm statistics"), forward, seed)
         network.eval()
         method = f"SWAG(rank={len(collector.deviations)}, snapshots={collector.count}, scale={scale})"
         return constructed(

@@ -136,7 +136,7 @@ def stage(label: str, count: int | None = None) -> Iterator[Stage]:
         log.info("%s: %d batches in %.0f s.", label[:1].upper() + label[1:], here.batches, seconds)
 
 
-def counted(loader: Iterable[Any], label: str) -> Iterator[Any]:
+def tracked(loader: Iterable[Any], label: str) -> Iterator[Any]:
     """Yields the batches of a loader, and counts them."""
     with stage(label, length_of(loader)) as here:
         for batch in loader:

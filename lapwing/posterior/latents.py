@@ -14,13 +14,17 @@ from ..errors import LapwingError, shown
 from ..network import batches
 from ..network.data import as_inputs, with_tensors
 from ..network.eager import outside_modes
+from ..network.loaders import check_progress
+from ..network.progress import expect, length_of, progress_bar, tracked
 from ..network.tracing import wants_gradient
 from ..prediction import DefaultWay, Uncertain, Way
 from ..prediction.uncertain import placed, separate
 from ..tangent import Tangent
 
 
-def latent_of(tangent: Tangent, covariance: Covariance, x: Any, via: Way | None, joint: bool) -> AnyLatent:
+def latent_of(
+    tangent: Tangent, covariance: Covariance, x: Any, via: Way | None, joint: bool, progress: bool | None = None
+) -> AnyLatent:
     """Returns the latent distribution of the outputs at a batch of inputs or at a loader: see `Posterior.latent`."""
     via = DefaultWay() if via is None else via
     if not isinstance(via, Way):
@@ -32,7 +36,13 @@ def latent_of(tangent: Tangent, covariance: Covariance, x: Any, via: Way | None,
         x = as_inputs(x, tangent.model)
     if not batches.is_loader(x):
         return _latent_of_batch(tangent, covariance, batches.inputs_of(x) if isinstance(x, Mapping) else x, via, joint)
-    parts = [_latent_of_batch(tangent, covariance, _inputs_of(batch, tangent), via, False) for batch in x]
+    check_progress(progress)
+    with progress_bar(progress):
+        expect(length_of(x) or 0)
+        parts = [
+            _latent_of_batch(tangent, covariance, _inputs_of(batch, tangent), via, False)
+            for batch in tracked(x, "predictions")
+        ]
     if joint or not parts:
         raise LapwingError(
             f"A loader of {len(parts)} batches has no {'joint ' if joint else ''}latent. Pass a tensor of all inputs."

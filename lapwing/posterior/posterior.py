@@ -236,7 +236,7 @@ class Posterior:
             value = value + gain_at_linearised_mode(self, loader, sample_weights)
         return float(value)
 
-    def latent(self, x: Any, via: Way | None = None, joint: bool = False) -> AnyLatent:
+    def latent(self, x: Any, via: Way | None = None, joint: bool = False, *, progress: bool | None = None) -> AnyLatent:
         """Returns the latent distribution of the outputs f(x).
 
         Args:
@@ -246,6 +246,7 @@ class Posterior:
             via: the way through the network; None is `lw.Linearized()`, with `draws=64` for more than 1 000 outputs
                 where more than the last layer is treated.
             joint: keep covariances across inputs: `.covariance` is then (B, C, B, C), whose memory is not the budget's.
+            progress: show a bar over a loader's batches; None shows one on a terminal or in a notebook.
 
         Returns:
             `.mean .variance .std` (B, C), `.covariance` (B, C, C), `.sample(n)`; differentiable in x where x requires
@@ -258,7 +259,7 @@ class Posterior:
         Cost: the way's.
         """
         self._check_network()
-        return latent_of(self.tangent, self.covariance, x, via, joint)
+        return latent_of(self.tangent, self.covariance, x, via, joint, progress)
 
     @full_precision
     def predict(
@@ -267,6 +268,8 @@ class Posterior:
         via: Way | None = None,
         link: Link | None = None,
         generator: torch.Generator | None = None,
+        *,
+        progress: bool | None = None,
     ) -> Prediction:
         """Returns the predictive distribution of y.
 
@@ -275,6 +278,7 @@ class Posterior:
             via: the way through the network; None as in `latent`.
             link: from the latent Gaussian to class probabilities; the likelihood's default when None.
             generator: of links that draw; seed 0 when None.
+            progress: show a bar over a loader's batches, as in `latent`.
 
         Returns:
             Classification: `.probs .confidence .entropy() .mutual_information()`; regression: `.mean .std .variance
@@ -291,7 +295,7 @@ class Posterior:
                 f"generator={shown(generator)} is not a torch.Generator. Write "
                 "generator=torch.Generator().manual_seed(0), or leave it out for seed 0."
             )
-        return predicted(self.likelihood, self.latent(x, via), link, generator)
+        return predicted(self.likelihood, self.latent(x, via, progress=progress), link, generator)
 
     @outside_modes
     def sample(self, n: int, seed: int = 0) -> dict[str, Tensor]:

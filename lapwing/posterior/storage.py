@@ -8,6 +8,7 @@ all bytes of the file, its own 64 digits taken as zeros; nothing is read before 
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -184,15 +185,15 @@ def place_of(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
     return target, stat.S_IMODE(mode)
 
 
-def temporary_prefix(target: Path) -> str:
-    """Returns how the names of temporary files begin that become a file."""
-    return f".{target.name[:200]}-"
+def temporary_pattern(target: Path) -> str:
+    """Returns which names temporary files have that become a file, as `Path.glob` takes it."""
+    return f".{glob.escape(target.name[:200])}-{'[0-9a-f]' * 16}.tmp"
 
 
 @contextlib.contextmanager
 def _replacing(target: Path, mode: int | None) -> Iterator[BinaryIO]:
     """Opens a temporary file beside a file, which it replaces when all is written."""
-    temporary = target.parent / f"{temporary_prefix(target)}{secrets.token_hex(8)}.tmp"
+    temporary = target.parent / f".{target.name[:200]}-{secrets.token_hex(8)}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     handle = os.open(temporary, flags, 0o666 if mode is None else mode & 0o777)
     try:

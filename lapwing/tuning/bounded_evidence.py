@@ -15,6 +15,7 @@ from ..errors import LapwingError, check_count, check_positive
 from ..network import batches, ranks
 from ..network.eager import outside_modes
 from ..network.loaders import other_size
+from ..network.progress import tracked
 from ..posterior import Posterior
 from .evidence import Evidence, Training, Tuning
 from .held_out import mean_variances, spread_costs
@@ -95,6 +96,10 @@ class BoundedEvidence(Tuning):
                 f"lw.BoundedEvidence(points={self.points}) interpolates between 3 points or more. Write "
                 "lw.BoundedEvidence(points=17)."
             )
+
+    def expected_batches(self, count: int) -> int:
+        """Returns all of them, of which a part is looked at."""
+        return count
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
@@ -217,7 +222,7 @@ def spread(loader: Iterable[Any], limit: int, posterior: Posterior, shown: int |
         taken, start = taken + count(size), start + size
     if taken >= limit:
         return
-    for batch in loader:
+    for batch in tracked(loader, "training data for the tuning"):
         inputs, targets = batches.split(batch)
         weights = batches.weights_of(batch, device)
         size = batches.size(inputs)

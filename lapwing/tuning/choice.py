@@ -17,6 +17,7 @@ from ..errors import LapwingError, shown
 from ..likelihoods import Gaussian, SampledLink
 from ..methods.passes import Batch
 from ..network import batches, ranks
+from ..network.progress import tracked
 from ..posterior import Posterior
 from .held_out import at_precision, no_batch, sample_scores, width_scores
 from .search import evenly
@@ -198,7 +199,7 @@ def held_out_report(posterior: Posterior, loader: Iterable[Any]) -> str:
     if SampledLink not in likelihood.links or posterior.tangent.positions is not None:
         return f"{chosen}logit temperature {posterior.logit_temperature:.3g}"
     sums, count = torch.zeros(2, dtype=torch.float64), 0
-    for batch in loader:
+    for batch in tracked(loader, "report of held-out data"):
         inputs, targets = batches.split(batch, posterior.tangent.device)
         if batches.size(inputs):
             latent = posterior.latent(inputs)
@@ -237,7 +238,7 @@ def _warn_of_edge(best: Posterior, exponents: Sequence[float], row: Sequence[flo
 def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
     """Returns the mean squared residual of held-out data, where the search for widths starts."""
     sums: dict[str, Tensor] = {}
-    for batch in loader:
+    for batch in tracked(loader, "residuals of held-out data"):
         inputs, targets = batches.split(batch, posterior.tangent.device)
         if batches.size(inputs):
             tangent, likelihood = posterior.tangent, posterior.likelihood

@@ -13,6 +13,7 @@ from ..covariance import Latent, PriorCovariance
 from ..errors import LapwingError
 from ..likelihoods import apply_weights, curvature_weights
 from ..network import batches, ranks
+from ..network.progress import tracked
 from ..posterior import Posterior
 from ..tangent import Record, Tangent
 
@@ -61,7 +62,9 @@ def sample_scores(
     """
     rows: dict[tuple[int, int], list[Tensor]] = {}
     divisors = [10**exponent for exponent in temperatures]
-    for place, candidate, latent, labels, _ in _contracted(posteriors, candidates, loader, max(1, len(divisors))):
+    for place, candidate, latent, labels, _ in _contracted(
+        posteriors, candidates, tracked(loader, "held-out data"), max(1, len(divisors))
+    ):
         likelihood = candidate.likelihood
         if divisors:
             latent = latent.at_temperatures(divisors)
@@ -127,7 +130,7 @@ def width_scores(
     """
     rows: dict[tuple[int, int], list[Tensor]] = {}
     outputs = posteriors[0].tangent.outputs
-    for place, candidate, latent, labels, _ in _contracted(posteriors, candidates, loader):
+    for place, candidate, latent, labels, _ in _contracted(posteriors, candidates, tracked(loader, "held-out data")):
         prediction = candidate.likelihood.predict(latent.compact(covariances=outputs > 1))
         holes = labels.reshape(latent.mean.shape).isnan()  # targets that are missing, where the likelihood allows it
         volume = prediction.log_prob(torch.where(holes, torch.nan, latent.mean.double()))  # of r = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from ..errors import LapwingError, check_choice, check_count, shown
 from ..network import ranks
 from ..network.data import as_loader, check_data
 from ..network.eager import outside_modes
+from ..network.progress import length_of
 from ..posterior import Posterior
 from .bounded_evidence import trained_product
 from .choice import TEMPERATURES, best_of, check_grid, held_out_report, with_ranks
@@ -90,6 +92,10 @@ class Validation(Tuning):
         """False."""
         return False
 
+    def expected_batches(self, count: int) -> int:
+        """Returns those of the held-out data, where they are batches already."""
+        return 0 if isinstance(self.loader, (tuple, Mapping)) else length_of(self.loader) or 0
+
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior at the best δ and rank."""
@@ -160,6 +166,10 @@ class EarlyStopping(Tuning):
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
         """False."""
         return False
+
+    def expected_batches(self, count: int) -> int:
+        """Returns those of the held-out data, where they are batches already."""
+        return 0 if isinstance(self.loader, (tuple, Mapping)) else length_of(self.loader) or 0
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)

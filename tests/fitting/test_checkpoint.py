@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing.fitting import checkpoint
+from lapwing.tuning import Tuning
 from tests.posterior.test_lifecycle import EVERY, METHODS, data
 
 STEPS = [
     lw.VaLLA(3), lw.VaLLA(3, lw.NaturalGradient(steps=6, rate=0.3)), lw.VaLLA(3, lw.VariationalBound(steps=6)),
     lw.MeanField(steps=6), lw.SubsetOfData(4), lw.SubsetOfData(6, "balanced", rescale=True),
     lw.SampledLLA(2, lw.StochasticGradient(steps=6, tolerance=0.99), em_steps=1), lw.TemperatureScaling(),
-    lw.SampledLLA(3, lw.ConjugateGradients(iterations=3, tolerance=0.5), em_steps=2, linearised_mode=True),
-    lw.SampledLLA(3, lw.ConjugateGradients(preconditioner=lw.Diagonal()), em_steps=1, prior="g", per_block=True),
+    lw.SampledLLA(2, lw.ConjugateGradients(iterations=2, tolerance=0.5), em_steps=2, linearised_mode=True),
+    lw.SampledLLA(2, lw.ConjugateGradients(4, preconditioner=lw.Diagonal()), em_steps=1, prior="g", per_block=True),
     lw.ELLA(rank=3, rows=5, sampling="balanced"),
 ]  # fmt: skip
 
@@ -71,13 +73,12 @@ def check_same(one: lw.Posterior, other: lw.Posterior) -> None:
             assert value == second[name], name
 
 
-def interrupted(model: nn.Module, every: list[Any], path: Path, after: int, **options: Any) -> lw.Posterior:
-    """Fits until it is killed after so many batches, and again with the same path, until it has ended."""
-    while True:
-        try:
-            return lw.fit(model, Loader(every, after), checkpoint=path, **{"every": 1, **options})
-        except Killed:
-            after += 1  # so that even a fit that counts its samples first goes on in the end
+def interrupted(model: nn.Module, every: list[Any], path: Path, *after: int, **options: Any) -> lw.Posterior:
+    """Fits until it is killed after so many batches, again with the same path, ..., and in the end to the end."""
+    for count in after:
+        with suppress(Killed):
+            return lw.fit(model, Loader(every, count), checkpoint=path, **{"every": 1, **options})
+    return lw.fit(model, Loader(every), checkpoint=path, **{"every": 1, **options})
 
 
 @pytest.mark.parametrize("method", [*METHODS, *STEPS], ids=str)
@@ -85,6 +86,242 @@ def test_every_method_goes_on_to_the_same_posterior(method: lw.Method, tmp_path:
     model, every = pieces()
     options = {"method": method, "params": EVERY}
     expected = lw.fit(model, every, **options)
-    for after in (3, 5, 8, 13, 21):
-        check_same(interrupted(model, every, tmp_path / "fit", after, **options), expected)
+    check_same(interrupted(model, every, tmp_path / "fit", 4, 7, 11, **options), expected)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [*METHODS, *STEPS], ids=str)
+def test_wherever_it_is_interrupted(method: lw.Method, tmp_path: Path) -> None:
+    model, every = pieces()
+    options = {"method": method, "params": EVERY}
+    expected = lw.fit(model, every, **options)
+    for count in range(2, 25):
+        check_same(interrupted(model, every, tmp_path / "fit", count, count, **options), expected)
+        check_same(interrupted(model, every, tmp_path / "fit", count, every=2, **options), expected)
         assert not list(tmp_path.iterdir())
+
+
+HELD_OUT = data("mlp", 8)[3]
+TUNINGS: dict[str, dict[str, Any]] = {
+    "the default": {}, "all weights after the last layer": {"validation": HELD_OUT}, "none": {"tune": None},
+    "evidence": {"tune": lw.Evidence(per_layer=True)}, "held-out data": {"tune": lw.Validation(HELD_OUT)},
+    "early stopping": {"method": lw.EKFAC(), "tune": lw.EarlyStopping(HELD_OUT, prefixes=2)},
+    "early stopping of a subspace": {"method": lw.ELLA(3, rows=5), "tune": lw.EarlyStopping(HELD_OUT, prefixes=3)},
+    "a part of the data": {"method": lw.KFAC(), "data_size": 20, "weight_decay": 0.1, "temperature": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", TUNINGS.values(), ids=TUNINGS.keys())
+def test_every_tuning_goes_on_to_the_same_posterior(options: dict[str, Any], tmp_path: Path) -> None:
+    model, every = pieces()
+    check_same(interrupted(model, every, tmp_path / "fit", 4, 7, 9, 11, **options), lw.fit(model, every, **options))
+
+
+def test_a_regression_with_weights_and_missing_targets(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, y, w = torch.randn(12, 3), torch.randn(12, 2), torch.rand(12)
+    y[5, 0] = torch.nan
+    every = list(zip(x.split(5), y.split(5), w.split(5), strict=True))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
+    options = {"method": lw.KFAC(), "sample_weights": True, "likelihood": lw.Gaussian(missing=True)}
+    expected = lw.fit(model, every, **options)
+    check_same(interrupted(model, every, tmp_path / "fit", 3, 4, 5, **options), expected)
+
+
+@pytest.mark.parametrize("method", [lw.Diagonal(), lw.SampledLLA(2, em_steps=0)], ids=str)
+def test_many_outputs_are_sampled_by_the_same_generator(method: lw.Method, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, y, model = torch.randn(6, 1), torch.arange(6), nn.Linear(1, 1001).eval()
+    every = list(zip(x.split(2), y.split(2), strict=True))
+    options = {"method": method, "prior_precision": 1.0, "tune": None}
+    check_same(interrupted(model, every, tmp_path / "fit", 4, 8, **options), lw.fit(model, every, **options))
+
+
+def test_half_precision_and_output_positions(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).bfloat16().eval()
+    x, y = torch.randn(7, 2, 3).bfloat16(), torch.randint(3, (7, 2))
+    y[2] = -100
+    every = list(zip(x.split(3), y.split(3), strict=True))
+    check_same(interrupted(model, every, tmp_path / "fit", 3, 4), lw.fit(model, every))
+
+
+def test_a_former_posterior_is_continued(tmp_path: Path) -> None:
+    model, every = pieces()
+    prior = lw.fit(model, every, lw.KFAC())
+    expected = lw.fit(model, every, prior=prior)
+    check_same(interrupted(model, every, tmp_path / "fit", 3, 4, prior=prior), expected)
+
+
+class Counting(TensorDataset):
+    """A data set that counts what is read."""
+
+    read = 0
+
+    def __getitem__(self, index: int) -> Any:
+        Counting.read += 1
+        return super().__getitem__(index)
+
+
+def test_batches_that_are_done_are_not_loaded_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, x, y, _ = data("mlp", 8)
+    model, every = pieces(size=2)
+    with suppress(Killed):
+        lw.fit(model, Loader(every, 5), lw.KFAC(), tune=None, checkpoint=tmp_path / "fit")
+    Counting.read = 0
+    with caplog.at_level(logging.INFO, "lapwing"):
+        posterior = lw.fit(model, DataLoader(Counting(x, y), 2), lw.KFAC(), tune=None, checkpoint=tmp_path / "fit")
+    assert "after 3 batches of 'Kronecker factors'" in caplog.text
+    assert Counting.read == 2 * 2 + 2  # the first batch twice, and the one that was left
+    check_same(posterior, lw.fit(model, every, lw.KFAC(), tune=None))
+
+
+def test_what_is_done_is_written_at_most_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, every = pieces()
+    written, write = list[int](), checkpoint.write
+
+    def noted(*arguments: Any) -> None:
+        written.append(1)
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write", noted)
+    lw.fit(model, every, lw.EKFAC(), checkpoint=tmp_path / "fit")
+    assert len(written) == 1  # before the tuning
+    monkeypatch.setattr(checkpoint, "SECONDS", 0.0)
+    lw.fit(model, every, lw.EKFAC(), checkpoint=tmp_path / "fit", every=2)
+    assert len(written) == 1 + 4  # after 2, 4 and 6 batches, and before the tuning
+
+
+def test_an_interruption_leaves_a_checkpoint_and_says_where(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, every = pieces()
+    loader = Loader(every, 4)
+    with pytest.raises(Killed):
+        lw.fit(model, loader, lw.KFAC(), checkpoint=tmp_path / "fit")
+    assert [path.name for path in tmp_path.iterdir()] == ["fit"]
+    assert f"Call lw.fit again with checkpoint='{tmp_path / 'fit'}' to go on." in caplog.text
+
+
+class Unwilling(Tuning):
+    """Cannot tune."""
+
+    def tune(self, posterior: lw.Posterior, training: Any) -> lw.Posterior:
+        raise KeyboardInterrupt
+
+
+def test_the_sums_are_kept_when_the_tuning_fails(tmp_path: Path) -> None:
+    model, every = pieces()
+    with pytest.raises(KeyboardInterrupt):
+        lw.fit(model, every, lw.EKFAC(), tune=Unwilling(), checkpoint=tmp_path / "fit")
+    loader = Loader(every, 2)  # the first batch alone
+    check_same(
+        lw.fit(model, loader, lw.EKFAC(), tune=lw.Evidence(), checkpoint=tmp_path / "fit"),
+        lw.fit(model, every, lw.EKFAC(), tune=lw.Evidence()),
+    )
+
+
+def begun(path: Path, **options: Any) -> tuple[nn.Module, list[Any]]:
+    """Leaves a checkpoint of a fit that has not ended."""
+    model, every = pieces()
+    with suppress(Killed):
+        lw.fit(model, Loader(every, 4), **{"method": lw.KFAC(), **options}, checkpoint=path)
+    return model, every
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "the method": {"method": lw.KFAC("reduce")}, "seed": {"seed": 1}, "data_size": {"data_size": 100},
+    "temperature": {"temperature": 2.0}, "the prior": {"prior_precision": 2.0}, "memory": {"memory": 2**28},
+    "the parameters": {"params": lw.matching("0.*")}, "the tuning": {"tune": lw.EarlyStopping(HELD_OUT)},
+    "the likelihood": {"likelihood": lw.Categorical(label_smoothing=0.1)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "options"), OTHERS.items(), ids=OTHERS.keys())
+def test_a_checkpoint_of_another_fit_is_refused(what: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model, every = begun(tmp_path / "fit")
+    before = (tmp_path / "fit").read_bytes()
+    with pytest.raises(
+        lw.LapwingError, match=rf"is of another fit, which differs in (.*, )?{what}(, .*)?\. Pass what was"
+    ):
+        lw.fit(model, every, **{"method": lw.KFAC(), **options}, checkpoint=tmp_path / "fit")
+    assert (tmp_path / "fit").read_bytes() == before
+
+
+def test_a_checkpoint_of_another_network_or_other_data_is_refused(tmp_path: Path) -> None:
+    model, every = begun(tmp_path / "fit")
+    with pytest.raises(lw.LapwingError, match="which differs in the first batch"):
+        lw.fit(model, every[1:], lw.KFAC(), checkpoint=tmp_path / "fit")
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += 1e-3
+    with pytest.raises(lw.LapwingError, match="which differs in the network"):
+        lw.fit(model, every, lw.KFAC(), checkpoint=tmp_path / "fit")
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    model, every = begun(tmp_path / "fit")
+    whole = (tmp_path / "fit").read_bytes()
+    posterior = lw.fit(model, every, lw.KFAC())
+    posterior.save(tmp_path / "posterior")
+    damaged = [whole[:-1], whole[: len(whole) // 2], b"", b"text", (tmp_path / "posterior").read_bytes()]
+    damaged.append(whole.replace(b"Kronecker", b"Cronecker"))
+    for content in damaged:
+        (tmp_path / "fit").write_bytes(content)
+        with pytest.raises(lw.LapwingError, match="is no checkpoint of this version, or is damaged. Pass another path"):
+            lw.fit(model, every, lw.KFAC(), checkpoint=tmp_path / "fit")
+    (tmp_path / "fit").write_bytes(whole)
+    with pytest.raises(lw.LapwingError, match="does not make a posterior"):
+        lw.load(tmp_path / "fit", model)
+
+
+def test_a_loader_that_shuffles_is_refused(tmp_path: Path) -> None:
+    model, x, y, _ = data("mlp", 8)
+    loader = DataLoader(TensorDataset(x, y), 4, shuffle=True, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(lw.LapwingError, match="Pass shuffle=False; the fit does not depend on the order"):
+        lw.fit(model, loader, checkpoint=tmp_path / "fit")
+    assert not list(tmp_path.iterdir())
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    model, every = pieces()
+    with pytest.raises(lw.LapwingError, match="checkpoint=3 is not a path"):
+        lw.fit(model, every, checkpoint=3)
+    with pytest.raises(lw.LapwingError, match="There is no folder"):
+        lw.fit(model, every, checkpoint=tmp_path / "no" / "fit")
+    with pytest.raises(lw.LapwingError, match="is a folder"):
+        lw.fit(model, every, checkpoint=tmp_path)
+    with pytest.raises(lw.LapwingError, match="every=0"):
+        lw.fit(model, every, checkpoint=tmp_path / "fit", every=0)
+    with pytest.raises(lw.LapwingError, match="every=3 says how often a checkpoint is written, and there is none"):
+        lw.fit(model, every, every=3)
+
+
+def test_a_disk_without_room_does_not_end_the_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, every = pieces()
+
+    def full(*_: Any) -> None:
+        raise lw.LapwingError("No space is left.")
+
+    expected = lw.fit(model, every, lw.EKFAC())
+    monkeypatch.setattr(checkpoint, "write", full)
+    check_same(lw.fit(model, every, lw.EKFAC(), checkpoint=tmp_path / "fit", every=1), expected)
+    assert "The checkpoint was not written, and the fit goes on. No space is left." in caplog.text
+
+
+def test_what_a_killed_process_left_is_swept_up(tmp_path: Path) -> None:
+    model, every = begun(tmp_path / "fit")
+    own, other = tmp_path / f".fit-{'0' * 16}.tmp", tmp_path / f".fit-2-{'0' * 16}.tmp"
+    own.touch()
+    other.touch()
+    lw.fit(model, every, lw.KFAC(), checkpoint=tmp_path / "fit")
+    assert list(tmp_path.iterdir()) == [other]
+
+
+@pytest.mark.slow
+def test_fits_survive_being_killed() -> None:
+    from benchmarks import faults
+
+    tallies = faults.tried(50, seed=1)["SIGKILL"]
+    assert sum(tally.tried for tally in tallies.values()) >= 50
+    assert all(tally.survived == tally.tried and not tally.lost for tally in tallies.values())

@@ -159,6 +159,10 @@ class SampledLLA(Method):
             {"residuals": residuals, **history},
         )  # fmt: skip
 
+    def expected_batches(self, count: int) -> int:
+        """Returns those of the right-hand sides and of two solves; how many there will be only the fit shows."""
+        return count + (1 + (self.em_steps > 0)) * self.solver.expected_batches(count)
+
     def cost(self, outline: Outline) -> Cost:
         """Returns the cost of predictions and draws; how many passes solves take only the fit shows."""
         draws, dtype = self.draws, outline.tangent.dtype

@@ -84,6 +84,10 @@ class ConjugateGradients:
         check_count("ConjugateGradients", "iterations", self.iterations)
         _check_solver(self)
 
+    def expected_batches(self, count: int) -> int:
+        """Returns those of ten iterations: how many there will be only the fit shows."""
+        return min(10, self.iterations) * count
+
     def more(self) -> str:
         """Returns what to write for a smaller residual."""
         return f"ConjugateGradients(iterations={2 * self.iterations})"
@@ -255,6 +259,10 @@ class StochasticGradient:
             raise LapwingError(
                 f"{name}(momentum={shown(self.momentum)}) needs a number from 0 to below 1. Write {name}(momentum=0.9)."
             )
+
+    def expected_batches(self, count: int) -> int:
+        """Returns the steps, and those of a pass for the residual."""
+        return self.steps + count
 
     def more(self) -> str:
         """Returns what to write for a smaller residual."""

@@ -27,6 +27,10 @@ from .points import INITIALS, POOL, STEPS, InducingPoints, Initial, inducing_poi
 class VallaFit(ABC):
     """A way to fit A, and what else is open: `ClosedForm`, `NaturalGradient`, ..."""
 
+    def expected_batches(self, count: int) -> int:
+        """Returns how many batches it goes through, as far as that is known, where the loader has `count`."""
+        return count
+
     @abstractmethod
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
         """Yields passes, from the rows of J at the inducing points; returns the covariance or a `FitResult`."""
@@ -82,6 +86,10 @@ class NaturalGradient(VallaFit):
         check_count("NaturalGradient", "steps", self.steps)
         if self.rate is not None:
             check_positive("NaturalGradient", "rate", self.rate, 0.05, limit=1.0)
+
+    def expected_batches(self, count: int) -> int:
+        """Returns the steps that are taken."""
+        return self.steps if self.rate is not None else min(self.steps, count)
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
         """Yields the steps on the span of the rows."""
@@ -146,6 +154,10 @@ class VaLLA(Method):
         """Yields a pass for the inducing points, then those of the fit."""
         anchors = yield from inducing_points(problem, self.inducing_points, self.initial)
         return (yield from self.fit.passes(problem, anchors))
+
+    def expected_batches(self, count: int) -> int:
+        """Returns those of the points, where they are not given, and of the fit."""
+        return count * (not isinstance(self.inducing_points, InducingPoints)) + self.fit.expected_batches(count)
 
     def cost(self, outline: Outline) -> Cost | None:
         """Returns the cost of clusters, of the points' rows and of the curvature on them; None where points move."""

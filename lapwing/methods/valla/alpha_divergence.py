@@ -82,6 +82,10 @@ class AlphaDivergence(VallaFit):
                 "targets) batches. Write AlphaDivergence(validation=[(x_val, y_val)])."
             )
 
+    def expected_batches(self, count: int) -> int:
+        """Returns the steps."""
+        return self.steps
+
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
         """Yields a pass for the residuals if σ² is open, then the steps."""
         steps = AlphaSteps(self, problem, anchors, (yield from initial_noise(problem)))
