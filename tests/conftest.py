@@ -13,8 +13,14 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs the data sets, so that ``-m "not data"`` leaves it out."""
+    """Mark what needs the data sets, so that ``-m "not data"`` leaves it out; and as slow what `slow.txt` lists.
+
+    The list holds single cases that take seconds, and whose function has faster ones, or that others cover.
+    """
+    listed = set((Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines())
     for item in items:
+        if item.nodeid in listed:
+            item.add_marker("slow")
         if "data_folder" in getattr(item, "fixturenames", ()):
             item.add_marker("data")
 
