@@ -115,7 +115,7 @@ def continued(
     _check_prior(prior)
     loader = ranks.share(as_loader(loader, model))
     first = ranks.joined_first_batch(loader)
-    inputs, targets = batches.split(batches.weighted(first) if sample_weights else first)
+    inputs, _ = batches.split(batches.weighted(first) if sample_weights else first)
     if isinstance(model, torch.nn.Module):
         present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         if not present.issuperset(former.parameters):
@@ -129,7 +129,7 @@ def continued(
     if checkpoint is not None:
         formerly = {"covariance": prior.covariance.tensors(), "method": prior.method, "samples": prior.samples}
         network = {"the network": tangent.state(), "the parameters": tangent.blocks}
-        checkpoint.open(training, (inputs, targets), {**network, "the prior": formerly, "memory": tangent.memory})
+        checkpoint.open(training, {**network, "the prior": formerly, "memory": tangent.memory})
     with checkpoint or nullcontext():
         whole = with_further(prior, tangent, training, checkpoint)
     return replace(
