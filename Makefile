@@ -12,7 +12,7 @@ export LAPWING_DATA := $(abspath ../shared/data)
 endif
 endif
 
-.PHONY: demo test test-slow test-integrations lint bench papers release-check
+.PHONY: demo test test-slow test-gpu test-integrations lint bench papers release-check
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -22,6 +22,10 @@ test: .venv/installed
 
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -n $(WORKERS) -m slow
+
+# fits and predictions of the test networks on a GPU, beside those on the CPU; skipped where torch finds none
+test-gpu: .venv/installed
+	LAPWING_DEVICE=cuda $(BIN)/python -m pytest -n $(WORKERS) tests/network/test_devices.py tests/network/test_fake_cuda.py
 
 test-integrations: .venv/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[sklearn,huggingface,botorch,lightning]" mapie pandas peft bitsandbytes

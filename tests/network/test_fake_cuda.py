@@ -1,18 +1,22 @@
 """Fits and predictions on a pretended device: all tensors are there, and the host waits for few of its results.
 
-What this cannot show, and `make test-gpu` does: the rounding and the failures of a GPU's own kernels (fused recurrent
-layers, cuDNN, the decompositions), copies that do not wait, the order of streams, the memory in use, and the numbers
-that a GPU's generator draws.
+With LAPWING_DEVICE=cuda they run on a real one (`make test-gpu`). The pretended one cannot show the rounding and the
+failures of a GPU's own kernels (fused recurrent layers, cuDNN, decompositions), copies that do not wait, the order of
+streams, the memory in use, and the numbers that a GPU's generator draws.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
+import os
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import lapwing as lw
 from lapwing import linalg
@@ -21,7 +25,38 @@ from tests.conformance import cut
 from tests.pretended_device import Device, OnDevice
 from tests.zoo import ZOO
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN"),
+    pytest.mark.filterwarnings("ignore:at..frobenius_norm is deprecated"),
+]
+
 EVERY = lw.matching("*")
+
+
+class Real(contextlib.nullcontext):
+    """A real device, used as the pretended one is."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(self)
+        self.kind = kind
+
+    def put(self, x: Any) -> Any:
+        return tree_map_only(Tensor, lambda t: t.to(self.kind), x)
+
+    def module(self, model: nn.Module) -> nn.Module:
+        return copy.deepcopy(model).to(self.kind)
+
+
+def accelerator() -> Any:
+    """Returns the device that LAPWING_DEVICE names, or else the pretended one."""
+    name = os.environ.get("LAPWING_DEVICE")
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("LAPWING_DEVICE is cuda, and there is no GPU")
+    return Real(name) if name else Device("cuda")
+
+
+def host(x: Tensor) -> Tensor:
+    return x.inner if isinstance(x, OnDevice) else x.cpu()
 
 
 def network(layers: int = 1, outputs: int = 3) -> nn.Module:
@@ -39,12 +74,12 @@ def moments(posterior: lw.Posterior, x: Any) -> list[Tensor]:
 def assert_same_there(model: nn.Module, loader: list[Any], test: Any, method: lw.Method | None, **options: Any) -> None:
     """Asserts that a fit on the device holds its tensors there, and gives the moments of one on the CPU."""
     expected = moments(lw.fit(model, loader, method, **options), test)
-    with Device("cuda") as device:
+    with accelerator() as device:
         posterior = lw.fit(device.module(model), device.put(loader), method, **options)
         found = moments(posterior, device.put(test))
-        assert all(value.device.type == "cuda" for value in (*found, *posterior.covariance.tensors().values()))
+        assert all(value.device.type == device.kind for value in (*found, *posterior.covariance.tensors().values()))
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.inner, other)
+        torch.testing.assert_close(host(one), other)
 
 
 # --- the pretended device finds what it is for ------------------------------------------------------------------------
@@ -70,7 +105,7 @@ def test_generators_are_of_their_place() -> None:
 
 
 @pytest.mark.parametrize(
-    "read", [Tensor.item, bool, float, Tensor.tolist, Tensor.cpu, lambda x: x.nonzero(), lambda x: x[x > 0]]
+    "read", [Tensor.item, bool, float, Tensor.cpu, lambda x: x.tolist(), lambda x: x.nonzero(), lambda x: x[x > 0]]
 )
 def test_reads_are_counted(read: Any) -> None:
     with Device("cuda") as device:
@@ -84,17 +119,23 @@ def test_reads_are_counted(read: Any) -> None:
 # --- everything is on the device --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("last_layer", [False, True], ids=["all", "last"])
-@pytest.mark.parametrize("method", [lw.KFAC(), lw.Diagonal()], ids=["KFAC", "Diagonal"])
-@pytest.mark.parametrize("name", ZOO)
-def test_every_network(name: str, method: lw.Method, last_layer: bool) -> None:
-    if last_layer and method != lw.KFAC():
-        pytest.skip("one method is enough")
+FEW = ("mlp_relu_inplace", "cnn_bn_inplace", "groupnorm_rms", "lstm")
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "params"),
+    [
+        *[pytest.param(name, lw.KFAC(), EVERY, id=name) for name in ZOO],
+        *[pytest.param(name, lw.Diagonal(), EVERY, id=f"{name}-Diagonal") for name in FEW],
+        *[pytest.param(name, lw.KFAC(), lw.last_layer, id=f"{name}-last") for name in FEW],
+    ],
+)
+def test_every_network(name: str, method: lw.Method, params: Any) -> None:
     case = ZOO[name]
     likelihood = lw.Categorical() if case.classification else lw.Gaussian(0.3)
     assert_same_there(
         case.build(), cut(case.inputs(5, 1), case.targets(5, 1), (3, 2)), case.inputs(3, 2), method,
-        params=lw.last_layer if last_layer else EVERY, likelihood=likelihood, prior_precision=2.0, tune=None,
+        params=params, likelihood=likelihood, prior_precision=2.0, tune=None,
     )  # fmt: skip
 
 
@@ -114,9 +155,9 @@ def test_every_method(method: lw.Method) -> None:
 
 @pytest.mark.parametrize("method", [lw.SampledLLA(draws=2), lw.MeanField(steps=2)], ids=repr)
 def test_methods_that_draw(method: lw.Method) -> None:
-    with Device("cuda") as device:
+    with accelerator() as device:
         posterior = lw.fit(device.module(network(2)), device.put([(X.float(), Y)]), method)
-        assert posterior.predict(device.put(X.float())).probs.device.type == "cuda"
+        assert posterior.predict(device.put(X.float())).probs.device.type == device.kind
 
 
 @pytest.mark.parametrize("y", [Y, REAL], ids=["classes", "regression"])
@@ -128,11 +169,11 @@ def test_tuning(y: Tensor) -> None:
 
 @pytest.mark.parametrize("via", [lw.MonteCarlo(draws=3), lw.Streamlined(), lw.Linearized(draws=4)], ids=repr)
 def test_ways(via: lw.Way) -> None:
-    with Device("cuda") as device:
+    with accelerator() as device:
         posterior = lw.fit(device.module(network(2)), device.put([(X.float(), Y)]), lw.KFAC())
         prediction = posterior.predict(device.put(X.float()), via)
-        assert prediction.log_prob(device.put(Y)).device.type == "cuda"
-        assert posterior.latent(device.put(X.float()), joint=True).covariance.device.type == "cuda"
+        assert prediction.log_prob(device.put(Y)).device.type == device.kind
+        assert posterior.latent(device.put(X.float()), joint=True).covariance.device.type == device.kind
 
 
 # --- the host waits for the device a fixed number of times a batch ----------------------------------------------------
@@ -159,9 +200,9 @@ def reads_of_fit(kind: str, layers: int, samples: int, count: int) -> int:
 @pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize("kind", READS)
 def test_reads_of_a_batch_do_not_grow_with_chunks_or_layers(kind: str) -> None:
-    for layers, samples in ((1, 4), (1, 12), (3, 12)):
-        more = reads_of_fit(kind, layers, samples, 6) - reads_of_fit(kind, layers, samples, 2)
-        assert more <= 4 * READS[kind], (layers, samples)
+    for layers, samples in ((1, 4), (3, 8)):
+        more = reads_of_fit(kind, layers, samples, 3) - reads_of_fit(kind, layers, samples, 1)
+        assert more <= 2 * READS[kind], (layers, samples)
 
 
 @pytest.mark.usefixtures("short_chunks")
@@ -282,7 +323,8 @@ def test_fits_begin_again_with_shorter_chunks(
     found = lw.fit(model, batches, method, params=EVERY, prior_precision=1.0)
     for name, value in found.covariance.tensors().items():
         assert torch.equal(value, expected.covariance.tensors()[name]), name
-    assert all(torch.equal(value, expected.statistics[name]) for name, value in found.statistics.items())
+    for name, value in found.statistics.items():  # those of ELLA's first pass, which fits, are of longer chunks
+        torch.testing.assert_close(value, expected.statistics[name])
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1
     assert "ran out of memory with 9 samples of Sequential at once. lapwing begins again with 4." in lines[0]
