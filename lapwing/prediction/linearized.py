@@ -290,6 +290,7 @@ def latent_of_draws(
                 return draws_at_positions(tangent, LinearDraws(mean, part.to(tangent.dtype), joint), checked.inputs)
             whole = mean.new_empty(count, *mean.shape) if whole is None else whole
             whole[group, rows] = part.to(tangent.dtype)
+        del steps  # before the next are drawn
     assert whole is not None
     return draws_at_positions(tangent, LinearDraws(mean, whole, joint), checked.inputs)
 
@@ -324,9 +325,8 @@ def _weight_draws(
         length -= length % DIRECTIONS if length > DIRECTIONS else 0
         length = count if isinstance(covariance, Draws) else length  # all at once, so that none comes twice
         for start in range(0, count, length):
-            stop = min(start + length, count)
-            steps = covariance.sample(stop - start, generator)
-            yield slice(start, stop), direction_groups(split(tangent.blocks, steps))
+            rows = slice(start, min(start + length, count))
+            yield rows, direction_groups(split(tangent.blocks, covariance.sample(rows.stop - start, generator)))
         return
     kept = _KEPT.get(covariance)
     if kept is None or kept[:2] != (count, seed):
