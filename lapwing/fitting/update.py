@@ -8,7 +8,6 @@ from ..errors import LapwingError, check_flag, shown
 from ..network.data import as_loader
 from ..network.eager import outside_modes
 from ..network.loaders import WeightedLoader, check_progress, first_batch
-from ..network.progress import expect, length_of
 from ..posterior import Posterior
 from ..tuning import Evidence, Training, Tuning, Validation
 from .fit import _checked
@@ -30,7 +29,6 @@ def updated(
     loader = as_loader(loader, posterior.model)
     first_batch(loader)
     loader = WeightedLoader(loader) if sample_weights else loader
-    expect(length_of(loader) or 0)
     whole = with_further(posterior, posterior.tangent, loader)
     return _checked(whole if tune is None else tune.tune(whole, Training()))
 
