@@ -161,7 +161,15 @@ class Checkpoint:
             raise LapwingError(f"checkpoint={shown(path)} is not a path. Write checkpoint='fit.safetensors'.")
         if every is not None:
             check_count("lw.fit", "every", every)
-        self.path, self._target, self._every = path, place_of(path)[0], every
+        try:
+            self._target = place_of(path)[0]
+        except LapwingError:
+            raise
+        except (OSError, ValueError) as error:  # a name that is too long, or with NUL in it
+            raise LapwingError(
+                f"checkpoint={shown(path)} is no path that can be written to. Write checkpoint='fit.safetensors'."
+            ) from error
+        self.path, self._every = os.fspath(path), every
         self._fit: Any = None
         self._entries: list[_Entry] = []  # of the finished passes
         self._former: list[_Entry] = []  # of the file, to go on from
@@ -294,7 +302,7 @@ class Checkpoint:
             return
         self.save()
         if self._target.exists():
-            log.warning("The fit has not ended. Call lw.fit again with checkpoint=%r to go on.", str(self.path))
+            log.warning("The fit has not ended. Call lw.fit again with checkpoint=%r to go on.", self.path)
 
     def _damaged(self) -> LapwingError:
         return LapwingError(
