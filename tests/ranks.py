@@ -16,6 +16,7 @@ from torch import Tensor, distributed, multiprocessing, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lapwing as lw
+from lapwing.methods import IteratePass, State
 
 Batches = list[tuple[Tensor, ...]]
 
@@ -202,6 +203,23 @@ def refused(function: Callable[[], Any]) -> str:
     return "no error"
 
 
+class OwnSteps(IteratePass):
+    """Steps of a method from outside, which know of no other process."""
+
+    label, steps = "own steps", 1
+
+    def init(self) -> State:
+        return State()
+
+    def step(self, state: State, batch: Any, generator: Any) -> None:
+        pass
+
+
+class OwnMethod(lw.Method):
+    def passes(self, problem: Any) -> Any:
+        yield OwnSteps()
+
+
 def fail(rank: int, size: int) -> dict[str, str]:
     """Fails on the highest rank alone, in several ways."""
     training, _ = everything("default", size)
@@ -215,6 +233,7 @@ def fail(rank: int, size: int) -> dict[str, str]:
         "another method": refused(lambda: lw.fit(network(3), loader, lw.Diagonal() if highest else lw.KFAC())),
         "another shape": refused(lambda: lw.fit(network(3), [(x[:, :3], y) for x, y in loader] if highest else loader)),
     }
+    errors["steps from outside"] = refused(lambda: lw.fit(network(3), loader, OwnMethod()))
     return errors | {"then": refused(lambda: lw.fit(network(3), loader, lw.KFAC()))}
 
 

@@ -202,6 +202,11 @@ class Runner:
         at.whole = at.whole or step.limit is None
 
     def _iterate(self, step: IteratePass[Any], problem: Problem, here: Stage) -> None:
+        if self._share is not None and not step.joins_processes:
+            raise LapwingError(
+                f"The steps of '{step.label}' are not summed over processes. Call lw.fit in one process, or use "
+                "lw.KFAC()."
+            )
         at, generator = self._at, self._generators["steps"]
         while at.taken < step.steps and not step.converged(at.state):
             notes = not at.whole and not at.rounds

@@ -208,16 +208,18 @@ class IteratePass(ABC, Generic[S]):
     """A pass that takes steps and cycles through the data; it ends after its final step, anywhere in the data.
 
     Of several processes each has a batch of its own in a step, which is that of the batches of all. So a step adds what
-    it sums over samples by `ranks.summed`, and divides by `Batch.count`. A process without a further batch has a sample
-    of weight 0.
+    it sums over samples by `ranks.summed`, divides by `Batch.count`, and says so by `joins_processes`. A process
+    that has no further batch has a sample of weight 0.
 
     Attributes:
         label: what the progress bar calls it.
         steps: how many, at most.
+        joins_processes: whether its steps are those of all processes; else a fit over several is refused.
     """
 
     label: str
     steps: int
+    joins_processes: ClassVar[bool] = False
 
     @abstractmethod
     def init(self) -> S:

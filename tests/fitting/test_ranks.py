@@ -50,6 +50,7 @@ def test_two_ranks_fit_as_one_process_and_fail_together(tmp_path: Path) -> None:
     assert "process 1 has other weights than that of process 0: 0.weight differs" in here["other weights"]
     assert "Call lw.fit with the same network, method and options" in here["another method"]
     assert failed in here["another shape"]
+    assert "The steps of 'own steps' are not summed over processes" in here["steps from outside"]
     assert here["then"] == there["then"] == "no error"
     assert all("no error" not in error for errors in (here, there) for error in list(errors.values())[:-1])
 

@@ -56,6 +56,7 @@ class FineTuning(IteratePass[Descent]):
     """
 
     label = "fine-tuning"
+    joins_processes = True
 
     def __init__(self, problem: Problem, steps: int, learning_rate: float, std_rate: float, initial_std: float) -> None:
         self.steps = steps

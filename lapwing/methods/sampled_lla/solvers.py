@@ -313,6 +313,7 @@ class _Steps(IteratePass[NesterovState]):
     """Nesterov's method: `v ← μ v - η Ψ̃ ∇(z + μ v)`, `z ← z + v`, and the running mean of the last z."""
 
     label = "stochastic gradients"
+    joins_processes = True
 
     def __init__(self, options: StochasticGradient, system: LinearSystem, start: Vectors) -> None:
         self._options, self._system, self._start = options, system, start

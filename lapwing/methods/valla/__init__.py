@@ -194,6 +194,7 @@ class _NaturalSteps(IteratePass[NaturalState]):
     """`H ← (1-ρ) H + ρ 1/B Σ φᵀΛφ`, `φ = J Wᵀ` on a basis W; ρ as in `NaturalGradient`."""
 
     label = "natural gradients"
+    joins_processes = True
 
     def __init__(self, problem: Problem, basis: Basis, fit: NaturalGradient) -> None:
         self.steps, self._problem, self._basis, self._rate = fit.steps, problem, basis, fit.rate

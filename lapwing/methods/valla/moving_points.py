@@ -76,6 +76,7 @@ class MovingSteps(IteratePass[Descent]):
         noise_variance: where σ² begins if it is open.
     """
 
+    joins_processes = True
     method: str
     """The fit's name, for messages."""
 
