@@ -354,7 +354,7 @@ class Tangent:
             try:
                 return compute()
             except torch.OutOfMemoryError as error:
-                length = self._limit.latest
+                length = min(self._limit.latest, self._limit.samples)  # not all that runs out heeds the limit
                 if not length:  # no chunk is to blame
                     raise
                 if length == 1:

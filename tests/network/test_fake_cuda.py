@@ -358,6 +358,13 @@ def test_memory_that_no_chunk_takes() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         tangent.retried(compute)
 
+    def record_and_compute() -> None:
+        tangent.record(torch.randn(9, 4))  # takes all at once, whatever the limit
+        compute()
+
+    with pytest.raises(lw.LapwingError, match="does not suffice"):
+        tangent.retried(record_and_compute)
+
 
 # --- a device without float64 -----------------------------------------------------------------------------------------
 
