@@ -13,11 +13,14 @@ import json
 import logging
 import math
 import os
+import signal
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from numbers import Real
+from numbers import Integral, Real
+from types import FrameType
 from typing import Any
 
 import torch
@@ -146,6 +149,9 @@ class Checkpoint:
         path: of the file.
         every: write after so many batches; None writes at most once a minute.
 
+    Attributes:
+        in_batch: whether a batch is half done.
+
     Raises:
         LapwingError: for a path or a number that is none.
     """
@@ -155,27 +161,34 @@ class Checkpoint:
             raise LapwingError(f"checkpoint={shown(path)} is not a path. Write checkpoint='fit.safetensors'.")
         if every is not None:
             check_count("lw.fit", "every", every)
-        self.path, self._target, self._every = path, place_of(path)[0], every
+        try:
+            self._target = place_of(path)[0]
+        except LapwingError:
+            raise
+        except (OSError, ValueError) as error:  # a name that is too long, or with NUL in it
+            raise LapwingError(
+                f"checkpoint={shown(path)} is no path that can be written to. Write checkpoint='fit.safetensors'."
+            ) from error
+        self.path, self._every = os.fspath(path), every
         self._fit: Any = None
         self._entries: list[_Entry] = []  # of the finished passes
         self._former: list[_Entry] = []  # of the file, to go on from
         self._written = self._batches = 0
         self._time, self._pause = time.monotonic(), SECONDS
+        self.in_batch = self._interrupted = self._handles = False
 
-    def open(self, loader: Any, first: Any, fit: Mapping[str, Any]) -> None:
+    def open(self, loader: Any, fit: Mapping[str, Any]) -> None:
         """Reads the file, if it is there.
 
         Args:
             loader: the training data.
-            first: their first batch.
             fit: what else the fit is of, by the names that a message shows.
 
         Raises:
             LapwingError: for a loader that shows other samples the second time, and for a file that is damaged, or of
                 another fit.
         """
-        _check_order(loader, first)
-        fit = {name: described(value) for name, value in {**fit, "the first batch": batches.tensors(first)}.items()}
+        fit = {name: described(value) for name, value in {**fit, "the first batch": _first(loader)}.items()}
         self._fit = json.loads(json.dumps(fit))
         for left in self._target.parent.glob(temporary_pattern(self._target)):
             left.unlink(missing_ok=True)  # of a process that was killed while it wrote
@@ -224,7 +237,7 @@ class Checkpoint:
             log.info("The fit goes on from %s, after %d batches of '%s'.", self.path, standing.batches, label)
         return standing
 
-    def is_due(self) -> bool:
+    def _is_due(self) -> bool:
         """Whether to write the file after one more batch."""
         self._batches += 1
         if self._every is not None:
@@ -244,6 +257,8 @@ class Checkpoint:
             del self._entries[places[-1] :]
             self._written = min(self._written, len(self._entries))
         self._entries.append(_Entry.of(label, standing, copy=True))
+        self.in_batch = False
+        self._raise()
 
     def save(self, label: str = "", standing: Standing | None = None) -> None:
         """Writes the file, unless it holds all of this: the finished passes, and where the next one stands."""
@@ -253,17 +268,41 @@ class Checkpoint:
         if len(entries) > self._written:
             self._write(entries)
 
+    def end_batch(self, label: str, standing: Callable[[], Standing]) -> None:
+        """Writes the file after a batch, if it is time or Ctrl-C came during the batch, which then goes on."""
+        self.in_batch = False
+        if self._is_due() or self._interrupted:
+            self.save(label, standing())
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._interrupted:
+            self._interrupted = False
+            raise KeyboardInterrupt
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Puts off the first Ctrl-C to the end of a batch, so that its work is kept."""
+        if not self.in_batch or self._interrupted:
+            signal.default_int_handler(number, frame)
+        self._interrupted = True
+
     def __enter__(self) -> Checkpoint:
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._interrupt)
+            self._handles = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Removes the file of a finished fit; of another it says where the file is."""
+        if self._handles:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         if kind is None:
             self._target.unlink(missing_ok=True)
             return
         self.save()
         if self._target.exists():
-            log.warning("The fit has not ended. Call lw.fit again with checkpoint=%r to go on.", str(self.path))
+            log.warning("The fit has not ended. Call lw.fit again with checkpoint=%r to go on.", self.path)
 
     def _damaged(self) -> LapwingError:
         return LapwingError(
@@ -292,17 +331,22 @@ class Checkpoint:
         self._pause = max(SECONDS, REST * (self._time - start))
 
 
-def _check_order(loader: Any, first: Any) -> None:
-    """Raises for a loader whose first batch, split, is another one the second time."""
-    again, before = batches.tensors(batches.split(first_batch(loader))), batches.tensors(first)
-    if len(again) != len(before) or not all(
+def _first(loader: Any) -> list[Tensor]:
+    """Returns the tensors of the first batch.
+
+    Raises:
+        LapwingError: for a loader whose first batch is another one the second time.
+    """
+    once, again = (batches.tensors(first_batch(loader)) for _ in range(2))
+    if len(again) != len(once) or not all(
         one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
-        for one, other in zip(before, again, strict=True)
+        for one, other in zip(once, again, strict=True)
     ):
         raise LapwingError(
             "The loader shows other samples the second time, and a checkpoint counts on their order. Pass "
             "shuffle=False; the fit does not depend on the order."
         )
+    return once
 
 
 def rest_of(loader: Any, count: int) -> Iterable[Any]:
@@ -333,14 +377,17 @@ class _Rest:
 def described(value: Any) -> Any:
     """Returns what an option is, as JSON: numbers and texts as they are, tensors by fingerprints, others by their type.
 
-    No address is in it, so that it is the same in another process.
+    No address is in it, so that it is the same in another process. Its floats are sums, and rounded.
     """
     if isinstance(value, Tensor):
-        return [list(value.shape), str(value.dtype), *map(_number, fingerprint(value).tolist())]
-    if isinstance(value, Real) and not isinstance(value, bool):
-        return _number(float(value))
+        sums = fingerprint(value).nan_to_num().tolist()
+        return [list(value.shape), str(value.dtype), *sums]
     if value is None or isinstance(value, (bool, str)):
         return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return int(float(value)) if float(value).is_integer() else repr(float(value))
     if isinstance(value, Mapping):
         return {str(key): described(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
@@ -349,10 +396,6 @@ def described(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [name, {each.name: described(getattr(value, each.name)) for each in dataclasses.fields(value)}]
     return name
-
-
-def _number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
 
 
 def _agree(one: Any, other: Any) -> bool:

@@ -217,7 +217,7 @@ def fit(
         data_size,
     )  # fmt: skip
     if file is not None and not inner:
-        file.open(training, (inputs, targets), {
+        file.open(training, {
             "the network": tangent.state(), "the parameters": tangent.blocks, "the method": method,
             "the likelihood": likelihood, "the prior": read, "data_size": data_size, "temperature": temperature,
             "sample_weights": sample_weights, "forward": forward, "memory": tangent.memory, "seed": seed,

@@ -16,6 +16,7 @@ from ..methods.further import Further
 from ..network import batches, ranks
 from ..network.data import as_loader
 from ..network.loaders import WeightedLoader
+from ..network.progress import expect, length_of
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.former import AFTER, precision_product
@@ -54,6 +55,7 @@ def with_further(
         tangent, likelihood, FisherRoot(likelihood, tangent.outputs, generator), posterior.prior, traces, seed,
         runner.labels, runner.count, runner.summary, posterior.temperature,
     )  # fmt: skip
+    expect(length_of(loader) or 0)
     result = runner.run(Further(posterior.covariance, posterior.method), problem)
     summary = DataSummary(posterior.samples, posterior.statistics).added(runner.summary())
     whole = replace(
@@ -115,7 +117,7 @@ def continued(
     _check_prior(prior)
     loader = ranks.share(as_loader(loader, model))
     first = ranks.joined_first_batch(loader)
-    inputs, targets = batches.split(batches.weighted(first) if sample_weights else first)
+    inputs, _ = batches.split(batches.weighted(first) if sample_weights else first)
     if isinstance(model, torch.nn.Module):
         present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         if not present.issuperset(former.parameters):
@@ -129,7 +131,7 @@ def continued(
     if checkpoint is not None:
         formerly = {"covariance": prior.covariance.tensors(), "method": prior.method, "samples": prior.samples}
         network = {"the network": tangent.state(), "the parameters": tangent.blocks}
-        checkpoint.open(training, (inputs, targets), {**network, "the prior": formerly, "memory": tangent.memory})
+        checkpoint.open(training, {**network, "the prior": formerly, "memory": tangent.memory})
     with checkpoint or nullcontext():
         whole = with_further(prior, tangent, training, checkpoint)
     return replace(

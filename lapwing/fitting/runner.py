@@ -292,6 +292,8 @@ class Runner:
                 self._check_size(at.start + samples, f"to the pass '{step.label}'")
             start = at.start
             end = samples if limit is None else min(samples, limit - start)
+            if self._checkpoint is not None:
+                self._checkpoint.in_batch = True
             cuts = sorted({0, end, *(stop - start for stop in stops if start < stop < start + end)})
             for first, last in pairwise(cuts):
                 rows = slice(first, last)
@@ -305,8 +307,8 @@ class Runner:
             here.advance()
             if at.start == limit:
                 return
-            if self._checkpoint is not None and self._checkpoint.is_due():
-                self._checkpoint.save(step.label, self._standing())
+            if self._checkpoint is not None:
+                self._checkpoint.end_batch(step.label, self._standing)
 
     def _loaded(self, label: str) -> Iterator[Any]:
         """Yields what the loader shows after the batches that are done; saves what is done if it raises."""

@@ -9,7 +9,6 @@ from ..network import ranks
 from ..network.data import as_loader
 from ..network.eager import outside_modes
 from ..network.loaders import WeightedLoader, check_progress
-from ..network.progress import expect, length_of
 from ..posterior import Posterior
 from ..tuning import Evidence, Training, Tuning, Validation
 from .fit import _checked
@@ -32,7 +31,6 @@ def updated(
     loader = ranks.share(as_loader(loader, posterior.model))
     ranks.joined_first_batch(loader)
     loader = WeightedLoader(loader, ranks.several()) if sample_weights else loader
-    expect(length_of(loader) or 0)
     whole = with_further(posterior, posterior.tangent, loader)
     return _checked(whole if tune is None else tune.tune(whole, Training()))
 

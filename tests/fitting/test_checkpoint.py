@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing.fitting import checkpoint
+from lapwing.methods.diagonal import SquaredSums
 from lapwing.tuning import Tuning
 from tests.posterior.test_lifecycle import EVERY, METHODS, data
 
@@ -86,7 +88,7 @@ def test_every_method_goes_on_to_the_same_posterior(method: lw.Method, tmp_path:
     model, every = pieces()
     options = {"method": method, "params": EVERY}
     expected = lw.fit(model, every, **options)
-    check_same(interrupted(model, every, tmp_path / "fit", 4, 7, 11, **options), expected)
+    check_same(interrupted(model, every, tmp_path / "fit", 5, 8, 12, **options), expected)
     assert not list(tmp_path.iterdir())
 
 
@@ -96,7 +98,7 @@ def test_wherever_it_is_interrupted(method: lw.Method, tmp_path: Path) -> None:
     model, every = pieces()
     options = {"method": method, "params": EVERY}
     expected = lw.fit(model, every, **options)
-    for count in range(2, 25):
+    for count in range(3, 26, 3):
         check_same(interrupted(model, every, tmp_path / "fit", count, count, **options), expected)
         check_same(interrupted(model, every, tmp_path / "fit", count, every=2, **options), expected)
         assert not list(tmp_path.iterdir())
@@ -115,7 +117,7 @@ TUNINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", TUNINGS.values(), ids=TUNINGS.keys())
 def test_every_tuning_goes_on_to_the_same_posterior(options: dict[str, Any], tmp_path: Path) -> None:
     model, every = pieces()
-    check_same(interrupted(model, every, tmp_path / "fit", 4, 7, 9, 11, **options), lw.fit(model, every, **options))
+    check_same(interrupted(model, every, tmp_path / "fit", 5, 8, 10, 12, **options), lw.fit(model, every, **options))
 
 
 def test_a_regression_with_weights_and_missing_targets(tmp_path: Path) -> None:
@@ -126,7 +128,7 @@ def test_a_regression_with_weights_and_missing_targets(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
     options = {"method": lw.KFAC(), "sample_weights": True, "likelihood": lw.Gaussian(missing=True)}
     expected = lw.fit(model, every, **options)
-    check_same(interrupted(model, every, tmp_path / "fit", 3, 4, 5, **options), expected)
+    check_same(interrupted(model, every, tmp_path / "fit", 4, 5, 6, **options), expected)
 
 
 @pytest.mark.parametrize("method", [lw.Diagonal(), lw.SampledLLA(2, em_steps=0)], ids=str)
@@ -135,7 +137,7 @@ def test_many_outputs_are_sampled_by_the_same_generator(method: lw.Method, tmp_p
     x, y, model = torch.randn(6, 1), torch.arange(6), nn.Linear(1, 1001).eval()
     every = list(zip(x.split(2), y.split(2), strict=True))
     options = {"method": method, "prior_precision": 1.0, "tune": None}
-    check_same(interrupted(model, every, tmp_path / "fit", 4, 8, **options), lw.fit(model, every, **options))
+    check_same(interrupted(model, every, tmp_path / "fit", 5, 9, **options), lw.fit(model, every, **options))
 
 
 def test_half_precision_and_output_positions(tmp_path: Path) -> None:
@@ -144,14 +146,14 @@ def test_half_precision_and_output_positions(tmp_path: Path) -> None:
     x, y = torch.randn(7, 2, 3).bfloat16(), torch.randint(3, (7, 2))
     y[2] = -100
     every = list(zip(x.split(3), y.split(3), strict=True))
-    check_same(interrupted(model, every, tmp_path / "fit", 3, 4), lw.fit(model, every))
+    check_same(interrupted(model, every, tmp_path / "fit", 4, 5), lw.fit(model, every))
 
 
 def test_a_former_posterior_is_continued(tmp_path: Path) -> None:
     model, every = pieces()
     prior = lw.fit(model, every, lw.KFAC())
     expected = lw.fit(model, every, prior=prior)
-    check_same(interrupted(model, every, tmp_path / "fit", 3, 4, prior=prior), expected)
+    check_same(interrupted(model, every, tmp_path / "fit", 4, 5, prior=prior), expected)
 
 
 class Counting(TensorDataset):
@@ -168,12 +170,12 @@ def test_batches_that_are_done_are_not_loaded_again(tmp_path: Path, caplog: pyte
     _, x, y, _ = data("mlp", 8)
     model, every = pieces(size=2)
     with suppress(Killed):
-        lw.fit(model, Loader(every, 5), lw.KFAC(), tune=None, checkpoint=tmp_path / "fit")
+        lw.fit(model, Loader(every, 6), lw.KFAC(), tune=None, checkpoint=tmp_path / "fit")
     Counting.read = 0
     with caplog.at_level(logging.INFO, "lapwing"):
         posterior = lw.fit(model, DataLoader(Counting(x, y), 2), lw.KFAC(), tune=None, checkpoint=tmp_path / "fit")
     assert "after 3 batches of 'Kronecker factors'" in caplog.text
-    assert Counting.read == 2 * 2 + 2  # the first batch twice, and the one that was left
+    assert Counting.read == 3 * 2 + 2  # the first batch for the survey and twice for its order, and what was left
     check_same(posterior, lw.fit(model, every, lw.KFAC(), tune=None))
 
 
@@ -195,11 +197,33 @@ def test_what_is_done_is_written_at_most_once_a_minute(tmp_path: Path, monkeypat
 
 def test_an_interruption_leaves_a_checkpoint_and_says_where(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, every = pieces()
-    loader = Loader(every, 4)
+    loader = Loader(every, 5)
     with pytest.raises(Killed):
         lw.fit(model, loader, lw.KFAC(), checkpoint=tmp_path / "fit")
     assert [path.name for path in tmp_path.iterdir()] == ["fit"]
     assert f"Call lw.fit again with checkpoint='{tmp_path / 'fit'}' to go on." in caplog.text
+
+
+def test_an_interrupt_waits_for_the_end_of_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, every = pieces()
+    expected, update = lw.fit(model, every, lw.Diagonal()), SquaredSums.update
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupting(step: Any, state: Any, batch: Any) -> None:
+        if batch.start:
+            signal.raise_signal(signal.SIGINT)
+        update(step, state, batch)
+
+    monkeypatch.setattr(SquaredSums, "update", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        lw.fit(model, every, lw.Diagonal(), checkpoint=tmp_path / "fit")
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is before
+    with caplog.at_level(logging.INFO, "lapwing"):
+        check_same(lw.fit(model, every, lw.Diagonal(), checkpoint=tmp_path / "fit"), expected)
+    assert "after 2 batches of 'diagonal of the GGN'" in caplog.text
 
 
 class Unwilling(Tuning):
@@ -213,23 +237,27 @@ def test_the_sums_are_kept_when_the_tuning_fails(tmp_path: Path) -> None:
     model, every = pieces()
     with pytest.raises(KeyboardInterrupt):
         lw.fit(model, every, lw.EKFAC(), tune=Unwilling(), checkpoint=tmp_path / "fit")
-    loader = Loader(every, 2)  # the first batch alone
+    loader = Loader(every, 3)  # the first batch alone
     check_same(
         lw.fit(model, loader, lw.EKFAC(), tune=lw.Evidence(), checkpoint=tmp_path / "fit"),
         lw.fit(model, every, lw.EKFAC(), tune=lw.Evidence()),
     )
 
 
+SEED = 10**9
+
+
 def begun(path: Path, **options: Any) -> tuple[nn.Module, list[Any]]:
     """Leaves a checkpoint of a fit that has not ended."""
     model, every = pieces()
     with suppress(Killed):
-        lw.fit(model, Loader(every, 4), **{"method": lw.KFAC(), **options}, checkpoint=path)
+        lw.fit(model, Loader(every, 5), **{"method": lw.KFAC(), "seed": SEED, **options}, checkpoint=path)
+    assert path.exists()
     return model, every
 
 
 OTHERS: dict[str, dict[str, Any]] = {
-    "the method": {"method": lw.KFAC("reduce")}, "seed": {"seed": 1}, "data_size": {"data_size": 100},
+    "the method": {"method": lw.KFAC("reduce")}, "seed": {"seed": SEED + 1}, "data_size": {"data_size": 100},
     "temperature": {"temperature": 2.0}, "the prior": {"prior_precision": 2.0}, "memory": {"memory": 2**28},
     "the parameters": {"params": lw.matching("0.*")}, "the tuning": {"tune": lw.EarlyStopping(HELD_OUT)},
     "the likelihood": {"likelihood": lw.Categorical(label_smoothing=0.1)},
@@ -243,18 +271,18 @@ def test_a_checkpoint_of_another_fit_is_refused(what: str, options: dict[str, An
     with pytest.raises(
         lw.LapwingError, match=rf"is of another fit, which differs in (.*, )?{what}(, .*)?\. Pass what was"
     ):
-        lw.fit(model, every, **{"method": lw.KFAC(), **options}, checkpoint=tmp_path / "fit")
+        lw.fit(model, every, **{"method": lw.KFAC(), "seed": SEED, **options}, checkpoint=tmp_path / "fit")
     assert (tmp_path / "fit").read_bytes() == before
 
 
 def test_a_checkpoint_of_another_network_or_other_data_is_refused(tmp_path: Path) -> None:
     model, every = begun(tmp_path / "fit")
     with pytest.raises(lw.LapwingError, match="which differs in the first batch"):
-        lw.fit(model, every[1:], lw.KFAC(), checkpoint=tmp_path / "fit")
+        lw.fit(model, every[1:], lw.KFAC(), seed=SEED, checkpoint=tmp_path / "fit")
     with torch.no_grad():
         next(model.parameters())[0, 0] += 1e-3
     with pytest.raises(lw.LapwingError, match="which differs in the network"):
-        lw.fit(model, every, lw.KFAC(), checkpoint=tmp_path / "fit")
+        lw.fit(model, every, lw.KFAC(), seed=SEED, checkpoint=tmp_path / "fit")
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -314,7 +342,7 @@ def test_what_a_killed_process_left_is_swept_up(tmp_path: Path) -> None:
     own, other = tmp_path / f".fit-{'0' * 16}.tmp", tmp_path / f".fit-2-{'0' * 16}.tmp"
     own.touch()
     other.touch()
-    lw.fit(model, every, lw.KFAC(), checkpoint=tmp_path / "fit")
+    lw.fit(model, every, lw.KFAC(), seed=SEED, checkpoint=tmp_path / "fit")
     assert list(tmp_path.iterdir()) == [other]
 
 
