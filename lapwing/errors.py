@@ -69,6 +69,14 @@ def is_positive(value: Any) -> bool:
         return False
 
 
+def plain_numbers(value: Any) -> Any:
+    """Returns the numbers of an array or tensor as lists; anything else, also what holds no dense numbers, as it is."""
+    try:
+        return value.tolist() if hasattr(value, "tolist") else value
+    except RuntimeError:  # a tensor that is sparse or on the meta device
+        return value
+
+
 def check_flag(subject: str, name: str, value: Any) -> None:
     """Raises unless an option is True or False."""
     if not isinstance(value, bool):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +26,25 @@ JUNK: dict[str, Any] = {
     "tensors": [torch.full((30, 30), NUMBER, dtype=torch.float64)] * 100,
     "text": "0.12345678 " * 1000,
 }
+ODD: dict[str, Any] = {
+    "None": None, "a word": "a", "bytes": b"a", "a flag": True, "negative": -1, "zero": 0, "half": 2.5, "NaN": math.nan,
+    "infinite": math.inf, "many digits": 10**400, "an object": object(), "a class": nn.Linear, "a dict": {"a": 1},
+    "a dict of numbers": {1: X}, "an empty dict": {}, "an empty list": [], "words": ["a"], "nothings": [None],
+    "a tuple": (1,), "a function": lambda *_: 0, "a generator": iter(()), "an array": np.zeros(3),
+    "an array of objects": np.array([None]), "no samples": X[:0], "a tensor with NaN": torch.full_like(X, math.nan),
+    "meta": X.to("meta"), "a scalar": torch.tensor(1.0), "labels": Y, "complex": X.cfloat(), "sparse": X.to_sparse(),
+    "other features": X[:, :3], "a batch with NaN": [(torch.full_like(X, math.nan), Y)],
+    "a batch on meta": [(X.to("meta"), Y)], "an empty batch": [(X[:0], Y[:0])], "a narrow batch": [(X[:, :3], Y)],
+    "a network without weights": nn.Tanh(),
+    "a network in training mode": nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)).train(),
+}  # fmt: skip
+"""What no argument or few arguments may be, by what it is."""
+
 NETWORK = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).eval()
 POSTERIOR = lw.fit(NETWORK, [(X, Y)], prior_precision=1.0)
+FACTORS = lw.fit(NETWORK, [(X, Y)], lw.KFAC(), prior_precision=1.0)
+REAL = torch.randn(8, 3)
+REGRESSION = lw.fit(NETWORK, [(X, REAL)], prior_precision=1.0)
 STATES = [NETWORK.state_dict()] * 3
 OPTIONS = [
     getattr(lw, name) for name in lw.__all__
@@ -51,21 +70,56 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (POSTERIOR.log_marginal_likelihood, {}),
     (POSTERIOR.predict(X).log_prob, {"targets": Y}),
     (POSTERIOR.predict(X).sample, {"n": 1}),
+    (POSTERIOR.predict(X).uncertainty, {}),
+    (POSTERIOR.latent(X).sample, {"n": 1}),
+    (FACTORS.update, {"loader": [(X, Y)]}),
+    (FACTORS.penalty, {"model": NETWORK}),
+    (REGRESSION.predict(X).scaled, {}),
+    (REGRESSION.predict(X).interval, {}),
+    (REGRESSION.predict(X).log_prob, {"targets": REAL}),
+    (REGRESSION.predict(X).sample, {"n": 1}),
+    (REGRESSION.with_prior, {"prior_precision": 1.0}),
+    (lw.matching, {}),
 ]
 NEEDED: dict[Any, dict[str, Any]] = {
     lw.SubsetOfWeights: {"size": 3}, lw.Uncertain: {"value": X}, lw.Validation: {"loader": [(X, Y)]},
     lw.EarlyStopping: {"loader": [(X, Y)]}, lw.Scaled: {"via": lw.Linearized(), "factor": 1.0},
     lw.InducingPoints: {"inputs": X},
 }  # fmt: skip
-LEFT_OUT = {"joint", "lower_bound", "linearised_mode", "path"}
-"""Arguments of which only counts whether they are true, and paths, which the file system refuses in its own words."""
+PATHS = {"path", "checkpoint"}
+"""Arguments of which messages show the text."""
+
+WITHOUT_ARGUMENTS = {"versions"}
+SELECTIONS = {"everything", "last_layer"}
+"""Passed to `params=`, and not called by users."""
+
+BASES = {"LapwingError", "Likelihood", "Method", "Posterior", "SWAG", "evaluation"}
+"""Names that nobody calls: their methods and functions are in the table."""
+
+COUNTS = {"draws", "nodes", "points", "prefixes", "ranks", "repeats", "samples", "size", "steps"}
+"""How often something is done, of which a great number only takes long."""
 
 
 def cases() -> Iterator[Any]:
     for call, valid in [*CALLS, *((option, NEEDED.get(option, {})) for option in OPTIONS)]:
         parameters = inspect.signature(call).parameters.values()
-        named = [p.name for p in parameters if p.name not in LEFT_OUT and p.kind is not p.VAR_POSITIONAL]
+        named = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
         yield pytest.param(call, valid, named, id=call.__qualname__)
+
+
+def test_the_table_has_every_public_name() -> None:
+    rows = {row for row, _ in CALLS} | set(OPTIONS)
+    missing = {name for name in lw.__all__ if getattr(lw, name) not in rows}
+    assert missing == WITHOUT_ARGUMENTS | SELECTIONS | BASES
+    methods = {name for name, member in vars(lw.Posterior).items() if inspect.isfunction(member) and name[0] != "_"}
+    called = {row.__name__ for row, _ in CALLS if isinstance(getattr(row, "__self__", None), lw.Posterior)}
+    assert methods - called == {"at", "diagnose", "scale_at", "with_defaults"}  # the tunings' and no argument
+
+
+@pytest.fixture(autouse=True)
+def a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For what is written where a text is taken as a path."""
+    monkeypatch.chdir(tmp_path)
 
 
 def said(call: Callable[..., Any], arguments: dict[str, Any]) -> str:
@@ -81,10 +135,28 @@ def said(call: Callable[..., Any], arguments: dict[str, Any]) -> str:
 def test_messages_are_short_and_print_no_array(
     call: Callable[..., Any], valid: dict[str, Any], names: list[str]
 ) -> None:
-    for name, junk in product(names, JUNK.values()):
+    for name, junk in product([name for name in names if name not in PATHS], JUNK.values()):
         message = said(call, {**valid, name: junk})
         assert len(message) < 600, (name, message)
         assert message.count("0.1234") < 10, (name, message)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("call", "valid", "names"), list(cases()))
+def test_odd_arguments_are_taken_or_refused_in_a_sentence(
+    call: Callable[..., Any], valid: dict[str, Any], names: list[str]
+) -> None:
+    """Any other exception than a LapwingError fails."""
+    before = {name: value.clone() for name, value in NETWORK.state_dict().items()}
+    for name, (kind, junk) in product(names, ODD.items()):
+        if (name in COUNTS and kind == "many digits") or (name == "progress" and junk is True):
+            continue
+        message = said(call, {**valid, name: junk})
+        assert not message or message.endswith((".", ")")), (name, kind, message)
+        assert "\n" not in message, (name, kind, message)
+        assert len(message) < 600, (name, kind, message)
+    assert all(torch.equal(value, before[name]) for name, value in NETWORK.state_dict().items())
+    assert not NETWORK.training
 
 
 def test_inputs_and_targets_given_as_two_arguments_are_told_how_to_be_written() -> None:

@@ -282,6 +282,7 @@ def _network(
                 "predictions need one for each class. Pass a network with as many outputs as classes."
             )
         rows = outputs if positions is None else positions.rows(outputs)
+        batches.check_outputs(rows, "a batch of compare")
         latent = Latent(rows, (EigenTerm(None, torch.zeros_like(rows)),))
         if positions is None:
             return likelihood.predict(latent)

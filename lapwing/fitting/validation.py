@@ -108,6 +108,9 @@ def _same_dataset(one: Any, other: Any) -> bool:
 def _same_rows(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     """Whether two batches begin with the same samples, as many as both have."""
     count = min(batches.size(one[0]), batches.size(other[0]))
-    rows = [[tensor[:count].cpu() for tensor in batches.tensors(batch)] for batch in (one, other)]
+    rows = [[tensor[:count] for tensor in batches.tensors(batch)] for batch in (one, other)]
+    if any(tensor.is_meta for tensors in rows for tensor in tensors):
+        return False
+    rows = [[tensor.cpu() for tensor in tensors] for tensors in rows]
     kinds = [[(tensor.shape, tensor.dtype) for tensor in tensors] for tensors in rows]
     return kinds[0] == kinds[1] and all(torch.equal(*pair) for pair in zip(*rows, strict=True))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..covariance import AnyLatent, SelectedLatent
-from ..errors import LapwingError, check_flag, shown
+from ..errors import LapwingError, check_flag, is_positive, shown
 from ..linalg import cholesky, doubled
 from .base import Integrals, Likelihood, apply_weights
 from .links import ExactLink, Link, at_least_float32
@@ -69,8 +68,7 @@ class Gaussian(Likelihood):
         check_flag("Gaussian", "missing", self.missing)
         line = "Gaussian(noise_ratios=[1.0, 5.0]), one for each output"
         object.__setattr__(self, "noise_ratios", numbers_of("Gaussian", "noise_ratios", self.noise_ratios, line))
-        number = isinstance(value, Real) and not isinstance(value, bool)
-        if value is not None and not (number and 0.0 < value < math.inf):
+        if value is not None and not is_positive(value):
             raise LapwingError(
                 f"The noise variance of Gaussian is {shown(value)}. Pass a positive finite number: "
                 "Gaussian(noise_variance=0.1), or Gaussian() to have it tuned."

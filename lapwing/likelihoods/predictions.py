@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from ..errors import LapwingError, shown
+from ..errors import LapwingError, check_choice, shown
 from ..linalg import check_draws, seeded
 from ..network import batches
 
@@ -87,6 +87,7 @@ class DiscretePrediction(Prediction):
 
     def uncertainty(self, score: str = "entropy") -> Tensor:
         """Returns the entropy, or 1 minus the confidence, (B,)."""
+        check_choice("uncertainty", "score", score, ("entropy", "confidence"))
         return self.entropy() if score == "entropy" else 1 - self.confidence
 
     def summary(self) -> dict[str, Tensor]:
@@ -167,7 +168,7 @@ class RealPrediction(Prediction):
         outputs = self.mean.shape[1:]
         try:
             numbers = torch.as_tensor(value, dtype=self.mean.dtype, device=self.mean.device)
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError, OverflowError):
             numbers = None
         fits = numbers is not None and (numbers.numel() == 1 or numbers.shape == outputs[len(outputs) - numbers.ndim :])
         if numbers is None or not fits or not bool(numbers.isfinite().all()):

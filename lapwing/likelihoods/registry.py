@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
-from ..errors import LapwingError, is_positive, shown
+from ..errors import LapwingError, is_positive, plain_numbers, shown
 from .base import Likelihood
 
 Kind = TypeVar("Kind", bound=type[Likelihood])
@@ -36,7 +36,7 @@ def numbers_of(kind: str, name: str, values: Any, line: str) -> tuple[float, ...
     """
     if values is None:
         return None
-    plain = values.tolist() if hasattr(values, "tolist") else values
+    plain = plain_numbers(values)
     several = tuple(plain) if isinstance(plain, (list, tuple)) else (plain,)
     if not (several and all(is_positive(value) for value in several)):
         raise LapwingError(f"The {name} of {kind} is {shown(values)}. Pass positive finite numbers: {line}.")

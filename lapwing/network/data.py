@@ -73,7 +73,10 @@ def as_inputs(x: Any, network: Any) -> Any:
     A number is one sample of one input, and a list of floats one sample each.
     """
     if isinstance(x, Real) and not isinstance(x, bool):
-        return torch.tensor([[float(x)]], dtype=_dtype(network), device="cpu")
+        try:
+            return torch.tensor([[float(x)]], dtype=_dtype(network), device="cpu")
+        except OverflowError:
+            raise LapwingError("The input is a number of more digits than a float has. Pass a finite one.") from None
     if isinstance(x, (tuple, Mapping)):
         return _tensors(x, _dtype(network), column=False)
     return with_tensors(x, network) if _is_rows(x) else as_loader(x, network, "predict")

@@ -30,7 +30,7 @@ WRITERS = (nn.modules.instancenorm._InstanceNorm, parametrizations._SpectralNorm
 def checked_memory(memory: int | None) -> int:
     """Returns the budget in bytes."""
     memory = DEFAULT_MEMORY if memory is None else memory
-    if not isinstance(memory, int) or memory < 2**24:
+    if not isinstance(memory, int) or not 2**24 <= memory < 2**63:
         raise LapwingError(
             f"memory={shown(memory)} is not an int of at least {2**24} bytes (16 MiB). Write memory=2**30 for 1 GiB."
         )

@@ -23,6 +23,11 @@ def invoke(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
     if isinstance(inputs, Tensor):
         return model(inputs)
     if isinstance(inputs, Mapping):
+        if not all(isinstance(name, str) for name in inputs):
+            raise LapwingError(
+                f"The inputs are a dict with the keys {shown(list(inputs))}, and {type(model).__name__} is called as "
+                "model(**inputs). Name each input by a string: {'x': x}."
+            )
         return model(**inputs)
     if isinstance(inputs, (tuple, list)):
         return model(*inputs)

@@ -225,6 +225,8 @@ class Posterior:
         Cost: O(P) or less; one pass over the data with `linearised_mode`.
         """
         self._check_network()
+        for name, flag in {"lower_bound": lower_bound, "linearised_mode": linearised_mode}.items():
+            check_flag("log_marginal_likelihood", name, flag)
         check_flag("log_marginal_likelihood", "sample_weights", sample_weights)
         value = self.log_evidence(self.prior.precision, self.noise_variance, lower_bound=lower_bound)
         if linearised_mode:
@@ -259,6 +261,7 @@ class Posterior:
         Cost: the way's.
         """
         self._check_network()
+        check_flag("latent", "joint", joint)
         return latent_of(self.tangent, self.covariance, x, via, joint, progress)
 
     @full_precision

@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -60,6 +61,9 @@ HEAD_BYTES = 100_000_000
 
 PIECE = 2**20
 """So many bytes are read at once."""
+
+ABANDONED = 3600.0
+"""A temporary file that nobody wrote to for so many seconds is of a process that was killed."""
 
 HEADER = {
     "format": int, "tangent": dict,
@@ -147,7 +151,7 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict
 
     Cost: memory of a copy of one tensor, where that is not contiguous or on another device.
     """
-    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))  # so that all are aligned
+    tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))  # all are aligned
     head = _head(tensors, _text(header))
     place = CHECKSUM.search(head)
     assert place is not None
@@ -165,10 +169,14 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict
     except LapwingError:
         raise
     except (OSError, ValueError, TypeError) as error:  # NUL in a name is a ValueError
-        raise LapwingError(
-            f"The file {_shown(path)} cannot be written: {_reason(error)}. Pass the name of a file in a folder that "
-            "you may write to, such as 'posterior.safetensors'."
-        ) from error
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Any, error: Exception) -> LapwingError:
+    return LapwingError(
+        f"The file {_shown(path)} cannot be written: {_reason(error)}. Pass the name of a file in a folder that you "
+        "may write to, such as 'posterior.safetensors'."
+    )
 
 
 def _text(header: dict[str, Any]) -> str:
@@ -202,8 +210,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def place_of(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
     """Returns the file that a path leads to, and its mode, None where it does not exist yet."""
-    target = Path(os.path.realpath(Path(path)))
     try:
+        target = Path(os.path.realpath(Path(path)))
         mode = target.stat().st_mode
     except FileNotFoundError:
         if not target.parent.is_dir():
@@ -212,6 +220,8 @@ def place_of(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
                 f"pathlib.Path({str(target.parent)!r}).mkdir(parents=True)."
             ) from None
         return target, None
+    except (OSError, ValueError) as error:  # NUL in a name is a ValueError
+        raise _unwritable(path, error) from error
     if stat.S_ISDIR(mode):
         raise LapwingError(
             f"{target} is a folder. Pass the name of a file, such as {str(target / 'posterior.safetensors')!r}."
@@ -228,7 +238,11 @@ def temporary_pattern(target: Path) -> str:
 
 @contextlib.contextmanager
 def _replacing(target: Path, mode: int | None) -> Iterator[BinaryIO]:
-    """Opens a temporary file beside a file, which it replaces when all is written."""
+    """Opens a temporary file beside a file, which it replaces when all is written; removes what killed writers left."""
+    for left in target.parent.glob(temporary_pattern(target)):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > ABANDONED:
+                left.unlink()
     temporary = target.parent / f".{target.name[:200]}-{secrets.token_hex(8)}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     handle = os.open(temporary, flags, 0o666 if mode is None else mode & 0o777)

@@ -26,7 +26,7 @@ from ..covariance import (
 )
 from ..covariance.positions import LatentAtPositions
 from ..covariance.terms import DenseTerm, selected
-from ..errors import LapwingError, shown
+from ..errors import LapwingError, plain_numbers, shown
 from ..jacobian.jacobian import SLICE_BYTES
 from ..linalg import check_memory
 from ..network import batches
@@ -105,7 +105,7 @@ class Linearized(Way):
             )
         if is_whole(self.outputs, 1):
             return
-        values: Any = self.outputs.tolist() if hasattr(self.outputs, "tolist") else self.outputs
+        values = plain_numbers(self.outputs)
         listed = tuple(values) if isinstance(values, Sequence) and not isinstance(values, str) else ()
         if not listed or not all(is_whole(value, 0) for value in listed) or len(set(listed)) < len(listed):
             raise LapwingError(

@@ -347,9 +347,10 @@ def test_what_a_killed_process_left_is_swept_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fits_survive_being_killed() -> None:
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGKILL while saving"])
+def test_fits_and_files_survive_being_killed(kind: str) -> None:
     from benchmarks import faults
 
-    tallies = faults.tried(50, seed=1)["SIGKILL"]
+    tallies = faults.tried(kind, 50, seed=1)
     assert sum(tally.tried for tally in tallies.values()) >= 50
     assert all(tally.survived == tally.tried and not tally.lost for tally in tallies.values())

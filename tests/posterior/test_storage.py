@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import sys
+import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -532,3 +533,19 @@ def test_training_mode_at_load(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)).eval()
     lw.fit(model, [(X, Y)]).save(tmp_path / "p")
     refused(lambda: lw.load(tmp_path / "p", model.train()), "1 (Dropout, p=0.5)", "model.eval()")
+
+
+def test_what_a_killed_writer_left_goes_after_an_hour(tmp_path: Path) -> None:
+    path, old, new = (tmp_path / name for name in ("p", f".p-{'0' * 16}.tmp", f".p-{'1' * 16}.tmp"))
+    old.touch()
+    new.touch()
+    os.utime(old, (time.time() - 7200,) * 2)
+    storage.write(path, {"a": torch.ones(2)}, {})
+    assert {each.name for each in tmp_path.iterdir()} == {"p", new.name}  # that may be of a process that still writes
+
+
+def test_a_file_does_not_depend_on_the_order_of_its_tensors(tmp_path: Path) -> None:
+    tensors = {"b": torch.ones(2), "a": torch.zeros(3), "c": torch.ones(2, dtype=torch.float64)}
+    storage.write(tmp_path / "one", tensors, {})
+    storage.write(tmp_path / "other", dict(reversed(tensors.items())), {})
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
