@@ -15,7 +15,7 @@ from lapwing.fitting.default_method import default_method
 
 def tangent(size, outputs=1, explicit=0, memory=2**30):
     """What the choice reads of a tangent."""
-    return SimpleNamespace(size=size, outputs=outputs, explicit_size=explicit, memory=memory)
+    return SimpleNamespace(size=size, outputs=outputs, explicit_size=explicit, memory=memory, widest=torch.float64)
 
 
 @pytest.mark.parametrize(

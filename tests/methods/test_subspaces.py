@@ -25,7 +25,7 @@ FEW = ("mlp", "grouped_strided_conv", "tied", "gpt2", "mlp_scalar")
 
 def problem_of(labels: Tensor, outputs: int, seed: int = 0) -> SimpleNamespace:
     return SimpleNamespace(
-        tangent=SimpleNamespace(outputs=outputs, positions=None),
+        tangent=SimpleNamespace(outputs=outputs, width=outputs, positions=None),
         labels=lambda: labels,
         generator=lambda: torch.Generator().manual_seed(seed),
     )
