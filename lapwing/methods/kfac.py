@@ -198,7 +198,8 @@ def _eigenbasis(state: Factors, name: str, columns: int, centred: bool) -> Krone
         alpha, inputs = _diagonalised(state.A, name, int(count))
     gamma, outputs = _diagonalised(state.Gamma, name, columns * int(count), centred)
     if name in state.excess:
-        count = (doubled(count) + state.excess[name]).clamp_min(torch.finfo(torch.float64).tiny)  # all 0: no data, and λ = 0
+        tiny = torch.finfo(torch.float64).tiny  # of weights that are all 0: no data, and λ = 0
+        count = (doubled(count) + state.excess[name]).clamp_min(tiny)
     factors = KroneckerFactors(inputs, outputs, alpha, gamma, count)
     return KroneckerBlock(factors.products(), factors)
 
