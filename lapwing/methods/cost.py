@@ -34,13 +34,13 @@ WORKSPACE = 24
 """Bytes a number of a matrix that is decomposed: its copy in float64, and the workspace of LAPACK."""
 
 
-def singular(rows: int, columns: int, whole: bool = True) -> int:
-    """Returns what singular vectors of (m, n) cost in multiply-adds, from all of it or by slices that leave a triangle.
+def singular(rows: int, columns: int) -> int:
+    """Returns what singular vectors of (m, n) cost in multiply-adds.
 
     What each number takes besides `min(m, n)` is its way from memory, again and again.
     """
     least = min(rows, columns)
-    return rows * columns * (30 * least + 3000 if whole else 10 * least + 900)
+    return rows * columns * (10 * least + 900)
 
 
 def eigenpairs(size: int, rank: int) -> float:

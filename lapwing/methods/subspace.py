@@ -108,7 +108,7 @@ def on_rows_cost(outline: Outline, count: int, rank: int, residual: Residual) ->
         rows = count * size * dtype.itemsize
         svd = 16 * count * size + 8 * least * (count + size) if whole else 0
         span, beside = rows + max(min(2 * rows, memory // 2), svd + 56 * least**2), 0  # the directions are part of it
-        fit += outline.decomposed(singular(count, size, whole))
+        fit += outline.decomposed(singular(count, size))
     else:  # pairs of chunks of rows, each recorded again
         length = tangent.chunk_length(1, dtype) // 2
         fit = fit.times(1 + count / (2 * max(1, length)))
