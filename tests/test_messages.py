@@ -100,11 +100,12 @@ COUNTS = {"draws", "nodes", "points", "prefixes", "ranks", "repeats", "samples",
 """How often something is done, of which a great number only takes long."""
 
 
-def cases() -> Iterator[Any]:
+def cases(slow: tuple[Any, ...] = ()) -> Iterator[Any]:
     for call, valid in [*CALLS, *((option, NEEDED.get(option, {})) for option in OPTIONS)]:
         parameters = inspect.signature(call).parameters.values()
         named = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
-        yield pytest.param(call, valid, named, id=call.__qualname__)
+        marks = [pytest.mark.slow] if call in slow else []
+        yield pytest.param(call, valid, named, id=call.__qualname__, marks=marks)
 
 
 def test_the_table_has_every_public_name() -> None:
@@ -142,7 +143,7 @@ def test_messages_are_short_and_print_no_array(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("call", "valid", "names"), list(cases()))
+@pytest.mark.parametrize(("call", "valid", "names"), list(cases(slow=(lw.fit, lw.plan, lw.deploy, lw.compare))))
 def test_odd_arguments_are_taken_or_refused_in_a_sentence(
     call: Callable[..., Any], valid: dict[str, Any], names: list[str]
 ) -> None:

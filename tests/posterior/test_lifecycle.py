@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -455,6 +457,39 @@ def test_threads_that_predict_at_the_same_time(name: str) -> None:
     from torch._dynamo.eval_frame import _stance
 
     assert _stance.stance == "default"
+
+
+@pytest.mark.parametrize("name", ["mlp", "custom_parameter", "lstm"])
+def test_copies_and_pickles_while_threads_draw_weights(name: str) -> None:
+    """No copy has drawn weights, which other threads run the network at."""
+    model, x, _, loader = data(name, 5)
+    posterior = lw.fit(model, loader, lw.KFAC(), params=EVERY)
+    expected = posterior.latent(x).covariance
+
+    def work(i: int) -> None:
+        other = posterior
+        if i % 3 == 0:
+            other = copy.deepcopy(posterior) if i % 2 else pickle.loads(pickle.dumps(posterior))
+        posterior.latent(x, via=lw.MonteCarlo(draws=5))
+        torch.testing.assert_close(other.latent(x).covariance, expected)
+
+    in_threads(work, 6)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
+def test_a_forked_process_gives_the_same_answers() -> None:
+    model, x, _, loader = data("mlp", 5)
+    posterior = lw.fit(model, loader, lw.KFAC())
+    ways = [lw.Linearized(), lw.MonteCarlo(draws=3)]
+    expected = [posterior.latent(x, via=way).covariance for way in ways]
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: sending.send([posterior.latent(x, via=w).covariance.tolist() for w in ways]))
+    child.start()
+    assert receiving.poll(60)
+    torch.testing.assert_close(torch.tensor(receiving.recv(), dtype=x.dtype), torch.stack(expected))
+    child.join()
+    assert child.exitcode == 0
 
 
 def test_copies_and_pickles_bring_their_network_along() -> None:
