@@ -165,7 +165,7 @@ class Factors(State):
     excess: dict[str, Tensor] = field(default_factory=dict)
 
 
-def _eigenbases(state: Factors, columns: int, centred: bool, device: torch.device) -> dict[str, KroneckerBlock]:
+def _eigenbases(state: Factors, columns: int, logits: set[str], device: torch.device) -> dict[str, KroneckerBlock]:
     """Diagonalises all factors, used up. Of several processes each takes a part of the large ones, for all of them."""
     work = {n: sum(f[n].shape[-1] ** 3 for f in (state.A, state.Gamma) if f[n].ndim == 3) for n in state.A}
     large = sorted((name for name in work if work[name] >= SHARED and ranks.several()), key=work.__getitem__)
@@ -173,7 +173,7 @@ def _eigenbases(state: Factors, columns: int, centred: bool, device: torch.devic
     bases = {}
     for name in work:
         if sources.get(name, ranks.rank()) == ranks.rank():
-            bases[name] = _eigenbasis(state, name, columns, centred)
+            bases[name] = _eigenbasis(state, name, columns, name in logits)
         else:
             del state.A[name], state.Gamma[name]
     for name, source in sources.items():
@@ -260,13 +260,14 @@ class _FactorPass(CurvaturePass[Factors]):
 
     def finish(self, state: Factors) -> Blockwise:
         problem, structures = self._problem, dict[str, Structure]()
-        logits = problem.likelihood.activation == "softmax" and problem.tangent.treats_output_alone
+        softmax, tangent = problem.likelihood.activation == "softmax", problem.tangent
+        logits = {block.name for block in tangent.blocks if softmax and tangent.gives_outputs(block)}
         bases = _eigenbases(state, problem.root.columns, logits, problem.tangent.device)
         for name, kind in self._kinds.items():
             if kind == "diagonal":
                 structures[name] = DiagonalBlock(state.diagonal[name])
             elif kind == "dense":
-                pairs, tangent = symmetric_eigen(state.dense[name]), problem.tangent
+                pairs = symmetric_eigen(state.dense[name])
                 structures[name] = DenseBlock(*(part.to(tangent.device, tangent.dtype) for part in pairs))
             else:
                 structures[name] = bases[name]

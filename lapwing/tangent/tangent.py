@@ -233,9 +233,13 @@ class Tangent:
     @cached_property
     def treats_output_alone(self) -> bool:
         """Whether the layer that gives the outputs is all that is treated: its rows need no backward pass."""
+        return all(map(self.gives_outputs, self.blocks))
+
+    def gives_outputs(self, block: Block) -> bool:
+        """Whether a block is the layer that gives the outputs, and no other."""
         if self.positions is not None:
             return self.positions.direct
-        uses = [use for block in self.blocks for use in self.plan.uses.get(block.name, [(-1,)])]
+        uses = self.plan.uses.get(block.name, [(-1,)])
         return self.plan.last >= 0 and all(use[0] == self.plan.last for use in uses)
 
     def state(self) -> dict[str, Tensor]:

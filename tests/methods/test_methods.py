@@ -539,3 +539,13 @@ def test_variances_of_a_rare_class_are_no_rounding_noise_of_float32() -> None:
         posterior = lw.fit(head.to(dtype), data, lw.KFAC(), prior_precision=1e-5, tune=None)
         variances.append(posterior.latent(x[:100].to(dtype)).centred_variance.double())
     torch.testing.assert_close(variances[0], variances[1], rtol=0.2, atol=0)
+
+
+@pytest.mark.parametrize("params", [lw.last_layer, lw.everything], ids=["last layer", "all layers"])
+def test_a_number_added_to_all_logits_has_no_curvature(params) -> None:
+    """Λ maps the ones to 0: in float32 rounding would give the last layer's Γ a smallest eigenvalue of 1e-7."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
+    data = [(torch.randn(40, 4), torch.arange(40) % 3)]
+    factors = lw.fit(model, data, lw.KFAC(), params=params, tune=None).covariance.structures["2"].factors
+    assert factors.output_eigenvalues.min() <= 1e-15 * factors.output_eigenvalues.max()
