@@ -22,8 +22,8 @@ import lapwing as lw
 from benchmarks.measure import write
 
 SEED = 0
-SAMPLES, BATCH = 600, 50
-REPEATS = 1
+SAMPLES, BATCH = 3000, 50
+REPEATS = 2
 
 
 def cnn() -> nn.Module:
