@@ -204,8 +204,10 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Returns the bytes of a tensor as a file holds them."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if plain.stride(0) != 1:  # of one number, expanded: it is contiguous, and has no bytes that can be viewed
+        plain = torch.empty(plain.shape, dtype=plain.dtype, device="cpu").copy_(plain)
+    return plain.view(torch.uint8).numpy().data
 
 
 def place_of(path: str | os.PathLike[str]) -> tuple[Path, int | None]:

@@ -75,12 +75,12 @@ def check_same(one: lw.Posterior, other: lw.Posterior) -> None:
             assert value == second[name], name
 
 
-def interrupted(model: nn.Module, every: list[Any], path: Path, *after: int, **options: Any) -> lw.Posterior:
+def interrupted(model: nn.Module, batches: list[Any], path: Path, *after: int, **options: Any) -> lw.Posterior:
     """Fits until it is killed after so many batches, again with the same path, ..., and in the end to the end."""
     for count in after:
         with suppress(Killed):
-            return lw.fit(model, Loader(every, count), checkpoint=path, **{"every": 1, **options})
-    return lw.fit(model, Loader(every), checkpoint=path, **{"every": 1, **options})
+            return lw.fit(model, Loader(batches, count), checkpoint=path, **{"every": 1, **options})
+    return lw.fit(model, Loader(batches), checkpoint=path, **{"every": 1, **options})
 
 
 @pytest.mark.parametrize("method", [*METHODS, *STEPS], ids=str)

@@ -549,3 +549,12 @@ def test_a_file_does_not_depend_on_the_order_of_its_tensors(tmp_path: Path) -> N
     storage.write(tmp_path / "one", tensors, {})
     storage.write(tmp_path / "other", dict(reversed(tensors.items())), {})
     assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
+
+
+def test_a_block_of_one_weight_is_saved(tmp_path) -> None:
+    """Its prior mean, one number expanded to one number, has no stride."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.PReLU()).eval()
+    posterior = lw.fit(model, [(torch.randn(9, 3), torch.randn(9, 1))], lw.Diagonal(), tune=None)
+    posterior.save(tmp_path / "posterior")
+    assert torch.equal(lw.load(tmp_path / "posterior", model).prior.mean["1"], posterior.prior.mean["1"])
