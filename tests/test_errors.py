@@ -15,6 +15,7 @@ import torch._dynamo  # which looks for onnx as it is imported: torch.export wou
 import lapwing as lw
 from lapwing.errors import PACKAGES, extra
 from lapwing.evaluation import metrics, sensitivity
+from tests.hidden_package import HiddenPackage
 
 mpl.use("Agg")
 
@@ -53,23 +54,12 @@ def test_a_missing_extra_is_one_sentence_and_a_line(name: str, monkeypatch: pyte
     use, package, group = USES[name]
     for module in [module for module in sys.modules if module.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setattr(sys, "meta_path", [_Hidden(package), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [HiddenPackage(package), *sys.meta_path])
     with pytest.raises(lw.LapwingError) as caught:
         use()
     assert str(caught.value) == (
         f"This needs {PACKAGES[package][0]}, which is not installed. Run pip install lapwing[{group}]."
     )
-
-
-class _Hidden:
-    """Makes a package look as if it were not installed."""
-
-    def __init__(self, package: str) -> None:
-        self._package = package
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name.partition(".")[0] == self._package:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def test_what_an_installed_package_lacks_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:

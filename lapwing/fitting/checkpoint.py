@@ -203,8 +203,8 @@ class Checkpoint:
             others = sorted(name for name in names if not _agree(self._fit.get(name), kept["fit"].get(name)))
             for number, (label, layouts) in enumerate(kept["passes"]):
                 prefix = f"{number}/"
-                own = {path.removeprefix(prefix): t for path, t in tensors.items() if path.startswith(prefix)}
-                self._former.append(_Entry(label, layouts, own))
+                parts = {path.removeprefix(prefix): t for path, t in tensors.items() if path.startswith(prefix)}
+                self._former.append(_Entry(label, layouts, parts))
         except (LapwingError, KeyError, TypeError, ValueError) as error:
             raise self._damaged() from error
         if others:

@@ -99,8 +99,8 @@ def fit(
         prior_mean: μ0, a number for all weights or {parameter: tensor} (others 0).
         prior: a former posterior, for continual learning. Its data count on: `Σ⁻¹ = s G(new data) + Σ_former⁻¹`, at the
             weights of a copy of its network that was trained further, with `posterior.penalty(model)` in the loss. It
-            decides all other options but `sample_weights`, `forward`, `memory` and `progress`. Exact for Full and
-            Diagonal; of KFAC the factors add, an approximation (Ritter, Botev and Barber 2018).
+            decides all other options but `sample_weights`, `forward`, `memory`, `checkpoint` and `progress`. Exact for
+            Full and Diagonal; of KFAC the factors add, an approximation (Ritter, Botev and Barber 2018).
         tune: how what is None is tuned: `BoundedEvidence()` and `Evidence()` without held-out data, with them
             `Validation(loader)` or `EarlyStopping(loader)`; None for δ = 1 and σ² the mean squared residual.
         validation: held-out data in any form of `loader`, that the network was not trained on. They tune by
@@ -119,7 +119,7 @@ def fit(
         seed: of every random choice.
         checkpoint: the path of a file. Killed at any moment and called again with the same arguments, the fit goes on
             from there, to the same posterior: equal bit by bit on the same device, with as many threads. The loader
-            must repeat its order. While the file is written it takes up to three times the memory of the sums. When the
+            must repeat its order. While the file is written one more of its tensors is in memory. When the
             fit has ended, it removes the file: save the posterior then.
         every: write the checkpoint after so many batches; None writes it at most once a minute.
         progress: show a bar; None shows one on a terminal or in a notebook.
@@ -319,9 +319,9 @@ def _checked(posterior: Posterior) -> Posterior:
 
 def _agreed(posterior: Posterior) -> Posterior:
     """Returns the posterior at the numbers of rank 0, from which those of another machine may differ by rounding."""
-    own = posterior.prior.precision.tolist(), posterior.noise_variance, posterior.logit_temperature
-    precision, noise, temperature = ranks.decided("the numbers that were tuned", own)
-    if (precision, noise, temperature) == own or not isinstance(posterior.covariance, PriorCovariance):
+    tuned = posterior.prior.precision.tolist(), posterior.noise_variance, posterior.logit_temperature
+    precision, noise, temperature = ranks.decided("the numbers that were tuned", tuned)
+    if (precision, noise, temperature) == tuned or not isinstance(posterior.covariance, PriorCovariance):
         return posterior
     if temperature is not None:
         likelihood = posterior.likelihood.with_logit_temperature(temperature)

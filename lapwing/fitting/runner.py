@@ -69,9 +69,9 @@ class Runner:
             parts = [torch.zeros(0, dtype=torch.int64)]
             for batch in tracked(self._loader, "labels"):
                 parts.append(class_labels(*batches.split(batch)))
-            own = torch.cat(parts)
-            self._check_size(len(own), "to the count")
-            self._labels = torch.cat(ranks.gathered("labels", own))
+            labels = torch.cat(parts)
+            self._check_size(len(labels), "to the count")
+            self._labels = torch.cat(ranks.gathered("labels", labels))
         return self._labels
 
     def shown(self) -> int | None:
@@ -347,7 +347,7 @@ class Runner:
     def _check_size(self, samples: int, to: str) -> None:
         """Notes n the first time; raises when the loader shows nothing, or another number. A share may be empty."""
         at = self._at
-        expected = (at.expected or samples) if self._share is None else self._share.own
+        expected = (at.expected or samples) if self._share is None else self._share.count
         if samples != expected or not (samples or self._share is not None):
             raise other_size(samples, to, expected or None)
         at.expected = samples

@@ -86,8 +86,8 @@ def with_all_weights(
         log.info("The last layer alone is treated, since all trained weights cannot be: %s", error)
         return posterior
     held_out = ranks.share(validation)
-    last, every = (sample_scores([one], lambda one: [one], held_out).flatten() for one in (posterior, other))
-    gain = every - last
+    narrow, every = (sample_scores([one], lambda one: [one], held_out).flatten() for one in (posterior, other))
+    gain = every - narrow
     deviation = float(gain.std(correction=0)) / math.sqrt(len(gain))
     better = ranks.decided("all weights", float(gain.mean()) > max(GAIN, deviation))
     log.info(

@@ -139,10 +139,10 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
         """Returns the mean (..., q, m) and covariance (..., q m, q m), given the observations."""
         if self._observed is None:
             return self._joint(X)
-        seen, Y, noise = self._observed
-        batch, n = torch.broadcast_shapes(seen.shape[:-2], X.shape[:-2]), seen.shape[-2]
+        points_before, Y, noise = self._observed
+        batch, n = torch.broadcast_shapes(points_before.shape[:-2], X.shape[:-2]), points_before.shape[-2]
         mean, covariance = self._joint(
-            torch.cat([points.expand(*batch, *points.shape[-2:]) for points in (seen.to(X), X)], -2)
+            torch.cat([points.expand(*batch, *points.shape[-2:]) for points in (points_before.to(X), X)], -2)
         )
         cut = n * mean.shape[-1]
         known = covariance[..., :cut, :cut] + torch.diag_embed(noise.to(X).flatten(-2))

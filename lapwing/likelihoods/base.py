@@ -35,10 +35,10 @@ def curvature_weights(
     likelihood: Likelihood, outputs: Tensor, targets: Tensor, weights: Tensor | None
 ) -> Tensor | None:
     """Returns what multiplies Λ at samples (B, 1) or their outputs (B, C): the likelihood's weights times theirs."""
-    own = likelihood.target_weights(outputs, targets)
+    of_targets = likelihood.target_weights(outputs, targets)
     if weights is None:
-        return own
-    return weights[:, None] if own is None else own * weights.to(own.dtype)[:, None]
+        return of_targets
+    return weights[:, None] if of_targets is None else of_targets * weights.to(of_targets.dtype)[:, None]
 
 
 class Likelihood(ABC):

@@ -177,8 +177,8 @@ def _eigenbases(state: Factors, columns: int, logits: set[str], device: torch.de
         else:
             del state.A[name], state.Gamma[name]
     for name, source in sources.items():
-        own = vars(bases[name].factors) if name in bases else {}
-        parts = ranks.decided(f"the eigenbasis of {name}", own, source)
+        sent = vars(bases[name].factors) if name in bases else {}
+        parts = ranks.decided(f"the eigenbasis of {name}", sent, source)
         moved: dict[str, Any] = {key: part if part is None else part.to(device) for key, part in parts.items()}
         factors = KroneckerFactors(**moved)
         bases[name] = KroneckerBlock(factors.products(), factors)

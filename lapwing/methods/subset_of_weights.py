@@ -100,9 +100,9 @@ class SubsetOfWeights(Method):
         """Returns the cost of a pass for the diagonal, where that chooses, and of one for the chosen columns of J."""
         size, columns = min(self.size, outline.tangent.size), outline.columns
         factor, dtype = (1, outline.tangent.dtype) if self.residual is None else (DOUBLE, torch.float64)
-        kind, own = (LowRank, {}) if self.residual is None else (LowRankWithResidual, {"rows": False})
+        kind, options = (LowRank, {}) if self.residual is None else (LowRankWithResidual, {"rows": False})
         basis = {"class": "CoordinateBasis", "extra": {"rank": size}}
-        kept = outline.stored(kind, {"rank": size, "basis": basis, **own}, dtype)
+        kept = outline.stored(kind, {"rank": size, "basis": basis, **options}, dtype)
         picked = Work(products=factor * size * (MOVE + size))
         fit = outline.over_data(_written, factor) + picked.times(columns)
         predict = outline.prediction(_written, factor) + picked.times(outline.tangent.outputs)

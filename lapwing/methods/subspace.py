@@ -120,8 +120,8 @@ def on_rows_cost(outline: Outline, count: int, rank: int, residual: Residual) ->
             extra = {"scales": dict.fromkeys(outline.layers, 1.0), "rows": count, "nests": []}
     basis = {"class": "ImplicitBasis" if extra else "ExplicitBasis", "extra": {"rank": rank, **extra}}
     kind = LowRank if residual is None else LowRankWithResidual
-    own = {} if residual is None else {"rows": False}
-    kept = outline.stored(kind, {"rank": rank, "basis": basis, **own}, dtype)
+    options = {} if residual is None else {"rows": False}
+    kept = outline.stored(kind, {"rank": rank, "basis": basis, **options}, dtype)
     kept += min(count, outline.samples) * outline.sample_bytes * bool(extra)
     chunk = outline.chunk(dtype, outline.columns * 3 * rank)
     length = min(outline.batch, tangent.chunk_length(outline.columns, dtype))

@@ -113,7 +113,7 @@ class Plan:
                 continue
             roles = [frozenset(role for role, name in use if name in block.parameters) for use in order]
             uses[block.name] = (
-                [(i, axes[i], own) for i, own in enumerate(roles) if own] if len(axes) == len(order) else []
+                [(i, axes[i], names) for i, names in enumerate(roles) if names] if len(axes) == len(order) else []
             )
             _check_uses(block, uses[block.name], order, data["kinds"])
         watched = tuple(name for block in blocks if not block.is_generic for name in block.parameters)
@@ -214,9 +214,9 @@ def _check_uses(
 ) -> None:
     """Raises where a block has no use, or one of another kind or with other parameters."""
     roles = {role for role, wanted in (("weight", block.has_weight), ("bias", block.bias)) if wanted}
-    for i, _, own in uses:
-        complete = {name for role, name in order[i] if role in own} == set(block.parameters)
-        fits = block.matrix is None or (own == roles and kinds[i : i + 1] == [block.kind])
+    for i, _, names in uses:
+        complete = {name for role, name in order[i] if role in names} == set(block.parameters)
+        fits = block.matrix is None or (names == roles and kinds[i : i + 1] == [block.kind])
         if not (complete and fits):
             raise Mismatch(f"the plan's use {i} is none of the block of {', '.join(block.parameters)}")
     first = kinds[uses[0][0]].partition(",")[0] if uses and uses[0][0] < len(kinds) else ""

@@ -311,7 +311,7 @@ class Share:
         return [size for part in self.sizes[: rank()] for size in part]
 
     @property
-    def own(self) -> int:
+    def count(self) -> int:
         """How many samples this rank has."""
         return sum(self.sizes[rank()])
 
@@ -364,8 +364,8 @@ def _sizes(share: Share) -> list[int]:
     count = known_size(loader) if isinstance(loader, DataLoader) else None
     if count is None:
         return [size for size in (batches.size(batches.split(batch)[0]) for batch in share) if size]
-    length, own = loader.batch_sampler.batch_size, _without_padding(loader)  # type: ignore[attr-defined]
-    count = count if own is None else min(own, count)
+    length, without_padding = loader.batch_sampler.batch_size, _without_padding(loader)  # type: ignore[attr-defined]
+    count = count if without_padding is None else min(without_padding, count)
     return [min(length, count - start) for start in range(0, count, length)]
 
 

@@ -19,21 +19,21 @@ AFTER = " after a former posterior"
 @full_precision
 def penalty(tangent: Tangent, covariance: Covariance, model: Any, method: str) -> Tensor:
     """Returns `1/2 (θ - θ̂)ᵀ Σ⁻¹ (θ - θ̂)` at the weights θ of another network: see `Posterior.penalty`."""
-    own = tangent.parameters
+    parameters = tangent.parameters
     named = parameters_of(uncompiled(model)) if isinstance(model, nn.Module) else {}
-    wrong = [name for name, value in own.items() if name not in named or named[name].shape != value.shape]
+    wrong = [name for name, value in parameters.items() if name not in named or named[name].shape != value.shape]
     if wrong:
         raise LapwingError(
-            f"The posterior is over a parameter {wrong[0]} {tuple(own[wrong[0]].shape)}. {type(model).__name__} has "
-            "none of that name and shape. Pass a network of the same architecture."
+            f"The posterior is over a parameter {wrong[0]} {tuple(parameters[wrong[0]].shape)}. "
+            f"{type(model).__name__} has none of that name and shape. Pass a network of the same architecture."
         )
-    if any(named[name] is value for name, value in own.items()):
+    if any(named[name] is value for name, value in parameters.items()):
         raise LapwingError(
             "The network is the posterior's own, whose weights must stay as they are. Train a copy of it, "
             "model = copy.deepcopy(posterior.model), and write posterior.penalty(model)."
         )
     dtype, device = covariance.dtype, covariance.device
-    moved = {name: named[name].to(device, dtype) - value.detach().to(dtype) for name, value in own.items()}
+    moved = {name: named[name].to(device, dtype) - value.detach().to(dtype) for name, value in parameters.items()}
     distance = join(tangent.blocks, moved)
     with torch.no_grad():
         product = precision_product(covariance, {name: d.detach() for name, d in distance.items()}, method)

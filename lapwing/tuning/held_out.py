@@ -91,8 +91,8 @@ def _joined(rows: dict[tuple[int, int], list[Tensor]]) -> Tensor:
     Raises:
         LapwingError: where there is no sample.
     """
-    own = torch.stack([torch.cat(parts, 1) for _, parts in sorted(rows.items())]) if rows else None
-    joined = ranks.joined("scores of held-out data", own, -1)
+    here = torch.stack([torch.cat(parts, 1) for _, parts in sorted(rows.items())]) if rows else None
+    joined = ranks.joined("scores of held-out data", here, -1)
     if joined is None:
         raise no_batch()
     return joined
