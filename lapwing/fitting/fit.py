@@ -200,12 +200,6 @@ def fit(
     generator = torch.Generator(tangent.device).manual_seed((seed + ranks.rank()) % 2**63)  # each rank draws its own
     _, spread = root_columns(tangent)
     root = FisherRoot(likelihood, tangent.outputs, generator, spread)
-    if not root.exact:
-        log.info(
-            "%d outputs%s: the Fisher information is sampled, %s per input",
-            tangent.outputs * spread, f" at {spread} positions" if spread > 1 else "",
-            "one draw" if root.draws == 1 else f"{root.draws} draws",
-        )  # fmt: skip
     traces = tune is not None and tune.reads_evidence(not read.fixed, likelihood.needs_noise)
     problem = Problem(
         tangent, likelihood, root, read, traces, seed, runner.labels, runner.count, runner.summary, float(temperature),

@@ -16,7 +16,7 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-from ..linalg import add_squares, linear, matmul, total
+from ..linalg import add_squares, doubled, linear, matmul, total
 from .jacobian import BlockJacobian, MatrixJacobian, Weighting
 from .strips import Strip, Strips
 
@@ -170,17 +170,61 @@ class Outer(MatrixJacobian):
     def add_kronecker_factors(
         self, reduce: bool, inputs: Tensor, outputs: Tensor, weights: Tensor | None = None
     ) -> int:
+        self._add_output_factor(outputs)
         if weights is not None:
             add_squares(inputs, (self.a * weights.sqrt().to(self.a)[:, None])[None])
-            add_squares(outputs, self._rows_of_g[None])
             return self.batch
         add_squares(inputs[:, :-1, :-1] if self._bias else inputs, self._a[None])
         if self._bias:  # the last row of A = Σ [a, 1] [a, 1]ᵀ; its last column, above the diagonal, is not read
             ones = inputs[0, -1]
             ones[:-1].addmv_(self._a.T, self._a.new_ones(self.batch))
             ones[-1].add_(self.batch)
-        add_squares(outputs, self._rows_of_g[None])
         return self.batch
+
+    def _add_output_factor(self, sums: Tensor) -> None:
+        add_squares(sums, self._rows_of_g[None])
+
+    def summed(self, diagonal: Tensor, beside: Tensor | None) -> SummedOutput:
+        """Returns what gives sums over `Λ ⊗ a aᵀ`, for a layer that gives the outputs and Λ by its parts (B, O)."""
+        dtype = self._a.dtype
+        return SummedOutput(self, diagonal.to(dtype), None if beside is None else beside.to(dtype))
+
+
+class SummedOutput(Outer):
+    """`rootᵀ J` of a layer that gives the outputs, for sums over samples alone: the root's C columns are not formed.
+
+    Λ has a diagonal (B, O), and `-v vᵀ` beside it for v (B, O), or 0: O numbers a sample where the root has O².
+    """
+
+    def __init__(self, layer: Outer, diagonal: Tensor, beside: Tensor | None) -> None:
+        super().__init__(layer._a, None, layer.outputs, layer._bias)
+        self._diagonal, self._beside = diagonal, beside
+
+    def squared_sum(self) -> Tensor:
+        """Returns `Σ_n Λ_oo a²` (P,). Time O(B O I)."""
+        return matmul(self._diagonal.T, self.a.square()).flatten()
+
+    def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> SummedOutput:
+        """Returns the same in another basis, of which `squared_sum` alone is right: the diagonal of `Uᵀ Λ U`.
+
+        In float64, since variances `Σ p U² - (Σ p U)²` of peaked probabilities cancel.
+        """
+        diagonal, beside = self._diagonal, self._beside
+        if outputs is not None:
+            basis, diagonal = doubled(outputs[0]), doubled(diagonal)
+            if beside is None:
+                diagonal = diagonal @ basis.square()
+            else:
+                beside = doubled(beside)
+                diagonal = (diagonal + beside.square()) @ basis.square() - (beside @ basis).square()
+            diagonal, beside = diagonal.clamp_min(0.0).to(self._a), None
+        turned = Outer(self.a if inputs is None else self._turned(inputs[0]), None, self.outputs)
+        return turned.within(self.slice_bytes).summed(diagonal, beside)
+
+    def _add_output_factor(self, sums: Tensor) -> None:
+        sums[0].diagonal().add_(self._diagonal.sum(0))
+        if self._beside is not None:  # the diagonal of v vᵀ is left out, which would cancel
+            sums[0] -= matmul(self._beside.T, self._beside).fill_diagonal_(0.0)
 
 
 class SharedOuter(MatrixJacobian):

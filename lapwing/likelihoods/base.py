@@ -129,6 +129,14 @@ class Likelihood(ABC):
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """Returns a root (B, C, R) with `root rootᵀ = Λ` at unit noise, for any R."""
 
+    def fisher_parts(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns Λ at unit noise by its diagonal (B, C), and v (B, C) where it is `-v vᵀ` beside it, None where 0.
+
+        A layer that gives the outputs needs no more: C numbers a sample in place of the root's C². Likelihoods of
+        another Λ leave this out, and so do subclasses with a `fisher_root` of their own.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has a fisher_root alone.")
+
     @abstractmethod
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Returns one Monte-Carlo column r (B, C, 1) with `E[r rᵀ] = Λ` at unit noise."""

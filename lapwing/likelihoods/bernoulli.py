@@ -97,6 +97,11 @@ class Bernoulli(LogitLikelihood):
         logits = at_least_float32(outputs)
         return torch.diag_embed((0.5 * (F.logsigmoid(logits) + F.logsigmoid(-logits))).exp()).to(outputs.dtype)
 
+    def fisher_parts(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns `p (1 - p)`, (B, C), and None."""
+        logits = at_least_float32(outputs)
+        return (F.logsigmoid(logits) + F.logsigmoid(-logits)).exp(), None
+
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Returns `y - p` for answers y drawn from p, (B, C, 1)."""
         probs = at_least_float32(outputs).sigmoid()

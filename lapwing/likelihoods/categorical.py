@@ -153,6 +153,13 @@ class Categorical(LogitLikelihood):
         root = torch.addcmul(torch.diag_embed(roots), roots.square()[:, :, None], roots[:, None, :], value=-1)
         return root.to(outputs.dtype)  # (B, C, C)
 
+    def fisher_parts(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns `p (1 - p)` and p, both (B, C); of the likeliest class `1 - p` is the sum of the others."""
+        probs = torch.softmax(at_least_float32(outputs), -1)
+        top = probs.argmax(-1, keepdim=True)
+        others = probs.scatter(-1, top, 0.0).sum(-1, keepdim=True)
+        return probs * (1 - probs).scatter(-1, top, others), probs
+
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Returns `e_y - p` for a label y drawn from p, (B, C, 1)."""
         probs = at_least_float32(outputs).softmax(-1)

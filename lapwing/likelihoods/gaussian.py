@@ -160,6 +160,10 @@ class Gaussian(Likelihood):
             root = root * self.ratios(outputs).rsqrt()
         return root.expand(batch, size, size)
 
+    def fisher_parts(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns `1/r`, ones without ratios, (B, C), and None."""
+        return self.ratios(outputs).reciprocal().expand_as(outputs), None
+
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Returns a standard normal column, (B, C, 1): the score of a drawn y at unit noise."""
         noise = torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype, device=outputs.device)

@@ -72,6 +72,10 @@ class HeteroscedasticGaussian(NoiselessLikelihood):
         """Returns `diag(exp(-s/2), 1/√2)`, (B, 2K, 2K)."""
         return torch.diag_embed(self._roots(outputs))
 
+    def fisher_parts(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns `(exp(-s), 1/2)`, (B, 2K), and None."""
+        return self._roots(outputs).square(), None
+
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Returns the root times a standard normal column, (B, 2K, 1)."""
         roots = self._roots(outputs)

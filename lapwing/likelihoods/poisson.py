@@ -60,6 +60,10 @@ class Poisson(NoiselessLikelihood):
         """Returns `diag(exp(f/2))`, (B, C, C)."""
         return torch.diag_embed((0.5 * at_least_float32(outputs)).exp()).to(outputs.dtype)
 
+    def fisher_parts(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns `exp(f)`, (B, C), and None."""
+        return at_least_float32(outputs).exp(), None
+
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Returns the root times a standard normal column, (B, C, 1)."""
         roots = (0.5 * at_least_float32(outputs)).exp()

@@ -227,9 +227,13 @@ class Outline:
         """Returns a decomposition of so many multiply-adds, as a part of each sample's work."""
         return Work(decompositions=products / max(1, self.samples))
 
-    def over_data(self, count: Callable[[Layer, int], float], factor: float = 1.0) -> Work:
-        """Returns one pass over the data, with what each layer takes for R columns."""
-        return Work(1, self.columns, factor * self.total(lambda layer: count(layer, self.columns)))
+    def over_data(self, count: Callable[[Layer, int], float], factor: float = 1.0, sums: bool = False) -> Work:
+        """Returns one pass over the data, with what each layer takes for R columns.
+
+        `sums` over all rows take one column of a layer that gives the outputs and is treated alone.
+        """
+        columns = 1 if sums and self.tangent.treats_output_alone else self.columns
+        return Work(1, columns, factor * self.total(lambda layer: count(layer, columns)))
 
     def prediction(self, count: Callable[[Layer, int], float], factor: float = 1.0) -> Work:
         """Returns the prediction of an input, with what each layer takes for all outputs."""

@@ -30,7 +30,7 @@ class Diagonal(Method):
     def cost(self, outline: Outline) -> Cost:
         """Returns the cost of one pass of squares."""
         kept = outline.stored(Blockwise, {"kinds": dict.fromkeys(outline.layers, "diagonal")})
-        work = outline.over_data(Layer.squares), outline.prediction(Layer.squares)
+        work = outline.over_data(Layer.squares, sums=True), outline.prediction(Layer.squares)
         return Cost(*work, kept, kept + outline.chunk())
 
 
@@ -46,7 +46,7 @@ class SquaredSums(CurvaturePass[BlockSums]):
         return BlockSums(self._problem.block_zeros())
 
     def update(self, state: BlockSums, batch: Batch) -> None:
-        for _, record in batch.records(self._problem.root):
+        for _, record in batch.records(self._problem.summed_root):
             for name, total in state.blocks.items():
                 total += record[name].squared_sum()
 

@@ -82,7 +82,7 @@ class KFAC(Method):
             elif kinds[block.name] == "dense":
                 eigen += EIGEN * block.size**3
                 scratch = max(scratch, 2 * WORKSPACE * block.size**2)
-        fit = outline.over_data(Layer.factors) + outline.decomposed(eigen)
+        fit = outline.over_data(Layer.factors, sums=True) + outline.decomposed(eigen)
         return Cost(fit, outline.prediction(_in_eigenbasis), kept, kept + scratch)
 
     def _kinds(self, tangent: Tangent) -> dict[str, str]:
@@ -134,9 +134,8 @@ class EKFAC(KFAC):
         """Returns KFAC's cost and that of the second pass."""
         factors = super().cost(outline)
         second = outline.tangent.size * outline.tangent.dtype.itemsize + outline.chunk()
-        return replace(
-            factors, fit=factors.fit + outline.over_data(_in_eigenbasis), peak=max(factors.peak, factors.kept + second)
-        )
+        fit = factors.fit + outline.over_data(_in_eigenbasis, sums=True)
+        return replace(factors, fit=fit, peak=max(factors.peak, factors.kept + second))
 
 
 def _in_eigenbasis(layer: Layer, columns: int) -> float:
@@ -241,7 +240,7 @@ class _FactorPass(CurvaturePass[Factors]):
         return state
 
     def update(self, state: Factors, batch: Batch) -> None:
-        for _, record in batch.records(self._problem.root):
+        for _, record in batch.records(self._problem.summed_root):
             weights = None if record.weights is None else doubled(record.weights).mean(1)  # of a sample, for A
             for name, kind in self._kinds.items():
                 jacobian = record[name]
@@ -262,7 +261,7 @@ class _FactorPass(CurvaturePass[Factors]):
         problem, structures = self._problem, dict[str, Structure]()
         softmax, tangent = problem.likelihood.activation == "softmax", problem.tangent
         logits = {block.name for block in tangent.blocks if softmax and tangent.gives_outputs(block)}
-        bases = _eigenbases(state, problem.root.columns, logits, problem.tangent.device)
+        bases = _eigenbases(state, problem.summed_root.rank, logits, problem.tangent.device)
         for name, kind in self._kinds.items():
             if kind == "diagonal":
                 structures[name] = DiagonalBlock(state.diagonal[name])
@@ -287,7 +286,7 @@ class _SecondMoments(CurvaturePass[BlockSums]):
         return BlockSums({name: torch.zeros_like(basis.eigenvalues) for name, basis in self._bases.items()})
 
     def update(self, state: BlockSums, batch: Batch) -> None:
-        for _, record in batch.records(self._problem.root):
+        for _, record in batch.records(self._problem.summed_root):
             for name, basis in self._bases.items():
                 squares = as_matrix(record[name]).rotate(basis.inputs, basis.outputs).squared_sum()
                 state.blocks[name] += squares.reshape_as(state.blocks[name])  # (G, O, I)

@@ -26,7 +26,7 @@ from ..network import batches
 from ..network.gate import Checked
 from ..tangent import Record, Tangent
 from .cost import Cost, Outline
-from .problem import FisherRoot, Problem
+from .problem import FisherByParts, FisherRoot, Problem
 from .state import DataSummary, S
 
 
@@ -84,7 +84,7 @@ class Batch:
                 self._weigh(record, None if cotangents is None else self.curvature_weights(record.outputs, part))
                 yield part, record
             return
-        kept = self.counted if positions.direct and isinstance(cotangents, FisherRoot) else None
+        kept = self.counted if positions.direct and isinstance(cotangents, (FisherRoot, FisherByParts)) else None
         kept = None if kept is None else kept.flatten(1)
         noted: list[Tensor] = []
         for part, record in self.tangent.records(self.checked, cotangents, dtype, scratch_per_sample, kept):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,8 +15,10 @@ from ..likelihoods import Likelihood
 from ..linalg import double_device
 from ..network.positions import EXACT_OUTPUTS
 from ..posterior.prior import Prior
-from ..tangent import Tangent
+from ..tangent import FisherParts, Tangent
 from .state import DataSummary
+
+log = logging.getLogger("lapwing")
 
 EXACT_FISHER_OUTPUTS = EXACT_OUTPUTS
 """Up to this many outputs Λ is exact; above, Monte-Carlo draws stand for it."""
@@ -45,6 +49,7 @@ class FisherRoot:
 
     Attributes:
         columns: R, on batches with so many positions.
+        rank: the largest rank of the Λ of an input.
         generator: of the draws.
     """
 
@@ -52,15 +57,21 @@ class FisherRoot:
         self._likelihood, self.generator, self._outputs = likelihood, generator, outputs
         self.exact = outputs * positions <= EXACT_FISHER_OUTPUTS
         self.draws = 1 if positions == 1 else POSITION_DRAWS
-        self.columns = outputs * positions if self.exact else self.draws
+        self.columns = self.rank = outputs * positions if self.exact else self.draws
+        self._logged = False
 
     def __call__(self, outputs: Tensor) -> Tensor:
         """Returns the root at outputs (B, C), or (B, T C)."""
-        count = outputs.shape[1] // self._outputs
+        count, drawn = outputs.shape[1] // self._outputs, self.samples(outputs)
+        if drawn and not self._logged:
+            where = f" at {count} positions" if count > 1 else ""
+            draws = "one draw" if self.draws == 1 else f"{self.draws} draws"
+            log.info("%d outputs%s: the Fisher information is sampled, %s per input", outputs.shape[1], where, draws)
+            self._logged = True
         if count == 1:
-            return self._root(outputs, not self.samples(outputs))
+            return self._root(outputs, not drawn)
         rows, shape = outputs.reshape(-1, self._outputs), (len(outputs), count, self._outputs)
-        if self.samples(outputs):
+        if drawn:
             columns = torch.cat([self._root(rows, False) for _ in range(self.draws)], -1) / self.draws**0.5
             return columns.unflatten(0, shape[:2]).flatten(1, 2)
         each = self._root(rows, True).unflatten(0, shape[:2])  # (B, T, C, R)
@@ -86,6 +97,19 @@ class FisherRoot:
                 "torch.diag_embed for a diagonal root."
             )
         return root
+
+
+class FisherByParts:
+    """Λ by its diagonal and what is beside it, for sums over a layer that gives the outputs: exact for any C."""
+
+    columns = 1
+
+    def __init__(self, likelihood: Likelihood, outputs: int) -> None:
+        self._likelihood, self.rank = likelihood, outputs
+
+    def __call__(self, outputs: Tensor) -> FisherParts:
+        """Returns the parts at outputs (B, C)."""
+        return FisherParts(*self._likelihood.fisher_parts(outputs))
 
 
 @dataclass(frozen=True)
@@ -119,6 +143,15 @@ class Problem:
     summary: Callable[[], DataSummary]
     temperature: float = 1.0
     data_size: int | None = None
+
+    @cached_property
+    def summed_root(self) -> FisherRoot | FisherByParts:
+        """What sums over rows take: the root, or Λ by its parts where the layer that gives the outputs is all."""
+        kinds = (vars(kind) for kind in type(self.likelihood).__mro__)
+        nearest = next(kind for kind in kinds if "fisher_root" in kind or "fisher_parts" in kind)
+        if not self.tangent.treats_output_alone or "fisher_parts" not in nearest:
+            return self.root
+        return FisherByParts(self.likelihood, self.tangent.outputs)
 
     @property
     def precision(self) -> Tensor:

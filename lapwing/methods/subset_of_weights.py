@@ -107,7 +107,7 @@ class SubsetOfWeights(Method):
         fit = outline.over_data(_written, factor) + picked.times(columns)
         predict = outline.prediction(_written, factor) + picked.times(outline.tangent.outputs)
         if self.by == "diagonal":
-            fit += outline.over_data(Layer.squares)
+            fit += outline.over_data(Layer.squares, sums=True)
         return Cost(fit, predict, kept, kept + max(80 * size**2, outline.chunk(dtype, 3 * columns * size)))
 
     def _scores(self, problem: Problem) -> Generator[Pass, Any, Tensor]:

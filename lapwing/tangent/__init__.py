@@ -13,10 +13,11 @@ from ..network.plan import Coverage
 from ..network.selection import LastLayer, Predicate, everything, last_layer, matching
 from .anchors import Anchors
 from .coverage import coverage
-from .record import Record
+from .record import FisherParts, Record
 from .tangent import Tangent
 
 __all__ = [
-    "Anchors", "Block", "BlockJacobian", "Coverage", "LastLayer", "Matrix", "Outer", "Predicate", "Record", "Rows",
-    "SharedOuter", "Tangent", "Vectors", "coverage", "everything", "join", "last_layer", "matching", "split",
+    "Anchors", "Block", "BlockJacobian", "Coverage", "FisherParts", "LastLayer", "Matrix", "Outer", "Predicate",
+    "Record", "Rows", "SharedOuter", "Tangent", "Vectors", "coverage", "everything", "join", "last_layer", "matching",
+    "split",
 ]  # fmt: skip

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import LapwingError
 from ..jacobian.blocks import Block, Matrix, Vectors, split
 from ..jacobian.jacobian import SLICE_BYTES, BlockJacobian, Rows, Sliced, SumOfUses
+from ..jacobian.outer import Outer
 from ..linalg import total
 from ..network.generic import forward_products, per_sample_rows
 from ..network.plan import Uses
@@ -33,6 +35,18 @@ class Group(NamedTuple):
 
     blocks: tuple[Block, ...]
     step: int
+
+
+class FisherParts(NamedTuple):
+    """Λ of outputs by its diagonal (B, C), and v (B, C) where it is `-v vᵀ` beside it; None where it is 0 there."""
+
+    diagonal: Tensor
+    beside: Tensor | None
+
+    def weighed(self, factors: Tensor) -> FisherParts:
+        """Returns `diag(s) Λ diag(s)` for s (B, 1) or (B, C)."""
+        factors = factors.to(self.diagonal.dtype)
+        return FisherParts(self.diagonal * factors.square(), None if self.beside is None else self.beside * factors)
 
 
 class Record(Mapping[str, BlockJacobian]):
@@ -60,10 +74,12 @@ class Record(Mapping[str, BlockJacobian]):
         outputs: Tensor,
         noted: list[RecordedUse],
         uses: Uses,
-        cotangents: Tensor | None,
+        cotangents: Tensor | FisherParts | None,
         dtype: torch.dtype,
         differentiable: bool,
     ) -> None:
+        self._parts = cotangents if isinstance(cotangents, FisherParts) else None
+        cotangents = None if isinstance(cotangents, FisherParts) else cotangents
         self.tangent, self._inputs, self.noted, self._uses, self._u = tangent, inputs, noted, uses, cotangents
         self.graph: Tensor | None = outputs
         self._differentiable = differentiable
@@ -115,6 +131,9 @@ class Record(Mapping[str, BlockJacobian]):
 
     def weigh(self, factors: Tensor) -> None:
         """Multiplies the cotangents of each sample (B, 1), or of each of its outputs (B, C); before any gradient."""
+        if self._parts is not None:
+            self._parts = self._parts.weighed(factors)
+            return
         self._u = self.u * factors.to(self.u.dtype)[..., None]
 
     @property
@@ -217,6 +236,13 @@ class Record(Mapping[str, BlockJacobian]):
         first, *others = jacobians
         if others:
             first = SumOfUses(jacobians) if block.matrix is None else first.plus(others)
+        elif self._parts is not None:
+            if not isinstance(first, Outer) or not first.is_output:
+                raise LapwingError(
+                    f"The layer of {block.parameters[0]} gave the outputs of {type(self.tangent.model).__name__} on "
+                    "the first batch, and not on this one. Let forward() return them in the same way on every batch."
+                )
+            first = first.summed(*self._parts)
         return first.within(self._slice_bytes)
 
 

@@ -48,7 +48,7 @@ TANGENT = {
 DENSER = 64
 """Where positions are samples, so many times as many of them are taken as where each takes backward passes."""
 
-Cotangents = Callable[[Tensor], Tensor] | Tensor | None
+Cotangents = Callable[[Tensor], Any] | Tensor | None  # a function gives a tensor, or `FisherParts`
 Result = TypeVar("Result")
 
 
@@ -336,9 +336,8 @@ class Tangent:
         recording, uses = self.recording(checked, late)
         self._sample_axis.check(recording, uses, type(self.model).__name__)
         outputs = recording.outputs
-        if callable(cotangents):
-            cotangents = cotangents(outputs if differentiable else outputs.detach())
-        record = Record(self, inputs, outputs, recording.noted, uses, cotangents, dtype, differentiable)
+        u = cotangents(outputs if differentiable else outputs.detach()) if callable(cotangents) else cotangents
+        record = Record(self, inputs, outputs, recording.noted, uses, u, dtype, differentiable)
         if self.positions is not None:
             record.sizes = self.positions.sizes(recording.shaped.shape)
         return record

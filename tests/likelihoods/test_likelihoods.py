@@ -120,6 +120,25 @@ def test_fisher_root_is_a_root_of_the_expected_hessian(likelihood):
     torch.testing.assert_close(fisher, torch.stack([expected_hessian(likelihood, output) for output in outputs]))
 
 
+@pytest.mark.parametrize(
+    "likelihood",
+    [Gaussian(0.3), Gaussian(noise_ratios=(1, 2, 4)), Categorical(), Bernoulli(), Poisson(), HeteroscedasticGaussian()],
+    ids=lambda value: value.name,
+)
+def test_fisher_parts_make_up_the_fisher_information(likelihood):
+    outputs, _ = outputs_and_targets(likelihood)
+    root, (diagonal, beside) = likelihood.fisher_root(outputs), likelihood.fisher_parts(outputs)
+    fisher = torch.zeros_like(root) if beside is None else -beside[:, :, None] * beside[:, None, :]
+    torch.testing.assert_close(fisher.diagonal_scatter(diagonal, 0, 1, 2), root @ root.mT)
+
+
+def test_fisher_parts_of_a_sure_network_keep_their_digits_in_float32():
+    outputs = torch.tensor([[20.0, 0.0, -1.0]])
+    diagonal, _ = Categorical().fisher_parts(outputs)
+    exact, _ = Categorical().fisher_parts(outputs.double())
+    torch.testing.assert_close(diagonal, exact.float(), rtol=1e-5, atol=0)
+
+
 @ALL
 def test_sampled_root_has_the_right_expectation(likelihood):
     """100 000 draws; the tolerance is six standard errors of what was drawn, entry by entry."""
