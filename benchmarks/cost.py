@@ -10,6 +10,8 @@ the same products also run by hand, without what makes a library: what is above 
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import reduce
@@ -135,13 +137,13 @@ class Clock:
             yield self._batch
 
 
-def fits(model: nn.Module, x: Tensor) -> dict[str, Any]:
+def fits(model: nn.Module, x: Tensor, classes: int = 10, params: Any = lw.everything) -> dict[str, Any]:
     """Returns the cost of one batch of a pass, from one to the next, the fastest of many; set-up is no part of it."""
-    y, found = torch.randint(10, (len(x),)), {}
+    y, found = torch.randint(classes, (len(x),)), {}
     for name, method in (("diagonal", lw.Diagonal()), ("KFAC", lw.KFAC())):
         clocks = [Clock((x, y), 320) for _ in range(4)]
         for clock in clocks:
-            lw.fit(model, clock, method, params=lw.everything, prior_precision=1.0)
+            lw.fit(model, clock, method, params=params, prior_precision=1.0)
         best = min(later - asked for clock in clocks for asked, later in pairwise(clock.asked))
         forward = ratio(lambda: _forward(model, x), lambda: _forward(model, x), 100)["reference_milliseconds"]
         found[name] = {"milliseconds": 1e3 * best, "reference_milliseconds": forward, "ratio": 1e3 * best / forward}
@@ -214,14 +216,26 @@ def costs() -> dict[str, Any]:
                 lambda p=posterior, x=x: p.latent(x).covariance, lambda n=net, x=x: _forward(n, x), 20
             )
         found[f"last layer 512-512-{classes}, batch 100"] = row
+        found[f"fit of the last layer 512-512-{classes}, a batch of 100"] = fits(net, x, classes, lw.last_layer)
     return found
+
+
+def imports() -> dict[str, float]:
+    """Returns the seconds of `import torch` and `import lapwing` in new processes, the best of five."""
+    code = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
+    times: dict[str, list[float]] = {"torch": [], "lapwing": []}
+    for _ in range(5):
+        for name, measured in times.items():
+            done = subprocess.run([sys.executable, "-c", code.format(name)], capture_output=True, text=True, check=True)
+            measured.append(float(done.stdout))
+    return {name: min(measured) for name, measured in times.items()}
 
 
 def main() -> None:
     """Runs everything three times and writes `benchmarks/results/cost.json` (`cost_cuda.json` on a GPU)."""
     torch.set_num_threads(2)
     found = reduce(fastest, (costs() for _ in range(3)))
-    print(write("cost", {**found, "memory": memory()}, SEED))
+    print(write("cost", {**found, "memory": memory(), "import, seconds": imports()}, SEED))
 
 
 if __name__ == "__main__":
