@@ -20,7 +20,7 @@ from .use import BatchAxis, Reader, Use, Watched, by_name, register
 
 Normalise = Callable[[Tensor], Tensor]
 
-CACHE_NUMBERS = 2**18
+CACHE_NUMBERS = 2**20
 """Products with normalised inputs are summed at once: so many numbers at a time on a CPU, which its cache holds."""
 
 
