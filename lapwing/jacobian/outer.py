@@ -24,7 +24,7 @@ from .strips import Strip, Strips
 REDUCTION = 40
 """What multiplying and summing one number costs, in multiply-adds of a matrix product."""
 
-CACHE_BYTES = 2**20
+CACHE_BYTES = 2**22
 """Rows that are squared and summed are formed so many bytes at a time on a CPU, and never leave its cache."""
 
 
@@ -472,18 +472,22 @@ class RotatedOuter(InParts):
     def parts(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yields rows that are rotated, of all output channels where their outputs are."""
         for samples, outputs, rows in self._shared.parts(whole=self._outputs is not None):
-            if self._outputs is not None:
-                rows = self._outputs.mT.unsqueeze(1) @ rows
-            if self._inputs is not None:
-                rows = matmul(rows, self._inputs[0]) if self.groups == 1 else rows @ self._inputs.unsqueeze(1)
-            yield samples, outputs, rows
+            yield samples, outputs, self._turned(rows)
 
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yields all rows at once."""
-        shape = self.batch, self.groups, self.cotangents, self.outputs, self.inputs
-        whole: Tensor | None = None
-        for samples, outputs, rows in self.parts():
-            whole = rows.new_empty(shape) if whole is None else whole
-            whole[samples, :, :, outputs] = rows
-        assert whole is not None
-        yield slice(0, self.size), whole.transpose(1, 2).flatten(2)
+        """Yields rows for slices of the output channels; for all of a group's where the rows' outputs are rotated."""
+        row_bytes = self.batch * self.cotangents * self.size * self._shared.strips.dtype.itemsize
+        slice_bytes = self.slice_bytes if self._outputs is None else row_bytes
+        for part, rows in SharedOuter(self._shared.strips).within(slice_bytes).row_slices():
+            group = part.start // (self.outputs * self.inputs)
+            rows = rows.unflatten(-1, (-1, self.inputs)).unsqueeze(1)  # (B, 1, R, o, I)
+            yield part, self._turned(rows, slice(group, group + 1)).squeeze(1).flatten(2)
+
+    def _turned(self, rows: Tensor, groups: slice = slice(None)) -> Tensor:
+        """Rotates rows (b, G, R, o, I) of some groups."""
+        if self._outputs is not None:
+            rows = self._outputs[groups].mT.unsqueeze(1) @ rows
+        if self._inputs is None:
+            return rows
+        inputs = self._inputs[groups]
+        return matmul(rows, inputs[0]) if len(inputs) == 1 else rows @ inputs.unsqueeze(1)
