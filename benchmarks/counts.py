@@ -13,11 +13,12 @@ forward pass, by layer (T positions, a weight of O x I, C outputs):
 
 What is copied, squared or added one number at a time is no part of a floor, and neither are ELLA's rows.
 
-    python -m benchmarks.counts [resnet20-KFAC ...]  # writes results/counts.json; needs LAPWING_DATA
+    python -m benchmarks.counts [resnet20-KFAC ...]  # writes results/counts.json, prints its table; needs LAPWING_DATA
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from benchmarks.large import resnet18
-from benchmarks.measure import write
+from benchmarks.measure import RESULTS, write
 from lapwing.covariance import Blockwise, Covariance, DiagonalBlock, KroneckerBlock, KroneckerFactors
 from lapwing.methods.cost import Layer, Outline
 from lapwing.methods.passes import Batch
@@ -173,14 +174,28 @@ def case(name: str, rounds: int = 2) -> dict[str, Any]:
     return row
 
 
+def table(results: dict[str, Any]) -> str:
+    """Returns the table of docs/how-it-works.md."""
+    lines = ["| network, method | fit: floor, measured, ratio | prediction: floor, measured, ratio |", "|---|---|---|"]
+    for name, row in results.items():
+        cells = (
+            f"{row[what]['floor']:.1f}, {row[what]['forward_passes']:.1f}, {row[what]['ratio']:.2f}"
+            for what in ("fit", "predict")
+        )
+        lines.append(f"| {name.replace('-', ', ')} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main(names: list[str]) -> None:
-    """Runs the named cases, all of them when none is named."""
+    """Runs the named cases, all of them when none is named; results of others are kept."""
     torch.set_num_threads(1)
-    results = {}
+    path = RESULTS / "counts.json"
+    results = json.loads(path.read_text())["results"] if path.exists() else {}
     for name in names or CASES:
         results[name] = case(name)
         print(name, results[name], flush=True)
-        write("counts", results, SEED)
+        write("counts", {name: results[name] for name in CASES if name in results}, SEED)
+    print(table(results))
 
 
 if __name__ == "__main__":
