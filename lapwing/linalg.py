@@ -20,7 +20,8 @@ from .errors import LapwingError, shown
 
 log = logging.getLogger("lapwing")
 
-TRIANGLE_COLUMNS = 256  # of a symmetric product that are taken at once
+TRIANGLE_COLUMNS = 96, 256
+"""Of a symmetric product at least and at most so many columns are taken at once, a third of all in between."""
 
 SLICE_NUMBERS = 2**19  # of a tensor, taken at once where its copy in another form would be as large
 
@@ -95,12 +96,14 @@ def add_squares(sums: Tensor, values: Tensor) -> None:
     Cost: half the products of the whole matrix, by blocks of columns; memory of x once more.
     """
     size = sums.shape[-1]
-    if size <= TRIANGLE_COLUMNS:
+    least, most = TRIANGLE_COLUMNS
+    if 3 * size <= 4 * least:
         sums.baddbmm_(values.mT, values)
         return
+    width = min(most, max(least, -(-size // 3)))
     for matrix, x in zip(sums, values.mT.contiguous(), strict=True):  # its rows are cut as products take them fastest
-        for start in range(0, size, TRIANGLE_COLUMNS):
-            part = slice(start, min(start + TRIANGLE_COLUMNS, size))
+        for start in range(0, size, width):
+            part = slice(start, min(start + width, size))
             matrix[start:, part] += linear(x[start:], x[part])
 
 

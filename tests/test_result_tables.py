@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import answers, lora, positions_data
+from benchmarks import answers, counts, lora, positions_data
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,15 @@ def test_the_tables_of_a_page_are_those_of_the_results(script: ModuleType, tasks
     assert set(results) == tasks
     assert all(f"<!-- table of {task} -->" in text for task in tasks)
     assert text == positions_data.with_tables(text, results)
+
+
+def test_the_counts_of_convolutions_are_those_of_the_results() -> None:
+    results = json.loads((counts.RESULTS / "counts.json").read_text())["results"]
+    page = Path(__file__).parents[1] / "docs" / "how-it-works.md"
+    assert counts.table(results) in page.read_text(encoding="utf-8")
+    for row in results.values():
+        for what in ("fit", "predict"):
+            assert row[what]["ratio"] == pytest.approx(row[what]["forward_passes"] / row[what]["floor"], rel=1e-3)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ Weights (P,) and vectors (K, P) are laid out as (G, O, I), the bias as the last 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import product
@@ -21,7 +22,10 @@ from .jacobian import BlockJacobian, MatrixJacobian, Weighting
 from .strips import Strip, Strips
 
 REDUCTION = 40
-"""What multiplying and summing one number costs in a position Gram, in multiply-adds of a matrix product."""
+"""What multiplying and summing one number costs, in multiply-adds of a matrix product."""
+
+CACHE_BYTES = 2**22
+"""Rows that are squared and summed are formed so many bytes at a time on a CPU, and never leave its cache."""
 
 
 class Outer(MatrixJacobian):
@@ -227,7 +231,67 @@ class SummedOutput(Outer):
             sums[0] -= matmul(self._beside.T, self._beside).fill_diagonal_(0.0)
 
 
-class SharedOuter(MatrixJacobian):
+class InParts(BlockJacobian):
+    """A Jacobian of G groups of (O, I) whose rows are formed in parts that a cache holds, and summed at once."""
+
+    groups: int
+    outputs: int
+    inputs: int
+
+    @abstractmethod
+    def parts(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yields samples, output channels, and their rows (b, G, R, o, I)."""
+
+    def _matrices(self, weights: Tensor) -> Tensor:
+        """Returns weights (P, ...) as (G, O, I, ...)."""
+        return weights.reshape(self.groups, self.outputs, self.inputs, *weights.shape[1:])
+
+    def weighted_grams(self, candidates: Iterable[Weighting]) -> list[Tensor]:
+        """Returns `J diag(w) Jᵀ` (B, R, R) for several weights, the rows formed once."""
+        roots, grams = [self._matrices(weighting.flat.sqrt()) for weighting in candidates], list[Tensor]()
+        for samples, outputs, rows in self.parts():
+            grams = grams or [rows.new_zeros(self.batch, self.cotangents, self.cotangents) for _ in roots]
+            for root, gram in zip(roots, grams, strict=True):
+                scaled = (rows * root[:, None, outputs]).flatten(3)
+                gram[samples] += (scaled @ scaled.mT).sum(1)
+        return grams
+
+    def weighted_norms(self, candidates: Iterable[Weighting]) -> tuple[Tensor, Tensor]:
+        """Returns the diagonals of `J diag(w) Jᵀ` and `H J diag(w) Jᵀ H`, each (n, B, R), from squares taken once."""
+        weights = self._matrices(torch.stack([weighting.flat for weighting in candidates], -1))  # (G, O, I, n)
+        norms = weights.new_zeros(2, self.batch, self.cotangents, weights.shape[-1])
+        for samples, outputs, rows in self.parts():
+            w, rows = weights[:, outputs].flatten(1, 2), rows.flatten(3)
+            for norm, values in zip(norms, (rows, rows - rows.mean(2, keepdim=True)), strict=True):
+                norm[samples] += (values.square() @ w).sum(1)
+        plain, centred = norms.movedim(-1, 1)
+        return plain, centred
+
+    def squared_sum(self) -> Tensor:
+        """Returns `Σ_n,r J²` (P,)."""
+        sums: Tensor | None = None
+        for _, outputs, rows in self.parts():
+            sums = rows.new_zeros(self.groups, self.outputs, self.inputs) if sums is None else sums
+            sums[:, outputs] += rows.square().sum((0, 2))
+        assert sums is not None
+        return sums.flatten()
+
+    def _steps(self, strips: Strips, whole: bool = False) -> Iterator[tuple[slice, slice]]:
+        """Yields slices of samples with all their output channels; of one sample's where these are too many.
+
+        Of several strips, which each sweep computes anew, all samples with as few slices of channels as fit.
+        """
+        channel = self.groups * self.cotangents * self.inputs * strips.dtype.itemsize
+        limit, count = self.slice_bytes, self.batch
+        if len(strips) == 1:
+            limit = min(limit, CACHE_BYTES) if strips.device.type == "cpu" else limit
+            count = max(1, min(count, limit // (channel * self.outputs)))
+        some = self.outputs if whole else max(1, min(self.outputs, limit // (channel * count)))
+        for n, o in product(range(0, self.batch, count), range(0, self.outputs, some)):
+            yield slice(n, min(n + count, self.batch)), slice(o, min(o + some, self.outputs))
+
+
+class SharedOuter(InParts, MatrixJacobian):
     """T positions a sample in G groups: inputs a (B, T, G, I) and output gradients g (B, R, T, G, O), by strips."""
 
     def __init__(self, strips: Strips) -> None:
@@ -247,9 +311,72 @@ class SharedOuter(MatrixJacobian):
             part = slice(first * self.inputs, (first + count) * self.inputs)
             yield part, rows.reshape(self.batch, self.cotangents, -1)
 
-    def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> RotatedOuter:
-        """Returns J in another basis, for U_in (G, I, I) and U_out (G, O, O)."""
-        return RotatedOuter(self.strips, inputs, outputs).within(self.slice_bytes)
+    def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> SharedOuter | RotatedOuter:
+        """Returns J in another basis, for U_in (G, I, I) and U_out (G, O, O).
+
+        Each side is rotated where that is cheaper: a where T < R O and g where T < I, else the rows.
+        """
+        turn_a = inputs is None or self.positions < self.cotangents * self.outputs
+        turn_g = outputs is None or self.positions < self.inputs
+        turned = SharedOuter(self.strips.rotated(inputs if turn_a else None, outputs if turn_g else None))
+        turned = turned.within(self.slice_bytes)
+        if turn_a and turn_g:
+            return turned
+        return RotatedOuter(turned, None if turn_a else inputs, None if turn_g else outputs)
+
+    def parts(self, whole: bool = False) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yields rows `Σ_t g a`, products of (R o, t) by (t, I); with `whole` of all output channels."""
+        for samples, outputs in self._steps(self.strips, whole):
+            rows = total(
+                g[samples, :, :, :, outputs].permute(0, 3, 1, 4, 2).flatten(2, 3) @ a[samples].transpose(1, 2)
+                for a, g in self.strips
+            )  # (b, G, R o, I)
+            yield samples, outputs, rows.unflatten(2, (self.cotangents, -1))
+
+    def pairs_are_cheaper(self, candidates: int) -> bool:
+        """Compares products of pairs of positions, for so many weights (0 for squares), with rows."""
+        outputs, inputs, size = self.outputs, self.inputs, self.outputs * self.inputs
+        pairs = self.positions * (self.positions + 1) // 2
+        by_pairs = pairs * (max(1, candidates) * (size + REDUCTION * self.cotangents * outputs) + REDUCTION * inputs)
+        by_rows = self.cotangents * size * (self.positions + max(1, candidates) * REDUCTION)
+        return len(self.strips) == 1 and by_pairs < by_rows + candidates * self.cotangents**2 * size
+
+    def _pairs(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Yields samples, their products `a_t a_t'` (G, b k, I) for the k pairs of positions, and g at t and at t'.
+
+        Gradients (b, R, k, G, O) count pairs of two positions, which stand for two, twice: those at t' are doubled.
+        """
+        ((a, g),) = self.strips
+        first, second = torch.triu_indices(self.positions, self.positions, device=a.device)
+        twice = torch.where(first == second, 1.0, 2.0).to(a)[:, None, None]
+        numbers = len(first) * self.groups * (2 * self.inputs + 3 * self.cotangents * self.outputs)
+        step = self.step(numbers * a.element_size(), self.batch)
+        for n in range(0, self.batch, step):
+            samples = slice(n, min(n + step, self.batch))
+            inputs, left, right = a[samples], g[samples], g[samples]
+            inputs = (inputs[:, first] * inputs[:, second]).flatten(0, 1).transpose(0, 1)
+            yield samples, inputs, left[:, :, first], right[:, :, second] * twice
+
+    def squared_sum(self) -> Tensor:
+        """Returns `Σ_n,r J²` (P,) by rows, or by pairs of positions `Σ_tt' (g_t ⊙ g_t')(a_t ⊙ a_t')ᵀ`."""
+        if not self.pairs_are_cheaper(0):
+            return super().squared_sum()
+        parts = ((inputs, (g * h).sum(1).flatten(0, 1).permute(1, 2, 0)) for _, inputs, g, h in self._pairs())
+        return total(_group_products(outputs, inputs.mT) for inputs, outputs in parts).flatten()
+
+    def weighted_grams(self, candidates: Iterable[Weighting]) -> list[Tensor]:
+        """Returns `J diag(w) Jᵀ` by rows, or by pairs of positions: `Σ_tt' g_t diag(W (a_t ⊙ a_t')) g_t'ᵀ`."""
+        several = list(candidates)
+        if not self.pairs_are_cheaper(len(several)):
+            return super().weighted_grams(several)
+        grams = [list[Tensor]() for _ in several]
+        for samples, inputs, g, h in self._pairs():
+            for weighting, parts in zip(several, grams, strict=True):
+                scales = _group_products(inputs, self._matrices(weighting.flat))  # (G, b k, O)
+                scales = scales.transpose(0, 1).unflatten(0, (samples.stop - samples.start, -1)).unsqueeze(1)
+                gram = (g * scales).flatten(2) @ h.flatten(2).mT
+                parts.append((gram + gram.mT) / 2)
+        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in grams]
 
     def jvp(self, vectors: Tensor) -> Tensor:
         """Returns `J V` (B, R, K) by rows or by `gᵀ(V_k a)`, whichever takes fewer products."""
@@ -348,16 +475,21 @@ class SharedOuter(MatrixJacobian):
         for a, g in [self._reduced()] if reduce else self.strips:
             if weights is not None:
                 a = a * weights.sqrt().to(a)[:, None, None, None]
-            a = a.permute(2, 0, 1, 3).flatten(1, 2)  # (G, B t, I)
-            g = g.permute(3, 0, 1, 2, 4).flatten(1, 3)  # (G, B R t, O)
-            add_squares(inputs, a)
-            add_squares(outputs, g)
+            add_squares(inputs, a.permute(2, 0, 1, 3).flatten(1, 2))  # (G, B t, I)
+            step = max(1, CACHE_BYTES // (g[0].numel() * g.element_size())) if g.device.type == "cpu" else self.batch
+            for some in g.split(step):  # copies that a cache holds
+                add_squares(outputs, some.permute(3, 0, 1, 2, 4).flatten(1, 3))  # (G, b R t, O)
         return self.batch * (1 if reduce else self.positions)
 
     def _reduced(self) -> Strip:
         """Returns the mean of a (B, 1, G, I) and the sum of g (B, R, 1, G, O) over positions."""
         sums = [(a.sum(1, keepdim=True), g.sum(2, keepdim=True)) for a, g in self.strips]
         return total(a for a, _ in sums) / self.positions, total(g for _, g in sums)
+
+
+def _group_products(left: Tensor, right: Tensor) -> Tensor:
+    """Returns `x yᵀ` (G, m, n) for x (G, m, k) and y (G, n, k)."""
+    return linear(left[0], right[0])[None] if len(left) == 1 else left @ right.mT
 
 
 def _pulled(a: Tensor, g: Tensor, cotangents: Tensor) -> Tensor:
@@ -372,28 +504,34 @@ def _table_sum(mine: Strip, theirs: Strip) -> Tensor:
     return (inputs * torch.einsum("nrtgo,nrsgo->ngts", mine[1], theirs[1])).sum()
 
 
-class RotatedOuter(BlockJacobian):
-    """`J[n, r] = U_outᵀ (Σ_t g aᵀ) U_in` for U_in (G, I, I) and U_out (G, O, O); None is the identity.
+class RotatedOuter(InParts):
+    """`J[n, r] = U_outᵀ (Σ_t g aᵀ) U_in` for U_in (G, I, I) and U_out (G, O, O); None is the identity."""
 
-    Each side is rotated where that is cheaper: a where T < R O and g where T < I, else the rows.
-    """
+    def __init__(self, shared: SharedOuter, inputs: Tensor | None, outputs: Tensor | None) -> None:
+        self.batch, self.cotangents, self.size = shared.batch, shared.cotangents, shared.size
+        self.groups, self.outputs, self.inputs = shared.groups, shared.outputs, shared.inputs
+        self._shared, self._inputs, self._outputs = shared, inputs, outputs
+        self.within(shared.slice_bytes)
 
-    def __init__(self, strips: Strips, inputs: Tensor | None, outputs: Tensor | None) -> None:
-        self.batch, self.cotangents, positions, self.groups, self.outputs, self.inputs = strips.shape
-        self.size = self.groups * self.outputs * self.inputs
-        turn_a, turn_g = positions < self.cotangents * self.outputs, positions < self.inputs
-        self._strips = strips.rotated(inputs if turn_a else None, outputs if turn_g else None)
-        self._inputs, self._outputs = None if turn_a else inputs, None if turn_g else outputs
+    def parts(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yields rows that are rotated, of all output channels where their outputs are."""
+        for samples, outputs, rows in self._shared.parts(whole=self._outputs is not None):
+            yield samples, outputs, self._turned(rows)
 
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
         """Yields rows for slices of the output channels; for all of a group's where the rows' outputs are rotated."""
-        row_bytes = self.batch * self.cotangents * self.size * self._strips.dtype.itemsize
+        row_bytes = self.batch * self.cotangents * self.size * self._shared.strips.dtype.itemsize
         slice_bytes = self.slice_bytes if self._outputs is None else row_bytes
-        for part, rows in SharedOuter(self._strips).within(slice_bytes).row_slices():
+        for part, rows in SharedOuter(self._shared.strips).within(slice_bytes).row_slices():
             group = part.start // (self.outputs * self.inputs)
-            rows = rows.unflatten(-1, (-1, self.inputs))  # (B, R, o, I)
-            if self._outputs is not None:
-                rows = self._outputs[group].T @ rows
-            if self._inputs is not None:
-                rows = matmul(rows, self._inputs[group])
-            yield part, rows.flatten(2)
+            rows = rows.unflatten(-1, (-1, self.inputs)).unsqueeze(1)  # (B, 1, R, o, I)
+            yield part, self._turned(rows, slice(group, group + 1)).squeeze(1).flatten(2)
+
+    def _turned(self, rows: Tensor, groups: slice = slice(None)) -> Tensor:
+        """Rotates rows (b, G, R, o, I) of some groups."""
+        if self._outputs is not None:
+            rows = self._outputs[groups].mT.unsqueeze(1) @ rows
+        if self._inputs is None:
+            return rows
+        inputs = self._inputs[groups]
+        return matmul(rows, inputs[0]) if len(inputs) == 1 else rows @ inputs.unsqueeze(1)

@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..linalg import matmul
+from ..linalg import linear, matmul
 
 Box = tuple[slice, ...]
 """Consecutive positions along each dimension of a grid, such as rows and columns of pixels."""
@@ -89,6 +89,11 @@ class Strips:
         makers = [make for strips in several for make in strips._makers]
         return cls(makers, (batch, cotangents, positions, rest[0], rest[1], rest[2]), several[0].dtype)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the strips are; of several the first is computed."""
+        return next(iter(self))[0].device
+
     def __len__(self) -> int:
         """Number of strips."""
         return len(self._makers)
@@ -121,4 +126,8 @@ def _by_group(values: Tensor, basis: Tensor | None) -> Tensor:
         return torch.einsum("...gi,gij->...gj", values, basis)
     if values.stride(-1) == 1 or values.stride(-3) != 1:
         return matmul(values, basis[0])
-    return (basis[0].T @ values.squeeze(-2).mT).mT.unsqueeze(-2)  # patches and feature maps: T is contiguous
+    columns = values.squeeze(-2).movedim(-1, 0)  # patches and feature maps: T is contiguous
+    if columns.is_contiguous():  # patches of all samples
+        product = linear(basis[0].T.contiguous(), columns.flatten(1).T)
+        return product.unflatten(1, columns.shape[1:]).movedim(0, -1).unsqueeze(-2)
+    return (basis[0].T @ values.squeeze(-2).mT).mT.unsqueeze(-2)

@@ -130,11 +130,13 @@ class Layer:
         """Returns what `Σ_r J²` takes, or the diagonal of `J diag(w) Jᵀ`."""
         if self.shape is None:
             return 2 * MOVE * columns * self.size
-        _, outputs, inputs = self.shape
+        groups, outputs, inputs = self.shape
         if self.one_hot:  # a sample reaches one row of weights at each position
             return 2 * MOVE * columns * self.positions * outputs
         if self.positions > 1:
-            return self.rows(columns) + MOVE * columns * self.size
+            pairs = self.positions * (self.positions + 1) / 2
+            by_pairs = pairs * (self.size + MOVE * groups * (columns * outputs + inputs))
+            return min(self.rows(columns) + MOVE * columns * self.size, by_pairs)
         return self.size + MOVE * (columns * outputs * (not self.is_output) + inputs)
 
     def factors(self, columns: int) -> float:

@@ -299,10 +299,23 @@ def _backward(
     if batched and count > 1 and count * sum(use.out.numel() for use in noted) <= BATCHED_BACKWARD:
         with contextlib.suppress(RuntimeError):  # an operation without a batching rule
             grads = torch.autograd.grad(outputs, edges, u.contiguous(), is_grads_batched=True, **options)
-    if grads is None:
-        steps = list(zip(*[torch.autograd.grad(outputs, edges, row, **options) for row in u], strict=True))
-        grads = joined = []
-        while steps:  # freed as they are joined
-            step = steps.pop(0)
-            joined.append(None if step[0] is None else torch.stack(step))
+    if grads is None and differentiable:
+        steps = zip(*[torch.autograd.grad(outputs, edges, row, **options) for row in u], strict=True)
+        grads = [None if step[0] is None else torch.stack(step) for step in steps]
+    elif grads is None:
+        grads = _one_by_one(outputs, edges, u, options)
     return [use.out.new_zeros(count, *use.out.shape) if g is None else g for g, use in zip(grads, noted, strict=True)]
+
+
+def _one_by_one(outputs: Tensor, edges: list[GradientEdge], u: Tensor, options: dict[str, bool]) -> list[Tensor | None]:
+    """Takes the cotangents back one after the other, each freed once it lies beside the others of its samples."""
+    joined: list[Tensor | None] = [None] * len(edges)
+    for r, row in enumerate(u):
+        for i, part in enumerate(torch.autograd.grad(outputs, edges, row, **options)):
+            if part is None:
+                continue
+            whole = joined[i]
+            if whole is None:
+                whole = joined[i] = part.new_empty(part.shape[0], len(u), *part.shape[1:])
+            whole[:, r] = part
+    return [None if whole is None else whole.transpose(0, 1) for whole in joined]

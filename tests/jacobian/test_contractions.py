@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 import torch
 
 import lapwing as lw
 from lapwing import tangent as tn
+from lapwing.jacobian import outer
 from lapwing.jacobian.jacobian import SumOfUses, Weighting
 from lapwing.jacobian.layers.embedding import OneHot
 from lapwing.jacobian.outer import Outer
@@ -197,10 +200,10 @@ def test_ntk_blocks_of_mixed_kinds(slice_bytes):
     """Pairs of all forms that blocks of one shape can take, cut into slices of their own."""
     outputs, inputs = 3, 4
     size = outputs * inputs
-    outer = tn.Outer(torch.randn(2, inputs).double(), torch.randn(2, 3, outputs).double(), outputs)
+    first = tn.Outer(torch.randn(2, inputs).double(), torch.randn(2, 3, outputs).double(), outputs)
     last = tn.Outer(torch.randn(4, inputs).double(), None, outputs)
     hot = OneHot(torch.randint(inputs, (3, 5)), torch.randn(3, 2, 5, outputs).double(), inputs)
-    forms = [outer, last, hot, shared(5, 2, 3, 1, outputs, inputs), tn.Rows(torch.randn(2, 2, size).double())]
+    forms = [first, last, hot, shared(5, 2, 3, 1, outputs, inputs), tn.Rows(torch.randn(2, 2, size).double())]
     forms.append(SumOfUses([shared(3, 2, 2, 1, outputs, inputs), tn.Rows(torch.randn(3, 2, size).double())]))
     for first in forms:
         for second in forms:
@@ -215,6 +218,45 @@ def test_the_cheaper_way_to_an_ntk_block_is_taken():
     assert many.rows_are_cheaper(many)
     many_outputs = shared(8, 60, 4, 1, 8, 9)
     assert many_outputs.rows_are_cheaper(many_outputs)
+
+
+@pytest.mark.parametrize("by_pairs", [True, False])
+@pytest.mark.parametrize("cache", [2**20, 700, 1])
+@pytest.mark.parametrize(
+    "shape", [(3, 4, 3, 1, 5, 6), (1, 1, 2, 3, 2, 5), (5, 2, 40, 2, 3, 4), (2, 3, 9, 1, 1, 12), (3, 1, 1, 2, 4, 1)]
+)
+def test_sums_of_rows_in_parts_and_by_pairs_of_positions(shape, cache, by_pairs, monkeypatch):
+    """Both ways, rotated on one side, on both and on none, in parts down to one number."""
+    monkeypatch.setattr(outer, "CACHE_BYTES", cache)
+    monkeypatch.setattr(tn.SharedOuter, "pairs_are_cheaper", lambda *_: by_pairs)
+    form, size = shared(*shape), prod(shape[3:])
+    groups, outputs, inputs = shape[3:]
+    rows = summed(form).unflatten(-1, shape[3:])
+    weights = torch.rand(2, size, dtype=torch.float64)
+    for sides in ((None, None), (inputs, None), (None, outputs), (inputs, outputs)):
+        turns = [None if n is None else torch.randn(groups, n, n, dtype=torch.float64) for n in sides]
+        eyes = [
+            torch.eye(n, dtype=torch.float64).expand(groups, n, n) if turn is None else turn
+            for n, turn in zip((inputs, outputs), turns, strict=True)
+        ]
+        turned = torch.einsum("gop,nrgoi,gij->nrgpj", eyes[1], rows, eyes[0]).flatten(2)
+        rotated = form.rotate(*turns)
+        close(rotated.rows(), turned)
+        close(rotated.squared_sum(), turned.square().sum((0, 1)))
+        for count in (1, 2):
+            grams = rotated.weighted_grams([Weighting(w) for w in weights[:count]])
+            assert len(grams) == count
+            for gram, w in zip(grams, weights, strict=False):
+                close(gram, (turned * w) @ turned.mT)
+
+
+def test_pairs_of_positions_are_taken_where_they_are_few():
+    """The last feature maps of a ResNet have pairs, its first ones rows; a strip of many is never joined for pairs."""
+    last, first = shared(1, 10, 4, 1, 64, 576), shared(1, 10, 64, 1, 16, 144)
+    assert last.pairs_are_cheaper(0)
+    assert last.pairs_are_cheaper(1)
+    assert not first.pairs_are_cheaper(0)
+    assert not first.pairs_are_cheaper(1)
 
 
 @pytest.mark.parametrize("groups", [1, 3])

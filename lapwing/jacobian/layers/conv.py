@@ -24,7 +24,8 @@ def unfold(
 ) -> Tensor:
     """Cuts x (N, channels, *space) into patches (N, L, channels, prod(kernel)), in the order of a weight's columns.
 
-    L runs over output positions row by row; `padding` holds the zeros before and after, a dimension.
+    L runs over output positions row by row; `padding` holds the zeros before and after, a dimension. In memory the
+    positions run fastest where their rows are longer than the kernel's: (channels, prod(kernel), N, L).
     """
     if any(before or after for before, after in padding):
         x = F.pad(x, [p for pair in reversed(padding) for p in pair])
@@ -32,9 +33,12 @@ def unfold(
     for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True)):
         x = x.unfold(2 + dim, d * (k - 1) + 1, s)  # the window comes last
         x = x[..., ::d] if d > 1 else x
-    order = (0, *range(2, 2 + space), 1, *range(2 + space, 2 + 2 * space))
-    x = x.permute(order)  # (N, *out, channels, *kernel)
-    return x.reshape(x.shape[0], prod(x.shape[1 : 1 + space]), x.shape[1 + space], -1)
+    samples, channels, out = x.shape[0], x.shape[1], x.shape[2 : 2 + space]
+    pixels, places = range(2, 2 + space), range(2 + space, 2 + 2 * space)
+    if out[-1] > kernel[-1]:  # copies run along rows of pixels, which are longer than those of the kernel
+        x = x.permute(1, *places, 0, *pixels)
+        return x.reshape(channels, prod(kernel), samples, prod(out)).permute(2, 3, 0, 1)
+    return x.permute(0, *pixels, 1, *places).reshape(samples, prod(out), channels, prod(kernel))
 
 
 def window(

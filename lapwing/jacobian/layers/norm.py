@@ -6,6 +6,7 @@ Their rows are explicit and small: `Σ_t g ⊙ x̂` for γ and `Σ_t g` for β.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from ..strips import at, boxes
 from .use import BatchAxis, Reader, Use, Watched, by_name, register
 
 Normalise = Callable[[Tensor], Tensor]
+
+CACHE_NUMBERS = 2**20
+"""Products with normalised inputs are summed at once: so many numbers at a time on a CPU, which its cache holds."""
 
 
 class NormUse(Use):
@@ -64,16 +68,21 @@ class NormUse(Use):
         return Rows(torch.cat(parts, -1))
 
     def _scaled(self, g: Tensor, axis: BatchAxis, samples: int, dtype: torch.dtype, limit: int) -> Tensor:
-        """Returns `Σ_t g ⊙ x̂` (B, R, P), a box of positions at a time."""
+        """Returns `Σ_t g ⊙ x̂` (B, R, P), some samples and a box of positions at a time."""
         g = self._laid_out(g, axis, samples, 1)  # (R, B, *grid, P)
         x = self.inputs if self._whole is None else self._whole(self.inputs.to(dtype))
         x = self._laid_out(x, axis, samples, 0)
-        numbers = samples * (len(g) + 3) * x.shape[-1]
-        rows = total(
-            _over_positions(at(g, box, 2) * self._normalise(at(x, box, 1).to(dtype)), dtype)
-            for box in boxes(x.shape[1:-1], limit // max(1, numbers))
-        )
-        return rows.transpose(0, 1)
+        numbers = (len(g) + 3) * x.shape[-1]  # of a position
+        limit = min(limit, CACHE_NUMBERS) if g.device.type == "cpu" else limit
+        step = max(1, limit // (numbers * prod(x.shape[1:-1])))
+        rows = [
+            total(
+                _over_positions(at(part, box, 2) * self._normalise(at(some, box, 1).to(dtype)), dtype)
+                for box in boxes(x.shape[1:-1], limit // (numbers * len(some)))
+            )
+            for some, part in zip(x.split(step), g.split(step, 1), strict=True)
+        ]
+        return torch.cat(rows, 1).transpose(0, 1)
 
     def _summed(self, g: Tensor, axis: BatchAxis, samples: int, dtype: torch.dtype) -> Tensor:
         """Returns `Σ_t g` (B, R, P)."""

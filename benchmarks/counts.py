@@ -1,0 +1,202 @@
+"""Fits and exact predictions of real convolution networks beside the multiply-adds that they cannot do without.
+
+One batch on one thread: CPU seconds of the passes of a fit, eigendecompositions left out, and of the covariances of a
+prediction, in forward passes of the same batch run in turns. The *floor* counts multiply-adds a sample in those of a
+forward pass, by layer (T positions, a weight of O x I, C outputs):
+
+- a forward pass, and C backward passes to the inputs of all layers but the first;
+- squares: the rows of the Jacobian, `C T O I`, or products of pairs of positions, `T (T + 1) / 2 O I`;
+- a prediction: the same, and the Gram matrix of the rows, `C (C + 1) / 2 O I`, of which pairs need none;
+- Kronecker factors: `T I (I + 1) / 2` and `C T O (O + 1) / 2`;
+- into their eigenbasis: `min(T, C O) I²` and `min(T, I) C O²`;
+- K directions: `C K O I` beside the rows, or `K T (O I + C O)` without them.
+
+What is copied, squared or added one number at a time is no part of a floor, and neither are ELLA's rows.
+
+    python -m benchmarks.counts [resnet20-KFAC ...]  # writes results/counts.json, prints its table; needs LAPWING_DATA
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from benchmarks.large import resnet18
+from benchmarks.measure import RESULTS, write
+from lapwing.covariance import Blockwise, Covariance, DiagonalBlock, KroneckerBlock, KroneckerFactors
+from lapwing.methods.cost import Layer, Outline
+from lapwing.methods.passes import Batch
+from lapwing.methods.problem import FisherRoot, Problem
+from lapwing.methods.state import DataSummary
+from lapwing.posterior.prior import Prior
+from lapwing.tangent import Tangent
+from papers.common.data import images
+from papers.common.networks import cifar_resnet20
+
+SEED, RANK = 0, 20
+METHODS: dict[str, lw.Method] = {
+    "Diagonal": lw.Diagonal(), "KFAC": lw.KFAC(), "EKFAC": lw.EKFAC(), "ELLA": lw.ELLA(rank=RANK, rows=200)
+}  # fmt: skip
+CASES = [f"resnet20-{method}" for method in METHODS] + ["resnet18-Diagonal", "resnet18-KFAC"]
+
+
+def network(name: str) -> tuple[nn.Module, Tensor]:
+    """Returns the network of the data folder and 50 images, or ResNet-18 with random weights and 16 of 64 x 64."""
+    if name == "resnet20":
+        return cifar_resnet20().eval(), images("cifar10").x_train[:50].clone()
+    return resnet18().eval(), torch.randn(16, 3, 64, 64)
+
+
+def floors(tangent: Tangent, x: Tensor, name: str) -> dict[str, float]:
+    """Returns the multiply-adds of a fit's passes and of a prediction, in those of a forward pass."""
+    outline, outputs = Outline.of(tangent, x, len(x)), tangent.outputs
+    layers = [layer for layer in outline.layers.values() if layer.shape is not None]
+    first = min(tangent.plan.uses, key=lambda block: tangent.plan.uses[block][0][0])
+
+    def total(count: Callable[[Layer], float]) -> float:
+        return sum(map(count, layers))
+
+    def squares(layer: Layer) -> float:
+        pairs = (layer.positions + 1) / 2
+        return 0 if layer.single else layer.positions * layer.size * min(outputs, pairs)
+
+    def covariances(layer: Layer) -> float:
+        pairs = layer.positions * (layer.positions + 1) / 2
+        by_rows = outputs * layer.positions + outputs * (outputs + 1) / 2
+        return 0 if layer.single else layer.size * min(by_rows, pairs)
+
+    def factors(layer: Layer) -> float:
+        assert layer.shape is not None
+        _, out, into = layer.shape
+        return layer.positions * (into * (into + 1) + outputs * out * (out + 1)) / 2
+
+    def directions(layer: Layer) -> float:
+        by_rows = outputs * (layer.positions + RANK) * layer.size
+        return min(by_rows, RANK * layer.positions * (layer.size + outputs * layer.size / layer.shape[2]))
+
+    forward = total(lambda layer: layer.positions * layer.size)
+    entry = outline.layers[first]
+    gradients = forward + outputs * (forward - entry.positions * entry.size)
+    turned = total(lambda layer: layer.turned(outputs))
+    fit, predict = {
+        "Diagonal": (total(squares), total(covariances)),
+        "KFAC": (total(factors), turned + total(covariances)),
+        "EKFAC": (gradients + total(factors) + turned + total(squares), turned + total(covariances)),
+        "ELLA": (total(directions), total(directions)),
+    }[name]
+    return {"fit": (gradients + fit) / forward, "predict": (gradients + predict) / forward}
+
+
+def problem_of(tangent: Tangent, outputs: Tensor, y: Tensor) -> Problem:
+    """Returns what `lw.fit` hands to a method, for a single batch."""
+    likelihood, summary = lw.Categorical(), DataSummary()
+    summary.add(likelihood, outputs=outputs, targets=y, weights=None, samples=len(y))
+    root = FisherRoot(likelihood, tangent.outputs, torch.Generator().manual_seed(SEED))
+    prior = Prior.read(tangent, 1.0)
+    return Problem(tangent, likelihood, root, prior, False, SEED, lambda: y, lambda: len(y), lambda: summary)
+
+
+def passes(problem: Problem, method: lw.Method, x: Tensor, y: Tensor, decomposed: bool) -> tuple[float, Covariance]:
+    """Returns the CPU seconds of all passes over a batch, and the covariance, or a stand-in of the same shapes."""
+    generator, seconds = method.passes(problem), 0.0
+    step: Any = next(generator)
+    while True:
+        state, start = step.init(), time.process_time()
+        step.update(state, Batch(problem.tangent, x, y, 0))
+        seconds += time.process_time() - start
+        if not decomposed:
+            return seconds, stand_in(problem.tangent)
+        try:
+            step = generator.send(state)
+        except StopIteration as end:
+            return seconds, end.value
+
+
+def stand_in(tangent: Tangent) -> Blockwise:
+    """Returns a KFAC posterior whose eigenbases are identities: a prediction takes as long, and no `eigh` is needed."""
+    structures: dict[str, Any] = {}
+    for block in tangent.blocks:
+        groups, outputs, inputs = block.matrix_shape
+        if block.matrix is None:
+            structures[block.name] = DiagonalBlock(torch.ones(block.size))
+            continue
+        bases = (torch.eye(size).repeat(groups, 1, 1) for size in (inputs, outputs))
+        values = (torch.ones(groups, size, dtype=torch.float64) for size in (inputs, outputs))
+        kronecker = KroneckerFactors(*bases, *values, torch.ones(1, dtype=torch.int64))
+        structures[block.name] = KroneckerBlock(torch.rand(groups, outputs, inputs), kronecker)
+    return Blockwise(tangent.blocks, structures, torch.ones(len(tangent.blocks), dtype=torch.float64), 1.0)
+
+
+def predict(tangent: Tangent, covariance: Covariance, x: Tensor) -> Tensor:
+    """Returns the covariances (B, C, C) of the outputs."""
+    latent: Any = lw.Linearized().latent(tangent, covariance, x, joint=False)
+    return latent.covariance
+
+
+def case(name: str, rounds: int = 2) -> dict[str, Any]:
+    """Returns floors, costs and their ratios of one network and method."""
+    kind, _, label = name.partition("-")
+    torch.manual_seed(SEED)
+    model, x = network(kind)
+    y, method = torch.arange(len(x)) % 10, METHODS[label]
+    tangent = Tangent.survey(model, x)
+    decomposed = (kind, label) != ("resnet18", "KFAC")
+    least = floors(tangent, x, label)
+    best = {"forward": float("inf"), "fit": float("inf"), "predict": float("inf")}
+
+    def clock(what: str, call: Callable[[], Any]) -> Any:
+        start = time.process_time()
+        out = call()
+        best[what] = min(best[what], time.process_time() - start)
+        return out
+
+    with torch.no_grad():
+        problem = problem_of(tangent, model(x), y)
+        for _ in range(rounds):
+            for _ in range(5):
+                clock("forward", lambda: model(x))
+            seconds, covariance = passes(problem, method, x, y, decomposed)
+            best["fit"] = min(best["fit"], seconds)
+            clock("predict", partial(predict, tangent, covariance, x))
+            clock("predict", partial(predict, tangent, covariance, x))
+    row: dict[str, Any] = {"forward_milliseconds": 1e3 * best["forward"]}
+    for what, floor in least.items():
+        measured = best[what] / best["forward"]
+        row[what] = {"floor": floor, "forward_passes": measured, "ratio": measured / floor}
+    return row
+
+
+def table(results: dict[str, Any]) -> str:
+    """Returns the table of docs/how-it-works.md."""
+    lines = ["| network, method | fit: floor, measured, ratio | prediction: floor, measured, ratio |", "|---|---|---|"]
+    for name, row in results.items():
+        cells = (
+            f"{row[what]['floor']:.1f}, {row[what]['forward_passes']:.1f}, {row[what]['ratio']:.2f}"
+            for what in ("fit", "predict")
+        )
+        lines.append(f"| {name.replace('-', ', ')} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(names: list[str]) -> None:
+    """Runs the named cases, all of them when none is named; results of others are kept."""
+    torch.set_num_threads(1)
+    path = RESULTS / "counts.json"
+    results = json.loads(path.read_text())["results"] if path.exists() else {}
+    for name in names or CASES:
+        results[name] = case(name)
+        print(name, results[name], flush=True)
+        write("counts", {name: results[name] for name in CASES if name in results}, SEED)
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
