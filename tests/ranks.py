@@ -149,10 +149,10 @@ def padded(rank: int, size: int, samples: int) -> dict[str, Any]:
 
 
 def other_fits(rank: int, size: int) -> dict[str, Any]:
-    """Fits after a former fit, at positions, with a sharded network, and with all data on every rank."""
+    """Fits after a former fit, at positions, and with all data on every rank."""
     training, _ = everything("default", size)
     loader = [batch[:2] for batch in training[rank]]
-    return others(loader) | {"sharded": refused(sharded), "same data": same_data(rank, size)}
+    return others(loader) | {"same data": same_data(rank, size)}
 
 
 def others(loader: Any) -> dict[str, Any]:
@@ -166,13 +166,6 @@ def others(loader: Any) -> dict[str, Any]:
     }  # fmt: skip
     positions = lw.fit(network(3), places, lw.KFAC())
     return {**{name: numbers(fit) for name, fit in further.items()}, "positions": positions.prior.precision}
-
-
-def sharded() -> None:
-    """Fits a network whose weights are sharded."""
-    from torch.distributed.fsdp import fully_shard
-
-    lw.fit(fully_shard(network(3)), [(torch.zeros(2, 4, dtype=torch.float64), torch.tensor([0, 1]))])
 
 
 def same_data(rank: int, size: int) -> str:

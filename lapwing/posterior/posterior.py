@@ -101,7 +101,10 @@ class Posterior:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The network that this is a posterior of: yours, or for SWAG and MeanField a copy with other weights."""
+        """The network that this is a posterior of: yours, for SWAG and MeanField a copy with other weights.
+
+        Of a network under `fully_shard` it is the last layer.
+        """
         return self.tangent.model
 
     @property
