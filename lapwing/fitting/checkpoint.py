@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import LapwingError, check_count, shown
 from ..methods.state import DataSummary, State
-from ..network import batches
+from ..network import batches, ranks
 from ..network.loaders import first_batch
 from ..network.stamp import fingerprint
 from ..posterior.storage import place_of, read, temporary_pattern, write
@@ -127,7 +127,7 @@ def checkpoint_of(path: Any, every: Any) -> Checkpoint | None:
     """Returns the checkpoint of `lw.fit`; None without a path.
 
     Raises:
-        LapwingError: for what is no path or number of batches, and in one of several processes.
+        LapwingError: for what is no path or number of batches.
     """
     if path is None:
         if every is not None:
@@ -136,9 +136,6 @@ def checkpoint_of(path: Any, every: Any) -> Checkpoint | None:
                 "checkpoint='fit.safetensors', or leave every out."
             )
         return None
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed and torch.distributed.get_world_size() > 1:
-        raise LapwingError("A fit over several processes has no checkpoint yet. Leave checkpoint= out.")
     return Checkpoint(path, every)
 
 
@@ -169,7 +166,10 @@ class Checkpoint:
             raise LapwingError(
                 f"checkpoint={shown(path)} is no path that can be written to. Write checkpoint='fit.safetensors'."
             ) from error
-        self.path, self._every = os.fspath(path), every
+        self.path, self._every, self._option = os.fspath(path), every, os.fspath(path)
+        if ranks.rank():  # each process has a file
+            self.path = f"{self._option}.{ranks.rank()}"
+            self._target = self._target.with_name(f"{self._target.name}.{ranks.rank()}")
         self._fit: Any = None
         self._entries: list[_Entry] = []  # of the finished passes
         self._former: list[_Entry] = []  # of the file, to go on from
@@ -188,7 +188,10 @@ class Checkpoint:
             LapwingError: for a loader that shows other samples the second time, and for a file that is damaged, or of
                 another fit.
         """
-        fit = {name: described(value) for name, value in {**fit, "the first batch": _first(loader)}.items()}
+        fit = {**fit, "the first batch": _first(loader)}
+        if ranks.several():
+            fit["the number of processes"] = ranks.size()
+        fit = {name: described(value) for name, value in fit.items()}
         self._fit = json.loads(json.dumps(fit))
         for left in self._target.parent.glob(temporary_pattern(self._target)):
             left.unlink(missing_ok=True)  # of a process that was killed while it wrote
@@ -302,7 +305,7 @@ class Checkpoint:
             return
         self.save()
         if self._target.exists():
-            log.warning("The fit has not ended. Call lw.fit again with checkpoint=%r to go on.", self.path)
+            log.warning("The fit has not ended. Call lw.fit again with checkpoint=%r to go on.", self._option)
 
     def _damaged(self) -> LapwingError:
         return LapwingError(
@@ -337,6 +340,8 @@ def _first(loader: Any) -> list[Tensor]:
     Raises:
         LapwingError: for a loader whose first batch is another one the second time.
     """
+    if ranks.several() and next(iter(loader), None) is None:
+        return []
     once, again = (batches.tensors(first_batch(loader)) for _ in range(2))
     if len(again) != len(once) or not all(
         one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
