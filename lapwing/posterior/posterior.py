@@ -328,7 +328,7 @@ class Posterior:
         generator = torch.Generator(self.covariance.device).manual_seed(int(seed))
         mean, parameters = self.tangent.mean(), self.tangent.parameters
         deviations = self.covariance.sample(n, generator)
-        draws = {name: mean[name] + deviation.to(mean[name].dtype) for name, deviation in deviations.items()}
+        draws = {name: mean[name] + deviation.to(mean[name]) for name, deviation in deviations.items()}
         return {name: draw.to(parameters[name].dtype) for name, draw in split(self.tangent.blocks, draws).items()}
 
     @outside_modes

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...errors import LapwingError
 from ...jacobian.layers import READERS, BatchAxis
 from ...likelihoods import apply_weights
+from ...linalg import doubled
 from ...network import batches, ranks, recurrent
 from ...network.eager import EagerMode, swapped
 from ...tangent import Tangent, split
@@ -32,7 +33,7 @@ def divergence(log_std: Tensor, offset: Tensor, precision: Tensor) -> Tensor:
         precision: δ (P,), or one number.
     """
     terms = precision * ((2 * log_std).exp() + offset.square()) - 1 - precision.log() - 2 * log_std
-    return terms.sum(dtype=torch.float64) / 2
+    return doubled(terms).sum() / 2
 
 
 def best_precision(log_std: Tensor, offset: Tensor) -> Tensor:
