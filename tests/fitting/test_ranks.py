@@ -115,7 +115,7 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_checkpoints_of_all_sums(tmp_path: Path, size: int) -> None:
-    lefts = [*range(2, 14)]
+    lefts = [3, 6, 8, 9, 11]
     every = ranks.run(tmp_path, size, [(ranks.interrupted, tmp_path, ranks.KEPT, lefts)])
     check_interrupted([results and results[0] for results in every])
 
