@@ -337,7 +337,8 @@ class Tangent:
         self._sample_axis.check(recording, uses, type(self.model).__name__)
         outputs = recording.outputs
         if callable(cotangents):
-            cotangents = cotangents(outputs if differentiable else outputs.detach())
+            at = outputs if differentiable else outputs.detach()
+            cotangents = cotangents(at.double() if dtype == torch.float64 else at)  # a root of Λ to the same digits
         record = Record(self, inputs, outputs, recording.noted, uses, cotangents, dtype, differentiable)
         if self.positions is not None:
             record.sizes = self.positions.sizes(recording.shaped.shape)
