@@ -97,6 +97,7 @@ STEPS: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
     "AlphaDivergence": (1, lambda held_out: {
         "method": lw.VaLLA(POINTS, lw.AlphaDivergence(steps=4, every=2, validation=held_out))}),
     "MeanField": (3, lambda held_out: {"method": lw.MeanField(4, initial_std=1e-9)}),  # so that its draws do not count
+    "MeanField of a regression": (1, lambda held_out: {"method": lw.MeanField(4, initial_std=1e-9)}),
     "StochasticGradient": (1, lambda held_out: {
         "method": lw.SampledLLA(2, lw.StochasticGradient(steps=12, tolerance=0.99), em_steps=0)}),
 }  # fmt: skip
