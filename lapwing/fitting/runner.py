@@ -33,7 +33,8 @@ from ..methods.state import DataSummary, S, State
 from ..network import batches, ranks
 from ..network.loaders import WeightedLoader, other_size, sampler_size
 from ..network.progress import Stage, length_of, stage, tracked
-from .checkpoint import Checkpoint, Standing, rest_of
+from .checkpoint import Checkpoint
+from .standing import Standing, rest_of
 
 
 class Runner:
