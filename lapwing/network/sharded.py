@@ -23,7 +23,7 @@ from . import batches, ranks
 from .batches import Forward
 from .calling import output_tensor
 from .data import with_tensors
-from .eager import EagerMode, network_precision, uncompiled, without_compiled
+from .eager import EagerMode, network_precision, outside_modes, uncompiled, without_compiled
 from .gate import check_inputs, check_mode, sharded_modules
 from .invoke import invoke
 from .module_state import modules_of, preserved_state
@@ -120,6 +120,7 @@ class Head(nn.Module):
         layer: Any = self._layer[0]
         return F.linear(head_features, layer.weight, getattr(layer, "bias", None))
 
+    @outside_modes
     def features(self, loader: Iterable[Any], parts: Callable[[Any], tuple[Any, ...]]) -> list[Any]:
         """Returns the batches of a loader with features in place of inputs. All processes call it, each with its own.
 

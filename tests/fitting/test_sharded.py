@@ -122,6 +122,19 @@ def test_what_a_sharded_network_does_not_do_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of a training with outputs that are views
+def test_a_network_can_be_trained_after_predictions_in_inference_mode() -> None:
+    model, loader = tokens()
+    model = shard(model)
+    posterior = lw.fit(model, loader)
+    expected = posterior.predict(loader[0][0]).probs
+    with torch.inference_mode():
+        torch.testing.assert_close(posterior.predict(loader[0][0]).probs, expected)
+    model.train()(loader[0][0]).square().sum().backward()
+    assert all(value.grad is not None for value in model.parameters())
+
+
+@pytest.mark.usefixtures("group")
 def test_inputs_that_require_gradients_are_refused() -> None:
     from torch.distributed.fsdp import fully_shard
 
