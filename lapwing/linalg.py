@@ -333,7 +333,7 @@ def orthonormal_rows(rows: Tensor, rank: int | None = None, whole: bool = True) 
     basis = rows.new_empty(len(coefficients), rows.shape[1])
     length = max(1, SLICE_NUMBERS // max(1, len(rows)))
     for part, out in zip(rows.split(length, -1), basis.split(length, -1), strict=True):
-        out.copy_(coefficients @ part.double())
+        out.copy_(coefficients @ doubled(part))
     return _orthonormalised(basis)
 
 
@@ -347,9 +347,9 @@ def _kept(values: Tensor, rank: int | None) -> int:
 def _triangle(columns: Tensor) -> Tensor:
     """Returns R (n, n) with `RᵀR = XᵀX` for X (m, n), m >= n, by QR of slices of rows with what those before left."""
     count = columns.shape[1]
-    triangle = columns.new_zeros(0, count, dtype=torch.float64)
+    triangle = doubled(columns[:0])
     for part in columns.split(max(1, count, SLICE_NUMBERS // (2 * max(1, count)))):
-        triangle = torch.linalg.qr(torch.cat([triangle, part.double()]), mode="r")[1]
+        triangle = torch.linalg.qr(torch.cat([triangle, doubled(part)]), mode="r")[1]
     return triangle
 
 
@@ -357,7 +357,7 @@ def _orthonormalised(rows: Tensor) -> Tensor:
     """Makes rows (K, P) that nearly are orthonormal exactly so, in place: `L⁻¹ X` with `X Xᵀ = L Lᵀ`; returns them."""
     root = cholesky(row_products(rows, rows))
     for part in rows.split(max(1, SLICE_NUMBERS // max(1, len(rows))), -1):
-        part.copy_(torch.linalg.solve_triangular(root, part.double(), upper=False))
+        part.copy_(torch.linalg.solve_triangular(root, doubled(part), upper=False))
     return rows
 
 

@@ -6,6 +6,8 @@ from `tests.oracle` alone, with columns in the order of the library's blocks (bi
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.tangent import Block, Tangent
 from tests import oracle
+from tests.pretended_device import Device
 from tests.zoo import ZOO, Case
 
 EVERY = lw.matching("*")
@@ -25,8 +28,23 @@ CUTS = (5, 3, 1)
 NOISE = 0.3
 
 
+PRETENDED = Device("cuda") if os.environ.get("LAPWING_DEVICE") == "pretended" else None
+"""The device of all problems, where LAPWING_DEVICE says so; `tests/conftest.py` enters it."""
+
+
+def on_device(model: nn.Module) -> nn.Module:
+    """Returns a network on the device that LAPWING_DEVICE names; itself on the CPU."""
+    name = os.environ.get("LAPWING_DEVICE", "cpu")
+    if PRETENDED is not None:
+        return PRETENDED.module(model)
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("LAPWING_DEVICE is cuda, and there is no GPU")
+    return model if name == "cpu" else copy.deepcopy(model).to(name)
+
+
 def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-9) -> None:
     """Asserts agreement to a tolerance relative to the largest wanted entry."""
+    found, wanted = found.cpu(), wanted.cpu()
     assert found.shape == wanted.shape, (found.shape, wanted.shape)
     scale = float(wanted.abs().max()) if wanted.numel() else 1.0
     torch.testing.assert_close(found, wanted.to(found.dtype), rtol=tolerance, atol=tolerance * max(scale, 1e-12))
@@ -126,6 +144,7 @@ class Setup:
 
     def __post_init__(self) -> None:
         self.model = self.case.build()
+        self.there = on_device(self.model)
         self.x = self.case.inputs(self.samples, 1)
         self.y = self.case.targets(self.samples, 1)
         self.test = self.case.inputs(3, 2)
@@ -144,12 +163,12 @@ class Setup:
         """Fits with prior precision 2 unless told otherwise."""
         given = {"params": self.params, "likelihood": self.likelihood, "prior_precision": 2.0, "tune": lw.Evidence()}
         given |= options
-        return lw.fit(self.model, given.pop("loader", self.loader), method, **given)
+        return lw.fit(self.there, given.pop("loader", self.loader), method, **given)
 
     @cached_property
     def tangent(self) -> Tangent:
         """The surveyed network; its blocks fix the order of the columns."""
-        return Tangent.survey(self.model, oracle.take(self.x, slice(0, 5)), self.params)
+        return Tangent.survey(self.there, oracle.take(self.x, slice(0, 5)), self.params)
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:

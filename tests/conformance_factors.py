@@ -253,5 +253,5 @@ def positions_out(layer: nn.Module, g: Tensor, group: int) -> Tensor:
 def dense_basis(structure: KroneckerBlock) -> Tensor:
     groups, _, inputs = structure.eigenvalues.shape
     within = torch.eye(inputs).double().repeat(groups, 1, 1) if structure.inputs is None else structure.inputs
-    pairs = zip(structure.outputs, within, strict=True)
+    pairs = zip(structure.outputs.cpu(), within.cpu(), strict=True)
     return torch.block_diag(*[torch.kron(o.contiguous(), i.contiguous()) for o, i in pairs])

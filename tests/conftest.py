@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def pretended_device() -> Iterator[None]:
+    """Pretend a device in all tests where LAPWING_DEVICE is "pretended"."""
+    if os.environ.get("LAPWING_DEVICE") != "pretended":
+        yield
+        return
+    from tests.conformance import PRETENDED
+
+    assert PRETENDED is not None
+    with PRETENDED:
+        yield
 
 
 @pytest.fixture

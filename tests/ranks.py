@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import chain, zip_longest
@@ -96,6 +97,7 @@ STEPS: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
     "AlphaDivergence": (1, lambda held_out: {
         "method": lw.VaLLA(POINTS, lw.AlphaDivergence(steps=4, every=2, validation=held_out))}),
     "MeanField": (3, lambda held_out: {"method": lw.MeanField(4, initial_std=1e-9)}),  # so that its draws do not count
+    "MeanField of a regression": (1, lambda held_out: {"method": lw.MeanField(4, initial_std=1e-9)}),
     "StochasticGradient": (1, lambda held_out: {
         "method": lw.SampledLLA(2, lw.StochasticGradient(steps=12, tolerance=0.99), em_steps=0)}),
 }  # fmt: skip
@@ -149,10 +151,10 @@ def padded(rank: int, size: int, samples: int) -> dict[str, Any]:
 
 
 def other_fits(rank: int, size: int) -> dict[str, Any]:
-    """Fits after a former fit, at positions, with a sharded network, and with all data on every rank."""
+    """Fits after a former fit, at positions, and with all data on every rank."""
     training, _ = everything("default", size)
     loader = [batch[:2] for batch in training[rank]]
-    return others(loader) | {"sharded": refused(sharded), "same data": same_data(rank, size)}
+    return others(loader) | {"same data": same_data(rank, size)}
 
 
 def others(loader: Any) -> dict[str, Any]:
@@ -166,13 +168,6 @@ def others(loader: Any) -> dict[str, Any]:
     }  # fmt: skip
     positions = lw.fit(network(3), places, lw.KFAC())
     return {**{name: numbers(fit) for name, fit in further.items()}, "positions": positions.prior.precision}
-
-
-def sharded() -> None:
-    """Fits a network whose weights are sharded."""
-    from torch.distributed.fsdp import fully_shard
-
-    lw.fit(fully_shard(network(3)), [(torch.zeros(2, 4, dtype=torch.float64), torch.tensor([0, 1]))])
 
 
 def same_data(rank: int, size: int) -> str:
@@ -201,6 +196,120 @@ def refused(function: Callable[[], Any]) -> str:
     except (lw.LapwingError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+class Stopping(list):
+    """Batches that raise after so many."""
+
+    def __init__(self, every: Any, left: int) -> None:
+        super().__init__(every)
+        self.left = left
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            if not self.left:
+                raise OSError("the disk is gone")
+            self.left -= 1
+            yield batch
+
+
+KEPT = ["default", "KFAC of a regression", "ELLA", "EKFAC", "Full", "SubsetOfData", "TemperatureScaling", "weights"]
+"""Cases of sums alone, which have a checkpoint."""
+
+
+def bits(posterior: lw.Posterior) -> dict[str, Any]:
+    """Returns what must be the same to the bit."""
+    numbers = {"precision": posterior.prior.precision, "noise": posterior.noise_variance, "n": posterior.samples}
+    return {**posterior.covariance.tensors(), **posterior.statistics, **numbers}
+
+
+def interrupted(rank: int, size: int, folder: Path, names: list[str], lefts: list[int]) -> dict[str, Any]:
+    """Fits with checkpoints, where the highest rank is interrupted after so many batches; and without."""
+    return {name: _interrupted(rank, size, folder / f"{name}.safetensors", name, lefts) for name in names}
+
+
+def _interrupted(rank: int, size: int, path: Path, name: str, lefts: list[int]) -> tuple[Any, Any, list[str]]:
+    outputs, options = ALL[name]
+    training, held_out = everything(name, size)
+    chosen = options(held_out[rank])
+    loader: Any = training[rank] if chosen.get("sample_weights") else [batch[:2] for batch in training[rank]]
+
+    def fit(left: int, **kept: Any) -> dict[str, Any]:
+        return bits(lw.fit(network(outputs), Stopping(loader, left), **chosen, **kept))
+
+    errors = [
+        refused(lambda left=left: fit(left if rank == size - 1 else 999, checkpoint=path, every=1)) for left in lefts
+    ]
+    return fit(999, checkpoint=path, every=1), fit(999), errors
+
+
+class Slow(list):
+    """Batches that take a while, so that kills come between them."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            time.sleep(0.01)
+            yield batch
+
+
+def kill_at_random(folder: Path, size: int, kills: int) -> tuple[int, int, dict[str, Any], dict[str, Any]]:
+    """Kills all ranks of fits at random moments, and starts them again; a fit that ends is followed by another.
+
+    Args:
+        folder: for files.
+        size: how many ranks.
+        kills: how many at least.
+
+    Returns:
+        How often ranks were killed, how many fits ended, what the latest of these has, and a fit without a kill.
+    """
+    context, random = multiprocessing.get_context("fork"), torch.Generator().manual_seed(1)
+
+    def start(checkpoint: Path | None) -> list[Any]:
+        tasks = [(_slow_fit, checkpoint)]
+        group = [context.Process(target=_rank, args=(folder, rank, size, tasks, 30.0)) for rank in range(size)]
+        (folder / "group").unlink(missing_ok=True)
+        for process in group:
+            process.start()
+        return group
+
+    def wait(group: list[Any], seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        for process in group:
+            process.join(max(0.0, end - time.monotonic()))
+        return all(process.exitcode == 0 for process in group)
+
+    assert wait(start(None), 60.0)
+    expected, count, ended, longest = torch.load(folder / "0.pt", weights_only=False)[0], 0, 0, 0.2
+    while count < kills or not ended:
+        group = start(folder / "fit")
+        done, longest = wait(group, longest * float(torch.rand((), generator=random))), 1.1 * longest
+        for process in group:
+            count += process.exitcode is None
+            process.kill()
+            process.join()
+        ended, longest = ended + done, 0.2 if done else longest
+    return count, ended, torch.load(folder / "0.pt", weights_only=False)[0], expected
+
+
+def _slow_fit(rank: int, size: int, checkpoint: Path | None) -> dict[str, Any]:
+    x, y = data(3, 120, 1)
+    parts = shares((x, y), [[4] * 12, [4] * 18])
+    return bits(lw.fit(network(3), Slow(parts[rank]), lw.EKFAC(), checkpoint=checkpoint, every=checkpoint and 1))
+
+
+def never_ending(rank: int, size: int, folder: Path) -> str:
+    """Leaves the checkpoint of a fit that is interrupted, and asks for what has none."""
+    training, held_out = everything("default", size)
+    loader: Any = [batch[:2] for batch in training[rank]]
+    path = folder / "left.safetensors"
+    return " ".join([
+        refused(lambda: lw.fit(network(3), Stopping(loader, 7 + rank), lw.KFAC(), checkpoint=path, every=1)),
+        refused(lambda: lw.fit(network(3), loader, lw.MeanField(4), checkpoint=path.with_name("other"))),
+        refused(lambda: lw.fit(
+            network(3), loader, lw.ELLA(5, 20), tune=lw.EarlyStopping(held_out[rank], prefixes=2),
+            checkpoint=path.with_name("other"))),
+    ])  # fmt: skip
 
 
 class OwnSteps(IteratePass):

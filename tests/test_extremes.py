@@ -196,6 +196,13 @@ def at_edge(name: str, edge: str, kind: str, params: str, delta: float, caplog: 
     return "right" if 0.95 < low <= high < 1.05 else "warned" if warned else f"{low:.3g} to {high:.3g}"
 
 
+@pytest.mark.parametrize("method", [lw.Full("primal"), lw.Full("dual"), DUAL["ella"]], ids=str)
+@pytest.mark.parametrize("params", PARAMS)
+def test_a_shift_of_all_logits_has_no_curvature(method: lw.Method, params: str) -> None:
+    """Which counts where the prior has next to none."""
+    check_full(method, 1.0, 1e-12, "classes", params)
+
+
 @pytest.mark.parametrize("name", AT_EDGES)
 @pytest.mark.parametrize("edge", EDGES)
 def test_edges(name: str, edge: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -209,11 +216,11 @@ def test_edges(name: str, edge: str, caplog: pytest.LogCaptureFixture) -> None:
 def test_every_edge_under_every_prior(name: str, edge: str, params: str, caplog: pytest.LogCaptureFixture) -> None:
     """Variances are those of float64, or a warning or a refusal says that float32 does not give them.
 
-    Not beside small priors where a number is added to all logits: that has no curvature, and float32 sums give it some,
-    of 1e-6 of the largest for Kronecker factors. No probability depends on it.
+    Not of Kronecker factors beside small priors where a number is added to all logits: that has no curvature, and
+    float32 sums give it some, of 1e-6 of the largest. No probability depends on it.
     """
     for kind in KINDS:
-        least = 1e-12 if kind != "classes" else 1.0 if name in ("kfac", "ekfac") else 1e-6
+        least = 1.0 if kind == "classes" and name in ("kfac", "ekfac") else 1e-12
         for delta in (delta for delta in PRIORS if delta >= least):
             result = at_edge(name, edge, kind, params, delta, caplog)
             assert result in ("right", "warned", "refused"), (kind, delta, result)

@@ -102,7 +102,7 @@ class ExplicitBasis(Basis):
         return record.jvp(self.vectors)
 
     def combine(self, coefficients: Tensor) -> Vectors:
-        return {name: coefficients.to(rows.dtype) @ rows for name, rows in self.vectors.items()}
+        return {name: coefficients.to(rows) @ rows for name, rows in self.vectors.items()}
 
     def inner(self, vectors: Vectors) -> Tensor:
         return total(vectors[name].to(rows.dtype) @ rows.T for name, rows in self.vectors.items())

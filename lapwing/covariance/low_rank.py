@@ -102,7 +102,8 @@ class Subspace(PriorCovariance):
 
     def _project(self, record: Record) -> Tensor:
         """Returns `J W̃ᵀ` (B, R, k)."""
-        return self.basis.project(record) @ self._rotation.to(record.dtype)
+        projected = self.basis.project(record)
+        return projected @ self._rotation.to(projected)
 
     def _directions(self) -> Vectors:
         """Returns W̃, (k, P_block) a block."""
@@ -110,10 +111,11 @@ class Subspace(PriorCovariance):
 
     def _weighted(self, vectors: Vectors, weights: Tensor) -> Vectors:
         """Returns `W̃ᵀ diag(w) W̃ v`."""
-        dtype, first = self.basis.dtype, next(iter(vectors.values()))
+        first = next(iter(vectors.values()))
         flat = {name: vector.reshape(-1, vector.shape[-1]) for name, vector in vectors.items()}
-        inner = self.basis.inner(flat) @ self._rotation.to(dtype)  # (n, k)
-        combined = self.basis.combine((inner * weights.to(dtype)) @ self._rotation.T.to(dtype))
+        inner = self.basis.inner(flat)  # (n, K)
+        rotation = self._rotation.to(inner)
+        combined = self.basis.combine((inner @ rotation * weights.to(inner)) @ rotation.T)
         return {name: vector.reshape(*first.shape[:-1], -1) for name, vector in combined.items()}
 
     @property
@@ -225,7 +227,7 @@ class LowRank(Subspace):
         return self.basis.combine((noise * self._weights.sqrt()) @ self._rotation.T)
 
     def diagonal(self) -> Vectors:
-        return {n: (w.square() * self._weights[:, None].to(w.dtype)).sum(0) for n, w in self._directions().items()}
+        return {n: (w.square() * self._weights[:, None].to(w)).sum(0) for n, w in self._directions().items()}
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
         """Returns the thin factor `J W̃ᵀ √w` (B, R, K)."""
@@ -238,13 +240,13 @@ class LowRank(Subspace):
     def factor(self, features: Tensor) -> Tensor:
         """Returns the thin factor `J W̃ᵀ √w` (B, R, k) from features `J Wᵀ` (B, R, K) on the basis."""
         root = self._rotation * self._weights.sqrt()  # (K, k)
-        return features @ root.to(features.dtype)
+        return features @ root.to(features)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
-        root = self._weights.sqrt().to(record.dtype)
+        root = self._weights.sqrt().to(record.outputs.device, record.dtype)
         return cross_covariance(*of_both(lambda one: self._project(one) * root, record, other))
 
     def layer_block(self, name: str) -> LayerBlock:
         rows = self._directions()[name]
-        factor = rows * self._weights.sqrt()[:, None].to(rows.dtype)
+        factor = rows * self._weights.sqrt()[:, None].to(rows)
         return FactorLayer(factor.reshape(-1, *self.block(name).matrix_shape[1:]))

@@ -11,28 +11,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import islice
-from numbers import Integral, Real
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import LapwingError, check_count, shown
-from ..methods.state import DataSummary, State
-from ..network import batches
-from ..network.loaders import first_batch
-from ..network.stamp import fingerprint
+from ..network import ranks
 from ..posterior.storage import place_of, read, temporary_pattern, write
+from .same_fit import agree, described, repeated_first_batch
+from .standing import Entry, Standing
 
 log = logging.getLogger("lapwing")
 
@@ -46,88 +40,11 @@ REST = 10
 """And then at most so many times as long apart as it takes to write one."""
 
 
-@dataclass
-class Standing(State):
-    """Where a fit stands in a pass: what it needs to go on, beside the states of the passes before.
-
-    Attributes:
-        state: of the pass.
-        summary: of the samples whose statistics are summed.
-        prefixes: states of the first samples, by `number/path`.
-        statistics: of the first samples, by `number/name`.
-        generators: states of the random generators, by name.
-        batches: how many batches of this round through the data are done.
-        start: how many samples these had.
-        taken: how many steps are done.
-        rounds: how many rounds are done.
-        expected: n, 0 before it is known.
-        whole: whether the summary is of all samples.
-        any_counted: whether any target counted.
-        finished: whether the pass is.
-    """
-
-    state: State = field(default_factory=State)
-    summary: DataSummary = field(default_factory=DataSummary)
-    prefixes: dict[str, Tensor] = field(default_factory=dict)
-    statistics: dict[str, Tensor] = field(default_factory=dict)
-    generators: dict[str, Tensor] = field(default_factory=dict)
-    batches: int = 0
-    start: int = 0
-    taken: int = 0
-    rounds: int = 0
-    expected: int = 0
-    whole: bool = False
-    any_counted: bool = False
-    finished: bool = False
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A standing as a file holds it.
-
-    Attributes:
-        label: of its pass.
-        layouts: what a file does not say of a tensor that is not contiguous or not on the CPU, by path: whether it is
-            on the device of the weights, and its strides.
-        tensors: on the CPU; None where the file alone has them.
-    """
-
-    label: str
-    layouts: dict[str, Any]
-    tensors: dict[str, Tensor] | None = field(default=None, repr=False)
-
-    @classmethod
-    def of(cls, label: str, standing: Standing, copy: bool) -> _Entry:
-        flat = standing.tensors()
-        layouts = {}
-        for path, tensor in flat.items():
-            strides = torch.empty_like(tensor, device="meta").stride()  # those of a tensor without gaps
-            if not tensor.is_contiguous() or tensor.device.type != "cpu":
-                layouts[path] = [tensor.device.type != "cpu", list(strides)]
-        return cls(label, layouts, {path: _on_cpu(tensor, copy) for path, tensor in flat.items()})
-
-    def standing(self, fresh: Standing, device: torch.device) -> Standing:
-        """Returns the standing, from one of the same pass."""
-        assert self.tensors is not None
-        flat = {}
-        for path, tensor in self.tensors.items():
-            moved, strides = self.layouts.get(path, (False, tensor.stride()))
-            place = device if moved else torch.device("cpu")
-            flat[path] = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=place)
-            flat[path].copy_(tensor)  # to where torch puts it: products may depend on how memory is aligned
-        return fresh.with_tensors(flat)
-
-
-def _on_cpu(tensor: Tensor, copy: bool) -> Tensor:
-    moved = tensor.detach().cpu()
-    return moved.clone() if copy and moved.data_ptr() == tensor.data_ptr() else moved
-
-
 def checkpoint_of(path: Any, every: Any) -> Checkpoint | None:
     """Returns the checkpoint of `lw.fit`; None without a path.
 
     Raises:
-        LapwingError: for what is no path or number of batches, and in one of several processes.
+        LapwingError: for what is no path or number of batches.
     """
     if path is None:
         if every is not None:
@@ -136,9 +53,6 @@ def checkpoint_of(path: Any, every: Any) -> Checkpoint | None:
                 "checkpoint='fit.safetensors', or leave every out."
             )
         return None
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed and torch.distributed.get_world_size() > 1:
-        raise LapwingError("A fit over several processes has no checkpoint yet. Leave checkpoint= out.")
     return Checkpoint(path, every)
 
 
@@ -169,10 +83,13 @@ class Checkpoint:
             raise LapwingError(
                 f"checkpoint={shown(path)} is no path that can be written to. Write checkpoint='fit.safetensors'."
             ) from error
-        self.path, self._every = os.fspath(path), every
+        self.path, self._every, self._option = os.fspath(path), every, os.fspath(path)
+        if ranks.rank():  # each process has a file
+            self.path = f"{self._option}.{ranks.rank()}"
+            self._target = self._target.with_name(f"{self._target.name}.{ranks.rank()}")
         self._fit: Any = None
-        self._entries: list[_Entry] = []  # of the finished passes
-        self._former: list[_Entry] = []  # of the file, to go on from
+        self._entries: list[Entry] = []  # of the finished passes
+        self._former: list[Entry] = []  # of the file, to go on from
         self._written = self._batches = 0
         self._time, self._pause = time.monotonic(), SECONDS
         self.in_batch = self._interrupted = self._handles = False
@@ -188,7 +105,10 @@ class Checkpoint:
             LapwingError: for a loader that shows other samples the second time, and for a file that is damaged, or of
                 another fit.
         """
-        fit = {name: described(value) for name, value in {**fit, "the first batch": _first(loader)}.items()}
+        fit = {**fit, "the first batch": repeated_first_batch(loader)}
+        if ranks.several():
+            fit["the number of processes"] = ranks.size()
+        fit = {name: described(value) for name, value in fit.items()}
         self._fit = json.loads(json.dumps(fit))
         for left in self._target.parent.glob(temporary_pattern(self._target)):
             left.unlink(missing_ok=True)  # of a process that was killed while it wrote
@@ -200,11 +120,11 @@ class Checkpoint:
             if kept["version"] != FORMAT:
                 raise ValueError
             names = {*self._fit, *kept["fit"]}
-            others = sorted(name for name in names if not _agree(self._fit.get(name), kept["fit"].get(name)))
+            others = sorted(name for name in names if not agree(self._fit.get(name), kept["fit"].get(name)))
             for number, (label, layouts) in enumerate(kept["passes"]):
                 prefix = f"{number}/"
                 parts = {path.removeprefix(prefix): t for path, t in tensors.items() if path.startswith(prefix)}
-                self._former.append(_Entry(label, layouts, parts))
+                self._former.append(Entry(label, layouts, parts))
         except (LapwingError, KeyError, TypeError, ValueError) as error:
             raise self._damaged() from error
         if others:
@@ -256,7 +176,7 @@ class Checkpoint:
         if places:
             del self._entries[places[-1] :]
             self._written = min(self._written, len(self._entries))
-        self._entries.append(_Entry.of(label, standing, copy=True))
+        self._entries.append(Entry.of(label, standing, copy=True))
         self.in_batch = False
         self._raise()
 
@@ -264,7 +184,7 @@ class Checkpoint:
         """Writes the file, unless it holds all of this: the finished passes, and where the next one stands."""
         entries = self._entries
         if standing is not None and standing.batches + standing.taken:
-            entries = [*entries, _Entry.of(label, standing, copy=False)]
+            entries = [*entries, Entry.of(label, standing, copy=False)]
         if len(entries) > self._written:
             self._write(entries)
 
@@ -302,7 +222,7 @@ class Checkpoint:
             return
         self.save()
         if self._target.exists():
-            log.warning("The fit has not ended. Call lw.fit again with checkpoint=%r to go on.", self.path)
+            log.warning("The fit has not ended. Call lw.fit again with checkpoint=%r to go on.", self._option)
 
     def _damaged(self) -> LapwingError:
         return LapwingError(
@@ -310,7 +230,7 @@ class Checkpoint:
             "to begin anew."
         )
 
-    def _write(self, entries: list[_Entry]) -> None:
+    def _write(self, entries: list[Entry]) -> None:
         """Writes passes to the file, those that are in it already by way of it; a failure does not end the fit."""
         start = time.monotonic()
         try:
@@ -329,81 +249,3 @@ class Checkpoint:
             self._written = len(self._entries)
         self._batches, self._time = 0, time.monotonic()
         self._pause = max(SECONDS, REST * (self._time - start))
-
-
-def _first(loader: Any) -> list[Tensor]:
-    """Returns the tensors of the first batch.
-
-    Raises:
-        LapwingError: for a loader whose first batch is another one the second time.
-    """
-    once, again = (batches.tensors(first_batch(loader)) for _ in range(2))
-    if len(again) != len(once) or not all(
-        one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
-        for one, other in zip(once, again, strict=True)
-    ):
-        raise LapwingError(
-            "The loader shows other samples the second time, and a checkpoint counts on their order. Pass "
-            "shuffle=False; the fit does not depend on the order."
-        )
-    return once
-
-
-def rest_of(loader: Any, count: int) -> Iterable[Any]:
-    """Returns the batches of a loader after so many; without loading those, where the loader has a sampler."""
-    if not count:
-        return loader
-    plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-    if not plain or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        return islice(loader, count, None)
-    return DataLoader(
-        loader.dataset, batch_sampler=_Rest(loader.batch_sampler, count), collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers, pin_memory=loader.pin_memory, timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn, multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator, prefetch_factor=loader.prefetch_factor,
-    )  # fmt: skip
-
-
-class _Rest:
-    """A sampler of batches without the first ones."""
-
-    def __init__(self, sampler: Iterable[list[int]], count: int) -> None:
-        self._sampler, self._count = sampler, count
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return islice(iter(self._sampler), self._count, None)
-
-
-def described(value: Any) -> Any:
-    """Returns what an option is, as JSON: numbers and texts as they are, tensors by fingerprints, others by their type.
-
-    No address is in it, so that it is the same in another process. Its floats are sums, and rounded.
-    """
-    if isinstance(value, Tensor):
-        sums = fingerprint(value).nan_to_num().tolist()
-        return [list(value.shape), str(value.dtype), *sums]
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        return int(float(value)) if float(value).is_integer() else repr(float(value))
-    if isinstance(value, Mapping):
-        return {str(key): described(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [described(item) for item in value]
-    name = getattr(value, "__qualname__", type(value).__qualname__)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [name, {each.name: described(getattr(value, each.name)) for each in dataclasses.fields(value)}]
-    return name
-
-
-def _agree(one: Any, other: Any) -> bool:
-    """Whether two descriptions agree, sums of tensors up to rounding."""
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-12)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_agree, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_agree(one[key], other[key]) for key in one)
-    return type(one) is type(other) and bool(one == other)

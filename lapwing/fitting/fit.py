@@ -25,6 +25,7 @@ from ..network import batches, ranks
 from ..network.batches import Forward
 from ..network.data import as_loader
 from ..network.eager import outside_modes
+from ..network.gate import sharded_modules
 from ..network.loaders import (
     WeightedLoader,
     check_progress,
@@ -33,6 +34,7 @@ from ..network.loaders import (
     warn_of_unseen_samples,
 )
 from ..network.progress import expect, length_of, with_progress
+from ..network.sharded import Head
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.prior import Prior, check_range
@@ -43,6 +45,7 @@ from .default_method import default_fit, method_and_params
 from .further import continued
 from .plan import check_room
 from .runner import Runner
+from .sharded import check_last_layer, with_features
 from .validation import validation_tuning, with_all_weights
 
 log = logging.getLogger("lapwing")
@@ -162,6 +165,10 @@ def fit(
     inner = isinstance(checkpoint, Checkpoint)  # the fit of all weights after that of the last layer
     file = checkpoint if isinstance(checkpoint, Checkpoint) else checkpoint_of(checkpoint, every)
     start, seed = time.perf_counter(), int(seed)
+    if sharded_modules(model):
+        check_last_layer(method, params)
+        model, loader, validation, tune = with_features(model, forward, loader, validation, tune, sample_weights)
+        forward, is_default = None, False
     data = as_loader(loader, model)
     loader = ranks.share(data)
     first = ranks.joined_first_batch(loader)
@@ -179,6 +186,11 @@ def fit(
             "%s weighs the loss, and no distribution of the targets has such a loss: its evidence is a pseudo-evidence",
             likelihood,
         )  # fmt: skip
+    if isinstance(model, Head) and likelihood.needs_noise and isinstance(tune, BoundedEvidence):
+        log.warning(
+            "The layers before the last are sharded, and the tuning of the noise takes them for fixed: what they have "
+            "memorised of the targets is not seen. Pass held-out data: validation=(x_val, y_val)."
+        )
     runner = Runner(training, 0 if tune is None else tune.prefixes, data_size, file)
     chosen = default_fit(model, inputs, likelihood, forward, memory, runner.count) if is_default else None
     method, tangent = chosen or (method, Tangent.survey(model, inputs, params, forward, memory, targets=targets))

@@ -33,7 +33,8 @@ from ..methods.state import DataSummary, S, State
 from ..network import batches, ranks
 from ..network.loaders import WeightedLoader, other_size, sampler_size
 from ..network.progress import Stage, length_of, stage, tracked
-from .checkpoint import Checkpoint, Standing, rest_of
+from .checkpoint import Checkpoint
+from .standing import Standing, rest_of
 
 
 class Runner:
@@ -52,6 +53,8 @@ class Runner:
     ) -> None:  # fmt: skip
         self._loader, self._share = loader, ranks.share_of(loader)
         self._parts, self._data_size, self._checkpoint = prefixes, data_size, checkpoint
+        if checkpoint is not None and prefixes and self._share is not None:
+            raise LapwingError("Over several processes early stopping has no checkpoint. Leave checkpoint= out.")
         self._labels: Tensor | None = None
         self._at = Standing()
         self._generators: dict[str, torch.Generator] = {}
@@ -120,6 +123,11 @@ class Runner:
         """Runs a pass, or what is left of it; returns its state."""
         if self._checkpoint is None and isinstance(step, Landmark):
             return step.state
+        if self._checkpoint is not None and self._share is not None and not isinstance(step, SumPass):
+            raise LapwingError(
+                f"Over several processes a checkpoint keeps sums alone, and '{step.label}' goes in steps. Leave "
+                "checkpoint= out, or use lw.KFAC()."
+            )
         drawn = problem.root.generator.get_state()
 
         def through() -> None:  # once more, with shorter chunks, where the device runs out of memory
@@ -132,8 +140,11 @@ class Runner:
         return state
 
     def _go_through(self, step: Pass, problem: Problem) -> None:
-        """Takes the pass from where it stands to its end."""
-        at = self._at
+        """Takes the pass from where it stands to its end.
+
+        What a checkpoint keeps of sums over ranks is the part of this rank, which is joined with the others' again.
+        """
+        at, notes = self._at, not self._at.whole
         if not isinstance(step, Landmark):
             count = length_of(self._loader) if isinstance(step, SumPass) else step.steps
             with stage(step.label, count) as here:
@@ -142,7 +153,6 @@ class Runner:
                     if isinstance(step, SumPass):
                         self._sum(step, problem, here)
                     else:
-                        notes = not at.whole
                         self._iterate(step, problem, here)
                         if notes and self._share is not None:
                             at.summary = self._whole(step, at.summary, problem)
@@ -150,6 +160,8 @@ class Runner:
             at.finished = True
             if self._checkpoint is not None:
                 self._checkpoint.keep(step.label, self._standing(), again=isinstance(step, Landmark))
+        if isinstance(step, SumPass):
+            self._end_sum(step, problem, notes and step.limit is None)
 
     def _begin(self, step: Pass, problem: Problem) -> Standing:
         """Returns where a pass begins: at no data, or where a checkpoint says."""
@@ -192,6 +204,10 @@ class Runner:
                         self._keep(samples, step, *self._kept.pop(samples), notes)
         if at.start != self._limit(step):
             self._check_size(at.start, f"to the pass '{step.label}'")
+
+    def _end_sum(self, step: SumPass[Any], problem: Problem, notes: bool) -> None:
+        """Joins the sums of all ranks, and notes what is whole now."""
+        at = self._at
         if self._share is not None:
             self._join(step, problem, notes)
         if notes and not at.any_counted:

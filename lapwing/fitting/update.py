@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import LapwingError, check_flag, shown
-from ..network import ranks
+from ..network import batches, ranks
 from ..network.data import as_loader
 from ..network.eager import outside_modes
 from ..network.loaders import WeightedLoader, check_progress
+from ..network.sharded import Head
 from ..posterior import Posterior
 from ..tuning import Evidence, Training, Tuning, Validation
 from .fit import _checked
@@ -30,6 +31,8 @@ def updated(
     check_flag("posterior.update", "sample_weights", sample_weights)
     loader = ranks.share(as_loader(loader, posterior.model))
     ranks.joined_first_batch(loader)
+    if isinstance(posterior.model, Head):
+        loader = ranks.share(posterior.model.features(loader, batches.weighted if sample_weights else batches.split))
     loader = WeightedLoader(loader, ranks.several()) if sample_weights else loader
     whole = with_further(posterior, posterior.tangent, loader)
     return _checked(whole if tune is None else tune.tune(whole, Training()))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..covariance import AnyLatent
 from ..errors import LapwingError, check_flag
-from ..linalg import check_draws, seeded
+from ..linalg import check_draws, doubled, seeded
 from ..network import batches
 from . import quadrature
 from .base import Integrals, Likelihood
@@ -131,7 +131,7 @@ class Bernoulli(LogitLikelihood):
         mean = at_least_float32(mean)
         variance = covariance.diagonal(dim1=-2, dim2=-1)
         values = quadrature.binary_log_power_mean(_signed(mean, targets), variance, alpha, link.nodes)
-        return values.sum(-1).to(mean.dtype)
+        return values.sum(-1).to(mean)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -200,11 +200,11 @@ class BernoulliPrediction(DiscretePrediction):
             odds = quadrature.log_odds(mean, variance, nodes)
             inside = quadrature.expectation(quadrature.sigmoid_entropy, mean, variance, nodes)
         else:
-            wide = draws.double()  # (S, B, C)
+            wide = doubled(draws)  # (S, B, C)
             odds = F.logsigmoid(wide).logsumexp(0) - F.logsigmoid(-wide).logsumexp(0)
             inside = quadrature.sigmoid_entropy(wide).mean(0)
         information = (quadrature.sigmoid_entropy(odds) - inside).clamp_min(0.0)
-        return information.sum(-1).to(self.log_odds.dtype)
+        return information.sum(-1).to(self.log_odds)
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns the log probability of the answers, `Σ_c log p(y_c)`, (B,).

@@ -14,7 +14,7 @@ from torch import distributions as dist
 from ..covariance import AnyLatent, Latent, SelectedLatent
 from ..covariance.terms import DenseTerm
 from ..errors import LapwingError, shown
-from ..linalg import check_draws, seeded
+from ..linalg import check_draws, doubled, seeded
 from ..network import batches
 from .base import Integrals, Likelihood
 from .links import (
@@ -259,16 +259,16 @@ class ClassPrediction(DiscretePrediction):
             LapwingError: if `draws` is below 1.
         """
         check_draws("mutual_information", "draws", draws)
-        total, entropies, count = None, torch.zeros((), dtype=torch.float64, device=self.log_probs.device), 0
+        total, entropies, count = None, torch.zeros((), dtype=torch.float64), 0
         for chunk in draw_chunks(self.latent, draws, generator):
-            logs = torch.log_softmax(chunk.double(), -1)  # (s, B, C)
+            logs = torch.log_softmax(doubled(chunk), -1)  # (s, B, C)
             part = logs.logsumexp(0)
             total = part if total is None else torch.logaddexp(total, part)
             entropies = entropies + _entropy(logs).sum(0)
             count += len(chunk)
         assert total is not None
         information = _entropy(total - math.log(count)) - entropies / count
-        return information.clamp_min(0.0).to(self.log_probs.dtype)
+        return information.clamp_min(0.0).to(self.log_probs)
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns the log probability of integer labels (B,), one input at a time, (B,).

@@ -234,7 +234,7 @@ class Quadrature(BinaryLink):
     def log_odds(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
         """Returns log odds (B, C); reads the mean and variances only and draws nothing."""
         mean = at_least_float32(latent.mean)
-        return quadrature.log_odds(mean, latent.variance, self.nodes).to(mean.dtype)
+        return quadrature.log_odds(mean, latent.variance, self.nodes).to(mean)
 
 
 @dataclass(frozen=True)

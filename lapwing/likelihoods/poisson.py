@@ -11,7 +11,7 @@ from torch import Tensor
 from torch import distributions as dist
 
 from ..covariance import AnyLatent
-from ..linalg import check_draws, seeded
+from ..linalg import check_draws, doubled, seeded
 from ..network import batches
 from .base import NoiselessLikelihood
 from .links import ExactLink, Link, at_least_float32
@@ -151,10 +151,10 @@ class CountPrediction(RealPrediction):
         name, draws, mean = "CountPrediction.log_prob", self.latent.draws, at_least_float32(self.latent.mean)
         targets = batches.plain(targets, mean.device)
         check_counts(name, mean.shape, mean.device, targets)
-        y = aligned_targets(name, mean, targets).double()
+        y = doubled(aligned_targets(name, mean, targets))
         if draws is not None:
-            return (_log_mass(draws.double(), y).logsumexp(0) - math.log(len(draws))).sum(-1).to(mean.dtype)
-        return _log_predictive(mean.double(), self.latent.variance.double(), y).sum(-1).to(mean.dtype)
+            return (_log_mass(doubled(draws), y).logsumexp(0) - math.log(len(draws))).sum(-1).to(mean)
+        return _log_predictive(doubled(mean), doubled(self.latent.variance), y).sum(-1).to(mean)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, C), as floats: counts of drawn rates, which are joint across inputs where the latent is.
@@ -186,8 +186,9 @@ class CountPrediction(RealPrediction):
         """Returns rates (S, B, C) and their weights (S, 1, 1), float64."""
         draws = self.latent.draws
         if draws is not None:
-            return draws.double().exp(), draws.new_full((len(draws), 1, 1), 1.0 / len(draws), dtype=torch.float64)
-        mean, variance = self.latent.mean.double(), self.latent.variance.double()
+            rates = doubled(draws).exp()
+            return rates, rates.new_full((len(rates), 1, 1), 1.0 / len(rates))
+        mean, variance = doubled(self.latent.mean), doubled(self.latent.variance)
         z = torch.linspace(-REACH, REACH, NODES, dtype=mean.dtype, device=mean.device)[:, None, None]
         return (mean + (variance + LEAST_VARIANCE).sqrt() * z).exp(), (-0.5 * z.square()).softmax(0)
 
@@ -214,7 +215,7 @@ class CountPrediction(RealPrediction):
         averaged = (weights * torch.special.gammaincc((counts + 1.0).expand_as(rates), rates)).sum(0)
         if self.latent.draws is not None:
             return averaged
-        mean, std = self.latent.mean.double(), (self.latent.variance.double() + LEAST_VARIANCE).sqrt()
+        mean, std = doubled(self.latent.mean), (doubled(self.latent.variance) + LEAST_VARIANCE).sqrt()
         f, log_step = _stretched((counts + 1.0).log(), (counts + 1.0).rsqrt())
         log_density = (counts + 1.0) * f - f.exp() - torch.lgamma(counts + 1.0)
         by_parts = ((log_density + log_step).exp() * torch.special.ndtr((f - mean) / std)).sum(0)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..linalg import doubled
+
 NODES = 48
 """Nodes of a rule: an error below 1e-7."""
 
@@ -94,6 +96,7 @@ def log_sigmoid_mean(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tens
 
 def log_odds(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
     """Returns `log E[σ(f)] - log E[σ(-f)]`, elementwise, from the smaller of the two; as `expectation` otherwise."""
+    mean, variance = doubled(mean), doubled(variance)
     signs = torch.where(mean < 0, -1.0, 1.0).to(mean.dtype)
     smaller = log_sigmoid_mean(-signs * mean, variance, nodes)
     return signs * (torch.log1p(-smaller.exp()) - smaller)
@@ -111,7 +114,7 @@ def binary_log_power_mean(mean: Tensor, variance: Tensor, alpha: float, nodes: i
     Returns:
         Values in float64, of the shape of the mean.
     """
-    f, weights = rule(mean.double(), variance.double(), alpha, nodes)
+    f, weights = rule(doubled(mean), doubled(variance), alpha, nodes)
     return weighted_log_power_mean(F.logsigmoid(f), weights, alpha, -1)
 
 
@@ -147,5 +150,5 @@ def _in_chunks(function: Callable[[Tensor, Tensor], Tensor], mean: Tensor, varia
     if torch.compiler.is_compiling():  # chunks would fix the batch that an exported program takes
         return function(mean.double(), variance.double())
     length = max(1, _CHUNK_NUMBERS // nodes)
-    parts = zip(mean.double().flatten().split(length), variance.double().flatten().split(length), strict=True)
+    parts = zip(doubled(mean).flatten().split(length), doubled(variance).flatten().split(length), strict=True)
     return torch.cat([function(m, v) for m, v in parts]).reshape(mean.shape)

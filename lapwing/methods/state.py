@@ -152,5 +152,6 @@ class Descent(State):
     def note(self, **numbers: Tensor | float) -> None:
         """Adds numbers to the history."""
         for name, number in numbers.items():
-            number = torch.as_tensor(number, dtype=torch.float64).detach().cpu()[None]
+            number = number.detach().cpu() if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64)
+            number = number.double()[None]
             self.history[name] = torch.cat([self.history[name], number]) if name in self.history else number

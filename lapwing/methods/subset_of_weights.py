@@ -12,6 +12,7 @@ from torch import Tensor
 from ..covariance import Covariance, LowRank, LowRankWithResidual
 from ..covariance.basis import CoordinateBasis
 from ..errors import LapwingError, check_choice, check_count, is_one_of, shown
+from ..linalg import doubled
 from ..posterior import Posterior
 from ..tangent import Block
 from .cost import DOUBLE, MOVE, Cost, Layer, Outline, Work
@@ -117,7 +118,7 @@ class SubsetOfWeights(Method):
             sums = (yield SquaredSums(problem)).blocks
             scale = problem.curvature_scale()
             deltas = zip(tangent.blocks, problem.precision, strict=True)  # float64: tiny curvatures beside δ count
-            return -torch.cat([scale * sums[block.name].double() + delta for block, delta in deltas])
+            return -torch.cat([scale * doubled(sums[block.name]) + delta for block, delta in deltas])
         if self.by == "magnitude":
             mean = tangent.mean()
             return torch.cat([mean[block.name].abs() for block in tangent.blocks])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..covariance import Basis, ExplicitBasis, ImplicitBasis, LowRank, LowRankWithResidual
 from ..covariance.dense import cut, expand
-from ..linalg import RANK_CUT, eigen_in_place, orthonormal_rows
+from ..linalg import RANK_CUT, doubled, eigen_in_place, orthonormal_rows, placed
 from ..network import ranks
 from ..tangent import Anchors
 from .cost import DOUBLE, EIGEN, MOVE, WORKSPACE, Cost, Outline, Work, singular
@@ -52,8 +52,9 @@ def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Res
     ratios = problem.precision / problem.precision[0]
     if _fit(len(anchors), tangent.size, dtype, tangent.memory):
         root = expand(tangent.blocks, ratios).rsqrt().to(dtype)
-        directions = orthonormal_span(anchors.rows(dtype).mul_(root), tangent.memory, rank).mul_(root)
-        return ExplicitBasis(cut(tangent.blocks, directions.to(dtype)))
+        root = placed(root, tangent.device)
+        directions = orthonormal_span(anchors.rows(dtype).mul_(root), tangent.memory, rank)
+        return ExplicitBasis(cut(tangent.blocks, directions.mul_(root.to(directions.device)).to(root)))
     scales = {block.name: 1 / r for block, r in zip(tangent.blocks, ratios.tolist(), strict=True)}
     explicit = rank * tangent.size * dtype.itemsize <= tangent.memory
     needed = 16 * len(anchors) ** 2
@@ -158,11 +159,11 @@ class ProjectedCurvature(State):
     def add(self, problem: Problem, basis: Basis, batch: Batch, factor: float = 1.0) -> None:
         """Adds a batch, times a factor."""
         for _, record in batch.records(problem.root, basis.dtype, problem.root.columns * basis.scratch_per_row):
-            projected = basis.project(record).flatten(0, 1).double()  # (B R, K)
+            projected = doubled(basis.project(record).flatten(0, 1))  # (B R, K)
             self.H += (factor * projected.T) @ projected
             if problem.traces_wanted:
                 traces = torch.stack([record[name].squared_norm() for name in record])
-                self.traces += factor * traces.double()
+                self.traces += factor * doubled(traces)
 
 
 class _Projection(CurvaturePass[ProjectedCurvature]):

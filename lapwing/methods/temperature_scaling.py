@@ -12,6 +12,7 @@ from torch import Tensor
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..errors import LapwingError
 from ..likelihoods import apply_weights
+from ..linalg import doubled
 from .passes import Batch, FitResult, Method, Passes, SumPass
 from .problem import Problem
 from .state import State
@@ -103,5 +104,5 @@ class _Scores(SumPass[LogLikelihoods]):
         outputs, targets, weights = rows["outputs"], rows["targets"], rows["weights"]
         self._likelihood.check(outputs, targets)
         for k, exponent in enumerate(TEMPERATURES.tolist()):
-            logs = self._likelihood.log_prob(outputs / 10**exponent, targets).double()
+            logs = doubled(self._likelihood.log_prob(outputs / 10**exponent, targets))
             state.sums[k] += (logs if weights is None else apply_weights(logs, weights)).sum().cpu()

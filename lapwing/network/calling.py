@@ -70,17 +70,11 @@ def shaped_outputs(
         with network_precision(), preserved_state(model):
             with mode or nullcontext():
                 out = invoke(model, inputs, forward)
-            if not isinstance(out, Tensor):  # which may be the network's own attribute
-                named = (
-                    next((out[key] for key in OUTPUT_KEYS if key in out), None) if isinstance(out, Mapping) else None
-                )
-                out = getattr(out, "logits", named)
+            out = output_tensor(out)  # which may be the network's own attribute
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         if _blames_inputs(error):
             raise _refused(model, inputs, forward, error) from error
         raise
-    if isinstance(out, Tensor) and out.ndim == 1:
-        out = out[:, None]
     positioned = isinstance(out, Tensor) and out.is_floating_point() and 3 <= out.ndim <= 5
     if positioned and out.shape[0] == size(inputs):
         if isinstance(forward, Positions):
@@ -103,6 +97,14 @@ def shaped_outputs(
             "outputs."
         )
     return out
+
+
+def output_tensor(out: Any) -> Any:
+    """Returns the outputs among what a network returns, (B,) as (B, 1); None where there are none."""
+    if not isinstance(out, Tensor):
+        named = next((out[key] for key in OUTPUT_KEYS if key in out), None) if isinstance(out, Mapping) else None
+        out = getattr(out, "logits", named)
+    return out[:, None] if isinstance(out, Tensor) and out.ndim == 1 else out
 
 
 def _with_positions(model: nn.Module, out: Tensor) -> OutputsWithPositions:

@@ -270,11 +270,12 @@ def output_gradients(
 
     Cost: R backward passes of activations only, none for a use that is the output.
     """
-    u = None if cotangents is None else cotangents.permute(2, 0, 1).to(outputs.dtype)  # (R, B, C)
+    exact = None if cotangents is None else cotangents.permute(2, 0, 1)  # (R, B, C)
+    u = None if exact is None else exact.to(outputs.dtype)
+    is_output = [use.is_output(outputs) for use in noted]
     chained = None if differentiable else chain_gradients(outputs, noted, u)
     if chained is not None:
-        return chained
-    is_output = [use.is_output(outputs) for use in noted]
+        return [exact if last else g for last, g in zip(is_output, chained, strict=True)]
     behind = [use for use, last in zip(noted, is_output, strict=True) if not last]
     grads: list[Tensor] = []
     if behind:
@@ -284,7 +285,7 @@ def output_gradients(
             sent = eye.unsqueeze(1).expand(-1, *outputs.shape)
         grads = _backward(outputs, behind, sent, differentiable, batched)
     rest = iter(grads)
-    return [u if last else next(rest) for last in is_output]
+    return [exact if last else next(rest) for last in is_output]
 
 
 def _backward(

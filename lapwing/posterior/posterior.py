@@ -101,7 +101,10 @@ class Posterior:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The network that this is a posterior of: yours, or for SWAG and MeanField a copy with other weights."""
+        """The network that this is a posterior of: yours, for SWAG and MeanField a copy with other weights.
+
+        Of a network under `fully_shard` it is the last layer.
+        """
         return self.tangent.model
 
     @property
@@ -325,7 +328,7 @@ class Posterior:
         generator = torch.Generator(self.covariance.device).manual_seed(int(seed))
         mean, parameters = self.tangent.mean(), self.tangent.parameters
         deviations = self.covariance.sample(n, generator)
-        draws = {name: mean[name] + deviation.to(mean[name].dtype) for name, deviation in deviations.items()}
+        draws = {name: mean[name] + deviation.to(mean[name]) for name, deviation in deviations.items()}
         return {name: draw.to(parameters[name].dtype) for name, draw in split(self.tangent.blocks, draws).items()}
 
     @outside_modes

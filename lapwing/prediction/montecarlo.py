@@ -75,7 +75,7 @@ class MonteCarlo(Way):
         parameters, mean = tangent.parameters, tangent.mean()
         for _ in range(self.draws):
             steps = covariance.sample(1, generator)
-            moved = {name: mean[name] + step[0].to(mean[name].dtype) for name, step in steps.items()}
+            moved = {name: mean[name] + step[0].to(mean[name]) for name, step in steps.items()}
             weights = split(tangent.blocks, moved)
             weights = {name: value.to(parameters[name].dtype) for name, value in weights.items()}
             inputs = drawn(values, spreads, noise) if spreads else values

@@ -61,7 +61,8 @@ class Anchors:
 
     def rows(self, dtype: torch.dtype) -> Tensor:
         """Returns `J̃` (M, P). Cost: M backward passes, memory O(M P)."""
-        rows = torch.zeros(len(self), self.tangent.size, dtype=dtype, device=self.tangent.device)
+        device = double_device(self.tangent.device) if dtype == torch.float64 else self.tangent.device
+        rows = torch.zeros(len(self), self.tangent.size, dtype=dtype, device=device)
         for slots, part in self.row_chunks(dtype):
             rows[slots] = part
         return rows

@@ -336,7 +336,10 @@ class Tangent:
         recording, uses = self.recording(checked, late)
         self._sample_axis.check(recording, uses, type(self.model).__name__)
         outputs = recording.outputs
-        u = cotangents(outputs if differentiable else outputs.detach()) if callable(cotangents) else cotangents
+        u: Any = cotangents
+        if callable(cotangents):
+            at = outputs if differentiable else outputs.detach()
+            u = cotangents(at.double() if dtype == torch.float64 else at)  # a root of Λ to the same digits
         record = Record(self, inputs, outputs, recording.noted, uses, u, dtype, differentiable)
         if self.positions is not None:
             record.sizes = self.positions.sizes(recording.shaped.shape)

@@ -33,15 +33,16 @@ def check_cases(every: list[list[Any] | None], size: int, names: list[str]) -> N
             check_equal(results[0][name], alone[name])
 
 
-def test_two_ranks_fit_as_one_process_and_fail_together(tmp_path: Path) -> None:
-    tasks = [(ranks.fit_cases, ranks.FEW), (ranks.padded, 7), (ranks.fail,)]
+def test_two_ranks_fit_as_one_process_fail_together_and_go_on(tmp_path: Path) -> None:
+    kept = [(ranks.interrupted, tmp_path, ["default"], [3, 8]), (ranks.never_ending, tmp_path)]
+    tasks = [(ranks.fit_cases, ranks.FEW), (ranks.padded, 7), (ranks.fail,), *kept]
     every = ranks.run(tmp_path, 2, tasks)
     check_cases(every, 2, ranks.FEW)
     x, y = ranks.data(1, 7, 1)
     joined = [(x[[0, 2, 4]], y[[0, 2, 4]]), (x[[6]], y[[6]]), (x[[1, 3, 5]], y[[1, 3, 5]])]
     alone = ranks.numbers(lw.fit(ranks.network(1), joined, lw.KFAC()))
     assert alone["samples"] == 7
-    (_, first, here), (_, second, there) = every  # type: ignore[misc]
+    (_, first, here, *_), (_, second, there, *_) = every  # type: ignore[misc]
     check_equal(first, alone)
     check_equal(second, alone)
     failed = "The fit has failed in process 1 of 2, and ends here too: "
@@ -53,6 +54,23 @@ def test_two_ranks_fit_as_one_process_and_fail_together(tmp_path: Path) -> None:
     assert "The steps of 'own steps' are not summed over processes" in here["steps from outside"]
     assert here["then"] == there["then"] == "no error"
     assert all("no error" not in error for errors in (here, there) for error in list(errors.values())[:-1])
+    check_interrupted([results and results[3] for results in every])
+    left = tmp_path / "left.safetensors"
+    assert sorted(path.name for path in tmp_path.glob("*safetensors*")) == [left.name, f"{left.name}.1"]
+    for *_, refusals in every:  # type: ignore[misc]
+        assert "'fine-tuning' goes in steps. Leave checkpoint= out" in refusals
+        assert "early stopping has no checkpoint" in refusals
+    training, _ = ranks.everything("default", 2)
+    with pytest.raises(lw.LapwingError, match=r"which differs in .*the number of processes"):
+        lw.fit(ranks.network(3), [batch[:2] for batch in training[0]], lw.KFAC(), checkpoint=left)
+
+
+def check_interrupted(every: list[dict[str, Any] | None]) -> None:
+    for results in every:
+        assert results is not None
+        for name, (resumed, expected, errors) in results.items():
+            assert "no error" not in errors[0], name
+            torch.testing.assert_close(resumed, expected, rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -71,8 +89,6 @@ def test_further_data_positions_and_mistakes(tmp_path: Path) -> None:
         for name in ("update", "update of rows", "prior"):
             check_equal(results[name], alone[name])
         torch.testing.assert_close(results["positions"], alone["positions"], rtol=1e-6, atol=0)
-        assert "The parameter 0.weight of" in results["sharded"]
-        assert "is a DTensor" in results["sharded"]
     assert "Process 1 shows the same first batch as process 0" in second["same data"]
     assert "same first batch" not in first["same data"]
 
@@ -94,6 +110,22 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     assert third is None
     assert "cannot reach the others" in first[0]  # type: ignore[index]
     assert "cannot reach the others" in second[0]  # type: ignore[index]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_checkpoints_of_all_sums(tmp_path: Path, size: int) -> None:
+    lefts = [3, 6, 8, 9, 11]
+    every = ranks.run(tmp_path, size, [(ranks.interrupted, tmp_path, ranks.KEPT, lefts)])
+    check_interrupted([results and results[0] for results in every])
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_go_on(tmp_path: Path) -> None:
+    kills, ended, resumed, expected = ranks.kill_at_random(tmp_path, 2, 40)
+    assert kills >= 40
+    assert ended
+    torch.testing.assert_close(resumed, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("samples", "size"), [(1, 3), (2, 3), (7, 2), (9, 4), (12, 4)])

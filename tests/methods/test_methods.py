@@ -16,6 +16,7 @@ from lapwing.methods import subspace
 from tests import oracle
 from tests.conformance import (
     EVERY,
+    PRETENDED,
     Setup,
     block_slices,
     close,
@@ -80,14 +81,14 @@ class MethodConformance:
         assert [b.name for b in fitted.tangent.blocks] == [b.name for b in problem.blocks]
         delta = oracle.precision_vector(delta, len(problem.theta))
         wanted = self.sigma(problem, factor * problem.G, delta, fitted)
-        close(fitted.covariance.to_dense(), wanted, self.tolerance)
+        close(fitted.covariance.to_dense().cpu(), wanted, self.tolerance)
         return fitted
 
     @pytest.mark.parametrize("name", EVERY_NETWORK)
     def test_covariance_and_latent(self, name):
         problem = setup(name)
         fitted = self.check(problem)
-        sigma = fitted.covariance.to_dense()
+        sigma = fitted.covariance.to_dense().cpu()
         assert psd(sigma)
         latent = fitted.latent(problem.test)
         close(latent.mean, oracle.outputs(problem.model, problem.test))
@@ -100,7 +101,7 @@ class MethodConformance:
         problem = setup(name, last_layer=True)
         fitted = self.check(problem)
         assert len(fitted.tangent.blocks) == (2 if name == "tied" else 1)  # its weight is the embedding's too
-        wanted = oracle.output_covariance(problem.J_test, fitted.covariance.to_dense())
+        wanted = oracle.output_covariance(problem.J_test, fitted.covariance.to_dense().cpu())
         close(fitted.latent(problem.test).covariance, wanted, 1e-8)
 
     @pytest.mark.parametrize("name", FEW)
@@ -112,7 +113,7 @@ class MethodConformance:
         shuffled = cut(oracle.take(problem.x, order), problem.y[order], (self.samples - 5, 4, 1))
         monkeypatch.setattr(lw.tangent.Tangent, "chunk_length", lambda *args, **kwargs: 2)
         other = problem.fit(self.method, loader=shuffled)
-        close(other.covariance.to_dense(), whole.covariance.to_dense())
+        close(other.covariance.to_dense().cpu(), whole.covariance.to_dense().cpu())
         close(other.latent(problem.test).covariance, whole.latent(problem.test).covariance)
 
     @pytest.mark.parametrize("name", ["deep_linear", "cnn_bn_inplace"])
@@ -128,6 +129,7 @@ class MethodConformance:
         self.check(problem, 5, 45 * 0.3, weight_decay=0.3, prior_precision=None, data_size=45)
         self.check(problem, prior_mean=1.5)  # moves the evidence, not Σ
 
+    @pytest.mark.skipif(PRETENDED is not None, reason="the pretended device loses a number assigned to many places")
     @pytest.mark.parametrize("name", ["grouped_strided_conv", "prelu"])
     def test_prior_precision_by_layer(self, name):
         problem = setup(name)
@@ -147,9 +149,9 @@ class MethodConformance:
             assert moved.prior_precision == delta
             size = len(problem.theta)
             wanted = self.sigma(problem, problem.G, oracle.precision_vector(delta, size), fitted)
-            close(moved.covariance.to_dense(), wanted, self.tolerance)
+            close(moved.covariance.to_dense().cpu(), wanted, self.tolerance)
         close(
-            fitted.covariance.to_dense(),
+            fitted.covariance.to_dense().cpu(),
             self.sigma(problem, problem.G, torch.ones(size).double(), fitted),
             self.tolerance,
         )
@@ -173,18 +175,20 @@ class MethodConformance:
         fitted = problem.fit(self.method, prior_precision=None)
         fitted.save(tmp_path / "p.safetensors")
         again = lw.load(tmp_path / "p.safetensors", problem.model)
-        close(again.covariance.to_dense(), fitted.covariance.to_dense(), 1e-12)
+        close(again.covariance.to_dense().cpu(), fitted.covariance.to_dense().cpu(), 1e-12)
         assert again.log_marginal_likelihood() == pytest.approx(fitted.log_marginal_likelihood(), rel=1e-12)
         close(again.latent(problem.test).covariance, fitted.latent(problem.test).covariance, 1e-12)
-        close(again.with_prior(3.0).covariance.to_dense(), fitted.with_prior(3.0).covariance.to_dense(), 1e-10)
+        close(
+            again.with_prior(3.0).covariance.to_dense().cpu(), fitted.with_prior(3.0).covariance.to_dense().cpu(), 1e-10
+        )
 
     def test_many_outputs_sample_the_fisher(self, monkeypatch):
         """One Monte-Carlo column an input: a fit is one draw, repeatable by its seed, and right in expectation."""
         problem = setup("mlp")
         monkeypatch.setattr(problem_module, "EXACT_FISHER_OUTPUTS", 2)
-        first, again = (problem.fit(self.method, seed=3).covariance.to_dense() for _ in range(2))
+        first, again = (problem.fit(self.method, seed=3).covariance.to_dense().cpu() for _ in range(2))
         assert torch.equal(first, again)
-        assert not torch.allclose(first, problem.fit(self.method, seed=4).covariance.to_dense(), rtol=1e-3)
+        assert not torch.allclose(first, problem.fit(self.method, seed=4).covariance.to_dense().cpu(), rtol=1e-3)
         assert psd(first)
         fitted = problem.fit(self.method, seed=3)
         wanted = oracle.output_covariance(problem.J_test, first)
@@ -301,7 +305,10 @@ class TestEllaOfEveryRow(OnFewNetworks, EllaConformance):
 
     def test_order_of_picks_does_not_matter(self):
         problem = setup("mlp")
-        close(problem.fit(self.method, seed=5).covariance.to_dense(), problem.fit(self.method).covariance.to_dense())
+        close(
+            problem.fit(self.method, seed=5).covariance.to_dense().cpu(),
+            problem.fit(self.method).covariance.to_dense().cpu(),
+        )
 
 
 # --- Kronecker factors -----------------------------------------------------------------------------------------------
@@ -317,7 +324,7 @@ class KroneckerConformance(MethodConformance):
         covariance = fitted.covariance
         where = block_slices(fitted.tangent.blocks)[name]
         index = [block.name for block in fitted.tangent.blocks].index(name)
-        dense = torch.linalg.inv(covariance.to_dense()[where, where])
+        dense = torch.linalg.inv(covariance.to_dense().cpu()[where, where])
         return dense - float(covariance.precision[index]) * torch.eye(len(dense)).double()
 
     def sigma(self, problem, G, delta, fitted):
@@ -341,7 +348,7 @@ class KroneckerConformance(MethodConformance):
         """Gaussian noise and no activations: the GGN blocks are Kronecker products, for N > 1."""
         problem = setup("deep_linear")
         wanted = oracle.laplace_covariance(problem.block_diagonal(problem.G), 2.0)
-        close(problem.fit(self.method).covariance.to_dense(), wanted)
+        close(problem.fit(self.method).covariance.to_dense().cpu(), wanted)
 
     @pytest.mark.parametrize("name", ["mlp_scalar", "mlp_relu_inplace", "swapped_order", "custom_parameter"])
     def test_one_sample_is_exact(self, name):
@@ -411,7 +418,7 @@ def test_kfac_of_fewer_samples_than_inputs(samples, params, monkeypatch):
     assert structure.null_size == max(1, 21 - max(samples, 1))
     assert structure.skips_null_space == (samples < 10)
     rows = fitted.tangent.record(inputs).rows()
-    wanted = oracle.output_covariance(rows, fitted.covariance.to_dense())
+    wanted = oracle.output_covariance(rows, fitted.covariance.to_dense().cpu())
     latent = fitted.latent(inputs)
     close(latent.covariance, wanted)
     close(latent.variance, wanted.diagonal(dim1=1, dim2=2))
@@ -454,10 +461,11 @@ def test_one_hot_inputs_are_in_their_eigenbasis():
 def test_orders(name, delta):
     """`0 ≼ ELLA(K) ≼ ELLA(K + 1) ≼ Full ≼ prior`, at fixed rows."""
     problem = setup(name)
-    full = problem.fit(lw.Full(), prior_precision=delta).covariance.to_dense()
+    full = problem.fit(lw.Full(), prior_precision=delta).covariance.to_dense().cpu()
     chain = [torch.zeros_like(full)]
     chain += [
-        problem.fit(lw.ELLA(rank=k, rows=12), prior_precision=delta).covariance.to_dense() for k in (1, 2, 4, 7, 12)
+        problem.fit(lw.ELLA(rank=k, rows=12), prior_precision=delta).covariance.to_dense().cpu()
+        for k in (1, 2, 4, 7, 12)
     ]
     chain += [full, torch.eye(len(full)).double() / delta]
     for lower, upper in pairwise(chain):
@@ -468,12 +476,12 @@ def test_orders(name, delta):
 def test_residual_only_adds_and_shrinks_to_full(name):
     """With the residual: `Full ≼ ELLA(K + 1) ≼ ELLA(K) ≼ prior` in trace, and in order against the prior."""
     problem = setup(name)
-    full = problem.fit(lw.Full()).covariance.to_dense()
+    full = problem.fit(lw.Full()).covariance.to_dense().cpu()
     last = None
     for rank in (1, 3, 6, 12):
-        sigma = problem.fit(lw.ELLA(rank=rank, rows=12, residual="prior")).covariance.to_dense()
+        sigma = problem.fit(lw.ELLA(rank=rank, rows=12, residual="prior")).covariance.to_dense().cpu()
         assert torch.linalg.eigvalsh(torch.eye(len(full)).double() / 2 - sigma).min() > -1e-10
-        bare = problem.fit(lw.ELLA(rank=rank, rows=12)).covariance.to_dense()
+        bare = problem.fit(lw.ELLA(rank=rank, rows=12)).covariance.to_dense().cpu()
         assert torch.linalg.eigvalsh(sigma - bare).min() > -1e-10
         assert last is None or sigma.trace() <= last.trace() + 1e-10
         last = sigma

@@ -376,13 +376,19 @@ def test_float64_is_refused_on_mps() -> None:
             device.put(torch.ones(2)).double()
 
 
-@pytest.mark.parametrize("kind", ["classes", "regression", "weights", "dense", "EKFAC", "Diagonal", "default"])
+WITHOUT_DOUBLE: dict[str, lw.Method | None] = {
+    "dense": lw.KFAC(uncovered="dense"), "EKFAC": lw.EKFAC(), "Diagonal": lw.Diagonal(), "default": None,
+    "ELLA": lw.ELLA(3, rows=6), "MeanField": lw.MeanField(steps=4), "SubsetOfWeights": lw.SubsetOfWeights(9),
+    "TemperatureScaling": lw.TemperatureScaling(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["classes", "regression", "weights", *WITHOUT_DOUBLE])
 def test_fits_on_a_device_without_float64(kind: str) -> None:
     x, y = torch.randn(9, 4), torch.randn(9, 1) if kind in ("regression", "default") else Y
     batch = (x, y, torch.rand(9)) if kind == "weights" else (x, y)
-    methods = {"dense": lw.KFAC(uncovered="dense"), "EKFAC": lw.EKFAC(), "Diagonal": lw.Diagonal(), "default": None}
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, y.shape[1] if y is not Y else 3))
-    method, options = methods.get(kind, lw.KFAC()), {"sample_weights": kind == "weights"}
+    method, options = WITHOUT_DOUBLE.get(kind, lw.KFAC()), {"sample_weights": kind == "weights"}
     expected = lw.fit(model.eval(), [batch], lw.KFAC() if method is None else method, **options)
     with Device("mps") as device:
         there = device.module(model)
@@ -390,9 +396,27 @@ def test_fits_on_a_device_without_float64(kind: str) -> None:
         prediction = posterior.predict(device.put(x))
         assert prediction.log_prob(device.put(y)).device.type == "mps"
         found = moments(posterior, device.put(x))
+        assert all(draws.device.type == "mps" for draws in posterior.sample(2).values())
     assert posterior.prior.precision.device.type == "cpu"
     for one, other in zip(found, moments(expected, x), strict=True):
         torch.testing.assert_close(one.inner, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("likelihood", ["bernoulli", "poisson"])
+def test_quadrature_on_a_device_without_float64(likelihood: str) -> None:
+    x, y, link = torch.randn(9, 4), (torch.arange(9.0) % 2)[:, None], lw.Quadrature() if likelihood[0] == "b" else None
+
+    def asked(prediction: Any, targets: Tensor) -> list[Any]:
+        numbers = [prediction.log_prob(targets), prediction.distribution().mean]
+        return numbers + ([prediction.mutual_information()] if likelihood == "bernoulli" else [prediction.std])
+
+    model = network(1, 1)
+    expected = asked(lw.fit(model, [(x, y)], likelihood=likelihood).predict(x, link=link), y)
+    with Device("mps") as device:
+        posterior = lw.fit(device.module(model), device.put([(x, y)]), likelihood=likelihood)
+        found = [value.cpu() for value in asked(posterior.predict(device.put(x), link=link), device.put(y))]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4, check_dtype=False)
 
 
 def test_further_data_and_files_on_a_device_without_float64(tmp_path: Any) -> None:

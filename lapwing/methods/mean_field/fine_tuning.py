@@ -12,6 +12,7 @@ from torch import Tensor
 from ...errors import LapwingError
 from ...jacobian.layers import READERS, BatchAxis
 from ...likelihoods import apply_weights
+from ...linalg import doubled
 from ...network import batches, ranks, recurrent
 from ...network.eager import EagerMode, swapped
 from ...tangent import Tangent, split
@@ -32,7 +33,7 @@ def divergence(log_std: Tensor, offset: Tensor, precision: Tensor) -> Tensor:
         precision: δ (P,), or one number.
     """
     terms = precision * ((2 * log_std).exp() + offset.square()) - 1 - precision.log() - 2 * log_std
-    return terms.sum(dtype=torch.float64) / 2
+    return doubled(terms).sum() / 2
 
 
 def best_precision(log_std: Tensor, offset: Tensor) -> Tensor:
@@ -77,10 +78,13 @@ class FineTuning(IteratePass[Descent]):
         log_std, offset = state.values["log_std"], state.values["mean"] - self._centre
         samples = batch.count
         factor = self._size / samples / self._problem.temperature
-        fit, gradients = self._log_likelihood(state, batch, generator)
+        fit, gradients, statistics = self._log_likelihood(state, batch, generator)
         fits = {"fit": torch.tensor(fit, dtype=torch.float64)}
-        gradients = ranks.summed(self.label, {**fits, **gradients}, self._tangent.device)
-        fit = float(gradients.pop("fit"))
+        sums = ranks.summed(self.label, {**fits, **gradients, **statistics}, self._tangent.device)
+        fit, gradients = float(sums.pop("fit")), {name: sums.pop(name) for name in gradients}
+        if statistics:
+            fit, scale = self._at_noise(state, sums)
+            gradients = {name: scale * gradient for name, gradient in gradients.items()}
         precision = self.weight_precision(state)
         distance = divergence(log_std, offset, precision)
         objective = float(distance) - factor * fit
@@ -108,6 +112,16 @@ class FineTuning(IteratePass[Descent]):
         sizes = torch.tensor([block.size for block in blocks], device=problem.precision.device)
         return problem.precision.repeat_interleave(sizes).to(state.values["mean"])
 
+    def _at_noise(self, state: Descent, statistics: dict[str, Tensor]) -> tuple[float, float]:
+        """Returns a batch's log likelihood at the σ² of recent batches, this one included, and 1/σ²."""
+        for name, value in statistics.items():
+            state.kept[name] = NOISE_DECAY * state.kept.get(name, 0) + value
+        noise = self.noise_variance(state)
+        if noise is not None and not math.isfinite(noise):
+            raise self._diverged("The squared residuals", state.taken)
+        likelihood = self._problem.likelihood.with_noise_variance(noise or 1.0)
+        return float(likelihood.log_likelihood(statistics)), likelihood.curvature_scale
+
     def noise_variance(self, state: Descent) -> float | None:
         """Returns σ² where it is open: the mean squared residual under the draws of recent batches, which are kept."""
         if not state.kept or not bool(state.kept["count"].any()):  # none yet, or all of them missing so far
@@ -121,18 +135,15 @@ class FineTuning(IteratePass[Descent]):
 
     def _log_likelihood(
         self, state: Descent, batch: Batch, generator: torch.Generator
-    ) -> tuple[float, dict[str, Tensor]]:
-        """Returns the batch's `Σ log p(y|f)` under draws, and its gradients in m and log σ, chunk by chunk."""
-        likelihood, tangent = self._problem.likelihood, self._tangent
-        if likelihood.needs_noise and ranks.several():
-            raise LapwingError(
-                "MeanField does not learn the noise variance over several processes yet. Pass a number, "
-                "likelihood=lw.Gaussian(noise_variance=0.1), or use lw.KFAC()."
-            )
+    ) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+        """Returns the batch's `Σ log p(y|f)` under draws, and its gradients in m and log σ, chunk by chunk.
+
+        Where σ² is open they are at σ² = 1, and the statistics follow that give the sum at any other.
+        """
+        likelihood, tangent, summary = self._problem.likelihood, self._tangent, DataSummary()
+        known = likelihood.with_noise_variance(1.0) if likelihood.needs_noise else likelihood
         leaves = {name: value.detach().requires_grad_() for name, value in state.values.items()}
         gradients = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-        for value in state.kept.values():
-            value *= NOISE_DECAY
         fit, places, all_targets, all_weights = 0.0, 1, batch.targets, batch.weights
         if tangent.positions is not None:
             every = batch.rows()
@@ -148,14 +159,8 @@ class FineTuning(IteratePass[Descent]):
                     raise self._diverged("The outputs", state.taken)
                 rows = outputs.reshape(-1, tangent.outputs)
                 likelihood.check(rows, targets)
-                known = likelihood
-                if likelihood.needs_noise:  # the best σ² so far, this chunk included
-                    summary = DataSummary(statistics=state.kept)
+                if likelihood.needs_noise:
                     summary.add(likelihood, rows.detach(), targets, weights)
-                    noise = self.noise_variance(state)
-                    if noise is not None and not math.isfinite(noise):
-                        raise self._diverged("The squared residuals", state.taken)
-                    known = likelihood.with_noise_variance(noise or 1.0)
                 logs = known.log_prob(rows, targets)
                 value = (logs if weights is None else apply_weights(logs, weights)).sum()
                 parts = torch.autograd.grad(value, list(leaves.values()))
@@ -164,7 +169,7 @@ class FineTuning(IteratePass[Descent]):
             fit += float(value.detach())
             if tangent.positions is None:
                 batch.note(outputs.detach().to(tangent.dtype), part)
-        return fit, gradients
+        return fit, gradients, summary.statistics
 
     def _diverged(self, what: str, taken: int) -> LapwingError:
         """Returns the error of numbers that are no longer finite."""

@@ -1,0 +1,72 @@
+"""Whether a checkpoint is of the fit that goes on from it: what its options are, as JSON that two processes share."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import LapwingError
+from ..network import batches, ranks
+from ..network.loaders import first_batch
+from ..network.stamp import fingerprint
+
+
+def described(value: Any) -> Any:
+    """Returns what an option is, as JSON: numbers and texts as they are, tensors by fingerprints, others by their type.
+
+    No address is in it, so that it is the same in another process. Its floats are sums, and rounded.
+    """
+    if isinstance(value, Tensor):
+        sums = fingerprint(value).nan_to_num().tolist()
+        return [list(value.shape), str(value.dtype), *sums]
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return int(float(value)) if float(value).is_integer() else repr(float(value))
+    if isinstance(value, Mapping):
+        return {str(key): described(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [described(item) for item in value]
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [name, {each.name: described(getattr(value, each.name)) for each in dataclasses.fields(value)}]
+    return name
+
+
+def agree(one: Any, other: Any) -> bool:
+    """Whether two descriptions agree, sums of tensors up to rounding."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-12)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(agree, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(agree(one[key], other[key]) for key in one)
+    return type(one) is type(other) and bool(one == other)
+
+
+def repeated_first_batch(loader: Any) -> list[Tensor]:
+    """Returns the tensors of the first batch.
+
+    Raises:
+        LapwingError: for a loader whose first batch is another one the second time.
+    """
+    if ranks.several() and next(iter(loader), None) is None:
+        return []
+    once, again = (batches.tensors(first_batch(loader)) for _ in range(2))
+    if len(again) != len(once) or not all(
+        one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
+        for one, other in zip(once, again, strict=True)
+    ):
+        raise LapwingError(
+            "The loader shows other samples the second time, and a checkpoint counts on their order. Pass "
+            "shuffle=False; the fit does not depend on the order."
+        )
+    return once
