@@ -40,7 +40,7 @@ def latent_of_draws(
     positions = 1 if tangent.positions is None else tangent.positions.count
     check_memory(f"lw.Linearized(draws={draws})", count, checked.samples * tangent.outputs * positions)
     largest = max([tangent.outputs, *(out for out, _ in tangent.plan.sizes)])
-    chunks = list(checked.chunks(_length(tangent, largest)))
+    chunks = list(checked.chunks(_length(tangent, largest, tangent.size)))
     mean = torch.cat([tangent.call_with({}, chunk.inputs).to(tangent.dtype) for _, chunk in chunks])
     batches.check_outputs(mean, "these inputs")
     wide = _wide_layer(tangent, covariance, count)
@@ -78,14 +78,14 @@ def _products(
     return whole
 
 
-def _length(tangent: Tangent, largest: int) -> int:
-    """Returns how many samples go through forward mode at once, where a sample has at most so many numbers in a layer.
+def _length(tangent: Tangent, largest: int, weights: int) -> int:
+    """Returns how many samples go through forward mode at once, at most `largest` numbers of a sample in a layer.
 
     Their tangents fit the budget, and a slice of 16 MiB, which takes half the time of larger ones for convolutions;
     unless the weights are more numbers, all of which each chunk reads.
     """
     length = SLICE_BYTES // (DIRECTIONS * largest * tangent.dtype.itemsize)
-    return max(1, min(tangent.chunk_length(DIRECTIONS), max(length, tangent.size // largest)))
+    return max(1, min(tangent.chunk_length(DIRECTIONS), max(length, weights // largest)))
 
 
 _KEPT: WeakKeyDictionary[Covariance, tuple[int, int, int, list[Group]]] = WeakKeyDictionary()
@@ -197,7 +197,7 @@ def _inputs_of(
     others = covariance.without(block.name)
     parameters = {name: tangent.parameters[name] for other in others.blocks for name in other.parameters}
     largest = max([width, *(out for i, (out, _) in enumerate(tangent.plan.sizes) if i != tangent.plan.last)])
-    chunks = list(checked.chunks(_length(tangent, largest)))
+    chunks = list(checked.chunks(_length(tangent, largest, others.size)))
     moved = None
     with suppress(LapwingError, RuntimeError, ValueError, TypeError):  # a frozen bias has no stand-in
         a = torch.cat([network({}, chunk.inputs).to(tangent.dtype) for _, chunk in chunks])
