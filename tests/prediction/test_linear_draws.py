@@ -378,3 +378,15 @@ def test_other_wide_layers_go_through_forward_mode(monkeypatch, kind, method):
     assert not signs
     exact = posterior.latent(x[:2], via=lw.Linearized()).variance
     assert ((latent.variance - exact).abs() <= 6 * latent.standard_error).all()
+
+
+def test_outputs_that_are_not_the_product_go_through_forward_mode(monkeypatch):
+    """The inputs of the layer are what the network gives with the identity in its place: here with another weight."""
+    posterior, x, signs = wide(monkeypatch)
+    wanted = posterior.latent(x, via=lw.Linearized(draws=60))
+    assert signs
+    signs.clear()
+    monkeypatch.setattr(torch, "eye", lambda *args, **options: 2 * torch.ones(3, 3, **options))
+    latent = posterior.latent(x, via=lw.Linearized(draws=60))
+    assert not signs
+    assert ((latent.variance - wanted.variance).abs() <= 8 * wanted.standard_error).all()
