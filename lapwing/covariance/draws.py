@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError
-from ..linalg import total
 from ..network.eager import full_precision
 from .latent import JointLatent, Latent, check_finite, generator_for
 from .positions import Described, LatentAtPositions
@@ -126,8 +125,11 @@ class LinearDraws(Described):
 
     def _second_moments(self, deviations: Tensor, centred: bool = False) -> Tensor:
         """Averages squares, draw by draw, so that no second tensor of all draws is made."""
-        parts = (d - d.mean(-1, keepdim=True) if centred else d for d in deviations)
-        return total(part.square() for part in parts) / len(deviations)
+        squares = torch.zeros_like(self.mean)
+        for part in deviations:
+            moved = part - part.mean(-1, keepdim=True) if centred else part
+            squares = squares.addcmul_(moved, moved)
+        return squares / len(deviations)
 
     @property
     def std(self) -> Tensor:

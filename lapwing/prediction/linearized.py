@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from math import isqrt
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from ..covariance import (
     AnyLatent,
     Blockwise,
     Covariance,
-    Draws,
     JointLatent,
     Latent,
     LinearDraws,
@@ -27,14 +25,12 @@ from ..covariance import (
 from ..covariance.positions import LatentAtPositions
 from ..covariance.terms import DenseTerm, selected
 from ..errors import LapwingError, plain_numbers, shown
-from ..jacobian.jacobian import SLICE_BYTES
-from ..linalg import check_memory
 from ..network import batches
 from ..network.gate import Checked
-from ..network.generic import DIRECTIONS, Group, WeightProducts, direction_groups
 from ..network.tracing import wants_gradient
-from ..tangent import Record, Tangent, split
-from .positions import at_positions, draws_at_positions
+from ..tangent import Record, Tangent
+from .draws import latent_of_draws
+from .positions import at_positions
 from .uncertain import carried, separate
 from .way import Way
 
@@ -48,7 +44,8 @@ class Linearized(Way):
     With `draws=S` the covariance is that of S draws, `f_s = f(x, θ̂) + J(x)(θ_s - θ̂)` with `θ_s ~ N(θ̂, Σ)`, for networks
     with very many outputs: no C x C matrix is formed, all draws are joint over outputs and inputs, and the mean is the
     network's output. A variance has a relative standard error of `√(2/S)`, 18 % at 64 draws (`standard_error` of the
-    latent). Every call draws the same weights.
+    latent). Every call draws the same weights. A linear output layer with independent weights, too many to be kept, is
+    drawn by random signs times standard deviations: Σ is the same, and the error is no larger.
 
     With `outputs=k` the latent has the k outputs of largest mean alone, for each input its own, and with a list of
     numbers those outputs: `latent.outputs` (B, k) says which, means and variances are (B, k). Regressions and yes-or-no
@@ -262,77 +259,6 @@ def _selected(mean: Tensor, terms: tuple[Term, ...], selection: Selection, late:
 def is_whole(value: Any, low: int) -> bool:
     """Whether a value is a whole number from `low` to 2**63 - 1."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value < 2**63
-
-
-def latent_of_draws(
-    tangent: Tangent, covariance: Covariance, inputs: Any, draws: int, seed: int, joint: bool
-) -> LinearDraws | LatentAtPositions | None:
-    """Returns `N(f(x, θ̂), 1/S Σ_s d_s d_sᵀ)` with `d_s = J(x)(θ_s - θ̂)`, or None where no route gives such products.
-
-    Weights are drawn a group at a time, and each group goes through all inputs. What is a covariance of few draws
-    itself, as that of `lw.SampledLLA`, gives no more than those.
-    """
-    checked = tangent.check(inputs)
-    count = min(draws, covariance.count) if isinstance(covariance, Draws) else draws
-    positions = 1 if tangent.positions is None else tangent.positions.count
-    check_memory(f"lw.Linearized(draws={draws})", count, checked.samples * tangent.outputs * positions)
-    chunks = list(checked.chunks(_length(tangent)))
-    mean = torch.cat([tangent.call_with({}, chunk.inputs).to(tangent.dtype) for _, chunk in chunks])
-    batches.check_outputs(mean, "these inputs")
-    products = [WeightProducts(tangent.call_with, tangent.parameters) for _ in chunks]
-    whole = None
-    for group, steps in _weight_draws(tangent, covariance, count, seed):
-        for product, (rows, chunk) in zip(products, chunks, strict=True):
-            part = product(steps, chunk.inputs)
-            if part is None:
-                return None
-            if len(part) == count and len(chunks) == 1:
-                return draws_at_positions(tangent, LinearDraws(mean, part.to(tangent.dtype), joint), checked.inputs)
-            whole = mean.new_empty(count, *mean.shape) if whole is None else whole
-            whole[group, rows] = part.to(tangent.dtype)
-        del steps  # before the next are drawn
-    assert whole is not None
-    return draws_at_positions(tangent, LinearDraws(mean, whole, joint), checked.inputs)
-
-
-def _length(tangent: Tangent) -> int:
-    """Returns how many samples go through forward mode at once.
-
-    Their tangents fit the budget, and a slice of 16 MiB, which takes half the time of larger ones for convolutions;
-    unless the weights are more numbers, all of which each chunk reads.
-    """
-    largest = max([tangent.outputs, *(out for out, _ in tangent.plan.sizes)])
-    length = SLICE_BYTES // (DIRECTIONS * largest * tangent.dtype.itemsize)
-    return max(1, min(tangent.chunk_length(DIRECTIONS), max(length, tangent.size // largest)))
-
-
-_KEPT: WeakKeyDictionary[Covariance, tuple[int, int, list[Group]]] = WeakKeyDictionary()
-"""Covariance -> how many weights were drawn, by which seed, and the draws."""
-
-
-def _weight_draws(
-    tangent: Tangent, covariance: Covariance, count: int, seed: int
-) -> Iterator[tuple[slice, list[Group]]]:
-    """Yields draws of `N(0, Σ)` laid out for products, as many at a time as fit half of the memory budget.
-
-    Draws that fit a quarter of it are kept for the next prediction of the posterior: of wide layers they cost more than
-    what they are multiplied with.
-    """
-    generator = torch.Generator(covariance.device).manual_seed(seed)
-    bytes_each = tangent.size * tangent.dtype.itemsize
-    if 4 * count * bytes_each > tangent.memory:
-        length = max(1, tangent.memory // (2 * bytes_each))
-        length -= length % DIRECTIONS if length > DIRECTIONS else 0
-        length = count if isinstance(covariance, Draws) else length  # all at once, so that none comes twice
-        for start in range(0, count, length):
-            rows = slice(start, min(start + length, count))
-            yield rows, direction_groups(split(tangent.blocks, covariance.sample(rows.stop - start, generator)))
-        return
-    kept = _KEPT.get(covariance)
-    if kept is None or kept[:2] != (count, seed):
-        steps = covariance.sample(count, generator)
-        kept = _KEPT[covariance] = count, seed, direction_groups(split(tangent.blocks, steps))
-    yield slice(0, count), kept[2]
 
 
 def _of_weights(

@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ..errors import LapwingError
+from ..jacobian.jacobian import SLICE_BYTES
 from ..jacobian.layers import BatchAxis
 from ..jacobian.layers.linear import LinearUse
+from ..jacobian.layers.use import Use
 from ..network.gate import Checked
 from ..network.plan import Uses
 from ..network.positions import EXACT_OUTPUTS, Positions
@@ -33,10 +35,23 @@ def direct_records(
     stride: int,
 ) -> Iterator[tuple[slice, Record]]:
     """Yields records of positions as samples, every so many of them, of a layer that gives the outputs."""
-    differentiable, start = wants_gradient(checked.inputs), 0
+    start = 0
     inputs = max(block.matrix_shape[2] for block in tangent.blocks)
     numbers = 2 * inputs + 5 * getattr(cotangents, "columns", tangent.outputs) * tangent.outputs + scratch
     step = max(1, tangent.memory // (numbers * dtype.itemsize))
+    differentiable = wants_gradient(checked.inputs)
+
+    def record_of(layer: Use, use: RecordedUse, uses: Uses, outputs: Tensor, sizes: tuple[int, ...]) -> Record:
+        """Returns the record of the positions of a part of the layer's inputs."""
+        outputs = outputs if differentiable else outputs.detach().requires_grad_()
+        versions = layer.inputs._version, outputs._version, 0
+        noted = RecordedUse(layer, use.names, get_gradient_edge(outputs), outputs, versions)
+        roles = {name: [(0, BatchAxis(), each[0][2])] for name, each in uses.items()}
+        u = cotangents(outputs if differentiable else outputs.detach()) if callable(cotangents) else None
+        record = Record(tangent, None, outputs, [noted], roles, u, dtype, differentiable)
+        record.sizes = sizes
+        return record
+
     for part, chunk in checked.chunks(tangent.chunk_length(1, dtype)):
         recording, uses = tangent.recording(chunk)
         use = direct_use(tangent, recording, uses)
@@ -54,8 +69,13 @@ def direct_records(
                 f"The targets have {mask.numel() // chunk.samples} positions of a sample, and the outputs "
                 f"{len(f) // chunk.samples}, of shape {tuple(recording.shaped.shape)}. Pass one target for each."
             )
-        roles = {name: [(0, BatchAxis(), each[0][2])] for name, each in uses.items()}
-        for a in patches:
+        strip = max(1, min(step, SLICE_BYTES // (inputs * dtype.itemsize)))
+        every = cotangents is None and mask is None and stride == 1
+        strips = use.use.position_uses(sizes, strip) if every else None
+        for count, layer in strips or ():
+            yield slice(start, start + count), record_of(layer, use, uses, f[first : first + count], sizes)
+            start, first = start + count, first + count
+        for a in patches if strips is None else ():
             here = slice(first, first + len(a))
             outputs, first = f[here], here.stop
             if mask is not None:
@@ -68,17 +88,10 @@ def direct_records(
                 a, outputs = a[skipped::stride], outputs[skipped::stride]
             if not len(a):
                 continue
-            if not differentiable:
-                outputs = outputs.detach().requires_grad_()
             weights, layout = use.use.parameters, use.use.matrix()
             assert layout is not None  # a product has one
             layer = LinearUse(a, weights["weight"], weights.get("bias"), layout.transposed)
-            versions = a._version, outputs._version, 0
-            noted = RecordedUse(layer, use.names, get_gradient_edge(outputs), outputs, versions)
-            u = cotangents(outputs if differentiable else outputs.detach()) if callable(cotangents) else None
-            record = Record(tangent, None, outputs, [noted], roles, u, dtype, differentiable)
-            record.sizes = sizes
-            yield rows, record
+            yield rows, record_of(layer, use, uses, outputs, sizes)
 
 
 def direct_use(tangent: Tangent, recording: Recording, uses: Uses) -> RecordedUse | None:

@@ -17,8 +17,10 @@ from benchmarks.measure import LiveBytes
 from lapwing import tangent as tn
 from lapwing.jacobian import strips
 from lapwing.jacobian.jacobian import MatrixJacobian, Weighting
-from lapwing.jacobian.layers import norm
+from lapwing.jacobian.layers import BatchAxis, norm
 from lapwing.jacobian.layers.conv import unfold, window
+from lapwing.jacobian.layers.use import READERS
+from lapwing.jacobian.outer import Outer
 from lapwing.jacobian.strips import Strips, at, boxes
 from lapwing.network.tracing import output_gradients
 from tests.conformance import covering
@@ -338,3 +340,46 @@ def test_the_peak_of_a_posterior_of_one_large_sample(
     for live in (fitting, predicting):
         beside = (live.peak - network.peak) / 2**24
         assert beside < 2, f"{beside:.2f} times the budget beside the network's {network.peak >> 20} MiB"
+
+
+HEADS = {
+    "1d": (lambda: nn.Conv1d(2, 3, 3, stride=2, padding=1, dilation=2), (2, 11)),
+    "2d": (lambda: nn.Conv2d(2, 3, (3, 2), padding=(1, 0), bias=False), (2, 5, 6)),
+    "same": (lambda: nn.Conv2d(2, 3, (3, 5), padding="same"), (2, 5, 6)),
+    "3d": (lambda: nn.Conv3d(1, 2, 2), (1, 3, 4, 3)),
+    "transposed": (lambda: nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1), (2, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("step", [7, 10_000])
+@pytest.mark.parametrize("name", HEADS)
+def test_patches_that_are_never_cut_are_the_patches(name, step):
+    """Their products with a basis are convolutions; everything else cuts them."""
+    torch.manual_seed(0)
+    make, shape = HEADS[name]
+    layer, x = make().double(), torch.randn(3, *shape, dtype=torch.float64)
+    out = layer(x)
+    weights = dict(layer.named_parameters())
+    arguments = [layer.stride, layer.padding, layer.dilation, 1]
+    if name == "transposed":
+        arguments = [layer.stride, layer.padding, layer.output_padding, 1, layer.dilation]
+    function = torch.conv_transpose2d if name == "transposed" else getattr(torch, f"conv{x.ndim - 2}d")
+    use = READERS[function]((x, weights["weight"], weights.get("bias"), *arguments), {}, lambda _: True)
+    roles, grid = frozenset(weights), out.shape[2:]
+    a = torch.cat(list(use.position_inputs(grid, step)))
+    wanted = Outer(a, None, out.shape[1], bias="bias" in roles)
+    parts = list(use.position_uses(grid, step))
+    assert (len(parts) > 1) == (step == 7)
+    basis = torch.linalg.qr(torch.randn(wanted.inputs, wanted.inputs, dtype=torch.float64))[0][None]
+    first = 0
+    for count, part in parts:
+        found = part.jacobian(None, BatchAxis(), count, roles, torch.float64, 0)
+        here = slice(first, first + count)
+        first += count
+        torch.testing.assert_close(found.a, wanted.a[here])
+        turned, expected = found.rotate(basis, None).a, wanted.rotate(basis, None).a[here]
+        torch.testing.assert_close(turned, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found.rows(), wanted.rows()[here])
+        other = part.jacobian(None, BatchAxis(), count, roles, torch.float32, 0)
+        torch.testing.assert_close(other.a, wanted.a[here].float())
+    assert first == len(a)

@@ -13,7 +13,7 @@ from torch import nn
 import lapwing as lw
 from lapwing.covariance import Latent, LinearDraws
 from lapwing.network.generic import direction_groups
-from lapwing.prediction import linearized
+from lapwing.prediction import draws, linearized
 from tests.conformance import Setup, close, jacobian, sampled_from
 from tests.zoo import ZOO
 
@@ -101,7 +101,7 @@ def test_groups_of_directions_have_memory_of_their_own_and_are_copied_once():
 
 
 def test_chunks_of_inputs_and_of_draws_change_nothing_but_the_random_numbers(monkeypatch):
-    setup, posterior = fitted("diagonal")
+    setup, posterior = fitted("kfac")
     whole = posterior.latent(setup.x, via=lw.Linearized(draws=7), joint=True)
     monkeypatch.setattr(lw.tangent.Tangent, "chunk_length", lambda *_: 2)
     close(posterior.latent(setup.x, via=lw.Linearized(draws=7)).deviations, whole.deviations)
@@ -124,7 +124,7 @@ def test_draws_of_weights_are_kept_as_long_as_their_posterior():
     other = posterior.with_prior(50.0)
     assert (other.latent(setup.test, via=lw.Linearized(draws=3)).variance < first.variance).all()
     covariance = weakref.ref(posterior.covariance)
-    assert covariance() in linearized._KEPT
+    assert covariance() in draws._KEPT
     del posterior
     gc.collect()
     assert covariance() is None
@@ -277,3 +277,116 @@ def test_draws_are_not_deployed():
     setup, posterior = fitted("diagonal")
     with pytest.raises(lw.LapwingError, match=r"via=Linearized\(draws=8\) cannot be deployed"):
         lw.deploy(posterior, setup.test, via=lw.Linearized(draws=8))
+
+
+class _Wide(nn.Module):
+    """A network whose last layer has most of the weights."""
+
+    def __init__(self, kind: str = "linear") -> None:
+        super().__init__()
+        self.kind, self.trunk = kind, nn.Linear(4, 3)
+        self.head = nn.Linear(3, 23, bias=kind != "no bias")
+        self.weight = nn.Parameter(torch.randn(3, 23, generator=torch.Generator().manual_seed(5)))
+        if kind == "transposed":
+            del self.head
+        else:
+            del self.weight
+        if kind == "frozen bias":
+            self.head.bias.requires_grad_(False)
+
+    def forward(self, x):
+        h = self.trunk(x).tanh()
+        if self.kind == "twice":
+            return self.head(h) + self.head(h.square())
+        return h @ self.weight if self.kind == "transposed" else self.head(h)
+
+
+def wide(monkeypatch, kind: str = "linear", method: lw.Method | None = None, dtype=torch.float64):
+    """Returns a posterior whose draws do not fit the budget, nine inputs, and the signs of the wide layer's noise."""
+    torch.manual_seed(0)
+    model, signs = _Wide(kind).to(dtype).eval(), []
+    x = torch.randn(9, 4).to(dtype)
+    data, likelihood = [(x, model(x).detach())], lw.Gaussian(0.1)
+    posterior = lw.fit(model, data, method or lw.Diagonal(), likelihood=likelihood, prior_precision=1.0)
+    object.__setattr__(posterior.tangent, "memory", 4 * posterior.tangent.size * 8)
+    monkeypatch.setattr(draws, "SLICE_BYTES", 8 * 8 * 4 * 5)  # five outputs and five samples at once
+    make = draws.random_signs
+    monkeypatch.setattr(draws, "random_signs", lambda *args: signs.append(make(*args)) or signs[-1].clone())
+    return posterior, x, signs
+
+
+@pytest.mark.parametrize("kind", ["linear", "no bias", "transposed"])
+def test_a_wide_layer_is_drawn_a_slice_of_its_outputs_at_a_time(monkeypatch, kind):
+    posterior, x, signs = wide(monkeypatch, kind)
+    latent = posterior.latent(x, via=lw.Linearized(draws=11, seed=2))
+    assert {tuple(each.shape[:2]) for each in signs} >= {(8, 5), (3, 5)}
+    assert all(each.abs().eq(1).all() for each in signs)
+    first, last = posterior.tangent.blocks
+    slices = [torch.cat(signs[i : i + 2]) for i in range(0, len(signs), 2)]  # two groups of draws each
+    steps = torch.cat(slices, 1).flatten(1) * posterior.covariance.diagonal()[last.name].sqrt()
+    others = posterior.covariance.without(last.name)
+    generator = torch.Generator().manual_seed(2)
+    trunk = torch.cat([others.sample(n, generator)[first.name] for n in _lengths(posterior, others, 11)])
+    J = jacobian(posterior.model, x, posterior.tangent.blocks)
+    close(latent.deviations, torch.einsum("bcp,sp->sbc", J, torch.cat([trunk, steps], -1)))
+    close(latent.mean, posterior.model(x).detach())
+
+
+def _lengths(posterior: lw.Posterior, others: lw.Covariance, count: int) -> list[int]:
+    """Returns how many draws of the other layers are made at once: all where they fit."""
+    return [rows.stop - rows.start for rows, _ in draws._weight_draws(posterior.tangent, others, others, count, 2)]
+
+
+def test_draws_of_a_wide_layer_have_the_covariance_and_are_those_of_every_call(monkeypatch):
+    posterior, x, signs = wide(monkeypatch)
+    exact = posterior.latent(x[:3], via=lw.Linearized(), joint=True).covariance.reshape(69, 69)
+    latent = posterior.latent(x[:3], via=lw.Linearized(draws=500))
+    sampled_from(latent.deviations.flatten(1), exact)
+    way, before = lw.Linearized(draws=9), len(signs)
+    whole = posterior.latent(x, via=way)
+    assert len(signs) > before
+    parts = [posterior.latent(part, via=way).deviations for part in x.split(4)]
+    close(torch.cat(parts, 1), whole.deviations)
+    monkeypatch.setattr(lw.tangent.Tangent, "chunk_length", lambda *_: 2)
+    close(posterior.latent(x, via=way).deviations, whole.deviations)
+    assert not posterior.latent(x, via=lw.Linearized(draws=9, seed=1)).deviations.equal(whole.deviations)
+
+
+def test_a_wide_layer_is_differentiable_in_the_inputs(monkeypatch):
+    posterior, x, _ = wide(monkeypatch)
+    x.requires_grad_()
+    latent = posterior.latent(x, via=lw.Linearized(draws=9))
+    assert torch.autograd.gradcheck(lambda x: posterior.latent(x, via=lw.Linearized(draws=9)).variance[:1, :4], x[:1])
+    assert latent.variance.requires_grad
+
+
+def test_a_wide_layer_in_half_precision(monkeypatch):
+    posterior, x, signs = wide(monkeypatch, dtype=torch.bfloat16)
+    latent = posterior.latent(x, via=lw.Linearized(draws=100))
+    exact = posterior.latent(x, via=lw.Linearized()).variance
+    assert signs
+    assert latent.variance.dtype == torch.float32
+    assert ((latent.variance - exact).abs() < 6 * latent.standard_error + 0.05 * exact).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), [("frozen bias", lw.Diagonal()), ("twice", lw.Diagonal()), ("linear", lw.KFAC())]
+)
+def test_other_wide_layers_go_through_forward_mode(monkeypatch, kind, method):
+    posterior, x, signs = wide(monkeypatch, kind, method)
+    latent = posterior.latent(x[:2], via=lw.Linearized(draws=60))
+    assert not signs
+    exact = posterior.latent(x[:2], via=lw.Linearized()).variance
+    assert ((latent.variance - exact).abs() <= 6 * latent.standard_error).all()
+
+
+def test_outputs_that_are_not_the_product_go_through_forward_mode(monkeypatch):
+    """The inputs of the layer are what the network gives with the identity in its place: here with another weight."""
+    posterior, x, signs = wide(monkeypatch)
+    wanted = posterior.latent(x, via=lw.Linearized(draws=60))
+    assert signs
+    signs.clear()
+    monkeypatch.setattr(torch, "eye", lambda *args, **options: 2 * torch.ones(3, 3, **options))
+    latent = posterior.latent(x, via=lw.Linearized(draws=60))
+    assert not signs
+    assert ((latent.variance - wanted.variance).abs() <= 8 * wanted.standard_error).all()

@@ -10,6 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from lapwing import tangent as tn
+from lapwing.covariance import Blockwise
+from lapwing.covariance.structures import DiagonalBlock
+from lapwing.errors import LapwingError
 from lapwing.network.eager import without_compiled
 from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
@@ -26,6 +29,10 @@ def mean_of_tokens():
     return Function(lambda x: x.mean(1))
 
 
+def mean_of_pixels():
+    return Function(lambda x: x.mean((2, 3)))
+
+
 # ---- exact limits
 
 
@@ -36,9 +43,11 @@ def mean_of_tokens():
         lambda: [nn.Conv2d(2, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()],
         lambda: [nn.Conv2d(2, 3, 3, stride=2, padding=1, dilation=2, bias=False), Function(lambda x: x.mean((2, 3)))],
         lambda: [nn.Conv2d(2, 4, 3, padding="same", groups=2), nn.AdaptiveAvgPool2d(1), nn.Flatten()],
+        lambda: [nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1), mean_of_pixels()],
+        lambda: [nn.ConvTranspose2d(2, 4, (3, 2), stride=(1, 3), dilation=2, groups=2), mean_of_pixels()],
         lambda: [nn.Flatten(2), nn.Linear(36, 4), mean_of_tokens()],
     ],
-    ids=["conv", "strided conv", "grouped conv", "tokens"],
+    ids=["conv", "strided conv", "grouped conv", "transposed conv", "grouped transposed conv", "tokens"],
 )
 def test_mean_over_the_positions_of_one_layer_is_exact(layer, positive, kind):
     """Where positions move together at all: with inputs of both signs ρ may have to be negative, and is 0."""
@@ -72,6 +81,51 @@ def test_layers_without_activations_are_nearly_exact_for_diagonal_posteriors():
     torch.testing.assert_close(latent.variance, exact.variance, rtol=0.02, atol=0.0)
     draws = draw_outputs(model, tangent, covariance, x)
     torch.testing.assert_close(draws.var(0), latent.variance, rtol=0.07, atol=0.0)
+
+
+TRANSPOSED = {
+    "1d": (lambda: nn.ConvTranspose1d(3, 2, 4, stride=3, padding=1), (3, 5)),
+    "2d": (lambda: nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1, bias=False), (2, 3, 4)),
+    "groups": (lambda: nn.ConvTranspose2d(4, 6, (3, 2), stride=(1, 2), dilation=2, groups=2), (4, 3, 2)),
+    "3d": (lambda: nn.ConvTranspose3d(2, 3, 2, stride=2), (2, 2, 3, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "kronecker", "dense block", "low rank"])
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_one_transposed_convolution_is_exact(name, kind):
+    torch.manual_seed(0)
+    make, shape = TRANSPOSED[name]
+    model, x = nn.Sequential(make(), nn.Flatten()).double().eval(), torch.randn(2, *shape, dtype=F64)
+    tangent = tn.Tangent.survey(model, x, tn.matching("*"))
+    covariance = build(tangent, kind)
+    if name == "groups" and kind in ("dense block", "low rank"):
+        with pytest.raises(LapwingError, match="it has groups, and the posterior correlates all its weights"):
+            Streamlined().latent(tangent, covariance, x)
+        return
+    expected = Linearized().latent(tangent, covariance, x, joint=False)
+    torch.testing.assert_close(Streamlined().latent(tangent, covariance, x).variance, expected.variance)
+    torch.testing.assert_close(Streamlined("full").latent(tangent, covariance, x).covariance, expected.covariance)
+
+
+def test_transposed_and_plain_convolutions_agree_on_uncertain_inputs():
+    """With stride 1 a transposed convolution is the plain one of its kernels in reverse."""
+    torch.manual_seed(0)
+    plain, turned = nn.Conv2d(4, 3, 3, padding=1), nn.ConvTranspose2d(4, 3, 3, padding=1)
+    turned.load_state_dict({"weight": plain.weight.flip(-1, -2).transpose(0, 1), "bias": plain.bias})
+    first, last, x = nn.Conv2d(2, 4, 3), nn.Linear(3, 2), torch.rand(3, 2, 6, 6, dtype=F64)
+    results = []
+    for layer in (plain, turned):
+        model = nn.Sequential(first, nn.ReLU(), layer, mean_of_pixels(), last).double().eval()
+        tangent = tn.Tangent.survey(model, x, tn.matching("*"))
+        covariance = Blockwise(
+            tangent.blocks, {b.name: DiagonalBlock(torch.ones(b.size, dtype=F64)) for b in tangent.blocks},
+            torch.arange(1, 4, dtype=F64), 1.0,
+        )  # fmt: skip
+        results.append(Streamlined().latent(tangent, covariance, x).covariance)
+        results.append(Streamlined("full").latent(tangent, covariance, x).covariance)
+    torch.testing.assert_close(results[0], results[2])
+    torch.testing.assert_close(results[1], results[3])
 
 
 @pytest.mark.parametrize("kind", ["diagonal", "kronecker"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
+from functools import cached_property
 from math import prod
 
 import torch
@@ -12,7 +14,7 @@ from torch.nn import functional as F
 from ..blocks import Matrix
 from ..outer import Outer, SharedOuter
 from ..strips import Box, Strip, at, boxes
-from .use import BatchAxis, Use, Watched, by_name, outer_jacobian, register
+from .use import BatchAxis, Use, Watched, by_name, outer_jacobian, register, with_bias_column
 
 
 def unfold(
@@ -86,15 +88,45 @@ class ConvUse(Use):
 
     def position_inputs(self, grid: Sequence[int], step: int) -> Iterator[Tensor] | None:
         """Yields the patches of consecutive positions, of several small images or of a part of a large one."""
-        return self._patches(grid, step) if self.groups == 1 else None
+        return (strip.patches() for _, strip in self._strips(grid, step)) if self.groups == 1 else None
 
-    def _patches(self, grid: Sequence[int], step: int) -> Iterator[Tensor]:
-        kernel = tuple(self.parameters["weight"].shape[2:])
+    def position_uses(self, grid: Sequence[int], step: int) -> Iterator[tuple[int, Use]] | None:
+        small = prod(self.parameters["weight"].shape[2:]) == 1  # a patch is a pixel
+        if small or self.groups > 1 or self.inputs.device.type != "cpu":  # other devices round convolutions
+            return None
+        return ((count, PatchUse(strip)) for count, strip in self._strips(grid, step))
+
+    def _strips(self, grid: Sequence[int], step: int) -> Iterator[tuple[int, ConvUse]]:
+        """Yields how many positions the outputs have at a part of the images, and the layer there."""
         for images in self.images().split(max(1, step // max(1, prod(grid)))):
             for box in boxes(grid, step // len(images)):
-                part, padding = window(images, box, kernel, self.stride, self.padding, self.dilation)
-                patches = self.ordered(unfold(part, kernel, self.stride, padding, self.dilation))
-                yield patches.flatten(0, 1).flatten(1)
+                yield len(images) * prod(side.stop - side.start for side in box), self._within(images, box)
+
+    def _within(self, images: Tensor, box: Box) -> ConvUse:
+        """Returns the layer at the part of some images that a box of its outputs sees."""
+        kernel = tuple(self.parameters["weight"].shape[2:])
+        part, padding = window(images, box, kernel, self.stride, self.padding, self.dilation)
+        strip = copy(self)
+        strip.inputs, strip.padding = part, padding
+        return strip
+
+    def patches(self) -> Tensor:
+        """Returns the patches of all positions (rows, I)."""
+        kernel = tuple(self.parameters["weight"].shape[2:])
+        patches = self.ordered(unfold(self.images(), kernel, self.stride, self.padding, self.dilation))
+        return patches.flatten(0, 1).flatten(1)
+
+    def turned(self, basis: Tensor, shift: Tensor | None) -> Tensor:
+        """Returns the patches times U (I, K), and a shift (K,): a convolution with the columns of U as its kernels."""
+        images, kernel = self.images(), self.parameters["weight"].shape[2:]
+        kernels = self.ordered(basis.T.reshape(1, basis.shape[1], images.shape[1], -1))[0]
+        kernels = kernels.unflatten(-1, kernel)  # (K, channels, *kernel)
+        images = F.pad(images, [p for pair in reversed(self.padding) for p in pair])
+        if images.ndim == 4:  # rows of the result lie in memory as they are needed
+            images = images.contiguous(memory_format=torch.channels_last)
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[images.ndim - 3]
+        turned = convolve(images, kernels, shift, stride=self.stride, dilation=self.dilation)
+        return turned.movedim(1, -1).reshape(-1, basis.shape[1])
 
     def images(self) -> Tensor:
         """Returns what patches are cut from (N, channels, *space)."""
@@ -129,6 +161,44 @@ class ConvUse(Use):
         return outer_jacobian(part, grid, (samples, len(g)), layout, roles, dtype, limit)
 
 
+class PatchUse(Use):
+    """A convolution whose positions are samples: the linear layer of its patches."""
+
+    family, is_product, sample_dims = "conv", True, 1
+
+    def __init__(self, conv: ConvUse) -> None:
+        super().__init__(conv.inputs, conv.parameters["weight"], conv.parameters.get("bias"))
+        self._conv = conv
+
+    def matrix(self) -> Matrix:
+        return self._conv.matrix()
+
+    def jacobian(
+        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
+    ) -> Outer:
+        assert g is None
+        self._conv.inputs = self.inputs
+        if "weight" in roles and dtype == self.inputs.dtype:
+            return PatchOuter(self._conv, samples, "bias" in roles)
+        return Outer(with_bias_column(self._conv.patches().to(dtype), roles), None, self.matrix().outputs)
+
+
+class PatchOuter(Outer):
+    """A convolution that gives the outputs: its inputs are patches, which are cut only where a product needs them."""
+
+    def __init__(self, use: ConvUse, samples: int, bias: bool) -> None:
+        self._use, self._g, self._bias, layout = use, None, bias, use.matrix()
+        self.batch, self.outputs, self.inputs = samples, layout.outputs, layout.inputs + bias
+        self.size, self.cotangents = self.outputs * self.inputs, self.outputs
+
+    @cached_property
+    def _a(self) -> Tensor:  # type: ignore[override]
+        return self._use.patches()
+
+    def _turned(self, basis: Tensor) -> Tensor:
+        return self._use.turned(basis[:-1], basis[-1]) if self._bias else self._use.turned(basis, None)
+
+
 class TransposedConvUse(ConvUse):
     """A transposed convolution: the plain one of its weights in reverse, over an input with zeros between its pixels.
 
@@ -154,6 +224,12 @@ class TransposedConvUse(ConvUse):
     ) -> None:
         super().__init__(inputs, weight, bias, (1,) * len(gaps), padding, dilation, groups)
         self.gaps = gaps
+
+    def _within(self, images: Tensor, box: Box) -> ConvUse:
+        strip = super()._within(images, box)
+        assert isinstance(strip, TransposedConvUse)
+        strip.gaps = (1,) * len(self.gaps)  # the images have the zeros already
+        return strip
 
     def matrix(self) -> Matrix:
         """(G, O, I) with the weight stored inputs first."""

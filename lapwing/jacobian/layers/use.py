@@ -90,6 +90,14 @@ class Use(ABC):
         """
         return None
 
+    def position_uses(self, grid: Sequence[int], step: int) -> Iterator[tuple[int, Use]] | None:
+        """Yields how many positions a part of the inputs has, and the layer there, in the order of outputs.
+
+        For g=None the `jacobian` of such a layer has its positions as samples. None where `position_inputs` is all that
+        there is; the arguments are the same.
+        """
+        return None
+
     @abstractmethod
     def jacobian(
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int

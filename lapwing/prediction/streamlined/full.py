@@ -18,14 +18,13 @@ from torch.nn import functional as F
 
 from ...covariance import Covariance
 from ...errors import LapwingError
-from ...jacobian.layers.conv import unfold
 from ...network import batches
 from .axes import read_axes
 from .forward_mode import chunk_size, evaluate, push
 from .moments import mean_of, total_of, variance_of
 from .operations import Kind, is_a, named
 from .program import Program
-from .rules.conv import geometry
+from .rules.conv import patches_of
 from .schedule import Schedule, Step
 from .sites import Site, Treated, refusal
 
@@ -311,11 +310,10 @@ def _added(
 def _patches(site: Site, x: Tensor, covariance: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Returns the patches (B, T, I) of an input (B, channels, *space), and their covariances (B, T, I, T, I)."""
     arguments = named(site.node, site.node.args, site.node.kwargs)
-    kernel = tuple(arguments["weight"].meta["val"].shape[2:])
-    stride, dilation, padding = geometry(arguments, kernel)
+    arguments["weight"] = arguments["weight"].meta["val"]
 
     def cut(x: Tensor) -> Tensor:
-        return unfold(x, kernel, stride, padding, dilation).flatten(2)
+        return patches_of(site, arguments, x)
 
     mean = cut(x)
     if covariance is None:

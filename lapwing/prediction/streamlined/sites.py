@@ -17,6 +17,9 @@ from .graph import name_of, where
 from .moments import Layout
 from .operations import Kind, aten, is_a, named
 
+TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
+"""Convolutions whose weights are stored with their inputs first."""
+
 
 @dataclass(frozen=True)
 class Treated:
@@ -102,11 +105,13 @@ class Site:
     def weights(self) -> Treated | None:
         """The treated weights of a layer, None where they are not laid out as this call reads them.
 
-        They are (O, I, *kernel) where the call names them "weight", and (I, O) elsewhere.
+        They are (O, I, *kernel) where the call names them "weight", and (I, O, *kernel) elsewhere and in transposed
+        convolutions.
         """
         treated = self.treated("weight", "mat2", "other")
         matrix = None if treated is None else treated.block.matrix
-        fits = matrix is not None and not matrix.one_hot and matrix.transposed == ("weight" not in self.roles)
+        transposed = "weight" not in self.roles or self.node.target in TRANSPOSED
+        fits = matrix is not None and not matrix.one_hot and matrix.transposed == transposed
         return treated if fits else None
 
     def constant(self, key: str, make: Callable[[], Any], *sources: Tensor | None) -> Any:

@@ -1,25 +1,24 @@
-"""Moments through convolutions: linear layers on patches."""
+"""Moments through convolutions, plain and transposed: linear layers on patches."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....jacobian.layers.conv import unfold
+from ....jacobian.layers.conv import ConvUse, TransposedConvUse, unfold
 from ..moments import Moments, layer_correlation, mean_of, total_of, variance_of
 from ..operations import Kind, Operation, numbered, register_aten
-from ..sites import Site, Treated
+from ..sites import TRANSPOSED, Site, Treated
 
 _MAX_PATCH_NUMBERS = 2**24
 """Numbers of unfolded patches that exist at once."""
 
 
-def convolution(site: Site, arguments: dict[str, Any], positions: bool = True) -> Moments:
+def convolution(site: Site, arguments: dict[str, Any]) -> Moments:
     """Passes moments through a convolution (Streamlined Prediction, appendix A.7; variances only).
 
         E[h] = W * m + b        Var[h] = W² * v + Var[(dW) * a] of the patches, in which a = m, v as in a linear layer
@@ -42,26 +41,31 @@ def convolution(site: Site, arguments: dict[str, Any], positions: bool = True) -
     shared = treated is not None and isinstance(bias, Moments) and treated.block.bias
     shift = bias.variance if isinstance(bias, Moments) and not shared else None
     if treated is not None:
-        parts.append(_from_weights(site, treated, arguments, mean, shared))
+        parts.append(_from_weights(site, treated, arguments, mean, h.shape[2:], shared))
     elif spread is not None:
         parts.append(apply(mean.square(), spread))
     if shift is not None:
         parts.append(shift.reshape(-1, *(1,) * (w.ndim - 2)))
     total = total_of(parts).expand_as(h)
-    layout = site.layout if positions else None
+    layout = site.layout
     if layout is None:
         return Moments(h, total)
     pooled: list[Tensor] = []
     individual = None
     if isinstance(x, Moments):
-        groups, cover = arguments["groups"], _cover(site, arguments, mean)
-        counted = site.constant("counted", lambda: (second * _inside(cover)).flatten(2).sum(-1), second)  # (O, C)
+        groups, cover = arguments["groups"], _cover(site, arguments, mean, h.shape[2:])
+        counted = site.constant(
+            "counted", lambda: (_outputs_first(site, second, groups) * _inside(cover)).flatten(2).sum(-1), second
+        )  # (O, C)
         individual = _by_groups(layout.mean(x.individual, site.samples, 1), counted, groups)
         if x.correlation is not None:
-            inherited = site.constant("inherited", lambda: _inherited(cover, w, spread), w, spread)  # (O, C)
+            kernels = _outputs_first(site, w, groups)
+            spreads = None if spread is None else _outputs_first(site, spread, groups)
+            inherited = site.constant("inherited", lambda: _inherited(cover, kernels, spreads), w, spread)  # (O, C)
             pooled.append(_by_groups(layout.mean(x.common, site.samples, 1).square(), inherited, groups))
     if spread is not None:
-        rows = _mean_patches(site, arguments, mean)  # (B, C, *kernel)
+        rows = _mean_patches(_cover(site, arguments, mean, h.shape[2:]), mean)  # (B, C, *kernel)
+        spread = _outputs_first(site, spread, arguments["groups"])
         pooled.append(_pooled(treated, rows, spread, shared, arguments["groups"]))
     if shift is not None:
         pooled.append(shift.expand(h.shape[0], -1))
@@ -86,26 +90,57 @@ def _inside(cover: Sequence[Tensor]) -> Tensor:
     return inside
 
 
-def _cover(site: Site, arguments: dict[str, Any], mean: Tensor) -> list[Tensor]:
+def _outputs_first(site: Site, weight: Tensor, groups: int) -> Tensor:
+    """Returns the kernels of a convolution as (G O, I, *kernel): a transposed one has them as (G I, O, *kernel)."""
+    if site.node.target not in TRANSPOSED:
+        return weight
+    return weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def _use(site: Site, arguments: Mapping[str, Any], inputs: Tensor) -> ConvUse:
+    """Returns the layer at an input, which knows its patches."""
+    weight, groups = mean_of(arguments["weight"]), arguments["groups"]
+    kernel = tuple(weight.shape[2:])
+    stride, dilation, padding = _geometry(arguments, kernel)
+    if site.node.target not in TRANSPOSED:
+        return ConvUse(inputs, weight, None, stride, padding, dilation, groups)
+    reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+    more = arguments["output_padding"]
+    zeros = [(r - p, r - p + extra) for r, (p, _), extra in zip(reach, padding, more, strict=True)]
+    return TransposedConvUse(inputs, weight, None, stride, zeros, dilation, groups)
+
+
+def patches_of(site: Site, arguments: Mapping[str, Any], inputs: Tensor) -> Tensor:
+    """Returns the patches (B, T, I) of an input (B, channels, *space)."""
+    use = _use(site, arguments, inputs)
+    patches = unfold(use.images(), tuple(use.parameters["weight"].shape[2:]), use.stride, use.padding, use.dilation)
+    return use.ordered(patches).flatten(2)
+
+
+def _cover(site: Site, arguments: dict[str, Any], mean: Tensor, grid: torch.Size) -> list[Tensor]:
     """Returns, for each dimension, what each input counts in the mean over positions at each place of the kernel."""
-    kernel, sizes = tuple(mean_of(arguments["weight"]).shape[2:]), tuple(mean.shape[2:])
+    use = _use(site, arguments, mean)
+    kernel, sizes = tuple(use.parameters["weight"].shape[2:]), tuple(mean.shape[2:])
+    transposed = isinstance(use, TransposedConvUse)
+    gaps = use.gaps if isinstance(use, TransposedConvUse) else (1,) * len(kernel)
 
     def make() -> list[Tensor]:
         cover = []
-        for n, k, s, d, (before, after) in zip(sizes, kernel, *geometry(arguments, kernel), strict=True):
-            count = (n + before + after - d * (k - 1) - 1) // s + 1
+        lines = zip(sizes, gaps, grid, kernel, use.stride, use.dilation, use.padding, strict=True)
+        for n, gap, count, k, s, d, (before, _) in lines:
             start = torch.arange(count, device=mean.device) * s - before  # (T,)
-            places = start[None, :] + torch.arange(k, device=mean.device)[:, None] * d  # (k, T)
-            hits = places[..., None] == torch.arange(n, device=mean.device)  # (k, T, n)
+            steps = torch.arange(k, device=mean.device) * d
+            places = start[None, :] + (steps.flip(0) if transposed else steps)[:, None]  # (k, T)
+            hits = places[..., None] == gap * torch.arange(n, device=mean.device)  # (k, T, n)
             cover.append(hits.to(mean.dtype).sum(1) / count)
         return cover
 
     return site.constant(f"cover {sizes}", make)
 
 
-def _mean_patches(site: Site, arguments: dict[str, Any], mean: Tensor) -> Tensor:
+def _mean_patches(cover: Sequence[Tensor], mean: Tensor) -> Tensor:
     """Returns the means of an input's patches over positions (B, C, *kernel)."""
-    for matrix in reversed(_cover(site, arguments, mean)):
+    for matrix in reversed(cover):
         mean = (mean @ matrix.mT).movedim(-1, 2)  # the last dimension of space goes to the front as one of the kernel
     return mean
 
@@ -130,51 +165,51 @@ def _by_groups(x: Tensor, weight: Tensor, groups: int) -> Tensor:
     return torch.einsum("bgi,goi->bgo", x, weight).flatten(1)
 
 
-def _from_weights(site: Site, treated: Treated, arguments: dict[str, Any], mean: Tensor, bias: bool) -> Tensor:
+def _from_weights(
+    site: Site, treated: Treated, arguments: dict[str, Any], mean: Tensor, grid: torch.Size, bias: bool
+) -> Tensor:
     """Returns `Σ_ii' a_i a_i' Cov[W_ji, W_ji']` for every patch a, a one appended for the bias."""
     if treated.rotation is None:
-        return _pushed(site, treated, arguments, mean, bias)
-    shape = mean_of(arguments["weight"]).shape
-    kernels, shift, spread = site.constant("rotated", lambda: _kernels(treated, bias, shape))
+        return _pushed(site, treated, arguments, mean, grid, bias)
+    kernels, shift, spread = site.constant("rotated", lambda: _kernels(treated, bias, mean_of(arguments["weight"])))
+    patches = site.apply(arguments, input=mean, weight=kernels, bias=shift).square()  # (B, G Q, *grid)
     convolve = (F.conv1d, F.conv2d, F.conv3d)[mean.ndim - 3]
-    options = {name: arguments[name] for name in ("stride", "padding", "dilation", "groups")}
-    patches = convolve(mean, kernels, shift, **options).square()  # (B, G Q, *grid)
     return convolve(patches, spread, groups=arguments["groups"])
 
 
-def _kernels(treated: Treated, bias: bool, shape: torch.Size) -> tuple[Tensor, Tensor | None, Tensor]:
+def _kernels(treated: Treated, bias: bool, weight: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns the patches' basis as kernels, and the variances in it as kernels of size 1."""
     assert treated.rotation is not None
+    assert treated.block.matrix is not None
     basis, spread = treated.rotation
     assert basis is not None
-    kernel, shift = (basis[:, :-1], basis[:, -1].flatten()) if bias else (basis, None)  # (G, I, Q), (G Q,)
-    kernels = kernel.mT.reshape(-1, *shape[1:])  # (G Q, I / kernel, *kernel)
-    return kernels, shift, spread.reshape(shape[0], -1, *(1,) * (len(shape) - 2))
+    groups, kernel = len(basis), weight.shape[2:]
+    basis, shift = (basis[:, :-1], basis[:, -1].flatten()) if bias else (basis, None)  # (G, I, Q), (G Q,)
+    kernels = basis.mT.reshape(groups, basis.shape[-1], -1, *kernel)  # (G, Q, I / kernel, *kernel)
+    kernels = kernels.transpose(1, 2) if treated.block.matrix.transposed else kernels
+    return kernels.flatten(0, 1), shift, spread.flatten(0, 1)[(..., *[None] * len(kernel))]
 
 
-def _pushed(site: Site, treated: Treated, arguments: dict[str, Any], mean: Tensor, bias: bool) -> Tensor:
+def _pushed(
+    site: Site, treated: Treated, arguments: dict[str, Any], mean: Tensor, grid: torch.Size, bias: bool
+) -> Tensor:
     """Returns the same by unfolding, for posteriors without one basis for all outputs, some samples at a time."""
     if arguments["groups"] != 1:
         raise site.refusal(
             "it has groups, and the posterior correlates all its weights", "Fit with lw.KFAC() or lw.Diagonal()."
         )
     kernel = tuple(mean_of(arguments["weight"]).shape[2:])
-    stride, dilation, padding = geometry(arguments, kernel)
-    grid = tuple(
-        (n + sum(p) - d * (k - 1) - 1) // s + 1
-        for n, p, d, k, s in zip(mean.shape[2:], padding, dilation, kernel, stride, strict=True)
-    )
     per_sample = max(1, mean.shape[1] * torch.Size(kernel).numel() * torch.Size(grid).numel())
     parts = []
     for some in mean.split(max(1, _MAX_PATCH_NUMBERS // per_sample)):
-        rows = unfold(some, kernel, stride, padding, dilation).flatten(2)  # (B, T, I)
+        rows = patches_of(site, arguments, some)
         rows = F.pad(rows, (0, 1), value=1.0) if bias else rows
         variance = treated.covariance.push(rows.flatten(0, 1), None, False)  # (B T, O)
         parts.append(variance.reshape(len(some), -1, variance.shape[-1]).mT.reshape(len(some), -1, *grid))
     return torch.cat(parts)
 
 
-def geometry(
+def _geometry(
     arguments: Mapping[str, Any], kernel: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], list[tuple[int, int]]]:
     """Returns the stride and dilation of each dimension, and the zeros before and after."""
@@ -195,8 +230,5 @@ def geometry(
 register_aten(
     Operation(Kind.CONVOLUTION, convolution, lambda node, labels: numbered(node, 1)),
     "conv1d.default", "conv2d.default", "conv3d.default", "conv1d.padding", "conv2d.padding", "conv3d.padding",
-)  # fmt: skip
-register_aten(  # no layer family of the tangent treats their weights, so only their variances count
-    Operation(Kind.CONVOLUTION, partial(convolution, positions=False), lambda node, labels: numbered(node, 1)),
     "conv_transpose1d.default", "conv_transpose2d.input", "conv_transpose3d.input",
 )  # fmt: skip
