@@ -14,7 +14,7 @@ PACKAGES = {
     "botorch.md": ("botorch",),
     "huggingface.md": ("transformers",),
     "lightning.md": ("lightning",),
-    "sklearn.md": ("sklearn", "pandas"),
+    "sklearn.md": ("sklearn",),
 }
 
 
