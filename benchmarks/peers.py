@@ -3,7 +3,7 @@
     python -m venv peers && peers/bin/pip install -e .[eval,botorch] laplace-torch
     peers/bin/python -m benchmarks.peers              # everything, a quarter of an hour on one thread
     peers/bin/python -m benchmarks.peers uci_bike     # one task; the others keep their numbers
-    python -m benchmarks.peers --page                 # writes the tables of the pages alone
+    python -m benchmarks.peers --page                 # writes the tables of docs/peers.md alone
 
 Needs the data sets that LAPWING_DATA names. One seed. Every row of a task is around the same trained network, with the
 same training data, held-out data and batches. Seconds are those of a fit with its tuning, and of predictions of all
@@ -43,8 +43,7 @@ from papers.common.data import arrays
 SEED = 0
 ROUNDS, SLOW = 3, 20.0
 RESULT = RESULTS / "peers.json"
-DOCS = Path(__file__).parents[1] / "docs"
-PAGES = (DOCS / "from-laplace-torch.md", DOCS / "integrations" / "botorch.md")
+PAGE = Path(__file__).parents[1] / "docs" / "peers.md"
 
 Rows = dict[str, dict[str, Any]]
 Outputs = tuple[Tensor, ...]
@@ -400,7 +399,7 @@ def main() -> None:
     """Runs tasks, and writes results and tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tasks", nargs="*", help=f"which of {', '.join(TASKS)}; all by default")
-    parser.add_argument("--page", action="store_true", help="write the tables of the pages alone")
+    parser.add_argument("--page", action="store_true", help="write the tables of the page alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -412,8 +411,7 @@ def main() -> None:
         results = {**saved(RESULT), name: TASKS[name]()}
         versions = {package: version(package) for package in ("laplace-torch", "botorch")}
         write("peers", {task: results[task] for task in TASKS if task in results}, SEED, **versions)
-    for page in PAGES:
-        page.write_text(with_tables(page.read_text(encoding="utf-8"), saved(RESULT)), encoding="utf-8")
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), saved(RESULT)), encoding="utf-8")
 
 
 if __name__ == "__main__":
