@@ -357,14 +357,12 @@ def branin(steps: int = 20, seeds: int = 5) -> Rows:
         "random choice": None,
     }
     below: dict[str, list[float]] = {name: [] for name in models}
-    taken = dict.fromkeys(models, 0.0)
     bounds = torch.tensor([[0.0, 0.0], [1.0, 1.0]]).double()
     for seed in range(seeds):
         for name, model_of in models.items():
             torch.manual_seed(seed)
             x = torch.rand(8, 2).double()
             y, random = objective(x), torch.rand(steps, 2).double()
-            start = time.perf_counter()
             for step in range(steps):
                 chosen = random[step : step + 1]
                 if model_of is not None:
@@ -374,16 +372,12 @@ def branin(steps: int = 20, seeds: int = 5) -> Rows:
                         improvement, bounds, 1, num_restarts=5, raw_samples=100, options={"maxiter": 50}
                     )
                 x, y = torch.cat([x, chosen]), torch.cat([y, objective(chosen)])
-            taken[name] += time.perf_counter() - start
             below[name].append(MAXIMUM - float(y.max()))
             print(seed, name, below[name][-1], flush=True)
     return {
-        name: {
-            "mean": fmean(values), "best": min(values), "worst": max(values),
-            "seconds a step": taken[name] / seeds / steps, "seeds": values,
-        }
+        name: {"mean": fmean(values), "best": min(values), "worst": max(values), "seeds": values}
         for name, values in below.items()
-    }  # fmt: skip
+    }
 
 
 TASKS: dict[str, Callable[[], Rows]] = {

@@ -44,7 +44,7 @@ RESULT = RESULTS / "positions_data.json"
 PAGE = Path(__file__).parents[1] / "docs" / "positions.md"
 COLUMNS = {
     "accuracy": ".1%", "RMSE": ".4f", "NLL": ".4f", "ECE": ".2%", "90 % interval": ".1%", "AUROC": ".3f",
-    "fit, s": ".2f", "predictions, ms": ".1f", "mean": ".3f", "best": ".3f", "worst": ".3f", "seconds a step": ".2f",
+    "fit, s": ".2f", "predictions, ms": ".1f", "mean": ".3f", "best": ".3f", "worst": ".3f",
     "laplace-torch": "", "lapwing": "", "refusal": "",
 }  # fmt: skip
 

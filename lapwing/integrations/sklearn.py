@@ -74,7 +74,8 @@ class _LaplaceEstimator(base.BaseEstimator):
                 held_out = x[rows], targets[rows]
             columns = [x[train], targets[train]]
             if weights is not None:
-                columns.append(torch.tensor(weights, device=x.device)[train])
+                exact = torch.promote_types(x.dtype, torch.float32)
+                columns.append(torch.tensor(weights, dtype=exact, device=x.device)[train])
             if self.epochs:
                 self._train(loss, *columns)
         self.posterior_ = lw.fit(
