@@ -81,13 +81,17 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-def write(name: str, results: dict[str, Any], seed: int, folder: Path = RESULTS) -> Path:
-    """Writes results with versions, seed and device to `benchmarks/results/name.json`, or to another folder."""
+def write(name: str, results: dict[str, Any], seed: int, folder: Path = RESULTS, **versions: str) -> Path:
+    """Writes results with versions, seed and device to `benchmarks/results/name.json`, or to another folder.
+
+    Further versions are those of other packages that were measured.
+    """
     folder.mkdir(exist_ok=True)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads"
     header = {
         "lapwing": lapwing.__version__,
         "torch": torch.__version__,
+        **versions,
         "python": platform.python_version(),
         "device": device,
         "machine": platform.machine(),

@@ -42,7 +42,11 @@ from papers.common.drawing import panels, save
 SEED = 0
 RESULT = RESULTS / "positions_data.json"
 PAGE = Path(__file__).parents[1] / "docs" / "positions.md"
-COLUMNS = {"accuracy": ".1%", "RMSE": ".4f", "NLL": ".4f", "ECE": ".2%", "90 % interval": ".1%", "AUROC": ".3f"}
+COLUMNS = {
+    "accuracy": ".1%", "RMSE": ".4f", "NLL": ".4f", "ECE": ".2%", "90 % interval": ".1%", "AUROC": ".3f",
+    "fit, s": ".2f", "predictions, ms": ".1f", "mean": ".3f", "best": ".3f", "worst": ".3f",
+    "laplace-torch": "", "lapwing": "", "refusal": "",
+}  # fmt: skip
 
 SCENE, SIDE, THRESHOLD = 64, 28, 0.4
 NOISE = 0.4
@@ -379,7 +383,8 @@ def table(rows: Mapping[str, Mapping[str, float]]) -> str:
     columns = [column for column in COLUMNS if any(column in row for row in rows.values())]
     lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
     for name, row in rows.items():
-        lines.append(f"| {name} | " + " | ".join(format(row[column], COLUMNS[column]) for column in columns) + " |")
+        cells = [format(row[column], COLUMNS[column]) if column in row else "" for column in columns]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

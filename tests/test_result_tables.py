@@ -9,12 +9,17 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import answers, counts, lora, positions_data
+from benchmarks import answers, counts, lora, peers, positions_data
 
 
 @pytest.mark.parametrize(
     ("script", "tasks"),
-    [(positions_data, set(positions_data.TASKS)), (answers, set(answers.TASKS)), (lora, {"lora"})],
+    [
+        (positions_data, set(positions_data.TASKS)),
+        (answers, set(answers.TASKS)),
+        (lora, {"lora"}),
+        (peers, set(peers.TASKS)),
+    ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_the_tables_of_a_page_are_those_of_the_results(script: ModuleType, tasks: set[str]) -> None:

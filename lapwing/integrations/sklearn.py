@@ -51,11 +51,10 @@ class _LaplaceEstimator(base.BaseEstimator):
 
     @abstractmethod
     def _task(self, y: Any, outputs: int) -> tuple[Tensor, str, Callable[[Tensor, Tensor], Tensor]]:
-        """Returns the targets, the likelihood and the loss for a network of so many outputs, or refuses it."""
+        """Returns the targets, the likelihood and the loss of each row for so many outputs, or refuses them."""
 
-    def _fit(self, X: np.ndarray, y: Any, outputs: int, labels: Any = None) -> None:
+    def _fit(self, X: np.ndarray, y: Any, weights: np.ndarray | None, outputs: int, labels: Any = None) -> None:
         """Makes `module_` and `posterior_` of checked arrays; `labels` stratify what is held out."""
-        self.__dict__.pop("posterior_", None)  # a fit that fails leaves none
         self._check_options()
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         with torch.random.fork_rng(range(torch.cuda.device_count())):
@@ -73,12 +72,16 @@ class _LaplaceEstimator(base.BaseEstimator):
             if share:
                 train, rows = split_arrays(train, test_size=share, random_state=seed, stratify=labels)
                 held_out = x[rows], targets[rows]
-            x, targets = x[train], targets[train]
+            columns = [x[train], targets[train]]
+            if weights is not None:
+                exact = torch.promote_types(x.dtype, torch.float32)
+                columns.append(torch.tensor(weights, dtype=exact, device=x.device)[train])
             if self.epochs:
-                self._train(x, targets, loss)
+                self._train(loss, *columns)
         self.posterior_ = lw.fit(
-            self.module_, list(zip(x.split(256), targets.split(256), strict=True)), self.method, likelihood=likelihood,
-            params=self.params, validation=held_out, seed=seed, progress=False,
+            self.module_, list(zip(*(column.split(256) for column in columns), strict=True)), self.method,
+            likelihood=likelihood, params=self.params, validation=held_out, sample_weights=weights is not None,
+            seed=seed, progress=False,
         )  # fmt: skip
 
     def _check_options(self) -> None:
@@ -95,6 +98,29 @@ class _LaplaceEstimator(base.BaseEstimator):
                 "0 to hold out nothing."
             )
 
+    def _rows(
+        self, X: Any, y: Any, sample_weight: Any, **checks: bool
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Returns checked arrays of the rows that count, with their weights where there are any."""
+        self.__dict__.pop("posterior_", None)  # a fit that fails leaves none
+        X, y = validation.validate_data(self, X, y, allow_nd=True, **checks)
+        if sample_weight is None:
+            return X, y, None
+        try:
+            weights = np.array(sample_weight, dtype=np.float64)
+        except (TypeError, ValueError):
+            raise LapwingError("sample_weight does not hold numbers. Pass one number for each row of X.") from None
+        if weights.shape != (len(X),):
+            raise LapwingError(
+                f"sample_weight has the shape {weights.shape}, and X has {len(X)} rows. Pass one number for each row."
+            )
+        wrong = int((~np.isfinite(weights) | (weights < 0)).sum())
+        if wrong or not weights.any():
+            what = f"negative, NaN or infinite for {wrong} rows" if wrong else "zero for every row"
+            raise LapwingError(f"sample_weight is {what}. Pass finite weights of at least 0, and some above it.")
+        counted = weights > 0
+        return X[counted], y[counted], weights[counted]
+
     def _network(self, X: np.ndarray, outputs: int) -> nn.Module:
         if isinstance(self.module, nn.Module):
             return copy.deepcopy(self.module)
@@ -110,8 +136,11 @@ class _LaplaceEstimator(base.BaseEstimator):
             )
         return network
 
-    def _train(self, x: Tensor, targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def _train(
+        self, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, targets: Tensor, counts: Tensor | None = None
+    ) -> None:
         network = self.module_.train()
+        shares = x.new_ones(len(x)) if counts is None else (counts / counts.mean()).to(x.dtype)
         weights = [weight for weight in network.parameters() if weight.requires_grad]
         if not weights:
             raise LapwingError("No weight of the network takes gradients. Write epochs=0 for one that is trained.")
@@ -120,7 +149,7 @@ class _LaplaceEstimator(base.BaseEstimator):
             for rows in torch.randperm(len(x)).split(self.batch_size):
                 if len(rows) > 1 or len(x) == 1:  # batch norm refuses a single sample
                     optimiser.zero_grad()
-                    loss(self._outputs(x[rows]), targets[rows]).backward()
+                    (shares[rows] * loss(self._outputs(x[rows]), targets[rows])).mean().backward()
                     optimiser.step()
         optimiser.zero_grad()
         network.eval()
@@ -175,25 +204,30 @@ class LaplaceClassifier(base.ClassifierMixin, _LaplaceEstimator):
         ((60, 3), ['a', 'b', 'c'])
     """
 
-    def fit(self, X: Any, y: Any) -> LaplaceClassifier:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LaplaceClassifier:
         """Trains the copy and fits the posterior.
 
         Args:
             X: array or data frame (n, features); further dimensions are allowed.
             y: labels (n,), numbers or text.
+            sample_weight: weights (n,) of at least 0, in the loss and in the posterior: a row of weight 2 counts as two
+                equal rows, one of weight 0 is left out, and so is a class of such rows. Rows that are held out count
+                once each. None for ones.
 
         Returns:
             The estimator.
 
         Raises:
-            LapwingError: for options out of range, one class, or another number of outputs than classes.
+            LapwingError: for options out of range, one class, another number of outputs than classes, or weights that
+                are not one number for each row.
         """
-        X, y = validation.validate_data(self, X, y, allow_nd=True)
+        X, y, weights = self._rows(X, y, sample_weight)
         multiclass.check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
-            raise LapwingError("y has one class. Pass labels of at least two classes.")
-        self._fit(X, codes, len(self.classes_), labels=codes)
+            rows = "y has" if weights is None else "The rows of positive sample_weight have"
+            raise LapwingError(f"{rows} one class. Pass labels of at least two classes.")
+        self._fit(X, codes, weights, len(self.classes_), labels=codes)
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:
@@ -211,12 +245,14 @@ class LaplaceClassifier(base.ClassifierMixin, _LaplaceEstimator):
     def _task(self, y: Any, outputs: int) -> tuple[Tensor, str, Callable[[Tensor, Tensor], Tensor]]:
         codes, classes = torch.as_tensor(y), len(self.classes_)
         if outputs == classes:
-            return codes, "categorical", F.cross_entropy
+            return codes, "categorical", lambda logits, y: F.cross_entropy(logits, y, reduction="none")
         if outputs == 1 and classes == 2:
             return (
                 codes.bool(),
                 "bernoulli",
-                lambda logits, y: F.binary_cross_entropy_with_logits(logits[:, 0], y.to(logits.dtype)),
+                lambda logits, y: F.binary_cross_entropy_with_logits(
+                    logits[:, 0], y.to(logits.dtype), reduction="none"
+                ),
             )
         raise LapwingError(
             f"The network has {outputs} outputs and y has {classes} classes. Pass a network with {classes} outputs, or "
@@ -256,26 +292,29 @@ class LaplaceRegressor(base.RegressorMixin, _LaplaceEstimator):
         ((60,), (60,))
     """
 
-    def fit(self, X: Any, y: Any) -> LaplaceRegressor:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LaplaceRegressor:
         """Trains the copy and fits the posterior.
 
         Args:
             X: array or data frame (n, features); further dimensions are allowed.
             y: targets (n,) or (n, k).
+            sample_weight: as in `LaplaceClassifier.fit`; `shift_` and `scale_` are those of the weighted rows.
 
         Returns:
             The estimator.
 
         Raises:
-            LapwingError: for options out of range, or another number of outputs than targets.
+            LapwingError: for options out of range, another number of outputs than targets, or weights that are not one
+                number for each row.
         """
-        X, y = validation.validate_data(self, X, y, allow_nd=True, multi_output=True, y_numeric=True)
+        X, y, weights = self._rows(X, y, sample_weight, multi_output=True, y_numeric=True)
         y = np.asarray(y, dtype=np.float64)
         self.shift_, self.scale_ = np.zeros(y.shape[1:]), np.ones(y.shape[1:])
         if self.epochs:
-            self.shift_, std = y.mean(0), y.std(0)
-            self.scale_ = np.where(std > 0, std, 1.0)
-        self._fit(X, (y - self.shift_) / self.scale_, y[0].size)
+            self.shift_ = np.average(y, 0, weights)
+            std = np.average((y - self.shift_) ** 2, 0, weights) ** 0.5
+            self.scale_ = np.where(std > 1e-12 * abs(y).max(0), std, 1.0)  # the mean of equal targets is rounded
+        self._fit(X, (y - self.shift_) / self.scale_, weights, y[0].size)
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
@@ -305,4 +344,4 @@ class LaplaceRegressor(base.RegressorMixin, _LaplaceEstimator):
                 f"The network has {outputs} outputs and y has {targets.shape[1]} targets a row. Pass a network with "
                 f"{targets.shape[1]} outputs."
             )
-        return targets, "gaussian", F.mse_loss
+        return targets, "gaussian", lambda outputs, y: (outputs - y).square().mean(1)

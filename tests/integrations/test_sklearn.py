@@ -13,9 +13,10 @@ import lapwing as lw
 
 pytest.importorskip("sklearn")
 
+from sklearn import config_context
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
-from sklearn.model_selection import GridSearchCV
+from sklearn.model_selection import GridSearchCV, cross_validate
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
@@ -122,6 +123,73 @@ def test_pipelines_searches_clones_and_files(data) -> None:
     again = clone(estimator).set_params(epochs=4)
     assert (again.epochs, again.method, estimator.epochs) == (4, lw.Full(), 3)
     assert again.module is not estimator.module
+
+
+@pytest.mark.parametrize("epochs", [0, 20])
+@pytest.mark.parametrize("method", [None, lw.KFAC(), lw.Diagonal()])
+@pytest.mark.parametrize(("kind", "outputs"), [(LaplaceClassifier, 3), (LaplaceClassifier, 1), (LaplaceRegressor, 1)])
+def test_a_weight_counts_rows(kind, outputs: int, method: lw.Method | None, epochs: int, data) -> None:
+    """Weights 0 to 3 give the fit of rows left out and repeated: in one batch gradients and posterior are equal."""
+    X, y = data
+    if kind is LaplaceClassifier:
+        y = np.digitize(y, [-1, 1] if outputs == 3 else [0])
+    weights = np.arange(60) % 4
+    options = {"epochs": epochs, "batch_size": 200, "learning_rate": 1e-2, "method": method, "random_state": 0}
+    module = network(3, outputs)
+    weighted = kind(module, **options).fit(X, y, sample_weight=weights)
+    repeated = kind(module, **options).fit(X.repeat(weights, 0), y.repeat(weights, 0))
+    ours, theirs = (fit.posterior_.predict(torch.tensor(X)) for fit in (weighted, repeated))
+    for one, other in zip(ours.latent.mean, theirs.latent.mean, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(ours.latent.covariance, theirs.latent.covariance, rtol=1e-9, atol=1e-12)
+    assert weighted.predict(X) == pytest.approx(repeated.predict(X), rel=1e-9)
+
+
+def test_a_class_of_weight_zero_is_left_out(data) -> None:
+    X, y = data
+    labels = np.where(y > 1, "high", np.where(y > -1, "middle", "low"))
+    classifier = LaplaceClassifier(network, epochs=1).fit(X, labels, (labels != "high").astype(int))
+    assert classifier.classes_.tolist() == ["low", "middle"]
+    assert classifier.posterior_.samples == (labels != "high").sum()
+    with pytest.raises(lw.LapwingError, match="The rows of positive sample_weight have one class"):
+        classifier.fit(X, labels, labels == "low")
+    with pytest.raises(NotFittedError):
+        classifier.predict(X)
+
+
+@pytest.mark.parametrize("kind", [LaplaceClassifier, LaplaceRegressor])
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        (np.ones(59), r"has the shape \(59,\), and X has 60 rows. Pass one number for each row."),
+        (np.ones((60, 1)), r"has the shape \(60, 1\), and X has 60 rows"),
+        (2.0, r"has the shape \(\), and X has 60 rows"),
+        (["heavy"] * 60, "does not hold numbers"),
+        (np.zeros(60), "is zero for every row"),
+        (np.where(np.arange(60) < 2, -1.0, np.nan), "is negative, NaN or infinite for 60 rows"),
+    ],
+)
+def test_weights_that_are_refused(kind, weights, words: str, data) -> None:
+    X, y = data
+    with pytest.raises(lw.LapwingError, match=f"^sample_weight {words}"):
+        kind(network).fit(X, (y > 0).astype(int), sample_weight=weights)
+
+
+def test_weights_reach_the_estimator(data) -> None:
+    """By the name of a step, and by scikit-learn's metadata routing, where a float32 network has them too."""
+    X, y = data
+    weights = np.arange(60) % 3
+    regressor = LaplaceRegressor(network(3, 1).float(), epochs=0, random_state=0)
+    alone = clone(regressor).fit(StandardScaler().fit_transform(X), y, weights).posterior_
+    pipeline = make_pipeline(StandardScaler(), regressor).fit(X, y, laplaceregressor__sample_weight=weights)
+    assert pipeline[-1].posterior_.prior_precision == alone.prior_precision
+    with config_context(enable_metadata_routing=True):
+        routed = make_pipeline(StandardScaler(), clone(regressor).set_fit_request(sample_weight=True))
+        routed[0].set_fit_request(sample_weight=False)
+        assert routed.fit(X, y, sample_weight=weights)[-1].posterior_.prior_precision == alone.prior_precision
+        routed[-1].set_score_request(sample_weight=True)
+        scores = cross_validate(routed, X, y, cv=2, params={"sample_weight": weights}, error_score="raise")
+    assert np.isfinite(scores["test_score"]).all()
 
 
 def test_images_keep_their_shape(data) -> None:
