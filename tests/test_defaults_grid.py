@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from benchmarks.defaults.networks import (
     hashed,
     interpolate,
 )
+from lapwing.evaluation.metrics import auroc
 from papers.common.networks import mlp
 from papers.common.training import Recipe
 
@@ -67,11 +69,11 @@ def test_arms_of_cells_become_rows_and_aims(cache):
         if row["arm"] in ("network", "temperature"):
             assert row[f"nll_minus_{row['arm']}"] == row[f"nll_minus_{row['arm']}_error"] == 0.0
     assert {row["classes_changed"] for row in rows.rows if row["cell"] == "halves"} == {0}
-    assert len(run.aims(rows.rows)) == 8
+    assert len(run.aims(rows.rows)) == 9
     result = run.results(rows.rows)
     assert result["families"]["tables, tiny"]["default"]["cells"] == 1
     assert "AUROC" in run.table(result["families"])
-    assert run.verdicts(result["aims"]).count("met") >= 8
+    assert run.verdicts(result["aims"]).count("met") >= 9
 
 
 def test_rows_are_kept_and_errors_do_not_end_the_run(cache, monkeypatch):
@@ -109,6 +111,22 @@ def test_scores_are_those_of_the_formulas():
     assert row["ece"] == pytest.approx((abs(1 - 1.8) + 0.2) / 3)
     assert row["accuracy"] == pytest.approx(2 / 3)
     assert row["auroc_entropy"] == row["auroc_confidence"] == 1.0
+
+
+def test_the_error_of_a_difference_in_auroc_is_that_of_other_draws():
+    test, foreign = torch.randn(150, 2, dtype=torch.float64), 0.5 + torch.randn(100, 2, dtype=torch.float64)
+    test[:, 1] += test[:, 0]
+    foreign[:, 1] += foreign[:, 0]
+
+    def difference(some, others):
+        one, other = (float(auroc(some[:, k], others[:, k])) for k in (0, 1))
+        return one - other
+
+    row = measures.paired_auroc((test[:, 0], foreign[:, 0]), (test[:, 1], foreign[:, 1]), "it")
+    assert row["auroc_minus_it"] == pytest.approx(difference(test, foreign))
+    drawn = [difference(test[torch.randint(150, (150,))], foreign[torch.randint(100, (100,))]) for _ in range(100)]
+    assert row["auroc_minus_it_error"] == pytest.approx(statistics.stdev(drawn), rel=0.3)
+    assert set(measures.paired_auroc(*[(test[:, 0], foreign[:, 0])] * 2, "it").values()) == {0.0}
 
 
 def test_a_calibrated_network_has_the_noise_floor():

@@ -53,7 +53,9 @@ def main() -> None:
                 print(f"{cell.name} {seed}: {time.perf_counter() - start:.1f} s", flush=True)
     if not asked.train:
         reported = {"network", "temperature", *arms}  # all others are judged by these two
-        shown = [row for cell in cells for row in rows.rows if row["cell"] == cell.name and row["arm"] in reported]
+        seeds = range(asked.seeds)
+        shown = [row for cell in cells for row in rows.rows
+                 if row["cell"] == cell.name and row["seed"] in seeds and row["arm"] in reported]  # fmt: skip
         found = run.results(shown)
         print("", run.table(found["families"]), "", run.verdicts(found["aims"]), sep="\n")
         print(measure.write(asked.out.stem, found, asked.seeds - 1, asked.out.parent))

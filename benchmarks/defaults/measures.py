@@ -160,6 +160,25 @@ def paired(found: Distribution, other: Distribution, y: Tensor, name: str) -> di
     }
 
 
+def paired_auroc(scores: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor], name: str) -> dict[str, float]:
+    """Returns the difference in AUROC of two scores of the same test and foreign inputs, and its standard error.
+
+    The AUROC is a mean over the test inputs of the share of foreign inputs that score higher, and over the foreign
+    inputs likewise. The error is that of these two means (DeLong et al. 1988).
+    """
+    differences = [mine - its for mine, its in zip(_shares(*scores), _shares(*others), strict=True)]
+    return {
+        f"auroc_minus_{name}": float(differences[0].mean()),
+        f"auroc_minus_{name}_error": math.sqrt(sum(float(each.var()) / len(each) for each in differences)),
+    }
+
+
+def _shares(test: Tensor, foreign: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns for each test input how much of the foreign ones score higher, and for each foreign one the like."""
+    higher = (foreign > test[:, None]).double() + 0.5 * (foreign == test[:, None]).double()
+    return higher.mean(1), higher.mean(0)
+
+
 def seconds(call: Callable[[], Any]) -> tuple[Any, float]:
     """Returns what a call returns, and the seconds that it took."""
     start = time.perf_counter()

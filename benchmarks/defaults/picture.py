@@ -16,7 +16,7 @@ COLOURS = {"network": "0.7", "temperature": "tab:blue", "default": "tab:red", "v
 
 def draw(rows: list[dict[str, Any]]) -> None:
     """Draws tables on the left, images and texts on the right; the aims are shaded."""
-    rows = [row for row in rows if "error" not in row and row["arm"] in COLOURS and row["seed"] == 0]
+    rows = [row for row in rows if "error" not in row and row["arm"] in COLOURS]
     figure, axes = drawing.panels(1, 2, (11, 7))
     for axis, column in zip(axes[0], ("coverage", "accuracy"), strict=True):
         some = [row for row in rows if column in row]
