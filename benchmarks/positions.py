@@ -1,7 +1,7 @@
 """What a last layer over positions costs, in plain forward passes of the same batch.
 
 A transformer that tags tokens, and convolutional networks that segment pixels, below a 1x1 and a 3x3 head. Random
-weights and inputs: cost does not depend on them. One thread; the fastest of several runs.
+weights and inputs: cost does not depend on them. CPU time on one thread; the fastest of several runs.
 
     python -m benchmarks.positions
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from time import process_time
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +56,7 @@ def row(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
         "probabilities": lambda: posterior.predict(x).probs,
     }
     with torch.no_grad():
-        costs = {name: ratio(call, forward, 2 if "fit" in name else 7) for name, call in calls.items()}
+        costs = {name: ratio(call, forward, 1 if "fit" in name else 5, process_time) for name, call in calls.items()}
     found = {name: cost["ratio"] for name, cost in costs.items()}
     return {"forward milliseconds": costs["variance"]["reference_milliseconds"], **found}
 
