@@ -327,11 +327,11 @@ class SharedOuter(InParts, MatrixJacobian):
     def parts(self, whole: bool = False) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yields rows `Σ_t g a`, products of (R o, t) by (t, I); with `whole` of all output channels."""
         for samples, outputs in self._steps(self.strips, whole):
-            rows = total(
+            parts = (
                 g[samples, :, :, :, outputs].permute(0, 3, 1, 4, 2).flatten(2, 3) @ a[samples].transpose(1, 2)
                 for a, g in self.strips
             )  # (b, G, R o, I)
-            yield samples, outputs, rows.unflatten(2, (self.cotangents, -1))
+            yield samples, outputs, total(parts).unflatten(2, (self.cotangents, -1))
 
     def pairs_are_cheaper(self, candidates: int) -> bool:
         """Compares products of pairs of positions, for so many weights (0 for squares), with rows."""
@@ -476,8 +476,7 @@ class SharedOuter(InParts, MatrixJacobian):
             if weights is not None:
                 a = a * weights.sqrt().to(a)[:, None, None, None]
             add_squares(inputs, a.permute(2, 0, 1, 3).flatten(1, 2))  # (G, B t, I)
-            step = max(1, CACHE_BYTES // (g[0].numel() * g.element_size())) if g.device.type == "cpu" else self.batch
-            for some in g.split(step):  # copies that a cache holds
+            for some in g.split(self.step(g[0].numel() * g.element_size(), self.batch)):  # each is copied
                 add_squares(outputs, some.permute(3, 0, 1, 2, 4).flatten(1, 3))  # (G, b R t, O)
         return self.batch * (1 if reduce else self.positions)
 
@@ -516,7 +515,8 @@ class RotatedOuter(InParts):
     def parts(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yields rows that are rotated, of all output channels where their outputs are."""
         for samples, outputs, rows in self._shared.parts(whole=self._outputs is not None):
-            yield samples, outputs, self._turned(rows)
+            rows = self._turned(rows)  # frees those before
+            yield samples, outputs, rows
 
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
         """Yields rows for slices of the output channels; for all of a group's where the rows' outputs are rotated."""

@@ -147,7 +147,11 @@ def with_bias_column(a: Tensor, roles: frozenset[str]) -> Tensor:
     if "bias" not in roles:
         return a
     ones = a.new_ones(*a.shape[:-1], 1)
-    return torch.cat([a, ones], -1) if "weight" in roles else ones
+    if "weight" not in roles:
+        return ones
+    if a.stride(-1) == 1:
+        return torch.cat([a, ones], -1)
+    return torch.cat([a.movedim(-1, 0), ones.movedim(-1, 0)]).movedim(0, -1)  # the positions of patches run fastest
 
 
 def outer_jacobian(
