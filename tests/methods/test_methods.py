@@ -33,6 +33,8 @@ from tests.conformance_factors import ekfac_curvature, kfac_curvature, kronecker
 from tests.network.test_untouched import untouched
 from tests.zoo import ZOO
 
+pytestmark = pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # on a pretended device
+
 FEW = ("mlp", "grouped_strided_conv", "prelu", "tied")  # T = 1; T > 1 and groups; generic; two uses of one weight
 LAST = (
     "mlp",
