@@ -17,10 +17,11 @@ from ..methods.cost import DOUBLE, EIGEN, MOVE, Layer, Outline, Work
 from ..network import batches, ranks
 from ..network.eager import outside_modes
 from ..network.loaders import other_size
+from ..network.positions import Positions
 from ..network.progress import tracked
 from ..posterior import Posterior
 from .evidence import Evidence, Training, Tuning
-from .held_out import mean_variances, spread_costs
+from .held_out import SOME_POSITIONS, mean_variances, spread_costs
 from .leave_one_out import MAX_ROWS, leave_one_out
 from .search import evenly
 
@@ -61,8 +62,8 @@ class BoundedEvidence(Tuning):
     Args:
         nats: what the spread may cost, in nats a training sample, with the default link.
         samples: how many training samples are used at most, four times as many for a regression, in whole batches
-            spread evenly over the loader, which should not be sorted. Of outputs with positions they are sixteen times
-            as many positions, of 8 inputs or more.
+            spread evenly over the loader, which should not be sorted. Of outputs with positions they are positions,
+            for a last layer sixteen times as many, of 8 inputs or more.
         decades: how far above the evidence's δ to search, in powers of ten.
         points: candidates in that range; between them the cost is interpolated.
 
@@ -156,10 +157,17 @@ class BoundedEvidence(Tuning):
             return (rows + predict.times(some)).times(1 / samples) + kernel + outline.decomposed(EIGEN * count**3)
         if likelihood.needs_noise or likelihood.noise_variance is not None:
             return Work()
-        limit = self.samples if positions is None else max(8, 16 * self.samples // min(positions.count, 1024))
+        limit = self.samples if positions is None else self._inputs(positions)
         numbers = outline.total(lambda layer: layer.size * (1 if layer.single else outputs))  # for each candidate
         each = predict + Work(products=(self.points - 1) * MOVE / 4 * numbers)
         return each.times(min(samples, limit) / samples)
+
+    def _inputs(self, positions: Positions) -> int:
+        """Returns how many inputs with positions are used."""
+        count = 16 * self.samples // min(positions.count, 1024)
+        if not positions.direct:  # each position takes backward passes of its own
+            count = min(count, self.samples // min(positions.count, SOME_POSITIONS))
+        return max(8, count)
 
     def _with_width(self, posterior: Posterior, residual: float, training: Training) -> Posterior:
         """Returns the posterior of a regression whose predictions of unseen targets have the width s."""
@@ -201,7 +209,7 @@ class BoundedEvidence(Tuning):
         """
         first, positions, limit = candidates[0], candidates[0].tangent.positions, self.samples
         if positions is not None:
-            limit = max(8, 16 * limit // min(positions.count, 1024))
+            limit = self._inputs(positions)
         totals, count = torch.zeros(len(candidates), dtype=torch.float64), 0.0
         for part in spread(loader, limit, first, shown):
             costs, weight = spread_costs(candidates, [part])  # checks the targets
