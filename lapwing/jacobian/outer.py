@@ -350,7 +350,8 @@ class SharedOuter(InParts, MatrixJacobian):
         first, second = torch.triu_indices(self.positions, self.positions, device=a.device)
         twice = torch.where(first == second, 1.0, 2.0).to(a)[:, None, None]
         numbers = len(first) * self.groups * (2 * self.inputs + 3 * self.cotangents * self.outputs)
-        step = self.step(numbers * a.element_size(), self.batch)
+        limit = min(self.slice_bytes, CACHE_BYTES // 4) if a.device.type == "cpu" else self.slice_bytes
+        step = max(1, limit // (numbers * a.element_size()))
         for n in range(0, self.batch, step):
             samples = slice(n, min(n + step, self.batch))
             inputs, left, right = a[samples], g[samples], g[samples]
@@ -529,9 +530,13 @@ class RotatedOuter(InParts):
 
     def _turned(self, rows: Tensor, groups: slice = slice(None)) -> Tensor:
         """Rotates rows (b, G, R, o, I) of some groups."""
-        if self._outputs is not None:
-            rows = self._outputs[groups].mT.unsqueeze(1) @ rows
-        if self._inputs is None:
-            return rows
-        inputs = self._inputs[groups]
-        return matmul(rows, inputs[0]) if len(inputs) == 1 else rows @ inputs.unsqueeze(1)
+        several = rows.shape[1] > 1  # groups, whose bases a product would copy for every sample
+        if self._outputs is not None and several:
+            rows = rows.permute(1, 3, 0, 2, 4)  # (G, o, b, R, I)
+            rows = (self._outputs[groups].mT @ rows.flatten(2)).view(rows.shape).permute(2, 0, 3, 1, 4)
+        elif self._outputs is not None:
+            rows = self._outputs[groups].mT @ rows
+        if self._inputs is not None and several:
+            rows = rows.transpose(0, 1)  # (G, b, R, o, I)
+            return (rows.flatten(1, 3) @ self._inputs[groups]).view(rows.shape).transpose(0, 1)
+        return rows if self._inputs is None else matmul(rows, self._inputs[groups][0])
