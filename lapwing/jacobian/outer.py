@@ -336,10 +336,10 @@ class SharedOuter(InParts, MatrixJacobian):
     def pairs_are_cheaper(self, candidates: int) -> bool:
         """Compares products of pairs of positions, for so many weights (0 for squares), with rows."""
         outputs, inputs, size = self.outputs, self.inputs, self.outputs * self.inputs
-        pairs = self.positions * (self.positions + 1) // 2
+        pairs = self.positions * (self.positions + 1) // 2  # none of an expert that no token reaches
         by_pairs = pairs * (max(1, candidates) * (size + REDUCTION * self.cotangents * outputs) + REDUCTION * inputs)
         by_rows = self.cotangents * size * (self.positions + max(1, candidates) * REDUCTION)
-        return len(self.strips) == 1 and by_pairs < by_rows + candidates * self.cotangents**2 * size
+        return len(self.strips) == 1 and 0 < by_pairs < by_rows + candidates * self.cotangents**2 * size
 
     def _pairs(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Yields samples, their products `a_t a_t'` (G, b k, I) for the k pairs of positions, and g at t and at t'.

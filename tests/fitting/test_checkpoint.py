@@ -209,7 +209,8 @@ def test_an_interrupt_waits_for_the_end_of_the_batch(
 ) -> None:
     model, every = pieces()
     expected, update = lw.fit(model, every, lw.Diagonal()), SquaredSums.update
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.default_int_handler  # a shell's background jobs ignore interrupts
+    signal.signal(signal.SIGINT, before)
 
     def interrupting(step: Any, state: Any, batch: Any) -> None:
         if batch.start:

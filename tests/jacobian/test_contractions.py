@@ -250,6 +250,12 @@ def test_sums_of_rows_in_parts_and_by_pairs_of_positions(shape, cache, by_pairs,
                 close(gram, (turned * w) @ turned.mT)
 
 
+def test_sums_of_a_layer_that_no_token_reaches_are_zero():
+    form = shared(2, 3, 0, 1, 4, 5)
+    assert not form.squared_sum().any()
+    assert not form.weighted_grams([Weighting(torch.ones(20, dtype=torch.float64))])[0].any()
+
+
 def test_pairs_of_positions_are_taken_where_they_are_few():
     """The last feature maps of a ResNet have pairs, its first ones rows; a strip of many is never joined for pairs."""
     last, first = shared(1, 10, 4, 1, 64, 576), shared(1, 10, 64, 1, 16, 144)

@@ -74,7 +74,7 @@ class NormUse(Use):
         x = self._laid_out(x, axis, samples, 0)
         numbers = (len(g) + 3) * x.shape[-1]  # of a position
         limit = min(limit, CACHE_NUMBERS) if g.device.type == "cpu" else limit
-        step = max(1, limit // (numbers * prod(x.shape[1:-1])))
+        step = max(1, limit // max(1, numbers * prod(x.shape[1:-1])))
         rows = [
             total(
                 _over_positions(at(part, box, 2) * self._normalise(at(some, box, 1).to(dtype)), dtype)
