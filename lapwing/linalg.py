@@ -232,10 +232,13 @@ def _range_in_place(lower: Tensor, rank: int, noise: float) -> Tensor | None:
     size, count, within = lower.shape[-1], rank + 2 * SPARE, rank + SPARE
     lower.tril_()
     sketch = torch.randn(size, count, generator=seeded(None, lower.device), dtype=lower.dtype, device=lower.device)
-    basis, triangle = torch.linalg.qr(symmetric_product(lower, sketch), mode="complete")
+    sketch = symmetric_product(lower, sketch)
+    basis, triangle = torch.linalg.qr(sketch, mode="complete")
+    del sketch
     beside = torch.linalg.vector_norm(triangle[..., within:, within:], dim=(-2, -1))
     if not (beside <= noise * torch.linalg.vector_norm(triangle[..., within:], dim=(-2, -1))).all():
         return None
+    del triangle
     inside = basis[..., :count]
     values, vectors = torch.linalg.eigh(inside.mT @ symmetric_product(lower, inside))
     columns = lower.mT
@@ -246,9 +249,11 @@ def _range_in_place(lower: Tensor, rank: int, noise: float) -> Tensor | None:
 
 def symmetric_product(lower: Tensor, x: Tensor) -> Tensor:
     """Returns `M x` (..., n, k) for symmetric M (..., n, n) given as its lower triangle, zeros above."""
-    product = lower @ x
-    product += lower.mT @ x
-    return product.sub_(lower.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * x)
+    product, diagonal = lower @ x, lower.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    for columns, part in zip(product.split(64, -1), x.split(64, -1), strict=True):  # whose products are small
+        columns += lower.mT @ part
+        columns -= diagonal * part
+    return product
 
 
 def _check_finite(matrix: Tensor) -> None:

@@ -1,4 +1,7 @@
-"""What fits and predictions hold at most: twice the budget beside what they return, tuning included."""
+"""What fits and predictions hold at most: twice the budget beside what they return, tuning included.
+
+A factor that is decomposed takes more where it is wide: up to 24 bytes for each of its numbers (docs/scaling.md).
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ METHODS = (
     lw.Diagonal(), lw.KFAC(), lw.EKFAC(), lw.ELLA(20, 50), lw.ELLA(20, 15, residual="prior"), lw.ELLA(100, 150),
     lw.SubsetOfWeights(300), lw.OptimalSubspace(10, rows=60), lw.VaLLA(10),
 )  # fmt: skip
+WIDEST = {"mlp": 785, "cnn": 1569}  # factors
 QUICK = METHODS[0], METHODS[1], METHODS[3]
 NETWORKS = {"mlp": (mlp, (784,)), "cnn": (cnn, (1, 28, 28))}
 
@@ -59,7 +63,7 @@ def test_fits_and_predictions_stay_within_twice_the_budget(name: str, method: lw
     data = [(torch.randn(samples, *shape), torch.randint(10, (samples,)))]
     with LiveBytes() as live:
         fitted = lw.fit(model, data, method, params=lw.everything, memory=BUDGET)
-    assert beside(live, fitted) < 2
+    assert beside(live, fitted) < max(2, 24 * WIDEST[name] ** 2 / BUDGET)
     x = torch.randn(8000 if name == "mlp" else 400, *shape)
     with LiveBytes() as live:
         latent = fitted.latent(x)
