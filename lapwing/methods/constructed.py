@@ -95,8 +95,8 @@ def constructed(
     tangent = Tangent.survey(model, inputs, lambda name, _: name in names, forward, memory, targets=targets)
     summary = DataSummary()
     with progress_bar(progress):
-        for inputs, targets in checked_batches(tangent.model, tracked(loader, "likelihood")):
-            rows = Batch(tangent, inputs, targets, summary.samples).rows()
+        for inputs, targets, weights in checked_batches(tangent.model, tracked(loader, "likelihood")):
+            rows = Batch(tangent, inputs, targets, summary.samples, weights=weights).rows()
             if not summary.samples:
                 check_logits(likelihood, rows["outputs"], next(tangent.model.parameters()).dtype)
             summary.add(likelihood, **rows)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
-from ..errors import LapwingError, check_choice, check_positive, shown
+from ..errors import LapwingError, check_choice, check_flag, check_positive, shown
 from ..likelihoods import Likelihood
 from ..linalg import accumulation_dtype
 from ..network import batches
@@ -19,7 +19,7 @@ from ..network.batches import Forward
 from ..network.calling import call
 from ..network.data import as_loader
 from ..network.eager import outside_modes, parameters_of, uncompiled, without_compiled
-from ..network.loaders import check_progress, check_seed, checked_batches, first_batch
+from ..network.loaders import WeightedLoader, check_progress, check_seed, checked_batches, first_batch
 from ..network.progress import expect, length_of, tracked, with_progress
 from ..network.selection import select
 from ..posterior import Posterior
@@ -213,6 +213,7 @@ class SWAG:
         forward: Forward | None = None,
         memory: int | None = None,
         seed: int = 0,
+        sample_weights: bool = False,
         progress: bool | None = None,
     ) -> Posterior:
         """Returns the posterior around a copy of the network with the averaged weights, in eval mode.
@@ -233,6 +234,7 @@ class SWAG:
             forward: `forward(model, inputs)` where `model(x)`, `model(*x)` or `model(**x)` does not do.
             memory: budget in bytes for one chunk of samples; 1 GiB when None.
             seed: of dropout while batch norm statistics are refreshed.
+            sample_weights: whether batches hold weights, as in `lw.fit`: of the noise and the log likelihood.
             progress: show a bar; None shows one on a terminal.
 
         Returns:
@@ -247,8 +249,10 @@ class SWAG:
         collector = _collected(snapshots, model, rank, params)
         check_choice("SWAG.from_snapshots", "batch_norm", batch_norm, ("refresh", "keep"))
         check_seed(seed)
+        check_flag("SWAG.from_snapshots", "sample_weights", sample_weights)
         check_positive("SWAG.from_snapshots", "scale", scale, 0.5)
         loader = as_loader(loader, collector.model)
+        loader = WeightedLoader(loader) if sample_weights else loader
         first = first_batch(loader)
         network = copied(collector.model, "SWAG")
         put(network, {**collector.buffers, **collector.mean})
@@ -346,5 +350,5 @@ def _refresh(network: nn.Module, loader: Iterable[Any], forward: Forward | None,
         for each in devices:
             with torch.cuda.device(each):
                 torch.cuda.manual_seed(seed)
-        wrapped = ([inputs] for inputs, _ in checked_batches(network, loader))  # update_bn takes the first of a list
+        wrapped = ([inputs] for inputs, *_ in checked_batches(network, loader))  # update_bn takes the first of a list
         update_bn(wrapped, _OnInputs(network, forward))

@@ -143,11 +143,11 @@ def check_seed(seed: Any) -> None:
         raise LapwingError(f"seed={shown(seed)} is not a whole number from 0 to 2**63 - 1. Write seed=0.")
 
 
-def checked_batches(network: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Tensor]]:
-    """Yields the inputs and targets of batches that are not empty, on the network's device."""
+def checked_batches(network: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Tensor, Tensor | None]]:
+    """Yields inputs, targets and sample weights of batches that are not empty, on the network's device."""
     device = next(network.parameters()).device
     for number, raw in enumerate(loader, 1):
         inputs, targets = batches.split(raw, device)
         batches.check_finite(inputs, f"the inputs of batch number {number}")
         if batches.size(inputs):
-            yield inputs, targets
+            yield inputs, targets, batches.weights_of(raw, device)

@@ -641,3 +641,19 @@ def test_the_tangent_is_around_the_copy():
         posterior.tangent.model[0].bias.add_(1)
     with pytest.raises(lw.LapwingError, match=r"0\.bias of Sequential was written"):
         posterior.latent(problem.test)
+
+
+def test_a_sample_weight_counts_samples() -> None:
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 1).double(), torch.randn(6, 3).double(), torch.randn(6, 1).double()
+    collector = lw.SWAG.collector(model, rank=2)
+    for _ in range(3):
+        with torch.no_grad():
+            model.weight += 0.1
+        collector.snapshot()
+    counts = torch.tensor([1, 2, 0, 1, 3, 1])
+    triples = [(x[:4], y[:4], counts[:4].double()), (x[4:], y[4:], counts[4:].double())]
+    weighted = lw.SWAG.from_snapshots(collector, triples, sample_weights=True)
+    repeated = lw.SWAG.from_snapshots(collector, [(x.repeat_interleave(counts, 0), y.repeat_interleave(counts, 0))])
+    torch.testing.assert_close(weighted.noise_variance, repeated.noise_variance)
+    torch.testing.assert_close(weighted.predict(x).std, repeated.predict(x).std)
