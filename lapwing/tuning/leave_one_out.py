@@ -124,8 +124,7 @@ def leave_one_out(
         residual: the network's mean squared residual, below half of which s does not go if δσ² can be raised; 0 for
             none.
 
-    Cost: M = n C backward passes, at most MAX_ROWS, `JJᵀ` of all pairs, and time O(M³), ten times that where δσ² is
-    raised.
+    Cost: M = n C backward passes, at most MAX_ROWS, `JJᵀ` of all pairs, and one eigendecomposition of it, O(M³).
     """
     parts = [part for part in parts if batches.size(part[0])]
     samples = sum(batches.size(inputs) for inputs, *_ in parts)
@@ -161,6 +160,7 @@ def _left_out(
     labels = residuals[samples, turns] + doubled(anchors.inner(offset)[0])
     gram = anchors.gram(weights, tangent.widest)
     same = _copies(gram, targets[chosen], times)
+    groups = _groups(same, times)
     counts = every_weight[samples, turns]  # w: how often each pair counts
     total, roots = float(counts.sum()), counts.sqrt() / scales[turns]
     labels, gram = roots * labels, roots[:, None] * gram * roots
@@ -193,11 +193,10 @@ def _left_out(
     def left_out(log10: Tensor) -> LeaveOneOut:
         spectrum, scale = at(log10)
         noise = float(scale * unit * 10**log10)
-        inverse = (vectors / (scale * spectrum)) @ vectors.T
-        variance, error = _left_out_moments(inverse, labels, times, same)
+        variance, error = _left_out_moments(scale * spectrum, vectors, labels, groups)
         variance, error = (variance + more * noise) / total, error / total
         curve = learning_curve(scale * values, noise, size / count, total)
-        training_variance = noise * (1 + (len(counts) - noise * float(inverse.diagonal().sum())) / total)
+        training_variance = noise * (1 + (len(counts) - noise * float((1 / (scale * spectrum)).sum())) / total)
         return LeaveOneOut(
             curve * max(variance, error), variance, training_variance, curve, 1 / float(scale), noise, count,
             tangent.size,
@@ -263,29 +262,43 @@ def _trained(posterior: Posterior, inputs: Any, samples: int) -> Tangent | None:
     return None
 
 
-def _left_out_moments(inverse: Tensor, labels: Tensor, times: int, same: Tensor) -> tuple[float, float]:
+def _groups(same: Tensor, times: int) -> list[tuple[Tensor, Tensor]]:
+    """Returns pairs that are left out at once, by how many they are: (G, k) of indices, and of whose moments count.
+
+    Args:
+        same: which samples are left out at once with each (N, N).
+        times: how many pairs a sample has, side by side.
+    """
+    distinct, group_of = same.unique(dim=0, return_inverse=True)
+    sizes, inside = distinct.sum(1), torch.arange(times, device=same.device)
+    groups = []
+    for size in sizes.unique().tolist():
+        of_size = (sizes == size).nonzero()
+        members = distinct[of_size[:, 0]].nonzero()[:, 1].unflatten(0, (-1, size))
+        rows = (members[..., None] * times + inside).flatten(1)
+        groups.append((rows, (group_of[members] == of_size).repeat_interleave(times, 1)))
+    return groups
+
+
+def _left_out_moments(
+    spectrum: Tensor, vectors: Tensor, labels: Tensor, groups: list[tuple[Tensor, Tensor]]
+) -> tuple[float, float]:
     """Returns the sums of the variances and of the squared errors of targets that are left out.
 
     Args:
-        inverse: C⁻¹ (M, M), the pairs of a sample side by side.
+        spectrum: eigenvalues of C (M,).
+        vectors: eigenvectors of C (M, M).
         labels: r (M,).
-        times: how many pairs a sample has.
-        same: which samples are left out at once with each (N, N).
+        groups: which pairs are left out at once.
     """
-    weighted, inside = inverse @ labels, torch.arange(times, device=labels.device)
-    alone = same.sum(1) == 1
-    rows = alone.nonzero() * times + inside  # (samples, C)
-    left = torch.linalg.inv(inverse[rows[:, :, None], rows[:, None]])
-    variance = float(left.diagonal(dim1=1, dim2=2).sum())
-    error = float((left @ weighted[rows][..., None]).square().sum())
-    groups, group_of = same[~alone].unique(dim=0, return_inverse=True)
-    others = (~alone).nonzero()
-    for i, group in enumerate(groups):
-        rows = (group.nonzero() * times + inside).flatten()
-        left = torch.linalg.inv(inverse[rows[:, None], rows])
-        counted = torch.isin(rows, others[group_of == i] * times + inside)  # of the samples with exactly this group
-        variance += float(left.diagonal()[counted].sum())
-        error += float((left @ weighted[rows])[counted].square().sum())
+    root = vectors / spectrum.sqrt()  # of C⁻¹
+    weighted = root @ (root.T @ labels)
+    variance = error = 0.0
+    for rows, counted in groups:
+        part = root[rows]  # (G, k, M)
+        left = torch.linalg.inv(part @ part.mT)
+        variance += float(left.diagonal(dim1=1, dim2=2)[counted].sum())
+        error += float((left @ weighted[rows][..., None])[..., 0][counted].square().sum())
     return variance, error
 
 
