@@ -304,11 +304,11 @@ def other_outputs() -> Rows:
         "counts (B, 1)": (layers(1), x, torch.randint(6, (40, 1)), "poisson", lw.Poisson()),
     }  # fmt: skip
     rows: Rows = {}
-    for name, (model, inputs, y, likelihood, own) in cases.items():
+    for name, (model, inputs, y, label, likelihood) in cases.items():
         train = loader(inputs, y)
-        prediction = lw.fit(model.eval(), train, likelihood=own).predict(inputs)
+        prediction = lw.fit(model.eval(), train, likelihood=likelihood).predict(inputs)
         shape = tuple((prediction.probs if hasattr(prediction, "probs") else prediction.mean).shape)
-        lines = {part: peer_line(model, likelihood, part, train) for part in ("last_layer", "all")}
+        lines = {part: peer_line(model, label, part, train) for part in ("last_layer", "all")}
         same = len(set(lines.values())) == 1
         text = lines["all"] if same else "; ".join(f"{part}: {line}" for part, line in lines.items())
         rows[name] = {"laplace-torch": text, "lapwing": f"predictions {shape}"}

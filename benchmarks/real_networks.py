@@ -51,9 +51,9 @@ def study(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
     forward = time.perf_counter() - start
     with torch.no_grad():
         held_out = torch.cat([model(x) for x, _ in validation[:5]]).softmax(-1)
-    found: dict[str, Any] = {"MAP": {**class_scores(logits.softmax(-1), labels), "predict_seconds": forward}}
+    results: dict[str, Any] = {"MAP": {**class_scores(logits.softmax(-1), labels), "predict_seconds": forward}}
     on_validation = negative_log_likelihood(held_out, data.y_test[: len(held_out)])
-    found["MAP"]["nll_on_500_validation_images"] = float(on_validation)
+    results["MAP"]["nll_on_500_validation_images"] = float(on_validation)
     for label, (method, params) in METHODS.items():
         start = time.perf_counter()
         fitted = lw.fit(model, train, method, params=params, tune=lw.Evidence(), data_size=data_size, seed=SEED)
@@ -68,10 +68,10 @@ def study(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
         start = time.perf_counter()
         probs = validated.predict(test).probs
         row["validation"] |= {**class_scores(probs, labels), "predict_seconds": time.perf_counter() - start}
-        found[label] = row
+        results[label] = row
         print(label, row, flush=True)
-        write(f"real_network_{name}", found, SEED)
-    return found
+        write(f"real_network_{name}", results, SEED)
+    return results
 
 
 def defaults(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
@@ -82,17 +82,17 @@ def defaults(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
     some = batched(data.x_test[:500], data.y_test[:500])
     with torch.no_grad():
         logits = torch.cat([model(x) for x, _ in some])
-    found: dict[str, Any] = {"MAP": {"nll_on_500_validation_images": float(nn.functional.cross_entropy(
+    results: dict[str, Any] = {"MAP": {"nll_on_500_validation_images": float(nn.functional.cross_entropy(
         logits, data.y_test[:500]))}}  # fmt: skip
     for label, (method, params) in METHODS.items():
         fitted = lw.fit(model, train, method, params=params, data_size=data_size, seed=SEED)
         score = float(held_out_scores([fitted], None, some))
-        found[label] = {"prior_precision": fitted.prior_precision, "nll_on_500_validation_images": -score}
+        results[label] = {"prior_precision": fitted.prior_precision, "nll_on_500_validation_images": -score}
         if label == "last layer":
             test = batched(data.x_test[VALIDATION:], data.y_test[VALIDATION:])
-            found[label] |= class_scores(fitted.predict(test).probs, data.y_test[VALIDATION:])
-        print(name, label, found[label], flush=True)
-    return found
+            results[label] |= class_scores(fitted.predict(test).probs, data.y_test[VALIDATION:])
+        print(name, label, results[label], flush=True)
+    return results
 
 
 def main(names: list[str]) -> None:
