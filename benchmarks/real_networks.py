@@ -22,7 +22,7 @@ from torch import nn
 import lapwing as lw
 from benchmarks.measure import write
 from lapwing.evaluation.metrics import negative_log_likelihood
-from lapwing.tuning.held_out import held_out_scores
+from lapwing.tuning.held_out import at_precision, sample_scores
 from papers.common.data import batched, images, random_rows
 from papers.common.networks import cifar_resnet20, mnist_cnn
 from papers.common.scores import class_scores
@@ -36,6 +36,12 @@ METHODS: dict[str, tuple[lw.Method | None, Any]] = {
     "KFAC": (lw.KFAC(), lw.everything),
     "ELLA": (lw.ELLA(rank=20, rows=500), lw.everything),
 }
+
+
+def held_out_scores(posterior: lw.Posterior, precisions: list[Any], loader: Any) -> list[float]:
+    """Returns the mean log likelihood of held-out data at scalar prior precisions."""
+    scores = sample_scores([posterior], lambda one: [at_precision(one, delta) for delta in precisions], loader)
+    return scores.mean(-1, dtype=torch.float64)[0, :, 0].tolist()
 
 
 def study(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
@@ -62,7 +68,7 @@ def study(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
         validated = lw.Validation(validation, tempered=False, tolerance=0.0).tune(fitted)
         row["validation_seconds"] = time.perf_counter() - start
         deltas = {"evidence": fitted.prior_precision, "validation": validated.prior_precision}
-        on_validation = held_out_scores([fitted], list(deltas.values()), validation[:5])[0, :, 0].tolist()
+        on_validation = held_out_scores(fitted, list(deltas.values()), validation[:5])
         for (tuned, delta), score in zip(deltas.items(), on_validation, strict=True):
             row[tuned] = {"prior_precision": delta, "nll_on_500_validation_images": -score}
         start = time.perf_counter()
@@ -86,7 +92,7 @@ def defaults(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
         logits, data.y_test[:500]))}}  # fmt: skip
     for label, (method, params) in METHODS.items():
         fitted = lw.fit(model, train, method, params=params, data_size=data_size, seed=SEED)
-        score = float(held_out_scores([fitted], None, some))
+        (score,) = held_out_scores(fitted, [fitted.prior_precision], some)
         results[label] = {"prior_precision": fitted.prior_precision, "nll_on_500_validation_images": -score}
         if label == "last layer":
             test = batched(data.x_test[VALIDATION:], data.y_test[VALIDATION:])
