@@ -17,7 +17,6 @@ foreign documents.
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections import Counter
 from pathlib import Path
@@ -28,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from benchmarks.measure import RESULTS, write
-from benchmarks.positions_data import saved, with_tables
+from benchmarks.measure import RESULTS
+from benchmarks.tables import run_tasks
 from lapwing.evaluation.metrics import auroc, expected_calibration_error
 from papers.common.data import Batches, arrays, batched
 
@@ -157,20 +156,5 @@ def sentiment(share: float = 1.0) -> dict[str, Any]:
 TASKS = {"topics": topics, "sentiment": sentiment}
 
 
-def main() -> None:
-    """Runs both tasks, and writes results and tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true", help="write the tables of the page alone")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    if not options.page:
-        results = {}
-        for name, task in TASKS.items():
-            torch.manual_seed(SEED)
-            results[name] = task()
-        write("answers", results, SEED)
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), saved(RESULT)), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    run_tasks(__doc__, TASKS, RESULT, PAGE, SEED)

@@ -98,16 +98,18 @@ def predictions(model: nn.Module, x: Tensor, rounds: int, batches: int = 1) -> d
     An MLP's covariances also come by hand.
     """
     loader = [(x if i == 0 else torch.randn_like(x), torch.randint(10, (len(x),))) for i in range(batches)]
-    found = {}
+    results = {}
     for name, method in (("diagonal", lw.Diagonal()), ("KFAC", lw.KFAC())):
         posterior = lw.fit(model, loader, method, params=lw.everything, prior_precision=1.0)
-        found[name] = {
+        results[name] = {
             "variance": ratio(lambda p=posterior: p.latent(x).variance, lambda: _forward(model, x), rounds),
             "covariance": ratio(lambda p=posterior: p.latent(x).covariance, lambda: _forward(model, x), rounds),
         }
         if x.ndim == 2:
-            found[name]["covariance by hand"] = ratio(by_hand(model, x, posterior), lambda: _forward(model, x), rounds)
-    return found
+            results[name]["covariance by hand"] = ratio(
+                by_hand(model, x, posterior), lambda: _forward(model, x), rounds
+            )
+    return results
 
 
 class Clock:
@@ -139,15 +141,15 @@ class Clock:
 
 def fits(model: nn.Module, x: Tensor, classes: int = 10, params: Any = lw.everything) -> dict[str, Any]:
     """Returns the cost of one batch of a pass, from one to the next, the fastest of many; set-up is no part of it."""
-    y, found = torch.randint(classes, (len(x),)), {}
+    y, results = torch.randint(classes, (len(x),)), {}
     for name, method in (("diagonal", lw.Diagonal()), ("KFAC", lw.KFAC())):
         clocks = [Clock((x, y), 320) for _ in range(4)]
         for clock in clocks:
             lw.fit(model, clock, method, params=params, prior_precision=1.0)
         best = min(later - asked for clock in clocks for asked, later in pairwise(clock.asked))
         forward = ratio(lambda: _forward(model, x), lambda: _forward(model, x), 100)["reference_milliseconds"]
-        found[name] = {"milliseconds": 1e3 * best, "reference_milliseconds": forward, "ratio": 1e3 * best / forward}
-    return found
+        results[name] = {"milliseconds": 1e3 * best, "reference_milliseconds": forward, "ratio": 1e3 * best / forward}
+    return results
 
 
 def memory() -> dict[str, Any]:
@@ -158,7 +160,7 @@ def memory() -> dict[str, Any]:
     """
     model, x = cnn(), torch.randn(2000, 1, 28, 28)
     few, many = (x[:100].clone(), torch.randint(10, (100,))), (x[:1000].clone(), torch.randint(10, (1000,)))
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for budget in (2**24, 2**26, 2**28):
         options: dict[str, Any] = {"params": lw.everything, "memory": budget}
         posterior = lw.fit(model, [few], lw.KFAC(), **options)
@@ -172,13 +174,13 @@ def memory() -> dict[str, Any]:
             "fit, ELLA": lambda o=options: lw.fit(model, [many], lw.ELLA(), **o),
             "fit, optimal subspace": lambda o=options: lw.fit(model, [many], lw.OptimalSubspace(rows=500), **o),
         }
-        row = found[f"{budget >> 20} MiB"] = {}
+        row = results[f"{budget >> 20} MiB"] = {}
         for name, run in work.items():
             with LiveBytes() as live:
                 made = run()
             peak = live.peak - sum(value.nbytes for value in _returned(made))
             row[name] = {"peak_bytes_beside_returned": peak, "of_budget": peak / budget}
-    return found
+    return results
 
 
 def _returned(made: Any) -> list[Tensor]:
@@ -200,7 +202,7 @@ def fastest(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 def costs() -> dict[str, Any]:
     """Returns the costs of predictions and fits."""
     torch.manual_seed(SEED)
-    found = {
+    results = {
         "MLP 784-128-64-10, batch 100": predictions(mlp(), torch.randn(100, 784), 1000),
         "MLP 784-128-64-10, batch 100, fitted on 2 000": predictions(mlp(), torch.randn(100, 784), 1000, 20),
         "CNN 28x28, batch 50": predictions(cnn(), torch.randn(50, 1, 28, 28), 50),
@@ -215,9 +217,9 @@ def costs() -> dict[str, Any]:
             row["covariance"] = ratio(
                 lambda p=posterior, x=x: p.latent(x).covariance, lambda n=net, x=x: _forward(n, x), 20
             )
-        found[f"last layer 512-512-{classes}, batch 100"] = row
-        found[f"fit of the last layer 512-512-{classes}, a batch of 100"] = fits(net, x, classes, lw.last_layer)
-    return found
+        results[f"last layer 512-512-{classes}, batch 100"] = row
+        results[f"fit of the last layer 512-512-{classes}, a batch of 100"] = fits(net, x, classes, lw.last_layer)
+    return results
 
 
 def imports() -> dict[str, float]:
@@ -234,8 +236,8 @@ def imports() -> dict[str, float]:
 def main() -> None:
     """Runs everything three times and writes `benchmarks/results/cost.json` (`cost_cuda.json` on a GPU)."""
     torch.set_num_threads(2)
-    found = reduce(fastest, (costs() for _ in range(3)))
-    print(write("cost", {**found, "memory": memory(), "import, seconds": imports()}, SEED))
+    results = reduce(fastest, (costs() for _ in range(3)))
+    print(write("cost", {**results, "memory": memory(), "import, seconds": imports()}, SEED))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ Needs `pip install transformers peft` beside lapwing, and the data sets that LAP
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 from collections import Counter
@@ -24,8 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from benchmarks.measure import RESULTS, write
-from benchmarks.positions_data import CHARACTERS, WINDOW, saved, with_tables
+from benchmarks.measure import RESULTS
+from benchmarks.positions_data import CHARACTERS, WINDOW
+from benchmarks.tables import run_tasks
 from lapwing.integrations.huggingface import NextTokens
 from papers.common.data import arrays
 
@@ -117,17 +117,5 @@ def run(share: float = 1.0) -> dict[str, dict[str, float]]:
     return {name: {key: rows[name][key] for key in ("accuracy", "NLL", "ECE")} for name in candidates}
 
 
-def main() -> None:
-    """Runs everything, and writes results and the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true", help="write the table of the page alone")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    if not options.page:
-        torch.manual_seed(SEED)
-        write("lora", {"lora": run()}, SEED)
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), saved(RESULT)), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    run_tasks(__doc__, {"lora": run}, RESULT, PAGE, SEED)

@@ -71,10 +71,10 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        arguments = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         out = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given:
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in arguments:
                 self._note(leaf.untyped_storage())
         return out
 
@@ -117,7 +117,7 @@ def write(name: str, results: dict[str, Any], seed: int, folder: Path = RESULTS,
 def compact(values: Any) -> str:
     """Returns JSON with six digits a number and what nests no further on one line."""
     text = json.dumps(_rounded(values), indent=1)
-    return re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda found: " ".join(found.group().split()), text) + "\n"
+    return re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda match: " ".join(match.group().split()), text) + "\n"
 
 
 def _rounded(value: Any) -> Any:

@@ -17,13 +17,11 @@ of a linearised network has no influence.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -35,8 +33,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from benchmarks import answers, heteroscedastic
-from benchmarks.measure import RESULTS, write
-from benchmarks.positions_data import saved, with_tables
+from benchmarks.measure import RESULTS
+from benchmarks.tables import run_tasks
 from lapwing.evaluation.metrics import expected_calibration_error
 from papers.common.data import arrays
 
@@ -306,11 +304,11 @@ def other_outputs() -> Rows:
         "counts (B, 1)": (layers(1), x, torch.randint(6, (40, 1)), "poisson", lw.Poisson()),
     }  # fmt: skip
     rows: Rows = {}
-    for name, (model, inputs, y, likelihood, own) in cases.items():
+    for name, (model, inputs, y, label, likelihood) in cases.items():
         train = loader(inputs, y)
-        prediction = lw.fit(model.eval(), train, likelihood=own).predict(inputs)
+        prediction = lw.fit(model.eval(), train, likelihood=likelihood).predict(inputs)
         shape = tuple((prediction.probs if hasattr(prediction, "probs") else prediction.mean).shape)
-        lines = {part: peer_line(model, likelihood, part, train) for part in ("last_layer", "all")}
+        lines = {part: peer_line(model, label, part, train) for part in ("last_layer", "all")}
         same = len(set(lines.values())) == 1
         text = lines["all"] if same else "; ".join(f"{part}: {line}" for part, line in lines.items())
         rows[name] = {"laplace-torch": text, "lapwing": f"predictions {shape}"}
@@ -389,24 +387,6 @@ TASKS: dict[str, Callable[[], Rows]] = {
 }
 
 
-def main() -> None:
-    """Runs tasks, and writes results and tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tasks", nargs="*", help=f"which of {', '.join(TASKS)}; all by default")
-    parser.add_argument("--page", action="store_true", help="write the tables of the page alone")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    if not options.page:
-        import laplace  # noqa: F401 - without it nothing is measured, and nothing is refused
-    for name in [] if options.page else options.tasks or TASKS:
-        print(name, flush=True)
-        torch.manual_seed(SEED)
-        results = {**saved(RESULT), name: TASKS[name]()}
-        versions = {package: version(package) for package in ("laplace-torch", "botorch")}
-        write("peers", {task: results[task] for task in TASKS if task in results}, SEED, **versions)
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), saved(RESULT)), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    warnings.simplefilter("ignore")
+    run_tasks(__doc__, TASKS, RESULT, PAGE, SEED, ("laplace-torch", "botorch"))

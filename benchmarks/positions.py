@@ -57,8 +57,8 @@ def row(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
     }
     with torch.no_grad():
         costs = {name: ratio(call, forward, 1 if "fit" in name else 5, process_time) for name, call in calls.items()}
-    found = {name: cost["ratio"] for name, cost in costs.items()}
-    return {"forward milliseconds": costs["variance"]["reference_milliseconds"], **found}
+    ratios = {name: cost["ratio"] for name, cost in costs.items()}
+    return {"forward milliseconds": costs["variance"]["reference_milliseconds"], **ratios}
 
 
 def main() -> None:

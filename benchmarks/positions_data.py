@@ -18,8 +18,6 @@ Needs the data sets that LAPWING_DATA names, and matplotlib for the pictures.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import string
 from collections import Counter
@@ -32,7 +30,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from benchmarks.measure import RESULTS, write
+from benchmarks.measure import RESULTS
+from benchmarks.tables import COLUMNS, run_tasks
 from lapwing.evaluation import compare
 from lapwing.evaluation.comparison import Candidate
 from lapwing.evaluation.metrics import auroc
@@ -42,18 +41,10 @@ from papers.common.drawing import panels, save
 SEED = 0
 RESULT = RESULTS / "positions_data.json"
 PAGE = Path(__file__).parents[1] / "docs" / "positions.md"
-COLUMNS = {
-    "accuracy": ".1%", "RMSE": ".4f", "NLL": ".4f", "ECE": ".2%", "90 % interval": ".1%", "AUROC": ".3f",
-    "fit, s": ".2f", "predictions, ms": ".1f", "mean": ".3f", "best": ".3f", "worst": ".3f",
-    "laplace-torch": "", "lapwing": "", "refusal": "",
-}  # fmt: skip
-
 SCENE, SIDE, THRESHOLD = 64, 28, 0.4
 NOISE = 0.4
 WORDS, LONGEST = 2000, 40
 CHARACTERS, WINDOW = 48, 64
-
-Task = Callable[[float], dict[str, dict[str, float]]]
 
 
 # ---- training and scoring
@@ -353,11 +344,7 @@ def language(share: float = 1.0) -> dict[str, dict[str, float]]:
     return scores(classifiers(model, data, held_out), test)
 
 
-# ---- tables and pictures
-
-TASKS: dict[str, Task] = {
-    "segmentation": segmentation, "denoising": denoising, "tagging": tagging, "language": language,
-}  # fmt: skip
+# ---- pictures
 
 
 def draw(name: str, maps: Mapping[str, Tensor]) -> None:
@@ -378,45 +365,10 @@ def draw(name: str, maps: Mapping[str, Tensor]) -> None:
     save(figure, __file__, f"positions_{name}")
 
 
-def table(rows: Mapping[str, Mapping[str, float]]) -> str:
-    """Returns the rows of a task as Markdown."""
-    columns = [column for column in COLUMNS if any(column in row for row in rows.values())]
-    lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
-    for name, row in rows.items():
-        cells = [format(row[column], COLUMNS[column]) if column in row else "" for column in columns]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def saved(path: Path = RESULT) -> dict[str, Any]:
-    """Returns the results so far."""
-    return json.loads(path.read_text())["results"] if path.exists() else {}
-
-
-def with_tables(text: str, results: Mapping[str, Any]) -> str:
-    """Returns the text of a page with the tables of the results."""
-    for name, rows in results.items():
-        start, end = f"<!-- table of {name} -->\n", "<!-- end of table -->"
-        before, _, rest = text.partition(start)
-        text = before + start + table(rows) + end + rest.partition(end)[2] if rest else text
-    return text
-
-
-def main() -> None:
-    """Runs tasks, and writes results and tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tasks", nargs="*", help=f"which of {', '.join(TASKS)}; all by default")
-    parser.add_argument("--page", action="store_true", help="write the tables of the page alone")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    for name in [] if options.page else options.tasks or TASKS:
-        torch.manual_seed(SEED)
-        rows = TASKS[name](1.0)
-        print(name, table(rows), sep="\n")
-        results = {**saved(), name: rows}
-        write("positions_data", {task: results[task] for task in TASKS if task in results}, SEED)
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), saved()), encoding="utf-8")
+TASKS: dict[str, Callable[..., dict[str, dict[str, float]]]] = {
+    "segmentation": segmentation, "denoising": denoising, "tagging": tagging, "language": language,
+}  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    run_tasks(__doc__, TASKS, RESULT, PAGE, SEED)

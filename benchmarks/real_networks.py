@@ -22,7 +22,7 @@ from torch import nn
 import lapwing as lw
 from benchmarks.measure import write
 from lapwing.evaluation.metrics import negative_log_likelihood
-from lapwing.tuning.held_out import held_out_scores
+from lapwing.tuning.held_out import at_precision, sample_scores
 from papers.common.data import batched, images, random_rows
 from papers.common.networks import cifar_resnet20, mnist_cnn
 from papers.common.scores import class_scores
@@ -38,6 +38,12 @@ METHODS: dict[str, tuple[lw.Method | None, Any]] = {
 }
 
 
+def held_out_scores(posterior: lw.Posterior, precisions: list[Any], loader: Any) -> list[float]:
+    """Returns the mean log likelihood of held-out data at scalar prior precisions."""
+    scores = sample_scores([posterior], lambda one: [at_precision(one, delta) for delta in precisions], loader)
+    return scores.mean(-1, dtype=torch.float64)[0, :, 0].tolist()
+
+
 def study(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
     """Fits and scores every method on one network."""
     data = images(name)
@@ -51,9 +57,9 @@ def study(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
     forward = time.perf_counter() - start
     with torch.no_grad():
         held_out = torch.cat([model(x) for x, _ in validation[:5]]).softmax(-1)
-    found: dict[str, Any] = {"MAP": {**class_scores(logits.softmax(-1), labels), "predict_seconds": forward}}
+    results: dict[str, Any] = {"MAP": {**class_scores(logits.softmax(-1), labels), "predict_seconds": forward}}
     on_validation = negative_log_likelihood(held_out, data.y_test[: len(held_out)])
-    found["MAP"]["nll_on_500_validation_images"] = float(on_validation)
+    results["MAP"]["nll_on_500_validation_images"] = float(on_validation)
     for label, (method, params) in METHODS.items():
         start = time.perf_counter()
         fitted = lw.fit(model, train, method, params=params, tune=lw.Evidence(), data_size=data_size, seed=SEED)
@@ -62,16 +68,16 @@ def study(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
         validated = lw.Validation(validation, tempered=False, tolerance=0.0).tune(fitted)
         row["validation_seconds"] = time.perf_counter() - start
         deltas = {"evidence": fitted.prior_precision, "validation": validated.prior_precision}
-        on_validation = held_out_scores([fitted], list(deltas.values()), validation[:5])[0, :, 0].tolist()
+        on_validation = held_out_scores(fitted, list(deltas.values()), validation[:5])
         for (tuned, delta), score in zip(deltas.items(), on_validation, strict=True):
             row[tuned] = {"prior_precision": delta, "nll_on_500_validation_images": -score}
         start = time.perf_counter()
         probs = validated.predict(test).probs
         row["validation"] |= {**class_scores(probs, labels), "predict_seconds": time.perf_counter() - start}
-        found[label] = row
+        results[label] = row
         print(label, row, flush=True)
-        write(f"real_network_{name}", found, SEED)
-    return found
+        write(f"real_network_{name}", results, SEED)
+    return results
 
 
 def defaults(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
@@ -82,17 +88,17 @@ def defaults(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
     some = batched(data.x_test[:500], data.y_test[:500])
     with torch.no_grad():
         logits = torch.cat([model(x) for x, _ in some])
-    found: dict[str, Any] = {"MAP": {"nll_on_500_validation_images": float(nn.functional.cross_entropy(
+    results: dict[str, Any] = {"MAP": {"nll_on_500_validation_images": float(nn.functional.cross_entropy(
         logits, data.y_test[:500]))}}  # fmt: skip
     for label, (method, params) in METHODS.items():
         fitted = lw.fit(model, train, method, params=params, data_size=data_size, seed=SEED)
-        score = float(held_out_scores([fitted], None, some))
-        found[label] = {"prior_precision": fitted.prior_precision, "nll_on_500_validation_images": -score}
+        (score,) = held_out_scores(fitted, [fitted.prior_precision], some)
+        results[label] = {"prior_precision": fitted.prior_precision, "nll_on_500_validation_images": -score}
         if label == "last layer":
             test = batched(data.x_test[VALIDATION:], data.y_test[VALIDATION:])
-            found[label] |= class_scores(fitted.predict(test).probs, data.y_test[VALIDATION:])
-        print(name, label, found[label], flush=True)
-    return found
+            results[label] |= class_scores(fitted.predict(test).probs, data.y_test[VALIDATION:])
+        print(name, label, results[label], flush=True)
+    return results
 
 
 def main(names: list[str]) -> None:

@@ -91,33 +91,33 @@ def study(label: str, run: Run) -> dict[str, Any]:
         residual = float(torch.cat([(model(a) - b).square() for a, b in train]).mean())
         errors = (model(x) - y).square() / residual
     own = {"nll": float((math.log(2 * math.pi * residual) + errors).mean() / 2), "residual_variance": residual}
-    found: dict[str, Any] = {"MAP": {**own, "coverage": float((errors < 1.6449**2).float().mean())}}
+    results: dict[str, Any] = {"MAP": {**own, "coverage": float((errors < 1.6449**2).float().mean())}}
     for name, method in METHODS.items():
         for tuning, tune in {**TUNINGS, "validation": lw.Validation([(seen, labels)])}.items():
             params = lw.last_layer if name == "last layer" else None
             posterior = lw.fit(model, train, method, likelihood="gaussian", params=params, tune=tune, progress=False)
             prediction = posterior.predict(x)
             low, high = prediction.interval(0.9)
-            found.setdefault(name, {})[tuning] = {
+            results.setdefault(name, {})[tuning] = {
                 "nll": -float(prediction.log_prob(y).mean()),
                 "coverage": float(((low <= y) & (y <= high)).float().mean()),
                 "noise_of_residual": posterior.noise_variance / residual,
                 "prior_precision": posterior.prior_precision,
             }
-        print(label, name, {k: round(v["nll"], 3) for k, v in found[name].items()}, flush=True)
-    return found
+        print(label, name, {k: round(v["nll"], 3) for k, v in results[name].items()}, flush=True)
+    return results
 
 
 def main() -> None:
     """Runs everything and writes `benchmarks/results/regression.json`."""
     torch.set_num_threads(2)
-    found = {label: study(label, run) for label, run in RUNS.items()}
+    results = {label: study(label, run) for label, run in RUNS.items()}
     losses = {
-        tuning: sum(rows[name][tuning]["nll"] - rows["MAP"]["nll"] for rows in found.values() for name in METHODS)
-        / (len(found) * len(METHODS))
+        tuning: sum(rows[name][tuning]["nll"] - rows["MAP"]["nll"] for rows in results.values() for name in METHODS)
+        / (len(results) * len(METHODS))
         for tuning in (*TUNINGS, "validation")
     }
-    print(write("regression", {**found, "mean NLL less that of MAP": losses}, SEED), losses)
+    print(write("regression", {**results, "mean NLL less that of MAP": losses}, SEED), losses)
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def row(model: nn.Module, shape: tuple[int, ...], method: Any, params: Any, fold
     x = torch.randn(100, *shape)
     posterior = lw.fit(model, [(x, torch.arange(100) % 10)], method, params=params, prior_precision=100.0)
     predictor = lw.deploy(posterior, x, via, "latent")
-    found: dict[str, Any] = {"products": products(posterior, x)}
+    results: dict[str, Any] = {"products": products(posterior, x)}
     plain_onnx = exported(model, x, folder / "plain.onnx")
     ours_onnx = session(predictor.to_onnx(folder / "predictor.onnx", x))
     for batch in (1, 100):
@@ -143,14 +143,14 @@ def row(model: nn.Module, shape: tuple[int, ...], method: Any, params: Any, fold
             best = fastest([lambda run=run, z=z: run(z) for run in runs], 3.0)
         ratios = {name: best[2 * i + 1] / best[2 * i] for i, name in enumerate(("eager", "compiled", "onnxruntime"))}
         times = {f"{name}_milliseconds": best[2 * i] for i, name in enumerate(ratios)}
-        found[f"batch {batch}"] = {**ratios, "compiled_to_eager_forward": best[3] / best[0], **times}
-    return found
+        results[f"batch {batch}"] = {**ratios, "compiled_to_eager_forward": best[3] / best[0], **times}
+    return results
 
 
 def main(names: list[str] | None = None) -> None:
     """Runs everything and writes `benchmarks/results/streamlined_cost.json`."""
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in names or list(NETWORKS):
         make, shape, block = NETWORKS[name]
         torch.manual_seed(SEED)
@@ -166,9 +166,9 @@ def main(names: list[str] | None = None) -> None:
             for label, (method, params, via) in cases.items():
                 if name == "mlp" and "positions" in label:
                     continue
-                found[f"{name}: {label}"] = row(model, shape, method, params, Path(folder), via)
-                print(f"{name}: {label}", found[f"{name}: {label}"], flush=True)
-        print(write("streamlined_cost", found, SEED), flush=True)
+                results[f"{name}: {label}"] = row(model, shape, method, params, Path(folder), via)
+                print(f"{name}: {label}", results[f"{name}: {label}"], flush=True)
+        print(write("streamlined_cost", results, SEED), flush=True)
 
 
 if __name__ == "__main__":

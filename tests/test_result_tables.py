@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import answers, counts, lora, peers, positions_data
+from benchmarks import answers, counts, lora, peers, positions_data, tables
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_the_tables_of_a_page_are_those_of_the_results(script: ModuleType, tasks
     text = script.PAGE.read_text(encoding="utf-8")
     assert set(results) == tasks
     assert all(f"<!-- table of {task} -->" in text for task in tasks)
-    assert text == positions_data.with_tables(text, results)
+    assert text == tables.with_tables(text, results)
 
 
 def test_the_counts_of_convolutions_are_those_of_the_results() -> None:

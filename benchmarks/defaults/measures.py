@@ -114,19 +114,19 @@ def predicted(predict: Predictor, x: Tensor) -> Distribution:
     return Independent(Normal(mean, std), 1)
 
 
-def scores(found: Distribution, y: Tensor, foreign: Distribution | None = None) -> dict[str, float]:
+def scores(prediction: Distribution, y: Tensor, foreign: Distribution | None = None) -> dict[str, float]:
     """Returns what is measured of test predictions, and of those of foreign inputs."""
-    nll = -found.log_prob(y)
-    if not isinstance(found, Categorical):
-        residual = y.double() - found.mean
-        half = HALF * found.stddev
+    nll = -prediction.log_prob(y)
+    if not isinstance(prediction, Categorical):
+        residual = y.double() - prediction.mean
+        half = HALF * prediction.stddev
         return {
             "nll": float(nll.mean()),
-            "coverage": float(metrics.interval_coverage(found.mean - half, found.mean + half, y.double())),
+            "coverage": float(metrics.interval_coverage(prediction.mean - half, prediction.mean + half, y.double())),
             "squared_error": float(residual.square().mean()),
-            "width_over_residual": float(found.stddev.mean() / residual.square().mean().sqrt()),
+            "width_over_residual": float(prediction.stddev.mean() / residual.square().mean().sqrt()),
         }
-    confidence, classes = found.probs.max(-1)
+    confidence, classes = prediction.probs.max(-1)
     chance = torch.rand(RESAMPLED, len(y), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     by_chance = calibration_error(confidence, (chance < confidence).double())
     row = {
@@ -137,7 +137,7 @@ def scores(found: Distribution, y: Tensor, foreign: Distribution | None = None) 
         "ece_deviation": float(by_chance.std()),
     }
     if foreign is not None:
-        row["auroc_entropy"] = float(metrics.auroc(found.entropy(), foreign.entropy()))
+        row["auroc_entropy"] = float(metrics.auroc(prediction.entropy(), foreign.entropy()))
         row["auroc_confidence"] = float(metrics.auroc(-confidence, -foreign.probs.amax(-1)))
     return row
 
@@ -151,9 +151,9 @@ def calibration_error(confidence: Tensor, correct: Tensor, bins: int = 15) -> Te
     return ((correct - confidence) @ nn.functional.one_hot(places, bins).double()).abs().sum(-1) / len(confidence)
 
 
-def paired(found: Distribution, other: Distribution, y: Tensor, name: str) -> dict[str, float]:
+def paired(prediction: Distribution, other: Distribution, y: Tensor, name: str) -> dict[str, float]:
     """Returns the mean difference in NLL of the test rows, and its standard error."""
-    difference = other.log_prob(y) - found.log_prob(y)
+    difference = other.log_prob(y) - prediction.log_prob(y)
     return {
         f"nll_minus_{name}": float(difference.mean()),
         f"nll_minus_{name}_error": float(difference.std() / math.sqrt(len(y))),

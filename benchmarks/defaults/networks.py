@@ -118,7 +118,7 @@ def table(name: str, size: str, regime: str) -> Cell:
 
     return Cell(
         f"{name.removeprefix('uci_')}-{size}-{regime}", f"tables, {family}, {size}", data,
-        lambda found: mlp(found.train[0].shape[1], *widths, 1, activation=activation), recipe,
+        lambda data: mlp(data.train[0].shape[1], *widths, 1, activation=activation), recipe,
     )  # fmt: skip
 
 
@@ -172,12 +172,14 @@ def picture(name: str, rows: int, regularised: bool = False) -> Cell:
     recipe = Recipe(F.cross_entropy, steps, 2e-3, 5e-4 if regularised else 0.0, 50)
 
     def data(seed: int) -> Data:
-        found = read(name)
-        train, val = random_rows(found.x_train, rows, seed).split([rows - validation_rows(rows), validation_rows(rows)])
-        test = random_rows(found.x_test, TESTED, seed)
+        source = read(name)
+        train, val = random_rows(source.x_train, rows, seed).split(
+            [rows - validation_rows(rows), validation_rows(rows)]
+        )
+        test = random_rows(source.x_test, TESTED, seed)
         return Data(
-            (found.x_train[train], found.y_train[train]), (found.x_train[val], found.y_train[val]),
-            (found.x_test[test], found.y_test[test]), foreign_images(name),
+            (source.x_train[train], source.y_train[train]), (source.x_train[val], source.y_train[val]),
+            (source.x_test[test], source.y_test[test]), foreign_images(name),
         )  # fmt: skip
 
     def fit(model: nn.Module, part: Part, seed: int) -> object:
@@ -193,12 +195,12 @@ def checkpoint(name: str, label: str, network: Callable[[], nn.Module], size: in
     """Returns a cell of a network that is read: it has seen all training images, so test images validate."""
 
     def data(seed: int) -> Data:
-        found = read(name)
-        shown = random_rows(found.x_train, 2000, seed)
-        val, test = random_rows(found.x_test, 300 + TESTED, seed).split([300, TESTED])
+        source = read(name)
+        shown = random_rows(source.x_train, 2000, seed)
+        val, test = random_rows(source.x_test, 300 + TESTED, seed).split([300, TESTED])
         return Data(
-            (found.x_train[shown], found.y_train[shown]), (found.x_test[val], found.y_test[val]),
-            (found.x_test[test], found.y_test[test]), foreign_images(name), size,
+            (source.x_train[shown], source.y_train[shown]), (source.x_test[val], source.y_test[val]),
+            (source.x_test[test], source.y_test[test]), foreign_images(name), size,
         )  # fmt: skip
 
     return Cell(f"{name}-{label}", "images, checkpoints", data, lambda _: network())
@@ -211,11 +213,11 @@ WORDS, LENGTH, WIDTH = 3000, 40, 32
 
 def hashed(texts: Sequence[str]) -> Tensor:
     """Returns token numbers (N, LENGTH) of lower-case words by a hash, padded behind by 0."""
-    found = torch.zeros(len(texts), LENGTH, dtype=torch.long)
-    for row, text in zip(found, texts, strict=True):
+    tokens = torch.zeros(len(texts), LENGTH, dtype=torch.long)
+    for row, text in zip(tokens, texts, strict=True):
         words = [1 + zlib.crc32(word.encode()) % (WORDS - 1) for word in text.lower().split()[:LENGTH]] or [1]
         row[: len(words)] = torch.tensor(words)
-    return found
+    return tokens
 
 
 class TextCNN(nn.Module):

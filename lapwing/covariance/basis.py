@@ -60,7 +60,7 @@ class Basis(ABC):
         """Returns what `tensors()` in a file must be, beside this `extra()`.
 
         Raises:
-            Mismatch: where that is not a `extra()`.
+            Mismatch: where that is not an `extra()`.
         """
 
     @classmethod

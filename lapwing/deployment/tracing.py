@@ -84,7 +84,7 @@ def trace(
         program = _program(tangent, with_bases, graph, via, inputs)
         run = Run(program, covariance, inputs, observe, centred, tangent.dtype)
         if linearised:
-            _check_last(program, run, tangent)
+            _check_last_layer(program, run, tangent)
         with quiet():
             exported = _exported(run, inputs, graph)
         module = _flat(exported)
@@ -133,7 +133,7 @@ def _program(tangent: Tangent, covariance: Any, graph: Graph, via: Streamlined, 
     return program
 
 
-def _check_last(program: Program, run: Run, tangent: Tangent) -> None:
+def _check_last_layer(program: Program, run: Run, tangent: Tangent) -> None:
     """Refuses uncertain values before the last layer, and a last layer whose covariances are not complete."""
     early = [step for step in program.schedule.steps if step.uncertain and step.node.name not in program.ends]
     if early or not run.complete:

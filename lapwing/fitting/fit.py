@@ -7,43 +7,35 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..covariance import Covariance, PriorCovariance
-from ..errors import LapwingError, check_flag, is_positive, shown
+from ..covariance import PriorCovariance
+from ..errors import LapwingError, check_flag
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import check_logits, inferred_likelihood
-from ..linalg import is_finite
-from ..methods import KFAC, FisherRoot, FitResult, Method, Outline, Problem
+from ..methods import KFAC, FisherRoot, Method, Outline, Problem
 from ..methods.problem import root_columns
 from ..network import batches, ranks
 from ..network.batches import Forward
 from ..network.data import as_loader
 from ..network.eager import outside_modes
 from ..network.gate import sharded_modules
-from ..network.loaders import (
-    WeightedLoader,
-    check_progress,
-    check_seed,
-    known_size,
-    warn_of_unseen_samples,
-)
+from ..network.loaders import WeightedLoader, check_progress, known_size, warn_of_unseen_samples
 from ..network.progress import expect, length_of, with_progress
 from ..network.sharded import Head
-from ..network.stamp import Stamp
 from ..posterior import Posterior
-from ..posterior.prior import Prior, check_range
+from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tuning import BoundedEvidence, Training, Tuning, Validation
 from .checkpoint import Checkpoint, checkpoint_of
 from .default_method import default_fit, method_and_params
 from .further import continued
+from .options import check_data_size, check_numbers, check_tuning
 from .plan import check_room
+from .result import check_noise, checked, posteriors_of
 from .runner import Runner
 from .sharded import check_last_layer, with_features
 from .validation import validation_tuning, with_all_weights
@@ -155,16 +147,18 @@ def fit(
         check_flag("lw.fit", "sample_weights", sample_weights)
         check_progress(progress)
         file = checkpoint_of(checkpoint, every)
-        return _checked(continued(prior, model, loader, chosen_beside, sample_weights, forward, memory, file))
+        return checked(continued(prior, model, loader, chosen_beside, sample_weights, forward, memory, file))
     is_default = method is None and params is None
     method, params = method_and_params(method, params)
-    _check_numbers(prior_precision, weight_decay, temperature, data_size, seed)
-    _check_tuning(tune)
+    check_numbers(prior_precision, weight_decay, temperature, data_size, seed)
+    check_tuning(tune)
     check_progress(progress)
     check_flag("lw.fit", "sample_weights", sample_weights)
     inner = isinstance(checkpoint, Checkpoint)  # the fit of all weights after that of the last layer
     file = checkpoint if isinstance(checkpoint, Checkpoint) else checkpoint_of(checkpoint, every)
     start, seed = time.perf_counter(), int(seed)
+
+    # the data
     if sharded_modules(model):
         check_last_layer(method, params)
         model, loader, validation, tune = with_features(model, forward, loader, validation, tune, sample_weights)
@@ -175,54 +169,43 @@ def fit(
     inputs, targets = batches.split(batches.weighted(first) if sample_weights else first)
     if validation is not None:
         validation = as_loader(validation, model, "val")
-        other = None if tune is DEFAULT_TUNING else tune
-        tune = validation_tuning(validation, other, data, (inputs, targets))
+        tune = validation_tuning(validation, None if tune is DEFAULT_TUNING else tune, data, (inputs, targets))
     if data_size is not None:
-        _check_data_size(data_size, known_size(loader) or 0)
+        check_data_size(data_size, known_size(loader) or 0)
     training = WeightedLoader(loader, ranks.several()) if sample_weights else loader
     likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
-    if likelihood.plain is not likelihood:
-        log.info(
-            "%s weighs the loss, and no distribution of the targets has such a loss: its evidence is a pseudo-evidence",
-            likelihood,
-        )  # fmt: skip
-    if isinstance(model, Head) and likelihood.needs_noise and isinstance(tune, BoundedEvidence):
-        log.warning(
-            "The layers before the last are sharded, and the tuning of the noise takes them for fixed: what they have "
-            "memorised of the targets is not seen. Pass held-out data: validation=(x_val, y_val)."
-        )
-    runner = Runner(training, 0 if tune is None else tune.prefixes, data_size, file)
+    _log_limits_of_evidence(model, likelihood, tune)
+
+    # the network
+    prefixes = 0 if tune is None else tune.prefixes
+    runner = Runner(training, prefixes, data_size, file)
     chosen = default_fit(model, inputs, likelihood, forward, memory, runner.count) if is_default else None
     method, tangent = chosen or (method, Tangent.survey(model, inputs, params, forward, memory, targets=targets))
-    positions = tangent.positions
     drawn = runner.shown()
     check_room(method, Outline.of(tangent, inputs, drawn or batches.size(inputs)))
-    if likelihood.activation is not None:
-        weight = next(iter(tangent.parameters.values()))
-        some = batches.plain(batches.take(inputs, slice(0, 16)), tangent.device)
-        outputs = tangent.outputs_of(some)
-        check_logits(likelihood, outputs if positions is None else positions.rows(outputs), weight.dtype)
+    _check_logits(tangent, likelihood, inputs)
     if data_size is None:
         warn_of_unseen_samples(data, drawn)
+
+    # the prior and the noise
     if weight_decay is not None:
         prior_precision = (data_size or runner.count()) * weight_decay
-    read = Prior.read(tangent, prior_precision, prior_mean)
-    _check_noise(likelihood, tangent)
+    weight_prior = Prior.read(tangent, prior_precision, prior_mean)
+    check_noise(likelihood, tangent)
     ranks.check_same_network(tangent.model, tangent.state())
-    generator = torch.Generator(tangent.device).manual_seed((seed + ranks.rank()) % 2**63)  # each rank draws its own
-    _, spread = root_columns(tangent)
-    root = FisherRoot(likelihood, tangent.outputs, generator, spread)
-    traces = tune is not None and tune.reads_evidence(not read.fixed, likelihood.needs_noise)
+    traces = tune is not None and tune.reads_evidence(not weight_prior.fixed, likelihood.needs_noise)
     problem = Problem(
-        tangent, likelihood, root, read, traces, seed, runner.labels, runner.count, runner.summary, float(temperature),
-        data_size,
+        tangent, likelihood, _root(tangent, likelihood, seed), weight_prior, traces, seed, runner.labels, runner.count,
+        runner.summary, float(temperature), data_size,
     )  # fmt: skip
+
+    # the passes
     if file is not None and not inner:
         file.open(training, {
             "the network": tangent.state(), "the parameters": tangent.blocks, "the method": method,
-            "the likelihood": likelihood, "the prior": read, "data_size": data_size, "temperature": temperature,
+            "the likelihood": likelihood, "the prior": weight_prior, "data_size": data_size, "temperature": temperature,
             "sample_weights": sample_weights, "forward": forward, "memory": tangent.memory, "seed": seed,
-            "the tuning": [traces, 0 if tune is None else tune.prefixes],
+            "the tuning": [traces, prefixes],
         })  # fmt: skip
     count = length_of(loader) or 0
     expect(method.expected_batches(count) + (0 if tune is None else tune.expected_batches(count)))
@@ -235,19 +218,16 @@ def fit(
             )
         if data_size is None and drawn is None:
             warn_of_unseen_samples(data, runner.shown())
-        whole, prefixes = _posteriors(runner, method, problem, result)
+        whole, parts = posteriors_of(runner, method, problem, result)
+
+        # the tuning
         if result.precision is not None or not isinstance(result.covariance, PriorCovariance):
-            if isinstance(tune, Validation) and whole.logit_temperature == 1:
-                return _checked(tune.tune(whole))  # chooses the logit temperature
-            if not read.fixed and tune is not None and tune is not DEFAULT_TUNING:
-                name = type(tune).__name__
-                log.warning("%s chooses its own prior; tune=%s was not used", type(method).__name__, name)
-            return _checked(whole)
+            return checked(_with_prior_of_method(whole, method, tune, weight_prior.fixed))
         if tune is None:
-            return _checked(whole if whole.tuned else whole.with_defaults())
+            return checked(whole if whole.tuned else whole.with_defaults())
         before = time.perf_counter()
-        shown_data = Training(training, prefixes, runner.count())
-        posterior = _checked(tangent.retried(lambda: tune.tune(whole, shown_data)))
+        shown_data = Training(training, parts, runner.count())
+        posterior = checked(tangent.retried(lambda: tune.tune(whole, shown_data)))
         log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - start)
         if not is_default or validation is None or likelihood.logit_temperature is None:
             return posterior
@@ -263,126 +243,41 @@ def fit(
         return with_all_weights(posterior, fit_all, validation, inputs, runner.count())
 
 
-def _posteriors(
-    runner: Runner, method: Method, problem: Problem, result: FitResult
-) -> tuple[Posterior, tuple[Posterior, ...]]:
-    """Returns the posterior of all data, and those of its first parts, with the prior and noise that the method chose.
-
-    Raises:
-        LapwingError: for a data size below the number of samples that the loader shows.
-    """
-    tangent, likelihood, prior = result.tangent or problem.tangent, problem.likelihood, problem.prior
-    if result.noise_variance is not None:
-        likelihood = likelihood.with_noise_variance(result.noise_variance)
-    if result.logit_temperature is not None:
-        likelihood = likelihood.with_logit_temperature(result.logit_temperature)
-    if result.precision is not None:
-        prior = replace(prior, precision=result.precision, fixed=True)
-
-    def posterior(covariance: Covariance, statistics: Mapping[str, Tensor], samples: int, factor: float) -> Posterior:
-        fitted = Posterior(
-            tangent, covariance, likelihood, prior, dict(statistics), samples, factor, problem.temperature,
-            repr(method), not likelihood.needs_noise, Stamp.of(tangent.state()), result.history,
+def _log_limits_of_evidence(model: nn.Module, likelihood: Likelihood, tune: Tuning | None) -> None:
+    """Logs what the evidence of this fit does not know."""
+    if likelihood.plain is not likelihood:
+        log.info(
+            "%s weighs the loss, and no distribution of the targets has such a loss: its evidence is a pseudo-evidence",
+            likelihood,
         )  # fmt: skip
-        settled = fitted.noise_fixed and isinstance(covariance, PriorCovariance)
-        return fitted.at(prior.precision, likelihood.noise_variance) if settled else fitted
-
-    summary, factor = result.summary, result.data_factor
-    if summary is None:
-        summary = runner.summary()
-        if problem.data_size is None and not runner.whole:
-            factor = runner.count() / summary.samples
-    if problem.data_size is not None:
-        count = summary.samples if result.summary is None else runner.count()
-        _check_data_size(problem.data_size, count)
-        factor *= problem.data_size / count
-    whole = posterior(result.covariance, summary.statistics, summary.samples, factor)
-    parts = sorted(runner.prefixes().items())
-    unscaled = parts if whole.data_factor > 1 else parts[:-1]  # all of the data is a part where `whole` is scaled
-    return whole, tuple(posterior(*kept, samples, 1.0) for samples, kept in unscaled)
-
-
-def _checked(posterior: Posterior) -> Posterior:
-    """Returns the result of a fit, refused where it is not finite; warns where rounding decides some variances."""
-    posterior = _agreed(posterior)
-    tensors = (*posterior.covariance.tensors().values(), *posterior.statistics.values())
-    if not all(is_finite(values) for values in tensors):
-        raise LapwingError(
-            "The fit is not finite: sums of squared gradients or residuals exceed the range of "
-            f"{posterior.tangent.dtype}. Scale the inputs and the targets to about 1, or fit the network in float64 "
-            "with model.double()."
-        )
-    _check_noise(posterior.likelihood, posterior.tangent)
-    if posterior.covariance.rounded():
+    if isinstance(model, Head) and likelihood.needs_noise and isinstance(tune, BoundedEvidence):
         log.warning(
-            "The curvature of %s spans more digits than its sums resolve beside a prior precision of %.3g: variances "
-            "in directions of least curvature are rounding noise. Scale the inputs to about 1, raise the prior "
-            "precision, or fit the network in float64 with model.double().",
-            posterior.method, posterior.prior.precision.min().item(),
-        )  # fmt: skip
-    return posterior
-
-
-def _agreed(posterior: Posterior) -> Posterior:
-    """Returns the posterior at the numbers of rank 0, from which those of another machine may differ by rounding."""
-    tuned = posterior.prior.precision.tolist(), posterior.noise_variance, posterior.logit_temperature
-    precision, noise, temperature = ranks.decided("the numbers that were tuned", tuned)
-    if (precision, noise, temperature) == tuned or not isinstance(posterior.covariance, PriorCovariance):
-        return posterior
-    if temperature is not None:
-        likelihood = posterior.likelihood.with_logit_temperature(temperature)
-        posterior = replace(posterior, likelihood=likelihood)
-    return posterior.at(posterior.prior.precision.new_tensor(precision), noise)
-
-
-def _check_noise(likelihood: Likelihood, tangent: Tangent) -> None:
-    """Raises for a noise variance that the weights' dtype cannot express."""
-    if likelihood.noise_variance is not None:
-        check_range("noise variance", torch.tensor(likelihood.noise_variance, dtype=torch.float64), tangent.dtype)
-
-
-def _check_numbers(
-    prior_precision: Any, weight_decay: float | None, temperature: float, data_size: int | None, seed: Any
-) -> None:
-    """Raises for numbers out of range."""
-    numbers = {"weight_decay": weight_decay, "temperature": temperature}
-    if not isinstance(prior_precision, Mapping):
-        numbers["prior_precision"] = prior_precision
-    for name, value in numbers.items():
-        if not (is_positive(value) or (value is None and name != "temperature")):
-            raise LapwingError(
-                f"{name}={shown(value)} is not a positive finite number. Write "
-                f"{name}={1e-4 if name == 'weight_decay' else 1.0}, or leave it out."
-            )
-    if data_size is not None and not (is_positive(data_size) and isinstance(data_size, Integral)):
-        raise LapwingError(
-            f"data_size={shown(data_size)} is not a whole number, the size of the training set. Write "
-            "data_size=len(dataset), or leave it out."
-        )
-    if prior_precision is not None and weight_decay is not None:
-        raise LapwingError(
-            f"prior_precision={prior_precision} and weight_decay={weight_decay} exclude each other, since weight_decay "
-            "sets the prior precision to N times itself. Leave one out."
-        )
-    check_seed(seed)
-
-
-def _check_tuning(tune: Any) -> None:
-    """Raises for a tuning that is none."""
-    if tune is not None and not isinstance(tune, Tuning):
-        raise LapwingError(
-            f"tune={shown(tune)} is not a tuning. Pass lw.BoundedEvidence(), lw.Evidence(), lw.Validation(loader), "
-            "lw.EarlyStopping(loader) or None: write tune=lw.BoundedEvidence()."
-        )
-    if torch.empty(0).is_meta:
-        raise LapwingError(
-            "torch's default device is meta, whose tensors hold no numbers. Call torch.set_default_device('cpu') first."
+            "The layers before the last are sharded, and the tuning of the noise takes them for fixed: what they have "
+            "memorised of the targets is not seen. Pass held-out data: validation=(x_val, y_val)."
         )
 
 
-def _check_data_size(data_size: int, shown: int) -> None:
-    if data_size < shown:
-        raise LapwingError(
-            f"data_size={data_size} is below the {shown} samples that the loader shows. Leave data_size out, or give "
-            "the size of the whole training set."
-        )
+def _check_logits(tangent: Tangent, likelihood: Likelihood, inputs: Any) -> None:
+    """Raises for outputs that are probabilities where the likelihood takes logits."""
+    if likelihood.activation is not None:
+        weight = next(iter(tangent.parameters.values()))
+        outputs = tangent.outputs_of(batches.plain(batches.take(inputs, slice(0, 16)), tangent.device))
+        rows = outputs if tangent.positions is None else tangent.positions.rows(outputs)
+        check_logits(likelihood, rows, weight.dtype)
+
+
+def _root(tangent: Tangent, likelihood: Likelihood, seed: int) -> FisherRoot:
+    """Returns the root of the Fisher information; each rank draws its own columns."""
+    generator = torch.Generator(tangent.device).manual_seed((seed + ranks.rank()) % 2**63)
+    _, positions = root_columns(tangent)
+    return FisherRoot(likelihood, tangent.outputs, generator, positions)
+
+
+def _with_prior_of_method(whole: Posterior, method: Method, tune: Tuning | None, fixed: bool) -> Posterior:
+    """Returns the posterior of a method that chooses its own prior, its logit temperature tuned on held-out data."""
+    if isinstance(tune, Validation) and whole.logit_temperature == 1:
+        return tune.tune(whole)
+    if not fixed and tune is not None and tune is not DEFAULT_TUNING:
+        name = type(tune).__name__
+        log.warning("%s chooses its own prior; tune=%s was not used", type(method).__name__, name)
+    return whole

@@ -322,13 +322,13 @@ class Runner:
             if self._checkpoint is not None:
                 self._checkpoint.in_batch = True
             cuts = sorted({0, end, *(stop - start for stop in stops if start < stop < start + end)})
-            for first, last in pairwise(cuts):
-                rows = slice(first, last)
-                part = inputs if last - first == samples else batches.take(inputs, rows)
+            for low, high in pairwise(cuts):
+                rows = slice(low, high)
+                part = inputs if high - low == samples else batches.take(inputs, rows)
                 some = None if weights is None else weights[rows]
                 counted = self._counted(targets[rows], problem)
                 yield Batch(
-                    problem.tangent, part, targets[rows], before + start + first,
+                    problem.tangent, part, targets[rows], before + start + low,
                     None if problem.tangent.positions is None else counted, weights=some,
                     likelihood=problem.likelihood if problem.likelihood.weighs(counted) else None, round=at.rounds,
                 )  # fmt: skip

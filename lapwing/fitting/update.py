@@ -12,8 +12,8 @@ from ..network.loaders import WeightedLoader, check_progress
 from ..network.sharded import Head
 from ..posterior import Posterior
 from ..tuning import Evidence, Training, Tuning, Validation
-from .fit import _checked
 from .further import with_further
+from .result import checked
 
 
 @outside_modes
@@ -35,7 +35,7 @@ def updated(
         loader = ranks.share(posterior.model.features(loader, batches.weighted if sample_weights else batches.split))
     loader = WeightedLoader(loader, ranks.several()) if sample_weights else loader
     whole = with_further(posterior, posterior.tangent, loader)
-    return _checked(whole if tune is None else tune.tune(whole, Training()))
+    return checked(whole if tune is None else tune.tune(whole, Training()))
 
 
 Posterior.updating = staticmethod(updated)

@@ -1,7 +1,8 @@
 """The algebra of Jacobians: products, Kronecker factors and norms of blocks that are never formed.
 
 It works on tensors alone and knows no network; it imports `linalg`, `contents` and `errors`. Begin with `jacobian.py`
-(what every block can do), then `outer.py` (sums of `g aᵀ`, which most layers are) and `layers/` (one file a family).
+(what every block can do), then `outer.py` (`g aᵀ` at one position), `shared_outer.py` (its sum over positions) and
+`layers/` (one file a family).
 What a layer from outside needs is exported here: docs/extending.md has an example.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 from .blocks import Matrix
 from .jacobian import BlockJacobian, Rows
 from .layers import Use, register
-from .outer import Outer, SharedOuter
+from .outer import Outer
+from .shared_outer import SharedOuter
 
 __all__ = ["BlockJacobian", "Matrix", "Outer", "Rows", "SharedOuter", "Use", "register"]

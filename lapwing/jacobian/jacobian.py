@@ -2,7 +2,7 @@
 
 Layout: B samples, R cotangents a sample (the C outputs themselves, or the columns of a Fisher root), P weights of a
 block. `J[n, r]` is the gradient of cotangent r of sample n. A layer family need only give `row_slices`; every
-contraction below follows from it, and overrides (`outer.py`, `layers/embedding.py`) are speed.
+contraction below follows from it, and overrides (`outer.py`, `shared_outer.py`, `layers/embedding.py`) are speed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from ..linalg import linear, total
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from .strips import Strips
 
 SLICE_BYTES = 16 * 2**20
 """Aim for the size of one slice of rows: large enough for fast products, small beside the usual memory budget."""
@@ -63,6 +65,11 @@ class BlockJacobian(ABC):
     def is_output(self) -> bool:
         """Whether the layer's output is the network's and its entries are the cotangents."""
         return False
+
+    @property
+    def strips(self) -> Strips | None:
+        """The inputs a and output gradients g at all positions, where the rows are `Σ_t g aᵀ`; None for other rows."""
+        return None
 
     def within(self, slice_bytes: int) -> Self:
         """Returns the same Jacobian, its slices of this size."""

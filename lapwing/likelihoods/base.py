@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -66,6 +66,12 @@ class Likelihood(ABC):
     """What turns outputs into probabilities, "softmax" or "sigmoid"; None where outputs are no logits."""
     selects_outputs: ClassVar[bool] = False
     """Whether `predict` takes the latent of some outputs, as of `lw.Linearized(outputs=10)`."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Leaves out the `fisher_parts` of another Λ, where a class defines a `fisher_root` alone."""
+        super().__init_subclass__(**options)
+        if "fisher_root" in vars(cls) and "fisher_parts" not in vars(cls):
+            cls.fisher_parts = Likelihood.fisher_parts  # type: ignore[method-assign]
 
     @abstractmethod
     def check(self, outputs: Tensor, targets: Tensor) -> None:
@@ -129,13 +135,13 @@ class Likelihood(ABC):
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """Returns a root (B, C, R) with `root rootᵀ = Λ` at unit noise, for any R."""
 
-    def fisher_parts(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns Λ at unit noise by its diagonal (B, C), and v (B, C) where it is `-v vᵀ` beside it, None where 0.
+    def fisher_parts(self, outputs: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """Returns the diagonal (B, C) of Λ at unit noise, and v (B, C) where Λ is `-v vᵀ` beside it, None where 0.
 
-        A layer that gives the outputs needs no more: C numbers a sample in place of the root's C². Likelihoods of
-        another Λ leave this out, and so do subclasses with a `fisher_root` of their own.
+        A layer that gives the outputs needs no more: C numbers a sample in place of the root's C². None alone says
+        that Λ has another form.
         """
-        raise NotImplementedError(f"{type(self).__name__} has a fisher_root alone.")
+        return None
 
     @abstractmethod
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:

@@ -29,7 +29,7 @@ MAX_DRAWS = 10**9
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Casts half precision to float32 and leave wider types alone: a log of a sum needs the digits."""
+    """Returns half precision as float32, and wider types as they are: a log of a sum needs the digits."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 

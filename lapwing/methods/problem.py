@@ -109,7 +109,9 @@ class FisherByParts:
 
     def __call__(self, outputs: Tensor) -> FisherParts:
         """Returns the parts at outputs (B, C)."""
-        return FisherParts(*self._likelihood.fisher_parts(outputs))
+        parts = self._likelihood.fisher_parts(outputs)
+        assert parts is not None
+        return FisherParts(*parts)
 
 
 @dataclass(frozen=True)
@@ -147,11 +149,10 @@ class Problem:
     @cached_property
     def summed_root(self) -> FisherRoot | FisherByParts:
         """What sums over rows take: the root, or Λ by its parts where the layer that gives the outputs is all."""
-        kinds = (vars(kind) for kind in type(self.likelihood).__mro__)
-        nearest = next(kind for kind in kinds if "fisher_root" in kind or "fisher_parts" in kind)
-        if not self.tangent.treats_output_alone or "fisher_parts" not in nearest:
-            return self.root
-        return FisherByParts(self.likelihood, self.tangent.outputs)
+        outputs = self.tangent.outputs
+        if self.tangent.treats_output_alone and self.likelihood.fisher_parts(self.zeros(1, outputs)) is not None:
+            return FisherByParts(self.likelihood, outputs)
+        return self.root
 
     @property
     def precision(self) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError, shown
-from ..network import batches
+from ..network import batches, nesting
 from ..tangent import Anchors
 from ..tangent.anchors import output_width
 from .passes import Batch, Pass, SumPass
@@ -70,7 +70,7 @@ class KeptInputs(State):
     shared: dict[str, Tensor] = field(default_factory=dict)
 
     def keep(self, key: int, leaves: list[Tensor], nest: str, labels: Tensor) -> None:
-        """Keeps what `batches.flatten` returns, and the labels."""
+        """Keeps what `nesting.flatten` returns, and the labels."""
         self.leaves |= {f"{key}/{i}": leaf for i, leaf in enumerate(leaves)}
         self.nests[str(key)] = torch.tensor(list(nest.encode()), dtype=torch.uint8)
         self.labels[str(key)] = labels
@@ -186,7 +186,7 @@ class _ChosenInputs(SumPass[KeptInputs]):
         labels = class_labels(batch.inputs, batch.targets)
         for place in self._samples[first:stop].tolist():
             row = slice(place - batch.start, place - batch.start + 1)
-            leaves, nest = batches.flatten(batches.take(batch.inputs, row))
+            leaves, nest = nesting.flatten(batches.take(batch.inputs, row))
             leaves = [copies[i] if shared[i] else leaf.clone() for i, leaf in enumerate(leaves)]  # no view of the batch
             state.keep(place, leaves, nest, labels[row])
             state.shared[str(place)] = torch.tensor(shared)
@@ -218,4 +218,4 @@ def _joined(nest: str, shared: list[bool], parts: list[list[Tensor]]) -> Iterato
         count = next(count for count in range(len(parts), 0, -1) if count not in lengths)
         taken, parts = parts[:count], parts[count:]
         columns = zip(zip(*taken, strict=True), shared, strict=True)
-        yield batches.unflatten((leaves[0] if same else torch.cat(leaves) for leaves, same in columns), nest)
+        yield nesting.unflatten((leaves[0] if same else torch.cat(leaves) for leaves, same in columns), nest)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -306,72 +305,6 @@ def chunks(inputs: Any, length: int) -> Iterator[tuple[slice, Any]]:
     for start in range(0, count, length):
         rows = slice(start, min(start + length, count))
         yield rows, (inputs if rows == slice(0, count) else take(inputs, rows))
-
-
-def flatten(inputs: Any) -> tuple[list[Tensor], str]:
-    """Separates inputs into their tensors and a text: how they nest, and what is not a tensor, as JSON.
-
-    Every part of it is a list that begins with its kind: `["tensor"]`, `["value", 3]`, `["tuple", part, ...]`,
-    `["list", part, ...]` and `["dict", [key, part], ...]`.
-
-    Raises:
-        LapwingError: for anything but tensors, numbers, texts, booleans and None, in tuples, lists and dicts.
-    """
-    leaves: list[Tensor] = []
-
-    def part(value: Any) -> list[Any]:
-        if isinstance(value, Tensor):
-            leaves.append(value)
-            return ["tensor"]
-        if value is None or isinstance(value, (str, int, float)):
-            return ["value", value]
-        if type(value) in (tuple, torch.Size):
-            return ["tuple", *map(part, value)]
-        if type(value) is list:
-            return ["list", *map(part, value)]
-        if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
-            return ["dict", *([key, part(inner)] for key, inner in value.items())]
-        raise LapwingError(
-            f"A {type(value).__name__} within {describe(inputs)} cannot be kept beside the posterior. Pass tensors, "
-            "numbers and texts, in tuples, lists and dicts, and make what the network takes of them in "
-            "forward=lambda model, inputs: model(...)."
-        )
-
-    return leaves, json.dumps(part(inputs))
-
-
-def count_tensors(nest: str) -> int:
-    """Returns how many tensors `flatten` separated from a text: quotation marks within values are escaped there."""
-    return nest.count('["tensor"]')
-
-
-def unflatten(leaves: Iterable[Tensor], nest: str) -> Any:
-    """Puts together what `flatten` separated. The text may come from a file, so it names nothing but these kinds.
-
-    Raises:
-        ValueError: for a text of another form, or another number of tensors.
-    """
-    rest = list(leaves)[::-1]
-
-    def whole(part: Any) -> Any:
-        match part:
-            case ["tensor"] if rest:
-                return rest.pop()
-            case ["value", None | str() | int() | float() as value]:
-                return value
-            case ["tuple", *parts]:
-                return tuple([whole(one) for one in parts])
-            case ["list", *parts]:
-                return [whole(one) for one in parts]
-            case ["dict", *pairs] if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-                if all(isinstance(key, (str, int)) for key, _ in pairs):
-                    return {key: whole(one) for key, one in pairs}
-        raise ValueError("inputs nest in no known way, or not enough tensors are left for them")
-
-    inputs = whole(json.loads(nest))
-    if rest:
-        raise ValueError(f"inputs leave {len(rest)} tensors over")
-    return inputs
 
 
 def short(dtype: torch.dtype) -> str:

@@ -131,15 +131,6 @@ def _blames_inputs(error: Exception) -> bool:
 
 def _refused(model: nn.Module, inputs: Any, forward: Forward | None, error: Exception) -> LapwingError:
     """Says what the network did not take: how it was called, or what it was given."""
-    forward = forward.forward if isinstance(forward, Positions) else forward
-    call_of = {True: "model(x)", False: "model(*inputs)"}[isinstance(inputs, Tensor)]
-    how = (
-        "forward(model, inputs)"
-        if forward is not None
-        else "model(**inputs)"
-        if isinstance(inputs, Mapping)
-        else call_of
-    )
     weight = next((value.dtype for value in model.parameters() if value.is_floating_point()), torch.float32)
     leaves = tensors(inputs)
     other = any(leaf.dtype != weight for leaf in leaves if leaf.is_floating_point() or len(leaves) == 1)
@@ -154,6 +145,15 @@ def _refused(model: nn.Module, inputs: Any, forward: Forward | None, error: Exce
         )
     first = str(error).strip().partition("\n")[0].rstrip(".")
     return LapwingError(
-        f"{type(model).__name__}, called as {how} on {describe(inputs)}, raised {type(error).__name__} ({first}). "
-        f"{line}"
+        f"{type(model).__name__}, called as {_how_called(inputs, forward)} on {describe(inputs)}, raised "
+        f"{type(error).__name__} ({first}). {line}"
     )
+
+
+def _how_called(inputs: Any, forward: Forward | None) -> str:
+    """Returns the line by which the network was called."""
+    if (forward.forward if isinstance(forward, Positions) else forward) is not None:
+        return "forward(model, inputs)"
+    if isinstance(inputs, Mapping):
+        return "model(**inputs)"
+    return "model(x)" if isinstance(inputs, Tensor) else "model(*inputs)"

@@ -147,7 +147,7 @@ class Positions:
         self.sizes(outputs.shape)
         return outputs.movedim(self.axis, -1).flatten(0, -2)
 
-    def one_by_one(self, samples: int, places: int, which: int, like: Tensor) -> Tensor:
+    def cotangents_at(self, samples: int, places: int, which: int, like: Tensor) -> Tensor:
         """Returns cotangents (B, T C, C) that pick the C outputs of one position."""
         u = torch.zeros(samples, places, self.outputs, self.outputs, dtype=like.dtype, device=like.device)
         u[:, which] = torch.eye(self.outputs, dtype=like.dtype, device=like.device)

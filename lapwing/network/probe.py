@@ -33,6 +33,9 @@ from .tracing import RecordedUse, Recording, output_gradients, run, run_spread
 log = logging.getLogger("lapwing")
 
 PROBED_SAMPLES = 4
+"""At most so many samples of the first batch are run."""
+
+# Why no layer family treats a parameter, as the coverage report says:
 MIXED = "no dimension of its layer holds the samples"
 UNSEEN = "no layer family covers it"
 CONDITIONAL = "layers of its shape do not run on every sample"

@@ -275,8 +275,8 @@ def output_gradients(
     is_output = [use.is_output(outputs) for use in noted]
     chained = None if differentiable else chain_gradients(outputs, noted, u)
     if chained is not None:
-        return [exact if last else g for last, g in zip(is_output, chained, strict=True)]
-    behind = [use for use, last in zip(noted, is_output, strict=True) if not last]
+        return [exact if at_end else g for at_end, g in zip(is_output, chained, strict=True)]
+    behind = [use for use, at_end in zip(noted, is_output, strict=True) if not at_end]
     grads: list[Tensor] = []
     if behind:
         sent = u
@@ -285,7 +285,7 @@ def output_gradients(
             sent = eye.unsqueeze(1).expand(-1, *outputs.shape)
         grads = _backward(outputs, behind, sent, differentiable, batched)
     rest = iter(grads)
-    return [exact if last else next(rest) for last in is_output]
+    return [exact if at_end else next(rest) for at_end in is_output]
 
 
 def _backward(

@@ -20,6 +20,7 @@ from ..network.batches import Forward
 from ..network.eager import outside_modes
 from ..network.stamp import Stamp, fingerprint
 from ..tangent import Tangent
+from ..tangent.stored import from_json
 from .posterior import Posterior
 from .prior import Prior
 from .storage import HEADER, check_contents, read
@@ -95,6 +96,8 @@ def _rebuilt(
     forward: Forward | None,
     memory: int | None,
 ) -> Posterior:
+    """Returns the posterior of what a file holds."""
+
     def part(prefix: str) -> dict[str, Tensor]:
         return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
@@ -111,14 +114,31 @@ def _rebuilt(
             f"The file {path} holds a covariance of the class {shown(kind)}, which is not registered. Import the "
             "module that defines it before lw.load, or upgrade with pip install -U lapwing."
         )
-    tangent = Tangent.from_json(header["tangent"], model, forward, memory)
+    tangent = from_json(header["tangent"], model, forward, memory)
     _check_same(path, tangent, part("weights/"), header["dtypes"])
     check_contents(tangent, tensors, header)
     device = tangent.device
     covariance = COVARIANCES[kind].from_tensors(
         tangent, {k: placed(v, device) for k, v in part("covariance/").items()}, header["covariance"]["extra"]
     )
-    saved = header["likelihood"]
+    prior_fixed, noise_fixed = header["given"]
+    means = part("prior_mean/")
+    mean = {block.name: means[block.name].to(device) for block in tangent.blocks}
+    none = torch.zeros(len(tangent.blocks), dtype=torch.float64, device=double_device(device))
+    prior = Prior(none if covariance.precision is None else covariance.precision, mean, prior_fixed)
+    statistics = {name: placed(value, device) for name, value in part("statistics/").items()}
+    likelihood = _likelihood(path, header["likelihood"], likelihood, statistics)
+    return Posterior(
+        tangent, covariance, likelihood, prior, statistics,
+        header["samples"], header["data_factor"], header["temperature"], header["method"], noise_fixed,
+        Stamp.of(tangent.state()), part("history/"),
+    )  # fmt: skip
+
+
+def _likelihood(
+    path: str | os.PathLike[str], saved: dict[str, Any], likelihood: Likelihood | None, statistics: dict[str, Tensor]
+) -> Likelihood:
+    """Returns the likelihood of a file, or the user's where it has the same name, with the numbers of the file."""
     if likelihood is None and saved["name"] not in REGISTERED:
         raise LapwingError(
             f"The likelihood {saved['name']!r} of {path} is not registered. Import the module that registers it, or "
@@ -130,12 +150,6 @@ def _rebuilt(
             f"The fit of {path} had a {saved['name']} likelihood, not {shown(likelihood)}. Leave likelihood= out, or "
             "pass an instance of that class."
         )
-    prior_fixed, noise_fixed = header["given"]
-    means = part("prior_mean/")
-    mean = {block.name: means[block.name].to(device) for block in tangent.blocks}
-    none = torch.zeros(len(tangent.blocks), dtype=torch.float64, device=double_device(device))
-    prior = Prior(none if covariance.precision is None else covariance.precision, mean, prior_fixed)
-    statistics = {name: placed(value, device) for name, value in part("statistics/").items()}
     if (likelihood.logit_temperature is None) != (saved["logit_temperature"] is None):
         raise Mismatch("its logit temperature is not that of its likelihood")
     likelihood = likelihood.with_noise_variance(saved["noise_variance"])
@@ -153,11 +167,7 @@ def _rebuilt(
     )
     if likelihood.needs_noise or not fits:
         raise Mismatch("its statistics or noise variance are not those of a fit")
-    return Posterior(
-        tangent, covariance, likelihood, prior, statistics,
-        header["samples"], header["data_factor"], header["temperature"], header["method"], noise_fixed,
-        Stamp.of(tangent.state()), part("history/"),
-    )  # fmt: skip
+    return likelihood
 
 
 def _check_same(

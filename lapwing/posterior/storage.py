@@ -40,6 +40,7 @@ from ..errors import LapwingError
 from ..likelihoods.registry import options_of
 from ..network.stamp import fingerprint
 from ..tangent import Tangent
+from ..tangent.stored import to_json
 
 if TYPE_CHECKING:
     from .posterior import Posterior
@@ -99,7 +100,7 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     state = posterior.tangent.state()
     tensors |= {f"weights/{name}": fingerprint(value) for name, value in state.items()}
     header = {
-        "tangent": posterior.tangent.to_json(),
+        "tangent": to_json(posterior.tangent),
         "covariance": {"class": kind.__name__, "extra": posterior.covariance.extra()},
         "likelihood": {
             "name": posterior.likelihood.name,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from ..jacobian.blocks import Block, Matrix, Vectors, join, split
 from ..jacobian.jacobian import BlockJacobian, Rows
-from ..jacobian.outer import Outer, SharedOuter
+from ..jacobian.outer import Outer
+from ..jacobian.shared_outer import SharedOuter
 from ..network.plan import Coverage
 from ..network.selection import LastLayer, Predicate, everything, last_layer, matching
 from .anchors import Anchors

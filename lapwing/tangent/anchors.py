@@ -17,7 +17,7 @@ from torch import Tensor
 from ..contents import Entry, Mismatch
 from ..jacobian.blocks import Vectors
 from ..linalg import double_device, doubled, total
-from ..network import batches
+from ..network import batches, nesting
 from .record import Record
 from .tangent import Tangent
 
@@ -145,17 +145,17 @@ class Anchors:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all tensors, by name, for saving."""
-        parts = {f"inputs/{i}/{j}": x for i, g in enumerate(self.inputs) for j, x in enumerate(batches.flatten(g)[0])}
+        parts = {f"inputs/{i}/{j}": x for i, g in enumerate(self.inputs) for j, x in enumerate(nesting.flatten(g)[0])}
         return {**parts, "samples": self.samples, "outputs": self.outputs}
 
     def nests(self) -> list[str]:
         """Returns how each group's tensors nest, as JSON."""
-        return [batches.flatten(group)[1] for group in self.inputs]
+        return [nesting.flatten(group)[1] for group in self.inputs]
 
     @classmethod
     def entries(cls, tangent: Tangent, rows: int, nests: list[str]) -> dict[str, Entry]:
         """Returns what `tensors()` of M rows in a file must be, beside these `nests()`."""
-        counts = [batches.count_tensors(nest) for nest in nests]
+        counts = [nesting.count_tensors(nest) for nest in nests]
         inputs = {f"inputs/{i}/{j}": Entry() for i, count in enumerate(counts) for j in range(count)}
         samples = Entry((rows,), (torch.int64,), 0, 2**48)
         width = tangent.outputs if tangent.positions is None else 2**48
@@ -166,8 +166,8 @@ class Anchors:
         """Rebuilds the anchors from `tensors()` and `nests()`."""
         groups = []
         for i, nest in enumerate(nests):
-            leaves = (tensors[f"inputs/{i}/{j}"] for j in range(batches.count_tensors(nest)))
-            groups.append(batches.unflatten(leaves, nest))
+            leaves = (tensors[f"inputs/{i}/{j}"] for j in range(nesting.count_tensors(nest)))
+            groups.append(nesting.unflatten(leaves, nest))
         if len(tensors["samples"]) and int(tensors["samples"].max()) >= sum(map(batches.size, groups)):
             raise Mismatch("the tensor covariance/basis/anchors/samples counts more samples than there are")
         return cls(tangent, tuple(groups), tensors["samples"], tensors["outputs"])

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..linalg import total
-from ..network import batches
+from ..network import batches, nesting
 from .anchors import Anchors, Weights, ntk
 from .record import Record
 from .tangent import Cotangents, Tangent
@@ -238,6 +238,6 @@ def _detached(anchors: Anchors, moving: bool = False) -> Anchors:
     """Returns the anchors with inputs that are leaves of no graph, and with gradients where they had them if asked."""
     groups = []
     for group in anchors.inputs:
-        leaves, nest = batches.flatten(group)
-        groups.append(batches.unflatten((x.detach().requires_grad_(moving and x.requires_grad) for x in leaves), nest))
+        leaves, nest = nesting.flatten(group)
+        groups.append(nesting.unflatten((x.detach().requires_grad_(moving and x.requires_grad) for x in leaves), nest))
     return replace(anchors, inputs=tuple(groups))

@@ -124,7 +124,7 @@ class Record(Mapping[str, BlockJacobian]):
         assert positions is not None
         assert graph is not None
         width = positions.outputs
-        u = positions.one_by_one(len(graph), graph.shape[1] // width, which, graph)
+        u = positions.cotangents_at(len(graph), graph.shape[1] // width, which, graph)
         record = Record(self.tangent, self._inputs, graph, self.noted, self._uses, u, self.dtype, self._differentiable)
         record.outputs, record.sizes = self.outputs[:, which * width : (which + 1) * width], self.sizes
         return record

@@ -8,16 +8,14 @@ Jacobians of a chunk of samples, from which everything else in the library is co
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..contents import Mismatch, check_json, is_count
 from ..errors import LapwingError
 from ..jacobian.blocks import Block
 from ..linalg import accumulation_dtype, double_device
@@ -28,7 +26,7 @@ from ..network.eager import outside_modes, parameters_of, without_compiled
 from ..network.functional import call_with
 from ..network.gate import Checked, check_constant, check_inputs, check_recording, checked_memory, checked_network
 from ..network.plan import Coverage, Plan, Uses
-from ..network.positions import POSITIONS, Positions
+from ..network.positions import Positions
 from ..network.probe import probe
 from ..network.sample_axis import SampleAxisCheck, SampleAxisMoved
 from ..network.selection import LastLayer, Predicate, everything
@@ -36,33 +34,14 @@ from ..network.stamp import Stamp, state_of
 from ..network.tracing import Recording, run, wants_gradient
 from .at_positions import by_position, direct_records, direct_use
 from .record import Record
+from .retry import ChunkLimit, Result, retried
 
 log = logging.getLogger("lapwing")
-
-TANGENT = {
-    "blocks": lambda blocks: type(blocks) is list and len(blocks) > 0, "plan": dict, "reasons": [str],
-    "outputs": lambda outputs: is_count(outputs) and 0 < outputs < 2**31,
-}  # fmt: skip
-"""A tangent in a file."""
 
 DENSER = 64
 """Where positions are samples, so many times as many of them are taken as where each takes backward passes."""
 
 Cotangents = Callable[[Tensor], Any] | Tensor | None  # a function gives a tensor, or `FisherParts`
-Result = TypeVar("Result")
-
-
-@dataclass
-class ChunkLimit:
-    """How many samples a network takes at once where its device has run out of memory.
-
-    Attributes:
-        samples: at most so many; no limit at first.
-        latest: how many the latest chunk has; 0 before the first.
-    """
-
-    samples: int = sys.maxsize
-    latest: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,48 +120,6 @@ class Tangent:
         few = batches.take(inputs, slice(0, 2))
         direct = direct_use(self, *self.recording(Checked(few, batches.size(few)))) is not None
         return replace(self, forward=replace(forward, direct=direct), outputs=forward.outputs)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns everything but the network and the budget, as JSON."""
-        data = {"blocks": [asdict(b) for b in self.blocks], "plan": self.plan.to_json(), "outputs": self.outputs,
-                "reasons": [line.reason for line in self.coverage.lines]}  # fmt: skip
-        if self.positions is not None:
-            data["positions"] = {name: getattr(self.positions, name) for name in POSITIONS}
-        return data
-
-    @classmethod
-    def from_json(cls, data: Any, model: nn.Module, forward: Forward | None, memory: int | None) -> Tangent:
-        """Rebuilds the tangent around a network, without running it.
-
-        Raises:
-            Mismatch: for JSON of another form, or of parts that do not belong together.
-            LapwingError: if the network lacks one of the parameters, or has it in another shape.
-        """
-        memory = checked_memory(memory)
-        model = checked_network(model)
-        named = parameters_of(model)
-        pattern = {**TANGENT, "positions": POSITIONS} if "positions" in data else TANGENT
-        check_json(data, pattern, "tangent")
-        if "positions" in data:
-            forward = Positions(forward, **data["positions"])
-            if forward.outputs != data["outputs"]:
-                raise Mismatch("the outputs of a position are not those of the tangent")
-        blocks = tuple(Block.from_json(block) for block in data["blocks"])
-        names = [name for block in blocks for name in block.parameters]
-        if not len(data["reasons"]) == len(blocks) == len({block.name for block in blocks}) or len(set(names)) < len(
-            names
-        ):
-            raise Mismatch("the blocks share names or parameters")
-        for block in blocks:
-            for name, shape in zip(block.parameters, block.shapes, strict=True):
-                actual = tuple(named[name].shape) if name in named else "no such parameter"
-                if actual != shape or not named[name].is_floating_point():
-                    raise LapwingError(
-                        f"The posterior is over a parameter {name} {shape}, and {type(model).__name__} has {actual}. "
-                        "Build the network with the same options as in the fit."
-                    )
-        plan, report = Plan.from_json(data["plan"], blocks), Coverage.of(blocks, data["reasons"])
-        return cls(model, forward, blocks, plan, report, data["outputs"], memory)
 
     @property
     def size(self) -> int:
@@ -350,31 +287,8 @@ class Tangent:
         return ChunkLimit()
 
     def retried(self, compute: Callable[[], Result]) -> Result:
-        """Returns what a function computes; where memory runs out, that of another call with chunks of half the length.
-
-        Raises:
-            LapwingError: where the memory does not suffice for one sample.
-        """
-        self._limit.latest = 0
-        while True:
-            try:
-                return compute()
-            except torch.OutOfMemoryError as error:
-                length = min(self._limit.latest, self._limit.samples)  # not all that runs out heeds the limit
-                if not length:  # no chunk is to blame
-                    raise
-                if length == 1:
-                    raise LapwingError(
-                        f"The memory of {self.device} does not suffice for one sample of {type(self.model).__name__} "
-                        f"at a time, with {self.size} treated weights and {self.outputs} outputs. Treat fewer weights, "
-                        "such as params=lw.last_layer, or pass a smaller memory=..., now "
-                        f"{self.memory / 2**20:.0f} MiB."
-                    ) from error
-            self._limit.samples = length // 2
-            log.warning(
-                "%s ran out of memory with %d samples of %s at once. lapwing begins again with %d.",
-                self.device, length, type(self.model).__name__, length // 2,
-            )  # fmt: skip
+        """Returns what a function computes, with shorter chunks where memory runs out: see `retried`."""
+        return retried(self, self._limit, compute)
 
     @cached_property
     def _sample_axis(self) -> SampleAxisCheck:

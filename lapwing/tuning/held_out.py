@@ -28,23 +28,6 @@ Candidates = Callable[[Posterior], list[Posterior]]
 """Returns the candidates around a posterior, which differ in prior and noise alone."""
 
 
-def held_out_scores(
-    posteriors: Sequence[Posterior], precisions: Sequence[float] | None, loader: Iterable[Any]
-) -> Tensor:
-    """Returns mean held-out log likelihoods (posteriors, precisions, 1), linearised, with the default link.
-
-    Args:
-        posteriors: of one fit.
-        precisions: candidates for a scalar δ; None keeps each posterior's own.
-        loader: held-out batches.
-    """
-
-    def candidates(posterior: Posterior) -> list[Posterior]:
-        return [posterior] if precisions is None else [at_precision(posterior, precision) for precision in precisions]
-
-    return sample_scores(posteriors, candidates, loader).mean(-1, dtype=torch.float64)
-
-
 def sample_scores(
     posteriors: Sequence[Posterior], candidates: Candidates, loader: Iterable[Any], temperatures: Sequence[float] = ()
 ) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ LOWEST_WIDTH = 0.5
 HIGHEST_RAISED = 0.0
 """To fit as badly as the network, δσ² is raised to this decade at most: noise as large as the kernel."""
 
-MOST_EXPLAINED = 0.9
+MAX_EXPLAINED = 0.9
 """Of the targets, copies aside, the weights explain at most this part, the noise the others."""
 
 SAME_SAMPLE = 0.98
@@ -103,7 +104,7 @@ def leave_one_out(
     noise that outputs share.
 
     Weights that explain all targets but no noise would leave nothing to posteriors that see less, so σ² is at least
-    what leaves a tenth of the targets to it (`MOST_EXPLAINED`).
+    what leaves a tenth of the targets to it (`MAX_EXPLAINED`).
 
     A network that was not trained to the end leaves residuals that its linearised model could explain, and predicts
     with them all the same. So δσ² is raised until s is half of their mean square (`LOWEST_WIDTH`), to
@@ -141,6 +142,115 @@ def _left_out(
     posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, ...]], size: float, residual: float
 ) -> LeaveOneOut:
     """Returns what `leave_one_out` does, for these weights."""
+    process = _process(posterior, tangent, parts)
+    log10 = process.best()
+    result, end = process.left_out(log10, size), log10.new_tensor(HIGHEST_RAISED)
+    if log10 < end and result.width < LOWEST_WIDTH * residual:
+        for _ in range(10):
+            middle = (log10 + end) / 2
+            result = process.left_out(middle, size)
+            log10, end = (middle, end) if result.width < LOWEST_WIDTH * residual else (log10, middle)
+    return result
+
+
+@dataclass(frozen=True)
+class _Process:
+    """The Gaussian process of M pairs of a sample and an output, at δ = 1; δσ² is `10^log10` of the kernel's mean.
+
+    Attributes:
+        values: eigenvalues of the kernel `√w JJᵀ √w` (M,), of each output relative to its noise.
+        vectors: its eigenvectors (M, M).
+        labels: `√w r` (M,), in the same unit.
+        counts: w (M,), how many targets each pair stands for.
+        same: which samples are left out at once with each (n, n).
+        prior_fixed: whether δ is the user's.
+        weights: how many weights count.
+    """
+
+    values: Tensor
+    vectors: Tensor
+    labels: Tensor
+    counts: Tensor
+    same: Tensor
+    prior_fixed: bool
+    weights: int
+
+    @property
+    def samples(self) -> int:
+        """n, each with as many pairs."""
+        return len(self.same)
+
+    @cached_property
+    def groups(self) -> list[tuple[Tensor, Tensor]]:
+        """Pairs that are left out at once, as of `_groups`."""
+        return _groups(self.same, len(self.labels) // self.samples)
+
+    @cached_property
+    def squares(self) -> Tensor:
+        """Squared labels in the eigenbasis (M,)."""
+        return (self.vectors.T @ self.labels).square()
+
+    @cached_property
+    def total(self) -> float:
+        """Σ w, the number of targets."""
+        return float(self.counts.sum())
+
+    @property
+    def more(self) -> float:
+        """Targets without a row of their own."""
+        return self.total - len(self.counts)
+
+    @cached_property
+    def unit(self) -> float:
+        """The kernel's mean eigenvalue."""
+        return float(self.values.sum()) / self.total or 1.0
+
+    def at(self, log10: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the eigenvalues of `δC`, and the best 1/δ there."""
+        spectrum = self.values + self.unit * 10**log10
+        if self.prior_fixed:
+            return spectrum, torch.ones_like(log10)
+        return spectrum, ((self.squares / spectrum).sum() / self.total).clamp_min(1e-24)  # 0: nothing to explain
+
+    def evidence(self, log10: Tensor) -> Tensor:
+        """Returns the log marginal likelihood, up to a constant."""
+        spectrum, scale = self.at(log10)
+        fit = -0.5 * (self.squares / (scale * spectrum) + (scale * spectrum).log()).sum()
+        return fit - 0.5 * self.more * (scale * self.unit * 10**log10).log() if self.more else fit
+
+    def lowest(self) -> float:
+        """Returns the first log10 of a grid where the weights explain at most `MAX_EXPLAINED` of the targets."""
+        grid = evenly(*RANGE, 65)
+        explained = [float((self.values / (self.values + self.unit * 10**end)).sum()) / self.total for end in grid]
+        copies = self.counts.unflatten(0, (self.samples, -1)).amax(1)
+        single = copies / (self.same.to(copies.dtype) @ copies).clamp_min(1.0)
+        limit = MAX_EXPLAINED * float(single.sum() / copies.sum())  # of copies one counts
+        return grid[sum(part > limit for part in explained)]
+
+    def best(self) -> Tensor:
+        """Returns the log10 of most evidence."""
+        low, values = self.lowest(), self.values
+        grid, best = best_of_grid(lambda log10: float(self.evidence(values.new_tensor(log10))), low, RANGE[1], 65)
+        start = values.new_tensor(grid[best : best + 1])
+        return ascend(lambda point: self.evidence(point[0]), start, [low], RANGE[1:])[0]
+
+    def left_out(self, log10: Tensor, size: float) -> LeaveOneOut:
+        """Returns the leave-one-out predictions for N samples."""
+        spectrum, scale = self.at(log10)
+        noise = float(scale * self.unit * 10**log10)
+        spectrum = scale * spectrum
+        variance, error = _left_out_moments(spectrum, self.vectors, self.labels, self.groups)
+        variance, error = (variance + self.more * noise) / self.total, error / self.total
+        curve = learning_curve(scale * self.values, noise, size / self.samples, self.total)
+        training_variance = noise * (1 + (len(self.counts) - noise * float((1 / spectrum).sum())) / self.total)
+        return LeaveOneOut(
+            curve * max(variance, error), variance, training_variance, curve, 1 / float(scale), noise, self.samples,
+            self.weights,
+        )  # fmt: skip
+
+
+def _process(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, ...]]) -> _Process:
+    """Returns the process of samples spread over the parts, of some outputs of each where there are too many."""
     targets, residuals, every_weight = (
         torch.cat(every) for every in zip(*(_targets(posterior, *part) for part in parts), strict=True)
     )
@@ -151,7 +261,6 @@ def _left_out(
     chosen = torch.arange(count) * len(residuals) // count
     samples = chosen.repeat_interleave(times)
     turns = torch.arange(len(samples)) % outputs
-    scales = posterior.likelihood.ratios(residuals).sqrt()
     anchors = Anchors(tangent, tuple(inputs for inputs, *_ in parts), samples, turns)
     precision = posterior.prior.precision if prior_fixed else torch.ones(len(tangent.blocks), dtype=torch.float64)
     weights = {block.name: 1 / value for block, value in zip(tangent.blocks, precision.tolist(), strict=True)}
@@ -160,55 +269,10 @@ def _left_out(
     labels = residuals[samples, turns] + doubled(anchors.inner(offset)[0])
     gram = anchors.gram(weights, tangent.widest)
     same = _copies(gram, targets[chosen], times)
-    groups = _groups(same, times)
-    counts = every_weight[samples, turns]  # w: how often each pair counts
-    total, roots = float(counts.sum()), counts.sqrt() / scales[turns]
-    labels, gram = roots * labels, roots[:, None] * gram * roots
-    more = total - len(counts)  # targets without a row of their own
-    values, vectors = torch.linalg.eigh(gram)
-    values, squares = values.clamp_min(0), (vectors.T @ labels).square()
-    unit = float(values.sum()) / total or 1.0
-
-    def at(log10: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the eigenvalues of `δC` where `δσ² = 10^log10` of the kernel's mean, and the best 1/δ there."""
-        spectrum = values + unit * 10**log10
-        if prior_fixed:
-            return spectrum, torch.ones_like(log10)
-        return spectrum, ((squares / spectrum).sum() / total).clamp_min(1e-24)  # 0: nothing to explain
-
-    def evidence(log10: Tensor) -> Tensor:
-        spectrum, scale = at(log10)
-        fit = -0.5 * (squares / (scale * spectrum) + (scale * spectrum).log()).sum()
-        return fit - 0.5 * more * (scale * unit * 10**log10).log() if more else fit
-
-    explained = [float((values / (values + unit * 10**end)).sum()) / total for end in evenly(*RANGE, 65)]
-    copies = counts.unflatten(0, (count, times)).amax(1)
-    single = copies / (same.to(copies.dtype) @ copies).clamp_min(1.0)
-    limit = MOST_EXPLAINED * float(single.sum() / copies.sum())  # of copies one counts
-    low = evenly(*RANGE, 65)[sum(part > limit for part in explained)]
-    grid, best = best_of_grid(lambda log10: float(evidence(values.new_tensor(log10))), low, RANGE[1], 65)
-    start = values.new_tensor(grid[best : best + 1])
-    log10 = ascend(lambda point: evidence(point[0]), start, [low], RANGE[1:])[0]
-
-    def left_out(log10: Tensor) -> LeaveOneOut:
-        spectrum, scale = at(log10)
-        noise = float(scale * unit * 10**log10)
-        variance, error = _left_out_moments(scale * spectrum, vectors, labels, groups)
-        variance, error = (variance + more * noise) / total, error / total
-        curve = learning_curve(scale * values, noise, size / count, total)
-        training_variance = noise * (1 + (len(counts) - noise * float((1 / (scale * spectrum)).sum())) / total)
-        return LeaveOneOut(
-            curve * max(variance, error), variance, training_variance, curve, 1 / float(scale), noise, count,
-            tangent.size,
-        )  # fmt: skip
-
-    result, end = left_out(log10), log10.new_tensor(HIGHEST_RAISED)
-    if log10 < end and result.width < LOWEST_WIDTH * residual:
-        for _ in range(10):
-            middle = (log10 + end) / 2
-            result = left_out(middle)
-            log10, end = (middle, end) if result.width < LOWEST_WIDTH * residual else (log10, middle)
-    return result
+    counts = every_weight[samples, turns]
+    roots = counts.sqrt() / posterior.likelihood.ratios(residuals).sqrt()[turns]
+    values, vectors = torch.linalg.eigh(roots[:, None] * gram * roots)
+    return _Process(values.clamp_min(0), vectors, roots * labels, counts, same, prior_fixed, tangent.size)
 
 
 def learning_curve(values: Tensor, noise_variance: float, factor: float, total: float | None = None) -> float:

@@ -89,7 +89,7 @@ class Validation(Tuning):
             )
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
-        """False."""
+        """Returns False: held-out data tune."""
         return False
 
     def expected_batches(self, count: int) -> int:
@@ -164,7 +164,7 @@ class EarlyStopping(Tuning):
         check_count("lw.EarlyStopping", "prefixes", self.prefixes)
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
-        """False."""
+        """Returns False: held-out data tune."""
         return False
 
     def expected_batches(self, count: int) -> int:

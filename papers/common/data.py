@@ -83,17 +83,17 @@ def arrays(name: str) -> dict[str, Any]:
         LapwingError: if there is no such file.
         ModuleNotFoundError: Pillow is missing, for encoded images (`pip install pillow`).
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     with np.load(file(f"{name}.npz"), allow_pickle=False) as packed:
         for entry in packed.files:
             stem, _, kind = entry.rpartition(".")
             if kind == "image":
-                found[stem] = np.stack([_pixels(piece) for piece in _pieces(packed, stem, kind)])
+                values[stem] = np.stack([_pixels(piece) for piece in _pieces(packed, stem, kind)])
             elif kind == "utf8":
-                found[stem] = np.array([piece.decode() for piece in _pieces(packed, stem, kind)], dtype=object)
+                values[stem] = np.array([piece.decode() for piece in _pieces(packed, stem, kind)], dtype=object)
             elif kind != "offsets":
-                found[entry] = packed[entry]
-    return found
+                values[entry] = packed[entry]
+    return values
 
 
 def _pieces(packed: Any, stem: str, kind: str) -> Iterator[bytes]:

@@ -79,8 +79,8 @@ def once(make: Callable[[], Any]) -> Callable[[], Any]:
 def _numbers(value: Any) -> Any:
     """Returns nested numbers alone, lists as mappings."""
     if isinstance(value, Mapping):
-        found = {key: _numbers(part) for key, part in value.items() if not str(key).startswith("curve of")}
-        return {key: part for key, part in found.items() if part is not None}
+        parts = {key: _numbers(part) for key, part in value.items() if not str(key).startswith("curve of")}
+        return {key: part for key, part in parts.items() if part is not None}
     if isinstance(value, (list, tuple)):
         return {str(i): _numbers(part) for i, part in enumerate(value)}
     return float(value) if isinstance(value, (int, float)) else None

@@ -9,7 +9,7 @@ import torch
 
 import lapwing as lw
 from lapwing import tangent as tn
-from lapwing.jacobian import outer
+from lapwing.jacobian import shared_outer
 from lapwing.jacobian.jacobian import SumOfUses, Weighting
 from lapwing.jacobian.layers.embedding import OneHot
 from lapwing.jacobian.outer import Outer
@@ -214,10 +214,10 @@ def test_ntk_blocks_of_mixed_kinds(slice_bytes):
 def test_the_cheaper_way_to_an_ntk_block_is_taken():
     """A wide convolution with few positions goes by positions, a narrow one with many goes by rows."""
     few, many = shared(8, 1, 4, 1, 64, 289), shared(8, 1, 64, 1, 4, 9)
-    assert not few.rows_are_cheaper(few)
-    assert many.rows_are_cheaper(many)
+    assert not few.rows_are_cheaper(few.strips)
+    assert many.rows_are_cheaper(many.strips)
     many_outputs = shared(8, 60, 4, 1, 8, 9)
-    assert many_outputs.rows_are_cheaper(many_outputs)
+    assert many_outputs.rows_are_cheaper(many_outputs.strips)
 
 
 @pytest.mark.parametrize("by_pairs", [True, False])
@@ -227,7 +227,7 @@ def test_the_cheaper_way_to_an_ntk_block_is_taken():
 )
 def test_sums_of_rows_in_parts_and_by_pairs_of_positions(shape, cache, by_pairs, monkeypatch):
     """Both ways, rotated on one side, on both and on none, in parts down to one number."""
-    monkeypatch.setattr(outer, "CACHE_BYTES", cache)
+    monkeypatch.setattr(shared_outer, "CACHE_BYTES", cache)
     monkeypatch.setattr(tn.SharedOuter, "pairs_are_cheaper", lambda *_: by_pairs)
     form, size = shared(*shape), prod(shape[3:])
     groups, outputs, inputs = shape[3:]

@@ -73,6 +73,22 @@ def test_parts_give_what_the_root_gives(method, likelihood, by_root, weights):
     check_likelihoods_agree(model, data, method, x, (likelihood, by_root), sample_weights=weights)
 
 
+def test_parts_are_those_of_the_class_that_defines_the_root():
+    class Further(RootAlone):
+        name = "further"
+
+    class Both(RootAlone):
+        name = "both"
+
+        def fisher_parts(self, outputs):
+            return lw.Categorical.fisher_parts(self, outputs)
+
+    outputs = torch.zeros(1, 3)
+    assert RootAlone().fisher_parts(outputs) is None
+    assert Further().fisher_parts(outputs) is None
+    assert Both().fisher_parts(outputs) is not None
+
+
 @METHODS
 @pytest.mark.parametrize("which", ["2.weight", "2.bias"])
 def test_parts_of_a_weight_or_a_bias_alone(method, which):

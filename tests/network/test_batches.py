@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lapwing as lw
-from lapwing.network import batches
+from lapwing.network import batches, nesting
 from lapwing.network.calling import call
 from tests import oracle
 from tests.zoo import ZOO
@@ -129,16 +129,16 @@ def test_chunks_cover_every_sample_once(length: int) -> None:
     ],
 )  # fmt: skip
 def test_inputs_are_flattened_and_put_together_again(inputs: Any) -> None:
-    leaves, nest = batches.flatten(inputs)
-    assert batches.count_tensors(nest) == len(leaves)
-    again = batches.unflatten(leaves, nest)
+    leaves, nest = nesting.flatten(inputs)
+    assert nesting.count_tensors(nest) == len(leaves)
+    again = nesting.unflatten(leaves, nest)
     assert repr(again) == repr(dict(inputs) if isinstance(inputs, (OrderedDict, UserDict)) else inputs)
 
 
 def test_what_cannot_be_kept_is_not_flattened() -> None:
     for inputs in ({"x": object()}, namedtuple("Two", "a b")(torch.ones(1), 2), {("a", "b"): torch.ones(1)}):
         with pytest.raises(lw.LapwingError, match=r"cannot be kept.*forward="):
-            batches.flatten(inputs)
+            nesting.flatten(inputs)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_what_cannot_be_kept_is_not_flattened() -> None:
 )  # fmt: skip
 def test_texts_of_another_form_make_no_inputs(nest: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 (JSON's own among them)
-        batches.unflatten([torch.ones(1)], nest)
+        nesting.unflatten([torch.ones(1)], nest)
 
 
 def test_describe_names_structures_and_shapes() -> None:

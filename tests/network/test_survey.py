@@ -21,6 +21,7 @@ from lapwing.jacobian.layers.linear import LinearUse
 from lapwing.network import batches
 from lapwing.network.plan import Plan
 from lapwing.tangent import Tangent
+from lapwing.tangent.stored import from_json, to_json
 from tests import oracle
 from tests.conformance import jacobian
 from tests.prediction.streamlined_oracle import build
@@ -280,8 +281,8 @@ def test_a_network_that_runs_on_one_sample_only_says_so_later() -> None:
 @pytest.mark.parametrize("name", ZOO)
 def test_json_round_trip(name: str) -> None:
     case, tangent, x = ZOO[name], surveyed(name), ZOO[name].inputs(3, 0)
-    data = json.loads(json.dumps(tangent.to_json()))
-    again = Tangent.from_json(data, case.build(), None, None)
+    data = json.loads(json.dumps(to_json(tangent)))
+    again = from_json(data, case.build(), None, None)
     assert again.blocks == tangent.blocks
     assert again.coverage == tangent.coverage
     assert Plan.from_json(json.loads(json.dumps(tangent.plan.to_json())), tangent.blocks) == tangent.plan

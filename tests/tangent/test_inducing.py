@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lapwing.likelihoods import Categorical
-from lapwing.network import batches
+from lapwing.network import batches, nesting
 from lapwing.tangent import Anchors
 from lapwing.tangent.inducing import kernel
 from tests import oracle
@@ -31,8 +31,8 @@ def points(problem: Setup, small: bool = False) -> Anchors:
 
 
 def moved(anchors: Anchors, leaves: list[Tensor]) -> Anchors:
-    nest = batches.flatten(anchors.inputs[0])[1]
-    return replace(anchors, inputs=(batches.unflatten(leaves, nest),))
+    nest = nesting.flatten(anchors.inputs[0])[1]
+    return replace(anchors, inputs=(nesting.unflatten(leaves, nest),))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..blocks import Matrix
-from ..outer import Outer, SharedOuter
+from ..outer import Outer
+from ..shared_outer import SharedOuter
 from ..strips import Box, Strip, at
 from .product import einsum_use
 from .use import BatchAxis, Use, Watched, by_name, outer_jacobian, register, with_bias_column

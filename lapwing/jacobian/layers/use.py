@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..blocks import Matrix, kind_of
 from ..jacobian import BlockJacobian
-from ..outer import Outer, SharedOuter
+from ..outer import Outer
+from ..shared_outer import SharedOuter
 from ..strips import Box, Strip, Strips
 
 

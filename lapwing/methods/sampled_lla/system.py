@@ -115,7 +115,7 @@ class _Products(SumPass[BlockSums]):
         self._problem, self._root, self._count = problem, root, count
         tangent = problem.tangent
         widest = max(block.matrix_shape[1] for block in tangent.blocks)
-        self._held = 2 * count * (root.columns + widest)
+        self._scratch = 2 * count * (root.columns + widest)
         # half precision rounds forward and backward mode apart: both products then come from one record
         same = all(p.dtype == tangent.dtype for p in tangent.parameters.values())
         self._either_mode = same and (tangent.positions is None or not tangent.positions.direct)
@@ -129,7 +129,7 @@ class _Products(SumPass[BlockSums]):
 
     def update(self, state: BlockSums, batch: Batch) -> None:
         self._root.begin(batch)
-        for part, record in batch.records(self._root, scratch_per_sample=self._held):
+        for part, record in batch.records(self._root, scratch_per_sample=self._scratch):
             u = self.cotangents(record, batch.start, part.start)
             if self._either_mode and 2 * self._count < record.cotangents:
                 weighted = record.u @ u  # (B, C, S)

@@ -15,7 +15,7 @@ from ...covariance import Covariance
 from ...errors import LapwingError, check_count, check_positive, shown
 from ...likelihoods import curvature_weights
 from ...linalg import cholesky
-from ...network import batches, ranks
+from ...network import nesting, ranks
 from ...tangent import Anchors
 from ...tangent.inducing import kernel
 from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Pass, Passes
@@ -85,7 +85,7 @@ class MovingSteps(IteratePass[Descent]):
     ) -> None:
         self.problem, self.anchors, self.steps, self.rate = problem, anchors, steps, rate
         self._noise = noise_variance
-        self._leaves = [batches.flatten(group)[0] for group in anchors.inputs] if movable(anchors) else []
+        self._leaves = [nesting.flatten(group)[0] for group in anchors.inputs] if movable(anchors) else []
         dtype = problem.tangent.dtype
         self._widths = [[_spread(leaf.to(dtype)) for leaf in leaves] for leaves in self._leaves]
         ratios = problem.precision / problem.precision[0]
@@ -144,7 +144,7 @@ class MovingSteps(IteratePass[Descent]):
         groups = list(self.anchors.inputs)
         for i, leaves in enumerate(self._leaves):
             moved = (values[f"input/{i}/{j}"].to(leaf.dtype) for j, leaf in enumerate(leaves))
-            groups[i] = batches.unflatten(moved, self.anchors.nests()[i])
+            groups[i] = nesting.unflatten(moved, self.anchors.nests()[i])
         return replace(self.anchors, inputs=tuple(groups))
 
     def precision_at(self, values: Mapping[str, Tensor]) -> Tensor:

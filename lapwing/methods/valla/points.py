@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import LapwingError
-from ...network import batches
+from ...network import batches, nesting
 from ...tangent import Anchors
 from ...tangent.anchors import output_width
 from ..passes import Batch, Pass, SumPass
@@ -78,7 +78,7 @@ def inducing_points(problem: Problem, wanted: int | InducingPoints, initial: Ini
         return _of_user(problem, wanted)
     pool = _Pool(max(POOL, 20 * wanted), wanted, problem.tangent.memory)
     state = yield pool
-    groups = [batches.unflatten(*state.flattened(start)) for start in sorted(int(key) for key in state.nests)]
+    groups = [nesting.unflatten(*state.flattened(start)) for start in sorted(int(key) for key in state.nests)]
     labels = state.classes()
     classes = problem.tangent.outputs
     if classes == 1 or int(labels.min()) < 0 or int(labels.max()) >= classes:
@@ -101,7 +101,7 @@ def inducing_points(problem: Problem, wanted: int | InducingPoints, initial: Ini
         chosen = [kind[choose(len(kind), share, generator)] for kind, share in zip(kinds, shares, strict=True)]
         picked = torch.cat(chosen)
         return _pairs(problem, tuple(groups) if joined is None else (joined,), picked, labels[picked], wanted)
-    leaves, nest = batches.flatten(joined)
+    leaves, nest = nesting.flatten(joined)
     features = torch.cat([leaf.float().flatten(1).cpu() for leaf in leaves], 1)
     centres = [
         features[kind[:share]] if share in (0, len(kind)) else cluster_centres(features[kind], share, generator)
@@ -110,7 +110,7 @@ def inducing_points(problem: Problem, wanted: int | InducingPoints, initial: Ini
     coordinates = torch.cat(centres).split([leaf[0].numel() for leaf in leaves], 1)
     moved = (x.reshape(-1, *leaf.shape[1:]).to(leaf) for x, leaf in zip(coordinates, leaves, strict=True))
     classes_of = torch.cat([labels[kind[:share]] for kind, share in zip(kinds, shares, strict=True)])
-    return _pairs(problem, (batches.unflatten(moved, nest),), torch.arange(len(classes_of)), classes_of, wanted)
+    return _pairs(problem, (nesting.unflatten(moved, nest),), torch.arange(len(classes_of)), classes_of, wanted)
 
 
 def movable(anchors: Anchors) -> bool:
@@ -121,8 +121,8 @@ def movable(anchors: Anchors) -> bool:
 def _of_user(problem: Problem, points: InducingPoints) -> Anchors:
     """Returns anchors at points that the user gave, checked against the network."""
     tangent, outputs = problem.tangent, points.outputs
-    leaves, nest = batches.flatten(batches.plain(points.inputs, tangent.device))
-    inputs = batches.unflatten((leaf.detach().clone() for leaf in leaves), nest)  # fits move them in place
+    leaves, nest = nesting.flatten(batches.plain(points.inputs, tangent.device))
+    inputs = nesting.unflatten((leaf.detach().clone() for leaf in leaves), nest)  # fits move them in place
     tangent.check(inputs, "the inducing points")
     every = tangent.outputs_of(inputs)
     count, width = len(every), every[0].numel()
@@ -157,14 +157,14 @@ class _Pool(SumPass[KeptInputs]):
     def update(self, state: KeptInputs, batch: Batch) -> None:
         if batch.start >= self._minimum and sum(leaf.nbytes for leaf in state.leaves.values()) > self._memory:
             return
-        leaves, nest = batches.flatten(batch.inputs)
+        leaves, nest = nesting.flatten(batch.inputs)
         labels = class_labels(batch.inputs, batch.targets)
         state.keep(batch.start, [leaf.detach().clone() for leaf in leaves], nest, labels)
 
 
 def _joined(groups: list[Any]) -> Any | None:
     """Returns all inputs as one batch, or None where they are not real numbers of one shape a sample."""
-    parts = [batches.flatten(group) for group in groups]
+    parts = [nesting.flatten(group) for group in groups]
     first, nest = parts[0]
     for group, (leaves, other) in zip(groups, parts, strict=True):
         count = batches.size(group)
@@ -173,7 +173,7 @@ def _joined(groups: list[Any]) -> Any | None:
             x.is_floating_point() and x.ndim and len(x) == count and x.shape[1:] == y.shape[1:] for x, y in pairs
         ):
             return None
-    return batches.unflatten((torch.cat(same) for same in zip(*[leaves for leaves, _ in parts], strict=True)), nest)
+    return nesting.unflatten((torch.cat(same) for same in zip(*[leaves for leaves, _ in parts], strict=True)), nest)
 
 
 def balanced_shares(available: list[int], wanted: int) -> list[int]:

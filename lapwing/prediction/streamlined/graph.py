@@ -41,8 +41,8 @@ class Graph:
         tensors: name of a placeholder -> the model's parameter or buffer, or a constant.
         parameters: name of a placeholder -> name of the parameter.
         leaves: names of the placeholders of the inputs, in the order of their leaves; None where one is not a tensor.
-        shapes: shape of each leaf; a text where any length does, the same text where lengths agree.
-        max_lengths: text -> the largest length that does.
+        shapes: shape of each leaf, with names for the lengths that may vary; equal lengths have one name.
+        max_lengths: name of a length -> the largest that the graph takes.
         structure: how the inputs nest, their dtypes, and what is not a tensor.
         programs: covariance -> its programs at this graph, which `Streamlined` keeps here.
         notices: what the log has said of this network.

@@ -1,0 +1,61 @@
+"""Checks of what the user passes to `lw.fit`, before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from ..errors import LapwingError, is_positive, shown
+from ..network.loaders import check_seed
+from ..tuning import Tuning
+
+
+def check_numbers(
+    prior_precision: Any, weight_decay: float | None, temperature: float, data_size: int | None, seed: Any
+) -> None:
+    """Raises for numbers out of range."""
+    numbers = {"weight_decay": weight_decay, "temperature": temperature}
+    if not isinstance(prior_precision, Mapping):
+        numbers["prior_precision"] = prior_precision
+    for name, value in numbers.items():
+        if not (is_positive(value) or (value is None and name != "temperature")):
+            raise LapwingError(
+                f"{name}={shown(value)} is not a positive finite number. Write "
+                f"{name}={1e-4 if name == 'weight_decay' else 1.0}, or leave it out."
+            )
+    if data_size is not None and not (is_positive(data_size) and isinstance(data_size, Integral)):
+        raise LapwingError(
+            f"data_size={shown(data_size)} is not a whole number, the size of the training set. Write "
+            "data_size=len(dataset), or leave it out."
+        )
+    if prior_precision is not None and weight_decay is not None:
+        raise LapwingError(
+            f"prior_precision={prior_precision} and weight_decay={weight_decay} exclude each other, since weight_decay "
+            "sets the prior precision to N times itself. Leave one out."
+        )
+    check_seed(seed)
+
+
+def check_tuning(tune: Any) -> None:
+    """Raises for a tuning that is none."""
+    if tune is not None and not isinstance(tune, Tuning):
+        raise LapwingError(
+            f"tune={shown(tune)} is not a tuning. Pass lw.BoundedEvidence(), lw.Evidence(), lw.Validation(loader), "
+            "lw.EarlyStopping(loader) or None: write tune=lw.BoundedEvidence()."
+        )
+    if torch.empty(0).is_meta:
+        raise LapwingError(
+            "torch's default device is meta, whose tensors hold no numbers. Call torch.set_default_device('cpu') first."
+        )
+
+
+def check_data_size(data_size: int, count: int) -> None:
+    """Raises for N below the number of samples that the loader shows."""
+    if data_size < count:
+        raise LapwingError(
+            f"data_size={data_size} is below the {count} samples that the loader shows. Leave data_size out, or give "
+            "the size of the whole training set."
+        )

@@ -1,0 +1,99 @@
+"""Jacobians whose rows are formed one part after another, and squared and summed while a cache holds the part."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from ..linalg import matmul
+from .jacobian import BlockJacobian, Weighting
+
+
+class InParts(BlockJacobian):
+    """A Jacobian of G groups of (O, I), whose rows are formed, squared and summed one part after another."""
+
+    groups: int
+    outputs: int
+    inputs: int
+
+    @abstractmethod
+    def parts(self, whole: bool = False) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yields samples, output channels, and their rows (b, G, R, o, I); with `whole` of all output channels."""
+
+    @abstractmethod
+    def row_slices(self, whole: bool = False) -> Iterator[tuple[slice, Tensor]]:
+        """Yields rows (B, R, p) for output channels of one group; with `whole` for all channels of the group."""
+
+    def _matrices(self, weights: Tensor) -> Tensor:
+        """Returns weights (P, ...) as (G, O, I, ...)."""
+        return weights.reshape(self.groups, self.outputs, self.inputs, *weights.shape[1:])
+
+    def weighted_grams(self, candidates: Iterable[Weighting]) -> list[Tensor]:
+        """Returns `J diag(w) Jᵀ` (B, R, R) for several weights, the rows formed once."""
+        roots, grams = [self._matrices(weighting.flat.sqrt()) for weighting in candidates], list[Tensor]()
+        for samples, outputs, rows in self.parts():
+            grams = grams or [rows.new_zeros(self.batch, self.cotangents, self.cotangents) for _ in roots]
+            for root, gram in zip(roots, grams, strict=True):
+                scaled = (rows * root[:, None, outputs]).flatten(3)
+                gram[samples] += (scaled @ scaled.mT).sum(1)
+        return grams
+
+    def weighted_norms(self, candidates: Iterable[Weighting]) -> tuple[Tensor, Tensor]:
+        """Returns the diagonals of `J diag(w) Jᵀ` and `H J diag(w) Jᵀ H`, each (n, B, R), from squares taken once."""
+        weights = self._matrices(torch.stack([weighting.flat for weighting in candidates], -1))  # (G, O, I, n)
+        norms = weights.new_zeros(2, self.batch, self.cotangents, weights.shape[-1])
+        for samples, outputs, rows in self.parts():
+            w, rows = weights[:, outputs].flatten(1, 2), rows.flatten(3)
+            for norm, values in zip(norms, (rows, rows - rows.mean(2, keepdim=True)), strict=True):
+                norm[samples] += (values.square() @ w).sum(1)
+        plain, centred = norms.movedim(-1, 1)
+        return plain, centred
+
+    def squared_sum(self) -> Tensor:
+        """Returns `Σ_n,r J²` (P,)."""
+        sums: Tensor | None = None
+        for _, outputs, rows in self.parts():
+            sums = rows.new_zeros(self.groups, self.outputs, self.inputs) if sums is None else sums
+            sums[:, outputs] += rows.square().sum((0, 2))
+        assert sums is not None
+        return sums.flatten()
+
+
+class RotatedOuter(InParts):
+    """`U_outᵀ J[n, r] U_in` of another Jacobian, for U_in (G, I, I) and U_out (G, O, O); None is the identity.
+
+    A rotation of the outputs mixes the output channels, so that it needs the rows of all of them.
+    """
+
+    def __init__(self, plain: InParts, inputs: Tensor | None, outputs: Tensor | None) -> None:
+        self.batch, self.cotangents, self.size = plain.batch, plain.cotangents, plain.size
+        self.groups, self.outputs, self.inputs = plain.groups, plain.outputs, plain.inputs
+        self._plain, self._inputs, self._outputs = plain, inputs, outputs
+        self.within(plain.slice_bytes)
+
+    def parts(self, whole: bool = False) -> Iterator[tuple[slice, slice, Tensor]]:
+        for samples, outputs, rows in self._plain.parts(whole or self._outputs is not None):
+            rows = self._turned(rows)  # frees the rows before
+            yield samples, outputs, rows
+
+    def row_slices(self, whole: bool = False) -> Iterator[tuple[slice, Tensor]]:
+        for part, rows in self._plain.row_slices(whole or self._outputs is not None):
+            group = part.start // (self.outputs * self.inputs)
+            rows = rows.unflatten(-1, (-1, self.inputs)).unsqueeze(1)  # (B, 1, R, o, I)
+            yield part, self._turned(rows, slice(group, group + 1)).squeeze(1).flatten(2)
+
+    def _turned(self, rows: Tensor, groups: slice = slice(None)) -> Tensor:
+        """Rotates rows (b, G, R, o, I) of a slice of the groups."""
+        several = rows.shape[1] > 1  # groups, whose bases a product would copy for every sample
+        if self._outputs is not None and several:
+            rows = rows.permute(1, 3, 0, 2, 4)  # (G, o, b, R, I)
+            rows = (self._outputs[groups].mT @ rows.flatten(2)).view(rows.shape).permute(2, 0, 3, 1, 4)
+        elif self._outputs is not None:
+            rows = self._outputs[groups].mT @ rows
+        if self._inputs is not None and several:
+            rows = rows.transpose(0, 1)  # (G, b, R, o, I)
+            return (rows.flatten(1, 3) @ self._inputs[groups]).view(rows.shape).transpose(0, 1)
+        return rows if self._inputs is None else matmul(rows, self._inputs[groups][0])

@@ -1,0 +1,260 @@
+"""The Jacobian of a matrix weight used at T positions a sample, or in G groups: `J[n, r] = Σ_t g[n, r, t] a[n, t]ᵀ`.
+
+Convolutions, layers of tokens and layers called several times have it. A contraction goes by rows, formed a few at a
+time, or by products over positions, whichever takes fewer products; one strip of positions after another.
+Weights (P,) and vectors (K, P) are laid out as (G, O, I), the bias as the last input column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from math import isqrt
+
+import torch
+from torch import Tensor
+
+from ..linalg import add_squares, linear, total
+from .in_parts import InParts, RotatedOuter
+from .jacobian import BlockJacobian, MatrixJacobian, Weighting
+from .strips import Strip, Strips
+
+REDUCTION = 40
+"""What multiplying and summing one number costs, in multiply-adds of a matrix product."""
+
+CACHE_BYTES = 2**22
+"""Rows that are squared and summed are formed so many bytes at a time on a CPU, and never leave its cache."""
+
+
+class SharedOuter(InParts, MatrixJacobian):
+    """T positions a sample in G groups: inputs a (B, T, G, I) and output gradients g (B, R, T, G, O), by strips."""
+
+    def __init__(self, strips: Strips) -> None:
+        self._strips = strips
+        self.batch, self.cotangents, self.positions, self.groups, self.outputs, self.inputs = strips.shape
+        self.size = self.groups * self.outputs * self.inputs
+
+    @property
+    def strips(self) -> Strips:
+        """The inputs a and the output gradients g."""
+        return self._strips
+
+    def row_slices(self, whole: bool = False) -> Iterator[tuple[slice, Tensor]]:
+        """Yields `Σ_t g a` for slices of the output channels, one product of (R o, t) by (t, I) a sample and strip."""
+        channel_bytes = self.batch * self.cotangents * self.inputs * self.strips.dtype.itemsize
+        step = self.outputs if whole else self.step(channel_bytes, self.outputs)
+        for group, start in product(range(self.groups), range(0, self.outputs, step)):
+            channels = slice(start, min(start + step, self.outputs))
+            rows = total(
+                g[:, :, :, group, channels].transpose(2, 3).flatten(1, 2) @ a[:, :, group] for a, g in self.strips
+            )  # (B, R o, I)
+            first, count = group * self.outputs + start, channels.stop - start
+            part = slice(first * self.inputs, (first + count) * self.inputs)
+            yield part, rows.reshape(self.batch, self.cotangents, -1)
+
+    def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> SharedOuter | RotatedOuter:
+        """Returns J in another basis, for U_in (G, I, I) and U_out (G, O, O).
+
+        Each side is rotated where that is cheaper: a where T < R O and g where T < I, else the rows.
+        """
+        turn_a = inputs is None or self.positions < self.cotangents * self.outputs
+        turn_g = outputs is None or self.positions < self.inputs
+        turned = SharedOuter(self.strips.rotated(inputs if turn_a else None, outputs if turn_g else None))
+        turned = turned.within(self.slice_bytes)
+        if turn_a and turn_g:
+            return turned
+        return RotatedOuter(turned, None if turn_a else inputs, None if turn_g else outputs)
+
+    def parts(self, whole: bool = False) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yields rows `Σ_t g a`, products of (R o, t) by (t, I); with `whole` of all output channels."""
+        for samples, outputs in self._steps(whole):
+            parts = (
+                g[samples, :, :, :, outputs].permute(0, 3, 1, 4, 2).flatten(2, 3) @ a[samples].transpose(1, 2)
+                for a, g in self.strips
+            )  # (b, G, R o, I)
+            yield samples, outputs, total(parts).unflatten(2, (self.cotangents, -1))
+
+    def _steps(self, whole: bool) -> Iterator[tuple[slice, slice]]:
+        """Yields slices of samples with all their output channels; of one sample's where these are too many.
+
+        Of several strips, which each sweep computes anew, all samples with as few slices of channels as fit.
+        """
+        channel = self.groups * self.cotangents * self.inputs * self.strips.dtype.itemsize
+        limit, count = self.slice_bytes, self.batch
+        if len(self.strips) == 1:
+            limit = min(limit, CACHE_BYTES) if self.strips.device.type == "cpu" else limit
+            count = max(1, min(count, limit // (channel * self.outputs)))
+        some = self.outputs if whole else max(1, min(self.outputs, limit // (channel * count)))
+        for n, o in product(range(0, self.batch, count), range(0, self.outputs, some)):
+            yield slice(n, min(n + count, self.batch)), slice(o, min(o + some, self.outputs))
+
+    def pairs_are_cheaper(self, candidates: int) -> bool:
+        """Compares products of pairs of positions, for so many weights (0 for squares), with rows."""
+        outputs, inputs, size = self.outputs, self.inputs, self.outputs * self.inputs
+        pairs = self.positions * (self.positions + 1) // 2  # none of an expert that no token reaches
+        by_pairs = pairs * (max(1, candidates) * (size + REDUCTION * self.cotangents * outputs) + REDUCTION * inputs)
+        by_rows = self.cotangents * size * (self.positions + max(1, candidates) * REDUCTION)
+        return len(self.strips) == 1 and 0 < by_pairs < by_rows + candidates * self.cotangents**2 * size
+
+    def _pairs(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Yields samples, their products `a_t a_t'` (G, b k, I) for the k pairs of positions, and g at t and at t'.
+
+        Gradients (b, R, k, G, O) count pairs of two positions, which stand for two, twice: those at t' are doubled.
+        """
+        ((a, g),) = self.strips
+        first, second = torch.triu_indices(self.positions, self.positions, device=a.device)
+        twice = torch.where(first == second, 1.0, 2.0).to(a)[:, None, None]
+        numbers = len(first) * self.groups * (2 * self.inputs + 3 * self.cotangents * self.outputs)
+        limit = min(self.slice_bytes, CACHE_BYTES // 4) if a.device.type == "cpu" else self.slice_bytes
+        step = max(1, limit // (numbers * a.element_size()))
+        for n in range(0, self.batch, step):
+            samples = slice(n, min(n + step, self.batch))
+            inputs, left, right = a[samples], g[samples], g[samples]
+            inputs = (inputs[:, first] * inputs[:, second]).flatten(0, 1).transpose(0, 1)
+            yield samples, inputs, left[:, :, first], right[:, :, second] * twice
+
+    def squared_sum(self) -> Tensor:
+        """Returns `Σ_n,r J²` (P,) by rows, or by pairs of positions `Σ_tt' (g_t ⊙ g_t')(a_t ⊙ a_t')ᵀ`."""
+        if not self.pairs_are_cheaper(0):
+            return super().squared_sum()
+        parts = ((inputs, (g * h).sum(1).flatten(0, 1).permute(1, 2, 0)) for _, inputs, g, h in self._pairs())
+        return total(_group_products(outputs, inputs.mT) for inputs, outputs in parts).flatten()
+
+    def weighted_grams(self, candidates: Iterable[Weighting]) -> list[Tensor]:
+        """Returns `J diag(w) Jᵀ` by rows, or by pairs of positions: `Σ_tt' g_t diag(W (a_t ⊙ a_t')) g_t'ᵀ`."""
+        several = list(candidates)
+        if not self.pairs_are_cheaper(len(several)):
+            return super().weighted_grams(several)
+        grams = [list[Tensor]() for _ in several]
+        for samples, inputs, g, h in self._pairs():
+            for weighting, parts in zip(several, grams, strict=True):
+                scales = _group_products(inputs, self._matrices(weighting.flat))  # (G, b k, O)
+                scales = scales.transpose(0, 1).unflatten(0, (samples.stop - samples.start, -1)).unsqueeze(1)
+                gram = (g * scales).flatten(2) @ h.flatten(2).mT
+                parts.append((gram + gram.mT) / 2)
+        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in grams]
+
+    def jvp(self, vectors: Tensor) -> Tensor:
+        """Returns `J V` (B, R, K) by rows or by `gᵀ(V_k a)`, whichever takes fewer products."""
+        count = vectors.shape[0]
+        by_rows = self.cotangents * self.inputs * (self.positions + count)
+        by_push = count * self.positions * (self.inputs + self.cotangents)
+        if by_rows <= by_push:
+            return super().jvp(vectors)
+        vectors = vectors.reshape(count, self.groups, self.outputs, self.inputs)
+        return total(self._pushed(a, g, vectors) for a, g in self.strips)
+
+    def _pushed(self, a: Tensor, g: Tensor, vectors: Tensor) -> Tensor:
+        """Returns `gᵀ(V_k a)` (B, R, K) of a strip, for slices of V (K, G, O, I)."""
+        step = self.step(a[..., 0].numel() * self.outputs * a.element_size(), len(vectors))
+        g, parts = g.flatten(2), []
+        for some in vectors.split(step):
+            pushed = torch.einsum("ntgi,kgoi->nktgo", a, some)
+            parts.append(g @ pushed.flatten(2).mT)  # (B, R, k)
+        return torch.cat(parts, -1)
+
+    def vjp(self, cotangents: Tensor) -> Tensor:
+        """Returns `Jᵀu` by rows, R (T + S) products of a weight, or by `u g` at every position, S T of them."""
+        count = cotangents.shape[-1]
+        by_rows = self.cotangents * self.inputs * (self.positions + count)
+        if count * self.positions * (self.inputs + self.cotangents) >= by_rows:
+            return super().vjp(cotangents)
+        numbers = self.batch * self.positions * self.groups * self.outputs
+        step = self.step(8 * numbers, count)
+        return torch.cat([total(_pulled(a, g, u) for a, g in self.strips) for u in cotangents.split(step, -1)])
+
+    def plus(self, others: Sequence[BlockJacobian]) -> BlockJacobian:
+        """Joins the positions of several uses."""
+        strips = [use.strips for use in (self, *others) if use.strips is not None]
+        return SharedOuter(Strips.joined(strips)) if len(strips) == 1 + len(others) else super().plus(others)
+
+    def sum_rows(self) -> Tensor:
+        """Returns `Σ_n,t g a` (R, P)."""
+        return total(torch.einsum("nrtgo,ntgi->rgoi", g, a) for a, g in self.strips).flatten(1)
+
+    def squared_norm(self) -> Tensor:
+        """Returns `Σ J²` by rows, or by the positions' Gram matrices `Σ_tt' (a_t·a_t')(g_t·g_t')` where T is small."""
+        by_rows = self.cotangents * self.outputs * self.inputs
+        by_positions = self.positions * (self.inputs + self.cotangents * self.outputs)
+        if by_rows <= by_positions:
+            return total(rows.square().sum() for _, rows in self.row_slices())
+        return total(_table_sum(mine, theirs) for mine in self.strips for theirs in self.strips)
+
+    def gram(self, other: BlockJacobian) -> Tensor:
+        """Returns `J J'ᵀ` (B, R, B', R') by rows, or by `Σ_tt' (a_t·a'_t')(g_t·g'_t')` where that is cheaper."""
+        theirs = other.strips
+        if theirs is None or self.rows_are_cheaper(theirs):
+            return super().gram(other)
+        _, columns, positions = theirs.shape[:3]
+        cells = max(1, self.slice_bytes // (self.strips.dtype.itemsize * columns))
+        mine = min(self.positions, max(isqrt(cells), cells // positions))  # whole, where a table fits
+        return total(
+            self._position_gram((a[:, :, group], g[:, :, :, group]), (b[:, :, group], h[:, :, :, group]))
+            for a, g in self.strips.finer(mine)
+            for b, h in theirs.finer(max(1, cells // mine))
+            for group in range(self.groups)
+        )
+
+    def rows_are_cheaper(self, other: Strips) -> bool:
+        """Compares the products of both ways, a group."""
+        batch, cotangents, positions = other.shape[:3]
+        mine, theirs = self.batch * self.cotangents, batch * cotangents
+        formed = mine * self.positions + (0 if other is self.strips else theirs * positions)
+        by_rows = (formed + mine * theirs) * self.outputs * self.inputs
+        one_pair = self.batch * batch * self.inputs + mine * theirs * (self.outputs + REDUCTION)  # of positions
+        return by_rows <= self.positions * positions * one_pair
+
+    def _position_gram(self, mine: Strip, theirs: Strip) -> Tensor:
+        """Returns one group's part of two strips (B, t, I) and (B', t', I), for slices of samples and cotangents."""
+        (a, g), (b, h) = mine, theirs
+        here, there, columns = a.shape[1], b.shape[1], h.shape[1]
+        pair = here * columns * there * a.element_size()  # of one row with one sample of theirs
+        count = self.step(pair, len(b))
+        rows = self.step(pair * count, self.batch * self.cotangents)
+        samples, some = max(1, rows // self.cotangents), min(rows, self.cotangents)
+        gram = a.new_empty(self.batch, self.cotangents, len(b), columns)
+        for m in range(0, len(b), count):
+            far, near = h[m : m + count].flatten(0, 2), b[m : m + count].flatten(0, 1)
+            for n in range(0, self.batch, samples):
+                inputs = a[n : n + samples].flatten(0, 1) @ near.T
+                inputs = inputs.reshape(-1, 1, here, len(b[m : m + count]), 1, there)
+                for r in range(0, self.cotangents, some):
+                    left = g[n : n + samples, r : r + some]
+                    products = (left.flatten(0, 2) @ far.T).reshape(
+                        *left.shape[:3], -1, columns, there
+                    )  # (b, r, t, b', R', t')
+                    gram[n : n + samples, r : r + some, m : m + count] = (products * inputs).sum((2, 5))
+        return gram
+
+    def add_kronecker_factors(
+        self, reduce: bool, inputs: Tensor, outputs: Tensor, weights: Tensor | None = None
+    ) -> int:
+        for a, g in [self._reduced()] if reduce else self.strips:
+            if weights is not None:
+                a = a * weights.sqrt().to(a)[:, None, None, None]
+            add_squares(inputs, a.permute(2, 0, 1, 3).flatten(1, 2))  # (G, B t, I)
+            for some in g.split(self.step(g[0].numel() * g.element_size(), self.batch)):  # each is copied
+                add_squares(outputs, some.permute(3, 0, 1, 2, 4).flatten(1, 3))  # (G, b R t, O)
+        return self.batch * (1 if reduce else self.positions)
+
+    def _reduced(self) -> Strip:
+        """Returns the mean of a (B, 1, G, I) and the sum of g (B, R, 1, G, O) over positions."""
+        sums = [(a.sum(1, keepdim=True), g.sum(2, keepdim=True)) for a, g in self.strips]
+        return total(a for a, _ in sums) / self.positions, total(g for _, g in sums)
+
+
+def _group_products(left: Tensor, right: Tensor) -> Tensor:
+    """Returns `x yᵀ` (G, m, n) for x (G, m, k) and y (G, n, k)."""
+    return linear(left[0], right[0])[None] if len(left) == 1 else left @ right.mT
+
+
+def _pulled(a: Tensor, g: Tensor, cotangents: Tensor) -> Tensor:
+    """Returns `Σ_n,t (u g) aᵀ` (S, P) of a strip, for u (B, R, S)."""
+    g = (cotangents.mT @ g.flatten(2)).unflatten(2, g.shape[2:])  # (B, S, t, G, O)
+    return torch.einsum("nstgo,ntgi->sgoi", g, a).flatten(1)
+
+
+def _table_sum(mine: Strip, theirs: Strip) -> Tensor:
+    """Returns `Σ_n,g,t,t' (a_t·a_t')(g_t·g_t')` () of two strips of the same samples."""
+    inputs = torch.einsum("ntgi,nsgi->ngts", mine[0], theirs[0])
+    return (inputs * torch.einsum("nrtgo,nrsgo->ngts", mine[1], theirs[1])).sum()

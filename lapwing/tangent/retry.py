@@ -1,0 +1,61 @@
+"""Where the device of a network runs out of memory: once more, with shorter chunks."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from ..errors import LapwingError
+
+if TYPE_CHECKING:
+    from .tangent import Tangent
+
+log = logging.getLogger("lapwing")
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class ChunkLimit:
+    """How many samples a network takes at once where its device has run out of memory.
+
+    Attributes:
+        samples: at most so many; no limit at first.
+        latest: how many the latest chunk has; 0 before the first.
+    """
+
+    samples: int = sys.maxsize
+    latest: int = 0
+
+
+def retried(tangent: Tangent, limit: ChunkLimit, compute: Callable[[], Result]) -> Result:
+    """Returns what a function computes; where memory runs out, that of another call with chunks of half the length.
+
+    Raises:
+        LapwingError: where the memory does not suffice for one sample.
+    """
+    network = type(tangent.model).__name__
+    limit.latest = 0
+    while True:
+        try:
+            return compute()
+        except torch.OutOfMemoryError as error:
+            length = min(limit.latest, limit.samples)  # not all that runs out heeds the limit
+            if not length:  # no chunk is to blame
+                raise
+            if length == 1:
+                raise LapwingError(
+                    f"The memory of {tangent.device} does not suffice for one sample of {network} at a time, with "
+                    f"{tangent.size} treated weights and {tangent.outputs} outputs. Treat fewer weights, such as "
+                    f"params=lw.last_layer, or pass a smaller memory=..., now {tangent.memory / 2**20:.0f} MiB."
+                ) from error
+        limit.samples = length // 2
+        log.warning(
+            "%s ran out of memory with %d samples of %s at once. lapwing begins again with %d.",
+            tangent.device, length, network, length // 2,
+        )  # fmt: skip
