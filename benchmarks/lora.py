@@ -106,9 +106,7 @@ def run(share: float = 1.0) -> dict[str, dict[str, float]]:
         "before LoRA": base,
         "network alone": model,
         "temperature scaling": Tempered(model, held_out),
-        "`lw.fit(..., lw.KFAC(), tune=lw.Evidence())`": lw.fit(
-            model, NextTokens(data), lw.KFAC(), tune=lw.Evidence(), seed=SEED
-        ),
+        "`lw.fit(..., lw.KFAC())`": lw.fit(model, NextTokens(data), lw.KFAC(), seed=SEED),
         "`lw.fit(..., lw.KFAC(), validation=)`": lw.fit(
             model, NextTokens(data), lw.KFAC(), validation=NextTokens(held_out), seed=SEED
         ),
