@@ -160,15 +160,17 @@ class Runner:
         if isinstance(step, IteratePass):
             seed = (problem.seed + ranks.rank()) % 2**63  # each rank draws for its own samples
             self._generators["steps"] = torch.Generator(problem.tangent.device).manual_seed(seed)
-        visit = isinstance(step, Landmark)
-        state, taken = (step.state, self._visits.get(step.label, 0) + 1) if visit else (step.init(), 0)
+        if isinstance(step, Landmark):
+            state, taken = step.state, self._visits.get(step.label, 0) + 1
+        else:
+            state, taken = step.init(), 0
         at = replace(self._at, state=state, generators={}, batches=0, start=0, taken=taken, rounds=0, finished=False)
         if isinstance(step, CurvaturePass):
             at.prefixes = {}
         if self._checkpoint is None:
             return at
         at = self._checkpoint.begin(step.label, at, problem.tangent.device, self._is_joint(step))
-        if visit:
+        if isinstance(step, Landmark):
             self._visits[step.label] = at.taken
         for name, numbers in at.generators.items():
             self._generators[name].set_state(numbers)

@@ -127,7 +127,7 @@ class Batch:
         weights = None if self.weights is None else self.weights[part]
         if self.likelihood is None:
             return None if weights is None else weights[:, None]
-        return curvature_weights(self.likelihood, outputs, self.targets[part], weights)
+        return curvature_weights(self.likelihood, outputs, self.targets[part].to(outputs.device), weights)
 
     def weighted(self, values: Tensor, part: slice = slice(None)) -> Tensor:
         """Returns values of a part (B, ...), each times its sample's weight."""

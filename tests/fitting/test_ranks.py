@@ -128,9 +128,9 @@ def test_a_rank_whose_file_is_behind_goes_on_from_that_of_another(tmp_path: Path
 
 
 KILLED = {
-    "sums": (40, lw.EKFAC()), "steps": (20, lw.MeanField(40, initial_std=1e-9)),
-    "moving points": (20, lw.VaLLA(ranks.POINTS, lw.VariationalBound(20, then=lw.NaturalGradient(5)))),
-    "solves": (20, lw.SampledLLA(2, lw.ConjugateGradients(4), em_steps=1)),
+    "sums": (40, lw.EKFAC()), "steps": (12, lw.MeanField(40, initial_std=1e-9)),
+    "moving points": (12, lw.VaLLA(ranks.POINTS, lw.VariationalBound(20, then=lw.NaturalGradient(5)))),
+    "solves": (12, lw.SampledLLA(2, lw.ConjugateGradients(2), em_steps=1)),
 }  # fmt: skip
 
 
