@@ -75,6 +75,14 @@ def seeded(generator: torch.Generator | None, device: torch.device) -> torch.Gen
     return torch.Generator(device=device).manual_seed(0) if generator is None else generator
 
 
+def generator_on(device: torch.device, generator: torch.Generator) -> torch.Generator:
+    """Returns the generator, or one on another device that it seeds."""
+    if generator.device.type == device.type:
+        return generator
+    seed = torch.randint(2**62, (), generator=generator, device=generator.device)
+    return torch.Generator(device).manual_seed(int(seed))
+
+
 def is_finite(values: Tensor) -> bool:
     """Whether all values are finite: one fast sum, and a look at each where that overflows or is not finite."""
     return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -172,12 +173,8 @@ def others(loader: Any) -> dict[str, Any]:
 
 def same_data(rank: int, size: int) -> str:
     """Returns what is logged where every rank shows all data."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign, assignment]
-    logging.getLogger("lapwing").addHandler(handler)
-    lw.fit(network(3), data(3, 10, 0), lw.KFAC(), tune=None)
-    logging.getLogger("lapwing").removeHandler(handler)
+    with logged() as records:
+        lw.fit(network(3), data(3, 10, 0), lw.KFAC(), tune=None)
     return " ".join(record.getMessage() for record in records)
 
 
@@ -213,34 +210,84 @@ class Stopping(list):
             yield batch
 
 
-KEPT = ["default", "KFAC of a regression", "ELLA", "EKFAC", "Full", "SubsetOfData", "TemperatureScaling", "weights"]
-"""Cases of sums alone, which have a checkpoint."""
+ENOUGH = 10**6
+"""More batches than any fit loads."""
+
+SUMS = [
+    "default", "KFAC of a regression", "ELLA", "EKFAC", "Full", "SubsetOfData", "TemperatureScaling", "weights",
+    "validation of prefixes",
+]  # fmt: skip
+SOLVES = ["VaLLA", "SampledLLA", *STEPS]
+"""Cases whose ranks are at one step, or one solve."""
 
 
 def bits(posterior: lw.Posterior) -> dict[str, Any]:
     """Returns what must be the same to the bit."""
     numbers = {"precision": posterior.prior.precision, "noise": posterior.noise_variance, "n": posterior.samples}
-    return {**posterior.covariance.tensors(), **posterior.statistics, **numbers}
+    return {**posterior.covariance.tensors(), **posterior.statistics, **posterior.history, **numbers}
 
 
-def interrupted(rank: int, size: int, folder: Path, names: list[str], lefts: list[int]) -> dict[str, Any]:
-    """Fits with checkpoints, where the highest rank is interrupted after so many batches; and without."""
-    return {name: _interrupted(rank, size, folder / f"{name}.safetensors", name, lefts) for name in names}
+def interrupted(
+    rank: int, size: int, folder: Path, names: list[str], parts: list[float], lost: str = ""
+) -> dict[str, Any]:
+    """Fits with checkpoints, where the highest rank is interrupted after parts of the batches of a fit; and without.
+
+    Args:
+        rank: of this process.
+        size: how many there are.
+        folder: for files.
+        names: of cases.
+        parts: of the batches that the highest rank loads in a fit without a checkpoint.
+        lost: "file" if the highest rank then finds no file; "write" if it finds that of the first interruption.
+
+    Returns:
+        For each case what the resumed fit has, what a fit without a checkpoint has, the errors, and what was logged, of
+        the resumed fit alone where something was lost.
+    """
+    return {name: _interrupted(rank, size, folder / f"{name}.safetensors", name, parts, lost) for name in names}
 
 
-def _interrupted(rank: int, size: int, path: Path, name: str, lefts: list[int]) -> tuple[Any, Any, list[str]]:
+def _interrupted(
+    rank: int, size: int, path: Path, name: str, parts: list[float], lost: str
+) -> tuple[Any, Any, list[str], str]:
     outputs, options = ALL[name]
     training, held_out = everything(name, size)
     chosen = options(held_out[rank])
     loader: Any = training[rank] if chosen.get("sample_weights") else [batch[:2] for batch in training[rank]]
 
-    def fit(left: int, **kept: Any) -> dict[str, Any]:
-        return bits(lw.fit(network(outputs), Stopping(loader, left), **chosen, **kept))
+    def fit(loader: Stopping, **kept: Any) -> dict[str, Any]:
+        return bits(lw.fit(network(outputs), loader, **chosen, **kept))
 
-    errors = [
-        refused(lambda left=left: fit(left if rank == size - 1 else 999, checkpoint=path, every=1)) for left in lefts
-    ]
-    return fit(999, checkpoint=path, every=1), fit(999), errors
+    highest, errors, files = rank == size - 1, [], []
+    mine, whole = path.with_name(f"{path.name}.{rank}"), Stopping(loader, ENOUGH)
+    expected = fit(whole)
+    with logged() as records:
+        for part in parts:
+            stopping = Stopping(loader, round(part * (ENOUGH - whole.left)) if highest else ENOUGH)
+            errors.append(refused(lambda stopping=stopping: fit(stopping, checkpoint=path, every=1)))
+            files.append(mine.read_bytes() if highest and mine.exists() else b"")
+        if lost:
+            records.clear()
+            if highest:
+                mine.unlink(missing_ok=True)
+                if lost == "write" and files[0]:
+                    mine.write_bytes(files[0])
+        resumed = fit(Stopping(loader, ENOUGH), checkpoint=path, every=1)
+    return resumed, expected, errors, " ".join(record.getMessage() for record in records)
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """Collects what lapwing logs."""
+    records: list[logging.LogRecord] = []
+    log, handler = logging.getLogger("lapwing"), logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign, assignment]
+    level = log.level
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    yield records
+    log.removeHandler(handler)
+    log.setLevel(level)
 
 
 class Slow(list):
@@ -252,13 +299,16 @@ class Slow(list):
             yield batch
 
 
-def kill_at_random(folder: Path, size: int, kills: int) -> tuple[int, int, dict[str, Any], dict[str, Any]]:
-    """Kills all ranks of fits at random moments, and starts them again; a fit that ends is followed by another.
+def kill_at_random(
+    folder: Path, size: int, kills: int, method: lw.Method
+) -> tuple[int, int, dict[str, Any], dict[str, Any]]:
+    """Kills one rank of a fit or all at random moments, and starts them again; a fit that ends is followed by another.
 
     Args:
         folder: for files.
         size: how many ranks.
         kills: how many at least.
+        method: of the fit.
 
     Returns:
         How often ranks were killed, how many fits ended, what the latest of these has, and a fit without a kill.
@@ -266,7 +316,7 @@ def kill_at_random(folder: Path, size: int, kills: int) -> tuple[int, int, dict[
     context, random = multiprocessing.get_context("fork"), torch.Generator().manual_seed(1)
 
     def start(checkpoint: Path | None) -> list[Any]:
-        tasks = [(_slow_fit, checkpoint)]
+        tasks = [(_slow_fit, method, checkpoint)]
         group = [context.Process(target=_rank, args=(folder, rank, size, tasks, 30.0)) for rank in range(size)]
         (folder / "group").unlink(missing_ok=True)
         for process in group:
@@ -284,6 +334,12 @@ def kill_at_random(folder: Path, size: int, kills: int) -> tuple[int, int, dict[
     while count < kills or not ended:
         group = start(folder / "fit")
         done, longest = wait(group, longest * float(torch.rand((), generator=random))), 1.1 * longest
+        first = int(torch.randint(2 * size, (), generator=random))
+        if first < size and group[first].exitcode is None:  # one alone, and the others see that it is gone
+            group[first].kill()
+            group[first].join()
+            count += 1
+            wait(group, 20.0)
         for process in group:
             count += process.exitcode is None
             process.kill()
@@ -292,24 +348,18 @@ def kill_at_random(folder: Path, size: int, kills: int) -> tuple[int, int, dict[
     return count, ended, torch.load(folder / "0.pt", weights_only=False)[0], expected
 
 
-def _slow_fit(rank: int, size: int, checkpoint: Path | None) -> dict[str, Any]:
+def _slow_fit(rank: int, size: int, method: lw.Method, checkpoint: Path | None) -> dict[str, Any]:
     x, y = data(3, 120, 1)
     parts = shares((x, y), [[4] * 12, [4] * 18])
-    return bits(lw.fit(network(3), Slow(parts[rank]), lw.EKFAC(), checkpoint=checkpoint, every=checkpoint and 1))
+    return bits(lw.fit(network(3), Slow(parts[rank]), method, checkpoint=checkpoint, every=checkpoint and 1))
 
 
 def never_ending(rank: int, size: int, folder: Path) -> str:
-    """Leaves the checkpoint of a fit that is interrupted, and asks for what has none."""
-    training, held_out = everything("default", size)
+    """Leaves the checkpoint of a fit that is interrupted."""
+    training, _ = everything("default", size)
     loader: Any = [batch[:2] for batch in training[rank]]
     path = folder / "left.safetensors"
-    return " ".join([
-        refused(lambda: lw.fit(network(3), Stopping(loader, 7 + rank), lw.KFAC(), checkpoint=path, every=1)),
-        refused(lambda: lw.fit(network(3), loader, lw.MeanField(4), checkpoint=path.with_name("other"))),
-        refused(lambda: lw.fit(
-            network(3), loader, lw.ELLA(5, 20), tune=lw.EarlyStopping(held_out[rank], prefixes=2),
-            checkpoint=path.with_name("other"))),
-    ])  # fmt: skip
+    return refused(lambda: lw.fit(network(3), Stopping(loader, 7 + rank), lw.KFAC(), checkpoint=path, every=1))
 
 
 class OwnSteps(IteratePass):

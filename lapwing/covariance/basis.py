@@ -98,7 +98,7 @@ class ExplicitBasis(Basis):
     def project(self, record: Record) -> Tensor:
         """Takes the cheaper of forward mode and the blocks' products."""
         if not self.rank:  # no row of J spanned anything
-            return record.outputs.new_zeros(record.samples, record.cotangents, 0, dtype=record.dtype)
+            return torch.zeros(record.samples, record.cotangents, 0, dtype=record.dtype, device=record.device)
         return record.jvp(self.vectors)
 
     def combine(self, coefficients: Tensor) -> Vectors:
@@ -227,7 +227,8 @@ class CoordinateBasis(Basis):
 
         Cost: the record's gradients, and for layers that see several positions its rows, whatever K; memory O(B R K).
         """
-        projected = record.outputs.new_empty(record.samples, record.cotangents, self.rank, dtype=record.dtype)
+        shape = record.samples, record.cotangents, self.rank
+        projected = torch.empty(shape, dtype=record.dtype, device=record.device)
         for name, index in self._index.items():
             first = 0
             for part in record[name].columns(index, self._places[name]):

@@ -39,12 +39,12 @@ class Term(ABC):
         """What two terms must share for the rows of one to go below those of the other."""
         return type(self), *((rows.dtype, rows.shape[1:]) for rows in self.rows)
 
-    def to(self, dtype: torch.dtype) -> Self:
-        """Returns the term in another dtype: some structures are contracted in float64."""
+    def to(self, outputs: Tensor) -> Self:
+        """Returns the term in the dtype and on the device of the outputs: some structures are contracted in float64."""
         kind: Any = type(self)
-        if self.rows[0].dtype == dtype:
+        if self.rows[0].dtype == outputs.dtype:
             return self
-        return kind(*(value if value is None else value.to(dtype) for value in vars(self).values()))
+        return kind(*(value if value is None else value.to(outputs) for value in vars(self).values()))
 
     def marginals(self) -> MarginalTerm:
         """Returns the variances alone, not as a view that would keep the term's matrix."""

@@ -133,29 +133,45 @@ class Checkpoint:
                 "passed to that fit, or delete the file to begin anew."
             )
 
-    def begin(self, label: str, fresh: Standing, device: torch.device) -> Standing:
+    def begin(self, label: str, fresh: Standing, device: torch.device, joint: bool = False) -> Standing:
         """Returns where to go on in the next pass: as the file says, or else at the fresh standing.
 
         Args:
             label: of the pass.
             fresh: where it begins.
             device: of the weights.
+            joint: whether all ranks go through the pass together. They go on from the file that is furthest.
         """
-        if not self._former:
+        mine = self._former.pop(0) if self._former else None
+        if mine is not None and mine.label != label:
+            raise self._damaged()
+        entry = self._furthest(mine) if joint else mine
+        if entry is None:
             return fresh
-        entry = self._former.pop(0)
         try:
-            if entry.label != label:
-                raise ValueError(entry.label)
-            standing = entry.standing(fresh, device)
+            standing = (entry.of_rank(ranks.rank()) if joint else entry).standing(fresh, device)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise self._damaged() from error
-        if standing.finished:
+        if not standing.finished:
+            log.info("The fit goes on from %s, after %d batches of '%s'.", self.path, standing.batches, label)
+        elif entry is mine:
             self._entries.append(dataclasses.replace(entry, tensors=None))
             self._written += 1
         else:
-            log.info("The fit goes on from %s, after %d batches of '%s'.", self.path, standing.batches, label)
+            self._entries.append(entry)
         return standing
+
+    def _furthest(self, mine: Entry | None) -> Entry | None:
+        """Returns the entry of the rank that is furthest in a pass. A rank behind forgets the rest of its file."""
+        places = ranks.gathered("where the checkpoints are", None if mine is None else mine.place)
+        furthest = max(places, key=lambda place: place or (False, -1))
+        if all(place == furthest for place in places):
+            return mine
+        entry = ranks.decided("the furthest checkpoint", mine, places.index(furthest))
+        if places[ranks.rank()] == furthest:
+            return mine
+        self._former.clear()
+        return entry
 
     def _is_due(self) -> bool:
         """Whether to write the file after one more batch."""
@@ -164,35 +180,41 @@ class Checkpoint:
             return self._batches >= self._every
         return time.monotonic() - self._time >= self._pause
 
-    def keep(self, label: str, standing: Standing, again: bool = False) -> None:
+    def keep(self, label: str, standing: Standing, again: bool = False, joint: bool = False) -> None:
         """Keeps a finished pass for the next time that the file is written.
 
         Args:
             label: of the pass, or of a landmark.
             standing: at its end.
             again: whether this takes the place of the latest of this label and all that came after it, if there is one.
+            joint: whether all ranks go through the pass together.
         """
         places = [number for number, entry in enumerate(self._entries) if again and entry.label == label]
         if places:
             del self._entries[places[-1] :]
             self._written = min(self._written, len(self._entries))
-        self._entries.append(Entry.of(label, standing, copy=True))
+        self._entries.append(Entry.of(label, standing, copy=True, joint=joint))
         self.in_batch = False
         self._raise()
 
-    def save(self, label: str = "", standing: Standing | None = None) -> None:
+    def save(self, label: str = "", standing: Standing | None = None, joint: bool = False) -> None:
         """Writes the file, unless it holds all of this: the finished passes, and where the next one stands."""
         entries = self._entries
         if standing is not None and standing.batches + standing.taken:
-            entries = [*entries, Entry.of(label, standing, copy=False)]
+            entries = [*entries, Entry.of(label, standing, copy=False, joint=joint)]
         if len(entries) > self._written:
             self._write(entries)
 
-    def end_batch(self, label: str, standing: Callable[[], Standing]) -> None:
-        """Writes the file after a batch, if it is time or Ctrl-C came during the batch, which then goes on."""
+    def end_batch(self, label: str, standing: Callable[[], Standing], joint: bool = False) -> None:
+        """Writes the file after a batch, if it is time or Ctrl-C came during the batch, which then goes on.
+
+        Where all ranks go through the pass together, it is time for all where it is for one.
+        """
+        self.in_batch = joint  # Ctrl-C must not end what all ranks do together
+        due = self._is_due() or self._interrupted
+        if any(ranks.gathered("the time of a checkpoint", due)) if joint else due:
+            self.save(label, standing(), joint)
         self.in_batch = False
-        if self._is_due() or self._interrupted:
-            self.save(label, standing())
         self._raise()
 
     def _raise(self) -> None:

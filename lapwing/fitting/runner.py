@@ -53,13 +53,11 @@ class Runner:
     ) -> None:  # fmt: skip
         self._loader, self._share = loader, ranks.share_of(loader)
         self._parts, self._data_size, self._checkpoint = prefixes, data_size, checkpoint
-        if checkpoint is not None and prefixes and self._share is not None:
-            raise LapwingError("Over several processes early stopping has no checkpoint. Leave checkpoint= out.")
         self._labels: Tensor | None = None
         self._at = Standing()
         self._generators: dict[str, torch.Generator] = {}
+        self._visits: dict[str, int] = {}  # of landmarks
         self._covariance_at: dict[int, Covariance] = {}
-        self._kept: dict[int, tuple[State, DataSummary]] = {}
 
     @property
     def whole(self) -> bool:
@@ -123,11 +121,6 @@ class Runner:
         """Runs a pass, or what is left of it; returns its state."""
         if self._checkpoint is None and isinstance(step, Landmark):
             return step.state
-        if self._checkpoint is not None and self._share is not None and not isinstance(step, SumPass):
-            raise LapwingError(
-                f"Over several processes a checkpoint keeps sums alone, and '{step.label}' goes in steps. Leave "
-                "checkpoint= out, or use lw.KFAC()."
-            )
         drawn = problem.root.generator.get_state()
 
         def through() -> None:  # once more, with shorter chunks, where the device runs out of memory
@@ -154,12 +147,10 @@ class Runner:
                         self._sum(step, problem, here)
                     else:
                         self._iterate(step, problem, here)
-                        if notes and self._share is not None:
-                            at.summary = self._whole(step, at.summary, problem)
         if not at.finished:
             at.finished = True
             if self._checkpoint is not None:
-                self._checkpoint.keep(step.label, self._standing(), again=isinstance(step, Landmark))
+                self._checkpoint.keep(step.label, self._standing(), isinstance(step, Landmark), self._is_joint(step))
         if isinstance(step, SumPass):
             self._end_sum(step, problem, notes and step.limit is None)
 
@@ -169,16 +160,21 @@ class Runner:
         if isinstance(step, IteratePass):
             seed = (problem.seed + ranks.rank()) % 2**63  # each rank draws for its own samples
             self._generators["steps"] = torch.Generator(problem.tangent.device).manual_seed(seed)
-        state = step.state if isinstance(step, Landmark) else step.init()
-        at = replace(self._at, state=state, generators={}, batches=0, start=0, taken=0, rounds=0, finished=False)
+        if isinstance(step, Landmark):
+            state, taken = step.state, self._visits.get(step.label, 0) + 1
+        else:
+            state, taken = step.init(), 0
+        at = replace(self._at, state=state, generators={}, batches=0, start=0, taken=taken, rounds=0, finished=False)
         if isinstance(step, CurvaturePass):
             at.prefixes = {}
         if self._checkpoint is None:
             return at
-        at = self._checkpoint.begin(step.label, at, problem.tangent.device)
+        at = self._checkpoint.begin(step.label, at, problem.tangent.device, self._is_joint(step))
+        if isinstance(step, Landmark):
+            self._visits[step.label] = at.taken
         for name, numbers in at.generators.items():
             self._generators[name].set_state(numbers)
-        if isinstance(step, CurvaturePass):
+        if isinstance(step, CurvaturePass) and self._share is None:
             for samples, flat in _by_number(at.prefixes).items():
                 self._covariance_at[samples] = step.finish(step.init().with_tensors(flat))
         return at
@@ -199,9 +195,7 @@ class Runner:
                 if notes:
                     at.summary.add(problem.likelihood, **batch.rows())
                 if samples in self._stops():
-                    self._kept[samples] = at.state.mapped(torch.clone), at.summary.mapped(torch.clone)
-                    if self._share is None:
-                        self._keep(samples, step, *self._kept.pop(samples), notes)
+                    self._keep(samples, step, notes)
         if at.start != self._limit(step):
             self._check_size(at.start, f"to the pass '{step.label}'")
 
@@ -223,7 +217,7 @@ class Runner:
                 f"The steps of '{step.label}' are not summed over processes. Call lw.fit in one process, or use "
                 "lw.KFAC()."
             )
-        at, generator = self._at, self._generators["steps"]
+        at, generator, ended = self._at, self._generators["steps"], False
         while at.taken < step.steps and not step.converged(at.state):
             notes = not at.whole and not at.rounds
             if notes and not at.batches:
@@ -233,9 +227,14 @@ class Runner:
                 at.taken += 1
                 if notes and counts:
                     at.summary.add(problem.likelihood, **batch.rows())
-                if at.taken == step.steps or step.converged(at.state):
-                    here.advance()
-                    return
+                ended = at.taken == step.steps or step.converged(at.state)
+                if ended:
+                    break
+            if notes and self._share is not None:
+                at.summary = self._whole(step, at.summary, problem)
+            if ended:
+                here.advance()
+                return
             self._check_size(at.start, f"to the pass '{step.label}'")
             at.whole, at.rounds, at.batches, at.start = True, at.rounds + 1, 0, 0
 
@@ -245,20 +244,25 @@ class Runner:
             return frozenset()
         return frozenset(max(1, len(self.labels()) >> i) for i in range(self._parts + 1))
 
-    def _keep(self, samples: int, step: SumPass[Any], state: State, summary: DataSummary, notes: bool) -> None:
-        """Keeps the sums over the first samples, of which copies are given."""
+    def _keep(self, samples: int, step: SumPass[Any], notes: bool) -> None:
+        """Keeps what this rank has summed over the first samples."""
         at = self._at
         if notes:
-            at.statistics |= {f"{samples}/{name}": value for name, value in summary.statistics.items()}
+            at.statistics |= {f"{samples}/{name}": value.clone() for name, value in at.summary.statistics.items()}
         if isinstance(step, CurvaturePass):
-            if self._checkpoint is not None:
-                at.prefixes |= {f"{samples}/{path}": value.clone() for path, value in state.tensors().items()}
-            self._covariance_at[samples] = step.finish(state)
+            if self._checkpoint is not None or self._share is not None:
+                at.prefixes |= {f"{samples}/{path}": value.clone() for path, value in at.state.tensors().items()}
+            if self._share is None:
+                self._covariance_at[samples] = step.finish(at.state.mapped(torch.clone))
 
     @property
     def _before(self) -> int:
         """How many samples the ranks before this one have."""
         return 0 if self._share is None else sum(self._share.before)
+
+    def _is_joint(self, step: Pass) -> bool:
+        """Whether all ranks go through a pass together, step by step; through sums each goes at its own pace."""
+        return self._share is not None and not isinstance(step, SumPass)
 
     def _limit(self, step: Pass) -> int | None:
         """Returns how many samples of this rank a pass needs; None for all."""
@@ -271,15 +275,19 @@ class Runner:
 
     def _join(self, step: SumPass[Any], problem: Problem, notes: bool) -> None:
         """Puts the sums of all ranks in the place of those of this one."""
-        at, before = self._at, self._before
-        for stop in sorted(self._stops()):  # of the first samples this rank has none, some or all
-            part: tuple[State, DataSummary] = step.init(), DataSummary()
-            if stop in self._kept:
-                part = self._kept.pop(stop)
-            elif stop > before:
-                part = at.state.mapped(torch.clone), at.summary.mapped(torch.clone)
-            state, summary = self._whole(step, part[0], problem), self._whole(step, part[1], problem)
-            self._keep(stop, step, state, summary, notes)
+        at, stops = self._at, sorted(self._stops())
+        prefixes, statistics = _by_number(at.prefixes), _by_number(at.statistics)
+        for stop in stops:  # of the first samples this rank has none, some or all
+            reached = stop > self._before
+            if notes:
+                sums = statistics.get(stop, at.summary.statistics if reached else {})
+                summary = self._whole(step, DataSummary(statistics=dict(sums)).mapped(torch.clone), problem)
+                at.statistics |= {f"{stop}/{name}": value for name, value in summary.statistics.items()}
+            if isinstance(step, CurvaturePass):
+                state = at.state.mapped(torch.clone) if reached and stop not in prefixes else step.init()
+                state = state.with_tensors(prefixes[stop]) if stop in prefixes else state
+                self._covariance_at[stop] = step.finish(self._whole(step, state, problem))
+        at.prefixes = {}
         if notes:
             at.summary = self._whole(step, at.summary, problem)
             at.any_counted = any(ranks.gathered("labels that count", at.any_counted))
@@ -294,16 +302,23 @@ class Runner:
             yield from ((batch, True) for batch in self._batches(step, problem, here))
             return
         loaded, sizes, device = self._batches(step, problem, here), self._share.sizes, problem.tangent.device
+        at, checkpoint, longest = self._at, self._checkpoint, max(map(len, sizes))
+        first = at.taken - at.rounds * longest
         inputs, targets = batches.split(self._share.first, device)
         nothing = Batch(
             problem.tangent, batches.take(inputs, slice(0, 1)), targets[:1], self._before, None,
-            torch.zeros(1, device=device), problem.likelihood, self._at.rounds,
+            torch.zeros(1, device=device), problem.likelihood, at.rounds,
         )  # fmt: skip
-        for number in range(max(map(len, sizes))):
-            batch = next(loaded, None)
+        for number in range(first, longest + 1):
+            batch = next(loaded, None)  # which counts the batch before it
+            if checkpoint is not None and number > first:
+                checkpoint.end_batch(step.label, self._standing, joint=True)
+            if number == longest:
+                return
+            if checkpoint is not None:
+                checkpoint.in_batch = True
             joined = sum(part[number] for part in sizes if number < len(part))
             yield replace(batch or nothing, joined=joined), batch is not None
-        next(loaded, None)  # which counts the batch before it
 
     def _batches(self, step: SumPass[Any] | IteratePass[Any], problem: Problem, here: Stage) -> Iterator[Batch]:
         """Goes through the loader once, or what is left of it, or as far as the pass needs."""
@@ -311,7 +326,7 @@ class Runner:
         stops = [stop - before for stop in self._stops()] if isinstance(step, SumPass) else []
         if at.start == limit:
             return
-        for raw in self._loaded(step.label):
+        for raw in self._loaded(step):
             inputs, targets = batches.split(raw, device)
             weights, samples = batches.weights_of(raw, device), batches.size(inputs)
             problem.tangent.check(inputs, f"the inputs of batch number {at.batches + 1}")
@@ -336,10 +351,10 @@ class Runner:
             here.advance()
             if at.start == limit:
                 return
-            if self._checkpoint is not None:
+            if self._checkpoint is not None and not self._is_joint(step):
                 self._checkpoint.end_batch(step.label, self._standing)
 
-    def _loaded(self, label: str) -> Iterator[Any]:
+    def _loaded(self, step: SumPass[Any] | IteratePass[Any]) -> Iterator[Any]:
         """Yields what the loader shows after the batches that are done; saves what is done if it raises."""
         loaded = iter(rest_of(self._loader, self._at.batches))
         while True:
@@ -348,8 +363,8 @@ class Runner:
             except StopIteration:
                 return
             except BaseException:
-                if self._checkpoint is not None:  # no update is half done
-                    self._checkpoint.save(label, self._standing())
+                if self._checkpoint is not None and not self._is_joint(step):  # no update is half done
+                    self._checkpoint.save(step.label, self._standing())
                 raise
             yield raw
 

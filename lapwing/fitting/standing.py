@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..methods.state import DataSummary, State
+from ..network import ranks
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Standing(State):
         generators: states of the random generators, by name.
         batches: how many batches of this round through the data are done.
         start: how many samples these had.
-        taken: how many steps are done.
+        taken: how many steps are done; at a landmark, how many visits.
         rounds: how many rounds are done.
         expected: n, 0 before it is known.
         whole: whether the summary is of all samples.
@@ -65,14 +66,42 @@ class Entry:
     tensors: dict[str, Tensor] | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, label: str, standing: Standing, copy: bool) -> Entry:
+    def of(cls, label: str, standing: Standing, copy: bool, joint: bool = False) -> Entry:
+        """Makes an entry. All ranks make a joint one together, where they have one state: any can go on from it."""
         flat = standing.tensors()
         layouts = {}
         for path, tensor in flat.items():
             strides = torch.empty_like(tensor, device="meta").stride()  # those of a tensor without gaps
             if not tensor.is_contiguous() or tensor.device.type != "cpu":
                 layouts[path] = [tensor.device.type != "cpu", list(strides)]
-        return cls(label, layouts, {path: _on_cpu(tensor, copy) for path, tensor in flat.items()})
+        entry = cls(label, layouts, {path: _on_cpu(tensor, copy) for path, tensor in flat.items()})
+        return entry._with_ranks() if joint else entry
+
+    def _with_ranks(self) -> Entry:
+        """Returns the entry with what each rank has beside the state, as `rank/path`."""
+        assert self.tensors is not None
+        alone = {path: tensor for path, tensor in self.tensors.items() if not path.startswith("state/")}
+        tensors, layouts = dict(self.tensors), dict(self.layouts)
+        for rank, (parts, others) in enumerate(ranks.gathered("a checkpoint", (alone, self.layouts))):
+            tensors |= {f"{rank}/{path}": tensor for path, tensor in parts.items()}
+            layouts |= {f"{rank}/{path}": layout for path, layout in others.items() if path in parts}
+        return replace(self, tensors=tensors, layouts=layouts)
+
+    def of_rank(self, rank: int) -> Entry:
+        """Returns what one rank needs of a joint entry."""
+        assert self.tensors is not None
+        prefix = f"{rank}/"
+        tensors, layouts = (
+            {path.removeprefix(prefix): each[path] for path in each if path.startswith((prefix, "state/"))}
+            for each in (self.tensors, self.layouts)
+        )
+        return replace(self, tensors=tensors, layouts=layouts)
+
+    @property
+    def place(self) -> tuple[bool, int]:
+        """How far the pass is: whether it is finished, and its steps or visits."""
+        assert self.tensors is not None
+        return bool(self.tensors["finished"]), int(self.tensors["taken"])
 
     def standing(self, fresh: Standing, device: torch.device) -> Standing:
         """Returns the standing, from one of the same pass."""

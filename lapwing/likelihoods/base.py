@@ -38,7 +38,7 @@ def curvature_weights(
     of_targets = likelihood.target_weights(outputs, targets)
     if weights is None:
         return of_targets
-    return weights[:, None] if of_targets is None else of_targets * weights.to(of_targets.dtype)[:, None]
+    return weights[:, None] if of_targets is None else of_targets * weights.to(of_targets)[:, None]
 
 
 class Likelihood(ABC):

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..covariance import Covariance, ExplicitBasis
 from ..covariance.dense import cut
 from ..errors import LapwingError, check_choice, check_count, is_one_of, shown
+from ..linalg import doubled, placed
 from ..network import batches
 from ..tangent import Anchors, Vectors
 from ..tangent.anchors import output_width
@@ -145,12 +146,12 @@ class OptimalSubspace(Method):
 
         def gram(dtype: torch.dtype) -> Tensor:
             """Returns `J Ψ_approx Jᵀ` (M, M), from rows in memory or written out for each pair of chunks."""
-            total = torch.zeros(len(anchors), len(anchors), dtype=torch.float64, device=tangent.device)
+            total = problem.zeros(len(anchors), len(anchors), dtype=torch.float64)
             for slots, rows in all_rows or anchors.row_chunks(dtype):
                 mine = rows.clone() if all_rows else rows
                 _weight(problem, approximate, cut(blocks, mine))
                 for others, theirs in all_rows or anchors.row_chunks(dtype):
-                    total[slots[:, None], others] = (mine @ theirs.T).double()
+                    total[slots[:, None], others] = doubled(mine @ theirs.T)
             return total
 
         coefficients = leading_of(gram, min(self.rank, len(anchors)), precise).to(precise)  # (s, M)
@@ -161,7 +162,7 @@ class OptimalSubspace(Method):
             rows = coefficients @ all_rows[0][1]
             _weight(problem, approximate, cut(blocks, rows))
             directions = cut(blocks, torch.linalg.qr(rows.T)[0].T)
-        return {name: vectors.to(dtype) for name, vectors in directions.items()}
+        return {name: placed(vectors.to(dtype), tangent.device) for name, vectors in directions.items()}
 
 
 def _weight(problem: Problem, approximate: Covariance | None, vectors: Vectors) -> None:
@@ -173,6 +174,7 @@ def _weight(problem: Problem, approximate: Covariance | None, vectors: Vectors) 
     dtype, tangent = approximate.dtype, problem.tangent
     length = max(1, tangent.memory // (8 * dtype.itemsize * tangent.size))  # a product takes several times its rows
     for parts in zip(*(vector.split(length) for vector in vectors.values()), strict=True):
-        products = approximate.mv({name: part.to(dtype) for name, part in zip(vectors, parts, strict=True)})
+        moved = {name: placed(part.to(dtype), tangent.device) for name, part in zip(vectors, parts, strict=True)}
+        products = approximate.mv(moved)
         for part, name in zip(parts, vectors, strict=True):
             part.copy_(products[name])

@@ -127,7 +127,7 @@ class Batch:
         weights = None if self.weights is None else self.weights[part]
         if self.likelihood is None:
             return None if weights is None else weights[:, None]
-        return curvature_weights(self.likelihood, outputs, self.targets[part], weights)
+        return curvature_weights(self.likelihood, outputs, self.targets[part].to(outputs.device), weights)
 
     def weighted(self, values: Tensor, part: slice = slice(None)) -> Tensor:
         """Returns values of a part (B, ...), each times its sample's weight."""
@@ -208,8 +208,8 @@ class IteratePass(ABC, Generic[S]):
     """A pass that takes steps and cycles through the data; it ends after its final step, anywhere in the data.
 
     Of several processes each has a batch of its own in a step, which is that of the batches of all. So a step adds what
-    it sums over samples by `ranks.summed`, divides by `Batch.count`, and says so by `joins_processes`. A process
-    that has no further batch has a sample of weight 0.
+    it sums over samples by `ranks.summed`, divides by `Batch.count`, and says so by `joins_processes`. All then have
+    the same state. A process that has no further batch has a sample of weight 0.
 
     Attributes:
         label: what the progress bar calls it.
@@ -239,7 +239,8 @@ class Landmark(Generic[S]):
     """A place that a method comes by again and again, where all that it still needs of its passes is one state.
 
     It gets a state back and goes on with that: the same one; or, where a fit goes on after an interruption, that of its
-    latest visit. So a solver of a hundred passes goes on without the states of all of them.
+    latest visit. So a solver of a hundred passes goes on without the states of all of them. Of several processes all
+    come by with the same state.
 
     Attributes:
         label: of the place.

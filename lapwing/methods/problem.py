@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
-from ..linalg import double_device
+from ..linalg import double_device, generator_on
 from ..network.positions import EXACT_OUTPUTS
 from ..posterior.prior import Prior
 from ..tangent import FisherParts, Tangent
@@ -89,7 +89,8 @@ class FisherRoot:
         if exact:
             root, name = self._likelihood.fisher_root(outputs), "fisher_root"
         else:
-            root, name = self._likelihood.sampled_fisher_root(outputs, self.generator), "sampled_fisher_root"
+            generator = generator_on(outputs.device, self.generator)
+            root, name = self._likelihood.sampled_fisher_root(outputs, generator), "sampled_fisher_root"
         if root.ndim != 3 or root.shape[:2] != outputs.shape:
             raise LapwingError(
                 f"{name} of {type(self._likelihood).__name__} returned {tuple(root.shape)} and must return "

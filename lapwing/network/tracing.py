@@ -271,7 +271,7 @@ def output_gradients(
     Cost: R backward passes of activations only, none for a use that is the output.
     """
     exact = None if cotangents is None else cotangents.permute(2, 0, 1)  # (R, B, C)
-    u = None if exact is None else exact.to(outputs.dtype)
+    u = None if exact is None else exact.to(outputs)
     is_output = [use.is_output(outputs) for use in noted]
     chained = None if differentiable else chain_gradients(outputs, noted, u)
     if chained is not None:

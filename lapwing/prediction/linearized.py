@@ -274,7 +274,7 @@ def _of_weights(
     rows = tangent.outputs if cotangents is None else cotangents.columns
 
     def part(record: Record) -> Latent:
-        terms = tuple(term.to(tangent.dtype) for term in covariance.output_covariance(record))
+        terms = tuple(term.to(record.outputs) for term in covariance.output_covariance(record))
         if selection is None:
             return Latent(record.outputs, terms)
         return _selected(record.outputs, terms, selection, late)
@@ -299,7 +299,7 @@ def _joint(
 
     if length >= count:
         record = tangent.record(inputs, selection, dtype=dtype)
-        return JointLatent(mean(record), covariance.joint_output_covariance(record, record).to(tangent.dtype))
+        return JointLatent(mean(record), covariance.joint_output_covariance(record, record).to(record.outputs))
     requests = list(inputs.chunks(length))
     means, matrix = [], torch.empty(count, outputs, count, outputs, dtype=tangent.dtype, device=tangent.device)
     for i, (mine, chunk) in enumerate(requests):
@@ -307,7 +307,7 @@ def _joint(
         means.append(mean(record))
         for theirs, others in requests[: i + 1]:
             other = record if theirs == mine else tangent.record(others, selection, dtype=dtype)
-            part = covariance.joint_output_covariance(record, other).to(tangent.dtype)
+            part = covariance.joint_output_covariance(record, other).to(matrix)
             matrix[mine, :, theirs] = part
             if other is not record:
                 matrix[theirs, :, mine] = part.permute(2, 3, 0, 1)

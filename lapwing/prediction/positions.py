@@ -32,7 +32,7 @@ def at_positions(tangent: Tangent, covariance: Covariance, checked: Checked, joi
     sizes: tuple[int, ...] = ()
     scratch = tangent.outputs * covariance.scratch_per_row
     for rows, record in tangent.records(checked, dtype=covariance.record_dtype, scratch_per_sample=scratch):
-        terms = tuple(term.to(tangent.dtype) for term in covariance.output_covariance(record))
+        terms = tuple(term.to(record.outputs) for term in covariance.output_covariance(record))
         parts.append((rows, Latent(record.outputs, terms)))
         sizes = record.sizes or ()
     latent = parts[0][1] if len(parts) == 1 else Latent.concatenate([part for _, part in parts])

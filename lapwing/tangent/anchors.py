@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..contents import Entry, Mismatch
 from ..jacobian.blocks import Vectors
-from ..linalg import double_device, doubled, total
+from ..linalg import double_device, doubled, placed, total
 from ..network import batches, nesting
 from .record import Record
 from .tangent import Tangent
@@ -94,7 +94,7 @@ class Anchors:
         grams = torch.zeros(len(self.tangent.blocks), count, count, dtype=torch.float64, device=coefficients.device)
         for mine, record, theirs, other in self._pairs(dtype):
             for gram, name in zip(grams, record, strict=True):
-                part = record[name].gram(other[name]).reshape(len(mine), len(theirs)).double()
+                part = doubled(record[name].gram(other[name]).reshape(len(mine), len(theirs)))
                 part = coefficients[:, mine] @ part @ coefficients[:, theirs].T
                 gram += part if theirs is mine else part + part.T
         return grams
@@ -117,6 +117,7 @@ class Anchors:
         Cost: M backward passes, memory O(K P).
         """
         count, dtype = len(coefficients), coefficients.dtype
+        coefficients = placed(coefficients, self.tangent.device)
         out = {b.name: coefficients.new_zeros(count, b.size) for b in self.tangent.blocks}
         for slots, record in self.records(dtype):
             chosen = coefficients[:, slots]  # (K, B R)
@@ -130,7 +131,8 @@ class Anchors:
 
         Cost: M backward passes for each record, and the products.
         """
-        parts = record.outputs.new_zeros(record.samples, record.cotangents, len(self), dtype=record.dtype)
+        shape = record.samples, record.cotangents, len(self)
+        parts = torch.zeros(shape, dtype=record.dtype, device=record.device)
         for slots, anchors in self.records(record.dtype):
             parts[:, :, slots] = ntk(record, anchors, weights).flatten(2)
         return parts

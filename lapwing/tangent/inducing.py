@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..linalg import total
+from ..linalg import double_device, total
 from ..network import batches, nesting
 from .anchors import Anchors, Weights, ntk
 from .record import Record
@@ -155,7 +155,8 @@ class _Blocks(torch.autograd.Function):
         drawing.columns = getattr(cotangents, "columns", anchors.tangent.outputs)  # type: ignore[attr-defined]
         there = _anchor_chunks(_detached(anchors), 0)
         batch = _batch_chunks(anchors.tangent, inputs, drawing if callable(cotangents) else cotangents, len(anchors))
-        inner = torch.zeros(len(anchors), len(anchors), dtype=torch.float64, device=anchors.tangent.device)
+        count, device = len(anchors), double_device(anchors.tangent.device)
+        inner = torch.zeros(count, count, dtype=torch.float64, device=device)
         for i, (mine, make) in enumerate(there):
             record = make()
             for j, (theirs, make_other) in enumerate(there[: i + 1]):
@@ -163,7 +164,7 @@ class _Blocks(torch.autograd.Function):
                 part = ntk(record, other, weights).reshape(len(mine), len(theirs))
                 inner[mine[:, None], theirs] = part
                 inner[theirs[:, None], mine] = part.T
-        parts = [_beside(make(), there, weights, len(anchors)) for _, make in batch]
+        parts = [_beside(make(), there, weights, count) for _, make in batch]
         ctx.anchors, ctx.weights, ctx.inputs, ctx.cotangents = anchors, weights, inputs, cotangents
         if callable(cotangents):
             ctx.cotangents = torch.cat(drawn)
@@ -187,15 +188,16 @@ class _Blocks(torch.autograd.Function):
 def _beside(record: Record, there: _Chunks, weights: Weights, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns K_xZ, K_x and f of one chunk of the batch."""
     outputs, columns = record.outputs, record.cotangents
-    cross = outputs.new_zeros(record.samples, columns, count, dtype=torch.float64)
-    within = outputs.new_zeros(record.samples, columns, columns, dtype=torch.float64)
+    double: Any = {"dtype": torch.float64, "device": record.device}
+    cross = torch.zeros(record.samples, columns, count, **double)
+    within = torch.zeros(record.samples, columns, columns, **double)
     for i, (slots, make) in enumerate(there):
         anchors = make()
         for name, weight in weights.items():
             block = record[name]
             cross[:, :, slots] += weight * block.gram(anchors[name]).flatten(2)
             if not i:
-                within += block.weighted_gram(outputs.new_full((block.size,), weight, dtype=torch.float64))
+                within += block.weighted_gram(torch.full((block.size,), weight, **double))
     return cross, within, outputs
 
 

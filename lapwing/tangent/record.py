@@ -21,7 +21,7 @@ from ..errors import LapwingError
 from ..jacobian.blocks import Block, Matrix, Vectors, split
 from ..jacobian.jacobian import SLICE_BYTES, BlockJacobian, Rows, Sliced, SumOfUses
 from ..jacobian.outer import Outer
-from ..linalg import total
+from ..linalg import double_device, total
 from ..network.generic import forward_products, per_sample_rows
 from ..network.plan import Uses
 from ..network.tracing import RecordedUse, output_gradients
@@ -45,7 +45,7 @@ class FisherParts(NamedTuple):
 
     def weighed(self, factors: Tensor) -> FisherParts:
         """Returns `diag(s) Λ diag(s)` for s (B, 1) or (B, C)."""
-        factors = factors.to(self.diagonal.dtype)
+        factors = factors.to(self.diagonal)
         return FisherParts(self.diagonal * factors.square(), None if self.beside is None else self.beside * factors)
 
 
@@ -57,6 +57,7 @@ class Record(Mapping[str, BlockJacobian]):
         samples: B.
         cotangents: R.
         dtype: what the contractions are done in.
+        device: where they are done: on the CPU in float64 where the device of the outputs has none.
         tangent: the network.
         noted: the recorded uses of layers.
         graph: f with its graph; None once all gradients are taken.
@@ -89,10 +90,14 @@ class Record(Mapping[str, BlockJacobian]):
         self._taken: dict[bool, dict[Any, Tensor | None]] = {}  # of that group: generic rows, and gradients by use
         self.outputs = (outputs if differentiable else outputs.detach()).to(tangent.dtype)
         self.samples, self.dtype = outputs.shape[0], dtype
+        self.device = double_device(outputs.device) if dtype == torch.float64 else outputs.device
+        self._elsewhere = self.device != outputs.device
         self.cotangents = outputs.shape[1] if cotangents is None else cotangents.shape[-1]
-        if not differentiable:
-            for use in noted:
+        for use in noted:
+            if not differentiable:
                 use.use.inputs = use.use.inputs.detach()
+            if self._elsewhere:
+                use.use.inputs = use.use.inputs.to(self.device)
 
     def __iter__(self) -> Iterator[str]:
         """Iterates over block names."""
@@ -134,7 +139,7 @@ class Record(Mapping[str, BlockJacobian]):
         if self._parts is not None:
             self._parts = self._parts.weighed(factors)
             return
-        self._u = self.u * factors.to(self.u.dtype)[..., None]
+        self._u = self.u * factors.to(self.u)[..., None]
 
     @property
     def u(self) -> Tensor:
@@ -197,9 +202,8 @@ class Record(Mapping[str, BlockJacobian]):
             values = {name: self.tangent.parameters[name] for name in names}
             dtype = next(iter(values.values())).dtype
             with torch.set_grad_enabled(self._differentiable):
-                rows = per_sample_rows(
-                    self.tangent.call_with, values, self._inputs, self._explicit_cotangents(cut).mT.to(dtype)
-                )
+                sent = self._explicit_cotangents(cut).mT.to(self.outputs.device, dtype)
+                rows = per_sample_rows(self.tangent.call_with, values, self._inputs, sent)
             return {name: row if self._differentiable else row.detach() for name, row in rows.items()}
         u = self._u if cut is None else self._explicit_cotangents(cut)
         wanted = sorted({i for b in group.blocks if not b.is_generic for i, _, _ in self._uses[b.name]})
@@ -224,12 +228,14 @@ class Record(Mapping[str, BlockJacobian]):
     def _form(self, block: Block, taken: dict[Any, Any]) -> BlockJacobian:
         """Builds a block's Jacobian from what was taken."""
         if block.is_generic:
-            return Rows(torch.cat([taken[name] for name in block.parameters], -1).to(self.dtype))
+            return Rows(torch.cat([taken[name] for name in block.parameters], -1).to(self.device, self.dtype))
         jacobians: list[BlockJacobian] = []
         limit = sys.maxsize if self._differentiable else self._limit // 2
         for i, axis, roles in self._uses[block.name]:
-            use = self.noted[i].use
-            jacobian = use.jacobian(taken[i], axis, self.samples, roles, self.dtype, limit)
+            use, g = self.noted[i].use, taken[i]
+            if self._elsewhere and g is not None:
+                g = g.to(self.device)
+            jacobian = use.jacobian(g, axis, self.samples, roles, self.dtype, limit)
             if block.matrix is None:
                 jacobian = _row_major(jacobian, block, use.matrix(), roles)
             jacobians.append(jacobian)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import LapwingError
 from ..jacobian.blocks import Block
-from ..linalg import accumulation_dtype, double_device
+from ..linalg import accumulation_dtype, double_device, doubled
 from ..network import batches
 from ..network.batches import Forward
 from ..network.calling import OutputsWithPositions, shaped_outputs
@@ -264,11 +264,6 @@ class Tangent:
     def _record(
         self, checked: Checked, cotangents: Cotangents, dtype: torch.dtype, late: list[Tensor] | None = None
     ) -> Record:
-        if dtype == torch.float64 and self.widest != dtype:
-            raise LapwingError(
-                f"{self.device.type} has no float64, in which this contraction of {type(self.model).__name__} must be "
-                "done. Pass lw.KFAC() or lw.Diagonal(), or move the model to the CPU: model.cpu()."
-            )
         inputs, differentiable = checked.inputs, wants_gradient(checked.inputs)
         recording, uses = self.recording(checked, late)
         self._sample_axis.check(recording, uses, type(self.model).__name__)
@@ -276,7 +271,7 @@ class Tangent:
         u: Any = cotangents
         if callable(cotangents):
             at = outputs if differentiable else outputs.detach()
-            u = cotangents(at.double() if dtype == torch.float64 else at)  # a root of Λ to the same digits
+            u = cotangents(doubled(at) if dtype == torch.float64 else at)  # a root of Λ to the same digits
         record = Record(self, inputs, outputs, recording.noted, uses, u, dtype, differentiable)
         if self.positions is not None:
             record.sizes = self.positions.sizes(recording.shaped.shape)

@@ -142,9 +142,10 @@ def _contracted(
             dtype = first.covariance.record_dtype
             for part, record in first.tangent.records(inputs, None, dtype, scratch, some=SOME_POSITIONS):
                 every, repeats = _rows_of(targets, first.tangent, record)
-                labels, weights = every[part], batches.weights_of(batch, first.tangent.device)
+                labels, weights = every[part], batches.weights_of(batch, record.device)
                 weights = None if weights is None else weights.repeat_interleave(repeats)[part]
                 first.likelihood.check(record.outputs, labels)
+                labels = labels.to(record.device)
                 for members in groups:
                     some = {(i, j): one for i in members for j, one in enumerate(candidates(posteriors[i]))}
                     latents = _latents(record, list(some.values()), marginal)
@@ -186,6 +187,7 @@ def mean_variances(posteriors: Sequence[Posterior], parts: Iterable[batches.Weig
                 every = torch.ones_like(record.outputs) if every is None else every.expand_as(record.outputs)
                 latents = _latents(record, posteriors, marginal=True)
                 share = every / first.likelihood.ratios(record.outputs)
+                share = share.to(record.device)
                 totals += torch.stack([doubled(share * latent.variance).sum().cpu() for latent in latents])
                 count += float(doubled(every).sum())
     return (totals / count).tolist()
@@ -220,9 +222,10 @@ def _numbers_per_sample(posteriors: Sequence[Posterior], priors: int, marginal: 
 def _latents(record: Record, candidates: Sequence[Posterior], marginal: bool) -> Iterable[Latent]:
     """Returns the latent of each candidate of one contraction, with variances alone where the link reads no more."""
     covariances: list[Any] = [candidate.covariance for candidate in candidates]
+    mean = record.outputs.to(record.device)
     if not isinstance(covariances[0], PriorCovariance):
-        return [Latent(record.outputs, covariance.output_covariance(record)) for covariance in covariances]
+        return [Latent(mean, covariance.output_covariance(record)) for covariance in covariances]
     if marginal:
         variances = covariances[0].output_marginals(record, covariances)
-        return (Latent(record.outputs, (marginals,)) for marginals in variances)
-    return (Latent(record.outputs, terms) for terms in covariances[0].output_covariances(record, covariances))
+        return (Latent(mean, (marginals,)) for marginals in variances)
+    return (Latent(mean, terms) for terms in covariances[0].output_covariances(record, covariances))

@@ -50,8 +50,8 @@ class TestTerms:
     def test_rows(self, term: Term) -> None:
         close(term.with_rows(*(rows[:1] for rows in term.rows)).dense(), term.dense()[:1])
         assert term.with_rows(*term.rows).layout == term.layout
-        assert term.to(torch.float32).dense().dtype == torch.float32
-        assert term.to(F64) is term
+        assert term.to(torch.zeros(0, dtype=torch.float32)).dense().dtype == torch.float32
+        assert term.to(torch.zeros(0, dtype=F64)) is term
 
 
 def test_matrices_are_added_up_at_the_end() -> None:

@@ -34,7 +34,7 @@ def check_cases(every: list[list[Any] | None], size: int, names: list[str]) -> N
 
 
 def test_two_ranks_fit_as_one_process_fail_together_and_go_on(tmp_path: Path) -> None:
-    kept = [(ranks.interrupted, tmp_path, ["default"], [3, 8]), (ranks.never_ending, tmp_path)]
+    kept = [(ranks.interrupted, tmp_path, ["default", "MeanField"], [0.6, 1.0]), (ranks.never_ending, tmp_path)]
     tasks = [(ranks.fit_cases, ranks.FEW), (ranks.padded, 7), (ranks.fail,), *kept]
     every = ranks.run(tmp_path, 2, tasks)
     check_cases(every, 2, ranks.FEW)
@@ -57,9 +57,6 @@ def test_two_ranks_fit_as_one_process_fail_together_and_go_on(tmp_path: Path) ->
     check_interrupted([results and results[3] for results in every])
     left = tmp_path / "left.safetensors"
     assert sorted(path.name for path in tmp_path.glob("*safetensors*")) == [left.name, f"{left.name}.1"]
-    for *_, refusals in every:  # type: ignore[misc]
-        assert "'fine-tuning' goes in steps. Leave checkpoint= out" in refusals
-        assert "early stopping has no checkpoint" in refusals
     training, _ = ranks.everything("default", 2)
     with pytest.raises(lw.LapwingError, match=r"which differs in .*the number of processes"):
         lw.fit(ranks.network(3), [batch[:2] for batch in training[0]], lw.KFAC(), checkpoint=left)
@@ -68,7 +65,7 @@ def test_two_ranks_fit_as_one_process_fail_together_and_go_on(tmp_path: Path) ->
 def check_interrupted(every: list[dict[str, Any] | None]) -> None:
     for results in every:
         assert results is not None
-        for name, (resumed, expected, errors) in results.items():
+        for name, (resumed, expected, errors, _) in results.items():
             assert "no error" not in errors[0], name
             torch.testing.assert_close(resumed, expected, rtol=0, atol=0)
 
@@ -114,16 +111,34 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_checkpoints_of_all_sums(tmp_path: Path, size: int) -> None:
-    lefts = [3, 6, 8, 9, 11]
-    every = ranks.run(tmp_path, size, [(ranks.interrupted, tmp_path, ranks.KEPT, lefts)])
+def test_checkpoints_of_every_method(tmp_path: Path, size: int) -> None:
+    parts = [part / 12 for part in range(4, 13)]
+    every = ranks.run(tmp_path, size, [(ranks.interrupted, tmp_path, [*ranks.SUMS, *ranks.SOLVES], parts)])
     check_interrupted([results and results[0] for results in every])
+    for name in ranks.STEPS:
+        assert any("The fit goes on from" in results[0][name][3] for results in every if results), name
 
 
 @pytest.mark.slow
-def test_ranks_that_are_killed_go_on(tmp_path: Path) -> None:
-    kills, ended, resumed, expected = ranks.kill_at_random(tmp_path, 2, 40)
-    assert kills >= 40
+@pytest.mark.parametrize("lost", ["file", "write"])
+def test_a_rank_whose_file_is_behind_goes_on_from_that_of_another(tmp_path: Path, lost: str) -> None:
+    every = ranks.run(tmp_path, 3, [(ranks.interrupted, tmp_path, ranks.SOLVES, [0.6, 0.75, 0.9], lost)])
+    check_interrupted([results and results[0] for results in every])
+    assert any("The fit goes on from" in messages for *_, messages in every[-1][0].values())  # type: ignore[index]
+
+
+KILLED = {
+    "sums": (40, lw.EKFAC()), "steps": (12, lw.MeanField(40, initial_std=1e-9)),
+    "moving points": (12, lw.VaLLA(ranks.POINTS, lw.VariationalBound(20, then=lw.NaturalGradient(5)))),
+    "solves": (12, lw.SampledLLA(2, lw.ConjugateGradients(2), em_steps=1)),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("least", "method"), KILLED.values(), ids=KILLED.keys())
+def test_ranks_that_are_killed_go_on(tmp_path: Path, least: int, method: lw.Method) -> None:
+    kills, ended, resumed, expected = ranks.kill_at_random(tmp_path, 2, least, method)
+    assert kills >= least
     assert ended
     torch.testing.assert_close(resumed, expected, rtol=0, atol=0)
 

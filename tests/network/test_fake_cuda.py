@@ -379,7 +379,13 @@ def test_float64_is_refused_on_mps() -> None:
 WITHOUT_DOUBLE: dict[str, lw.Method | None] = {
     "dense": lw.KFAC(uncovered="dense"), "EKFAC": lw.EKFAC(), "Diagonal": lw.Diagonal(), "default": None,
     "ELLA": lw.ELLA(3, rows=6), "MeanField": lw.MeanField(steps=4), "SubsetOfWeights": lw.SubsetOfWeights(9),
-    "TemperatureScaling": lw.TemperatureScaling(),
+    "TemperatureScaling": lw.TemperatureScaling(), "Full": lw.Full(), "VaLLA": lw.VaLLA(4),
+    "OptimalSubspace": lw.OptimalSubspace(3), "NaturalGradient": lw.VaLLA(4, lw.NaturalGradient(steps=2)),
+    "VariationalBound": lw.VaLLA(4, lw.VariationalBound(steps=3)),
+    "AlphaDivergence": lw.VaLLA(4, lw.AlphaDivergence(steps=3)), "SampledLLA": lw.SampledLLA(3),
+    "preconditioned": lw.SampledLLA(2, lw.ConjugateGradients(4, 0.5, lw.KFAC()), em_steps=1, per_block=True),
+    "g-prior": lw.SampledLLA(2, lw.ConjugateGradients(4, 0.5), em_steps=1, prior="g", linearised_mode=True),
+    "StochasticGradient": lw.SampledLLA(2, lw.StochasticGradient(steps=4, tolerance=0.99), em_steps=1),
 }  # fmt: skip
 
 
@@ -429,8 +435,31 @@ def test_further_data_and_files_on_a_device_without_float64(tmp_path: Any) -> No
             torch.testing.assert_close(one.inner, other.inner)
 
 
-def test_contractions_in_float64_are_refused_without_it() -> None:
+@pytest.mark.parametrize("kind", ["rows", "Gram matrix", "positions", "held-out data", "weights"])
+def test_contractions_in_float64_are_on_the_cpu_without_it(kind: str) -> None:
+    x, y, options = torch.randn(9, 4), Y, dict[str, Any](prior_precision=1.0)
+    method: lw.Method = lw.Full("primal") if kind == "rows" else lw.VaLLA(4)
+    if kind == "Gram matrix":  # the directions are combinations of anchors
+        x, options["memory"] = torch.randn(9, 1500), 2**24
+    elif kind == "positions":
+        x, y = torch.randn(9, 2, 4), torch.randint(3, (9, 2))
+        method = lw.VaLLA(4, lw.VariationalBound(steps=2))
+    batch, width = (x, y), 400 if kind == "Gram matrix" else 6
+    model = nn.Sequential(nn.Linear(x.shape[-1], width), nn.Tanh(), nn.Linear(width, 3)).eval()
+    if kind == "weights":
+        options = {"sample_weights": True, "likelihood": lw.Categorical(class_weights=torch.tensor([1.0, 2.0, 1.0]))}
+        batch = x, y, torch.rand(9)
+        method = lw.VaLLA(4, lw.VariationalBound(steps=2))
+
+    def fit(model: nn.Module, batch: Any) -> Any:
+        held_out = {"tune": lw.Validation([batch])} if kind == "held-out data" else options
+        return lw.fit(model, [batch], method, **held_out)
+
+    expected = fit(model, batch).predict(x)
     with Device("mps") as device:
-        model, batch = device.module(network(2)), device.put((torch.randn(9, 4), Y))
-        with pytest.raises(lw.LapwingError, match="mps has no float64"):
-            lw.fit(model, [batch], lw.Full())
+        posterior = fit(device.module(model), device.put(batch))
+        probs = posterior.predict(device.put(x)).probs
+        if kind != "positions":
+            joint = posterior.latent(device.put(x), joint=True).covariance
+            assert joint.device.type == "mps"
+    torch.testing.assert_close(probs.inner, expected.probs, rtol=1e-3, atol=1e-4)

@@ -176,7 +176,7 @@ def _batch_norm(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     eps = named.get("eps", 1e-5)
 
     def normalise(x: Tensor) -> Tensor:
-        return (x - mean.to(x.dtype)) * (variance.to(x.dtype) + eps).rsqrt()
+        return (x - mean.to(x)) * (variance.to(x) + eps).rsqrt()
 
     return NormUse(named["input"], named.get("weight"), named.get("bias"), normalise, None)
 

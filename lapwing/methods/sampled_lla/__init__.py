@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...covariance import Draws
 from ...errors import LapwingError, check_choice, check_count, shown
-from ...linalg import total
+from ...linalg import doubled, total
 from ...network import ranks
 from ...tangent import Vectors
 from ..cost import UNKNOWN, Cost, Outline
@@ -197,8 +197,8 @@ class SampledLLA(Method):
 def _features(problem: Problem) -> Generator[Pass, Any, Vectors]:
     """Yields a pass; returns `g_p = G_pp / mean(G_pp)`, 1 for weights that the data do not move."""
     diagonals = (yield SquaredSums(problem)).blocks
-    mean = total(d.double().sum() for d in diagonals.values()) / problem.tangent.size
-    ratios = {name: d / mean.clamp_min(torch.finfo(d.dtype).tiny).to(d.dtype) for name, d in diagonals.items()}
+    mean = total(doubled(d).sum() for d in diagonals.values()) / problem.tangent.size
+    ratios = {name: d / mean.clamp_min(torch.finfo(d.dtype).tiny).to(d) for name, d in diagonals.items()}
     return {name: torch.where(ratio > NO_CURVATURE, ratio, 1.0) for name, ratio in ratios.items()}
 
 

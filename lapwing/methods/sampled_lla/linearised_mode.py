@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...likelihoods import Likelihood, apply_weights
+from ...linalg import doubled
 from ...tangent import Record, Vectors
 from ..passes import Batch, Pass, SumPass
 from ..problem import Problem
@@ -116,7 +117,7 @@ class _Along(SumPass[AlongState]):
             for i, length in enumerate((0.0, *LENGTHS)):
                 outputs = record.outputs + moved[..., 0] + length * moved[..., 1]
                 log_prob = _of_rows(batch, part, record, outputs, self._likelihood.log_prob)
-                state.log_likelihood[i] += log_prob.double().sum()
+                state.log_likelihood[i] += doubled(log_prob).sum()
 
 
 def _records(batch: Batch) -> Iterator[tuple[slice, Record]]:

@@ -141,15 +141,15 @@ class ConjugateGradients:
             image = system.completed(directions, (yield from system.products(directions)))
             steps = _inverse(gram(directions, image))  # α (r, r)
             for name, value in directions.items():
-                solution[name].addmm_((mixing.T @ steps).to(value.dtype), value)
-                residual[name].addmm_(steps.to(value.dtype), image[name], alpha=-1)
+                solution[name].addmm_((mixing.T @ steps).to(value), value)
+                residual[name].addmm_(steps.to(value), image[name], alpha=-1)
             del image
             moved = precondition(residual)
             change, inverse = _factor(gram(residual, moved))  # E (r', r)
             state.mixing = change @ mixing
             recombine(inverse, residual)
             for name, value in recombine(change, directions).items():
-                value.addmm_(inverse.to(value.dtype), moved[name])
+                value.addmm_(inverse.to(value), moved[name])
             del moved
             state.taken += 1
         return state
@@ -339,7 +339,7 @@ class _Steps(IteratePass[NesterovState]):
         shrink = (options.clip / sizes.clamp_min(options.clip))[:, None]
         for name, moved in self._precondition(gradient).items():
             velocity, z = state.velocity[name], state.z[name]
-            velocity.mul_(options.momentum).add_(moved * shrink.to(moved.dtype), alpha=-state.rate)
+            velocity.mul_(options.momentum).add_(moved * shrink.to(moved), alpha=-state.rate)
             z.add_(velocity)
             averaged = taken - self.steps + max(1, round(options.average * self.steps))
             if averaged >= 0:
@@ -367,7 +367,7 @@ class _Steps(IteratePass[NesterovState]):
         for _ in range(POWER_STEPS):
             moved = self._precondition(self._image(batch, vectors))
             grown = inner(moved, moved).sqrt()
-            vectors = {name: (v / grown).to(v.dtype) for name, v in moved.items()}
+            vectors = {name: v / grown.to(v) for name, v in moved.items()}
         return float(grown)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...covariance import PriorCovariance
 from ...errors import LapwingError
-from ...linalg import row_products, total
+from ...linalg import doubled, row_products, total
 from ...network import ranks
 from ...tangent import Record, Vectors
 from ...tangent.anchors import output_width
@@ -97,7 +97,7 @@ class PositionedRoot:
         """Raises where another sample stands at a position than at the first pass; notes them there."""
         if not len(outputs):
             return
-        now = outputs.double().mean(-1).cpu()
+        now = doubled(outputs).mean(-1).cpu()
         moved = ~torch.isclose(now, before, rtol=0.01, atol=0.01 * float(now.abs().max())) & ~before.isnan()
         if moved.any():
             raise LapwingError(
@@ -204,7 +204,7 @@ def inner_by_block(first: Vectors, second: Vectors) -> Tensor:
     """Returns the blocks' parts of `u_k · v_k`, (n_blocks, S) in float64."""
     return torch.stack(
         [
-            torch.stack([u.double() @ v.double() for u, v in zip(first[name], second[name], strict=True)])
+            torch.stack([doubled(u) @ doubled(v) for u, v in zip(first[name], second[name], strict=True)])
             for name in first
         ]
     )
@@ -218,7 +218,7 @@ def gram(first: Vectors, second: Vectors) -> Tensor:
 def recombine(weights: Tensor, vectors: Vectors) -> Vectors:
     """Puts `W V` (r, P_block) in the place of V (S, P_block), block by block; returns the same dict."""
     for name, value in vectors.items():
-        vectors[name] = weights.to(value.dtype) @ value
+        vectors[name] = weights.to(value) @ value
     return vectors
 
 
@@ -253,11 +253,11 @@ class LinearSystem:
 
     def prior(self) -> Vectors:
         """Returns Δ, (P_block,) or (1,) by block."""
-        dtype, names = self.problem.tangent.dtype, list(self.noise)
-        deltas = {name: delta[None] for name, delta in zip(names, self.precision, strict=True)}
-        if self.features is not None:
-            deltas = {name: delta * self.features[name] for name, delta in deltas.items()}
-        return {name: delta.to(dtype) for name, delta in deltas.items()}
+        tangent = self.problem.tangent
+        deltas = self.precision.to(tangent.device, tangent.dtype)[:, None].unbind()
+        if self.features is None:
+            return dict(zip(self.noise, deltas, strict=True))
+        return {name: delta * self.features[name] for name, delta in zip(self.noise, deltas, strict=True)}
 
     def trace(self) -> Tensor:
         """Returns the estimate `E‖JᵀRε‖²` of tr G, or of that between features."""
@@ -299,4 +299,4 @@ class LinearSystem:
         """Returns the mean of Δ over each block, (n_blocks,)."""
         if self.features is None:
             return self.precision
-        return self.precision * torch.stack([g.double().mean() for g in self.features.values()])
+        return self.precision * torch.stack([doubled(g).mean() for g in self.features.values()])

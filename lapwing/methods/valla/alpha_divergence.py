@@ -14,7 +14,7 @@ from ...covariance import Latent, LowRankWithResidual
 from ...covariance.terms import DenseTerm
 from ...errors import LapwingError, check_count, check_positive, shown
 from ...likelihoods import Probit
-from ...linalg import cholesky
+from ...linalg import cholesky, generator_on
 from ...network import batches, ranks
 from ...tangent import Anchors
 from ...tangent.inducing import Kernel, kernel
@@ -129,7 +129,7 @@ class AlphaSteps(MovingSteps):
     def init(self) -> Descent:
         """Returns the values at the start, L among them."""
         state = super().init()
-        state.values["root"] = torch.eye(len(self.anchors), dtype=torch.float64, device=self.problem.tangent.device)
+        state.values["root"] = torch.eye(len(self.anchors)).to(self.distance)
         return state
 
     def width(self, name: str) -> Tensor | float:
@@ -161,12 +161,12 @@ class AlphaSteps(MovingSteps):
         blocks = rows.blocks
         spread = self.check_finite(state, remaining(blocks, factor, values["root"].tril()))
         logs = problem.likelihood.log_power_mean(
-            blocks.outputs.double(),
+            blocks.outputs,
             spread,
             rows.targets,
             self._fit.alpha,
             self.noise_at(values),
-            generator,
+            generator_on(spread.device, generator),
             self._link,
         )
         fit = self.data_size / (batch.count * problem.temperature) * rows.weighted(logs).sum()
@@ -183,6 +183,7 @@ class AlphaSteps(MovingSteps):
             batch.note(rows.blocks.outputs)
         else:
             rows = rows_at_positions(anchors, self.weights, batch, likelihood, generator)
+        rows = rows.doubled()
         unit, root = rows.blocks, values["root"].tril()
         blocks = Kernel(unit.inner / delta, unit.cross / delta, unit.within / delta, unit.outputs)
         self.check_finite(state, root.T @ blocks.inner @ root)
@@ -208,9 +209,9 @@ class AlphaSteps(MovingSteps):
             tangent.check(inputs, "the validation inputs")
             batch = Batch(tangent, inputs, targets, 0, likelihood.labelled(targets))
             rows, factor = self._rows(state, values, batch, generator)
-            spread = remaining(rows.blocks, factor, values["root"].tril()).to(rows.blocks.outputs.dtype)
+            spread = remaining(rows.blocks, factor, values["root"].tril())
             latent = Latent(rows.blocks.outputs, (DenseTerm(spread),))
-            logs.append(rows.weighted(likelihood.predict(latent).log_prob(rows.targets).double()))
+            logs.append(rows.weighted(likelihood.predict(latent).log_prob(rows.targets)))
             counts.append(rows.weighted(torch.ones_like(logs[-1])))
         pairs = torch.stack([torch.cat(logs), torch.cat(counts)], -1) if logs else None
         scores = ranks.joined("validation", pairs)
@@ -236,9 +237,9 @@ class AlphaSteps(MovingSteps):
         basis = span_of_anchors(problem, anchors, len(anchors), "prior")
         projected = problem.zeros(basis.rank, len(anchors), dtype=torch.float64)  # W J̃ᵀ
         for slots, record in anchors.records(torch.float64, basis.scratch_per_row):
-            projected[:, slots] = basis.project(record).flatten(0, 1).double().T
+            projected[:, slots] = basis.project(record).flatten(0, 1).to(projected).T
         root = projected @ values["root"].tril()
         scale = problem.scale_at(variance or problem.likelihood.noise_variance)
-        zeros = torch.zeros(len(problem.tangent.blocks), dtype=torch.float64, device=problem.tangent.device)
+        zeros = problem.zeros(len(problem.tangent.blocks), dtype=torch.float64)
         covariance = LowRankWithResidual(problem.tangent.blocks, basis, root @ root.T / scale, zeros, precision, scale)
         return FitResult(covariance, precision, variance, state.history)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...covariance import Covariance
 from ...errors import LapwingError, check_count, check_positive, shown
 from ...likelihoods import curvature_weights
-from ...linalg import cholesky
+from ...linalg import cholesky, doubled
 from ...network import nesting, ranks
 from ...tangent import Anchors
 from ...tangent.inducing import kernel
@@ -55,7 +55,7 @@ class WeightedRoot:
         part = slice(self._start, self._start + len(outputs))
         self._start = part.stop
         weights, root = self._batch.curvature_weights(outputs, part), self._root(outputs)
-        return root if weights is None else root * weights.sqrt().to(root.dtype)[..., None]
+        return root if weights is None else root * weights.sqrt().to(root)[..., None]
 
 
 def divergence(factor: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class MovingSteps(IteratePass[Descent]):
         self._widths = [[_spread(leaf.to(dtype)) for leaf in leaves] for leaves in self._leaves]
         ratios = problem.precision / problem.precision[0]
         self.weights = {b.name: 1 / r for b, r in zip(problem.tangent.blocks, ratios.tolist(), strict=True)}
-        distances = [(m - problem.prior.mean[n]).double().square().sum() for n, m in problem.tangent.mean().items()]
+        distances = [doubled(m - problem.prior.mean[n]).square().sum() for n, m in problem.tangent.mean().items()]
         self.distance = (ratios * torch.stack(distances)).sum()
         self.data_size = problem.data_size or problem.count()
 
@@ -266,10 +266,10 @@ class BoundSteps(MovingSteps):
         factor = cholesky(self.check_finite(state, eye + h * (weight * unit / precision)))
         shrunk = torch.linalg.solve_triangular(factor, features, upper=False)
         spread = blocks.within.diagonal(dim1=-2, dim2=-1).sum() - features.square().sum() + shrunk.square().sum()
-        outputs = blocks.outputs.double()
         if noise is None:
-            logs = likelihood.log_prob(outputs, targets)
+            logs = likelihood.log_prob(blocks.outputs, targets)
         else:
+            outputs = blocks.outputs
             still = outputs.new_zeros(1, 1, 1).expand(*outputs.shape, outputs.shape[1])
             logs = likelihood.log_power_mean(outputs, still, targets, 0.0, noise)
         logs = rows.weighted(logs).sum()
@@ -287,10 +287,10 @@ class BoundSteps(MovingSteps):
             blocks = kernel(anchors, self.weights, batch.checked, WeightedRoot(root, batch))
             likelihood.check(blocks.outputs, batch.targets)
             batch.note(blocks.outputs)
-            return Rows(blocks, batch.targets, batch.weights)
-        rows = rows_at_positions(anchors, self.weights, batch, likelihood, generator)
+            return Rows(blocks, batch.targets, batch.weights).doubled()
+        rows = rows_at_positions(anchors, self.weights, batch, likelihood, generator).doubled()
         blocks = rows.blocks
         weights = curvature_weights(likelihood, blocks.outputs, rows.targets, rows.weights)
-        u = root(blocks.outputs).double()
+        u = root(blocks.outputs)
         u = u if weights is None else u * weights.sqrt().to(u.dtype)[..., None]
         return rows._replace(blocks=blocks._replace(cross=u.mT @ blocks.cross, within=u.mT @ blocks.within @ u))

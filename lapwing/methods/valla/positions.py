@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...likelihoods import Likelihood, apply_weights
+from ...linalg import double_device, doubled
 from ...tangent import Anchors
 from ...tangent.anchors import Weights
 from ...tangent.inducing import Kernel, PickedPositions, kernel
@@ -29,6 +30,12 @@ class Rows(NamedTuple):
     blocks: Kernel
     targets: Tensor
     weights: Tensor | None
+
+    def doubled(self) -> Rows:
+        """Returns the rows with outputs in float64, and targets and weights where these are."""
+        outputs = doubled(self.blocks.outputs)
+        weights = None if self.weights is None else self.weights.to(outputs.device)
+        return Rows(self.blocks._replace(outputs=outputs), self.targets.to(outputs.device), weights)
 
     def weighted(self, values: Tensor) -> Tensor:
         """Returns values (N,), each times its row's weight."""
@@ -73,11 +80,12 @@ def rows_at_positions(
     likelihood.check(every["outputs"], every["targets"])
     samples, count = every["samples"], len(every["outputs"]) // every["samples"]
     counted = torch.ones(samples, count, dtype=torch.bool) if batch.counted is None else batch.counted.flatten(1)
-    picked, repeats = picked_positions(counted.to(every["outputs"].device), outputs, generator)
+    counted = counted.to(double_device(every["outputs"].device))
+    picked, repeats = picked_positions(counted, outputs, generator)
     repeats = repeats.flatten()
     rows = (picked + count * torch.arange(samples, device=picked.device)[:, None]).flatten()
     if every["weights"] is not None:
-        repeats = repeats * every["weights"][rows]
+        repeats = repeats * every["weights"][rows].to(repeats)
     inner, cross, within, _ = kernel(anchors, weights, batch.checked, PickedPositions(picked, count, outputs))
     if len(cross) < len(rows):  # rows of a sample are together
         shape = picked.shape[1], outputs
