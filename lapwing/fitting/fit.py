@@ -20,7 +20,7 @@ from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import check_logits, inferred_likelihood
 from ..linalg import is_finite
 from ..methods import KFAC, FisherRoot, FitResult, Method, Outline, Problem
-from ..methods.problem import root_columns
+from ..methods.problem import root_positions
 from ..network import batches, ranks
 from ..network.batches import Forward
 from ..network.data import as_loader
@@ -196,7 +196,7 @@ def fit(
     method, tangent = chosen or (method, Tangent.survey(model, inputs, params, forward, memory, targets=targets))
     positions = tangent.positions
     drawn = runner.shown()
-    check_room(method, Outline.of(tangent, inputs, drawn or batches.size(inputs)))
+    check_room(method, Outline.of(tangent, likelihood, inputs, drawn or batches.size(inputs)))
     if likelihood.activation is not None:
         weight = next(iter(tangent.parameters.values()))
         some = batches.plain(batches.take(inputs, slice(0, 16)), tangent.device)
@@ -210,8 +210,7 @@ def fit(
     _check_noise(likelihood, tangent)
     ranks.check_same_network(tangent.model, tangent.state())
     generator = torch.Generator(tangent.device).manual_seed((seed + ranks.rank()) % 2**63)  # each rank draws its own
-    _, spread = root_columns(tangent)
-    root = FisherRoot(likelihood, tangent.outputs, generator, spread)
+    root = FisherRoot(likelihood, tangent.outputs, generator, root_positions(tangent))
     traces = tune is not None and tune.reads_evidence(not read.fixed, likelihood.needs_noise)
     problem = Problem(
         tangent, likelihood, root, read, traces, seed, runner.labels, runner.count, runner.summary, float(temperature),
