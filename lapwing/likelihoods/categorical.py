@@ -158,11 +158,9 @@ class Categorical(LogitLikelihood):
         roots = (0.5 * torch.log_softmax(at_least_float32(outputs), -1)).exp()  # √p, above 0 where p is not
         others, final = roots.tensor_split([-1], 1)
         shared = torch.cat([others.square() / (1 + final), final], 1)  # v
-        root = shared[:, :, None] * others[:, None, :]
-        diagonal = root.diagonal(dim1=1, dim2=2)
-        diagonal.zero_()
-        diagonal.sub_(root.sum(1))  # v_k - 1, without its cancellation at the likeliest class
-        return root.to(outputs.dtype)  # (B, C, C - 1)
+        rows = others.unsqueeze(2) * shared.unsqueeze(1)  # the root's columns, one after the other in memory
+        rows.diagonal(dim1=1, dim2=2).zero_().sub_(rows.sum(2))  # v_k - 1, and no digits lost at the likeliest class
+        return rows.mT.to(outputs.dtype)  # (B, C, C - 1)
 
     def fisher_parts(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns `p (1 - p)` and p, both (B, C); of the likeliest class `1 - p` is the sum of the others."""
