@@ -2,14 +2,14 @@
 
 One batch on one thread: CPU seconds of the passes of a fit, eigendecompositions left out, and of the covariances of a
 prediction, in forward passes of the same batch run in turns. The *floor* counts multiply-adds a sample in those of a
-forward pass, by layer (T positions, a weight of O x I, C outputs):
+forward pass, by layer (T positions, a weight of O x I; R is C - 1 in a fit to C classes, and C in a prediction):
 
-- a forward pass, and C backward passes to the inputs of all layers but the first;
-- squares: the rows of the Jacobian, `C T O I`, or products of pairs of positions, `T (T + 1) / 2 O I`;
-- a prediction: the same, and the Gram matrix of the rows, `C (C + 1) / 2 O I`, of which pairs need none;
-- Kronecker factors: `T I (I + 1) / 2` and `C T O (O + 1) / 2`;
-- into their eigenbasis: `min(T, C O) I²` and `min(T, I) C O²`;
-- K directions: `C K O I` beside the rows, or `K T (O I + C O)` without them.
+- a forward pass, and R backward passes to the inputs of all layers but the first;
+- squares: the rows of the Jacobian, `R T O I`, or products of pairs of positions, `T (T + 1) / 2 O I`;
+- a prediction: the same, and the Gram matrix of the rows, `R (R + 1) / 2 O I`, of which pairs need none;
+- Kronecker factors: `T I (I + 1) / 2` and `R T O (O + 1) / 2`;
+- into their eigenbasis: `min(T, R O) I²` and `min(T, I) R O²`;
+- K directions: `R K O I` beside the rows, or `K T (O I + R O)` without them.
 
 What is copied, squared or added one number at a time is no part of a floor, and neither are ELLA's rows.
 
@@ -57,42 +57,42 @@ def network(name: str) -> tuple[nn.Module, Tensor]:
 
 def floors(tangent: Tangent, x: Tensor, name: str) -> dict[str, float]:
     """Returns the multiply-adds of a fit's passes and of a prediction, in those of a forward pass."""
-    outline, outputs = Outline.of(tangent, x, len(x)), tangent.outputs
+    outline = Outline.of(tangent, lw.Categorical(), x, len(x))
     layers = [layer for layer in outline.layers.values() if layer.shape is not None]
-    first = min(tangent.plan.uses, key=lambda block: tangent.plan.uses[block][0][0])
+    forward = sum(layer.positions * layer.size for layer in layers)
+    entry = outline.layers[min(tangent.plan.uses, key=lambda block: tangent.plan.uses[block][0][0])]
 
-    def total(count: Callable[[Layer], float]) -> float:
-        return sum(map(count, layers))
+    def total(counts: tuple[Callable[[Layer, int], float], ...], rows: int) -> float:
+        return sum(count(layer, rows) for count in counts for layer in layers) / forward
 
-    def squares(layer: Layer) -> float:
+    def squares(layer: Layer, rows: int) -> float:
         pairs = (layer.positions + 1) / 2
-        return 0 if layer.single else layer.positions * layer.size * min(outputs, pairs)
+        return 0 if layer.single else layer.positions * layer.size * min(rows, pairs)
 
-    def covariances(layer: Layer) -> float:
+    def covariances(layer: Layer, rows: int) -> float:
         pairs = layer.positions * (layer.positions + 1) / 2
-        by_rows = outputs * layer.positions + outputs * (outputs + 1) / 2
+        by_rows = rows * layer.positions + rows * (rows + 1) / 2
         return 0 if layer.single else layer.size * min(by_rows, pairs)
 
-    def factors(layer: Layer) -> float:
+    def factors(layer: Layer, rows: int) -> float:
         assert layer.shape is not None
         _, out, into = layer.shape
-        return layer.positions * (into * (into + 1) + outputs * out * (out + 1)) / 2
+        return layer.positions * (into * (into + 1) + rows * out * (out + 1)) / 2
 
-    def directions(layer: Layer) -> float:
-        by_rows = outputs * (layer.positions + RANK) * layer.size
-        return min(by_rows, RANK * layer.positions * (layer.size + outputs * layer.size / layer.shape[2]))
+    def directions(layer: Layer, rows: int) -> float:
+        by_rows = rows * (layer.positions + RANK) * layer.size
+        return min(by_rows, RANK * layer.positions * (layer.size + rows * layer.size / layer.shape[2]))
 
-    forward = total(lambda layer: layer.positions * layer.size)
-    entry = outline.layers[first]
-    gradients = forward + outputs * (forward - entry.positions * entry.size)
-    turned = total(lambda layer: layer.turned(outputs))
+    def passed(layer: Layer, rows: int) -> float:
+        return layer.positions * layer.size * (1 + rows * (layer is not entry))
+
     fit, predict = {
-        "Diagonal": (total(squares), total(covariances)),
-        "KFAC": (total(factors), turned + total(covariances)),
-        "EKFAC": (gradients + total(factors) + turned + total(squares), turned + total(covariances)),
-        "ELLA": (total(directions), total(directions)),
+        "Diagonal": ((passed, squares), (passed, covariances)),
+        "KFAC": ((passed, factors), (passed, Layer.turned, covariances)),
+        "EKFAC": ((passed, factors, passed, Layer.turned, squares), (passed, Layer.turned, covariances)),
+        "ELLA": ((passed, directions), (passed, directions)),
     }[name]
-    return {"fit": (gradients + fit) / forward, "predict": (gradients + predict) / forward}
+    return {"fit": total(fit, outline.columns), "predict": total(predict, tangent.outputs)}
 
 
 def problem_of(tangent: Tangent, outputs: Tensor, y: Tensor) -> Problem:

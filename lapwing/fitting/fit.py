@@ -17,7 +17,7 @@ from ..errors import LapwingError, check_flag
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import check_logits, inferred_likelihood
 from ..methods import KFAC, FisherRoot, Method, Outline, Problem
-from ..methods.problem import root_columns
+from ..methods.problem import root_positions
 from ..network import batches, ranks
 from ..network.batches import Forward
 from ..network.data import as_loader
@@ -182,7 +182,7 @@ def fit(
     chosen = default_fit(model, inputs, likelihood, forward, memory, runner.count) if is_default else None
     method, tangent = chosen or (method, Tangent.survey(model, inputs, params, forward, memory, targets=targets))
     drawn = runner.shown()
-    check_room(method, Outline.of(tangent, inputs, drawn or batches.size(inputs)))
+    check_room(method, Outline.of(tangent, likelihood, inputs, drawn or batches.size(inputs)))
     _check_logits(tangent, likelihood, inputs)
     if data_size is None:
         warn_of_unseen_samples(data, drawn)
@@ -269,8 +269,7 @@ def _check_logits(tangent: Tangent, likelihood: Likelihood, inputs: Any) -> None
 def _root(tangent: Tangent, likelihood: Likelihood, seed: int) -> FisherRoot:
     """Returns the root of the Fisher information; each rank draws its own columns."""
     generator = torch.Generator(tangent.device).manual_seed((seed + ranks.rank()) % 2**63)
-    _, positions = root_columns(tangent)
-    return FisherRoot(likelihood, tangent.outputs, generator, positions)
+    return FisherRoot(likelihood, tangent.outputs, generator, root_positions(tangent))
 
 
 def _with_prior_of_method(whole: Posterior, method: Method, tune: Tuning | None, fixed: bool) -> Posterior:

@@ -154,7 +154,7 @@ def plan(
         chosen = default_fit(model, inputs, likelihood, forward, memory, count) if is_default else None
         method, tangent = chosen or (method, Tangent.survey(model, inputs, selection, forward, memory, targets=targets))
         network = _Network.of(tangent, inputs)
-        outline = Outline.of(tangent, inputs, count(), network.activations)
+        outline = Outline.of(tangent, likelihood, inputs, count(), network.activations)
         cost = method.cost(outline)
         if cost is None:
             return Plan(repr(method), tangent.size, tangent.outputs)

@@ -63,7 +63,7 @@ class Categorical(LogitLikelihood):
         >>> Categorical(ignore_index=0).log_prob(torch.zeros(2, 3), torch.tensor([0, 1]))
         tensor([ 0.0000, -1.0986])
         >>> Categorical().fisher_root(torch.zeros(4, 3)).shape
-        torch.Size([4, 3, 3])
+        torch.Size([4, 3, 2])
     """
 
     class_weights: Any = None
@@ -148,10 +148,19 @@ class Categorical(LogitLikelihood):
         return shares if is_soft(logits.shape, targets) else shares.masked_fill(labels == self.ignore_index, 0.0)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
-        """Returns `(I - p 1ᵀ) diag(√p)`, (B, C, C): column k is √p_k (e_k - p)."""
+        """Returns columns √p_k (v - e_k) of all classes k but the final one z, (B, C, C - 1); zeros for one class.
+
+        `v = (p - p_z e_z)/(1 + √p_z) + √p_z e_z` sums to 1. With s = √p of the other classes their rows are the root
+        `(s sᵀ/(1 + √p_z) - I) diag(s)` of `diag(s²) - s² s²ᵀ`, and the row of z makes the sum of each column 0.
+        """
+        if outputs.shape[1] == 1:
+            return torch.zeros_like(outputs)[:, :, None]
         roots = (0.5 * torch.log_softmax(at_least_float32(outputs), -1)).exp()  # √p, above 0 where p is not
-        root = torch.addcmul(torch.diag_embed(roots), roots.square()[:, :, None], roots[:, None, :], value=-1)
-        return root.to(outputs.dtype)  # (B, C, C)
+        others, final = roots.tensor_split([-1], 1)
+        shared = torch.cat([others.square() / (1 + final), final], 1)  # v
+        rows = others.unsqueeze(2) * shared.unsqueeze(1)  # the root's columns, one after the other in memory
+        rows.diagonal(dim1=1, dim2=2).zero_().sub_(rows.sum(2))  # v_k - 1, and no digits lost at the likeliest class
+        return rows.mT.to(outputs.dtype)  # (B, C, C - 1)
 
     def fisher_parts(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns `p (1 - p)` and p, both (B, C); of the likeliest class `1 - p` is the sum of the others."""

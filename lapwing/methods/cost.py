@@ -13,10 +13,11 @@ import torch
 from ..contents import Entry
 from ..covariance import Covariance, PriorCovariance
 from ..jacobian.jacobian import SLICE_BYTES
+from ..likelihoods import Likelihood
 from ..linalg import is_reduced
 from ..network import batches
 from ..tangent import Tangent
-from .problem import root_columns
+from .problem import root_columns, root_positions
 
 MOVE = 40
 """What reading, changing and writing one number costs, in multiply-adds of a matrix product."""
@@ -197,10 +198,10 @@ class Outline:
     activations: int = 0
 
     @classmethod
-    def of(cls, tangent: Tangent, inputs: Any, samples: int, activations: int = 0) -> Outline:
+    def of(cls, tangent: Tangent, likelihood: Likelihood, inputs: Any, samples: int, activations: int = 0) -> Outline:
         """Returns the outline of a fit whose first batch has these inputs."""
         leaves, count = batches.tensors(inputs), batches.size(inputs)
-        columns = root_columns(tangent)[0]
+        columns = root_columns(likelihood, tangent.outputs, root_positions(tangent), tangent.device)
         numbers, sizes = sum(x.numel() for x in leaves), sum(x.numel() * x.dtype.itemsize for x in leaves)
         return cls(tangent, columns, samples, count, sizes // count, numbers // count, activations)
 

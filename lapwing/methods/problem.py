@@ -27,12 +27,32 @@ POSITION_DRAWS = 8
 """So many columns are drawn for an input whose outputs have positions, each with noise at all positions at once."""
 
 
-def root_columns(tangent: Tangent) -> tuple[int, int]:
-    """Returns how many columns the Fisher root has for an input, and at how many positions it is taken at once."""
+def root_positions(tangent: Tangent) -> int:
+    """Returns at how many positions of an input the Fisher root is taken at once."""
     positions = tangent.positions
-    spread = 1 if positions is None or positions.direct else positions.count
-    exact = tangent.outputs * spread <= EXACT_FISHER_OUTPUTS
-    return tangent.outputs * spread if exact else 1 if spread == 1 else POSITION_DRAWS, spread
+    return 1 if positions is None or positions.direct else positions.count
+
+
+def root_columns(likelihood: Likelihood, outputs: int, positions: int, device: torch.device) -> int:
+    """Returns how many columns the Fisher root has for an input with C outputs at so many positions."""
+    if outputs * positions > EXACT_FISHER_OUTPUTS:
+        return 1 if positions == 1 else POSITION_DRAWS
+    return positions * _root(likelihood, torch.zeros(1, outputs, device=device)).shape[-1]
+
+
+def _root(likelihood: Likelihood, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Returns the likelihood's root (B, C, R) at outputs (B, C), or a column (B, C, 1) that the generator draws."""
+    if generator is None:
+        root, name, shape = likelihood.fisher_root(outputs), "fisher_root", "(B, C, R)"
+    else:
+        drawn = likelihood.sampled_fisher_root(outputs, generator_on(outputs.device, generator))
+        root, name, shape = drawn, "sampled_fisher_root", "(B, C, 1)"
+    if root.ndim != 3 or root.shape[:2] != outputs.shape:
+        raise LapwingError(
+            f"{name} of {type(likelihood).__name__} returned {tuple(root.shape)} and must return {shape}, with "
+            f"(B, C) = {tuple(outputs.shape)}. Use torch.diag_embed for a diagonal root."
+        )
+    return root
 
 
 class FisherRoot:
@@ -57,7 +77,7 @@ class FisherRoot:
         self._likelihood, self.generator, self._outputs = likelihood, generator, outputs
         self.exact = outputs * positions <= EXACT_FISHER_OUTPUTS
         self.draws = 1 if positions == 1 else POSITION_DRAWS
-        self.columns = self.rank = outputs * positions if self.exact else self.draws
+        self.columns = self.rank = root_columns(likelihood, outputs, positions, generator.device)
         self._logged = False
 
     def __call__(self, outputs: Tensor) -> Tensor:
@@ -65,16 +85,17 @@ class FisherRoot:
         count, drawn = outputs.shape[1] // self._outputs, self.samples(outputs)
         if drawn and not self._logged:
             where = f" at {count} positions" if count > 1 else ""
-            draws = "one draw" if self.draws == 1 else f"{self.draws} draws"
-            log.info("%d outputs%s: the Fisher information is sampled, %s per input", outputs.shape[1], where, draws)
+            times = "one draw" if self.draws == 1 else f"{self.draws} draws"
+            log.info("%d outputs%s: the Fisher information is sampled, %s per input", outputs.shape[1], where, times)
             self._logged = True
+        generator = self.generator if drawn else None
         if count == 1:
-            return self._root(outputs, not drawn)
+            return _root(self._likelihood, outputs, generator)
         rows, shape = outputs.reshape(-1, self._outputs), (len(outputs), count, self._outputs)
         if drawn:
-            columns = torch.cat([self._root(rows, False) for _ in range(self.draws)], -1) / self.draws**0.5
-            return columns.unflatten(0, shape[:2]).flatten(1, 2)
-        each = self._root(rows, True).unflatten(0, shape[:2])  # (B, T, C, R)
+            draws = [_root(self._likelihood, rows, generator) for _ in range(self.draws)]
+            return (torch.cat(draws, -1) / self.draws**0.5).unflatten(0, shape[:2]).flatten(1, 2)
+        each = _root(self._likelihood, rows).unflatten(0, shape[:2])  # (B, T, C, R)
         whole = each.new_zeros(*shape, count, each.shape[-1])
         places = torch.arange(count, device=each.device)
         whole[:, places, :, places] = each.transpose(0, 1)
@@ -83,21 +104,6 @@ class FisherRoot:
     def samples(self, outputs: Tensor) -> bool:
         """Whether the root at outputs (B, C), or (B, T C), is drawn."""
         return outputs.shape[1] > EXACT_FISHER_OUTPUTS
-
-    def _root(self, outputs: Tensor, exact: bool) -> Tensor:
-        """Returns the likelihood's root at outputs (B, C)."""
-        if exact:
-            root, name = self._likelihood.fisher_root(outputs), "fisher_root"
-        else:
-            generator = generator_on(outputs.device, self.generator)
-            root, name = self._likelihood.sampled_fisher_root(outputs, generator), "sampled_fisher_root"
-        if root.ndim != 3 or root.shape[:2] != outputs.shape:
-            raise LapwingError(
-                f"{name} of {type(self._likelihood).__name__} returned {tuple(root.shape)} and must return "
-                f"{'(B, C, R)' if exact else '(B, C, 1)'}, with (B, C) = {tuple(outputs.shape)}. Use "
-                "torch.diag_embed for a diagonal root."
-            )
-        return root
 
 
 class FisherByParts:

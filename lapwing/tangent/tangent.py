@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import LapwingError
 from ..jacobian.blocks import Block
 from ..linalg import accumulation_dtype, double_device, doubled
 from ..network import batches

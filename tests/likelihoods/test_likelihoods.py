@@ -139,6 +139,35 @@ def test_fisher_parts_of_a_sure_network_keep_their_digits_in_float32():
     torch.testing.assert_close(diagonal, exact.float(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("classes", [1, 2, 3, 10])
+def test_a_root_of_classes_has_a_column_less_than_there_are_classes(classes):
+    outputs = 3 * torch.randn(5, classes, dtype=F64)
+    root, p = Categorical().fisher_root(outputs), outputs.softmax(-1)
+    assert root.shape == (5, classes, max(1, classes - 1))
+    torch.testing.assert_close(root @ root.mT, torch.diag_embed(p) - p[:, :, None] * p[:, None, :])
+
+
+@pytest.mark.parametrize("outputs", [(20, 0, -1), (0, 20, -1), (-1, 0, 20), (20, 0), (0, 20), (60, 0, 3, 1)])
+def test_a_root_of_a_sure_network_keeps_its_digits_in_float32(outputs):
+    """Relative to the square roots of the diagonal, as a fit with another scale for each logit has it."""
+    outputs = torch.tensor([outputs], dtype=F64)
+    roots, p = Categorical().fisher_root(outputs.float())[0].double(), outputs[0].softmax(-1)
+    others = torch.stack([torch.cat([p[:c], p[c + 1 :]]).sum() for c in range(len(p))])
+    wanted = (-p[:, None] * p).diagonal_scatter(p * others)
+    scale = wanted.diagonal().rsqrt()
+    torch.testing.assert_close(scale[:, None] * (roots @ roots.T) * scale, scale[:, None] * wanted * scale)
+    assert (roots.sum(0).abs() <= 1e-6 * roots.abs().amax(0)).all()
+
+
+@pytest.mark.parametrize("outputs", [(1e4, 0, -1e4), (-1e4, 0, 1e4), (0, 0, -1e4), (-1e4, 0, 0), (-math.inf, 0, 0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])
+def test_classes_of_no_probability_add_zeros_to_a_root(outputs, dtype):
+    outputs = torch.tensor([outputs], dtype=dtype)
+    roots, p = Categorical().fisher_root(outputs)[0].double(), outputs[0].double().softmax(-1)
+    bound = torch.finfo(dtype).eps
+    torch.testing.assert_close(roots @ roots.T, p.diag() - p[:, None] * p, rtol=2 * bound, atol=2 * bound)
+
+
 @ALL
 def test_sampled_root_has_the_right_expectation(likelihood):
     """100 000 draws; the tolerance is six standard errors of what was drawn, entry by entry."""
@@ -311,6 +340,22 @@ def test_what_cannot_be_registered():
         with pytest.raises(LapwingError, match=message):
             register(kind)
     assert list(REGISTERED)[:3] == ["bernoulli", "categorical", "gaussian"]
+
+
+@pytest.mark.parametrize("method", [lw.Full("primal"), lw.Full("dual"), lw.KFAC(), lw.Diagonal()], ids=str)
+def test_a_root_may_have_any_number_of_columns(method):
+    class Twice(Counts):
+        name = "twice"
+
+        def fisher_root(self, outputs):
+            return super().fisher_root(outputs).repeat(1, 1, 2) / 2**0.5
+
+    x = torch.randn(9, 2, dtype=F64)
+    model, data = torch.nn.Linear(2, 2).double().eval(), [(x[:4], x[:4].round().abs()), (x[4:], x[4:].round().abs())]
+    once, twice = (
+        lw.fit(model, data, method, likelihood=kind, tune=None).latent(x).covariance for kind in (Counts(), Twice())
+    )
+    torch.testing.assert_close(once, twice)
 
 
 @pytest.mark.parametrize("shape", [(9,), (9, 1), (9, 2, 1)])

@@ -16,7 +16,7 @@ import lapwing as lw
 from lapwing.jacobian.blocks import split
 from lapwing.methods import Batch, DataSummary, FisherRoot, Problem
 from lapwing.methods import problem as problem_module
-from lapwing.methods.problem import root_columns
+from lapwing.methods.problem import root_positions
 from lapwing.methods.sampled_lla import system as sampled_system
 from lapwing.methods.sampled_lla.linearised_mode import _Along, _Score
 from lapwing.methods.sampled_lla.system import CurvatureProducts, DataNoise, PositionedRoot
@@ -86,7 +86,7 @@ def problem_of(
 ) -> Problem:
     x, y = batch
     tangent = Tangent.survey(model, x, params, targets=y)
-    root = FisherRoot(lw.Categorical(), tangent.outputs, torch.Generator(), root_columns(tangent)[1])
+    root = FisherRoot(lw.Categorical(), tangent.outputs, torch.Generator(), root_positions(tangent))
     prior, n = Prior.read(tangent, 2.0, 0.3), len(x)
     return Problem(
         tangent, lw.Categorical(), root, prior, True, 0, Tensor, lambda: n, lambda: DataSummary(n), **options

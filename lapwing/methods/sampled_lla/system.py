@@ -24,7 +24,7 @@ from ...network import ranks
 from ...tangent import Record, Vectors
 from ...tangent.anchors import output_width
 from ..passes import Batch, Pass, SumPass
-from ..problem import FisherRoot, Problem, root_columns
+from ..problem import FisherRoot, Problem, root_positions
 from ..state import BlockSums
 
 NOISE, ROOT, PRIOR = range(3)
@@ -61,7 +61,7 @@ class PositionedRoot:
     def __init__(self, problem: Problem) -> None:
         self._problem, self._start, self._taken, self._places = problem, 0, 0, 1
         self.columns = problem.root.columns
-        self._spread = root_columns(problem.tangent)[1]
+        self._spread = root_positions(problem.tangent)
         self._marks: Tensor | None = None
 
     def begin(self, batch: Batch) -> None:
