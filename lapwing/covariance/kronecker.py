@@ -47,8 +47,9 @@ class KroneckerFactors:
 
     def products(self) -> Tensor:
         """Returns `γ_j α_i / #` (G, O, I), the eigenvalues of KFAC's curvature."""
-        products = self.output_eigenvalues[..., :, None] * self.input_eigenvalues[..., None, :]
-        return products.div_(self.count.to(products)).to(self.outputs)
+        outputs, inputs = self.output_eigenvalues[..., :, None], self.input_eigenvalues / self.count.to(self.input_eigenvalues)
+        products = outputs.new_empty(*outputs.shape[:-1], inputs.shape[-1], dtype=self.outputs.dtype)
+        return torch.mul(outputs, inputs[..., None, :], out=products).to(self.outputs.device)
 
 
 class KroneckerBlock(Structure):
