@@ -32,6 +32,9 @@ RESOLVED = 1e14  # curvature over prior precision above which float64 sums of fl
 
 RANK_CUT = 1e-11  # relative singular value below which a direction of explicit float64 rows is rounding noise
 
+STRIP = 256
+"""Rows of a wide matrix that are taken at once."""
+
 WIDE = 256
 """Matrices of low rank are reduced to their range from this width on."""
 
@@ -120,6 +123,14 @@ def mirrored(lower: Tensor) -> Tensor:
     return lower.tril() + lower.tril(-1).mT
 
 
+def mirror(lower: Tensor) -> None:
+    """Copies the lower triangle of a matrix (n, n) over the upper one."""
+    for start in range(0, len(lower), STRIP):
+        part = slice(start, start + STRIP)
+        lower[part, part] = mirrored(lower[part, part])
+        lower[:start, part] = lower[part, :start].T
+
+
 def row_products(first: Tensor, second: Tensor) -> Tensor:
     """Returns `x yᵀ` (M, N) in float64 for x (M, P) and y (N, P), a slice of columns at a time.
 
@@ -197,34 +208,39 @@ def eigen_in_place(
     Martinsson and Tropp 2011). Where the rank was too low, all eigenpairs are taken, and are right.
 
     Args:
-        lower: (..., n, n) float64, contiguous, of which the lower triangle is read; may be
-            overwritten by U.
+        lower: (..., n, n), contiguous, of which the lower triangle is read; may be overwritten by U. In float64, or in
+            any dtype where it `is_reduced`.
         rank: how many squares `x xᵀ` a matrix is the sum of. Its other eigenvalues are rounding noise, and become 0.
         summed: the dtype that it was summed in.
 
     Returns:
-        λ (..., n) ascending and U (..., n, n).
+        λ (..., n) ascending in float64, and U (..., n, n) in the dtype of the matrix.
 
     Raises:
         LapwingError: if it holds NaN or infinite entries.
 
-    Cost: time O(n³), or O(n² rank) where n is large and the rank low; memory the workspace of LAPACK, 16 n² bytes.
+    Cost: time O(n³), or O(n² rank) where n is large and the rank low; memory the workspace of LAPACK, 16 n² bytes, or
+    O(n rank).
     """
     _check_finite(lower)
     size = lower.shape[-1]
     rank, noise = size if rank is None else min(rank, size), 10 * math.sqrt(size) * torch.finfo(summed).eps
-    matrix, values = lower.mT, None  # columns lie in memory as LAPACK takes them
     if is_reduced(size, rank):
-        values = _range_in_place(lower, rank, noise)
-        rank = size if values is None else rank
-    if values is None and lower.device.type != "cpu":
+        parts = [_reduced(matrix, rank, noise) for matrix in lower.reshape(-1, size, size)]
+        return torch.stack(parts).reshape(lower.shape[:-1]), lower
+    if lower.device.type != "cpu":
         values, matrix = _eigh(lower)
-    elif values is None:
-        values = lower.new_empty(lower.shape[:-1])
+    else:
+        values, matrix = lower.new_empty(lower.shape[:-1]), lower.mT  # columns lie in memory as LAPACK takes them
         torch.linalg.eigh(matrix, "U", out=(values, matrix))
-    others = values.clamp_min_(0.0)[..., : size - rank]
+    return _without_noise(values, rank, noise), matrix
+
+
+def _without_noise(values: Tensor, rank: int, noise: float) -> Tensor:
+    """Returns λ (..., n), changed in place, where those beyond the rank are 0 if they may be rounding noise."""
+    others = values.clamp_min_(0.0)[..., : values.shape[-1] - rank]
     others.masked_fill_(others <= noise * values[..., -1:], 0.0)
-    return values, matrix
+    return values
 
 
 def is_reduced(size: int, rank: int) -> bool:
@@ -232,36 +248,44 @@ def is_reduced(size: int, rank: int) -> bool:
     return size >= WIDE and 3 * (rank + 2 * SPARE) <= 2 * size
 
 
-def _range_in_place(lower: Tensor, rank: int, noise: float) -> Tensor | None:
-    """Returns λ, and writes U over matrices of low rank; None where their rank is higher.
+def _reduced(matrix: Tensor, rank: int, noise: float) -> Tensor:
+    """Returns λ (n,), and writes U over one matrix (n, n), whose rank may be higher."""
+    mirror(matrix)
+    values = _range_in_place(matrix, rank, noise)
+    if values is not None:
+        return _without_noise(values, rank, noise)
+    values, vectors = _eigh(doubled(matrix))
+    matrix.copy_(vectors)
+    return values.clamp_min_(0.0)
 
-    All but the last columns of the sketch span the range, and these add to it no more than noise.
+
+def _range_in_place(matrix: Tensor, rank: int, noise: float) -> Tensor | None:
+    """Returns λ (n,), and writes U over a symmetric matrix (n, n) of low rank; None where its rank is higher.
+
+    All but the last columns of a sketch `M Ω` span the range, and these add to it no more than noise. The reflections
+    `I - W Vᵀ` that make the sketch triangular turn unit vectors into an orthonormal basis, first of the sketch.
     """
-    size, count, within = lower.shape[-1], rank + 2 * SPARE, rank + SPARE
-    lower.tril_()
-    sketch = torch.randn(size, count, generator=seeded(None, lower.device), dtype=lower.dtype, device=lower.device)
-    sketch = symmetric_product(lower, sketch)
-    basis, triangle = torch.linalg.qr(sketch, mode="complete")
-    del sketch
-    beside = torch.linalg.vector_norm(triangle[..., within:, within:], dim=(-2, -1))
-    if not (beside <= noise * torch.linalg.vector_norm(triangle[..., within:], dim=(-2, -1))).all():
+    size, count, within, device = len(matrix), rank + 2 * SPARE, rank + SPARE, double_device(matrix.device)
+    random = torch.randn(size, count, generator=seeded(None, device), dtype=torch.float64, device=device)
+    v, scales = torch.geqrf(row_products(matrix, random.T))
+    del random
+    triangle = v[:count].triu()
+    if torch.linalg.vector_norm(triangle[within:, within:]) > noise * torch.linalg.vector_norm(triangle[:, within:]):
         return None
-    del triangle
-    inside = basis[..., :count]
-    values, vectors = torch.linalg.eigh(inside.mT @ symmetric_product(lower, inside))
-    columns = lower.mT
-    columns[..., : size - count] = basis[..., count:]
-    torch.matmul(inside, vectors, out=columns[..., size - count :])
-    return F.pad(values, (size - count, 0))
-
-
-def symmetric_product(lower: Tensor, x: Tensor) -> Tensor:
-    """Returns `M x` (..., n, k) for symmetric M (..., n, n) given as its lower triangle, zeros above."""
-    product, diagonal = lower @ x, lower.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    for columns, part in zip(product.split(64, -1), x.split(64, -1), strict=True):  # whose products are small
-        columns += lower.mT @ part
-        columns -= diagonal * part
-    return product
+    used = scales != 0  # what is 0 already is not reflected
+    v.tril_(-1).diagonal().copy_(used)
+    inverse = (v.T @ v).triu_(1)
+    inverse.diagonal().copy_(torch.where(used, 1 / scales, 1.0))
+    w = torch.linalg.solve_triangular(inverse, v, upper=True, left=False)
+    inside = -w @ v[:count].T
+    inside.diagonal().add_(1.0)
+    values, vectors = _eigh(inside.T @ row_products(matrix, inside.T))
+    columns, (w, v) = size - count, (x.to(matrix) for x in (w, v[count:]))
+    for part, rows in zip(matrix.split(STRIP), w.split(STRIP), strict=True):
+        part[:, :columns] = -linear(rows, v)
+    matrix.diagonal(-count).add_(1.0)
+    matrix[:, columns:] = inside @ vectors
+    return F.pad(values, (columns, 0))
 
 
 def _check_finite(matrix: Tensor) -> None:

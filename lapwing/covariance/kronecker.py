@@ -47,8 +47,10 @@ class KroneckerFactors:
 
     def products(self) -> Tensor:
         """Returns `γ_j α_i / #` (G, O, I), the eigenvalues of KFAC's curvature."""
-        products = self.output_eigenvalues[..., :, None] * self.input_eigenvalues[..., None, :]
-        return products.div_(self.count.to(products)).to(self.outputs)
+        outputs, inputs = self.output_eigenvalues[..., :, None], self.input_eigenvalues[..., None, :]
+        products = outputs.new_empty(*outputs.shape[:-1], inputs.shape[-1], dtype=self.outputs.dtype)
+        torch.mul(outputs, inputs / self.count.to(inputs), out=products)  # in float64, rounded number by number
+        return products.to(self.outputs.device)
 
 
 class KroneckerBlock(Structure):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from ..linalg import matmul
+from ..linalg import linear, matmul
 from .jacobian import BlockJacobian, Weighting
 
 
@@ -43,12 +43,14 @@ class InParts(BlockJacobian):
 
     def weighted_norms(self, candidates: Iterable[Weighting]) -> tuple[Tensor, Tensor]:
         """Returns the diagonals of `J diag(w) Jᵀ` and `H J diag(w) Jᵀ H`, each (n, B, R), from squares taken once."""
-        weights = self._matrices(torch.stack([weighting.flat for weighting in candidates], -1))  # (G, O, I, n)
-        norms = weights.new_zeros(2, self.batch, self.cotangents, weights.shape[-1])
+        weights = torch.stack([weighting.flat for weighting in candidates])
+        weights = weights.unflatten(1, (self.groups, self.outputs, self.inputs)).transpose(0, 1)  # (G, n, O, I)
+        norms = weights.new_zeros(2, self.batch, self.cotangents, weights.shape[1])
         for samples, outputs, rows in self.parts():
-            w, rows = weights[:, outputs].flatten(1, 2), rows.flatten(3)
+            w, rows = weights[:, :, outputs].flatten(2), rows.flatten(3)
             for norm, values in zip(norms, (rows, rows - rows.mean(2, keepdim=True)), strict=True):
-                norm[samples] += (values.square() @ w).sum(1)
+                squares = values.square().transpose(0, 1).flatten(1, 2)  # (G, b R, o I)
+                norm[samples] += group_products(squares, w).sum(0).unflatten(0, (-1, self.cotangents))
         plain, centred = norms.movedim(-1, 1)
         return plain, centred
 
@@ -97,3 +99,8 @@ class RotatedOuter(InParts):
             rows = rows.transpose(0, 1)  # (G, b, R, o, I)
             return (rows.flatten(1, 3) @ self._inputs[groups]).view(rows.shape).transpose(0, 1)
         return rows if self._inputs is None else matmul(rows, self._inputs[groups][0])
+
+
+def group_products(left: Tensor, right: Tensor) -> Tensor:
+    """Returns `x yᵀ` (G, m, n) for x (G, m, k) and y (G, n, k)."""
+    return linear(left[0], right[0])[None] if len(left) == 1 else left @ right.mT

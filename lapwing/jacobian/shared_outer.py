@@ -8,19 +8,22 @@ Weights (P,) and vectors (K, P) are laid out as (G, O, I), the bias as the last 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
+from itertools import chain, islice, product
 from math import isqrt
 
 import torch
 from torch import Tensor
 
-from ..linalg import add_squares, linear, total
-from .in_parts import InParts, RotatedOuter
+from ..linalg import add_squares, nonnegative, total
+from .in_parts import InParts, RotatedOuter, group_products
 from .jacobian import BlockJacobian, MatrixJacobian, Weighting
 from .strips import Strip, Strips
 
 REDUCTION = 40
 """What multiplying and summing one number costs, in multiply-adds of a matrix product."""
+
+SEVERAL = 16
+"""So many weights are expected where there is more than one."""
 
 CACHE_BYTES = 2**22
 """Rows that are squared and summed are formed so many bytes at a time on a CPU, and never leave its cache."""
@@ -88,37 +91,49 @@ class SharedOuter(InParts, MatrixJacobian):
         for n, o in product(range(0, self.batch, count), range(0, self.outputs, some)):
             yield slice(n, min(n + count, self.batch)), slice(o, min(o + some, self.outputs))
 
-    def pairs_are_cheaper(self, candidates: int) -> bool:
+    def pairs_are_cheaper(self, candidates: int, norms: bool = False) -> bool:
         """Compares products of pairs of positions, for so many weights (0 for squares), with rows."""
         outputs, inputs, size = self.outputs, self.inputs, self.outputs * self.inputs
-        pairs = self.positions * (self.positions + 1) // 2  # none of an expert that no token reaches
-        by_pairs = pairs * (max(1, candidates) * (size + REDUCTION * self.cotangents * outputs) + REDUCTION * inputs)
-        by_rows = self.cotangents * size * (self.positions + max(1, candidates) * REDUCTION)
-        return len(self.strips) == 1 and 0 < by_pairs < by_rows + candidates * self.cotangents**2 * size
+        pairs, count = self.positions * (self.positions + 1) // 2, max(1, candidates)  # none of an expert without token
+        by_pairs = pairs * (count * (size + REDUCTION * self.cotangents * outputs) + REDUCTION * inputs)
+        by_rows = self.cotangents * size * (self.positions + (2 if norms else count) * REDUCTION)
+        by_rows += candidates * size * (2 * self.cotangents if norms else self.cotangents**2)
+        return len(self.strips) == 1 and 0 < by_pairs < by_rows
 
-    def _pairs(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    @property
+    def pair_bytes(self) -> int:
+        """What the pairs of positions of one sample take."""
+        numbers = self.groups * (2 * self.inputs + 3 * self.cotangents * self.outputs)
+        return self.positions * (self.positions + 1) // 2 * numbers * self.strips.dtype.itemsize
+
+    def _pairs(self, limit: int) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Yields samples, their products `a_t a_t'` (G, b k, I) for the k pairs of positions, and g at t and at t'.
 
         Gradients (b, R, k, G, O) count pairs of two positions, which stand for two, twice: those at t' are doubled.
+        The pairs of all samples yielded at once take so many bytes, or are those of one.
         """
         ((a, g),) = self.strips
         first, second = torch.triu_indices(self.positions, self.positions, device=a.device)
         twice = torch.where(first == second, 1.0, 2.0).to(a)[:, None, None]
-        numbers = len(first) * self.groups * (2 * self.inputs + 3 * self.cotangents * self.outputs)
-        limit = min(self.slice_bytes, CACHE_BYTES // 4) if a.device.type == "cpu" else self.slice_bytes
-        step = max(1, limit // (numbers * a.element_size()))
+        step = max(1, limit // self.pair_bytes)
         for n in range(0, self.batch, step):
             samples = slice(n, min(n + step, self.batch))
             inputs, left, right = a[samples], g[samples], g[samples]
             inputs = (inputs[:, first] * inputs[:, second]).flatten(0, 1).transpose(0, 1)
             yield samples, inputs, left[:, :, first], right[:, :, second] * twice
 
+    @property
+    def _cached(self) -> int:
+        """Bytes of pairs that are multiplied and summed at once: on a CPU they stay in its cache."""
+        return min(self.slice_bytes, CACHE_BYTES // 4) if self.strips.device.type == "cpu" else self.slice_bytes
+
     def squared_sum(self) -> Tensor:
         """Returns `Σ_n,r J²` (P,) by rows, or by pairs of positions `Σ_tt' (g_t ⊙ g_t')(a_t ⊙ a_t')ᵀ`."""
         if not self.pairs_are_cheaper(0):
             return super().squared_sum()
-        parts = ((inputs, (g * h).sum(1).flatten(0, 1).permute(1, 2, 0)) for _, inputs, g, h in self._pairs())
-        return total(_group_products(outputs, inputs.mT) for inputs, outputs in parts).flatten()
+        pairs = self._pairs(self._cached)
+        parts = ((inputs, (g * h).sum(1).flatten(0, 1).permute(1, 2, 0)) for _, inputs, g, h in pairs)
+        return total(group_products(outputs, inputs.mT) for inputs, outputs in parts).flatten()
 
     def weighted_grams(self, candidates: Iterable[Weighting]) -> list[Tensor]:
         """Returns `J diag(w) Jᵀ` by rows, or by pairs of positions: `Σ_tt' g_t diag(W (a_t ⊙ a_t')) g_t'ᵀ`."""
@@ -126,13 +141,31 @@ class SharedOuter(InParts, MatrixJacobian):
         if not self.pairs_are_cheaper(len(several)):
             return super().weighted_grams(several)
         grams = [list[Tensor]() for _ in several]
-        for samples, inputs, g, h in self._pairs():
+        for samples, inputs, g, h in self._pairs(self._cached):
             for weighting, parts in zip(several, grams, strict=True):
-                scales = _group_products(inputs, self._matrices(weighting.flat))  # (G, b k, O)
+                scales = group_products(inputs, self._matrices(weighting.flat))  # (G, b k, O)
                 scales = scales.transpose(0, 1).unflatten(0, (samples.stop - samples.start, -1)).unsqueeze(1)
                 gram = (g * scales).flatten(2) @ h.flatten(2).mT
                 parts.append((gram + gram.mT) / 2)
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in grams]
+
+    def weighted_norms(self, candidates: Iterable[Weighting]) -> tuple[Tensor, Tensor]:
+        """Returns both diagonals by rows, or by pairs of positions for one weighting after another."""
+        weightings = iter(candidates)
+        first = list(islice(weightings, 2))
+        weightings, limit = chain(first, weightings), self.slice_bytes
+        several = SEVERAL if len(first) > 1 else 1
+        if self.pair_bytes > limit or not self.pairs_are_cheaper(several, norms=True):
+            return super().weighted_norms(weightings)
+        again = weightings if self.batch * self.pair_bytes <= limit else list(weightings)
+        parts = []
+        for _, inputs, g, h in self._pairs(limit):
+            products = torch.stack([g * h, (g - g.mean(1, keepdim=True)) * (h - h.mean(1, keepdim=True))]).flatten(3)
+            scales = (group_products(inputs, self._matrices(weighting.flat)) for weighting in again)  # (G, b k, O)
+            columns = (scale.transpose(0, 1).reshape(len(g), -1, 1) for scale in scales)
+            parts.append(torch.cat([products @ column for column in columns], -1))  # (2, b, R, n)
+        plain, centred = nonnegative(torch.cat(parts, 1)).movedim(-1, 1)
+        return plain, centred
 
     def jvp(self, vectors: Tensor) -> Tensor:
         """Returns `J V` (B, R, K) by rows or by `gᵀ(V_k a)`, whichever takes fewer products."""
@@ -241,11 +274,6 @@ class SharedOuter(InParts, MatrixJacobian):
         """Returns the mean of a (B, 1, G, I) and the sum of g (B, R, 1, G, O) over positions."""
         sums = [(a.sum(1, keepdim=True), g.sum(2, keepdim=True)) for a, g in self.strips]
         return total(a for a, _ in sums) / self.positions, total(g for _, g in sums)
-
-
-def _group_products(left: Tensor, right: Tensor) -> Tensor:
-    """Returns `x yᵀ` (G, m, n) for x (G, m, k) and y (G, n, k)."""
-    return linear(left[0], right[0])[None] if len(left) == 1 else left @ right.mT
 
 
 def _pulled(a: Tensor, g: Tensor, cotangents: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, KroneckerFactors, Structure
 from ..errors import check_choice
 from ..jacobian.jacobian import as_matrix
-from ..linalg import doubled, eigen_in_place, symmetric_eigen, symmetric_product
+from ..linalg import doubled, eigen_in_place, is_reduced, mirrored, symmetric_eigen
 from ..network import ranks
 from ..tangent import Tangent
 from .cost import EIGEN, WORKSPACE, Cost, Layer, Outline, eigenpairs
@@ -205,12 +205,14 @@ def _eigenbasis(state: Factors, name: str, columns: int, centred: bool) -> Krone
 
 def _diagonalised(factors: dict[str, Tensor], name: str, rank: int, centred: bool = False) -> tuple[Tensor, Tensor]:
     """Returns λ (G, n) in float64 and U (G, n, n) in the factor's dtype; frees the factor's memory meanwhile."""
-    device, dtype = factors[name].device, factors[name].dtype
-    matrix = doubled(factors.pop(name))
+    matrix = factors.pop(name)
+    device, dtype = matrix.device, matrix.dtype
+    if centred or not is_reduced(matrix.shape[-1], rank):
+        matrix = doubled(matrix)
     if centred:
-        means = symmetric_product(matrix.tril_(), matrix.new_ones(matrix.shape[-1], 1)) / matrix.shape[-1]
-        matrix -= means
-        matrix -= means.mT - means.mean(-2, keepdim=True)
+        matrix = mirrored(matrix)
+        matrix -= matrix.mean(-1, keepdim=True)
+        matrix -= matrix.mean(-2, keepdim=True)
     values, vectors = eigen_in_place(matrix, rank, dtype)
     return values, vectors.to(device, dtype, memory_format=torch.contiguous_format)
 

@@ -228,8 +228,9 @@ def test_the_cheaper_way_to_an_ntk_block_is_taken():
 def test_sums_of_rows_in_parts_and_by_pairs_of_positions(shape, cache, by_pairs, monkeypatch):
     """Both ways, rotated on one side, on both and on none, in parts down to one number."""
     monkeypatch.setattr(shared_outer, "CACHE_BYTES", cache)
-    monkeypatch.setattr(tn.SharedOuter, "pairs_are_cheaper", lambda *_: by_pairs)
+    monkeypatch.setattr(tn.SharedOuter, "pairs_are_cheaper", lambda *_, norms=False: by_pairs)
     form, size = shared(*shape), prod(shape[3:])
+    form.within(max(form.pair_bytes, 2**20 if cache == 2**20 else 0))  # norms: all samples at once, or one by one
     groups, outputs, inputs = shape[3:]
     rows = summed(form).unflatten(-1, shape[3:])
     weights = torch.rand(2, size, dtype=torch.float64)
@@ -246,8 +247,11 @@ def test_sums_of_rows_in_parts_and_by_pairs_of_positions(shape, cache, by_pairs,
         for count in (1, 2):
             grams = rotated.weighted_grams([Weighting(w) for w in weights[:count]])
             assert len(grams) == count
-            for gram, w in zip(grams, weights, strict=False):
+            norms = rotated.weighted_norms(Weighting(w) for w in weights[:count])
+            for gram, plain, centred, w in zip(grams, *norms, weights, strict=False):
                 close(gram, (turned * w) @ turned.mT)
+                close(plain, (turned.square() * w).sum(-1))
+                close(centred, ((turned - turned.mean(1, keepdim=True)).square() * w).sum(-1))
 
 
 def test_sums_of_a_layer_that_no_token_reaches_are_zero():
@@ -261,8 +265,11 @@ def test_pairs_of_positions_are_taken_where_they_are_few():
     last, first = shared(1, 10, 4, 1, 64, 576), shared(1, 10, 64, 1, 16, 144)
     assert last.pairs_are_cheaper(0)
     assert last.pairs_are_cheaper(1)
+    assert last.pairs_are_cheaper(1, norms=True)
+    assert last.pairs_are_cheaper(17, norms=True)
     assert not first.pairs_are_cheaper(0)
     assert not first.pairs_are_cheaper(1)
+    assert not first.pairs_are_cheaper(1, norms=True)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
