@@ -46,7 +46,7 @@ from .further import continued
 from .plan import check_room
 from .runner import Runner
 from .sharded import check_last_layer, with_features
-from .validation import validation_tuning, with_all_weights
+from .validation import check_held_out, validation_tuning, with_all_weights
 
 log = logging.getLogger("lapwing")
 
@@ -176,7 +176,7 @@ def fit(
     if validation is not None:
         validation = as_loader(validation, model, "val")
         other = None if tune is DEFAULT_TUNING else tune
-        tune = validation_tuning(validation, other, data, (inputs, targets))
+        tune, held_out = validation_tuning(validation, other, data, (inputs, targets))
     if data_size is not None:
         _check_data_size(data_size, known_size(loader) or 0)
     training = WeightedLoader(loader, ranks.several()) if sample_weights else loader
@@ -202,6 +202,8 @@ def fit(
         some = batches.plain(batches.take(inputs, slice(0, 16)), tangent.device)
         outputs = tangent.outputs_of(some)
         check_logits(likelihood, outputs if positions is None else positions.rows(outputs), weight.dtype)
+    if validation is not None:
+        check_held_out(tangent, likelihood, *held_out)
     if data_size is None:
         warn_of_unseen_samples(data, drawn)
     if weight_decay is not None:
