@@ -6,13 +6,14 @@ It imports `tangent`, `linalg`, `contents` and `errors`. Begin with `base.py` (w
 
 from __future__ import annotations
 
-from .base import COVARIANCES, Covariance, LayerBlock, PriorCovariance, register
+from .base import COVARIANCES, Covariance, PriorCovariance, register
 from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
 from .blockwise import Blockwise
 from .dense import DenseCovariance
 from .draws import AnyLatent, LatentDraws, LinearDraws
 from .kronecker import KroneckerBlock, KroneckerFactors
 from .latent import JointLatent, Latent, SelectedLatent
+from .layer_block import LayerBlock
 from .low_rank import LowRank, Subspace
 from .low_rank_diagonal import Draws, LowRankPlusDiagonal
 from .low_rank_with_residual import LowRankWithResidual

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from functools import cached_property, reduce
+from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..contents import Entry, Mismatch, largest
 from ..errors import LapwingError, shown
-from ..jacobian.jacobian import SLICE_BYTES
 from ..tangent import Block, Record, Tangent, Vectors
+from .layer_block import LayerBlock
 from .terms import MarginalTerm, Term
 
 if TYPE_CHECKING:
@@ -67,29 +67,6 @@ def precision_entry(tangent: Tangent) -> Entry:
 def same_ratios(precision: Tensor, other: Tensor) -> bool:
     """Whether two prior precisions (n_blocks,) are the same but for a factor."""
     return torch.allclose(precision / precision[0], other / other[0], rtol=1e-12, atol=0)
-
-
-class LayerBlock(ABC):
-    """The covariance of one layer's matrix weight (O, I), bias column included, as streamlined prediction needs it."""
-
-    @abstractmethod
-    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-        """Returns `Σ_ii' M_ii' Cov[W_ji, W_j'i']` with `M = E[a aᵀ]`, what the weights add to a layer's output.
-
-        Args:
-            mean: m (B, I), the layer's mean input, a one appended for the bias.
-            variance: what M has beside `m mᵀ`: variances (B, I) on its diagonal, covariances (B, I, I), or None for a
-                certain input.
-            full: whether to return covariances (B, O, O), or variances (B, O).
-        """
-
-    def rotation(self) -> tuple[Tensor | None, Tensor] | None:
-        """Returns V (G, I, Q) and s (G, O, Q) with `Var[W a]_j = Σ_q (Vᵀ a)_q² s_jq` for certain a, in each group.
-
-        V is None where it is the identity; nothing is returned where no basis does for all j. Made once, it spares
-        `push` the outputs' rotation of every row.
-        """
-        return None
 
 
 class Covariance(ABC):
@@ -229,77 +206,3 @@ class PriorCovariance(Covariance):
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns `s tr((I - VVᵀ) Δ^(-1/2) G Δ^(-1/2))`, the curvature outside a subspace; else 0."""
         return torch.zeros((), dtype=torch.float64, device=precision.device)
-
-
-MATRIX_SIDE = 4096
-"""A layer with at most so many weights may have its covariance written out, 64 MiB, where that saves work."""
-
-
-class FactorLayer(LayerBlock):
-    """One layer's `Σ_k F_k F_kᵀ`, `diag(D) + Σ_k F_k F_kᵀ`, or `diag(D) - Σ_k F_k F_kᵀ`.
-
-    Args:
-        factor: F (K, O, I).
-        variances: D (O, I), or None.
-        removed: whether the sum is subtracted.
-    """
-
-    def __init__(self, factor: Tensor, variances: Tensor | None = None, removed: bool = False) -> None:
-        self._factor, self._variances, self._removed = factor, variances, removed
-
-    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-        rows, outputs, inputs = self._factor.shape
-        fits = outputs * inputs <= max(rows, MATRIX_SIDE)
-        if variance is not None and variance.ndim == 3 and rows >= outputs and fits:
-            pushed = self._push_matrix(mean, variance, full)
-        else:
-            pushed = push_factor(self._factor.to(mean.dtype), mean, variance, full)
-        if self._variances is None:
-            return pushed
-        diagonal = push_diagonal(self._variances.to(mean.dtype), mean, variance, full)
-        if not self._removed:
-            return diagonal + pushed
-        return diagonal - pushed if full else (diagonal - pushed).clamp_min(0)
-
-    @cached_property
-    def _matrix(self) -> Tensor:
-        """The layer's covariance (O, O, I, I)."""
-        rows = self._factor.flatten(1)
-        _, outputs, inputs = self._factor.shape
-        return (rows.T @ rows).reshape(outputs, inputs, outputs, inputs).transpose(1, 2).contiguous()
-
-    def _push_matrix(self, mean: Tensor, variance: Tensor, full: bool) -> Tensor:
-        """Contracts the covariance with `M = m mᵀ + V`: O²I² products a sample, where the rows take K O I²."""
-        moment = (mean[:, :, None] * mean[:, None] + variance).flatten(1)  # (B, I I)
-        matrix = self._matrix.to(mean.dtype)
-        if full:
-            return (moment @ matrix.flatten(2).flatten(0, 1).T).unflatten(1, matrix.shape[:2])  # (B, O, O)
-        return moment @ matrix.diagonal().permute(2, 0, 1).flatten(1).T  # (B, O)
-
-
-def push_diagonal(weights: Tensor, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-    """Returns `LayerBlock.push` for variances w (O, I), `(m² + v) wᵀ`: covariances of the input do not count."""
-    moment = mean.square()
-    if variance is not None:
-        moment = moment + (variance if variance.ndim == 2 else variance.diagonal(dim1=-2, dim2=-1))
-    pushed = moment @ weights.T  # (B, O)
-    return torch.diag_embed(pushed) if full else pushed
-
-
-def push_factor(factor: Tensor, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-    """Returns `LayerBlock.push` for the covariance `Σ_k F_k F_kᵀ` of F (K, O, I), a slice of F at a time."""
-    covariances = full and variance is not None and variance.ndim == 3
-    numbers = mean.shape[0] * factor.shape[1] * (factor.shape[2] if covariances else 1)
-    pushed = mean.new_zeros(())
-    for rows in factor.split(max(1, SLICE_BYTES // (numbers * mean.element_size()))):
-        means = torch.einsum("koi,bi->bko", rows, mean)
-        pushed = pushed + (means.mT @ means if full else means.square().sum(1))
-        if covariances:
-            pushed = pushed + torch.einsum("bkoj,kpj->bop", torch.einsum("koi,bij->bkoj", rows, variance), rows)
-    if variance is None or covariances:
-        return pushed
-    if full:
-        return pushed + torch.einsum("koi,kpi,bi->bop", factor, factor, variance)
-    if variance.ndim == 2:
-        return pushed + variance @ factor.square().sum(0).T
-    return pushed + torch.einsum("koi,koj,bij->bo", factor, factor, variance)

@@ -13,8 +13,9 @@ from torch import Tensor
 from ..contents import Entry, check_json, is_positive
 from ..jacobian.jacobian import Weighting
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import LayerBlock, PriorCovariance, precision_entry, register
+from .base import PriorCovariance, precision_entry, register
 from .kronecker import KroneckerBlock
+from .layer_block import LayerBlock
 from .structures import DenseBlock, DiagonalBlock, Structure
 from .terms import MarginalTerm, Term, add_term, of_both
 

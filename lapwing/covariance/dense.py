@@ -11,7 +11,8 @@ from torch import Tensor
 from ..contents import Entry, check_json, is_positive, largest
 from ..linalg import RESOLVED, cholesky, eigen_in_place, linear, matmul
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import FactorLayer, LayerBlock, PriorCovariance, precision_entry, register, same_ratios
+from .base import PriorCovariance, precision_entry, register, same_ratios
+from .layer_block import FactorLayer, LayerBlock
 from .terms import Term, cross_covariance, factored_or_dense, of_both
 
 if TYPE_CHECKING:

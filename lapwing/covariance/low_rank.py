@@ -24,8 +24,9 @@ from ..contents import Entry, Mismatch, check_json, is_count, is_positive, large
 from ..errors import LapwingError
 from ..linalg import cholesky, symmetric_eigen
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import FactorLayer, LayerBlock, PriorCovariance, precision_entry, register, same_ratios
+from .base import PriorCovariance, precision_entry, register, same_ratios
 from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
+from .layer_block import FactorLayer, LayerBlock
 from .terms import FactoredTerm, Term, cross_covariance, of_both
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from ..contents import FLOATS, Entry, check_json, is_count, largest
 from ..jacobian.jacobian import Weighting
 from ..linalg import total
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import Covariance, FactorLayer, LayerBlock, precision_entry, register
+from .base import Covariance, precision_entry, register
+from .layer_block import FactorLayer, LayerBlock
 from .structures import DiagonalBlock
 from .terms import FactoredTerm, Term, add_term, cross_covariance, of_both
 

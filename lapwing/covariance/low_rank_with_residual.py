@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..linalg import RESOLVED, cholesky
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import FactorLayer, LayerBlock, register, same_ratios
+from .base import register, same_ratios
 from .basis import Basis, ExplicitBasis
+from .layer_block import FactorLayer, LayerBlock
 from .low_rank import Subspace
 from .terms import DenseTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, of_both
 

@@ -18,7 +18,7 @@ from ..contents import Entry
 from ..jacobian.jacobian import Weighting
 from ..linalg import SLICE_NUMBERS, doubled, matmul
 from ..tangent import Block, BlockJacobian
-from .base import push_diagonal, push_factor
+from .layer_block import push_diagonal, push_factor
 from .terms import DenseTerm, EigenTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, factored_or_dense, of_both
 
 

@@ -89,7 +89,7 @@ def trace(
             exported = _exported(run, inputs, graph)
         module = _flat(exported)
         _compare(run, module, inputs, tangent)
-    return Traced(module, inputs, _free(exported, graph))
+    return Traced(module, inputs, _free(exported))
 
 
 def _with_distinct_lengths(inputs: Any) -> Any:
@@ -245,7 +245,7 @@ def _exported(run: Run, inputs: Any, graph: Graph) -> ExportedProgram:
     return torch.export.export(run, leaves, dynamic_shapes=(shapes,), strict=False)
 
 
-def _free(exported: ExportedProgram, graph: Graph) -> tuple[dict[int, str], ...]:
+def _free(exported: ExportedProgram) -> tuple[dict[int, str], ...]:
     names: dict[str, str] = {}
     placeholders = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
     free = []

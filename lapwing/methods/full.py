@@ -63,10 +63,10 @@ class Full(Method):
             )
         if positions is not None or self.form == "primal" or (self.form == "auto" and rows >= size):
             problem.require("Full", 24 * size**2, f"a dense covariance of {size} weights", "use lw.KFAC()")
-            return (yield from run_curvature_pass(_DenseCurvature(problem)))
+            return (yield from run_curvature_pass(DenseCurvature(problem)))
         needed = 16 * rows * size
         problem.require("Full(form='dual')", needed, f"{rows} rows of {size} weights", "use lw.KFAC() or fewer samples")
-        return (yield from run_curvature_pass(_AllRows(problem, rows)))
+        return (yield from run_curvature_pass(AllRows(problem, rows)))
 
     def cost(self, outline: Outline) -> Cost:
         """Returns the cost of all rows, and of the eigenpairs of their sum of squares or of their singular vectors."""
@@ -95,7 +95,7 @@ class DenseSum(State):
     matrix: Tensor
 
 
-class _DenseCurvature(CurvaturePass[DenseSum]):
+class DenseCurvature(CurvaturePass[DenseSum]):
     """`G = Σ (RᵀJ)ᵀ(RᵀJ)` (P, P), its lower triangle."""
 
     label = "dense GGN"
@@ -118,7 +118,7 @@ class _DenseCurvature(CurvaturePass[DenseSum]):
         return DenseCovariance(problem.tangent.blocks, mirrored(state.matrix), problem.precision, problem.scale)
 
 
-class _AllRows(CurvaturePass[DenseSum]):
+class AllRows(CurvaturePass[DenseSum]):
     """Every row of `RᵀJ`, each in its own slot (N R, P)."""
 
     label = "rows of the Jacobian"

@@ -23,12 +23,12 @@ from ..covariance.dense import concatenate
 from ..errors import LapwingError
 from ..linalg import doubled, symmetric_eigen
 from ..network import ranks
-from .full import DenseSum, _AllRows, _DenseCurvature
+from .full import AllRows, DenseCurvature, DenseSum
 from .kfac import Factors, _FactorPass
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
 from .problem import Problem
 from .state import S
-from .subspace import ProjectedCurvature, _Projection
+from .subspace import ProjectedCurvature, ProjectionPass
 
 FIXED = ("EKFAC", "SubsetOfData", "TemperatureScaling", "VaLLA")
 """Methods whose curvature is no sum over data on a structure that stays."""
@@ -61,7 +61,7 @@ class Further(Method):
         if isinstance(covariance, Blockwise):
             step: CurvaturePass[Any] = _with_factors(covariance, problem, "weight_sharing='reduce'" in self.method)
         elif isinstance(covariance, DenseCovariance):
-            step = Onward(_DenseCurvature(problem), DenseSum(covariance.curvature))
+            step = Onward(DenseCurvature(problem), DenseSum(covariance.curvature))
         elif isinstance(covariance, LowRankWithResidual) and covariance.rows is not None:
             step = _MoreRows(problem, *covariance.rows)
         elif isinstance(covariance, (LowRank, LowRankWithResidual)):
@@ -123,7 +123,7 @@ def _with_factors(covariance: Blockwise, problem: Problem, reduce: bool) -> Onwa
     return Onward(_FactorPass(problem, kinds, reduce), before)
 
 
-class _MoreRows(_AllRows):
+class _MoreRows(AllRows):
     """The rows of further data, below rows U and M with `G = Uᵀ M U` that stand for the data so far."""
 
     def __init__(self, problem: Problem, rows: ExplicitBasis, curvature: torch.Tensor) -> None:
@@ -139,7 +139,7 @@ class _MoreRows(_AllRows):
         return super().finish(DenseSum(torch.cat([former, state.matrix])))
 
 
-class _MoreOnBasis(_Projection):
+class _MoreOnBasis(ProjectionPass):
     """The curvature on the directions of a subspace covariance, whose rank stays."""
 
     def __init__(self, problem: Problem, covariance: LowRank | LowRankWithResidual) -> None:

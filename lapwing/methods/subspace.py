@@ -28,7 +28,7 @@ SVD_NUMBERS = 2**24
 def on_basis(problem: Problem, basis: Basis, residual: Residual) -> Passes:
     """Yields the pass for `H = W G Wᵀ`; returns the covariance on the basis, with or without the prior outside it."""
     ranks.agree("the basis", basis.tensors().values())
-    return (yield from run_curvature_pass(_Projection(problem, basis, residual)))
+    return (yield from run_curvature_pass(ProjectionPass(problem, basis, residual)))
 
 
 def record_dtype(problem: Problem, residual: Residual) -> torch.dtype:
@@ -166,7 +166,7 @@ class ProjectedCurvature(State):
                 self.traces += factor * doubled(traces)
 
 
-class _Projection(CurvaturePass[ProjectedCurvature]):
+class ProjectionPass(CurvaturePass[ProjectedCurvature]):
     """The curvature on a basis."""
 
     label = "curvature on the subspace"

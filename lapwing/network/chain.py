@@ -56,7 +56,7 @@ def chain_gradients(outputs: Tensor, noted: Sequence[RecordedUse], u: Tensor | N
             slope = _slope(path, use.out) if path else None
             if path and slope is None:
                 return None
-            g = _scaled(g, slope, use.out) if later is None else _pulled(g, later, slope)
+            g = _scaled(g, slope) if later is None else _pulled(g, later, slope)
             gradients.append(g)
     return [None if g is None else g.transpose(0, 1) for g in reversed(gradients)]
 
@@ -88,7 +88,7 @@ def _slope(path: list[Node], out: Tensor) -> Tensor | None:
     return slope
 
 
-def _scaled(g: Tensor | None, slope: Tensor | None, out: Tensor) -> Tensor | None:
+def _scaled(g: Tensor | None, slope: Tensor | None) -> Tensor | None:
     """Returns `g ⊙ φ'` (B, R, C) at the network's last layer, None for the identity."""
     if slope is None:
         return g

@@ -104,7 +104,7 @@ def read_axes(graph: Graph, inputs: Any, network: str) -> SampleAxes:
 
 
 def _batch_length(graph: Graph) -> int | str:
-    """Returns the length of the batch, a text where any does."""
+    """Returns the length of the batch, or the name that stands for any length."""
     return next(shape[0] for shape in graph.shapes if shape)
 
 
