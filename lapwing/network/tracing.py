@@ -158,7 +158,7 @@ class Recorder(EagerMode):
         return id(value) in self._watched
 
     def _with_constants(self, function: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Returns arguments in which weights that are not watched are constants, so that no graph keeps their inputs."""
+        """Returns arguments with constants for weights that are not watched: no graph then keeps what layers get."""
         if getattr(function, "__name__", "") == "__get__":  # an attribute, such as requires_grad
             return args, kwargs
         others = {id(x): x.detach() for x in (*args, *kwargs.values()) if type(x) is Parameter}

@@ -347,8 +347,8 @@ class Weighed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.weight, self.scale = nn.Linear(4, 6), nn.Parameter(torch.randn(5, 6)), nn.Parameter(torch.ones(5))
-        self.head = nn.Linear(5, 3)
+        self.weight, self.scale = nn.Parameter(torch.randn(5, 6)), nn.Parameter(torch.ones(5))
+        self.first, self.head = nn.Linear(4, 6), nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x)) @ self.weight.T
@@ -375,11 +375,9 @@ def test_weights_that_are_not_treated_are_constants(names: str) -> None:
     model, x = Weighed().double().eval(), torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     tangent = Tangent.survey(model, x.detach(), lw.matching(names))
     rows = tangent.record(x).rows()
-    derivatives = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (x,)))(dict(model.named_parameters()))
-    wanted = torch.cat(
-        [tangent.named_blocks[block.name].join({name: derivatives[name].flatten(0, 1) for name in block.parameters})
-         for block in tangent.blocks], -1,
-    ).unflatten(0, (5, 3))  # fmt: skip
+    parameters = dict(model.named_parameters())
+    derivatives = torch.func.jacrev(lambda values: torch.func.functional_call(model, values, (x,)))(parameters)
+    wanted = torch.cat([block.join(derivatives) for block in tangent.blocks], -1)
     torch.testing.assert_close(rows, wanted)
     slopes = (torch.autograd.grad(values.square().sum(), x, retain_graph=True)[0] for values in (rows, wanted))
     torch.testing.assert_close(*slopes)
