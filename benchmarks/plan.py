@@ -8,6 +8,7 @@ cost does not depend on them.
 
     python -m benchmarks.plan [mlp regression cnn resnet20 vit gpt2 resnet18 gpt2_full]   # what is not measured yet
     python -m benchmarks.plan plans                                                        # plans all again
+    python -m benchmarks.plan peaks [mlp ...]   # plans and measures peaks again, and keeps the seconds
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ def data(name: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     return model, list(zip(x.split(batch), y.split(batch), strict=True))
 
 
-def child(name: str, labels: list[str], measured: bool = True) -> None:
-    """Prints a line of JSON for each method: its plan, and what its fit took."""
+def child(name: str, kind: str, labels: list[str]) -> None:
+    """Prints a line of JSON for each method: its plan, and what its fit took; of `kind` "peaks" no seconds."""
     torch.set_num_threads(1)
     import_module("lapwing.fitting.plan").clock = time.process_time
     small, few = data("regression")
@@ -139,10 +140,13 @@ def child(name: str, labels: list[str], measured: bool = True) -> None:
         row: dict[str, Any] = {"method": label}
         try:
             plan = lw.plan(model, batches, method, params=params)
-            row |= {"planned_seconds": plan.seconds, "planned_peak": plan.peak_bytes}
-            if measured:
+            row["planned_peak"] = plan.peak_bytes
+            if kind != "peaks":
+                row["planned_seconds"] = plan.seconds
+            if kind != "plans":
                 lw.fit(small, few[:1], method, params=params, tune=None)  # loads libraries
                 row["measured_peak"] = peak(model, batches, method, params)
+            if kind == "measured":
                 row["measured_seconds"] = seconds(model, batches, method, params)
         except lw.LapwingError as error:
             row["refused"] = str(error)
@@ -178,15 +182,15 @@ def main() -> None:
     """Measures what is not in the results yet, of the networks that are named or all but the large ones."""
     names = sys.argv[1:]
     if names[:1] == ["child"]:
-        child(names[1], names[3:], names[2] == "measured")
+        child(names[1], names[2], names[3:])
         return
     torch.set_num_threads(1)
-    path, kind = RESULTS / "plan.json", "planned" if names == ["plans"] else "measured"
+    path, kind = RESULTS / "plan.json", names.pop(0) if names and names[0] in ("plans", "peaks") else "measured"
     results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
     known = [name for name in NETWORKS if name in results]
-    for name in known if kind == "planned" else names or list(NETWORKS)[:6]:
+    for name in names or (list(NETWORKS)[:6] if kind == "measured" else known):
         rows, env = results.setdefault(name, {}), {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        labels = [*rows] if kind == "planned" else [label for label in _labels(name) if label not in rows]
+        labels = [label for label in _labels(name) if label not in rows] if kind == "measured" else [*rows]
         command = [sys.executable, "-m", "benchmarks.plan", "child", name, kind, *labels]
         with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
             for row in map(json.loads, process.stdout or ()):

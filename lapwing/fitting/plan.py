@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -26,6 +27,7 @@ from ..network.batches import Forward
 from ..network.data import as_loader
 from ..network.eager import outside_modes
 from ..network.loaders import WeightedLoader, first_batch, known_size
+from ..network.probe import PROBED_SAMPLES
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tangent.anchors import output_width
 from ..tuning import BoundedEvidence
@@ -38,6 +40,13 @@ RECORD_CALLS, LAYER_CALLS = 100, 8
 FIT_CALLS, SURVEY_SAMPLES = 20_000, 60
 """What any fit takes: operations of the checks and the search for the prior precision, and the survey's forward passes
 of a sample."""
+
+HOLES, HEAP = 0.5, 3 * 2**25
+"""What the allocator of a CPU keeps beside live tensors: so much of their bytes, up to so many bytes. glibc gives back
+blocks above 2²⁵ bytes when they are freed; smaller ones leave holes in its heap. Measured by `benchmarks/plan.py`."""
+
+PROBED_COLUMNS = 2, 8
+"""Two records of one sample, with so many cotangents, show what each of them takes."""
 
 PROBE_SECONDS, PROBE_SIDE = 0.1, 512
 """How long forward passes are timed, and the side of the matrices that time the machine."""
@@ -56,8 +65,8 @@ class Plan:
         passes: of the fit, in forward passes of its data; tuning comes on top.
         predict_passes: of a prediction, in forward passes of its inputs.
         kept_bytes: what the posterior keeps beside the network, exact where rounding cuts no direction.
-        peak_bytes: what the fit holds at most beside the weights: the network's activations on one chunk of samples and
-            the workspace of decompositions are counted, tuning is left out.
+        peak_bytes: what the fit holds at most beside the weights: the network's activations on one chunk of samples,
+            the workspace of decompositions and what the allocator keeps are counted, tuning is left out.
         seconds: of the fit on this machine, its decompositions and the default tuning included. Loading the data is
             left out.
         advice: what to use instead where the peak exceeds the memory of the machine.
@@ -122,8 +131,8 @@ def plan(
     Raises:
         LapwingError: for bad input, as `lw.fit`.
 
-    Cost: that of a survey, three runs on one sample, and a fifth of a second or one forward pass of each of two
-        batches. The loader is read to count samples if it has no length.
+    Cost: that of a survey, three runs on one sample with up to eight backward passes, and a fifth of a second or one
+        forward pass of each of two batches. The loader is read to count samples if it has no length.
 
     Example:
         >>> import torch, lapwing as lw
@@ -154,7 +163,7 @@ def plan(
         chosen = default_fit(model, inputs, likelihood, forward, memory, count) if is_default else None
         method, tangent = chosen or (method, Tangent.survey(model, inputs, selection, forward, memory, targets=targets))
         network = _Network.of(tangent, inputs)
-        outline = Outline.of(tangent, likelihood, inputs, count(), network.activations)
+        outline = network.measured(Outline.of(tangent, likelihood, inputs, count()))
         cost = method.cost(outline)
         if cost is None:
             return Plan(repr(method), tangent.size, tangent.outputs)
@@ -162,9 +171,12 @@ def plan(
         work = cost.fit
         if cost.tuned:
             work += BoundedEvidence().work(outline, cost.predict, likelihood)
+        peak = max(cost.peak, network.survey)
+        if tangent.device.type == "cpu":
+            peak += min(int(HOLES * peak), HEAP)
         return Plan(
             repr(method), tangent.size, tangent.outputs, network.passes(cost.fit), network.passes(cost.predict),
-            cost.kept, cost.peak, network.seconds(work, speed, outline.samples), _advice(method, cost, outline),
+            cost.kept, peak, network.seconds(work, speed, outline.samples), _advice(method, cost, outline),
         )  # fmt: skip
 
     methods: Any = method if isinstance(method, (list, tuple)) else [method]
@@ -259,33 +271,50 @@ class _Network:
         forward: a forward pass.
         recorded: a record, without backward passes.
         backward: a backward pass.
-        activations: the bytes that a forward pass holds.
+        activations: the bytes that a record holds.
+        gradients: the bytes that each cotangent adds to it.
+        patches: the bytes that layers add to it.
+        survey: the bytes that the survey holds: two graphs of a few samples, their gradients, and those of the weights.
     """
 
     forward: float
     recorded: float
     backward: float
     activations: int
+    gradients: int
+    patches: int
+    survey: int
 
     @classmethod
     def of(cls, tangent: Tangent, inputs: Any) -> _Network:
-        """Counts the operations of one sample: of a forward pass, and of records with one and two cotangents."""
+        """Counts the operations of one sample: of a forward pass, and of records with few and more cotangents."""
         samples = batches.size(inputs)
         one = batches.plain(batches.take(inputs, slice(0, 1)), tangent.device)
         with _Operations() as forward:
             tangent.outputs_of(one)
-        records = []
-        for columns in (1, 2):
-            with _Operations() as operations:
-                record = tangent.record(one, torch.zeros(1, output_width(tangent, one), columns, device=tangent.device))
+        width, (few, more) = output_width(tangent, one), PROBED_COLUMNS
+        counted = {}
+        for columns in PROBED_COLUMNS:
+            with _Operations() as counted[columns]:
+                record = tangent.record(one, torch.zeros(1, width, columns, device=tangent.device))
+                written, activations = counted[columns].written, counted[columns].peak
                 for name in record:
                     record[name]  # takes the gradients
-            records.append(operations)
-        backward = records[1].work - records[0].work
-        calls = records[0].calls + RECORD_CALLS + LAYER_CALLS * len(tangent.blocks)
-        recorded = records[0].work - backward + CALL * calls / samples
-        half = forward.bytes // 2  # about half of what is written lives at once
-        return cls(forward.work + CALL * forward.calls / samples, recorded, backward, half)
+                del record
+        backward = (counted[more].work - counted[few].work) / (more - few)
+        calls = counted[few].calls + RECORD_CALLS + LAYER_CALLS * len(tangent.blocks)
+        recorded = counted[few].work - few * backward + CALL * calls / samples
+        gradients = (counted[more].peak - counted[few].peak) // (more - few)
+        patches = max(0, counted[few].peak - few * gradients - activations)
+        survey = min(samples, PROBED_SAMPLES) * (2 * written + 3 * gradients)
+        survey += tangent.dtype.itemsize * (tangent.size + 3 * max(block.size for block in tangent.blocks))
+        return cls(
+            forward.work + CALL * forward.calls / samples, recorded, backward, activations, gradients, patches, survey
+        )  # fmt: skip
+
+    def measured(self, outline: Outline) -> Outline:
+        """Returns an outline with the bytes that were measured."""
+        return replace(outline, activations=self.activations, gradients=self.gradients, patches=self.patches)
 
     def passes(self, work: Work) -> float | None:
         """Returns work in forward passes; None where it is not known."""
@@ -307,7 +336,8 @@ class _Operations(TorchDispatchMode):
     """Counts operations: their multiply-adds and the numbers they write (`work`), and how many there are (`calls`).
 
     Attributes:
-        bytes: what they write.
+        written: the bytes of the tensors they make.
+        peak: of those that live at the same time at most.
     """
 
     supports_higher_order_operators = True
@@ -316,7 +346,8 @@ class _Operations(TorchDispatchMode):
         from torch.utils.flop_counter import flop_registry  # not needed to import lapwing
 
         super().__init__()
-        self.work, self.calls, self.bytes, self._flops = 0.0, 0, 0, flop_registry
+        self.work, self.calls, self.written, self.peak, self._flops = 0.0, 0, 0, 0, flop_registry
+        self._live: dict[weakref.ref, int] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -332,7 +363,11 @@ class _Operations(TorchDispatchMode):
         if not function.is_view:
             written = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
             self.work += MOVE * sum(value.numel() for value in written)
-            self.bytes += sum(value.nbytes for value in written)
+            before = {value.untyped_storage() for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
+            for storage in {value.untyped_storage() for value in written} - before:
+                self._live[weakref.ref(storage, self._live.pop)] = storage.nbytes()
+                self.written += storage.nbytes()
+            self.peak = max(self.peak, sum(self._live.values()))
         return out
 
 

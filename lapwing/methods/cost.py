@@ -31,6 +31,9 @@ CALL = 80_000
 EIGEN = 13
 """What eigenpairs of an n x n matrix cost, in n³ multiply-adds."""
 
+CHECKED_COLUMNS = 2
+"""Records of a new shape have at least the gradients of so many columns: the check of where samples lie takes them."""
+
 WORKSPACE = 24
 """Bytes a number of a matrix that is decomposed: its copy in float64, and the workspace of LAPACK."""
 
@@ -186,7 +189,9 @@ class Outline:
         batch: how many of them the first batch has.
         sample_bytes: bytes of the inputs of one sample.
         sample_numbers: how many numbers they have.
-        activations: bytes that the network holds for one sample of a forward pass; 0 leaves them out of peaks.
+        activations: bytes that the network holds for the record of one sample; 0 where only shapes are known.
+        gradients: bytes that each column of it adds.
+        patches: bytes that layers add.
     """
 
     tangent: Tangent
@@ -195,15 +200,20 @@ class Outline:
     batch: int
     sample_bytes: int
     sample_numbers: int
-    activations: int = 0
+    activations: int
+    gradients: int
+    patches: int
 
     @classmethod
-    def of(cls, tangent: Tangent, likelihood: Likelihood, inputs: Any, samples: int, activations: int = 0) -> Outline:
+    def of(cls, tangent: Tangent, likelihood: Likelihood, inputs: Any, samples: int) -> Outline:
         """Returns the outline of a fit whose first batch has these inputs."""
         leaves, count = batches.tensors(inputs), batches.size(inputs)
         columns = root_columns(likelihood, tangent.outputs, root_positions(tangent), tangent.device)
         numbers, sizes = sum(x.numel() for x in leaves), sum(x.numel() * x.dtype.itemsize for x in leaves)
-        return cls(tangent, columns, samples, count, sizes // count, numbers // count, activations)
+        gradients = sum(outputs for outputs, _ in tangent.plan.sizes) + 3 * tangent.explicit_size
+        patches, itemsize = max((patches for _, patches in tangent.plan.sizes), default=0), tangent.dtype.itemsize
+        memory = 0, gradients * itemsize, 2 * patches * itemsize
+        return cls(tangent, columns, samples, count, sizes // count, numbers // count, *memory)
 
     @cached_property
     def layers(self) -> dict[str, Layer]:
@@ -251,16 +261,33 @@ class Outline:
         if tangent.positions is not None and tangent.positions.direct:
             return tangent.memory  # as many positions as fit
         length = min(self.batch, tangent.chunk_length(columns, dtype, scratch))
-        itemsize = (dtype or tangent.dtype).itemsize
-        sizes = [(2 * patches + columns * outputs, columns * outputs) for outputs, patches in tangent.plan.sizes]
-        numbers = sum(gradients for _, gradients in sizes) + max([(0, 0), *sizes])[0]
-        numbers += 3 * columns * tangent.explicit_size + scratch
+        dtype = dtype or tangent.dtype
+        each = self.record(max(columns, CHECKED_COLUMNS), dtype) + scratch * dtype.itemsize
         rows = 2 * min(self._rows(length * columns), SLICE_BYTES, tangent.memory // 8)
-        return length * (numbers * itemsize + self.activations) + rows
+        return length * each + rows
+
+    def rows(self, count: int, dtype: torch.dtype) -> int:
+        """Returns the bytes of what is recorded at once to write out M rows of J, and of its parts joined."""
+        row = self.tangent.size * dtype.itemsize
+        at_once = max(1, min(count, self.tangent.memory // (4 * row)))
+        samples = -(-at_once * min(count, self.samples) // count)
+        return samples * self.record(-(-at_once // samples), dtype) + 2 * at_once * row
+
+    def record(self, columns: int, dtype: torch.dtype) -> int:
+        """Returns the bytes of the record of a sample: in the backward passes, or in the contractions that follow.
+
+        A contraction copies the gradients of its layer; in a wider dtype, once more and with the patches.
+        """
+        sizes, itemsize = self.tangent.plan.sizes, self.tangent.dtype.itemsize
+        wider = dtype.itemsize > itemsize
+        copies = [columns * outputs + wider * (2 * patches + columns * outputs) for outputs, patches in sizes]
+        gathered = itemsize * columns * sum(outputs for outputs, _ in sizes)
+        contracted = gathered + dtype.itemsize * max(copies, default=0)
+        return self.activations + self.patches + max(columns * self.gradients, contracted)
 
     def _rows(self, count: int) -> int:
-        """Returns the bytes of so many rows of the largest layer that writes them out."""
-        sizes = [layer.size for layer in self.layers.values() if not layer.single]
+        """Returns the bytes of so many rows of the largest layer that writes them out, and not as gradients."""
+        sizes = [layer.size for layer in self.layers.values() if layer.shape is not None and not layer.single]
         return count * max([0, *sizes]) * self.tangent.dtype.itemsize
 
     def stored(self, kind: type[Covariance], extra: Mapping[str, Any], dtype: torch.dtype | None = None) -> int:

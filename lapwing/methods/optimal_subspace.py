@@ -104,7 +104,7 @@ class OptimalSubspace(Method):
         fit += outline.once(DOUBLE * count**2 * size)
         if isinstance(self.curvature, KFAC):
             fit += outline.once(2 * count * outline.total(Layer.rotated))
-        scratch = 16 * count * size + min(tangent.memory // 4, 8 * count * size) if fits else tangent.memory
+        scratch = 16 * count * size + min(tangent.memory // 2, 16 * count * size) if fits else tangent.memory
         peak = max(first.peak, first.kept + cost.kept + scratch + WORKSPACE * count**2, first.kept + cost.peak)
         return replace(cost, fit=first.fit + cost.fit + fit + outline.decomposed(EIGEN * count**3), peak=peak)
 

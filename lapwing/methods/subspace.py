@@ -106,9 +106,9 @@ def on_rows_cost(outline: Outline, count: int, rank: int, residual: Residual) ->
     predict = projection(outline, rank, residual)
     if _fit(count, size, dtype, memory):
         whole, least = count * size <= min(SVD_NUMBERS, memory // 16), min(count, size)
-        rows = count * size * dtype.itemsize
-        svd = 16 * count * size + 8 * least * (count + size) if whole else 0
-        span, beside = rows + max(min(2 * rows, memory // 2), svd + 56 * least**2), 0  # the directions are part of it
+        rows, directions = count * size * dtype.itemsize, rank * size * dtype.itemsize
+        svd = 16 * count * size + 8 * least * (count + size) if whole else directions
+        span, beside = rows + max(outline.rows(count, dtype), svd + 56 * least**2), 0
         fit += outline.decomposed(singular(count, size))
     else:  # pairs of chunks of rows, each recorded again
         length = tangent.chunk_length(1, dtype) // 2

@@ -133,7 +133,7 @@ def _recorded(
 def _call_with_leaves(
     model: nn.Module, forward: Forward | None, parameters: dict[str, Tensor], inputs: Any
 ) -> FirstCall:
-    leaves = {name: value.detach().clone().requires_grad_() for name, value in parameters.items()}
+    leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
     with torch.enable_grad():
         return first_call(model, forward, parameters, leaves, inputs)
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn import Parameter
 
 from ..errors import LapwingError
 from ..jacobian.layers import READERS, Use
@@ -122,7 +123,11 @@ class Recorder(EagerMode):
         if use is None or not names:
             self.routed = self.routed or _routes(function, args)
             self.differentiated = self.differentiated or function in DIFFERENTIATES
-            return self._with_stand_ins(function, args, kwargs) if self._stand_ins else function(*args, **kwargs)
+            if self._stand_ins:
+                return self._with_stand_ins(function, args, kwargs)
+            if self._watched and Parameter in map(type, (*args, *kwargs.values())):
+                args, kwargs = self._with_constants(function, args, kwargs)
+            return function(*args, **kwargs)
         constant = {id(p): p.detach() for p in use.parameters.values()}
         if use.view is not None:
             constant[id(use.view)] = use.view.detach()
@@ -151,6 +156,14 @@ class Recorder(EagerMode):
 
     def _is_watched(self, value: object) -> bool:
         return id(value) in self._watched
+
+    def _with_constants(self, function: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Returns arguments with constants for weights that are not watched: no graph then keeps what layers get."""
+        if getattr(function, "__name__", "") == "__get__":  # an attribute, such as requires_grad
+            return args, kwargs
+        others = {id(x): x.detach() for x in (*args, *kwargs.values()) if type(x) is Parameter}
+        others = {key: value for key, value in others.items() if key not in self._watched}
+        return tuple([others.get(id(x), x) for x in args]), {key: others.get(id(x), x) for key, x in kwargs.items()}
 
     def _with_stand_ins(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function on leaves of the graph in the place of frozen parameters, which would leave no trace."""

@@ -343,6 +343,47 @@ def test_a_trunk_without_gradients_has_none(method: lw.Method, caplog: pytest.Lo
         torch.testing.assert_close(whole.latent(x).covariance, head.latent(x).covariance)
 
 
+class Weighed(nn.Module):
+    """Weights that are read as attributes, transposed and by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(5, 6)), nn.Parameter(torch.ones(5))
+        self.first, self.head = nn.Linear(4, 6), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x)) @ self.weight.T
+        if self.weight.requires_grad:
+            h = F.layer_norm(h, (5,), weight=self.scale)
+        return self.head(torch.cat([h, self.scale.expand_as(h)], 1)[:, :5])
+
+
+def test_layers_that_are_not_treated_keep_nothing() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(32, 32), nn.LayerNorm(32), nn.Tanh())]
+    model, x = nn.Sequential(*layers, nn.Linear(32, 3)).eval(), torch.randn(64, 32)
+    tangent = Tangent.survey(model, x, lw.last_layer)
+    with LiveBytes() as live:
+        record = tangent.record(x)
+    assert live.peak < 6 * x.nbytes  # of 24 layers
+    assert record.outputs.shape == (64, 3)
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("names", ["first.*", "weight", "scale", "head.*", "*"])
+def test_weights_that_are_not_treated_are_constants(names: str) -> None:
+    torch.manual_seed(0)
+    model, x = Weighed().double().eval(), torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    tangent = Tangent.survey(model, x.detach(), lw.matching(names))
+    rows = tangent.record(x).rows()
+    parameters = dict(model.named_parameters())
+    derivatives = torch.func.jacrev(lambda values: torch.func.functional_call(model, values, (x,)))(parameters)
+    wanted = torch.cat([block.join(derivatives) for block in tangent.blocks], -1)
+    torch.testing.assert_close(rows, wanted)
+    slopes = (torch.autograd.grad(values.square().sum(), x, retain_graph=True)[0] for values in (rows, wanted))
+    torch.testing.assert_close(*slopes)
+
+
 def test_a_network_without_any_gradient_is_refused() -> None:
     class Closed(nn.Linear):
         @torch.no_grad()

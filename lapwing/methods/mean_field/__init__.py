@@ -109,8 +109,8 @@ class MeanField(Method):
         tangent, share = outline.tangent, self.steps * outline.batch / outline.samples
         kept = outline.stored(LowRankPlusDiagonal, {"rank": 0, "prior": True})
         fit = Work(2, 2).times(share) + Work(1).times(min(1.0, share))
-        vectors = 10 * tangent.size * tangent.dtype.itemsize
-        peak = kept + vectors + outline.chunk() // outline.columns
+        vectors = 12 * tangent.size * tangent.dtype.itemsize
+        peak = kept + vectors + outline.batch * (outline.activations + outline.gradients)
         return Cost(fit, outline.prediction(Layer.squares), kept, peak, tuned=False)
 
     @staticmethod
