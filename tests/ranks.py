@@ -335,11 +335,11 @@ def kill_at_random(
         group = start(folder / "fit")
         done, longest = wait(group, longest * float(torch.rand((), generator=random))), 1.1 * longest
         first = int(torch.randint(2 * size, (), generator=random))
-        if first < size and group[first].exitcode is None:  # one alone, and the others see that it is gone
+        if first < size and group[first].exitcode is None:  # one alone, and soon the others
             group[first].kill()
             group[first].join()
             count += 1
-            wait(group, 20.0)
+            wait(group, 3.0)
         for process in group:
             count += process.exitcode is None
             process.kill()

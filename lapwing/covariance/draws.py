@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError
+from ..linalg import doubled
 from ..network.eager import full_precision
 from .latent import JointLatent, Latent, check_finite, generator_for
 from .positions import Described, LatentAtPositions
@@ -83,7 +84,7 @@ class LatentDraws(Described):
 
     def compact(self, covariances: bool) -> LatentDraws:
         """Returns a detached float64 copy: predictions average over the draws themselves."""
-        return LatentDraws(self.draws.detach().double(), self.joint)
+        return LatentDraws(doubled(self.draws.detach()), self.joint)
 
     def with_checks(self) -> LatentDraws:
         """Returns the latent itself, or refuses one that is not finite."""
@@ -186,7 +187,7 @@ class LinearDraws(Described):
 
     def compact(self, covariances: bool) -> LinearDraws:
         """Returns a detached float64 copy."""
-        return LinearDraws(self.mean.detach().double(), self.deviations.detach().double(), self.joint)
+        return LinearDraws(doubled(self.mean.detach()), doubled(self.deviations.detach()), self.joint)
 
     def with_checks(self) -> LinearDraws:
         """Returns the latent itself, or refuses one that is not finite."""

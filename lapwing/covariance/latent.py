@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError
-from ..linalg import check_draws, is_finite, nonnegative, psd_root, seeded, total
+from ..linalg import check_draws, doubled, is_finite, nonnegative, psd_root, seeded, total
 from ..network.eager import full_precision
 from .positions import Described
 from .terms import DenseTerm, FactoredTerm, MarginalTerm, SelectedTerm, Term, concatenate, standard_deviation
@@ -92,10 +92,10 @@ class Latent(Described):
     def compact(self, covariances: bool) -> Latent:
         """Returns a detached float64 copy that keeps covariances, or variances alone."""
         if covariances:
-            term: Term = DenseTerm(self.covariance.detach().double())
+            term: Term = DenseTerm(doubled(self.covariance.detach()))
         else:
-            term = MarginalTerm(self.variance.detach().double(), self.centred_variance.detach().double())
-        return replace(self, mean=self.mean.detach().double(), terms=(term,))
+            term = MarginalTerm(doubled(self.variance.detach()), doubled(self.centred_variance.detach()))
+        return replace(self, mean=doubled(self.mean.detach()), terms=(term,))
 
     def with_checks(self) -> Latent:
         """Returns the latent for the user: moments that are not finite are refused when they are read."""
@@ -245,7 +245,7 @@ class JointLatent(Described):
 
     def compact(self, covariances: bool) -> JointLatent:
         """Returns a detached float64 copy."""
-        return JointLatent(self.mean.detach().double(), self.covariance.detach().double())
+        return JointLatent(doubled(self.mean.detach()), doubled(self.covariance.detach()))
 
     def with_checks(self) -> JointLatent:
         """Returns the latent itself, or refuses one that is not finite."""

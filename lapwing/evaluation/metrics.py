@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError, extra, shown
+from ..linalg import doubled
 from ..network.batches import check_dense
 
 _SQRT_HALF = math.sqrt(0.5)
@@ -33,7 +34,7 @@ def accuracy(probs: Tensor, labels: Tensor) -> Tensor:
         0.5
     """
     probs, labels = _classification("accuracy", probs, labels)
-    return (probs.argmax(1) == labels).double().mean()
+    return doubled(probs.argmax(1) == labels).mean()
 
 
 def nll(log_prob: Tensor) -> Tensor:
@@ -136,7 +137,7 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
     # torchmetrics takes values above 1 for logits, and puts a confidence of exactly 1 into another bin
     probs = probs.clamp(0.0, 1.0 - 2.0**-24)
     error = torchmetrics.multiclass_calibration_error(probs, labels, num_classes=probs.shape[1], n_bins=bins, norm="l1")
-    return error.double()
+    return doubled(error)
 
 
 def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
@@ -260,7 +261,7 @@ def interval_coverage(lower: Tensor, upper: Tensor, y: Tensor) -> Tensor:
             f"interval_coverage counts the targets in [lower, upper], and {crossed} of {y.numel()} intervals have a "
             "NaN end or lower > upper. Pass lower <= upper: interval_coverage(*prediction.interval(0.9), y)."
         )
-    return ((lower <= y) & (y <= upper)).double().mean()
+    return doubled((lower <= y) & (y <= upper)).mean()
 
 
 def real_tensor(caller: str, name: str, value: Any) -> Tensor:

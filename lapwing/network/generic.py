@@ -236,7 +236,7 @@ class WeightProducts:
         """Returns the products, or None where no route gives them; vectors may be `direction_groups` already."""
         values = self._values
         parts = direction_groups(vectors) if isinstance(vectors, Mapping) else vectors
-        groups = [{name: part[name].to(value.dtype) for name, value in values.items()} for part in parts]
+        groups = [{name: part[name].to(value) for name, value in values.items()} for part in parts]
 
         def outputs(weights: dict[str, Tensor]) -> Tensor:
             return self._network(weights, inputs)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..covariance import PriorCovariance
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
-from ..linalg import row_products, total
+from ..linalg import doubled, row_products, total
 from ..network import batches
 from ..network.data import as_loader
 from ..network.loaders import WeightedLoader
@@ -85,7 +85,7 @@ def gain_at_linearised_mode(posterior: Posterior, loader: Iterable[Any], sample_
     """Returns `1/2 gᵀΣg`, by which the evidence at the linearised model's mode exceeds that at θ̂."""
     gradient = log_joint_gradient(posterior, loader, sample_weights)
     product = posterior.covariance.mv(gradient)
-    return total((gradient[name] * product[name]).sum() for name in gradient).double() / 2
+    return doubled(total((gradient[name] * product[name]).sum() for name in gradient)) / 2
 
 
 def log_joint_gradient(posterior: Posterior, loader: Iterable[Any], sample_weights: bool = False) -> Vectors:

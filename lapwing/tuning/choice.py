@@ -15,6 +15,7 @@ from torch import Tensor
 from ..covariance import PriorCovariance, Subspace
 from ..errors import LapwingError, shown
 from ..likelihoods import Gaussian, SampledLink
+from ..linalg import doubled
 from ..methods.passes import Batch
 from ..network import batches, ranks
 from ..network.progress import tracked
@@ -204,7 +205,7 @@ def held_out_report(posterior: Posterior, loader: Iterable[Any]) -> str:
         if batches.size(inputs):
             latent = posterior.latent(inputs)
             for k, each in enumerate((link, SampledLink())):
-                sums[k] += likelihood.predict(latent, each).log_prob(targets).double().sum().cpu()
+                sums[k] += doubled(likelihood.predict(latent, each).log_prob(targets)).sum().cpu()
             counted = likelihood.labelled(targets)
             count += batches.size(inputs) if counted is None else int(counted.sum())
     closed, drawn = (-sums / count).tolist()

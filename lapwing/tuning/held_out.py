@@ -115,9 +115,10 @@ def width_scores(
     rows: dict[tuple[int, int], list[Tensor]] = {}
     outputs = posteriors[0].tangent.outputs
     for place, candidate, latent, labels, _ in _contracted(posteriors, candidates, tracked(loader, "held-out data")):
-        prediction = candidate.likelihood.predict(latent.compact(covariances=outputs > 1))
+        latent = latent.compact(covariances=outputs > 1)
+        prediction, labels = candidate.likelihood.predict(latent), labels.to(latent.mean.device)
         holes = labels.reshape(latent.mean.shape).isnan()  # targets that are missing, where the likelihood allows it
-        volume = prediction.log_prob(torch.where(holes, torch.nan, latent.mean.double()))  # of r = 0
+        volume = prediction.log_prob(torch.where(holes, torch.nan, latent.mean))  # of r = 0
         squares = 2 * (volume - prediction.log_prob(labels))
         rows.setdefault(place, []).append(torch.stack([volume, squares, (~holes).sum(-1)]).cpu())
     joined = _joined(rows)

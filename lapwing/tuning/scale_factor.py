@@ -14,6 +14,7 @@ from ..covariance import SelectedLatent
 from ..covariance.positions import LatentAtPositions
 from ..errors import LapwingError, check_choice
 from ..likelihoods import LaplaceBridge, Link
+from ..linalg import doubled
 from ..network import batches
 from ..network.data import as_loader
 from ..posterior import Posterior
@@ -149,7 +150,8 @@ def _latents(
                     "no scale factor is best. Write link=lw.Probit()."
                 )
             reads_covariance = chosen.reads_covariance
-        kept.append((latent.compact(reads_covariance), targets))
+        latent = latent.compact(reads_covariance)
+        kept.append((latent, targets.to(latent.mean.device)))
     if not kept:
         raise LapwingError(
             "The loader of lw.scale_factor shows no sample. Write lw.scale_factor(posterior, [(x_val, y_val)])."
@@ -171,6 +173,6 @@ def _divergence(posterior: Posterior) -> tuple[float, float]:
         )
     variances, deltas = covariance.diagonal(), posterior.prior.precision.tolist()
     named = zip(covariance.blocks, deltas, strict=True)
-    trace = sum(delta * float(variances[block.name].double().sum()) for block, delta in named)
+    trace = sum(delta * float(doubled(variances[block.name]).sum()) for block, delta in named)
     data = posterior.samples * posterior.data_factor / posterior.temperature
     return trace / data, covariance.size / data

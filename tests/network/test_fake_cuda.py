@@ -385,7 +385,7 @@ WITHOUT_DOUBLE: dict[str, lw.Method | None] = {
     "AlphaDivergence": lw.VaLLA(4, lw.AlphaDivergence(steps=3)), "SampledLLA": lw.SampledLLA(3),
     "preconditioned": lw.SampledLLA(2, lw.ConjugateGradients(4, 0.5, lw.KFAC()), em_steps=1, per_block=True),
     "g-prior": lw.SampledLLA(2, lw.ConjugateGradients(4, 0.5), em_steps=1, prior="g", linearised_mode=True),
-    "StochasticGradient": lw.SampledLLA(2, lw.StochasticGradient(steps=4, tolerance=0.99), em_steps=1),
+    "StochasticGradient": lw.SampledLLA(2, lw.StochasticGradient(steps=4, tolerance=0.99), em_steps=0),
 }  # fmt: skip
 
 
@@ -463,3 +463,16 @@ def test_contractions_in_float64_are_on_the_cpu_without_it(kind: str) -> None:
             joint = posterior.latent(device.put(x), joint=True).covariance
             assert joint.device.type == "mps"
     torch.testing.assert_close(probs.inner, expected.probs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", [lw.Diagonal(), lw.Full()], ids=str)
+def test_ways_on_a_device_without_float64(method: lw.Method) -> None:
+    with Device("mps") as device:
+        model, (x, y) = device.module(network(2)), device.put((torch.randn(9, 4), Y))
+        posterior = lw.fit(model, [(x, y)], method, prior_precision=1.0)
+        for via in (lw.MonteCarlo(2), lw.Linearized(draws=2), lw.Linearized(outputs=[0])):
+            assert posterior.latent(x, via=via).variance.device.type == "mps"
+        assert lw.scale_factor(posterior, [(x, y)], lw.Linearized(), points=3).factor > 0
+        if isinstance(method, lw.Full):
+            with pytest.raises(lw.LapwingError, match=r"mps has no float64.* Write via=lw\.Linearized\(\)"):
+                posterior.predict(x, via=lw.Streamlined())

@@ -50,6 +50,11 @@ def build(
             told apart where that is needed.
     """
     dtype, network = covariance.record_dtype or tangent.dtype, type(tangent.model).__name__
+    if dtype == torch.float64 and tangent.widest != dtype:
+        raise LapwingError(
+            f"{tangent.device.type} has no float64, in which the moments under this {type(covariance).__name__} are "
+            "carried. Write via=lw.Linearized(), or move the model to the CPU: model.cpu()."
+        )
     full, correlated = way.covariance == "full", way.positions == "correlated"
     treated = _treated(tangent, covariance, graph, dtype)
     inputs = frozenset(name for place in uncertain if (name := graph.leaves[place]) is not None)
