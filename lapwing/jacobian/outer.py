@@ -11,21 +11,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import chain, islice, product
+from itertools import product
 from math import isqrt
 
 import torch
 from torch import Tensor
 
 from ..linalg import add_squares, doubled, linear, matmul, nonnegative, total
-from .jacobian import BlockJacobian, MatrixJacobian, Weighting
+from .jacobian import BlockJacobian, MatrixJacobian, Weighting, kept
 from .strips import Strip, Strips
 
 REDUCTION = 40
 """What multiplying and summing one number costs, in multiply-adds of a matrix product."""
-
-SEVERAL = 16
-"""So many weights are expected where there is more than one."""
 
 CACHE_BYTES = 2**22
 """Rows that are squared and summed are formed so many bytes at a time on a CPU, and never leave its cache."""
@@ -261,16 +258,22 @@ class InParts(BlockJacobian):
 
     def weighted_norms(self, candidates: Iterable[Weighting]) -> tuple[Tensor, Tensor]:
         """Returns the diagonals of `J diag(w) Jᵀ` and `H J diag(w) Jᵀ H`, each (n, B, R), from squares taken once."""
-        weights = torch.stack([weighting.flat for weighting in candidates])
-        weights = weights.unflatten(1, (self.groups, self.outputs, self.inputs)).transpose(0, 1)  # (G, n, O, I)
-        norms = weights.new_zeros(2, self.batch, self.cotangents, weights.shape[1])
+        several, norms = kept(candidates), list[Tensor]()
+        here, w = slice(0, 0), torch.empty(0)
         for samples, outputs, rows in self.parts():
-            w, rows = weights[:, :, outputs].flatten(2), rows.flatten(3)
+            if outputs != here:
+                here, w = outputs, torch.stack([self._weights(weighting, outputs) for weighting in several], 1)
+            norms = norms or [rows.new_zeros(self.batch, self.cotangents, len(several)) for _ in range(2)]
+            rows = rows.flatten(3)
             for norm, values in zip(norms, (rows, rows - rows.mean(2, keepdim=True)), strict=True):
                 squares = values.square().transpose(0, 1).flatten(1, 2)  # (G, b R, o I)
                 norm[samples] += _group_products(squares, w).sum(0).unflatten(0, (-1, self.cotangents))
-        plain, centred = norms.movedim(-1, 1)
+        plain, centred = (norm.movedim(-1, 0) for norm in norms)
         return plain, centred
+
+    def _weights(self, weighting: Weighting, outputs: slice = slice(None)) -> Tensor:
+        """Returns the weights of some output channels (G, o I)."""
+        return weighting.at(lambda flat: self._matrices(flat)[:, outputs]).flatten(1)
 
     def squared_sum(self) -> Tensor:
         """Returns `Σ_n,r J²` (P,)."""
@@ -284,7 +287,8 @@ class InParts(BlockJacobian):
     def _steps(self, strips: Strips, whole: bool = False) -> Iterator[tuple[slice, slice]]:
         """Yields slices of samples with all their output channels; of one sample's where these are too many.
 
-        Of several strips, which each sweep computes anew, all samples with as few slices of channels as fit.
+        All samples come with one slice of channels before the next. Of several strips, which each sweep computes anew,
+        all samples with as few slices of channels as fit.
         """
         channel = self.groups * self.cotangents * self.inputs * strips.dtype.itemsize
         limit, count = self.slice_bytes, self.batch
@@ -292,7 +296,7 @@ class InParts(BlockJacobian):
             limit = min(limit, CACHE_BYTES) if strips.device.type == "cpu" else limit
             count = max(1, min(count, limit // (channel * self.outputs)))
         some = self.outputs if whole else max(1, min(self.outputs, limit // (channel * count)))
-        for n, o in product(range(0, self.batch, count), range(0, self.outputs, some)):
+        for o, n in product(range(0, self.outputs, some), range(0, self.batch, count)):
             yield slice(n, min(n + count, self.batch)), slice(o, min(o + some, self.outputs))
 
 
@@ -398,17 +402,14 @@ class SharedOuter(InParts, MatrixJacobian):
 
     def weighted_norms(self, candidates: Iterable[Weighting]) -> tuple[Tensor, Tensor]:
         """Returns both diagonals by rows, or by pairs of positions for one weighting after another."""
-        weightings = iter(candidates)
-        first = list(islice(weightings, 2))
-        weightings, limit = chain(first, weightings), self.slice_bytes
-        several = SEVERAL if len(first) > 1 else 1
-        if self.pair_bytes > limit or not self.pairs_are_cheaper(several, norms=True):
-            return super().weighted_norms(weightings)
-        again = weightings if self.batch * self.pair_bytes <= limit else list(weightings)
+        several = kept(candidates)
+        if self.pair_bytes > self.slice_bytes or not self.pairs_are_cheaper(len(several), norms=True):
+            return super().weighted_norms(several)
         parts = []
-        for _, inputs, g, h in self._pairs(limit):
+        for _, inputs, g, h in self._pairs(self.slice_bytes):
             products = torch.stack([g * h, (g - g.mean(1, keepdim=True)) * (h - h.mean(1, keepdim=True))]).flatten(3)
-            scales = (_group_products(inputs, self._matrices(weighting.flat)) for weighting in again)  # (G, b k, O)
+            weights = (self._weights(weighting).unflatten(1, (self.outputs, -1)) for weighting in several)
+            scales = (_group_products(inputs, w) for w in weights)  # (G, b k, O)
             columns = (scale.transpose(0, 1).reshape(len(g), -1, 1) for scale in scales)
             parts.append(torch.cat([products @ column for column in columns], -1))  # (2, b, R, n)
         plain, centred = nonnegative(torch.cat(parts, 1)).movedim(-1, 1)

@@ -47,21 +47,21 @@ class OneHot(MatrixJacobian):
             return self
         return OneHot(self.tokens, self.g @ outputs[0], self.vocabulary).within(self.slice_bytes)
 
-    def _factor(self, weights: Tensor) -> Tensor:
-        """Returns `g √w` at the sample's tokens, (B, R, T O)."""
-        picked = weights.reshape(self.width, self.vocabulary)[:, self.tokens].permute(1, 2, 0)  # (B, T, O)
-        return (self.g * picked.sqrt()[:, None]).flatten(2)
+    def _factor(self, weighting: Weighting) -> Tensor:
+        """Returns `g √w` at the sample's tokens, (B, R, T O), from the weights there alone."""
+        picked = weighting.at(lambda flat: flat.reshape(self.width, self.vocabulary)[:, self.tokens])  # (O, B, T)
+        return (self.g * picked.permute(1, 2, 0).sqrt()[:, None]).flatten(2)
 
     def weighted_grams(self, candidates: Iterable[Weighting]) -> list[Tensor]:
         """Returns the Gram matrices of the factors (B, R, R)."""
-        factors = (self._factor(weighting.flat) for weighting in candidates)
+        factors = map(self._factor, candidates)
         return [factor @ factor.mT for factor in factors]
 
     def weighted_norms(self, candidates: Iterable[Weighting]) -> tuple[Tensor, Tensor]:
         """Returns the squared norms of the factors, plain and without their mean over cotangents, each (n, B, R)."""
         plain, centred = [], []
         for weighting in candidates:
-            factor = self._factor(weighting.flat)
+            factor = self._factor(weighting)
             plain.append(factor.square().sum(-1))
             centred.append((factor - factor.mean(1, keepdim=True)).square().sum(-1))
         return torch.stack(plain), torch.stack(centred)
