@@ -315,16 +315,17 @@ def _compare_with_autograd(
 ) -> None:
     """Marks parameters whose recorded uses do not add up to autograd's gradient."""
     for name in truth:
-        total = torch.zeros_like(truth[name], dtype=accumulation_dtype(truth[name].dtype))
+        dtype, total = accumulation_dtype(truth[name].dtype), None
         for use, g, axis in zip(noted, gradients, axes, strict=True):
             for role, used in use.names.items():
                 if used == name and axis is not None:
-                    jacobian = use.use.jacobian(g[2:], axis, samples, frozenset((role,)), total.dtype, max_numbers)
+                    jacobian = use.use.jacobian(g[2:], axis, samples, frozenset((role,)), dtype, max_numbers)
                     matrix = use.use.matrix()
                     bias = role == "bias" and matrix is not None
-                    single = Block(name, (name,), (tuple(total.shape),), use.use.family, matrix, bias)
-                    total += single.split(jacobian.sum_rows()[0])[name]
-        eps = torch.finfo(truth[name].dtype).eps
-        allowed = 3 * eps**0.5 * truth[name].to(total.dtype).norm() + 100 * eps * total.numel() ** 0.5
-        if not reasons[name] and (total - truth[name]).norm() > allowed:
+                    single = Block(name, (name,), (tuple(truth[name].shape),), use.use.family, matrix, bias)
+                    part = single.split(jacobian.sum_rows()[0])[name]
+                    total = part if total is None else total + part
+        eps, there = torch.finfo(truth[name].dtype).eps, truth[name].to(dtype)
+        allowed = 3 * eps**0.5 * there.norm() + 100 * eps * there.numel() ** 0.5
+        if not reasons[name] and (there if total is None else total - there).norm() > allowed:
             reasons[name] = "its recorded uses do not add up to autograd's gradient"

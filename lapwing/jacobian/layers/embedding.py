@@ -68,8 +68,9 @@ class OneHot(MatrixJacobian):
 
     def squared_sum(self) -> Tensor:
         """Returns `Σ J²` (P,) by adding up where tokens agree."""
-        table = self.g.new_zeros(self.vocabulary, self.width)
-        return table.index_add(0, self.tokens.flatten(), self.g.square().sum(1).flatten(0, 1)).T.flatten()
+        sums = self.g.new_zeros(self.width, self.vocabulary)
+        sums.T.index_add_(0, self.tokens.flatten(), self.g.square().sum(1).flatten(0, 1))
+        return sums.flatten()
 
     def squared_norm(self) -> Tensor:
         """Returns `Σ J²` ()."""
@@ -77,9 +78,9 @@ class OneHot(MatrixJacobian):
 
     def sum_rows(self) -> Tensor:
         """Returns `Σ_n J[n]` (R, P)."""
-        table = self.g.new_zeros(self.cotangents, self.vocabulary, self.width)
-        added = table.index_add(1, self.tokens.flatten(), self.g.transpose(0, 1).flatten(1, 2))
-        return added.mT.flatten(1)
+        sums = self.g.new_zeros(self.cotangents, self.width, self.vocabulary)
+        sums.mT.index_add_(1, self.tokens.flatten(), self.g.transpose(0, 1).flatten(1, 2))
+        return sums.flatten(1)
 
     def jvp(self, vectors: Tensor) -> Tensor:
         """Returns `J V` (B, R, K) from the entries of V at the sample's tokens, for slices of V."""
