@@ -214,7 +214,9 @@ def condensed(eigenvalues: Tensor) -> tuple[Tensor, Tensor | None]:
     Cost: two passes on the CPU, whose sums do not depend on the order of threads.
     """
     values = eigenvalues.flatten()
-    low, high = values.aminmax() if len(values) >= MANY else (-1.0, 0.0)
+    if len(values) < MANY:
+        return doubled(values), None
+    low, high = values.aminmax()
     if not 0 <= low <= high < inf:  # NaN is the least and the largest
         return doubled(values), None
     if high == 0:
