@@ -255,7 +255,7 @@ def _reduced(matrix: Tensor, rank: int, noise: float) -> Tensor:
     if values is not None:
         return _without_noise(values, rank, noise)
     values, vectors = _eigh(doubled(matrix))
-    matrix.copy_(vectors)
+    matrix[:] = vectors.to(matrix)
     return values.clamp_min_(0.0)
 
 
@@ -284,7 +284,7 @@ def _range_in_place(matrix: Tensor, rank: int, noise: float) -> Tensor | None:
     for part, rows in zip(matrix.split(STRIP), w.split(STRIP), strict=True):
         part[:, :columns] = -linear(rows, v)
     matrix.diagonal(-count).add_(1.0)
-    matrix[:, columns:] = inside @ vectors
+    matrix[:, columns:] = (inside @ vectors).to(matrix)
     return F.pad(values, (columns, 0))
 
 

@@ -58,17 +58,22 @@ class Blockwise(PriorCovariance):
         self.precision, self.scale = precision, scale
         self._delta = {block.name: delta for block, delta in zip(blocks, precision.tolist(), strict=True)}
 
-    def _weight(self, name: str) -> Tensor:
-        """Returns `1/(s λ + δ)` of one block, in the shape of λ."""
-        return (self.scale * self.structures[name].eigenvalues).add_(self._delta[name]).reciprocal_()
-
-    @cached_property
-    def _weights(self) -> dict[str, Tensor]:
-        return {name: self._weight(name) for name in self.structures}
+    def _weighting(self, name: str) -> Weighting:
+        """Returns `1/(s λ + δ)` of one block, computed when it is needed."""
+        delta = self._delta[name]
+        return Weighting(
+            self.structures[name].eigenvalues.flatten(),
+            lambda values: (self.scale * values).add_(delta).reciprocal_(),
+        )
 
     @cached_property
     def _weightings(self) -> dict[str, Weighting]:
-        return {name: Weighting(weights.flatten()) for name, weights in self._weights.items()}
+        return {name: self._weighting(name) for name in self.structures}
+
+    @cached_property
+    def _weights(self) -> dict[str, Tensor]:
+        """The same, each in the shape of λ."""
+        return {name: self._weightings[name].flat.view_as(s.eigenvalues) for name, s in self.structures.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what is made of the rest when it is first needed."""
@@ -149,7 +154,7 @@ class Blockwise(PriorCovariance):
         """Returns one block's weights; those of a single candidate are kept for the next record."""
         if len(candidates) == 1:
             return [candidates[0]._weightings[name]]
-        return (Weighting(candidate._weight(name).flatten()) for candidate in candidates)
+        return (candidate._weighting(name) for candidate in candidates)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         matrix: Any = 0

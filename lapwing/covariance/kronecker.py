@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..contents import Entry, Mismatch, largest
 from ..jacobian.jacobian import Weighting, as_matrix
+from ..linalg import SLICE_NUMBERS
 from ..tangent import Block, BlockJacobian
 from .structures import Structure, weighted, weighted_marginals
 from .terms import EigenTerm, MarginalTerm, Term, of_both
@@ -48,9 +49,12 @@ class KroneckerFactors:
     def products(self) -> Tensor:
         """Returns `γ_j α_i / #` (G, O, I), the eigenvalues of KFAC's curvature."""
         outputs, inputs = self.output_eigenvalues[..., :, None], self.input_eigenvalues[..., None, :]
-        products = outputs.new_empty(*outputs.shape[:-1], inputs.shape[-1], dtype=self.outputs.dtype)
-        torch.mul(outputs, inputs / self.count.to(inputs), out=products)  # in float64, rounded number by number
-        return products.to(self.outputs.device)
+        inputs = inputs / self.count.to(inputs)
+        products = self.outputs.new_empty(*outputs.shape[:-1], inputs.shape[-1])
+        step = max(1, SLICE_NUMBERS // max(1, inputs.numel()))
+        for some, part in zip(outputs.split(step, -2), products.split(step, -2), strict=True):
+            part.copy_(some * inputs)
+        return products
 
 
 class KroneckerBlock(Structure):

@@ -211,27 +211,30 @@ def condensed(eigenvalues: Tensor) -> tuple[Tensor, Tensor | None]:
     Returns:
         The points and their weights; λ itself and None where it is not many, or not all finite and >= 0.
 
-    Cost: three passes on the CPU, whose sums do not depend on the order of threads; memory of the logarithms.
+    Cost: two passes on the CPU, whose sums do not depend on the order of threads.
     """
     values = eigenvalues.flatten()
-    low, high = values.aminmax() if len(values) >= MANY else (-1.0, 0.0)
+    if len(values) < MANY:
+        return doubled(values), None
+    low, high = values.aminmax()
     if not 0 <= low <= high < inf:  # NaN is the least and the largest
         return doubled(values), None
-    logs = torch.cat([doubled(part[part > 0]).cpu().log() for part in values.split(SLICE_NUMBERS)])
-    if not len(logs):
+    if high == 0:
         return doubled(values[:1]), None
-    lowest, parts = logs.min(), logs.split(SLICE_NUMBERS)
-    size = 1 + int(PER_UNIT * (logs.max() - lowest))
-    counts, sums, squares = logs.new_zeros(3, size)
+    parts = values.split(SLICE_NUMBERS)
+    smallest = torch.stack([torch.where(part > 0, part, inf).amin() for part in parts]).amin()
+    lowest, highest = doubled(torch.stack([smallest, high])).cpu().log()
+    sums = lowest.new_zeros(3, 1 + int(PER_UNIT * (highest - lowest)))  # of powers 0, 1 and 2
     for part in parts:
-        bins = (PER_UNIT * (part - lowest)).long()
-        counts += torch.bincount(bins, minlength=size)
-        sums += torch.bincount(bins, part, minlength=size)
-    means = sums / counts  # NaN where a bin is empty
-    for part in parts:
-        bins = (PER_UNIT * (part - lowest)).long()
-        squares += torch.bincount(bins, (part - means[bins]).square(), minlength=size)
-    filled = counts > 0
-    counts, means, spreads = counts[filled], means[filled], (squares / counts).sqrt()[filled]
+        places = PER_UNIT * (doubled(part[part > 0]).cpu().log() - lowest)
+        bins = places.long()
+        within = places - bins
+        for power, added in enumerate((None, within, within.square())):
+            sums[power] += torch.bincount(bins, added, minlength=sums.shape[1])
+    filled = sums[0] > 0
+    counts, means, spreads = sums[:, filled]
+    means, spreads = means / counts, spreads / counts
+    spreads = (spreads - means.square()).clamp_min(0.0).sqrt() / PER_UNIT
+    means = lowest + (filled.nonzero().squeeze(1) + means) / PER_UNIT
     points = torch.cat([means - spreads, means + spreads]).exp()
     return points.to(values.device), counts.repeat(2).to(values.device) / 2

@@ -176,7 +176,7 @@ class Runner:
             self._generators[name].set_state(numbers)
         if isinstance(step, CurvaturePass) and self._share is None:
             for samples, flat in _by_number(at.prefixes).items():
-                self._covariance_at[samples] = step.finish(step.init().with_tensors(flat))
+                self._covariance_at[samples] = step.finish(step.init().with_tensors(flat).mapped(torch.clone))
         return at
 
     def _standing(self) -> Standing:

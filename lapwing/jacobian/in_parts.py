@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..linalg import linear, matmul
-from .jacobian import BlockJacobian, Weighting
+from .jacobian import BlockJacobian, Weighting, kept
 
 
 class InParts(BlockJacobian):
@@ -43,16 +43,22 @@ class InParts(BlockJacobian):
 
     def weighted_norms(self, candidates: Iterable[Weighting]) -> tuple[Tensor, Tensor]:
         """Returns the diagonals of `J diag(w) Jᵀ` and `H J diag(w) Jᵀ H`, each (n, B, R), from squares taken once."""
-        weights = torch.stack([weighting.flat for weighting in candidates])
-        weights = weights.unflatten(1, (self.groups, self.outputs, self.inputs)).transpose(0, 1)  # (G, n, O, I)
-        norms = weights.new_zeros(2, self.batch, self.cotangents, weights.shape[1])
+        several, norms = kept(candidates), list[Tensor]()
+        here, w = slice(0, 0), torch.empty(0)
         for samples, outputs, rows in self.parts():
-            w, rows = weights[:, :, outputs].flatten(2), rows.flatten(3)
+            if outputs != here:
+                here, w = outputs, torch.stack([self._weights(weighting, outputs) for weighting in several], 1)
+            norms = norms or [rows.new_zeros(self.batch, self.cotangents, len(several)) for _ in range(2)]
+            rows = rows.flatten(3)
             for norm, values in zip(norms, (rows, rows - rows.mean(2, keepdim=True)), strict=True):
                 squares = values.square().transpose(0, 1).flatten(1, 2)  # (G, b R, o I)
                 norm[samples] += group_products(squares, w).sum(0).unflatten(0, (-1, self.cotangents))
-        plain, centred = norms.movedim(-1, 1)
+        plain, centred = (norm.movedim(-1, 0) for norm in norms)
         return plain, centred
+
+    def _weights(self, weighting: Weighting, outputs: slice = slice(None)) -> Tensor:
+        """Returns the weights of some output channels (G, o I)."""
+        return weighting.at(lambda flat: self._matrices(flat)[:, outputs]).flatten(1)
 
     def squared_sum(self) -> Tensor:
         """Returns `Σ_n,r J²` (P,)."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,13 +31,25 @@ SLICE_BYTES = 16 * 2**20
 class Weighting:
     """`diag(w)` of one block, with the layouts that products need, made once.
 
-    Attributes:
-        flat: w (P,). A weighting that only `matrix` reads may have another shape.
+    Args:
+        values: what w is a function of, number by number.
+        function: w of values; values themselves when None.
     """
 
-    def __init__(self, flat: Tensor) -> None:
-        self.flat = flat
+    def __init__(self, values: Tensor, function: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._values, self._function = values, function
         self._layouts: dict[tuple[int, int, bool], tuple[Tensor, Tensor | None]] = {}
+
+    @cached_property
+    def flat(self) -> Tensor:
+        """The weights w (P,). A weighting that only `matrix` reads may have another shape."""
+        return self._values if self._function is None else self._function(self._values)
+
+    def at(self, pick: Callable[[Tensor], Tensor]) -> Tensor:
+        """Returns some of w, picked from (P,), and keeps nothing of it."""
+        if self._function is None or "flat" in vars(self):
+            return pick(self.flat)
+        return self._function(pick(self._values))
 
     def matrix(self, outputs: int, inputs: int, bias: bool) -> tuple[Tensor, Tensor | None]:
         """Returns w as a matrix (O, I) without the column of the bias, and that column (O,), if there is a bias."""
@@ -44,6 +58,14 @@ class Weighting:
             whole = self.flat.reshape(outputs, inputs)
             self._layouts[layout] = (whole[:, :-1].contiguous(), whole[:, -1].contiguous()) if bias else (whole, None)
         return self._layouts[layout]
+
+
+def kept(candidates: Iterable[Weighting]) -> list[Weighting]:
+    """Returns weightings, a single one with all of its w: the next chunk of samples meets it again."""
+    several = list(candidates)
+    if len(several) == 1:
+        _ = several[0].flat
+    return several
 
 
 class BlockJacobian(ABC):
@@ -102,11 +124,11 @@ class BlockJacobian(ABC):
 
     def weighted_grams(self, candidates: Iterable[Weighting]) -> list[Tensor]:
         """Returns `J diag(w) Jᵀ` (B, R, R) for several weights, the rows formed once."""
-        several = list(candidates)
+        several = kept(candidates)
         grams: list = [0] * len(several)
         for part, rows in self.row_slices():
             for i, weighting in enumerate(several):
-                scaled = rows * weighting.flat[part].sqrt()
+                scaled = rows * weighting.at(itemgetter(part)).sqrt()
                 grams[i] = grams[i] + scaled @ scaled.mT  # (B, R, R)
         return grams
 
@@ -115,8 +137,12 @@ class BlockJacobian(ABC):
 
         One product of the squared rows with all weights: a candidate costs next to nothing.
         """
-        weights = torch.stack([weighting.flat for weighting in candidates], -1)  # (P, n)
-        slices = ((weights[part], rows, rows - rows.mean(1, keepdim=True)) for part, rows in self.row_slices())
+        several = kept(candidates)
+
+        def weights(part: slice) -> Tensor:
+            return torch.stack([weighting.at(itemgetter(part)) for weighting in several], -1)  # (p, n)
+
+        slices = ((weights(part), rows, rows - rows.mean(1, keepdim=True)) for part, rows in self.row_slices())
         norms = total(torch.stack([rows.square() @ w, centred.square() @ w]) for w, rows, centred in slices)
         return tuple(norms.movedim(-1, 1))  # (2, n, B, R)
 

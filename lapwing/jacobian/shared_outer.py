@@ -8,7 +8,7 @@ Weights (P,) and vectors (K, P) are laid out as (G, O, I), the bias as the last 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice, product
+from itertools import product
 from math import isqrt
 
 import torch
@@ -16,14 +16,11 @@ from torch import Tensor
 
 from ..linalg import add_squares, nonnegative, total
 from .in_parts import InParts, RotatedOuter, group_products
-from .jacobian import BlockJacobian, MatrixJacobian, Weighting
+from .jacobian import BlockJacobian, MatrixJacobian, Weighting, kept
 from .strips import Strip, Strips
 
 REDUCTION = 40
 """What multiplying and summing one number costs, in multiply-adds of a matrix product."""
-
-SEVERAL = 16
-"""So many weights are expected where there is more than one."""
 
 CACHE_BYTES = 2**22
 """Rows that are squared and summed are formed so many bytes at a time on a CPU, and never leave its cache."""
@@ -80,7 +77,8 @@ class SharedOuter(InParts, MatrixJacobian):
     def _steps(self, whole: bool) -> Iterator[tuple[slice, slice]]:
         """Yields slices of samples with all their output channels; of one sample's where these are too many.
 
-        Of several strips, which each sweep computes anew, all samples with as few slices of channels as fit.
+        All samples come with one slice of channels before the next. Of several strips, which each sweep computes anew,
+        all samples with as few slices of channels as fit.
         """
         channel = self.groups * self.cotangents * self.inputs * self.strips.dtype.itemsize
         limit, count = self.slice_bytes, self.batch
@@ -88,7 +86,7 @@ class SharedOuter(InParts, MatrixJacobian):
             limit = min(limit, CACHE_BYTES) if self.strips.device.type == "cpu" else limit
             count = max(1, min(count, limit // (channel * self.outputs)))
         some = self.outputs if whole else max(1, min(self.outputs, limit // (channel * count)))
-        for n, o in product(range(0, self.batch, count), range(0, self.outputs, some)):
+        for o, n in product(range(0, self.outputs, some), range(0, self.batch, count)):
             yield slice(n, min(n + count, self.batch)), slice(o, min(o + some, self.outputs))
 
     def pairs_are_cheaper(self, candidates: int, norms: bool = False) -> bool:
@@ -151,17 +149,14 @@ class SharedOuter(InParts, MatrixJacobian):
 
     def weighted_norms(self, candidates: Iterable[Weighting]) -> tuple[Tensor, Tensor]:
         """Returns both diagonals by rows, or by pairs of positions for one weighting after another."""
-        weightings = iter(candidates)
-        first = list(islice(weightings, 2))
-        weightings, limit = chain(first, weightings), self.slice_bytes
-        several = SEVERAL if len(first) > 1 else 1
-        if self.pair_bytes > limit or not self.pairs_are_cheaper(several, norms=True):
-            return super().weighted_norms(weightings)
-        again = weightings if self.batch * self.pair_bytes <= limit else list(weightings)
+        several = kept(candidates)
+        if self.pair_bytes > self.slice_bytes or not self.pairs_are_cheaper(len(several), norms=True):
+            return super().weighted_norms(several)
         parts = []
-        for _, inputs, g, h in self._pairs(limit):
+        for _, inputs, g, h in self._pairs(self.slice_bytes):
             products = torch.stack([g * h, (g - g.mean(1, keepdim=True)) * (h - h.mean(1, keepdim=True))]).flatten(3)
-            scales = (group_products(inputs, self._matrices(weighting.flat)) for weighting in again)  # (G, b k, O)
+            weights = (self._weights(weighting).unflatten(1, (self.outputs, -1)) for weighting in several)
+            scales = (group_products(inputs, w) for w in weights)  # (G, b k, O)
             columns = (scale.transpose(0, 1).reshape(len(g), -1, 1) for scale in scales)
             parts.append(torch.cat([products @ column for column in columns], -1))  # (2, b, R, n)
         plain, centred = nonnegative(torch.cat(parts, 1)).movedim(-1, 1)

@@ -51,7 +51,12 @@ def eigenpairs(size: int, rank: int) -> float:
     """Returns what eigenpairs of an n x n sum of so many squares take: `linalg.eigen_in_place`."""
     if not is_reduced(size, rank):
         return EIGEN * size**3
-    return EIGEN * rank**3 + DOUBLE * size * rank * (6 * size + 3 * rank)
+    return EIGEN * rank**3 + DOUBLE * size * rank * (3 * size + 5 * rank)
+
+
+def eigen_scratch(size: int, rank: int, itemsize: int) -> int:
+    """Returns the bytes beside that sum meanwhile, whose numbers have so many."""
+    return 40 * size * rank if is_reduced(size, rank) else (WORKSPACE - itemsize) * size**2
 
 
 @dataclass(frozen=True)

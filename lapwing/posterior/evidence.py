@@ -12,7 +12,7 @@ from torch import Tensor
 from ..covariance import PriorCovariance
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
-from ..linalg import doubled, row_products, total
+from ..linalg import SLICE_NUMBERS, doubled, total
 from ..network import batches
 from ..network.data import as_loader
 from ..network.loaders import WeightedLoader
@@ -69,8 +69,11 @@ class LogEvidence:
 
 def squared_distance(tangent: Tangent, prior: Prior) -> Tensor:
     """Returns `|θ̂ - μ0|²`, how far the weights of each block are from the prior's mean, (n_blocks,)."""
-    distances = ((tangent.mean_of(block) - prior.mean[block.name])[None] for block in tangent.blocks)
-    return torch.cat([row_products(distance, distance).flatten() for distance in distances])
+    distances = []
+    for block in tangent.blocks:
+        parts = (vector.split(SLICE_NUMBERS) for vector in (tangent.mean_of(block), prior.mean[block.name]))
+        distances.append(total(doubled(x - y).square().sum() for x, y in zip(*parts, strict=True)))
+    return torch.stack(distances)
 
 
 def effective_parameters(covariance: PriorCovariance, prior: Prior) -> float:

@@ -47,29 +47,30 @@ class OneHot(MatrixJacobian):
             return self
         return OneHot(self.tokens, self.g @ outputs[0], self.vocabulary).within(self.slice_bytes)
 
-    def _factor(self, weights: Tensor) -> Tensor:
-        """Returns `g √w` at the sample's tokens, (B, R, T O)."""
-        picked = weights.reshape(self.width, self.vocabulary)[:, self.tokens].permute(1, 2, 0)  # (B, T, O)
-        return (self.g * picked.sqrt()[:, None]).flatten(2)
+    def _factor(self, weighting: Weighting) -> Tensor:
+        """Returns `g √w` at the sample's tokens, (B, R, T O), from the weights there alone."""
+        picked = weighting.at(lambda flat: flat.reshape(self.width, self.vocabulary)[:, self.tokens])  # (O, B, T)
+        return (self.g * picked.permute(1, 2, 0).sqrt()[:, None]).flatten(2)
 
     def weighted_grams(self, candidates: Iterable[Weighting]) -> list[Tensor]:
         """Returns the Gram matrices of the factors (B, R, R)."""
-        factors = (self._factor(weighting.flat) for weighting in candidates)
+        factors = map(self._factor, candidates)
         return [factor @ factor.mT for factor in factors]
 
     def weighted_norms(self, candidates: Iterable[Weighting]) -> tuple[Tensor, Tensor]:
         """Returns the squared norms of the factors, plain and without their mean over cotangents, each (n, B, R)."""
         plain, centred = [], []
         for weighting in candidates:
-            factor = self._factor(weighting.flat)
+            factor = self._factor(weighting)
             plain.append(factor.square().sum(-1))
             centred.append((factor - factor.mean(1, keepdim=True)).square().sum(-1))
         return torch.stack(plain), torch.stack(centred)
 
     def squared_sum(self) -> Tensor:
         """Returns `Σ J²` (P,) by adding up where tokens agree."""
-        table = self.g.new_zeros(self.vocabulary, self.width)
-        return table.index_add(0, self.tokens.flatten(), self.g.square().sum(1).flatten(0, 1)).T.flatten()
+        sums = self.g.new_zeros(self.width, self.vocabulary)
+        sums.T.index_add_(0, self.tokens.flatten(), self.g.square().sum(1).flatten(0, 1))
+        return sums.flatten()
 
     def squared_norm(self) -> Tensor:
         """Returns `Σ J²` ()."""
@@ -77,9 +78,9 @@ class OneHot(MatrixJacobian):
 
     def sum_rows(self) -> Tensor:
         """Returns `Σ_n J[n]` (R, P)."""
-        table = self.g.new_zeros(self.cotangents, self.vocabulary, self.width)
-        added = table.index_add(1, self.tokens.flatten(), self.g.transpose(0, 1).flatten(1, 2))
-        return added.mT.flatten(1)
+        sums = self.g.new_zeros(self.cotangents, self.width, self.vocabulary)
+        sums.mT.index_add_(1, self.tokens.flatten(), self.g.transpose(0, 1).flatten(1, 2))
+        return sums.flatten(1)
 
     def jvp(self, vectors: Tensor) -> Tensor:
         """Returns `J V` (B, R, K) from the entries of V at the sample's tokens, for slices of V."""
