@@ -22,6 +22,9 @@ from .strips import Strip, Strips
 REDUCTION = 40
 """What multiplying and summing one number costs, in multiply-adds of a matrix product."""
 
+MAP_CHANNELS = 128
+"""Up to so many channels products of feature maps cost less than a copy of them."""
+
 CACHE_BYTES = 2**22
 """Rows that are squared and summed are formed so many bytes at a time on a CPU, and never leave its cache."""
 
@@ -261,14 +264,28 @@ class SharedOuter(InParts, MatrixJacobian):
             if weights is not None:
                 a = a * weights.sqrt().to(a)[:, None, None, None]
             add_squares(inputs, a.permute(2, 0, 1, 3).flatten(1, 2))  # (G, B t, I)
-            for some in g.split(self.step(g[0].numel() * g.element_size(), self.batch)):  # each is copied
-                add_squares(outputs, some.permute(3, 0, 1, 2, 4).flatten(1, 3))  # (G, b R t, O)
+            for some in g.split(self.step(g[0].numel() * g.element_size(), self.batch)):
+                _add_output_squares(outputs, some)
         return self.batch * (1 if reduce else self.positions)
 
     def _reduced(self) -> Strip:
         """Returns the mean of a (B, 1, G, I) and the sum of g (B, R, 1, G, O) over positions."""
         sums = [(a.sum(1, keepdim=True), g.sum(2, keepdim=True)) for a, g in self.strips]
         return total(a for a, _ in sums) / self.positions, total(g for _, g in sums)
+
+
+def _add_output_squares(sums: Tensor, g: Tensor) -> None:
+    """Adds `Σ g gᵀ` to sums (G, O, O), for g (b, R, t, G, O): its lower triangle, all that `mirrored` reads.
+
+    Feature maps have their positions in a row: products sample by sample need no copy, and are no larger than g.
+    """
+    if g.stride(2) == 1 and g.shape[3] == 1 and g.shape[4] <= min(g.shape[2], MAP_CHANNELS):
+        maps = g.squeeze(3).mT  # (b, R, O, t)
+        maps = maps if maps.stride(0) >= maps.stride(1) else maps.transpose(0, 1)  # as they lie in memory
+        maps = maps.flatten(0, 1)
+        sums += (maps @ maps.mT).sum(0)
+    else:
+        add_squares(sums, g.permute(3, 0, 1, 2, 4).flatten(1, 3))  # (G, b R t, O)
 
 
 def _pulled(a: Tensor, g: Tensor, cotangents: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Checks, once for every new shape, that the layers of a recording hold the samples where the survey found them.
 
 A network may sort its samples, leave out padded positions, or send some of them through a branch. What is in a layer
-then depends on the batch, and the survey ran on a few samples of one. Cotangents that are multiplied sample by sample
-by powers of two show it: gradients at a layer must follow. The powers are the digits of the sample's number, so that no
-two samples have the same.
+then depends on the batch, and the survey ran on a few samples of one. Two cotangents that differ by powers of two, one
+for each sample, show it: gradients at a layer must differ by the same. The powers are the digits of the sample's
+number, so that no two samples have the same.
 """
 
 from __future__ import annotations
@@ -86,24 +86,26 @@ def moved_layer(outputs: Tensor, noted: Sequence[RecordedUse], uses: Uses) -> tu
         The name of a parameter of such a layer, or "" for none; and whether "" is true of all batches of these shapes.
         It may not be where a layer's gradients are all 0, as they follow any factor.
 
-    Cost: two backward passes of activations for each digit of B in base 8.
+    Cost: two backward passes of activations for each digit of B in base 16.
     """
     samples, generator = outputs.shape[0], torch.Generator().manual_seed(0)
-    places = torch.arange(max(1, math.ceil(math.log(samples, 8) - 1e-9)))  # log 64 may come out above 2
-    digits = torch.arange(samples)[:, None] // 8**places % 8  # of the samples' numbers in base 8, (B, places)
+    places = torch.arange(max(1, math.ceil(math.log(samples, 16) - 1e-9)))  # log 256 may come out above 2
+    digits = torch.arange(samples)[:, None] // 16**places % 16  # of the samples' numbers in base 16, (B, places)
     u = torch.randn(outputs.shape[1], generator=generator).to(outputs)
     names, moved, some = [], [], []  # of every layer and digit: whether it moved, and whether it has any gradient
-    for powers in (2.0 ** (digits.T - 3)).to(outputs):  # (B,); products with them are exact
-        pair = torch.stack([torch.ones_like(powers), powers], 1)
+    for exponents in digits.T - 8:  # (B,), split in halves: of half precision 2⁸ would leave the range
+        halves = exponents // 2
+        powers = torch.stack([-halves, exponents - halves, exponents], 1)
+        factors = (2.0**powers).to(outputs)  # (B, 3), products with them are exact
         gradients = None  # the former ones are freed first
-        gradients = output_gradients(outputs, noted, u[None, :, None] * pair[:, None], False, batched=False)
+        gradients = output_gradients(outputs, noted, u[None, :, None] * factors[:, None, :2], False, batched=False)
         for i, axis in {i: axis for block_uses in uses.values() for i, axis, _ in block_uses}.items():
             g, name = gradients[i], next(iter(noted[i].names.values()))
             assert g is not None  # cotangents were given
             if not axis.fits(g.shape[1:], samples):
                 return name, False
             plain, scaled = axis.front(g, samples, 1).flatten(2)  # (B, rest)
-            wanted = plain * powers[:, None].to(plain)
+            wanted = plain * factors[:, 2:].to(plain)
             off, size = (scaled - wanted).norm(dim=1), torch.maximum(wanted.norm(dim=1), scaled.norm(dim=1))
             tolerance = 0.3 if g.dtype in HALF else torch.finfo(g.dtype).eps ** 0.5  # subnormal halves are inexact
             names.append(name)

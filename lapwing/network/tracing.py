@@ -323,6 +323,9 @@ def _backward(
 
 def _one_by_one(outputs: Tensor, edges: list[GradientEdge], u: Tensor, options: dict[str, bool]) -> list[Tensor | None]:
     """Takes the cotangents back one after the other, each freed once it lies beside the others of its samples."""
+    if len(u) == 1:
+        parts = torch.autograd.grad(outputs, edges, u[0], **options)
+        return [None if part is None else part.unsqueeze(0) for part in parts]
     joined: list[Tensor | None] = [None] * len(edges)
     for r, row in enumerate(u):
         for i, part in enumerate(torch.autograd.grad(outputs, edges, row, **options)):

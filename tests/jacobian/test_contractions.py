@@ -298,3 +298,18 @@ def test_a_layer_adds_the_factors_it_returns(size, first, bias):
     close(mirrored(sums[1]), torch.einsum("nro,nrp->op", g, g)[None])
     basis, turn = torch.randn(1, size + bias, size + bias).double(), torch.randn(1, 140, 140).double()
     close(form.rotate(basis, turn).rows(), torch.einsum("nro,op,ni,ij->nrpj", g, turn[0], a, basis[0]).flatten(2))
+
+
+@pytest.mark.parametrize("layout", ["maps of samples", "maps of cotangents", "channels last"])
+@pytest.mark.parametrize("channels", [3, 20])
+def test_output_factors_do_not_depend_on_how_gradients_lie_in_memory(layout, channels):
+    a, g = torch.randn(4, 9, 1, 5, dtype=torch.float64), torch.randn(4, 2, 9, 1, channels, dtype=torch.float64)
+    wanted_inputs, wanted = torch.einsum("ntgi,ntgj->gij", a, a), torch.einsum("nrtgo,nrtgp->gop", g, g)
+    orders = {"maps of samples": (0, 1, 3, 4, 2), "maps of cotangents": (1, 0, 3, 4, 2), "channels last": range(5)}
+    order = tuple(orders[layout])
+    back = [order.index(dim) for dim in range(5)]
+    laid = g.permute(order).contiguous().permute(back)
+    inputs, outputs = torch.zeros(1, 5, 5, dtype=torch.float64), torch.zeros(1, channels, channels, dtype=torch.float64)
+    assert tn.SharedOuter(Strips.whole(a, laid)).add_kronecker_factors(False, inputs, outputs) == 36
+    torch.testing.assert_close(inputs.tril(), wanted_inputs.tril())
+    torch.testing.assert_close(outputs.tril(), wanted.tril())

@@ -272,7 +272,7 @@ def test_known_shapes_cost_no_further_backward_pass(monkeypatch: pytest.MonkeyPa
     assert len(looked) == 5
 
 
-@pytest.mark.parametrize("samples", [2, 8, 9, 70])
+@pytest.mark.parametrize("samples", [2, 16, 17, 70])
 def test_any_two_samples_that_change_places_are_seen(samples: int) -> None:
     class Swapped(Net):
         swap: tuple[int, int] | None = None
@@ -291,6 +291,20 @@ def test_any_two_samples_that_change_places_are_seen(samples: int) -> None:
         model.swap = pair
         with pytest.raises(SampleAxisMoved):
             tangent.record(x)
+
+
+@pytest.mark.parametrize(("samples", "passes"), [(2, 2), (16, 2), (17, 4), (256, 4)])
+def test_a_look_takes_two_backward_passes_a_digit(samples: int, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    ours = lw.network.sample_axis.output_gradients
+    monkeypatch.setattr(
+        lw.network.sample_axis,
+        "output_gradients",
+        lambda f, noted, u, *a, **k: taken.append(u) or ours(f, noted, u, *a, **k),
+    )
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).eval(), torch.randn(samples, 4)
+    Tangent.survey(model, x[:2], EVERY).record(x)
+    assert sum(u.shape[-1] for u in taken) == passes
 
 
 class Cast(nn.Module):
