@@ -38,7 +38,7 @@ from .plan import check_room
 from .result import check_noise, checked, posteriors_of
 from .runner import Runner
 from .sharded import check_last_layer, with_features
-from .validation import validation_tuning, with_all_weights
+from .validation import check_held_out, validation_tuning, with_all_weights
 
 log = logging.getLogger("lapwing")
 
@@ -169,7 +169,8 @@ def fit(
     inputs, targets = batches.split(batches.weighted(first) if sample_weights else first)
     if validation is not None:
         validation = as_loader(validation, model, "val")
-        tune = validation_tuning(validation, None if tune is DEFAULT_TUNING else tune, data, (inputs, targets))
+        other = None if tune is DEFAULT_TUNING else tune
+        tune, held_out = validation_tuning(validation, other, data, (inputs, targets))
     if data_size is not None:
         check_data_size(data_size, known_size(loader) or 0)
     training = WeightedLoader(loader, ranks.several()) if sample_weights else loader
@@ -184,6 +185,8 @@ def fit(
     drawn = runner.shown()
     check_room(method, Outline.of(tangent, inputs, drawn or batches.size(inputs)))
     _check_logits(tangent, likelihood, inputs)
+    if validation is not None:
+        check_held_out(tangent, likelihood, *held_out)
     if data_size is None:
         warn_of_unseen_samples(data, drawn)
 

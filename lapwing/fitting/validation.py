@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from ..errors import LapwingError
+from ..likelihoods import Likelihood
 from ..network import batches, ranks
 from ..posterior import Posterior
 from ..tangent import Tangent, everything
@@ -30,8 +31,10 @@ GAIN = 2e-3
 """All weights must gain so many nats a held-out sample, since their predictions cost more."""
 
 
-def validation_tuning(validation: Any, tune: Tuning | None, loader: Iterable[Any], first: tuple[Any, Any]) -> Tuning:
-    """Returns the tuning on held-out data; warns where they are the training data.
+def validation_tuning(
+    validation: Any, tune: Tuning | None, loader: Iterable[Any], first: tuple[Any, Any]
+) -> tuple[Tuning, tuple[Any, Any]]:
+    """Returns the tuning on held-out data, and their first batch; warns where they are the training data.
 
     Args:
         validation: a loader.
@@ -49,13 +52,28 @@ def validation_tuning(validation: Any, tune: Tuning | None, loader: Iterable[Any
         )
     tuning = Validation(validation)
     same = any(ranks.gathered("held-out data", validation is loader or _same_dataset(validation, loader)))
-    if same or _same_rows(batches.split(ranks.joined_first_batch(ranks.share(validation))), first):
+    held_out = batches.split(ranks.joined_first_batch(ranks.share(validation)))
+    if same or _same_rows(held_out, first):
         log.warning(
             "The validation data are the training data. The network fits these better than any others, so that its "
             "error bars come out too narrow and its probabilities too sure. Pass data that it was not trained on: "
             "validation=(x_val, y_val)."
         )
-    return tuning
+    return tuning, held_out
+
+
+def check_held_out(tangent: Tangent, likelihood: Likelihood, inputs: Any, targets: Any) -> None:
+    """Raises where the network does not take held-out inputs, or the likelihood their targets: before the passes."""
+    inputs, targets = batches.split((inputs, targets), tangent.device)
+    try:
+        tangent.check(inputs)
+        outputs = tangent.outputs_of(inputs)
+        if tangent.positions is not None:
+            places = tangent.positions.places(len(targets), tangent.positions.sizes(outputs.shape))
+            outputs, targets = tangent.positions.rows(outputs), places.targets(targets, tangent.outputs)
+        likelihood.check(outputs, targets)
+    except LapwingError as error:
+        raise LapwingError(f"The held-out data do not fit. {error}") from error
 
 
 def with_all_weights(

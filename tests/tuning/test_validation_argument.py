@@ -76,6 +76,31 @@ def test_messages(options, message):
         lw.fit(model, [(x[:40], y[:40])], **{"validation": (x[40:], y[40:]), **options})
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, y: (x, y + 5), r"held-out data do not fit. Categorical accepts labels 0 to 2"),
+        (lambda x, y: (x[:, :1], y), r"held-out data do not fit. .* shapes cannot be multiplied"),
+        (lambda x, y: (x / 0, y), r"held-out data do not fit. .* NaN or infinite values in 50 samples"),
+    ],
+)
+def test_held_out_data_are_looked_at_before_the_fit(change, message, monkeypatch):
+    model, x, y = data()
+    monkeypatch.setattr(lw.KFAC, "passes", None)
+    with pytest.raises(lw.LapwingError, match=message):
+        lw.fit(model, [(x[:40], y[:40])], validation=change(x[40:], y[40:]))
+
+
+def test_held_out_labels_of_positions_are_looked_at_too():
+    torch.manual_seed(0)
+    model = torch.nn.Conv2d(2, 3, 1).eval()
+    x, y = torch.randn(8, 2, 4, 5), torch.randint(3, (8, 4, 5))
+    loader = [(x[:5], y[:5])]
+    assert lw.fit(model, loader, validation=(x[5:, :, :3], y[5:, :3])).samples == 5  # of another size
+    with pytest.raises(lw.LapwingError, match=r"held-out data do not fit. The targets have the shape \(3, 3, 5\)"):
+        lw.fit(model, loader, validation=(x[5:], y[5:, :3]))
+
+
 def test_a_method_with_a_prior_of_its_own_gets_a_temperature():
     model, x, y = data()
     with torch.no_grad():
