@@ -78,6 +78,7 @@ def default_fit(
     try:
         tangent = Tangent.survey(model, inputs, everything, forward, memory, warn=False)
     except LapwingError as error:  # frozen weights, quantized layers, ...
+        Tangent.survey(model, inputs, last_layer, forward, memory, warn=False)  # raises for what is wrong with inputs
         log.info("The last layer alone is treated, since all trained weights cannot be: %s", error)
         return None
     if tangent.positions is not None:

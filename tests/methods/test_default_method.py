@@ -87,6 +87,13 @@ def test_frozen_weights_are_left_out_and_the_last_layer_remains(caplog):
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_wrong_inputs_are_not_said_to_leave_the_last_layer(caplog):
+    model, loader, _ = trained()
+    with caplog.at_level(logging.INFO, "lapwing"), pytest.raises(lw.LapwingError, match="shapes cannot be multiplied"):
+        lw.fit(model, [(torch.cat([x, x], 1), y) for x, y in loader])
+    assert not caplog.text
+
+
 def test_dear_weights_are_said(caplog, monkeypatch):
     model, loader, _ = trained()
     monkeypatch.setattr("lapwing.fitting.default_method.FULL_NUMBERS", 100)
