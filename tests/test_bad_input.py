@@ -205,6 +205,10 @@ def test_inputs_of_the_wrong_shape(posterior: lw.Posterior) -> None:
     refused(lambda: fit([(X[0], Y[:1])]), "one row for each sample", "x[None]")
     convolution = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 3)).eval()
     refused(lambda: fit([(torch.randn(8, 1, 3, 3), Y)], convolution), "(4, 1, 3, 3)", "channels", "loader")
+    images = fit([(torch.randn(8, 3, 3, 3), Y)], nn.Sequential(nn.BatchNorm2d(3), *convolution).eval())
+    refused(lambda: images.predict(torch.randn(3, 3, 3)), "expected 4D input", "pass a single sample as x[None]")
+    raw = torch.ones(8, 3, 3, 3, dtype=torch.uint8)
+    refused(lambda: fit([(raw, Y)], convolution), "uint8", "Input type", "x.to(torch.float32)")
     tokens = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 3)).eval()
     refused(lambda: fit([(torch.full((8, 2), 5), Y)], tokens), "int64", "IndexError", "range that it was trained with")
 
@@ -674,6 +678,14 @@ def test_loaders_that_are_none(posterior: lw.Posterior) -> None:
     refused(lambda: fit(TensorDataset(X)), "is list(Tensor (8, 4)", "yield (inputs, targets)")
     refused(lambda: fit({"x": X, "z": Y}), needs, "Tensor (8, 4)", "[(x, y)]")
     refused(lambda: fit([(X[i], Y[i]) for i in range(8)]), "(4,)", "one row for each sample", "x[None]")
+    refused(lambda: lw.fit([(X, Y)], network()), "are a network, of type Sequential", "lw.fit(model, loader)")
+
+
+@pytest.mark.slow
+def test_a_prediction_within_a_compiled_function(posterior: lw.Posterior) -> None:
+    compiled = torch.compile(lambda x: posterior.predict(x).probs, backend="eager")
+    refused(lambda: compiled(X), "torch.compile compiles", "outside of that function", "lw.deploy(posterior, x)")
+    assert posterior.predict(X).probs.shape == (8, 3)
 
 
 def test_other_errors_of_the_users_code_come_through_as_they_are() -> None:
@@ -881,7 +893,10 @@ def test_a_posterior_is_shown_in_one_line(posterior: lw.Posterior) -> None:
     assert f"prior_precision={posterior.prior_precision:.4g}" in shown
     assert "\n" not in shown
     assert len(shown) < 250
-    layers = posterior.with_prior({"0": 1.0, "2": 2.0})
+    layers = posterior.with_prior({"0": 1.0, "2": 2.00001})
+    assert "prior precision 0: 1, 2: 2\n" in str(layers.diagnose())
+    assert "prior precision 0.3333\n" in str(posterior.with_prior(1 / 3).diagnose())
+    assert "Gaussian(noise_variance=0.3333)" in repr(fit([(X, REAL)], likelihood=lw.Gaussian(1 / 3)))
     assert "prior_precision=one for each of 2 blocks" in repr(layers)
     assert "temperature=0.5" in repr(fit([(X, Y)], temperature=0.5))
 
@@ -953,7 +968,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "layer": (lambda model: model.__setitem__(2, nn.Linear(6, 3)), "2.weight"),
     "parameter": (lambda model: setattr(model[0], "weight", nn.Parameter(model[0].weight.clone())), "0.weight"),
     "loaded": (lambda model: model.load_state_dict(network().state_dict()), "0.weight"),
-    "dtype": (lambda model: model.double(), "dtype or device"),
+    "dtype": (lambda model: model.double(), "dtype or device of 0.weight"),
 }
 
 

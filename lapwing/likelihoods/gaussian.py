@@ -81,7 +81,8 @@ class Gaussian(Likelihood):
         option = ", missing=True" if self.missing else ""
         if self.noise_ratios is not None:
             option += f", noise_ratios={shown(tuple(float(f'{ratio:.4g}') for ratio in self.noise_ratios))}"
-        return f"{type(self).__name__}(noise_variance={self.noise_variance}{option})"
+        noise = self.noise_variance if self.noise_variance is None else float(f"{self.noise_variance:.4g}")
+        return f"{type(self).__name__}(noise_variance={noise}{option})"
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Checks real targets (B, C) or, when C = 1, (B,)."""

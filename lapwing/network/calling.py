@@ -121,12 +121,8 @@ def _blames_inputs(error: Exception) -> bool:
     """Whether an exception out of the network is about how it was called, or about shapes, dtypes and indices."""
     if isinstance(error, (LapwingError, torch.OutOfMemoryError, NotImplementedError)):
         return False
-    words = (
-        ("argument",)
-        if isinstance(error, TypeError)
-        else ("shape", "size", "dtype", "scalar type", "dimension", "Dimension", "index")
-    )
-    return any(word in str(error) for word in words)
+    words = ("argument",) if isinstance(error, TypeError) else ("shape", "size", "type", "dimension", "index", "input")
+    return any(word in str(error).lower() for word in words)
 
 
 def _refused(model: nn.Module, inputs: Any, forward: Forward | None, error: Exception) -> LapwingError:
@@ -136,7 +132,7 @@ def _refused(model: nn.Module, inputs: Any, forward: Forward | None, error: Exce
     other = any(leaf.dtype != weight for leaf in leaves if leaf.is_floating_point() or len(leaves) == 1)
     if isinstance(error, TypeError):
         line = "Pass what this call takes, without targets, or forward=lambda model, inputs: model(...)."
-    elif other and ("dtype" in str(error) or "scalar type" in str(error)):
+    elif other and "type" in str(error):
         line = f"Its weights have the dtype {short(weight)}. Pass inputs of the same dtype: write x.to({weight})."
     else:
         line = (

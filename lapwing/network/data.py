@@ -48,6 +48,11 @@ def as_loader(data: Any, network: Any, kind: str = "train") -> Any:
         return data
     if callable(getattr(data, "train_dataloader", None)):
         return _loader_of_module(data, kind)
+    if isinstance(data, nn.Module):
+        raise LapwingError(
+            f"The data are a network, of type {type(data).__name__}. Write lw.fit(model, loader): pass the network "
+            "first, and then the data."
+        )
     dtype = _dtype(network)
     if _is_map_style(data):
         if not len(data):

@@ -232,9 +232,16 @@ def without_compiled() -> Iterator[None]:
     with LOCK:
         if "torch._dynamo" not in sys.modules:
             yield
-        else:
-            with torch.compiler.set_stance("force_eager"):
-                yield
+            return
+        try:
+            stance = torch.compiler.set_stance("force_eager")
+        except RuntimeError as error:
+            raise LapwingError(
+                "lapwing was called within a function that torch.compile compiles. Call it outside of that function, "
+                "or compile lw.deploy(posterior, x)."
+            ) from error
+        with stance:
+            yield
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ class Stamp:
             return next(name for name, old, new in zip(self.tensors, self.versions, now, strict=True) if old != new)
         values, before = torch.cat(_parts(state)), self.values
         if (values.dtype, values.device) != (before.dtype, before.device):
-            return "the dtype or device of its weights"
+            return f"the dtype or device of {next(iter(state))}"
         if torch.equal(values, before) or torch.equal(values := values.nan_to_num(), before):
             return None
         counts = [min(SAMPLED, shape.numel()) for shape in self.shapes]

@@ -159,8 +159,11 @@ class Diagnosis:
     def __str__(self) -> str:
         """The report."""
         lines = [f"{self.method} over {self.weights:,} weights, {self.samples:,} samples"]
-        if self.prior_precision is not None:
-            lines.append(f"prior precision {self.prior_precision}")
+        delta = self.prior_precision
+        if isinstance(delta, dict):
+            lines.append("prior precision " + ", ".join(f"{name}: {value:.4g}" for name, value in delta.items()))
+        elif delta is not None:
+            lines.append(f"prior precision {delta:.4g}")
         if self.noise_variance is not None:
             lines.append(f"noise variance {self.noise_variance:.4g}")
         if self.log_evidence is not None:
