@@ -30,7 +30,7 @@ held_out_loader = DataLoader(TensorDataset(x[1000:1400], y[1000:1400]), batch_si
 new_inputs, true_labels = x[1400:], y[1400:]
 # ----------------------------------------------------------------------------------------------------------------------
 
-# Fit: KFAC on the last layer. Held-out data choose the prior precision; without them leave `tune` out.
+# Fit: held-out data choose the weights to treat, prior and temperature; without them leave `validation` out.
 model.eval()
 posterior = lw.fit(model, train_loader, validation=held_out_loader)
 print(posterior.diagnose())

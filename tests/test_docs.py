@@ -97,6 +97,22 @@ def test_costs_in_the_readme_are_those_measured() -> None:
     assert not missing
 
 
+def test_costs_of_deployed_networks_are_those_measured() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "streamlined_cost.json").read_text())["results"]
+    page = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+    names = [f"{name}: {part}" for name in ("mlp", "resnet20") for part in ("diagonal", "last layer, KFAC")]
+    for row in (results[name] for name in (*names, "vit: diagonal", "resnet20: last block, diagonal")):
+        batches = [
+            [row[size][runtime] for size in ("batch 1", "batch 100")]
+            for runtime in ("eager", "compiled", "onnxruntime")
+        ]
+        assert " | ".join(f"{one:.1f} / {many:.1f}" for one, many in batches) in page
+    correlated = results["resnet20: diagonal, positions correlated"]["batch 100"]["compiled"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    costs = f"costs {results['resnet20: diagonal']['batch 100']['compiled']:.1f} of its forward passes compiled"
+    assert f"{costs}, and {correlated:.1f} with correlated positions" in " ".join(readme.split())
+
+
 def test_messages_that_the_errors_page_quotes_exist() -> None:
     """Each quotation, cut where it leaves words out, is part of a text of the package."""
     texts = []
