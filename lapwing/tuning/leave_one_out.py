@@ -45,6 +45,9 @@ HIGHEST_RAISED = 0.0
 MAX_EXPLAINED = 0.9
 """Of the targets, copies aside, the weights explain at most this part, the noise the others."""
 
+TABLE = 2**20
+"""Inputs of at most so many real numbers are one batch."""
+
 SAME_SAMPLE = 0.98
 """Cosine between the gradients of two samples from which on they are copies, if their targets are equal too."""
 
@@ -261,7 +264,10 @@ def _process(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, 
     chosen = torch.arange(count) * len(residuals) // count
     samples = chosen.repeat_interleave(times)
     turns = torch.arange(len(samples)) % outputs
-    anchors = Anchors(tangent, tuple(inputs for inputs, *_ in parts), samples, turns)
+    inputs = tuple(inputs for inputs, *_ in parts)
+    if len(residuals) * tangent.bytes_per_sample(times, tangent.widest) <= tangent.memory // 16:
+        inputs = _joined(inputs)
+    anchors = Anchors(tangent, inputs, samples, turns)
     precision = posterior.prior.precision if prior_fixed else torch.ones(len(tangent.blocks), dtype=torch.float64)
     weights = {block.name: 1 / value for block, value in zip(tangent.blocks, precision.tolist(), strict=True)}
     mean = posterior.prior.mean if treated else {}
@@ -273,6 +279,13 @@ def _process(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, 
     roots = counts.sqrt() / posterior.likelihood.ratios(residuals).sqrt()[turns]
     values, vectors = torch.linalg.eigh(roots[:, None] * gram * roots)
     return _Process(values.clamp_min(0), vectors, roots * labels, counts, same, prior_fixed, tangent.size)
+
+
+def _joined(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns rows of a table as one batch, since the kernel goes through all pairs of batches; others as they are."""
+    tables = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
+    few = len(tables) == len(parts) and sum(part.numel() for part in tables) <= TABLE
+    return (torch.cat(tables),) if few and len({(part.shape[1:], part.dtype) for part in tables}) == 1 else parts
 
 
 def learning_curve(values: Tensor, noise_variance: float, factor: float, total: float | None = None) -> float:

@@ -428,6 +428,22 @@ def test_left_out_width_against_a_process_refitted_without_each_sample(outputs, 
     assert found.variance == pytest.approx(sum(variances) / len(pairs), rel=1e-6)
 
 
+def test_batches_change_nothing_of_what_is_left_out(monkeypatch):
+    torch.manual_seed(0)
+    x = torch.randn(30, 4, dtype=torch.float64)
+    x[20:25], x[25:] = x[:5], x[:5]  # five samples three times
+    x[10:13] = x[7:10]  # three twice
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double().eval()
+    y = model(2 * x).detach() + x[:, :2].sin()
+    loader = list(zip(x.split([12, 0, 11, 7]), y.split([12, 0, 11, 7]), strict=True))
+    posterior = lw.fit(model, loader, lw.KFAC(), likelihood="gaussian", tune=None)
+    joined = leave_one_out(posterior, loader)
+    monkeypatch.setattr("lapwing.tuning.leave_one_out.TABLE", 1)
+    for parts in (loader, [(x, y)]):
+        apart = leave_one_out(posterior, parts)
+        assert vars(apart) == pytest.approx(vars(joined), rel=1e-9)
+
+
 def test_repeated_measurements_are_no_copies():
     """Their targets differ: each says how far the noise of another goes."""
     torch.manual_seed(0)
