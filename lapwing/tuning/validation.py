@@ -22,8 +22,22 @@ from .evidence import Training, Tuning
 log = logging.getLogger("lapwing")
 
 
+class _OnHeldOutData(Tuning):
+    """A tuning by held-out data, which reads no evidence."""
+
+    loader: Any
+
+    def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
+        """Returns False: held-out data tune."""
+        return False
+
+    def expected_batches(self, count: int) -> int:
+        """Returns those of the held-out data, where they are batches already."""
+        return 0 if isinstance(self.loader, (tuple, Mapping)) else length_of(self.loader) or 0
+
+
 @dataclass(frozen=True)
-class Validation(Tuning):
+class Validation(_OnHeldOutData):
     """Chooses δ, and σ² or a logit temperature T, by the mean log likelihood of held-out data.
 
     Predictions are linearised, with the default link. All candidates are scored from one contraction of each batch: a
@@ -88,14 +102,6 @@ class Validation(Tuning):
                 "lw.Validation(loader, tolerance=0.25), or 0.0 for the best score."
             )
 
-    def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
-        """Returns False: held-out data tune."""
-        return False
-
-    def expected_batches(self, count: int) -> int:
-        """Returns those of the held-out data, where they are batches already."""
-        return 0 if isinstance(self.loader, (tuple, Mapping)) else length_of(self.loader) or 0
-
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior at the best δ and rank."""
@@ -115,7 +121,7 @@ class Validation(Tuning):
 
 
 @dataclass(frozen=True)
-class EarlyStopping(Tuning):
+class EarlyStopping(_OnHeldOutData):
     """Chooses n, how many training points the curvature sums, and δ by held-out log likelihood.
 
     Deng et al. 2022, section 5.2. The covariance is `(S_n + δI)⁻¹` with `S_n` summed over the first n points: a wide
@@ -162,14 +168,6 @@ class EarlyStopping(Tuning):
         check_grid("EarlyStopping", self.decades, self.points)
         check_choice("lw.EarlyStopping", "form", self.form, ("published", "scaled"))
         check_count("lw.EarlyStopping", "prefixes", self.prefixes)
-
-    def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
-        """Returns False: held-out data tune."""
-        return False
-
-    def expected_batches(self, count: int) -> int:
-        """Returns those of the held-out data, where they are batches already."""
-        return 0 if isinstance(self.loader, (tuple, Mapping)) else length_of(self.loader) or 0
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
