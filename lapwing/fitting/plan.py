@@ -41,7 +41,7 @@ FIT_CALLS, SURVEY_SAMPLES = 20_000, 60
 """What any fit takes: operations of the checks and the search for the prior precision, and the survey's forward passes
 of a sample."""
 
-HOLES, HEAP = 0.5, 3 * 2**25
+HOLES, HEAP = 0.5, 2**26
 """What the allocator of a CPU keeps beside live tensors: so much of their bytes, up to so many bytes. glibc gives back
 blocks above 2²⁵ bytes when they are freed; smaller ones leave holes in its heap. Measured by `benchmarks/plan.py`."""
 

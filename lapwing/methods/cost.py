@@ -269,17 +269,17 @@ class Outline:
         dtype = dtype or tangent.dtype
         each = self.record(max(columns, CHECKED_COLUMNS), dtype) + scratch * dtype.itemsize
         rows = 2 * min(self._rows(length * columns), SLICE_BYTES, tangent.memory // 8)
-        return length * each + rows
+        return length * self.activations + min(length * each, tangent.memory) + rows
 
-    def rows(self, count: int, dtype: torch.dtype) -> int:
+    def row_chunk(self, count: int, dtype: torch.dtype) -> int:
         """Returns the bytes of what is recorded at once to write out M rows of J, and of its parts joined."""
         row = self.tangent.size * dtype.itemsize
         at_once = max(1, min(count, self.tangent.memory // (4 * row)))
-        samples = -(-at_once * min(count, self.samples) // count)
-        return samples * self.record(-(-at_once // samples), dtype) + 2 * at_once * row
+        samples = max(1, -(-at_once * min(count, self.samples) // count))
+        return samples * (self.activations + self.record(-(-at_once // samples), dtype)) + 2 * at_once * row
 
     def record(self, columns: int, dtype: torch.dtype) -> int:
-        """Returns the bytes of the record of a sample: in the backward passes, or in the contractions that follow.
+        """Returns the bytes of a sample's record beside activations: of backward passes, or of contractions after them.
 
         A contraction copies the gradients of its layer; in a wider dtype, once more and with the patches.
         """
@@ -288,7 +288,7 @@ class Outline:
         copies = [columns * outputs + wider * (2 * patches + columns * outputs) for outputs, patches in sizes]
         gathered = itemsize * columns * sum(outputs for outputs, _ in sizes)
         contracted = gathered + dtype.itemsize * max(copies, default=0)
-        return self.activations + self.patches + max(columns * self.gradients, contracted)
+        return self.patches + max(columns * self.gradients, contracted)
 
     def _rows(self, count: int) -> int:
         """Returns the bytes of so many rows of the largest layer that writes them out, and not as gradients."""

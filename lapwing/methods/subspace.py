@@ -108,7 +108,7 @@ def on_rows_cost(outline: Outline, count: int, rank: int, residual: Residual) ->
         whole, least = count * size <= min(SVD_NUMBERS, memory // 16), min(count, size)
         rows, directions = count * size * dtype.itemsize, rank * size * dtype.itemsize
         svd = 16 * count * size + 8 * least * (count + size) if whole else directions
-        span, beside = rows + max(outline.rows(count, dtype), svd + 56 * least**2), 0
+        span, beside = rows + max(outline.row_chunk(count, dtype), svd + 56 * least**2), 0
         fit += outline.decomposed(singular(count, size))
     else:  # pairs of chunks of rows, each recorded again
         length = tangent.chunk_length(1, dtype) // 2

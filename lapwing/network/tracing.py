@@ -2,8 +2,9 @@
 
 Calls of torch functions (`F.linear(x, W, b)`, `conv2d`, ...) are recorded, not those of modules: functional reuse of a
 weight and attention projections count like any other layer. Parameters are recognised by identity. The
-graph starts at the first watched output, so a frozen or unselected trunk costs a plain forward pass. A table read once
-for the whole batch, such as positions, is spread over the samples, so that its gradients arrive sample by sample.
+graph starts at the first watched output, and weights that are not watched are constants, so a trunk that is not
+treated costs a plain forward pass. A table read once for the whole batch, such as positions, is spread over the
+samples, so that its gradients arrive sample by sample.
 """
 
 from __future__ import annotations

@@ -120,6 +120,15 @@ def test_peaks_of_few_and_more_outputs(name, params, outputs):
     assert peak / 1.6 < planned.peak_bytes < 1.6 * peak
 
 
+@pytest.mark.usefixtures("live_only")
+def test_gradients_above_the_budget_are_taken_in_groups():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(2, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    model, data = nn.Sequential(*layers, nn.Linear(32, 800)).eval(), regression((2, 12, 12), 2, 1, 800)
+    planned = lw.plan(model, data, lw.Diagonal(), params=lw.everything, memory=2**24)
+    assert planned.peak_bytes < 1.4 * 2**24 < 4 * 800 * 2 * 32 * 144  # the gradients of one sample
+
+
 def test_on_a_cpu_the_allocator_keeps_as_much_again_up_to_a_limit(monkeypatch):
     torch.manual_seed(0)
     module, call, peaks = import_module("lapwing.fitting.plan"), (mlp(), regression((12,)), lw.Diagonal()), []
