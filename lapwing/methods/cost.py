@@ -275,7 +275,7 @@ class Outline:
         """Returns the bytes of what is recorded at once to write out M rows of J, and of its parts joined."""
         row = self.tangent.size * dtype.itemsize
         at_once = max(1, min(count, self.tangent.memory // (4 * row)))
-        samples = max(1, -(-at_once * min(count, self.samples) // count))
+        samples = max(1, -(-at_once * min(count, self.samples) // max(1, count)))
         return samples * (self.activations + self.record(-(-at_once // samples), dtype)) + 2 * at_once * row
 
     def record(self, columns: int, dtype: torch.dtype) -> int:
