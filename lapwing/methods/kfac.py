@@ -170,7 +170,7 @@ def _eigenbases(state: Factors, columns: int, logits: set[str], device: torch.de
     large = sorted((name for name in work if work[name] >= SHARED and ranks.several()), key=work.__getitem__)
     sources = {name: number % ranks.size() for number, name in enumerate(large)}
     bases = {}
-    for name in work:
+    for name in sorted(work, key=work.__getitem__, reverse=True):  # the widest while little else is decomposed
         if sources.get(name, ranks.rank()) == ranks.rank():
             bases[name] = _eigenbasis(state, name, columns, name in logits)
         else:
