@@ -47,7 +47,9 @@ class InParts(BlockJacobian):
         here, w = slice(0, 0), torch.empty(0)
         for samples, outputs, rows in self.parts():
             if outputs != here:
-                here, w = outputs, torch.stack([self._weights(weighting, outputs) for weighting in several], 1)
+                here, w = outputs, rows.new_empty(self.groups, len(several), rows[0, 0, 0].numel())
+                for i, weighting in enumerate(several):
+                    w[:, i] = self._weights(weighting, outputs)
             norms = norms or [rows.new_zeros(self.batch, self.cotangents, len(several)) for _ in range(2)]
             rows = rows.flatten(3)
             for norm, values in zip(norms, (rows, rows - rows.mean(2, keepdim=True)), strict=True):

@@ -54,11 +54,6 @@ def eigenpairs(size: int, rank: int) -> float:
     return EIGEN * rank**3 + DOUBLE * size * rank * (3 * size + 5 * rank)
 
 
-def eigen_scratch(size: int, rank: int, itemsize: int) -> int:
-    """Returns the bytes beside that sum meanwhile, whose numbers have so many."""
-    return 40 * size * rank if is_reduced(size, rank) else (WORKSPACE - itemsize) * size**2
-
-
 @dataclass(frozen=True)
 class Work:
     """What one sample takes.

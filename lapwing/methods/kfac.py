@@ -18,7 +18,7 @@ from ..jacobian.jacobian import as_matrix
 from ..linalg import doubled, eigen_in_place, is_reduced, mirrored, symmetric_eigen
 from ..network import ranks
 from ..tangent import Tangent
-from .cost import EIGEN, WORKSPACE, Cost, Layer, Outline, eigen_scratch, eigenpairs
+from .cost import EIGEN, WORKSPACE, Cost, Layer, Outline, eigenpairs
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
 from .problem import Problem
 from .state import BlockSums, State
@@ -78,7 +78,7 @@ class KFAC(Method):
                 sides = [(outputs, outline.columns * rows)]
                 sides += [] if block.matrix and block.matrix.one_hot else [(inputs, rows)]
                 eigen += groups * sum(eigenpairs(size, rank) for size, rank in sides)
-                scratch = max(scratch, *(groups * eigen_scratch(size, rank, itemsize) for size, rank in sides))
+                scratch = max(scratch, groups * (WORKSPACE - itemsize) * max(sides)[0] ** 2)
             elif kinds[block.name] == "dense":
                 eigen += EIGEN * block.size**3
                 scratch = max(scratch, 2 * WORKSPACE * block.size**2)
@@ -170,7 +170,7 @@ def _eigenbases(state: Factors, columns: int, logits: set[str], device: torch.de
     large = sorted((name for name in work if work[name] >= SHARED and ranks.several()), key=work.__getitem__)
     sources = {name: number % ranks.size() for number, name in enumerate(large)}
     bases = {}
-    for name in work:
+    for name in sorted(work, key=work.__getitem__, reverse=True):  # the widest while little else is decomposed
         if sources.get(name, ranks.rank()) == ranks.rank():
             bases[name] = _eigenbasis(state, name, columns, name in logits)
         else:
