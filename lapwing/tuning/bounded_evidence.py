@@ -13,7 +13,7 @@ import torch
 from ..covariance import PriorCovariance
 from ..errors import LapwingError, check_count, check_positive
 from ..likelihoods import Likelihood
-from ..methods.cost import DOUBLE, EIGEN, MOVE, Layer, Outline, Work
+from ..methods.cost import EIGEN, MOVE, Layer, Outline, Work
 from ..network import batches, ranks
 from ..network.eager import outside_modes
 from ..network.loaders import other_size
@@ -149,11 +149,11 @@ class BoundedEvidence(Tuning):
             likelihood: of the fit.
         """
         samples, outputs, positions = outline.samples, outline.tangent.outputs, outline.tangent.positions
-        if likelihood.needs_noise and positions is None:  # the kernel, its eigenvalues and inverse, and predictions
+        if likelihood.needs_noise and positions is None:  # the kernel, its eigenvalues, and predictions
             some = min(samples, 4 * self.samples)
             count = min(some * outputs, MAX_ROWS)
             rows = Work(1, 1, outline.total(lambda layer: layer.rows(1))).times(count)
-            kernel = outline.once(count**2 * outline.total(_gram) + 2 * DOUBLE * count**3)
+            kernel = outline.once(count**2 * outline.total(_gram))
             return (rows + predict.times(some)).times(1 / samples) + kernel + outline.decomposed(EIGEN * count**3)
         if likelihood.needs_noise or likelihood.noise_variance is not None:
             return Work()
