@@ -35,7 +35,7 @@ class HeteroscedasticGaussian(NoiselessLikelihood):
     (B, K), or (B,) when K = 1. There is no noise variance to be tuned: the network predicts it.
 
     Raises:
-        LapwingError: in `check`, for an odd number of outputs.
+        LapwingError: for an odd number of outputs.
 
     Λ is the Fisher information, which is positive at every residual; the Hessian is not. Immer et al. 2023, Effective
     Bayesian Heteroscedastic Regression with Deep Neural Networks, have natural parameters as outputs in their place.
@@ -52,19 +52,12 @@ class HeteroscedasticGaussian(NoiselessLikelihood):
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Checks real targets (B, K) against outputs (B, 2K); (B,) when K = 1."""
-        count = outputs.shape[-1]
-        if outputs.ndim != 2 or count % 2:
-            raise LapwingError(
-                "HeteroscedasticGaussian needs a mean and a log variance for each target, outputs of shape (B, 2K). "
-                f"The outputs have shape {tuple(outputs.shape)}. Give the network twice as many outputs as there are "
-                f"targets: `torch.nn.Linear(features, {2 * count})`."
-            )
-        means = torch.Size((len(outputs), count // 2))
-        check_real_targets("HeteroscedasticGaussian", means, outputs.device, targets)
+        mean, _ = _mean_and_log_variance(outputs)
+        check_real_targets("HeteroscedasticGaussian", mean.shape, outputs.device, targets)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns `-1/2 Σ_k [(y - m)² exp(-s) + s + log 2π]`, (B,)."""
-        mean, log_variance = at_least_float32(outputs).chunk(2, -1)
+        mean, log_variance = _mean_and_log_variance(outputs)
         squares = (aligned_targets("HeteroscedasticGaussian", mean, targets) - mean).square()
         return -0.5 * (squares * (-log_variance).exp() + log_variance + math.log(2.0 * math.pi)).sum(-1)
 
@@ -91,8 +84,25 @@ class HeteroscedasticGaussian(NoiselessLikelihood):
 
     def _roots(self, outputs: Tensor) -> Tensor:
         """Returns the diagonal of the root, (B, 2K)."""
-        mean, log_variance = at_least_float32(outputs).chunk(2, -1)
+        mean, log_variance = _mean_and_log_variance(outputs)
         return torch.cat([(-0.5 * log_variance).exp(), torch.full_like(mean, 0.5**0.5)], -1).to(outputs.dtype)
+
+
+def _mean_and_log_variance(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the two halves of outputs (B, 2K), each (B, K).
+
+    Raises:
+        LapwingError: for outputs of another shape.
+    """
+    count = outputs.shape[-1] if outputs.ndim else 1
+    if outputs.ndim != 2 or count % 2:
+        raise LapwingError(
+            "HeteroscedasticGaussian needs a mean and a log variance for each target, outputs of shape (B, 2K). "
+            f"The outputs have shape {tuple(outputs.shape)}. Give the network twice as many outputs as there are "
+            f"targets: `torch.nn.Linear(features, {2 * count})`."
+        )
+    mean, log_variance = at_least_float32(outputs).chunk(2, -1)
+    return mean, log_variance
 
 
 @dataclass(frozen=True, eq=False, repr=False)

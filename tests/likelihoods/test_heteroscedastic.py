@@ -105,6 +105,13 @@ def test_from_fit_to_file_and_deployment(tmp_path):
     assert "it" in str(table)
 
 
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_a_network_of_an_odd_number_of_outputs_is_refused(outputs):
+    model, x = nn.Linear(4, outputs).eval(), torch.randn(5, 4)
+    with pytest.raises(LapwingError, match=rf"Linear\(features, {2 * outputs}\)"):
+        lw.fit(model, [(x, torch.zeros(5))], likelihood=LIKELIHOOD)
+
+
 def test_wrong_outputs_and_targets_are_refused():
     with pytest.raises(LapwingError, match=r"shape \(4, 3\)\. .*Linear\(features, 6\)"):
         LIKELIHOOD.check(torch.zeros(4, 3), torch.zeros(4, 3))
