@@ -224,12 +224,12 @@ def fit(
         whole, parts = posteriors_of(runner, method, problem, result)
 
         # the tuning
+        before, shown_data = time.perf_counter(), Training(training, parts, runner.count())
         if result.precision is not None or not isinstance(result.covariance, PriorCovariance):
-            return checked(_with_prior_of_method(whole, method, tune, weight_prior.fixed))
+            unused = "validation=" if validation is not None else f"tune={type(tune).__name__}"
+            return checked(_with_prior_of_method(whole, method, tune, shown_data, unused, weight_prior.fixed))
         if tune is None:
             return checked(whole if whole.tuned else whole.with_defaults())
-        before = time.perf_counter()
-        shown_data = Training(training, parts, runner.count())
         posterior = checked(tangent.retried(lambda: tune.tune(whole, shown_data)))
         log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - start)
         if not is_default or validation is None or likelihood.logit_temperature is None:
@@ -275,11 +275,15 @@ def _root(tangent: Tangent, likelihood: Likelihood, seed: int) -> FisherRoot:
     return FisherRoot(likelihood, tangent.outputs, generator, root_positions(tangent))
 
 
-def _with_prior_of_method(whole: Posterior, method: Method, tune: Tuning | None, fixed: bool) -> Posterior:
-    """Returns the posterior of a method that chooses its own prior, its logit temperature tuned on held-out data."""
-    if isinstance(tune, Validation) and whole.logit_temperature == 1:
+def _with_prior_of_method(
+    whole: Posterior, method: Method, tune: Tuning | None, training: Training, unused: str, fixed: bool
+) -> Posterior:
+    """Returns the posterior of a method that chooses its own prior, the logit temperature or noise tuned beside it."""
+    open_noise = not whole.noise_fixed and not isinstance(whole.covariance, PriorCovariance)
+    if isinstance(tune, Validation) and (open_noise or whole.logit_temperature == 1):
         return tune.tune(whole)
+    if isinstance(tune, BoundedEvidence) and open_noise:
+        return whole.tangent.retried(lambda: tune.tune(whole, training))
     if not fixed and tune is not None and tune is not DEFAULT_TUNING:
-        name = type(tune).__name__
-        log.warning("%s chooses its own prior; tune=%s was not used", type(method).__name__, name)
+        log.warning("%s chooses its own prior: %s was not used.", type(method).__name__, unused)
     return whole

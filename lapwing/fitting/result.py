@@ -42,9 +42,10 @@ def posteriors_of(
         prior = replace(prior, precision=result.precision, fixed=True)
 
     def posterior(covariance: Covariance, statistics: Mapping[str, Tensor], samples: int, factor: float) -> Posterior:
+        given = likelihood if isinstance(covariance, PriorCovariance) else problem.likelihood
         fitted = Posterior(
             tangent, covariance, likelihood, prior, dict(statistics), samples, factor, problem.temperature,
-            repr(method), not likelihood.needs_noise, Stamp.of(tangent.state()), result.history,
+            repr(method), not given.needs_noise, Stamp.of(tangent.state()), result.history,
         )  # fmt: skip
         settled = fitted.noise_fixed and isinstance(covariance, PriorCovariance)
         return fitted.at(prior.precision, likelihood.noise_variance) if settled else fitted
@@ -89,11 +90,13 @@ def _agreed(posterior: Posterior) -> Posterior:
     """Returns the posterior at the numbers of rank 0, from which those of another machine may differ by rounding."""
     tuned = posterior.prior.precision.tolist(), posterior.noise_variance, posterior.logit_temperature
     precision, noise, temperature = ranks.decided("the numbers that were tuned", tuned)
-    if (precision, noise, temperature) == tuned or not isinstance(posterior.covariance, PriorCovariance):
+    if (precision, noise, temperature) == tuned:
         return posterior
     if temperature is not None:
         likelihood = posterior.likelihood.with_logit_temperature(temperature)
         posterior = replace(posterior, likelihood=likelihood)
+    if not isinstance(posterior.covariance, PriorCovariance):
+        return posterior.with_noise(noise)
     return posterior.at(posterior.prior.precision.new_tensor(precision), noise)
 
 

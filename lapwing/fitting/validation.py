@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
@@ -53,7 +54,7 @@ def validation_tuning(
     tuning = Validation(validation)
     same = any(ranks.gathered("held-out data", validation is loader or _same_dataset(validation, loader)))
     held_out = batches.split(ranks.joined_first_batch(ranks.share(validation)))
-    if same or _same_rows(held_out, first):
+    if same or _overlap(_tensors(validation, held_out), _tensors(loader, first)) or _same_rows(held_out, first):
         log.warning(
             "The validation data are the training data. The network fits these better than any others, so that its "
             "error bars come out too narrow and its probabilities too sure. Pass data that it was not trained on: "
@@ -121,6 +122,21 @@ def _same_dataset(one: Any, other: Any) -> bool:
     if not all(isinstance(loader, DataLoader) for loader in loaders) or one.dataset is not other.dataset:
         return False
     return all(type(loader.sampler) in (RandomSampler, SequentialSampler) for loader in loaders)
+
+
+def _tensors(loader: Any, first: tuple[Any, Any]) -> Sequence[Tensor]:
+    """Returns the tensors of a data set that is shown whole, and those of the first batch of any other."""
+    whole = isinstance(loader, DataLoader) and type(loader.sampler) in (RandomSampler, SequentialSampler)
+    return loader.dataset.tensors if whole and isinstance(loader.dataset, TensorDataset) else batches.tensors(first)
+
+
+def _overlap(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Whether inputs and targets share memory, as those of one table do that is shuffled for training."""
+    return len(one) == len(other) and all(
+        a.device == b.device and not a.is_meta
+        and a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+        for a, b in zip(one, other, strict=True)
+    )  # fmt: skip
 
 
 def _same_rows(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:

@@ -145,6 +145,12 @@ class Posterior:
             self, covariance=covariance, likelihood=likelihood, prior=replace(self.prior, precision=precision)
         )
 
+    def with_noise(self, noise_variance: float | None) -> Posterior:
+        """Returns the posterior at another noise variance; a covariance that chose its own prior stays as it is."""
+        if isinstance(self.covariance, PriorCovariance):
+            return self.at(self.prior.precision, noise_variance)
+        return replace(self, likelihood=self.likelihood.with_noise_variance(noise_variance))
+
     @outside_modes
     def with_prior(
         self, prior_precision: float | Mapping[str, float], noise_variance: float | None = None

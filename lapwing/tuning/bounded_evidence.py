@@ -55,9 +55,9 @@ class BoundedEvidence(Tuning):
     from others, its width at unseen ones). So networks that overfit or interpolate get their width too, the last layer
     alone included. Widths are never below the mean squared residual. All trained weights count (`requires_grad`: freeze
     those that other data trained) in networks of at most a million weights, few of them without a layer family. In
-    larger ones the treated weights alone do. A given prior precision is kept, and σ² makes the width; of a given noise
-    variance the evidence chooses the prior precision. Where the outputs have positions, a regression is tuned by the
-    evidence alone.
+    larger ones the treated weights alone do. A prior precision that the user gave is kept, and a covariance that chose
+    its own (`SampledLLA`, `MeanField`), and σ² makes the width; of a given noise variance the evidence chooses the
+    prior precision. Where the outputs have positions, a regression is tuned by the evidence alone.
 
     Args:
         nats: what the spread may cost, in nats a training sample, with the default link.
@@ -107,17 +107,17 @@ class BoundedEvidence(Tuning):
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior at the evidence's prior precision within the bound, or at the width of a regression."""
-        if not isinstance(posterior.covariance, PriorCovariance):
-            return posterior
         residual = posterior.likelihood.residual_variance(posterior.statistics)
         if residual is not None and not posterior.noise_fixed and posterior.tangent.positions is None:
             return self._with_width(posterior, residual, training)
+        if not isinstance(posterior.covariance, PriorCovariance):
+            return posterior
         tuned = Evidence().tune(posterior)
         if posterior.prior.fixed or tuned.noise_variance is not None:
             return tuned
         nll = -float(tuned.likelihood.log_likelihood(tuned.statistics)) / tuned.samples
         if nll < CERTAIN_NLL:
-            log.info(
+            log.warning(
                 "%s has memorised its training labels, whose NLL is %.2g a sample: they cannot show how calibrated it "
                 "is. For calibrated probabilities hold data out, and write lw.fit(model, loader, validation=held_out).",
                 type(tuned.tangent.model).__name__, nll,
@@ -176,17 +176,20 @@ class BoundedEvidence(Tuning):
         exact = leave_one_out(posterior, parts, size, residual)
         explained = (exact.training_variance / exact.noise_variance - 1) * exact.samples / size
         width = max(exact.width, (1 + explained) * residual)  # the network may fit worse than its linearised model
-        precision = posterior.prior.precision
-        if not posterior.prior.fixed:
-            precision = torch.full_like(precision, exact.precision)
-        start = posterior.at(precision, exact.noise_variance)
-        training_variance = exact.noise_variance + mean_variances([start], parts)[0]
-        factor = width / exact.unseen(training_variance)
-        noise = max(factor * exact.noise_variance, LOWEST_NOISE * width)
-        if posterior.prior.fixed:
-            noise = _noise_of_width(posterior, parts, factor * training_variance)
+        keeps_prior = posterior.prior.fixed or not isinstance(posterior.covariance, PriorCovariance)
+        precision = torch.full_like(posterior.prior.precision, exact.precision)
+        noise = exact.noise_variance
+        start = posterior.with_noise(noise) if keeps_prior else posterior.at(precision, noise)
+        spread = mean_variances([start], parts)[0]
+        factor = width / exact.unseen(noise + spread)
+        if exact.drawn:
+            noise = (posterior.noise_variance or 0.0) + max(width - exact.drawn, 0.0)
+        elif not isinstance(posterior.covariance, PriorCovariance):
+            noise = max(factor * (noise + spread) - spread, residual)
+        elif posterior.prior.fixed:
+            noise = _noise_of_width(posterior, parts, factor * (noise + spread))
         else:
-            precision = precision / factor
+            noise = max(factor * noise, LOWEST_NOISE * width)
         log.info(
             "Targets that are left out have a variance of %.3g by the exact linearised model of %d weights and %d "
             "samples, and the mean squared residual is %.3g: the noise variance of %s is %.3g",
@@ -200,7 +203,7 @@ class BoundedEvidence(Tuning):
                 "parameter.requires_grad_(False).",
                 type(posterior.tangent.model).__name__, residual, width,
             )  # fmt: skip
-        return posterior.at(precision, noise)
+        return posterior.with_noise(noise) if keeps_prior else posterior.at(precision / factor, noise)
 
     def costs(self, candidates: Sequence[Posterior], loader: Iterable[Any], shown: int | None = None) -> list[float]:
         """Returns what the spread of each candidate costs, in nats a training sample; negative where it helps.
@@ -322,6 +325,6 @@ def _raised(posterior: Posterior, exponent: float) -> Posterior:
 def _noise_of_width(posterior: Posterior, parts: Sequence[batches.Weighted], width: float) -> float:
     """Returns the σ² with which predictions at these batches have a mean variance, at the posterior's prior."""
     logs = evenly(math.log(LOWEST_NOISE * width), math.log(width), POINTS)
-    candidates = [posterior.at(posterior.prior.precision, math.exp(x)) for x in logs]
+    candidates = [posterior.with_noise(math.exp(x)) for x in logs]
     widths = [math.exp(x) + v for x, v in zip(logs, mean_variances(candidates, parts), strict=True)]
     return math.exp(-crossing([-x for x in reversed(logs)], widths[::-1], width))  # from the widest to the narrowest

@@ -38,7 +38,7 @@ SURE = 3.0
 """A regression's λ = δσ² is that of the training data, unless another is better by so many paired standard errors."""
 
 NOISES = evenly(-6.0, 0.5, 27)
-"""Candidates for log10 of σ² beside the mean squared held-out residual, where the prior precision is the user's."""
+"""Candidates for log10 of σ² beside the mean squared held-out residual, where the prior precision is given."""
 
 
 def check_grid(tuning: str, decades: Any, points: Any) -> None:
@@ -101,10 +101,10 @@ def best_of(
     has_prior = isinstance(first.covariance, PriorCovariance)
     open_prior = has_prior and not first.prior.fixed
     exponents = evenly(*decades, points)
-    if not has_prior or first.noise_fixed:
+    if first.noise_fixed:
         return _best_point(posteriors, exponents if open_prior else [], loader, temperatures, tolerance)
     noise = _residual(first, loader)
-    posteriors = [posterior.at(posterior.prior.precision, noise) for posterior in posteriors]
+    posteriors = [posterior.with_noise(noise) for posterior in posteriors]
     if not open_prior:
         return _best_noise(posteriors, noise, loader)
     if isinstance(first.likelihood, Gaussian):
@@ -146,15 +146,14 @@ def _best_point(
 
 
 def _best_noise(posteriors: Sequence[Posterior], noise: float, loader: Iterable[Any]) -> Posterior:
-    """Returns the best σ² where the prior precision is the user's."""
+    """Returns the best σ² where the prior precision is the user's or the method's."""
 
     def candidates(posterior: Posterior) -> list[Posterior]:
-        return [posterior.at(posterior.prior.precision, noise * 10**exponent) for exponent in NOISES]
+        return [posterior.with_noise(noise * 10**exponent) for exponent in NOISES]
 
     table = sample_scores(posteriors, candidates, loader).mean(-1, dtype=torch.float64)[:, :, 0]
     which, at = _highest(table)
-    best = posteriors[which]
-    return best.at(best.prior.precision, noise * 10 ** _refined(NOISES, table[which].tolist(), at))
+    return posteriors[which].with_noise(noise * 10 ** _refined(NOISES, table[which].tolist(), at))
 
 
 def _best_width(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..covariance import Draws, PriorCovariance
 from ..errors import LapwingError
 from ..likelihoods import aligned_targets, curvature_weights
 from ..linalg import doubled
@@ -51,6 +53,12 @@ TABLE = 2**20
 SAME_SAMPLE = 0.98
 """Cosine between the gradients of two samples from which on they are copies, if their targets are equal too."""
 
+SAME_INPUT = 0.9999
+"""The same where equal targets tell nothing: rounded ones, ratings, counts."""
+
+MANY_EQUAL = 0.01
+"""Targets are taken for rounded where so large a part of the pairs below `SAME_SAMPLE` have equal ones."""
+
 
 log = logging.getLogger("lapwing")
 
@@ -69,6 +77,7 @@ class LeaveOneOut:
         noise_variance: σ².
         samples: n.
         weights: how many weights count.
+        drawn: the mean variance at the δ and σ² of a posterior of exact draws; 0 of others.
     """
 
     width: float
@@ -79,6 +88,7 @@ class LeaveOneOut:
     noise_variance: float
     samples: int
     weights: int
+    drawn: float = 0.0
 
     def unseen(self, training_variance: float) -> float:
         """Returns how wide a posterior's predictions of unseen targets are, at this δ and σ², by its training variance.
@@ -153,6 +163,10 @@ def _left_out(
             middle = (log10 + end) / 2
             result = process.left_out(middle, size)
             log10, end = (middle, end) if result.width < LOWEST_WIDTH * residual else (log10, middle)
+    if isinstance(posterior.covariance, Draws) and posterior.noise_variance:
+        delta = float(posterior.prior.precision.mean())
+        own = math.log10(posterior.noise_variance * delta / process.unit)
+        result = replace(result, drawn=process.left_out(log10.new_tensor(own), size, 1 / delta).variance)
     return result
 
 
@@ -237,9 +251,10 @@ class _Process:
         start = values.new_tensor(grid[best : best + 1])
         return ascend(lambda point: self.evidence(point[0]), start, [low], RANGE[1:])[0]
 
-    def left_out(self, log10: Tensor, size: float) -> LeaveOneOut:
-        """Returns the leave-one-out predictions for N samples."""
+    def left_out(self, log10: Tensor, size: float, inverse: float | None = None) -> LeaveOneOut:
+        """Returns the leave-one-out predictions for N samples, at the best 1/δ or at this one."""
         spectrum, scale = self.at(log10)
+        scale = scale if inverse is None else log10.new_tensor(inverse)
         noise = float(scale * self.unit * 10**log10)
         spectrum = scale * spectrum
         variance, error = _left_out_moments(spectrum, self.vectors, self.labels, self.groups)
@@ -258,7 +273,8 @@ def _process(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, 
         torch.cat(every) for every in zip(*(_targets(posterior, *part) for part in parts), strict=True)
     )
     treated = tangent is posterior.tangent
-    outputs, prior_fixed = residuals.shape[1], posterior.prior.fixed and treated
+    given = posterior.prior.fixed and isinstance(posterior.covariance, PriorCovariance)  # not by the method
+    outputs, prior_fixed = residuals.shape[1], given and treated
     count = min(len(residuals), max(20, MAX_ROWS // outputs))
     times = min(outputs, MAX_ROWS // count)
     chosen = torch.arange(count) * len(residuals) // count
@@ -390,7 +406,10 @@ def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:
         return alone
     kernel = gram.unflatten(0, (count, times)).unflatten(2, (count, times)).diagonal(dim1=1, dim2=3).sum(-1)  # (N, N)
     size = kernel.diagonal().clamp_min(torch.finfo(kernel.dtype).tiny).sqrt()
-    return alone | ((kernel >= SAME_SAMPLE * size * size[:, None]) & (targets == targets[:, None]).all(-1))
+    cosine, equal = kernel / (size * size[:, None]), (targets == targets[:, None]).all(-1)
+    others = cosine < SAME_SAMPLE
+    rounded = (equal & others).sum() > MANY_EQUAL * others.sum()
+    return alone | ((cosine >= (SAME_INPUT if rounded else SAME_SAMPLE)) & equal)
 
 
 def _targets(

@@ -623,3 +623,62 @@ def test_crossing():
     assert crossing(points, [3.0, 1.0, -1.0, -1.0], 0.5) == pytest.approx(1.25)
     assert crossing(points, [math.nan, math.inf, 0.1, 0.1], 0.5) == 2
     assert crossing(points, [math.nan] * 4, 0.5) == 3
+
+
+DRAWS = lw.SampledLLA(8, lw.ConjugateGradients(200, 1e-8), em_steps=0)
+
+
+@pytest.mark.parametrize(("method", "delta"), [(lw.MeanField(20, learning_rate=1e-3), None), (DRAWS, 100.0)])
+def test_covariances_that_chose_their_own_prior_get_the_width_by_the_noise_alone(method, delta):
+    torch.manual_seed(0)
+    x, new = torch.randn(60, 3, dtype=torch.float64), torch.randn(400, 3, dtype=torch.float64)
+    y, targets = (z.sum(1, keepdim=True).sin() + 0.5 * torch.randn(len(z), 1, dtype=z.dtype) for z in (x, new))
+    model = nn.Sequential(nn.Linear(3, 40), nn.ReLU(), nn.Linear(40, 1)).double()
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(600):
+        optimiser.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimiser.step()
+    model.eval()
+    plain = lw.fit(model, [(x, y)], method, prior_precision=delta, tune=None)
+    posterior = lw.fit(model, [(x, y)], method, prior_precision=delta)
+    assert posterior.noise_variance > 3 * plain.noise_variance
+    torch.testing.assert_close(posterior.predict(new).epistemic_variance, plain.predict(new).epistemic_variance)
+    given = lw.fit(model, [(x, y)], method, likelihood=lw.Gaussian(plain.noise_variance), prior_precision=delta)
+    assert given.noise_variance == plain.noise_variance
+
+    validated = lw.fit(model, [(x, y)], method, prior_precision=delta, validation=(new, targets))
+    noises = torch.logspace(-3, 1, 400, dtype=x.dtype)
+    nll = [-plain.with_noise(float(noise)).predict(new).log_prob(targets).mean() for noise in noises]
+    assert -validated.predict(new).log_prob(targets).mean() <= min(nll) + 1e-3
+
+
+def test_exact_draws_are_as_wide_as_the_posterior_that_they_are_drawn_from():
+    torch.manual_seed(1)
+    x, y = torch.randn(30, 2, dtype=torch.float64), torch.randn(30, 1, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)).double().eval()
+    posterior = lw.fit(model, [(x, y)], DRAWS, tune=None)
+    found = leave_one_out(posterior, [(x, y)]).drawn
+    delta, noise = posterior.prior_precision, posterior.noise_variance
+    rows = torch.autograd.functional.jacobian(
+        lambda *w: torch.func.functional_call(model, dict(zip(dict(model.named_parameters()), w, strict=True)), x)[
+            :, 0
+        ],
+        tuple(model.parameters()),
+    )
+    kernel = torch.cat([row.flatten(1) for row in rows], 1)
+    kernel = kernel @ kernel.T / delta + noise * torch.eye(30, dtype=x.dtype)
+    assert found == pytest.approx(float((1 / torch.linalg.inv(kernel).diagonal()).mean()), rel=1e-8)
+
+
+def test_rounded_targets_make_no_copies_of_neighbours():
+    torch.manual_seed(0)
+    x = torch.linspace(-2, 2, 100, dtype=torch.float64)[:, None]
+    rounded = (4 * (2 * x).sin()).round() / 4
+    distinct = rounded + 1e-9 * torch.arange(len(x))[:, None]
+    model = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1)).double().eval()
+    fitted = lw.fit(model, [(x, rounded)], lw.Full(), tune=None)
+    width = leave_one_out(fitted, [(x, rounded)]).width
+    assert width == pytest.approx(leave_one_out(fitted, [(x, distinct)]).width, rel=0.05)
+    twice = [(torch.cat([x, x]), torch.cat([rounded, rounded]))]
+    assert leave_one_out(fitted, twice).width == pytest.approx(width, rel=0.1)  # copies are left out together
