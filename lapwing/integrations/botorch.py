@@ -78,8 +78,8 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
         Args:
             X: (batch..., q, d).
             output_indices: the outputs to return; None for all.
-            observation_noise: True adds the noise variance of the likelihood, each output its own; a tensor that broadcasts to (batch..., q,
-                m) adds variances of one's own.
+            observation_noise: True adds the noise variance of the likelihood, each output its own; a tensor that
+                broadcasts to (batch..., q, m) adds variances of one's own.
             posterior_transform: of BoTorch, applied to the result.
 
         Returns:
