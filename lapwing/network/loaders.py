@@ -78,9 +78,9 @@ def _is_batch(item: Any) -> bool:
     """Whether an item of a data set holds as many inputs as targets."""
     try:
         inputs, targets = batches.split(item)
+        return hasattr(targets, "__len__") and batches.size(inputs) == len(targets)
     except LapwingError:
         return False
-    return batches.size(inputs) == len(targets)
 
 
 def known_size(loader: Any) -> int | None:
