@@ -112,6 +112,7 @@ def check_positive(method: str, name: str, value: Any, example: float, limit: fl
 
 PACKAGES = {
     "matplotlib": ("matplotlib", "eval"),
+    "pandas": ("pandas", "eval"),
     "sklearn": ("scikit-learn", "eval"),
     "torchmetrics": ("torchmetrics", "eval"),
     "onnx": ("onnx", "export"),

@@ -165,6 +165,16 @@ def test_labels_not_finite() -> None:
     refused(
         lambda: fitted.log_marginal_likelihood(linearised_mode=True, loader=[(X, targets)]), "Gaussian accepts finite"
     )
+    holes = changed(REAL.abs().round(), (3, 2), NAN)
+    refused(lambda: fit([(X, holes)]), "Drop those rows", "lw.Gaussian(missing=True)")
+    refused(lambda: fitted.predict(X).log_prob(holes), "Drop those rows", "lw.Gaussian(missing=True)")
+    counts = fit([(X, REAL.abs().round())], likelihood="poisson")
+    for action in (
+        lambda: fit([(X, holes)], likelihood="poisson"),
+        lambda: counts.predict(X).log_prob(holes),
+        lambda: fit([(X, holes[:, 2:])], nn.Linear(4, 2).eval(), likelihood="heteroscedastic"),
+    ):
+        assert "Gaussian(missing" not in refused(action, "Drop those rows", "since this likelihood takes no missing")
 
 
 # --- 4, 5, 6, 7: range, shape, dtype, device -------------------------------------------------------------------------
@@ -251,7 +261,8 @@ def test_other_number_of_outputs_later(posterior: lw.Posterior) -> None:
 def test_inputs_of_the_wrong_dtype(posterior: lw.Posterior, dtype: torch.dtype) -> None:
     parts = "Sequential, called as", str(dtype)[6:], "dtype", "float32", "x.to(torch.float32)"
     wrong = (X * 10).abs().to(dtype)
-    refused(lambda: fit([(wrong, Y)]), *parts)
+    message = refused(lambda: fit([(wrong, Y)]), *parts)
+    assert ("x.astype('float32')" in message) != dtype.is_floating_point
     refused(lambda: fit([(X, Y), (wrong, Y)]), *parts)
     for via in VIAS:
         refused(lambda via=via: posterior.predict(wrong, via=via), *parts)
@@ -667,6 +678,36 @@ def test_inputs_the_network_is_not_called_with(posterior: lw.Posterior) -> None:
     refused(lambda: fit([(X, Y)], forward=lambda model: model(X)), "forward(model, inputs)", "TypeError", line)
     refused(lambda: posterior.predict((X, Y)), "model(*inputs)", "without targets", line)
     refused(lambda: posterior.predict({"foo": X}), "model(**inputs)", "'foo'", line)
+    refused(lambda: fit([(X, Y, torch.rand(8))]), "positional arguments", "pass sample_weights=True")
+
+
+def test_targets_of_several_heads_and_samples_one_by_one() -> None:
+    parts = "does not show what its inputs and targets are", "one head at a time"
+    line = "forward=lambda model, inputs: model(inputs)[...]"
+    refused(lambda: fit([(X, (Y, Y))]), *parts, "[(x, y[0]) for x, y in loader]", line)
+    refused(lambda: fit([[X, {"kind": Y, "price": X}]]), *parts, "[(x, y['kind']) for x, y in loader]", line)
+
+    class Samples(IterableDataset):
+        def __init__(self, labels: Any) -> None:
+            self.labels = labels
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(self.labels) if isinstance(self.labels[0], dict) else zip(X, self.labels, strict=True)
+
+    for labels in (Y, Y.tolist(), X[:, :1], [{"x": X[0], "y": 1}]):
+        refused(lambda labels=labels: fit(Samples(labels)), "Samples", "no batch", "DataLoader(dataset, batch_size")
+    assert fit(DataLoader(Samples(Y), batch_size=4)).samples == 8
+
+
+def test_labels_finer_than_the_outputs() -> None:
+    maps, images, labels = nn.Conv2d(3, 4, 3, stride=4, padding=1).eval(), torch.randn(2, 3, 8, 12), torch.arange(96)
+    labels = (labels % 4).view(1, 8, 12).expand(2, -1, -1)
+    line = "interpolate(..., size=(8, 12)), or pass y[..., ::4, ::4]"
+    for finer in (labels, labels[:, None]):
+        refused(lambda finer=finer: fit([(images, finer)], maps), "forward=", line)
+    for other in (labels[:, :7], labels[:1]):
+        refused(lambda other=other: fit([(images, other)], maps), "Pass targets of shape (2, 2, 3)")
+    assert fit([(images, labels[..., ::4, ::4])], maps).predict(images).probs.shape == (2, 4, 2, 3)
 
 
 def test_loaders_that_are_none(posterior: lw.Posterior) -> None:
@@ -878,6 +919,7 @@ def test_words_for_common_slips(posterior: lw.Posterior, tmp_path: Any) -> None:
         "is a Sequential",
         "lw.load('posterior.safetensors', model)",
     )
+    refused(lambda: posterior.predict(X).scaled(0, 2), "ClassPrediction is of labels", "Leave it out")
     refused(lambda: fit([(X, Y)], method=lw.SWAG), "SWAG", "not a method", "lw.SWAG.from_snapshots")
     refused(lambda: fit([(X, Y[:, None])], nn.Linear(4, 1).eval()), "2 outputs", "'gaussian'` and `y.float()")
     refused(lambda: posterior.latent(X).sample("a"), "n='a'", "at least 1", "sample(n=512)")

@@ -1,8 +1,8 @@
 """Cases drawn at random: method, network, likelihood, shape of outputs, weights and dtype, against dense oracles.
 
-Each seed draws one case with uneven batches. Its latent covariance at new inputs is that of a dense posterior in
-float64: Jacobians by autograd, one sample at a time, and Λ as the Hessian of torch's own losses. The same posterior
-comes back from a file.
+Hypothesis draws cases with uneven batches, the same in every run, and looks for a small one where a case fails. The
+latent covariance at new inputs is that of a dense posterior in float64: Jacobians by autograd, one sample at a time,
+and Λ as the Hessian of torch's own losses. The same posterior comes back from a file.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -28,7 +30,7 @@ from tests.conformance_factors import ekfac_curvature, kfac_curvature, kronecker
 pytestmark = pytest.mark.slow
 
 F64 = torch.float64
-SEEDS, CHUNKS = 200, 8
+CASES, CHUNKS = 200, 8
 TOLERANCES = {F64: 1e-7, torch.float32: 64 * 2**-24, torch.bfloat16: 16 * 2**-8}
 """Of the largest entry, by the unit roundoff u: the reference takes the same rounded weights and inputs.
 
@@ -39,21 +41,22 @@ of float32 networks round at the same u, and more where the curvature is far abo
 
 
 class Draw:
-    """Choices of one seed."""
+    """Choices of one case, which shrink, and numbers of one seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, data: st.DataObject) -> None:
+        self.data, seed = data, data.draw(st.integers(0, 2**32 - 1))
+        torch.manual_seed(seed)  # of the layers' first weights
         self.generator = torch.Generator().manual_seed(seed)
 
     def whole(self, low: int, high: int) -> int:
         """Returns a number from low to high, both included."""
-        return int(torch.randint(low, high + 1, (), generator=self.generator))
+        return self.data.draw(st.integers(low, high))
 
     def one(self, options: Any) -> Any:
-        options = list(options)
-        return options[self.whole(0, len(options) - 1)]
+        return self.data.draw(st.sampled_from(list(options)))
 
     def yes(self, share: float = 0.5) -> bool:
-        return bool(self.uniform() < share)
+        return self.data.draw(st.integers(1, 100)) > 100 * (1 - share)
 
     def uniform(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.generator, dtype=F64)
@@ -298,10 +301,9 @@ METHODS = ("full", "primal", "dual", "diagonal", "kfac", "ekfac", "ella", "subse
 
 # --- cases -----------------------------------------------------------------------------------------------------------
 class Case:
-    """What one seed draws, and its dense quantities in float64."""
+    """What is drawn, and its dense quantities in float64."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed, draw = seed, Draw(seed)
+    def __init__(self, draw: Draw) -> None:
         self.method_name, self.network_name = draw.one(METHODS), draw.one(NETWORKS)
         self.likelihood_name = draw.one(LIKELIHOODS)
         self.dtype = draw.one([F64, F64, F64, torch.float32, torch.bfloat16])
@@ -340,7 +342,7 @@ class Case:
     def __repr__(self) -> str:
         shapes = [tuple(x.shape) for x, *_ in self.batches]
         return (
-            f"seed {self.seed}: {self.method_name}, {self.network_name}, {self.observed.likelihood!r}, {self.dtype}, "
+            f"{self.method_name}, {self.network_name}, {self.observed.likelihood!r}, {self.dtype}, "
             f"C = {self.outputs}, inputs {shapes}, last_layer={self.last_layer}, weighted={self.weighted}, "
             f"reduce={self.reduce}, residual={self.residual}, delta={self.delta:.2f}"
         )
@@ -435,7 +437,7 @@ class Case:
         if self.has_target_weights():
             return None
         problem: Any = SimpleNamespace(
-            model=self.reference, blocks=posterior.tangent.blocks, case=SimpleNamespace(name=f"drawn {self.seed}"),
+            model=self.reference, blocks=posterior.tangent.blocks, case=SimpleNamespace(name=self),
             samples=len(Lam), fisher=Lam, x=torch.cat([self.wide(x) for x, *_ in self.batches]),
         )  # fmt: skip
         factors = kronecker_factors(problem, self.reduce)
@@ -470,8 +472,15 @@ class Case:
         return Sigma
 
 
-def check(seed: int, folder: Path) -> None:
-    case = Case(seed)
+@pytest.mark.parametrize("chunk", range(CHUNKS))  # each has cases of its own
+@settings(
+    max_examples=CASES // CHUNKS, derandomize=True, deadline=None, phases=(Phase.generate, Phase.shrink),
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+@given(data=st.data())
+def test_latents_are_those_of_a_dense_posterior(chunk: int, tmp_path: Path, data: st.DataObject) -> None:
+    case = Case(Draw(data))
+    note(repr(case))
     before = {name: value.clone() for name, value in case.model.state_dict().items()}
     posterior = case.fit()
     latent = posterior.latent(case.test)
@@ -486,19 +495,8 @@ def check(seed: int, folder: Path) -> None:
     Sigma = case.covariance(posterior, G, Lam)
     if Sigma is not None:
         close(found, oracle.output_covariance(J_test, Sigma), TOLERANCES[case.dtype])
-    posterior.save(folder / "posterior.safetensors")
-    again = lw.load(folder / "posterior.safetensors", case.model)
+    posterior.save(tmp_path / "posterior.safetensors")
+    again = lw.load(tmp_path / "posterior.safetensors", case.model)
     close(again.latent(case.test).covariance.double(), latent.covariance.double(), rounding)
     assert again.likelihood == posterior.likelihood
     assert all(torch.equal(value, before[name]) for name, value in case.model.state_dict().items())
-
-
-@pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_latents_are_those_of_a_dense_posterior(chunk: int, tmp_path: Path) -> None:
-    failed = {}
-    for seed in range(chunk, SEEDS, CHUNKS):
-        try:
-            check(seed, tmp_path)
-        except (AssertionError, lw.LapwingError) as error:
-            failed[repr(Case(seed))] = f"{type(error).__name__}: {error}"
-    assert not failed, "\n".join(f"{case}\n    {message}" for case, message in failed.items())

@@ -42,6 +42,7 @@ def _plot() -> Any:
 
 USES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "compare": (_compare, "torchmetrics", "eval"),
+    "to_pandas": (lambda: lw.evaluation.Comparison((), {}).to_pandas(), "pandas", "eval"),
     "auroc": (lambda: metrics.auroc(torch.rand(3), torch.rand(3)), "sklearn", "eval"),
     "plot": (_plot, "matplotlib", "eval"),
     "onnx": (_onnx, "onnx", "export"),

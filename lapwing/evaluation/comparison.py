@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from html import escape
 from numbers import Real
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from ..covariance import Latent
 from ..covariance.positions import LatentAtPositions
 from ..covariance.terms import EigenTerm
-from ..errors import LapwingError, check_choice, check_count, check_flag, shown
+from ..errors import LapwingError, check_choice, check_count, check_flag, extra, shown
 from ..likelihoods import Likelihood, Prediction
 from ..likelihoods.inferred import inferred_likelihood
 from ..likelihoods.positions import predicted
@@ -69,9 +70,7 @@ class Comparison:
 
     def __str__(self) -> str:
         """The table, then the notes."""
-        cells = [["", *self.columns]]
-        for name, row in self.rows.items():
-            cells.append([name, *(format(row[c], FORMATS.get(c, ".4f")) if c in row else "" for c in self.columns)])
+        cells = self._cells()
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         cells.insert(1, ["-" * width for width in widths])
         lines = []
@@ -79,6 +78,34 @@ class Comparison:
             right = (cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))
             lines.append("  ".join([name.ljust(widths[0]), *right]).rstrip())
         return "\n".join([*lines, *self.notes])
+
+    def to_markdown(self) -> str:
+        """Returns the table, rounded as it prints, in GitHub's Markdown; without the notes."""
+        header, *rows = [[cell.replace("|", r"\|") for cell in row] for row in self._cells()]
+        rule = ["---", *["---:"] * len(self.columns)]
+        return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows))
+
+    def _repr_html_(self) -> str:
+        """Returns the table and its notes for notebooks."""
+        rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self._cells())
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        return "<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + f"</table>{notes}"
+
+    def to_pandas(self) -> Any:
+        """Returns the numbers, unrounded, as a `pandas.DataFrame`: one row a candidate, NaN where a column is missing.
+
+        Raises:
+            LapwingError: without pandas.
+        """
+        rows = list(self.rows.values())
+        return extra("pandas").DataFrame(rows, index=list(self.rows), columns=list(self.columns))
+
+    def _cells(self) -> list[list[str]]:
+        """Returns the rounded numbers as texts, below the names of the columns."""
+        return [["", *self.columns]] + [
+            [name, *(format(row[c], FORMATS.get(c, ".4f")) if c in row else "" for c in self.columns)]
+            for name, row in self.rows.items()
+        ]
 
     def to_csv(self) -> str:
         """Returns the numbers, unrounded, as comma-separated values with a header."""
@@ -112,7 +139,7 @@ def compare(
         posteriors: name -> a posterior, a pair (posterior, way) such as `(posterior, lw.MonteCarlo(30))`, or a network.
         loader: held-out data in any form that `lw.fit` takes; not those that tuned anything.
         foreign: out-of-distribution inputs, one tensor, array or loader; AUROC says how well the uncertainty tells them
-            from the loader's inputs.
+            from the loader's inputs. Several sets as a dict, name -> inputs, have a column "AUROC name" each.
         score: the uncertainty that AUROC ranks by: "entropy" of the class probabilities, or "confidence", 1 minus the
             largest of them. For regression it is the predictive standard deviation of the first output.
         fit_seconds: name -> seconds that the fit took, for the column "fit s".
@@ -147,20 +174,19 @@ def compare(
     batches.check_loader(loader, "compare")
     if sample_weights:
         loader = WeightedLoader(loader)
-    foreign = foreign if isinstance(foreign, Mapping) else as_inputs(foreign, network)
-    _check_foreign(foreign, loader)
+    strangers = _foreign_sets(foreign, loader, network)
     fits = fit_seconds or {}
     rows: dict[str, dict[str, float]] = {}
     candidates = _candidates(posteriors, loader)
-    strangers = foreign if batches.is_loader(foreign) else [foreign] * (foreign is not None)
-    expect(len(candidates) * ((length_of(loader) or 0) + (length_of(strangers) or 0)))
+    shown_sets = [loader, *(x if batches.is_loader(x) else [x] for x in strangers.values())]
+    expect(len(candidates) * sum(length_of(part) or 0 for part in shown_sets))
     for name, candidate in candidates.items():
         parts, targets, cost = _run(candidate, tracked(loader, name), repeats)
         rows[name] = _row(parts, targets)
-        if foreign is not None:
+        for column, others in strangers.items():
             strange = [
                 candidate.predict(batches.plain(inputs, candidate.device))
-                for inputs in _inputs(foreign)
+                for inputs in _inputs(others)
                 if batches.size(inputs)
             ]
             if not strange:
@@ -168,7 +194,7 @@ def compare(
             sides = (
                 torch.cat([part.uncertainty(score).flatten() for part in side]).detach() for side in (parts, strange)
             )
-            rows[name]["AUROC"] = float(metrics.auroc(*sides))
+            rows[name][column] = float(metrics.auroc(*sides))
         if name in fits:
             rows[name]["fit s"] = fits[name]
         rows[name]["passes"] = 1.0 if candidate.alone else cost
@@ -176,7 +202,7 @@ def compare(
     notes = ["passes: time of a prediction in plain forward passes of the same batches, measured in this run."]
     if sample_weights:
         notes.append("The weights of samples are left out: every sample counts once.")
-    if foreign is not None:
+    if strangers:
         by = "predictive standard deviation" if "RMSE" in columns else SCORES[score]
         notes.append(f"AUROC: foreign inputs against held-out ones, ranked by {by}.")
     return Comparison(columns, rows, tuple(notes))
@@ -209,18 +235,21 @@ def _check(posteriors: Any, score: str, repeats: Any, fit_seconds: Any) -> None:
         raise LapwingError(f"fit_seconds is {shown(fit_seconds)}. Pass a dict of seconds by name, or leave it out.")
 
 
-def _check_foreign(foreign: Any, loader: Iterable[Any]) -> None:
-    """Raises for several foreign sets: a dict that is not a batch of a network which takes dicts."""
+def _foreign_sets(foreign: Any, loader: Iterable[Any], network: nn.Module) -> dict[str, Any]:
+    """Returns the sets of foreign inputs by their columns; a dict of tensors may be a batch of a network of dicts."""
+    if foreign is None:
+        return {}
     if not isinstance(foreign, Mapping):
-        return
+        return {"AUROC": as_inputs(foreign, network)}
     held_out = next((batches.split(batch)[0] for batch in loader), None)
     if isinstance(held_out, Mapping) and all(isinstance(value, Tensor) for value in foreign.values()):
-        return
-    name = next(iter(foreign), "name")
-    raise LapwingError(
-        f"compare takes one set of foreign inputs, a tensor or a loader. foreign is a dict with {len(foreign)} entries."
-        f" Compare with one at a time: foreign=foreign[{name!r}]."
-    )
+        return {"AUROC": foreign}
+    if not foreign or not all(isinstance(name, str) for name in foreign):
+        raise LapwingError(
+            f"The foreign inputs of compare are {batches.describe(foreign)}. Pass a tensor or a loader, or several by "
+            'name: foreign={"noise": torch.randn(100, 3)}.'
+        )
+    return {f"AUROC {name}": as_inputs(inputs, network) for name, inputs in foreign.items()}
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
             points that lie close together are as exact as BoTorch's samplers want them.
 
     Raises:
-        LapwingError: for what is no posterior.
+        LapwingError: for what is no posterior, and for one with `HeteroscedasticGaussian`.
 
     Cost: of a call, that of `posterior.latent` for all its points, jointly where q > 1; with n observations that the
         model is conditioned on, for q + n points a batch.
@@ -44,6 +44,12 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
         if not isinstance(posterior, lw.Posterior):
             raise LapwingError(
                 f"LaplaceModel takes a posterior, not {shown(posterior)}. Write LaplaceModel(lw.fit(model, [(x, y)]))."
+            )
+        if isinstance(posterior.likelihood, lw.HeteroscedasticGaussian):
+            raise LapwingError(
+                "LaplaceModel takes outputs that are objectives, and of HeteroscedasticGaussian half of them are log "
+                "variances. Fit a network of means with lw.Gaussian(), and pass variances of your own as "
+                "observation_noise=."
             )
         self.laplace = posterior
         self._observed: tuple[Tensor, ...] | None = None  # X, Y and noise
@@ -72,8 +78,8 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
         Args:
             X: (batch..., q, d).
             output_indices: the outputs to return; None for all.
-            observation_noise: True adds the noise variance of the likelihood, a tensor that broadcasts to (batch..., q,
-                m) adds variances of one's own.
+            observation_noise: True adds the noise variance of the likelihood, each output its own; a tensor that
+                broadcasts to (batch..., q, m) adds variances of one's own.
             posterior_transform: of BoTorch, applied to the result.
 
         Returns:
@@ -108,8 +114,13 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
             noise: variances of ε that broadcast to Y; None for the noise variance of the likelihood.
 
         Raises:
-            LapwingError: for a likelihood without noise where `noise` is None.
+            LapwingError: for values of another shape, and a likelihood without noise where `noise` is None.
         """
+        if X.ndim < 2 or Y.ndim < 2 or Y.shape[-2:] != (X.shape[-2], self.num_outputs):
+            raise LapwingError(
+                f"The observations have shape {tuple(Y.shape)} at inputs of shape {tuple(X.shape)}. Pass X (batch..., "
+                f"n, d) and Y (batch..., n, {self.num_outputs}): write y[:, None] for one value an input."
+            )
         X = self.transform_inputs(X)
         noise = self._noise(True if noise is None else noise, Y)
         model = LaplaceModel(self.laplace)
@@ -133,7 +144,8 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
             raise LapwingError(
                 f"{self.laplace.likelihood} has no noise variance. Leave observation_noise out, or pass a tensor."
             )
-        return like.new_full(like.shape[-2:], self.laplace.noise_variance)
+        each = self.laplace.noise_variance * self.laplace.likelihood.ratios(like)
+        return each.expand(like.shape[-2:])
 
     def _conditioned(self, X: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the mean (..., q, m) and covariance (..., q m, q m), given the observations."""

@@ -129,12 +129,12 @@ class SharedOuter(InParts, MatrixJacobian):
         return min(self.slice_bytes, CACHE_BYTES // 4) if self.strips.device.type == "cpu" else self.slice_bytes
 
     def squared_sum(self) -> Tensor:
-        """Returns `Σ_n,r J²` (P,) by rows, or by pairs of positions `Σ_tt' (g_t ⊙ g_t')(a_t ⊙ a_t')ᵀ`."""
+        """Returns `Σ_n,r J²` (P,) by rows, or by pairs of positions `Σ_tt' (g_t ⊙ g_t')(a_t ⊙ a_t')ᵀ`, at least 0."""
         if not self.pairs_are_cheaper(0):
             return super().squared_sum()
         pairs = self._pairs(self._cached)
         parts = ((inputs, (g * h).sum(1).flatten(0, 1).permute(1, 2, 0)) for _, inputs, g, h in pairs)
-        return total(group_products(outputs, inputs.mT) for inputs, outputs in parts).flatten()
+        return total(group_products(outputs, inputs.mT) for inputs, outputs in parts).flatten().clamp_min(0.0)
 
     def weighted_grams(self, candidates: Iterable[Weighting]) -> list[Tensor]:
         """Returns `J diag(w) Jᵀ` by rows, or by pairs of positions: `Σ_tt' g_t diag(W (a_t ⊙ a_t')) g_t'ᵀ`."""

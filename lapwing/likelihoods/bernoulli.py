@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ..covariance import AnyLatent
 from ..errors import LapwingError, check_flag
 from ..linalg import check_draws, doubled, seeded
-from ..network import batches
+from ..network.data import as_targets
 from . import quadrature
 from .base import Integrals, Likelihood
 from .links import BinaryLink, Link, Probit, Quadrature, SampledLink, at_least_float32
@@ -219,7 +219,7 @@ class BernoulliPrediction(DiscretePrediction):
             LapwingError: for targets of a wrong shape, or other values.
         """
         name = "BernoulliPrediction.log_prob"
-        targets = batches.plain(targets, self.log_odds.device)
+        targets = as_targets(targets, self.log_odds.device)
         check_binary_targets(name, self.log_odds.shape, self.log_odds.device, targets, self.soft_targets, self.missing)
         return _answers(self.log_odds, targets).sum(-1)
 

@@ -15,7 +15,7 @@ from ..covariance import AnyLatent, Latent, SelectedLatent
 from ..covariance.terms import DenseTerm
 from ..errors import LapwingError, shown
 from ..linalg import check_draws, doubled, seeded
-from ..network import batches
+from ..network.data import as_targets
 from .base import Integrals, Likelihood
 from .links import (
     ClassLink,
@@ -291,7 +291,7 @@ class ClassPrediction(DiscretePrediction):
         Raises:
             LapwingError: for labels of a wrong shape, dtype or range.
         """
-        targets = batches.plain(targets, self.log_probs.device)
+        targets = as_targets(targets, self.log_probs.device)
         _check_targets("ClassPrediction.log_prob", self.log_probs, targets, self.ignore_index)
         return _of_targets(self.log_probs, targets, self.ignore_index)
 

@@ -14,7 +14,7 @@ from torch import distributions as dist
 from ..covariance import AnyLatent
 from ..errors import LapwingError
 from ..linalg import check_draws, seeded
-from ..network import batches
+from ..network.data import as_targets
 from .base import NoiselessLikelihood
 from .links import ExactLink, Link, at_least_float32
 from .mixtures import mixture_quantile
@@ -170,7 +170,7 @@ class HeteroscedasticPrediction(RealPrediction):
             LapwingError: for targets of a wrong shape or dtype, or not finite.
         """
         name, mean = "HeteroscedasticPrediction.log_prob", self.mean
-        targets = batches.plain(targets, mean.device)
+        targets = as_targets(targets, mean.device)
         check_real_targets(name, mean.shape, mean.device, targets)
         means, variances, weights = self._mixture
         squares = (aligned_targets(name, mean, targets).double() - means).square() / variances

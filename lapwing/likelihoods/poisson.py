@@ -12,7 +12,7 @@ from torch import distributions as dist
 
 from ..covariance import AnyLatent
 from ..linalg import check_draws, doubled, seeded
-from ..network import batches
+from ..network.data import as_targets
 from .base import NoiselessLikelihood
 from .links import ExactLink, Link, at_least_float32
 from .predictions import RealPrediction, check_level
@@ -149,12 +149,15 @@ class CountPrediction(RealPrediction):
             LapwingError: for targets that are no counts, or of a wrong shape.
         """
         name, draws, mean = "CountPrediction.log_prob", self.latent.draws, at_least_float32(self.latent.mean)
-        targets = batches.plain(targets, mean.device)
+        targets = as_targets(targets, mean.device)
         check_counts(name, mean.shape, mean.device, targets)
         y = doubled(aligned_targets(name, mean, targets))
         if draws is not None:
             return (_log_mass(doubled(draws), y).logsumexp(0) - math.log(len(draws))).sum(-1).to(mean)
         return _log_predictive(doubled(mean), doubled(self.latent.variance), y).sum(-1).to(mean)
+
+    def _is_discrete(self) -> bool:
+        return True
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, C), as floats: counts of drawn rates, which are joint across inputs where the latent is.

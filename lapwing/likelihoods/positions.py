@@ -10,7 +10,7 @@ from torch import distributions as dist
 
 from ..covariance import AnyLatent
 from ..covariance.positions import LatentAtPositions
-from ..network import batches
+from ..network.data import as_targets
 from ..network.positions import Places
 from .base import Likelihood
 from .links import Link
@@ -91,7 +91,7 @@ class PredictionAtPositions(Prediction):
         return self.rows.for_metrics(self._rows_of(targets))
 
     def _rows_of(self, targets: Tensor) -> Tensor:
-        targets = batches.plain(targets, self.latent.rows.mean.device)
+        targets = as_targets(targets, self.latent.rows.mean.device)
         return self.places.targets(targets, self.latent.rows.mean.shape[-1])
 
     def _whole(self, value: Any) -> Any:

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import distributions as dist
 
 from ..errors import LapwingError, check_choice, shown
 from ..linalg import check_draws, seeded
-from ..network import batches
+from ..network.data import as_targets
 
 
 class Prediction(ABC):
@@ -85,6 +85,13 @@ class DiscretePrediction(Prediction):
     def point(self) -> Tensor:
         return self.classes
 
+    def scaled(self, mean: Any = 0.0, std: Any = 1.0) -> NoReturn:
+        """Raises: labels have no units."""
+        raise LapwingError(
+            f"scaled() is for predictions of real values, and {type(self).__name__} is of labels, which have no units. "
+            "Leave it out."
+        )
+
     def uncertainty(self, score: str = "entropy") -> Tensor:
         """Returns the entropy, or 1 minus the confidence, (B,)."""
         check_choice("uncertainty", "score", score, ("entropy", "confidence"))
@@ -147,7 +154,7 @@ class RealPrediction(Prediction):
             `log p(mean + std y) = log p(y) - Σ_c log std_c`.
 
         Raises:
-            LapwingError: for another shape, numbers that are not finite, or a std that is not positive.
+            LapwingError: for counts, another shape, numbers that are not finite, or a std that is not positive.
 
         Example:
             >>> import torch, lapwing as lw
@@ -158,10 +165,19 @@ class RealPrediction(Prediction):
             >>> prediction.mean.shape, prediction.log_prob(y).shape
             (torch.Size([50, 1]), torch.Size([50]))
         """
+        if self._is_discrete():
+            raise LapwingError(
+                f"scaled() is for predictions of real values, and {type(self).__name__} is of counts here, which have "
+                "no other unit. Leave it out."
+            )
         shift, scale = (self._numbers_of(name, value) for name, value in (("mean", mean), ("std", std)))
         if not bool((scale > 0).all()):
             raise LapwingError("The std of scaled() is not positive everywhere. Pass a positive one for each output.")
         return ScaledPrediction(self, shift, scale)
+
+    def _is_discrete(self) -> bool:
+        """Whether y takes whole numbers alone, and so has probabilities in place of a density."""
+        return False
 
     def _numbers_of(self, name: str, value: Any) -> Tensor:
         """Returns a number, or one for each output, as a tensor (C,) like the mean; (B,) predictions take a number."""
@@ -231,7 +247,7 @@ class ScaledPrediction(RealPrediction):
             LapwingError: for targets that the prediction does not take.
         """
         shape = self.prediction.mean.shape
-        targets, logs = batches.plain(targets, self.shift.device), self.scale.log().expand(shape)
+        targets, logs = as_targets(targets, self.shift.device), self.scale.log().expand(shape)
         if isinstance(targets, Tensor) and targets.numel() == shape.numel() and targets.shape[:1] == shape[:1]:
             moved = (targets.reshape(shape).to(self._dtype(targets)) - self.shift) / self.scale
             targets, logs = moved.reshape(targets.shape), logs.masked_fill(moved.isnan(), 0.0)  # those have no density
@@ -328,6 +344,12 @@ class MixturePrediction(RealPrediction):
             low, high = torch.quantile(y.movedim(2, 1).flatten(0, 1).to(self.mean), tails, dim=0)
             return low, high
 
+    def _is_discrete(self) -> bool:
+        try:
+            return getattr(self.components.support, "is_discrete", False)
+        except NotImplementedError:  # of a family that does not say
+            return False
+
     def _quantile(self, probability: float) -> Tensor:
         """Returns a quantile, (B, ...), within Cantelli's bound of the mean."""
         marginal, std = self.components, self.std
@@ -352,7 +374,7 @@ class MixturePrediction(RealPrediction):
         Raises:
             LapwingError: for targets that are not one for each value of `mean`.
         """
-        targets = batches.plain(targets, self.mean.device)
+        targets = as_targets(targets, self.mean.device)
         if targets.numel() != self.mean.numel() or targets.shape[:1] != self.mean.shape[:1]:
             raise LapwingError(
                 f"MixturePrediction.log_prob needs one target for each value of shape {tuple(self.mean.shape)}. "

@@ -13,7 +13,7 @@ from torch import distributions as dist
 
 from ..covariance import AnyLatent, LinearDraws, SelectedLatent
 from ..linalg import check_draws, cholesky, seeded
-from ..network import batches
+from ..network.data import as_targets
 from .links import at_least_float32
 from .mixtures import known_covariance, known_residuals, mixture_log_density, mixture_quantile
 from .predictions import RealPrediction, check_level
@@ -102,7 +102,7 @@ class RegressionPrediction(RealPrediction):
             LapwingError: for targets of a wrong shape or dtype, or not finite.
         """
         mean, draws = self.mean, self._draws()
-        targets = batches.plain(targets, mean.device)
+        targets = as_targets(targets, mean.device)
         check_real_targets("RegressionPrediction.log_prob", mean.shape, mean.device, targets, self.missing)
         targets = aligned_targets("RegressionPrediction.log_prob", mean, targets)
         if draws is not None:

@@ -99,7 +99,9 @@ def check_real_targets(
         keep = "y.isfinite()" if targets.dim() == 1 else "y.isfinite().all(1)"
         holes = ""
         if not missing and bool(targets.isnan().any()):
-            holes = ", or write `lw.Gaussian(missing=True)` where NaN stands for a target that is missing"
+            holes = ", since this likelihood takes no missing targets"
+            if name in ("Gaussian", "RegressionPrediction.log_prob"):
+                holes = ", or write `lw.Gaussian(missing=True)` where NaN stands for a target that is missing"
         raise LapwingError(
             f"{name} accepts finite targets, but {_where(bad, targets)} NaN or infinite. "
             f"Drop those rows with `keep = {keep}; x, y = x[keep], y[keep]`{holes}."

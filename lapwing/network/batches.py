@@ -157,6 +157,15 @@ def _pair(batch: Any) -> tuple[Any, Any]:
             return {key: value for key, value in batch.items() if key != label}, batch[label]
     elif isinstance(batch, (tuple, list)) and len(batch) >= 2 and isinstance(batch[-1], Tensor):
         return batch[0] if len(batch) == 2 else tuple(batch[:-1]), batch[-1]
+    heads = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
+    heads = dict(enumerate(heads)) if isinstance(heads, (tuple, list)) else heads
+    if isinstance(heads, Mapping) and heads and all(isinstance(targets, Tensor) for targets in heads.values()):
+        one = shown(next(iter(heads)))
+        raise LapwingError(
+            f"A batch of the loader is {describe(batch)}, which does not show what its inputs and targets are. Where "
+            f"each head of the network has a target, fit one head at a time: [(x, y[{one}]) for x, y in loader], with "
+            "forward=lambda model, inputs: model(inputs)[...] for the outputs of that head."
+        )
     raise LapwingError(
         f"A batch of the loader is {describe(batch)}, which does not show what its inputs and targets are. Let the "
         "loader yield (inputs, targets) pairs, with a tensor of targets (torch.as_tensor makes one of an array), or "

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from ..errors import LapwingError
+from ..linalg import double_device
 from . import batches
 from .batches import is_array
 
@@ -90,6 +91,12 @@ def as_inputs(x: Any, network: Any) -> Any:
 def with_tensors(batch: Any, network: Any) -> Any:
     """Returns a batch with tensors in place of arrays; the same object where there are none."""
     return batch if isinstance(batch, Tensor) else _tensors(batch, _dtype(network))
+
+
+def as_targets(y: Any, device: torch.device) -> Any:
+    """Returns targets for a prediction, on its device, as tensors in place of arrays, frames and lists of numbers."""
+    wide = torch.float64 if double_device(device) == device else torch.float32
+    return batches.plain(_tensor(y, wide) if _is_rows(y) else y, device)
 
 
 def _dtype(network: Any) -> torch.dtype | None:
@@ -174,11 +181,13 @@ def _tensor(x: Any, dtype: torch.dtype | None) -> Tensor:
     if isinstance(x, list):
         try:
             values = torch.tensor(x, device="cpu")
-        except (TypeError, ValueError, RuntimeError) as error:
+            if values.is_floating_point():
+                return torch.tensor(x, dtype=dtype, device="cpu")  # the numbers, not those rounded to the default dtype
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise LapwingError(
                 f"A list of {len(x)} entries is no array of numbers. Pass rows of one length, all of them numbers."
             ) from error
-        return values.to(dtype or values.dtype) if values.is_floating_point() else values
+        return values
     array = np.asarray(x.to_numpy() if hasattr(x, "to_numpy") else x)
     if array.dtype.kind not in "biufc" and hasattr(x, "columns"):
         array = _numeric(x)

@@ -60,6 +60,11 @@ def first_batch(loader: Any) -> Any:
             "same data. Pass a DataLoader or a list of batches, not a generator."
         )
     for batch in iterator:
+        if isinstance(loader, IterableDataset) and not _is_batch(batch):
+            raise LapwingError(
+                f"The data set, of type {type(loader).__name__}, yields {batches.describe(batch)}, which is no batch. "
+                "Pass torch.utils.data.DataLoader(dataset, batch_size=100), which joins its samples."
+            )
         if batches.size(batches.split(batch)[0]) == 0:
             raise LapwingError("The first batch of the loader has no samples. Check the dataset's length and filters.")
         return batch
@@ -67,6 +72,15 @@ def first_batch(loader: Any) -> Any:
         f"The loader, of type {type(loader).__name__}, yields no batch. Check the dataset's length, and drop_last=True "
         "with a batch size above it."
     )
+
+
+def _is_batch(item: Any) -> bool:
+    """Whether an item of a data set holds as many inputs as targets."""
+    try:
+        inputs, targets = batches.split(item)
+        return hasattr(targets, "__len__") and batches.size(inputs) == len(targets)
+    except LapwingError:
+        return False
 
 
 def known_size(loader: Any) -> int | None:

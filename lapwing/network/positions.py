@@ -65,10 +65,19 @@ class Places:
             return targets.reshape(-1)
         if len(shape) == len(each) + 1 and shape == self.shape(shape[self.axis]):
             return targets.movedim(self.axis, -1).flatten(0, -2)
+        line = f"Pass targets of shape {each}, one for each position, or of the shape of the outputs"
+        finer = shape[-len(self.sizes) :]
+        pairs = list(zip(finer, self.sizes, strict=False))
+        maps = self.axis == 1 and len(shape) >= len(each) and shape[0] == self.samples and finer != self.sizes
+        if maps and all(n and m and n % m == 0 for n, m in pairs):
+            steps = ", ".join(f"::{n // m}" for n, m in pairs)
+            line = (
+                f"Upsample the outputs in forward=, by torch.nn.functional.interpolate(..., size={finer}), or pass "
+                f"y[..., {steps}], which is far cheaper"
+            )
         raise LapwingError(
             f"The targets have the shape {shape}, and the outputs {self.shape(outputs)}: {outputs} for each position "
-            f"of {self.samples} samples. Pass targets of shape {each}, one for each position, or of the shape of the "
-            "outputs."
+            f"of {self.samples} samples. {line}."
         )
 
     def whole(self, rows: Tensor, lead: int = 0) -> Tensor:

@@ -100,9 +100,10 @@ class Linearized(Way):
                 "Linearized takes draws=... or outputs=..., not both. Write lw.Linearized(outputs=10) for few outputs, "
                 "and lw.Linearized(draws=64) for all of very many."
             )
-        if is_whole(self.outputs, 1):
-            return
         values = plain_numbers(self.outputs)
+        if is_whole(values, 1):
+            object.__setattr__(self, "outputs", values)
+            return
         listed = tuple(values) if isinstance(values, Sequence) and not isinstance(values, str) else ()
         if not listed or not all(is_whole(value, 0) for value in listed) or len(set(listed)) < len(listed):
             raise LapwingError(

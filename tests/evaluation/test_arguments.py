@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 
 import lapwing as lw
-from lapwing.evaluation import metrics
+from lapwing.evaluation import Comparison, metrics
 from lapwing.likelihoods import MixturePrediction
 
 P, Y, S = torch.full((6, 3), 1 / 3), torch.arange(6) % 3, torch.rand(6)
@@ -101,11 +101,34 @@ def test_posteriors_loaders_and_numbers(posterior: lw.Posterior) -> None:
             action()
 
 
-def test_one_foreign_set(posterior: lw.Posterior) -> None:
-    x, held_out = torch.randn(6, 4), [(torch.randn(6, 4), Y)]
-    for foreign in ({"MNIST": x, "noise": x}, {"MNIST": [(x, Y)]}, {}):
-        with pytest.raises(lw.LapwingError, match=rf"one set of foreign inputs.*a dict with {len(foreign)} entries"):
+def test_several_foreign_sets(posterior: lw.Posterior) -> None:
+    sets: dict[str, Any] = {"MNIST": torch.randn(6, 4), "noise": [(9 * torch.randn(5, 4), Y[:5])]}
+    held_out = [(torch.randn(6, 4), Y)]
+    both = lw.compare({"KFAC": posterior}, held_out, sets, repeats=1)
+    assert both.columns[-3:] == ("AUROC MNIST", "AUROC noise", "passes")
+    for name, inputs in sets.items():
+        one = lw.compare({"KFAC": posterior}, held_out, inputs, repeats=1)
+        assert {row: both[row][f"AUROC {name}"] for row in both.rows} == {row: one[row]["AUROC"] for row in one.rows}
+    assert both["MAP"]["AUROC MNIST"] != both["MAP"]["AUROC noise"]
+    for foreign in ({}, {1: sets["MNIST"]}):
+        with pytest.raises(lw.LapwingError, match=r"foreign inputs of compare are dict.* several by name"):
             lw.compare({"KFAC": posterior}, held_out, foreign, repeats=1)
+
+
+def test_tables_in_other_forms() -> None:
+    rows = {"a | b": {"accuracy": 0.5, "NLL": 1 / 3}, "<c>": {"NLL": 2.0}}
+    table = Comparison(("accuracy", "NLL"), rows, ("1 < 2",))
+    assert table.to_markdown().splitlines() == [
+        "|  | accuracy | NLL |", "| --- | ---: | ---: |", r"| a \| b | 50.00% | 0.3333 |", "| <c> |  | 2.0000 |",
+    ]  # fmt: skip
+    html = table._repr_html_()
+    assert html.startswith("<table><tr><td></td><td>accuracy</td><td>NLL</td></tr>")
+    assert html.endswith("<tr><td>&lt;c&gt;</td><td></td><td>2.0000</td></tr></table><p>1 &lt; 2</p>")
+    pytest.importorskip("pandas")
+    frame = table.to_pandas()
+    assert (list(frame.index), list(frame.columns)) == (["a | b", "<c>"], ["accuracy", "NLL"])
+    assert frame.loc["a | b", "NLL"] == 1 / 3
+    assert frame.isna().to_numpy().tolist() == [[False, False], [True, False]]
 
 
 def test_a_foreign_batch_of_a_network_that_takes_dicts() -> None:

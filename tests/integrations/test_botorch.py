@@ -26,10 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 NOISE, PRECISION = 0.3, 0.7
 
 
-def fitted(outputs: int = 1) -> lw.Posterior:
+def fitted(outputs: int = 1, likelihood: lw.Likelihood | None = None) -> lw.Posterior:
     network = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, outputs)).double().eval()
     data = [(torch.randn(9, 2).double(), torch.randn(9, outputs).double())]
-    return lw.fit(network, data, lw.KFAC(), likelihood=lw.Gaussian(NOISE), prior_precision=PRECISION)
+    return lw.fit(network, data, lw.KFAC(), likelihood=likelihood or lw.Gaussian(NOISE), prior_precision=PRECISION)
 
 
 @pytest.mark.parametrize("outputs", [1, 3])
@@ -112,6 +112,28 @@ def test_noise_outputs_and_transforms() -> None:
     assert torch.allclose(mixed.mean[..., 0], plain.mean @ weights)
 
 
+@pytest.mark.parametrize("likelihood", [lw.Gaussian([0.1, 2.0]), lw.Gaussian(noise_ratios=[1, 25])])
+def test_each_output_has_its_own_noise(likelihood: lw.Gaussian) -> None:
+    posterior = fitted(2, likelihood)
+    model, X, x = LaplaceModel(posterior), torch.randn(4, 3, 2).double(), torch.randn(5, 2).double()
+    noisy = model.posterior(X, observation_noise=True)
+    assert torch.allclose(noisy.mean, posterior.predict(X.flatten(0, 1)).mean.view(4, 3, 2))
+    assert torch.allclose(noisy.variance, posterior.predict(X.flatten(0, 1)).variance.view(4, 3, 2))
+
+    y, noise = torch.randn(5, 2).double(), posterior.predict(x).aleatoric_variance
+    assert noise[0, 1] > 10 * noise[0, 0]
+    latent = posterior.latent(torch.cat([x, X[0]]), joint=True)
+    mean, covariance = latent.mean.flatten(), latent.covariance.reshape(16, 16)
+    gain = covariance[10:, :10] @ torch.linalg.inv(covariance[:10, :10] + torch.diag(noise.flatten()))
+    after = model.condition_on_observations(x, y).posterior(X[0])
+    assert torch.allclose(after.mean.flatten(), mean[10:] + gain @ (y.flatten() - mean[:10]))
+    assert torch.allclose(after.distribution.covariance_matrix, covariance[10:, 10:] - gain @ covariance[:10, 10:])
+
+    first, again = (SobolQMCNormalSampler(torch.Size([6]), seed=0) for _ in range(2))
+    fantasies, drawn = model.fantasize(X, first).posterior(X), again(noisy)
+    assert torch.allclose(fantasies.mean, model.condition_on_observations(X, drawn).posterior(X).mean)
+
+
 @pytest.mark.parametrize("seen", [False, True])
 def test_gradients_reach_the_inputs(seen: bool) -> None:
     model = LaplaceModel(fitted())
@@ -150,6 +172,19 @@ def test_what_is_refused() -> None:
     assert model.posterior(torch.randn(4, 1, 2)).mean.shape == (4, 1, 3)
     with pytest.raises(lw.LapwingError, match="no noise variance"):
         model.posterior(torch.randn(4, 1, 2), observation_noise=True)
+    with pytest.raises(lw.LapwingError, match="HeteroscedasticGaussian"):
+        LaplaceModel(
+            lw.fit(
+                nn.Linear(2, 2).eval(),
+                [(torch.randn(9, 2), torch.randn(9, 1))],
+                likelihood=lw.HeteroscedasticGaussian(),
+                prior_precision=1.0,
+            )
+        )
+    real = LaplaceModel(fitted())
+    for y in (torch.randn(4).double(), torch.randn(4, 2).double(), torch.randn(3, 1).double()):
+        with pytest.raises(lw.LapwingError, match=r"write y\[:, None\]"):
+            real.condition_on_observations(torch.randn(4, 2).double(), y)
 
 
 @pytest.mark.slow

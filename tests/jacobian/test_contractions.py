@@ -254,6 +254,16 @@ def test_sums_of_rows_in_parts_and_by_pairs_of_positions(shape, cache, by_pairs,
                 close(centred, ((turned - turned.mean(1, keepdim=True)).square() * w).sum(-1))
 
 
+def test_squares_of_rows_that_cancel_are_not_below_zero(monkeypatch):
+    """As those of a key's bias in attention, which no output depends on: rounding must not make a variance of them."""
+    monkeypatch.setattr(tn.SharedOuter, "pairs_are_cheaper", lambda *_, norms=False: True)
+    a, g = torch.ones(1, 3, 1, 1).double(), torch.randn(1, 1, 3, 1, 500).double()
+    g[:, :, 2] = -g[:, :, :2].sum(2)
+    sums = tn.SharedOuter(Strips.whole(a, g)).squared_sum()
+    assert sums.min() == 0
+    assert sums.max() < 1e-14
+
+
 def test_sums_of_a_layer_that_no_token_reaches_are_zero():
     form = shared(2, 3, 0, 1, 4, 5)
     assert not form.squared_sum().any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from scipy.integrate import dblquad, quad
@@ -12,11 +13,14 @@ from torch import distributions as dist
 
 from lapwing.errors import LapwingError
 from lapwing.likelihoods import (
+    Bernoulli,
     Categorical,
     ClassPrediction,
     Gaussian,
+    HeteroscedasticGaussian,
     LaplaceBridge,
     MixturePrediction,
+    Poisson,
     Prediction,
     Probit,
     SampledLink,
@@ -435,6 +439,49 @@ def test_scaled_predictions_are_those_of_the_scaled_gaussian(size):
     torch.testing.assert_close(whole.log_prob(latent.mean), prediction.log_prob(latent.mean))
     assert set(scaled.for_metrics(y)) == set(prediction.for_metrics(y))
     assert "ScaledPrediction(RegressionPrediction(4 inputs" in repr(scaled)
+
+
+@pytest.mark.parametrize("likelihood", [Poisson(), "mixture"])
+def test_counts_have_no_other_unit(likelihood):
+    counts = MixturePrediction(dist.Independent(dist.Poisson(torch.ones(4, 5, 2)), 1))
+    prediction = counts if likelihood == "mixture" else likelihood.predict(random_latent())
+    with pytest.raises(LapwingError, match=rf"{type(prediction).__name__} is of counts"):
+        prediction.scaled(0, 2)
+
+
+READERS = {
+    "array": lambda y: y.numpy(),
+    "array of float32": lambda y: y.float().numpy() if y.is_floating_point() else y.to(torch.int16).numpy(),
+    "list": lambda y: y.tolist(),
+    "frame": lambda y: pytest.importorskip("pandas").DataFrame(y.numpy()),
+}
+
+
+@pytest.mark.parametrize("form", READERS)
+@pytest.mark.parametrize("name", ["gaussian", "scaled", "draws", "poisson", "heteroscedastic", "bernoulli", "mixture"])
+def test_log_prob_reads_arrays_lists_and_frames(name, form):
+    latent = random_latent(size=4)
+    real, counts = torch.randn(len(latent.mean), 4, dtype=F64), torch.arange(4).expand(len(latent.mean), 4)
+    prediction, y = {
+        "gaussian": lambda: (Gaussian(0.3).predict(latent), real),
+        "scaled": lambda: (Gaussian(0.3).predict(latent).scaled(100.0, 20.0), 100 + 20 * real),
+        "draws": lambda: (Gaussian(0.3).predict(some_draws(batch=3, size=4)), real[:3]),
+        "poisson": lambda: (Poisson().predict(latent), counts),
+        "heteroscedastic": lambda: (HeteroscedasticGaussian().predict(latent), real[:, :2]),
+        "bernoulli": lambda: (Bernoulli().predict(latent), counts > 1),
+        "mixture": lambda: (normals(event=True)[0], torch.randn(4, 2, dtype=F64)),
+    }[name]()
+    rtol = 1e-5 if "float32" in form else 1e-12
+    torch.testing.assert_close(prediction.log_prob(READERS[form](y)), prediction.log_prob(y), rtol=rtol, atol=rtol)
+
+
+def test_log_prob_reads_labels_in_any_form():
+    prediction, labels = Categorical().predict(random_latent(size=3)), torch.arange(len(random_latent().mean)) % 3
+    expected = prediction.log_probs[torch.arange(len(labels)), labels]
+    for y in (labels.numpy(), labels.tolist(), labels.to(torch.uint8).numpy()):
+        torch.testing.assert_close(prediction.log_prob(y), expected)
+    with pytest.raises(LapwingError, match="numpy.unique"):
+        prediction.log_prob(np.array(["cat"] * len(labels)))
 
 
 def test_scaled_draws_flat_targets_and_joint_latents():

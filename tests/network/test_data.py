@@ -142,6 +142,7 @@ def test_one_input_networks_take_numbers_and_lists() -> None:
     column = torch.from_numpy(x)[:, None]
     for same in (x, x.tolist(), column, list(map(np.float64, x))):
         torch.testing.assert_close(posterior.predict(same).variance, posterior.predict(column).variance)
+    assert posterior.predict([0.1]).mean == posterior.predict(0.1).mean  # in float64, to the last digit
     for one in (0.5, np.float32(0.5), [0.5]):
         torch.testing.assert_close(posterior.predict(one).mean, posterior.predict(torch.tensor([[0.5]]).double()).mean)
     torch.testing.assert_close(posterior.predict(1).mean, posterior.predict([[1.0]]).mean)

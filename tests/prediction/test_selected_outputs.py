@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -40,7 +41,7 @@ def block(covariance: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
 def test_the_latent_is_a_slice_of_that_of_all_outputs(method, params):
     setup, posterior = fitted(method, params=lw.last_layer if params == "last" else lw.matching("*"))
     whole = posterior.latent(setup.x)
-    for way in (lw.Linearized(outputs=2), lw.Linearized(outputs=[2, 0])):
+    for way in (lw.Linearized(outputs=np.int64(2)), lw.Linearized(outputs=[2, 0])):
         latent = posterior.latent(setup.x, via=way)
         index = torch.tensor([[2, 0]] * 9) if way.outputs == (2, 0) else whole.mean.topk(2).indices
         assert latent.outputs.equal(index)
