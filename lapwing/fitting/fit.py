@@ -29,6 +29,7 @@ from ..network.sharded import Head
 from ..posterior import Posterior
 from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate, Tangent
+from ..tangent.retry import memory_errors
 from ..tuning import BoundedEvidence, Training, Tuning, Validation
 from .checkpoint import Checkpoint, checkpoint_of
 from .default_method import default_fit, method_and_params
@@ -48,6 +49,7 @@ DEFAULT_TUNING = BoundedEvidence()
 
 @outside_modes
 @ranks.across_ranks()
+@memory_errors()
 @with_progress
 def fit(
     model: nn.Module,
