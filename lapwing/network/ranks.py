@@ -36,6 +36,9 @@ log = logging.getLogger("lapwing")
 SMALL = 1024
 """Tensors of at most so many numbers travel in one message, larger ones in a collective each."""
 
+LOST = "connection", "timed out", "timeout", "broken pipe", "remote process"
+"""Words of torch's errors where another process is gone or silent."""
+
 T = TypeVar("T")
 
 
@@ -70,10 +73,17 @@ class _Group:
             function(*arguments, **options)
         except (RuntimeError, ValueError) as error:
             self.settled = True
+            here, text = f"Process {self.rank} of {self.size} cannot reach the others:", str(error).strip()
+            if any(word in text.lower() for word in LOST):
+                raise LapwingError(
+                    f"{here} one of them has ended, or was silent for longer than the timeout of the process group. See "
+                    "the end of its log; one that was killed from outside has none, and often ran out of memory. Start "
+                    "all processes again. If one is only slow, pass a longer init_process_group(timeout=...)."
+                ) from error
             raise LapwingError(
-                f"Process {self.rank} of {self.size} cannot reach the others: {str(error).strip().splitlines()[0]} "
-                "Every process must run the same fit, with backends for the network's device and the CPU: call "
-                "torch.distributed.init_process_group() without a backend, and start all processes again."
+                f"{here} {text.partition(chr(10))[0]} Every process must run the same fit, with backends for the "
+                "network's device and the CPU: call torch.distributed.init_process_group() without a backend, and start "
+                "all processes again."
             ) from error
 
     def gathered(self, label: str, value: Any, failure: str | None = None) -> list[Any]:
