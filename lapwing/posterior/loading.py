@@ -74,6 +74,11 @@ def load(
             "write lw.load('posterior.safetensors', model)."
         )
     tensors, header = read(path)
+    if "checkpoint" in header:
+        raise LapwingError(
+            f"The file {path} is a checkpoint of a fit that has not ended, and holds no posterior yet. Call lw.fit "
+            "with the same arguments and checkpoint= again, and save the posterior that it returns."
+        )
     likelihood = None if likelihood is None else resolve(likelihood)
     try:
         return _rebuilt(path, tensors, header, model, likelihood, forward, memory)

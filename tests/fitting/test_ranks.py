@@ -121,7 +121,7 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("No backend type associated with device type cuda\nfurther", "cuda Every process .* without a backend"),
+        ("No backend type associated with device type cuda\nfurther", r"cuda\. Every process .* without a backend"),
         ("[pair.cc:553] Connection closed by peer [::1]:1", "has ended, or was silent"),
         ("Timed out waiting 20000ms for recv", "has ended, or was silent"),
     ],
