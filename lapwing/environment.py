@@ -1,11 +1,20 @@
-"""What lapwing runs on: `lw.versions` and `python -m lapwing`."""
+"""What lapwing runs on: `lw.versions`, `python -m lapwing`, and how much memory there is."""
 
 from __future__ import annotations
 
+import os
 import platform
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path, PurePosixPath
 
 import torch
+
+try:
+    import resource
+except ModuleNotFoundError:  # on Windows
+    resource = None  # type: ignore[assignment]
 
 
 def versions() -> str:
@@ -38,3 +47,33 @@ def _installed(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
+
+
+def memory_limit(root: Path = Path("/")) -> int:
+    """Returns how many bytes this process may use: the machine's memory, or less by a control group or `RLIMIT_AS`.
+
+    1 TiB where the system does not say. The files of control groups are those below `root`.
+    """
+    limits = [2**40]
+    if hasattr(os, "sysconf"):
+        limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    if resource is not None and (space := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
+        limits.append(space)
+    return min([*limits, *_limits_of_control_groups(root)])
+
+
+def _limits_of_control_groups(root: Path) -> Iterator[int]:
+    """Yields the limits of this process's control group and of those around it, of versions 1 and 2."""
+    with suppress(OSError):  # not on Linux
+        for line in os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines():
+            controllers, path = line.split(":", 2)[1:]
+            if "memory" in controllers.split(","):
+                folder, name = "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            elif not controllers:
+                folder, name = "sys/fs/cgroup", "memory.max"
+            else:
+                continue
+            group = PurePosixPath(path.lstrip("/"))
+            for place in (group, *group.parents):
+                with suppress(OSError, ValueError):  # a container sees a part of the path; "max" is no limit
+                    yield int((root / folder / place / name).read_bytes())

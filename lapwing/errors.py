@@ -8,6 +8,8 @@ from math import inf
 from numbers import Real
 from typing import Any
 
+import torch
+
 
 class LapwingError(ValueError):
     """The one exception of lapwing: input that it cannot use, or a network that it cannot describe.
@@ -46,6 +48,14 @@ _SHORT = _Short()
 
 def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory has run out: of a GPU, or of the CPU, where torch has no class for it."""
+    words = "DefaultCPUAllocator", "bad_alloc"
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
 
 
 def is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import platform
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .environment import memory_limit
 from .errors import LapwingError, shown
 
 log = logging.getLogger("lapwing")
@@ -24,9 +24,6 @@ TRIANGLE_COLUMNS = 96, 256
 """Of a symmetric product at least and at most so many columns are taken at once, a third of all in between."""
 
 SLICE_NUMBERS = 2**19  # of a tensor, taken at once where its copy in another form would be as large
-
-MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**40
-"""Bytes of the machine's memory, 1 TiB where the system does not say."""
 
 RESOLVED = 1e14  # curvature over prior precision above which float64 sums of float32 Jacobians lose small curvatures
 
@@ -46,11 +43,11 @@ LARGE_PRODUCT = 2**22
 
 
 def check_memory(what: str, count: int, numbers: int) -> None:
-    """Raises where so many float32 tensors of so many numbers exceed the machine's memory."""
-    needed = 4 * int(count) * numbers
-    if needed > MEMORY:
+    """Raises where so many float32 tensors of so many numbers exceed the memory of this process."""
+    needed, limit = 4 * int(count) * numbers, memory_limit()
+    if needed > limit:
         raise LapwingError(
-            f"{what} takes {min(needed, 2**99) / 2**30:.3g} GiB, and this machine has {MEMORY / 2**30:.3g} GiB. Ask "
+            f"{what} takes {min(needed, 2**99) / 2**30:.3g} GiB, and this process may use {limit / 2**30:.3g} GiB. Ask "
             "for fewer draws at a time."
         )
 

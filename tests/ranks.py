@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -392,6 +393,17 @@ def fail(rank: int, size: int) -> dict[str, str]:
         "another method": refused(lambda: lw.fit(network(3), loader, lw.Diagonal() if highest else lw.KFAC())),
         "another shape": refused(lambda: lw.fit(network(3), [(x[:, :3], y) for x, y in loader] if highest else loader)),
     }
+    held_out: Any = everything("default", size)[1][rank]
+    options: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "prior_precision": ({"prior_precision": 2.0}, {"prior_precision": 1}),
+        "prior_mean": ({"prior_mean": {"3.bias": torch.ones(3)}}, {"prior_mean": {"3.bias": torch.zeros(3)}}),
+        "tune": ({"tune": lw.Evidence()}, {"tune": None}),
+        "a tuning's": ({"tune": lw.Validation(held_out)}, {"tune": lw.Validation(held_out, points=9)}),
+        "seed": ({"seed": 1}, {}),
+        "validation": ({"validation": held_out}, {}),
+    }
+    for name, pair in options.items():
+        errors[name] = refused(partial(lw.fit, network(3), loader, lw.KFAC(), **pair[highest]))
     errors["steps from outside"] = refused(lambda: lw.fit(network(3), loader, OwnMethod()))
     return errors | {"then": refused(lambda: lw.fit(network(3), loader, lw.KFAC()))}
 

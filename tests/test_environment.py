@@ -1,13 +1,17 @@
-"""What a bug report needs: `lw.versions()` and `python -m lapwing`."""
+"""What a bug report needs, `lw.versions()` and `python -m lapwing`, and how much memory a process may use."""
 
 from __future__ import annotations
 
+import os
 import runpy
+import subprocess
 import sys
 
+import pytest
 import torch
 
 import lapwing as lw
+from lapwing.environment import memory_limit
 
 
 def test_versions_name_what_runs():
@@ -32,3 +36,45 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
 def test_the_module_prints_them(capsys):
     runpy.run_module("lapwing", run_name="__main__")
     assert capsys.readouterr().out == lw.versions() + "\n"
+
+
+GROUPS = {  # what /proc/self/cgroup holds, files below /sys/fs/cgroup, and the limit that they give
+    "none": ("", {}, None),
+    "version 2": ("0::/a/job\n", {"a/job/memory.max": "max\n", "a/memory.max": "5000000\n"}, 5_000_000),
+    "version 2, the nearest": ("0::/a/job\n", {"a/job/memory.max": "4000000", "a/memory.max": "5000000"}, 4_000_000),
+    "version 2, in a container": ("0::/\n", {"memory.max": "3000000\n"}, 3_000_000),
+    "version 1": (
+        "9:name=systemd:/\n4:cpu,memory:/job:1/x\n0::/\n",
+        {"memory/job:1/x/memory.limit_in_bytes": "7000000", "memory/memory.limit_in_bytes": "9223372036854771712"},
+        7_000_000,
+    ),
+    "version 1, in a container": ("4:memory:/docker/1\n", {"memory/memory.limit_in_bytes": "6000000"}, 6_000_000),
+    "another group": ("0::/job\n", {"other/memory.max": "1000000"}, None),
+    "without a limit": ("0::/job\n", {"job/memory.max": "max", "memory.max": "max"}, None),
+    "absurdly large": ("4:memory:/job\n", {"memory/job/memory.limit_in_bytes": "9223372036854771712"}, None),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_memory_is_at_most_that_of_the_control_groups(name, tmp_path):
+    groups, files, limit = GROUPS[name]
+    for path, text in {
+        "proc/self/cgroup": groups,
+        **{f"sys/fs/cgroup/{path}": text for path, text in files.items()},
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    machine = memory_limit(tmp_path / "nothing")
+    assert machine > 10_000_000
+    assert memory_limit(tmp_path) == (limit or machine)
+
+
+@pytest.mark.skipif(not hasattr(os, "sysconf"), reason="the system does not say how much memory it has")
+def test_the_memory_is_at_most_the_address_space_of_the_process():
+    lines = """
+import resource, lapwing.environment as environment
+machine = environment.memory_limit()
+resource.setrlimit(resource.RLIMIT_AS, (machine - 4096, resource.RLIM_INFINITY))
+assert environment.memory_limit() == machine - 4096
+"""
+    subprocess.run([sys.executable, "-c", lines], check=True)

@@ -16,6 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from types import FrameType
 from typing import Any
 
@@ -70,11 +71,18 @@ class Checkpoint:
         LapwingError: for a path or a number that is none.
     """
 
-    def __init__(self, path: Any, every: int | None) -> None:
+    def __init__(self, path: Any, every: Any) -> None:
         if not isinstance(path, (str, os.PathLike)):
             raise LapwingError(f"checkpoint={shown(path)} is not a path. Write checkpoint='fit.safetensors'.")
+        if isinstance(every, Integral) and not isinstance(every, bool):
+            every = int(every)
         if every is not None:
             check_count("lw.fit", "every", every)
+        if os.path.isdir(path or "."):
+            what = "is a folder" if path else "names no file"
+            raise LapwingError(
+                f"checkpoint={shown(path)} {what}. Write checkpoint={os.path.join(path, 'fit.safetensors')!r}."
+            )
         try:
             self._target = place_of(path)[0]
         except LapwingError:

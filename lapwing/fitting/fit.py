@@ -29,6 +29,7 @@ from ..network.sharded import Head
 from ..posterior import Posterior
 from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate, Tangent
+from ..tangent.retry import memory_errors
 from ..tuning import BoundedEvidence, Training, Tuning, Validation
 from .checkpoint import Checkpoint, checkpoint_of
 from .default_method import default_fit, method_and_params
@@ -37,6 +38,7 @@ from .options import check_data_size, check_numbers, check_tuning
 from .plan import check_room
 from .result import check_noise, checked, posteriors_of
 from .runner import Runner
+from .same_fit import check_same_options
 from .sharded import check_last_layer, with_features
 from .validation import check_held_out, validation_tuning, with_all_weights
 
@@ -48,6 +50,7 @@ DEFAULT_TUNING = BoundedEvidence()
 
 @outside_modes
 @ranks.across_ranks()
+@memory_errors()
 @with_progress
 def fit(
     model: nn.Module,
@@ -136,6 +139,13 @@ def fit(
         >>> lw.fit(model, [(x, y)]).predict(x).probs.shape
         torch.Size([32, 3])
     """
+    check_same_options({
+        "method": method, "likelihood": likelihood, "params": params, "prior_precision": prior_precision,
+        "prior_mean": prior_mean, "prior": getattr(prior, "method", prior), "tune": tune,
+        "validation": validation is not None, "data_size": data_size, "weight_decay": weight_decay,
+        "temperature": temperature, "sample_weights": sample_weights, "forward": forward, "memory": memory,
+        "seed": seed, "checkpoint": checkpoint is not None,
+    })  # fmt: skip
     if prior is not None:
         others = {
             "method": method, "likelihood": likelihood, "params": params, "prior_precision": prior_precision,

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..environment import memory_limit
 from ..errors import LapwingError, check_count, check_flag, shown
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
-from ..linalg import MEMORY, linear, seeded
+from ..linalg import linear, seeded
 from ..methods import KFAC, Diagonal, Method, Outline, Work
 from ..methods.cost import CALL, EIGEN, MOVE, Cost
 from ..network import batches
@@ -195,12 +196,12 @@ def check_room(method: Method, outline: Outline) -> None:
 def _advice(method: Method, cost: Cost, outline: Outline) -> str | None:
     """Returns what is wrong where the peak of a fit exceeds the memory of its device, and what to use instead.
 
-    The machine's whole memory counts, since what others hold of it may be given back; of a GPU what is free counts.
+    All memory that this process may use counts, since what others hold of it may be given back; of a GPU what is free.
     """
     device = outline.tangent.device
     if cost.peak <= outline.tangent.memory:
         return None
-    available, where = MEMORY, "this machine has"
+    available, where = memory_limit(), "this process may use"
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         available, where = torch.cuda.mem_get_info(device)[0] + cached, "the GPU has free"

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of the fit that goes on from it: what its options are, as JSON that two processes share."""
+"""Whether two processes make the same fit, one after another or together: what its options are, as JSON."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..network import batches, ranks
 from ..network.loaders import first_batch
 from ..network.stamp import fingerprint
 
 
-def described(value: Any) -> Any:
+def described(value: Any, with_data: bool = True) -> Any:
     """Returns what an option is, as JSON: numbers and texts as they are, tensors by fingerprints, others by their type.
 
-    No address is in it, so that it is the same in another process. Its floats are sums, and rounded.
+    No address is in it, so that it is the same in another process. Its floats are sums, and rounded. Data, such as
+    held-out batches, are fields that `repr` leaves out.
     """
     if isinstance(value, Tensor):
         sums = fingerprint(value).nan_to_num().tolist()
@@ -32,12 +33,13 @@ def described(value: Any) -> Any:
     if isinstance(value, Real):
         return int(float(value)) if float(value).is_integer() else repr(float(value))
     if isinstance(value, Mapping):
-        return {str(key): described(item) for key, item in value.items()}
+        return {str(key): described(item, with_data) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return [described(item) for item in value]
+        return [described(item, with_data) for item in value]
     name = getattr(value, "__qualname__", type(value).__qualname__)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [name, {each.name: described(getattr(value, each.name)) for each in dataclasses.fields(value)}]
+        fields = [each.name for each in dataclasses.fields(value) if with_data or each.repr]
+        return [name, {field: described(getattr(value, field), with_data) for field in fields}]
     return name
 
 
@@ -50,6 +52,21 @@ def agree(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(agree(one[key], other[key]) for key in one)
     return type(one) is type(other) and bool(one == other)
+
+
+def check_same_options(options: Mapping[str, Any]) -> None:
+    """Raises where the processes of a fit were given different options. Each has data of its own."""
+    if not ranks.several():
+        return
+    mine = {name: (described(value, with_data=False), shown(value)) for name, value in options.items()}
+    every = ranks.gathered("the options", mine)
+    for name, (first, text) in every[0].items():
+        for other, given in enumerate(every):
+            if not agree(first, given[name][0]):
+                raise LapwingError(
+                    f"The processes were given different options: {name} is {text} in process 0 and {given[name][1]} "
+                    f"in process {other}. Call lw.fit with the same network, method and options in each of them."
+                )
 
 
 def repeated_first_batch(loader: Any) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from numbers import Integral
 from typing import Any
 
@@ -15,6 +16,9 @@ from ..errors import LapwingError, shown
 from . import batches
 
 log = logging.getLogger("lapwing")
+
+
+SHARE_OUT = "Let the data set share them out by torch.utils.data.get_worker_info(), or use num_workers=1."
 
 
 class WeightedLoader:
@@ -44,6 +48,12 @@ class WeightedLoader:
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
+
+
+def equal_batches(one: Any, other: Any) -> bool:
+    """Whether two batches hold the same numbers."""
+    first, second = batches.tensors(one), batches.tensors(other)
+    return len(first) == len(second) and all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(first, second, strict=True))
 
 
 def first_batch(loader: Any) -> Any:
@@ -127,6 +137,12 @@ def warn_of_unseen_samples(loader: Any, shown: int | None) -> None:
     try:
         total = len(loader.dataset)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
+        two = list(islice(loader, 2)) if isinstance(loader.dataset, IterableDataset) and loader.num_workers > 1 else []
+        if len(two) == 2 and equal_batches(*two):
+            log.warning(
+                "Two workers of the loader begin with the same batch: each sample may count once a worker. %s",
+                SHARE_OUT,
+            )  # fmt: skip
         return
     if shown < total:
         chosen = isinstance(getattr(loader.batch_sampler, "sampler", None), SubsetRandomSampler)
@@ -137,8 +153,7 @@ def warn_of_unseen_samples(loader: Any, shown: int | None) -> None:
         )  # fmt: skip
     elif isinstance(loader.dataset, IterableDataset) and shown == total * loader.num_workers > total:
         log.warning(
-            "The loader shows %d samples, each of the %d of its data set once a worker. Let the data set share them "
-            "out by torch.utils.data.get_worker_info(), or use num_workers=1.", shown, total,
+            "The loader shows %d samples, each of the %d of its data set once a worker. %s", shown, total, SHARE_OUT,
         )  # fmt: skip
 
 

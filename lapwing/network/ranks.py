@@ -28,13 +28,16 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from ..errors import LapwingError
 from . import batches
-from .loaders import WeightedLoader, first_batch, known_size
+from .loaders import WeightedLoader, equal_batches, first_batch, known_size
 from .stamp import fingerprint
 
 log = logging.getLogger("lapwing")
 
 SMALL = 1024
 """Tensors of at most so many numbers travel in one message, larger ones in a collective each."""
+
+LOST = "connection", "timed out", "timeout", "broken pipe", "remote process"
+"""Words of torch's errors where another process is gone or silent."""
 
 T = TypeVar("T")
 
@@ -70,10 +73,17 @@ class _Group:
             function(*arguments, **options)
         except (RuntimeError, ValueError) as error:
             self.settled = True
+            here, text = f"Process {self.rank} of {self.size} cannot reach the others:", str(error).strip()
+            if any(word in text.lower() for word in LOST):
+                raise LapwingError(
+                    f"{here} one of them has ended, or was silent for longer than the timeout of the process group. "
+                    "See the end of its log; one that was killed from outside has none, and often ran out of memory. "
+                    "Start all processes again. If one is only slow, pass a longer init_process_group(timeout=...)."
+                ) from error
             raise LapwingError(
-                f"Process {self.rank} of {self.size} cannot reach the others: {str(error).strip().splitlines()[0]} "
-                "Every process must run the same fit, with backends for the network's device and the CPU: call "
-                "torch.distributed.init_process_group() without a backend, and start all processes again."
+                f"{here} {text.partition(chr(10))[0].rstrip('.')}. Every process must run the same fit, with backends "
+                "for the network's device and the CPU: call torch.distributed.init_process_group() without a backend, "
+                "and start all processes again."
             ) from error
 
     def gathered(self, label: str, value: Any, failure: str | None = None) -> list[Any]:
@@ -340,19 +350,13 @@ class Share:
             raise LapwingError("The loaders of all processes show no sample. Check the dataset's length and filters.")
         source = every.index(True)
         first = decided("the first batch", mine, source)
-        if mine is not None and rank() != source and _equal(mine, first):
+        if mine is not None and rank() != source and equal_batches(mine, first):
             log.warning(
                 "Process %d shows the same first batch as process %d. Each must show its own share of the data, or "
                 "samples count several times: give the DataLoader a DistributedSampler, or each process its part of a "
                 "list.", rank(), source,
             )  # fmt: skip
         return first
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two batches hold the same numbers."""
-    first, second = batches.tensors(one), batches.tensors(other)
-    return len(first) == len(second) and all(torch.equal(a.cpu(), b) for a, b in zip(first, second, strict=True))
 
 
 def _without_padding(loader: Any) -> int | None:

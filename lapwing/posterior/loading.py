@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..contents import Mismatch, check_json
 from ..covariance import COVARIANCES
-from ..errors import LapwingError, shown
+from ..errors import LapwingError, is_out_of_memory, shown
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.registry import REGISTERED, options_of
 from ..linalg import double_device, placed
@@ -74,12 +74,17 @@ def load(
             "write lw.load('posterior.safetensors', model)."
         )
     tensors, header = read(path)
+    if "checkpoint" in header:
+        raise LapwingError(
+            f"The file {path} is a checkpoint of a fit that has not ended, and holds no posterior yet. Call lw.fit "
+            "with the same arguments and checkpoint= again, and save the posterior that it returns."
+        )
     likelihood = None if likelihood is None else resolve(likelihood)
     try:
         return _rebuilt(path, tensors, header, model, likelihood, forward, memory)
-    except (LapwingError, torch.OutOfMemoryError):
-        raise
     except Exception as error:  # anybody may have written the file
+        if isinstance(error, LapwingError) or is_out_of_memory(error):
+            raise
         what = str(error) if isinstance(error, Mismatch) else f"its parts do not go together ({type(error).__name__})"
         raise LapwingError(
             f"The file {path} does not make a posterior of this version: {what}. Save it again with "

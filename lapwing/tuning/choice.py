@@ -251,6 +251,12 @@ def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
     residual = posterior.likelihood.residual_variance(sums) if sums else None
     if residual is None:
         raise no_batch()
+    dtype = posterior.tangent.dtype
+    if residual > torch.finfo(dtype).max:
+        raise LapwingError(
+            f"The mean squared residual of the held-out data is {residual:.3g}, too large for {dtype}: the targets are "
+            "too large. Standardise them, y = (y - y.mean()) / y.std(), and train the network on these."
+        )
     return residual
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal
 
@@ -80,7 +80,7 @@ class Validation(_OnHeldOutData):
         True
     """
 
-    loader: Any
+    loader: Any = field(repr=False)
     decades: tuple[float, float] = (-5.0, 7.0)
     points: int = 25
     ranks: tuple[int, ...] = ()
@@ -155,7 +155,7 @@ class EarlyStopping(_OnHeldOutData):
         True
     """
 
-    loader: Any
+    loader: Any = field(repr=False)
     form: Literal["published", "scaled"] = "published"
     prefixes: int = 10
     decades: tuple[float, float] = (-5.0, 7.0)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -316,12 +317,26 @@ def test_bad_arguments(tmp_path: Path) -> None:
         lw.fit(model, every, checkpoint=3)
     with pytest.raises(lw.LapwingError, match="There is no folder"):
         lw.fit(model, every, checkpoint=tmp_path / "no" / "fit")
-    with pytest.raises(lw.LapwingError, match="is a folder"):
+    with pytest.raises(lw.LapwingError, match=r"is a folder\. Write checkpoint='.*fit.safetensors'"):
         lw.fit(model, every, checkpoint=tmp_path)
+    with pytest.raises(lw.LapwingError, match=r"checkpoint='' names no file\. Write checkpoint='fit.safetensors'"):
+        lw.fit(model, every, checkpoint="")
+    with pytest.raises(lw.LapwingError, match="every=True"):
+        lw.fit(model, every, checkpoint=tmp_path / "fit", every=True)
     with pytest.raises(lw.LapwingError, match="every=0"):
         lw.fit(model, every, checkpoint=tmp_path / "fit", every=0)
     with pytest.raises(lw.LapwingError, match="every=3 says how often a checkpoint is written, and there is none"):
         lw.fit(model, every, every=3)
+
+
+def test_a_checkpoint_is_no_posterior(tmp_path: Path) -> None:
+    model, every = pieces()
+    path = tmp_path / "fit"
+    with pytest.raises(Killed):
+        lw.fit(model, Loader(every, 5), lw.KFAC(), checkpoint=path, every=np.int64(1))
+    assert path.exists()
+    with pytest.raises(lw.LapwingError, match=r"checkpoint of a fit that has not ended.* checkpoint= again"):
+        lw.load(path, model)
 
 
 def test_a_disk_without_room_does_not_end_the_fit(

@@ -277,7 +277,7 @@ def test_a_fit_that_exceeds_the_machine_is_refused_and_a_cheaper_method_named(mo
     planned = lw.plan(wide, data, lw.KFAC(), memory=2**24)
     needed = planned.peak_bytes
     assert planned.advice is None
-    monkeypatch.setattr(import_module("lapwing.fitting.plan"), "MEMORY", needed - 1)
+    monkeypatch.setattr(import_module("lapwing.fitting.plan"), "memory_limit", lambda: needed - 1)
     with pytest.raises(lw.LapwingError, match=r"KFAC.* GiB for 48003 weights, and .* Use lw.Diagonal\(\)"):
         lw.fit(wide, data, lw.KFAC(), memory=2**24)
     plans = lw.plan(wide, data, [lw.Diagonal(), lw.KFAC()], memory=2**24)
@@ -285,6 +285,6 @@ def test_a_fit_that_exceeds_the_machine_is_refused_and_a_cheaper_method_named(mo
     assert "Use lw.Diagonal()" in str(plans).splitlines()[-1]
     assert str(plans[0]) == "\n".join(str(plans[0]).splitlines()[:3])
     lw.fit(model, data, lw.KFAC(), memory=2**24)
-    monkeypatch.setattr(import_module("lapwing.fitting.plan"), "MEMORY", 2**10)
+    monkeypatch.setattr(import_module("lapwing.fitting.plan"), "memory_limit", lambda: 2**10)
     with pytest.raises(lw.LapwingError, match=r"params=lw.last_layer"):
         lw.fit(wide, data, lw.KFAC(), memory=2**24)

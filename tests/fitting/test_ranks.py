@@ -49,7 +49,13 @@ def test_two_ranks_fit_as_one_process_fail_together_and_go_on(tmp_path: Path) ->
     assert failed + "OSError: the disk is gone" in here["while it loads"]
     assert there["while it loads"] == "OSError: the disk is gone"
     assert "process 1 has other weights than that of process 0: 0.weight differs" in here["other weights"]
-    assert "Call lw.fit with the same network, method and options" in here["another method"]
+    differs = "The processes were given different options: "
+    assert differs + "method is KFAC(" in here["another method"]
+    assert differs + "prior_precision is 2.0 in process 0 and 1 in process 1." in there["prior_precision"]
+    for name in ("tune", "seed", "validation", "prior_mean"):
+        assert f"{differs}{name} is " in here[name]
+        assert f"{differs}{name} is " in there[name]
+    assert differs + "tune is Validation(" in here["a tuning's"]
     assert failed in here["another shape"]
     assert "The steps of 'own steps' are not summed over processes" in here["steps from outside"]
     assert here["then"] == there["then"] == "no error"
@@ -105,8 +111,27 @@ def test_padding_is_left_out_on_every_rank(tmp_path: Path, samples: int) -> None
 def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     first, second, third = ranks.run(tmp_path, 3, [(ranks.die,)], seconds=20.0)
     assert third is None
-    assert "cannot reach the others" in first[0]  # type: ignore[index]
-    assert "cannot reach the others" in second[0]  # type: ignore[index]
+    for rank, results in enumerate((first, second)):
+        assert results is not None
+        assert f"Process {rank} of 3 cannot reach the others: one of them has ended" in results[0]
+        assert results[0].isascii()
+        assert "backend" not in results[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("No backend type associated with device type cuda\nfurther", r"cuda\. Every process .* without a backend"),
+        ("[pair.cc:553] Connection closed by peer [::1]:1", "has ended, or was silent"),
+        ("Timed out waiting 20000ms for recv", "has ended, or was silent"),
+    ],
+)
+def test_processes_that_cannot_be_reached(text: str, words: str) -> None:
+    def fail() -> None:
+        raise RuntimeError(text)
+
+    with pytest.raises(lw.LapwingError, match=words):
+        collectives._Group(0, 2).run(fail, nbytes=0)
 
 
 @pytest.mark.slow

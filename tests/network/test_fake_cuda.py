@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 import lapwing as lw
 from lapwing import linalg
 from lapwing.tangent import Record, Tangent
+from lapwing.tangent.retry import memory_errors
 from tests.conformance import cut
 from tests.pretended_device import Device, OnDevice
 from tests.zoo import ZOO
@@ -289,14 +290,25 @@ def test_eigh_that_fails_on_the_cpu_raises(monkeypatch: pytest.MonkeyPatch) -> N
         linalg.symmetric_eigen(torch.eye(2))
 
 
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+NO_MEMORY = {
+    "GPU": torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 8 GiB"
+    ),
+    "CPU": RuntimeError(
+        "[enforce fail] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+    ),
+    "Python": MemoryError(),
+}
+
+
+@pytest.fixture(params=["GPU", "CPU"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Lets the second block of a record with more samples than fit run out of memory, after the first block's sums."""
     fitting, take = {"samples": 2**30}, Record.__getitem__
 
     def limited(record: Record, name: str) -> Any:
         if record.samples > fitting["samples"] and name != record.tangent.blocks[0].name:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise NO_MEMORY[request.param]
         return take(record, name)
 
     monkeypatch.setattr(Record, "__getitem__", limited)
@@ -364,6 +376,25 @@ def test_memory_that_no_chunk_takes() -> None:
 
     with pytest.raises(lw.LapwingError, match="does not suffice"):
         tangent.retried(record_and_compute)
+
+
+def test_a_fit_whose_memory_no_chunk_takes() -> None:
+    wide = nn.Linear(2000, 2500).eval()  # whose dense covariance is longer than addresses of 47 bits are
+    with pytest.raises(
+        lw.LapwingError, match=r"a tensor of \d+ bytes did not fit .* smaller memory=.* lw\.plan"
+    ) as found:
+        lw.fit(wide, [(torch.randn(2, 2000), torch.arange(2))], lw.Full("primal"), memory=2**60)
+    assert "DefaultCPUAllocator" in str(found.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("GPU", "of 3.00 GiB did not fit into the GPU"), ("Python", "a tensor did not fit into the")]
+)
+def test_memory_errors_say_what_did_not_fit(kind: str, words: str) -> None:
+    with pytest.raises(lw.LapwingError, match=words), memory_errors():
+        raise NO_MEMORY[kind]
+    with pytest.raises(RuntimeError, match="^another$"), memory_errors():
+        raise RuntimeError("another")
 
 
 # --- a device without float64 -----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.utils.data import (
     RandomSampler,
     SubsetRandomSampler,
     TensorDataset,
+    get_worker_info,
 )
 
 import lapwing as lw
@@ -184,3 +186,21 @@ def test_samples_that_each_worker_shows_are_said(caplog: pytest.LogCaptureFixtur
     loader = DataLoader(Twice(), batch_size=5, num_workers=2)
     assert lw.fit(network(), loader, tune=None).samples == 40
     assert "shows 40 samples, each of the 20 of its data set once a worker" in caplog.text
+
+
+class WithoutLength(IterableDataset):
+    """A data set that every worker shows in full, or that shares its samples out."""
+
+    def __init__(self, shares: bool) -> None:
+        self.shares = shares
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        return islice(iter(DATA), worker.id, None, worker.num_workers) if self.shares and worker else iter(DATA)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_workers_that_begin_with_the_same_batch_are_said(shares: bool, caplog: pytest.LogCaptureFixture) -> None:
+    loader = DataLoader(WithoutLength(shares), batch_size=5, num_workers=2)
+    assert lw.fit(network(), loader, tune=None).samples == (20 if shares else 40)
+    assert ("begin with the same batch" in caplog.text) == (not shares)

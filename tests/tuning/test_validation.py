@@ -62,6 +62,12 @@ def test_the_best_candidate_is_chosen():
     assert held_out_scores(free, [free.prior_precision], held_out)[0] >= max(scores) - 1e-3
 
 
+def test_targets_that_are_too_large_are_said():
+    network, data = torch.nn.Linear(4, 1).eval(), (torch.randn(9, 4), 1e30 * torch.randn(9, 1))
+    with pytest.raises(lw.LapwingError, match=r"the targets are too large\. Standardise them"):
+        lw.fit(network, data, lw.Diagonal(), validation=data)
+
+
 @pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC(), lw.ELLA(5, 12, "prior")], ids=repr)
 @pytest.mark.parametrize("prior", [None, 2.0])
 def test_open_noise_is_chosen_on_held_out_data_too(method, prior):
