@@ -348,6 +348,7 @@ def test_what_a_killed_process_left_is_swept_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file between open() and with
 @pytest.mark.parametrize(
     ("kind", "count"), [("SIGKILL", 50), ("SIGKILL while saving", 100), ("KeyboardInterrupt", 200)]
 )
