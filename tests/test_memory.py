@@ -26,7 +26,7 @@ BUDGET = 2**24
 METHODS = (
     lw.Diagonal(), lw.KFAC(), lw.EKFAC(), lw.ELLA(20, 50), lw.ELLA(20, 15, residual="prior"), lw.ELLA(100, 150),
     lw.SubsetOfWeights(300), lw.OptimalSubspace(10, rows=60), lw.VaLLA(10), lw.Full(), lw.SubsetOfData(50),
-    lw.SampledLLA(8), lw.MeanField(20),
+    lw.SampledLLA(4), lw.MeanField(20),
 )  # fmt: skip
 WAYS = lw.MonteCarlo(20), lw.Streamlined(), lw.Linearized(draws=64), lw.Linearized(outputs=3)
 WIDEST = {"mlp": 785, "cnn": 1569}  # factors
@@ -76,7 +76,7 @@ def test_fits_and_predictions_stay_within_twice_the_budget(name: str, method: lw
     with LiveBytes() as live:
         prediction = fitted.predict(x, via=way)
         assert prediction.probs.isfinite().all()
-    assert beside(live, prediction.latent) < 2
+    assert beside(live, latent) < 2  # which predictions are made of
 
 
 @pytest.mark.parametrize("method", [lw.Diagonal(), pytest.param(lw.KFAC(), marks=pytest.mark.slow)], ids=str)
