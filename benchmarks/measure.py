@@ -80,7 +80,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
+        if key in self._known or storage.device.type == "meta":  # a tensor of a trace has no memory
             return
 
         def free(_: Any) -> None:

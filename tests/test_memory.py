@@ -6,6 +6,7 @@ A factor that is decomposed takes more where it is wide: up to 24 bytes for each
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
@@ -19,14 +20,18 @@ from lapwing.covariance import Latent
 from lapwing.covariance.structures import condensed
 from lapwing.covariance.terms import DenseTerm, EigenTerm, FactoredTerm
 from lapwing.posterior.prior import Prior
+from lapwing.prediction.way import Way
 
 BUDGET = 2**24
 METHODS = (
     lw.Diagonal(), lw.KFAC(), lw.EKFAC(), lw.ELLA(20, 50), lw.ELLA(20, 15, residual="prior"), lw.ELLA(100, 150),
-    lw.SubsetOfWeights(300), lw.OptimalSubspace(10, rows=60), lw.VaLLA(10),
+    lw.SubsetOfWeights(300), lw.OptimalSubspace(10, rows=60), lw.VaLLA(10), lw.Full(), lw.SubsetOfData(50),
+    lw.SampledLLA(4), lw.MeanField(20),
 )  # fmt: skip
+WAYS = lw.MonteCarlo(20), lw.Streamlined(), lw.Linearized(draws=64), lw.Linearized(outputs=3)
 WIDEST = {"mlp": 785, "cnn": 1569}  # factors
-QUICK = METHODS[0], METHODS[1], METHODS[3]
+CASES = [(method, lw.Linearized()) for method in METHODS] + [(method, way) for method in METHODS[:2] for way in WAYS]
+QUICK = CASES[0], CASES[1], CASES[3]
 NETWORKS = {"mlp": (mlp, (784,)), "cnn": (cnn, (1, 28, 28))}
 
 
@@ -36,9 +41,7 @@ def storages(value: Any) -> dict[int, int]:
         return {value.untyped_storage()._cdata: value.untyped_storage().nbytes()}
     if isinstance(value, lw.Posterior):
         return storages(list(value.covariance.tensors().values()))
-    parts = value if isinstance(value, (list, tuple)) else list(vars(value).values()) if hasattr(value, "terms") else []
-    if type(value) in (FactoredTerm, EigenTerm, DenseTerm):
-        parts = list(vars(value).values())
+    parts = value if isinstance(value, (list, tuple)) else vars(value).values() if is_dataclass(value) else ()
     return {key: size for part in parts for key, size in storages(part).items()}
 
 
@@ -48,30 +51,32 @@ def beside(live: LiveBytes, returned: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "method"),
+    ("name", "method", "way"),
     [
-        pytest.param(name, method, marks=[] if name == "mlp" and method in QUICK else pytest.mark.slow)
+        pytest.param(name, method, way, marks=[] if name == "mlp" and (method, way) in QUICK else pytest.mark.slow)
         for name in NETWORKS
-        for method in METHODS
+        for method, way in CASES
+        if name == "mlp" or not isinstance(method, lw.Full)  # P² numbers for the 15 690 weights of the last layer
     ],
     ids=str,
 )
-def test_fits_and_predictions_stay_within_twice_the_budget(name: str, method: lw.Method) -> None:
+def test_fits_and_predictions_stay_within_twice_the_budget(name: str, method: lw.Method, way: Way) -> None:
     make, shape = NETWORKS[name]
     torch.manual_seed(0)
     model, samples = make(), 1000 if name == "mlp" else 200
     data = [(torch.randn(samples, *shape), torch.randint(10, (samples,)))]
+    params = lw.last_layer if isinstance(method, lw.Full) else lw.everything
     with LiveBytes() as live:
-        fitted = lw.fit(model, data, method, params=lw.everything, memory=BUDGET)
+        fitted = lw.fit(model, data, method, params=params, memory=BUDGET)
     assert beside(live, fitted) < max(2, 24 * WIDEST[name] ** 2 / BUDGET)
     x = torch.randn(8000 if name == "mlp" else 400, *shape)
     with LiveBytes() as live:
-        latent = fitted.latent(x)
+        latent = fitted.latent(x, via=way)
     assert beside(live, latent) < 2
     with LiveBytes() as live:
-        prediction = fitted.predict(x)
+        prediction = fitted.predict(x, via=way)
         assert prediction.probs.isfinite().all()
-    assert beside(live, latent) < 2
+    assert beside(live, latent) < 2  # which predictions are made of
 
 
 @pytest.mark.parametrize("method", [lw.Diagonal(), pytest.param(lw.KFAC(), marks=pytest.mark.slow)], ids=str)

@@ -60,10 +60,9 @@ class Blockwise(PriorCovariance):
 
     def _weighting(self, name: str) -> Weighting:
         """Returns `1/(s λ + δ)` of one block, computed when it is needed."""
-        delta = self._delta[name]
+        delta, scale = self._delta[name], self.scale  # not self, so that no cycle keeps the weights
         return Weighting(
-            self.structures[name].eigenvalues.flatten(),
-            lambda values: (self.scale * values).add_(delta).reciprocal_(),
+            self.structures[name].eigenvalues.flatten(), lambda values: (scale * values).add_(delta).reciprocal_()
         )
 
     @cached_property

@@ -233,15 +233,20 @@ def without_compiled() -> Iterator[None]:
         if "torch._dynamo" not in sys.modules:
             yield
             return
+        dynamo: Any = sys.modules["torch._dynamo"].eval_frame
+        before = dynamo._stance
         try:
-            stance = torch.compiler.set_stance("force_eager")
-        except RuntimeError as error:
-            raise LapwingError(
-                "lapwing was called within a function that torch.compile compiles. Call it outside of that function, "
-                "or compile lw.deploy(posterior, x)."
-            ) from error
-        with stance:
-            yield
+            try:
+                stance = torch.compiler.set_stance("force_eager")
+            except RuntimeError as error:
+                raise LapwingError(
+                    "lapwing was called within a function that torch.compile compiles. Call it outside of that "
+                    "function, or compile lw.deploy(posterior, x)."
+                ) from error
+            with stance:
+                yield
+        finally:
+            dynamo._stance = before  # an interrupt may have come within set_stance
 
 
 @contextlib.contextmanager

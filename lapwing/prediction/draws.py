@@ -148,37 +148,52 @@ def _through_wide_layer(
 ) -> Tensor | None:
     """Returns the deviations (S, B, C) at outputs (B, C) of such a layer, or None where it cannot be taken apart.
 
-    The noise of its weights is random signs, whose covariance is that of normal numbers. Their squares do not scatter.
+    The deviations of its inputs are held for as many samples as fit a quarter of the memory budget. Further samples see
+    the same draws, made again.
     """
     assert isinstance(covariance, Blockwise)
-    inputs = _inputs_of(tangent, covariance, block, checked, count, seed)
-    if inputs is None:
-        return None
-    a, moved = inputs
     weights = tangent.mean_of(block).reshape(block.matrix_shape[1:])  # (C, I), the bias as one more column
-    spread = covariance.diagonal()[block.name].reshape(weights.shape)
-    outputs, columns = weights.shape
+    variances = covariance.diagonal()[block.name].reshape(weights.shape)
     generator = torch.Generator(mean.device).manual_seed(seed)
     other_seed = torch.randint(2**62, (), generator=generator, device=mean.device)  # the other layers have that one
-    generator.manual_seed(int(other_seed))
-    u = torch.randn(outputs, generator=generator, dtype=mean.dtype, device=mean.device)
-    if not (a @ (weights.T @ u) - mean @ u).norm() <= ALLOWED * mean.norm():
-        return None
-    numbers = SLICE_BYTES // (DIRECTIONS * mean.dtype.itemsize)
-    rows = max(1, numbers // columns)  # the same for all batches, so that they see the same draws
-    samples = max(1, numbers // rows)
     whole = mean.new_empty(count, *mean.shape)
-    for start in range(0, outputs, rows):
-        part = slice(start, min(start + rows, outputs))
-        weight, root = weights[part, : moved.shape[-1]].contiguous(), spread[part].sqrt()
+    length = tangent.memory // (4 * count * weights.shape[1] * mean.dtype.itemsize)
+    numbers = min(SLICE_BYTES, tangent.memory // 4) // (DIRECTIONS * mean.dtype.itemsize)
+    outputs = max(1, numbers // weights.shape[1])  # the same for all batches, so that they see the same draws
+    for rows, chunk in checked.chunks(max(1, length)):
+        inputs = _inputs_of(tangent, covariance, block, chunk, count, seed)
+        if inputs is None:
+            return None
+        a, moved = inputs
+        generator.manual_seed(int(other_seed))
+        u = torch.randn(len(weights), generator=generator, dtype=mean.dtype, device=mean.device)
+        if not (a @ (weights.T @ u) - mean[rows] @ u).norm() <= ALLOWED * mean[rows].norm():
+            return None
+        into = whole[:, rows]
+        for part, group, steps in _slices_of_noise(variances, count, outputs, generator):
+            weight = weights[part, : moved.shape[-1]].contiguous()
+            for low in range(0, len(a), max(1, numbers // outputs)):
+                here = slice(low, low + max(1, numbers // outputs))
+                direct = linear(a[here], steps.flatten(0, 1)).unflatten(1, steps.shape[:2])  # (b, k, c)
+                into[group, here, part] = linear(moved[group, here], weight).add_(direct.transpose(0, 1))
+            del steps  # before the next are drawn
+        del inputs, a, moved
+    return whole
+
+
+def _slices_of_noise(
+    variances: Tensor, count: int, outputs: int, generator: torch.Generator
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yields draws (K, c, I) of `N(0, variances)`, for some outputs and `DIRECTIONS` draws at a time.
+
+    They are random signs, whose covariance is that of normal numbers. Their squares do not scatter.
+    """
+    for start in range(0, len(variances), outputs):
+        part = slice(start, min(start + outputs, len(variances)))
+        root = variances[part].sqrt()
         for first in range(0, count, DIRECTIONS):
             group = slice(first, min(first + DIRECTIONS, count))
-            steps = random_signs((group.stop - first, *root.shape), generator, root.dtype).mul_(root)
-            for low in range(0, len(a), samples):
-                here = slice(low, low + samples)
-                direct = linear(a[here], steps.flatten(0, 1)).unflatten(1, steps.shape[:2])  # (b, k, c)
-                whole[group, here, part] = linear(moved[group, here], weight).add_(direct.transpose(0, 1))
-    return whole
+            yield part, group, random_signs((group.stop - first, *root.shape), generator, root.dtype).mul_(root)
 
 
 def _inputs_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import weakref
 
@@ -126,7 +125,6 @@ def test_draws_of_weights_are_kept_as_long_as_their_posterior():
     covariance = weakref.ref(posterior.covariance)
     assert covariance() in draws._KEPT
     del posterior
-    gc.collect()
     assert covariance() is None
 
 
@@ -308,8 +306,8 @@ def wide(monkeypatch, kind: str = "linear", method: lw.Method | None = None, dty
     x = torch.randn(9, 4).to(dtype)
     data, likelihood = [(x, model(x).detach())], lw.Gaussian(0.1)
     posterior = lw.fit(model, data, method or lw.Diagonal(), likelihood=likelihood, prior_precision=1.0)
-    object.__setattr__(posterior.tangent, "memory", 4 * posterior.tangent.size * 8)
     monkeypatch.setattr(draws, "SLICE_BYTES", 8 * 8 * 4 * 5)  # five outputs and five samples at once
+    object.__setattr__(posterior.tangent, "memory", 4 * draws.SLICE_BYTES)  # 11 draws of three samples' inputs
     make = draws.random_signs
     monkeypatch.setattr(draws, "random_signs", lambda *args: signs.append(make(*args)) or signs[-1].clone())
     return posterior, x, signs
@@ -322,6 +320,8 @@ def test_a_wide_layer_is_drawn_a_slice_of_its_outputs_at_a_time(monkeypatch, kin
     assert {tuple(each.shape[:2]) for each in signs} >= {(8, 5), (3, 5)}
     assert all(each.abs().eq(1).all() for each in signs)
     first, last = posterior.tangent.blocks
+    signs, again = signs[: len(signs) // 3], signs[len(signs) // 3 :]  # three chunks of inputs
+    assert all(one.equal(other) for one, other in zip(2 * signs, again, strict=True))
     slices = [torch.cat(signs[i : i + 2]) for i in range(0, len(signs), 2)]  # two groups of draws each
     steps = torch.cat(slices, 1).flatten(1) * posterior.covariance.diagonal()[last.name].sqrt()
     others = posterior.covariance.without(last.name)

@@ -154,8 +154,8 @@ def _stamp(model: nn.Module) -> Any:
 
 def _read(tangent: Tangent, inputs: Any) -> Graph:
     inputs = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, _as_dict(inputs))
-    example = inputs
-    if batches.size(inputs) == 1:  # a length of one would be taken as fixed
+    example = batches.take(inputs, slice(0, tangent.chunk_length(1)))
+    if batches.size(example) == 1:  # a length of one would be taken as fixed
         example = batches.take(inputs, torch.zeros(2, dtype=torch.long, device=tangent.device))
     wrapped = _Outputs(tangent.model, tangent.forward)
     wrapped.training = tangent.model.training  # train() would reach into the network
