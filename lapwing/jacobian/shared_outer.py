@@ -165,6 +165,19 @@ class SharedOuter(InParts, MatrixJacobian):
         plain, centred = nonnegative(torch.cat(parts, 1)).movedim(-1, 1)
         return plain, centred
 
+    def centred_squares(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yields them by rows, or by pairs of positions: `Σ_tt' (Σ_r g_t ⊙ g_t') (a_t ⊙ a_t')ᵀ` of centred g."""
+        if not self.pairs_are_cheaper(0):
+            yield from super().centred_squares()
+            return
+        step = self.step(self.groups * self.cotangents * self.inputs * self.strips.dtype.itemsize, self.outputs)
+        for samples, inputs, g, h in self._pairs(self._cached):
+            gradients = ((g - g.mean(1, keepdim=True)) * (h - h.mean(1, keepdim=True))).sum(1)  # (b, k, G, O)
+            inputs = inputs.unflatten(1, gradients.shape[:2]).transpose(0, 1)  # (b, G, k, I)
+            for start in range(0, self.outputs, step):
+                outputs = slice(start, min(start + step, self.outputs))
+                yield samples, outputs, gradients[..., outputs].permute(0, 2, 3, 1) @ inputs
+
     def jvp(self, vectors: Tensor) -> Tensor:
         """Returns `J V` (B, R, K) by rows or by `gᵀ(V_k a)`, whichever takes fewer products."""
         count = vectors.shape[0]
