@@ -170,13 +170,20 @@ class SharedOuter(InParts, MatrixJacobian):
         if not self.pairs_are_cheaper(0):
             yield from super().centred_squares()
             return
-        step = self.step(self.groups * self.cotangents * self.inputs * self.strips.dtype.itemsize, self.outputs)
-        for samples, inputs, g, h in self._pairs(self._cached):
-            gradients = ((g - g.mean(1, keepdim=True)) * (h - h.mean(1, keepdim=True))).sum(1)  # (b, k, G, O)
-            inputs = inputs.unflatten(1, gradients.shape[:2]).transpose(0, 1)  # (b, G, k, I)
+        ((a, g),) = self.strips
+        g, itemsize = g - g.mean(1, keepdim=True), g.dtype.itemsize
+        pairs = self.positions * (self.positions + 1) // 2
+        count = self.step(pairs * self.groups * (self.inputs + self.outputs) * itemsize, self.batch)
+        for n in range(0, self.batch, count):
+            samples = slice(n, min(n + count, self.batch))
+            some = SharedOuter(Strips.whole(a[samples], g[samples])).within(self.slice_bytes)._pairs(self._cached)
+            parts = [(inputs, (left * right).sum(1)) for _, inputs, left, right in some]
+            gradients = torch.cat([part for _, part in parts]).permute(0, 2, 3, 1)  # (b, G, O, k)
+            inputs = torch.cat([part for part, _ in parts], 1).unflatten(1, (-1, pairs)).transpose(0, 1)  # (b, G, k, I)
+            step = self.step(len(gradients) * self.groups * self.inputs * itemsize, self.outputs)
             for start in range(0, self.outputs, step):
                 outputs = slice(start, min(start + step, self.outputs))
-                yield samples, outputs, gradients[..., outputs].permute(0, 2, 3, 1) @ inputs
+                yield samples, outputs, gradients[:, :, outputs] @ inputs
 
     def jvp(self, vectors: Tensor) -> Tensor:
         """Returns `J V` (B, R, K) by rows or by `gᵀ(V_k a)`, whichever takes fewer products."""
