@@ -73,8 +73,9 @@ class InParts(BlockJacobian):
         here, w = slice(0, 0), torch.empty(0)
         for samples, outputs, values in parts:
             if outputs != here:
-                here = outputs
-                w = torch.stack([self._weights(weighting, outputs) for weighting in several], 1)
+                here, w = outputs, values.new_empty(self.groups, len(several), values.shape[-2:].numel())
+                for i, weighting in enumerate(several):
+                    w[:, i] = self._weights(weighting, outputs)
             yield samples, values, w
 
     def _weights(self, weighting: Weighting, outputs: slice = slice(None)) -> Tensor:

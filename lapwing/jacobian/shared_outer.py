@@ -167,7 +167,7 @@ class SharedOuter(InParts, MatrixJacobian):
 
     def centred_squares(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yields them by rows, or by pairs of positions: `Σ_tt' (Σ_r g_t ⊙ g_t') (a_t ⊙ a_t')ᵀ` of centred g."""
-        if not self.pairs_are_cheaper(0):
+        if self.pair_bytes > self.slice_bytes or not self.pairs_are_cheaper(0):
             yield from super().centred_squares()
             return
         ((a, g),) = self.strips
@@ -180,7 +180,8 @@ class SharedOuter(InParts, MatrixJacobian):
             parts = [(inputs, (left * right).sum(1)) for _, inputs, left, right in some]
             gradients = torch.cat([part for _, part in parts]).permute(0, 2, 3, 1)  # (b, G, O, k)
             inputs = torch.cat([part for part, _ in parts], 1).unflatten(1, (-1, pairs)).transpose(0, 1)  # (b, G, k, I)
-            step = self.step(len(gradients) * self.groups * self.inputs * itemsize, self.outputs)
+            rows = max(len(gradients), self.cotangents)  # weights of the channels are as large as a few samples
+            step = self.step(rows * self.groups * self.inputs * itemsize, self.outputs)
             for start in range(0, self.outputs, step):
                 outputs = slice(start, min(start + step, self.outputs))
                 yield samples, outputs, gradients[:, :, outputs] @ inputs
