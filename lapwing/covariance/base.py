@@ -203,6 +203,10 @@ class PriorCovariance(Covariance):
             reduce(add, (term.marginals() for term in terms)) for terms in self.output_covariances(record, candidates)
         )
 
+    def output_traces(self, record: Record, candidates: Sequence[Self]) -> Tensor:
+        """Returns centred variances summed over outputs (n, B) for n priors: all that the default probit link reads."""
+        return torch.stack([term.centred.sum(-1) for term in self.output_marginals(record, candidates)])
+
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns `s tr((I - VVᵀ) Δ^(-1/2) G Δ^(-1/2))`, the curvature outside a subspace; else 0."""
         return torch.zeros((), dtype=torch.float64, device=precision.device)

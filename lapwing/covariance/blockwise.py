@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..contents import Entry, check_json, is_positive
 from ..jacobian.jacobian import Weighting
+from ..linalg import total
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import PriorCovariance, precision_entry, register
 from .kronecker import KroneckerBlock
@@ -148,6 +149,13 @@ class Blockwise(PriorCovariance):
             for name, structure in self.structures.items()
         )
         return reduce(lambda sums, others: list(map(add, sums, others)), blocks)
+
+    def output_traces(self, record: Record, candidates: Sequence[Self]) -> Tensor:
+        """Contracts each block once for all candidates, with squares that are summed over outputs."""
+        return total(
+            structure.traces_at(record[name], self._weightings_of(name, candidates))
+            for name, structure in self.structures.items()
+        )
 
     def _weightings_of(self, name: str, candidates: Sequence[Self]) -> Iterable[Weighting]:
         """Returns one block's weights; those of a single candidate are kept for the next record."""

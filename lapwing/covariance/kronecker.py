@@ -14,7 +14,7 @@ from ..contents import Entry, Mismatch, largest
 from ..jacobian.jacobian import Weighting, as_matrix
 from ..linalg import SLICE_NUMBERS
 from ..tangent import Block, BlockJacobian
-from .structures import Structure, weighted, weighted_marginals
+from .structures import Structure, weighted, weighted_marginals, weighted_traces
 from .terms import EigenTerm, MarginalTerm, Term, of_both
 
 MIN_SAVED_COLUMNS = 128
@@ -111,6 +111,10 @@ class KroneckerBlock(Structure):
     def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[MarginalTerm]:
         """Rotates a and g, then takes the variances, from squares taken once."""
         return weighted_marginals(*self._rotated(jacobian, candidates), self.outputs[0])
+
+    def traces_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Tensor:
+        """Rotates a and g, then sums squares over outputs."""
+        return weighted_traces(*self._rotated(jacobian, candidates), self.outputs[0])
 
     def _rotated(
         self, jacobian: BlockJacobian, candidates: Iterable[Weighting]

@@ -53,6 +53,10 @@ class Structure(ABC):
         """Yields the variances of `outputs_at` alone."""
         return (term.marginals() for term in self.outputs_at(jacobian, candidates))
 
+    def traces_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Tensor:
+        """Returns the sum of the centred variances of `outputs_at` over outputs, (n, B)."""
+        return torch.stack([term.centred_variance().sum(-1) for term in self.outputs_at(jacobian, candidates)])
+
     @abstractmethod
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
         """Returns `J U diag(w) Uᵀ J'ᵀ` (B, R, B', R') for the samples of two Jacobians, which may be the same one."""
@@ -114,6 +118,18 @@ def weighted_marginals(
     return map(MarginalTerm, *jacobian.weighted_norms(candidates))
 
 
+def weighted_traces(jacobian: BlockJacobian, candidates: Iterable[Weighting], basis: Tensor | None = None) -> Tensor:
+    """Returns the sum of the centred variances of `weighted` over outputs, (n, B), without these variances."""
+    if not jacobian.is_output:
+        return jacobian.weighted_traces(candidates)
+    factors = jacobian.weighted_factors(candidates)
+    assert factors is not None
+    if basis is None:
+        return torch.stack([scale.sum(-1) for scale in factors[1]]) * (1 - 1 / jacobian.cotangents)
+    squares = (basis - basis.mean(0)).square().sum(0)  # of each column
+    return torch.stack([scale @ squares for scale in factors[1]])
+
+
 class DiagonalBlock(Structure):
     """`diag(λ)`."""
 
@@ -133,6 +149,9 @@ class DiagonalBlock(Structure):
 
     def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[MarginalTerm]:
         return weighted_marginals(jacobian, candidates)
+
+    def traces_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Tensor:
+        return weighted_traces(jacobian, candidates)
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
         return jacobian.joint_weighted_gram(weights, other)

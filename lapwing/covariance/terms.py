@@ -218,6 +218,26 @@ class MarginalTerm(Term):
 
 
 @dataclass(frozen=True)
+class ScaleTerm(Term):
+    """The mean of the centred variances of an input's outputs, at each of them (B, C): what `Probit` reads."""
+
+    mean: Tensor
+
+    def centred_variance(self) -> Tensor:
+        """Returns the mean in place of each."""
+        return self.mean
+
+    def variance(self) -> Tensor:
+        """Raises: variances of single outputs are not known."""
+        raise LapwingError("This latent has one mean variance for each input. Use the default link, lw.Probit().")
+
+    dense = variance
+
+    def scaled(self, factor: float) -> ScaleTerm:
+        return ScaleTerm(self.mean * factor)
+
+
+@dataclass(frozen=True)
 class SelectedTerm(MarginalTerm):
     """Variances (B, C), and how k of the outputs move against their average; see `SelectedLatent.of_classes`.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ..linalg import linear, matmul
+from ..linalg import linear, matmul, nonnegative
 from .jacobian import BlockJacobian, Weighting, kept
 
 
@@ -44,12 +44,7 @@ class InParts(BlockJacobian):
     def weighted_norms(self, candidates: Iterable[Weighting]) -> tuple[Tensor, Tensor]:
         """Returns the diagonals of `J diag(w) Jᵀ` and `H J diag(w) Jᵀ H`, each (n, B, R), from squares taken once."""
         several, norms = kept(candidates), list[Tensor]()
-        here, w = slice(0, 0), torch.empty(0)
-        for samples, outputs, rows in self.parts():
-            if outputs != here:
-                here, w = outputs, rows.new_empty(self.groups, len(several), rows[0, 0, 0].numel())
-                for i, weighting in enumerate(several):
-                    w[:, i] = self._weights(weighting, outputs)
+        for samples, rows, w in self._with_weights(self.parts(), several):
             norms = norms or [rows.new_zeros(self.batch, self.cotangents, len(several)) for _ in range(2)]
             rows = rows.flatten(3)
             for norm, values in zip(norms, (rows, rows - rows.mean(2, keepdim=True)), strict=True):
@@ -57,6 +52,31 @@ class InParts(BlockJacobian):
                 norm[samples] += group_products(squares, w).sum(0).unflatten(0, (-1, self.cotangents))
         plain, centred = (norm.movedim(-1, 0) for norm in norms)
         return plain, centred
+
+    def weighted_traces(self, candidates: Iterable[Weighting]) -> Tensor:
+        """Returns `tr(H J diag(w) Jᵀ H)` (n, B): a product of the centred squares with all weights."""
+        several, traces = kept(candidates), list[Tensor]()
+        for samples, squares, w in self._with_weights(self.centred_squares(), several):
+            traces = traces or [squares.new_zeros(self.batch, len(several))]
+            traces[0][samples] += group_products(squares.flatten(2).transpose(0, 1), w).sum(0)
+        return nonnegative(traces[0].T)
+
+    def centred_squares(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yields samples, output channels, and the squares of `H J`, summed over cotangents (b, G, o, I)."""
+        for samples, outputs, rows in self.parts():
+            yield samples, outputs, (rows - rows.mean(2, keepdim=True)).square_().sum(2)
+
+    def _with_weights(
+        self, parts: Iterable[tuple[slice, slice, Tensor]], several: Sequence[Weighting]
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yields samples, values of theirs, and several weights (G, n, o I) of the same output channels."""
+        here, w = slice(0, 0), torch.empty(0)
+        for samples, outputs, values in parts:
+            if outputs != here:
+                here, w = outputs, values.new_empty(self.groups, len(several), values.shape[-2:].numel())
+                for i, weighting in enumerate(several):
+                    w[:, i] = self._weights(weighting, outputs)
+            yield samples, values, w
 
     def _weights(self, weighting: Weighting, outputs: slice = slice(None)) -> Tensor:
         """Returns the weights of some output channels (G, o I)."""

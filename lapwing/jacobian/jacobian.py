@@ -138,13 +138,25 @@ class BlockJacobian(ABC):
         One product of the squared rows with all weights: a candidate costs next to nothing.
         """
         several = kept(candidates)
-
-        def weights(part: slice) -> Tensor:
-            return torch.stack([weighting.at(itemgetter(part)) for weighting in several], -1)  # (p, n)
-
-        slices = ((weights(part), rows, rows - rows.mean(1, keepdim=True)) for part, rows in self.row_slices())
+        slices = (
+            (self._columns(several, part), rows, rows - rows.mean(1, keepdim=True)) for part, rows in self.row_slices()
+        )
         norms = total(torch.stack([rows.square() @ w, centred.square() @ w]) for w, rows, centred in slices)
         return tuple(norms.movedim(-1, 1))  # (2, n, B, R)
+
+    def weighted_traces(self, candidates: Iterable[Weighting]) -> Tensor:
+        """Returns `tr(H J diag(w) Jᵀ H)` (n, B) for n weights, `H = I - 11ᵀ/R`: squares are summed over cotangents."""
+        several = kept(candidates)
+        parts = (
+            (rows - rows.mean(1, keepdim=True)).square_().sum(1) @ self._columns(several, part)
+            for part, rows in self.row_slices()
+        )
+        return total(parts).T
+
+    @staticmethod
+    def _columns(several: Sequence[Weighting], part: slice) -> Tensor:
+        """Returns a part of several weights (p, n)."""
+        return torch.stack([weighting.at(itemgetter(part)) for weighting in several], -1)
 
     def squared_sum(self) -> Tensor:
         """Returns `Σ_n,r J²` (P,), the diagonal of the GGN of these samples."""

@@ -119,6 +119,11 @@ class Outer(MatrixJacobian):
         plain, centred = (part.movedim(-1, 0) for part in parts)
         return plain, centred
 
+    def weighted_traces(self, candidates: Iterable[Weighting]) -> Tensor:
+        """Returns `Σ_j s_j Σ_r (H g)²_j` (n, B). Time O(n B O)."""
+        squares = (self.g - self.g.mean(1, keepdim=True)).square_().sum(1)  # (B, O)
+        return torch.stack([(scale * squares).sum(-1) for scale in map(self.input_scale, candidates)])
+
     def squared_sum(self) -> Tensor:
         """Returns `(Σ_r g²)ᵀ a²` (P,). Time O(B O I)."""
         return matmul(self.g.square().sum(1).T, self.a.square()).flatten()

@@ -165,6 +165,27 @@ class SharedOuter(InParts, MatrixJacobian):
         plain, centred = nonnegative(torch.cat(parts, 1)).movedim(-1, 1)
         return plain, centred
 
+    def centred_squares(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yields them by rows, or by pairs of positions: `Σ_tt' (Σ_r g_t ⊙ g_t') (a_t ⊙ a_t')ᵀ` of centred g."""
+        if self.pair_bytes > self.slice_bytes or not self.pairs_are_cheaper(0):
+            yield from super().centred_squares()
+            return
+        ((a, g),) = self.strips
+        g, itemsize = g - g.mean(1, keepdim=True), g.dtype.itemsize
+        pairs = self.positions * (self.positions + 1) // 2
+        count = self.step(pairs * self.groups * (self.inputs + self.outputs) * itemsize, self.batch)
+        for n in range(0, self.batch, count):
+            samples = slice(n, min(n + count, self.batch))
+            some = SharedOuter(Strips.whole(a[samples], g[samples])).within(self.slice_bytes)._pairs(self._cached)
+            parts = [(inputs, (left * right).sum(1)) for _, inputs, left, right in some]
+            gradients = torch.cat([part for _, part in parts]).permute(0, 2, 3, 1)  # (b, G, O, k)
+            inputs = torch.cat([part for part, _ in parts], 1).unflatten(1, (-1, pairs)).transpose(0, 1)  # (b, G, k, I)
+            rows = max(len(gradients), self.cotangents)  # weights of the channels are as large as a few samples
+            step = self.step(rows * self.groups * self.inputs * itemsize, self.outputs)
+            for start in range(0, self.outputs, step):
+                outputs = slice(start, min(start + step, self.outputs))
+                yield samples, outputs, gradients[:, :, outputs] @ inputs
+
     def jvp(self, vectors: Tensor) -> Tensor:
         """Returns `J V` (B, R, K) by rows or by `gᵀ(V_k a)`, whichever takes fewer products."""
         count = vectors.shape[0]

@@ -21,7 +21,7 @@ from ..network.positions import Positions
 from ..network.progress import tracked
 from ..posterior import Posterior
 from .evidence import Evidence, Training, Tuning
-from .held_out import SOME_POSITIONS, mean_variances, spread_costs
+from .held_out import SOME_POSITIONS, mean_variances, reads_of, spread_costs
 from .leave_one_out import MAX_ROWS, leave_one_out
 from .search import evenly
 
@@ -71,8 +71,9 @@ class BoundedEvidence(Tuning):
         LapwingError: for numbers out of range, or a loader without samples.
 
     Cost: for classifiers the evidence's, and one pass through the loader for `samples` samples, which are recorded and
-    contracted once, with `points` variances (or Gram matrices, if the link reads covariances) an output. For
-    regression: a kernel of at most 2 000 rows, of all trained weights, its eigenvalues, and predictions of the samples.
+    contracted once: for the default probit link the squares of J are summed over classes, and `points` candidates
+    cost next to nothing; other links take variances or Gram matrices of the outputs for each. For regression: a kernel
+    of at most 2 000 rows, of all trained weights, its eigenvalues, and predictions of the samples.
 
     Example:
         >>> import torch, lapwing as lw
@@ -152,13 +153,14 @@ class BoundedEvidence(Tuning):
         if likelihood.needs_noise and positions is None:  # the kernel, its eigenvalues, and predictions
             some = min(samples, 4 * self.samples)
             count = min(some * outputs, MAX_ROWS)
-            rows = Work(1, 1, outline.total(lambda layer: layer.rows(1))).times(count)
+            recorded = Work(1, 1, outline.total(lambda layer: layer.rows(1))).times(count)
             kernel = outline.once(count**2 * outline.total(_gram))
-            return (rows + predict.times(some)).times(1 / samples) + kernel + outline.decomposed(EIGEN * count**3)
+            return (recorded + predict.times(some)).times(1 / samples) + kernel + outline.decomposed(EIGEN * count**3)
         if likelihood.needs_noise or likelihood.noise_variance is not None:
             return Work()
         limit = self.samples if positions is None else self._inputs(positions)
-        numbers = outline.total(lambda layer: layer.size * (1 if layer.single else outputs))  # for each candidate
+        rows = 1 if reads_of(likelihood, outputs) == "scale" else outputs
+        numbers = outline.total(lambda layer: layer.size * (1 if layer.single else rows))  # for each candidate
         each = predict + Work(products=(self.points - 1) * MOVE / 4 * numbers)
         return each.times(min(samples, limit) / samples)
 

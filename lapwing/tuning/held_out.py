@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..covariance import Latent, PriorCovariance
+from ..covariance.terms import ScaleTerm
 from ..errors import LapwingError
-from ..likelihoods import apply_weights, curvature_weights
+from ..likelihoods import Categorical, Likelihood, Probit, apply_weights, curvature_weights
 from ..linalg import doubled
 from ..network import batches, ranks
 from ..network.progress import tracked
@@ -23,6 +24,9 @@ log = logging.getLogger("lapwing")
 
 SOME_POSITIONS = 16
 """So many positions of an input are scored where each takes backward passes of its own."""
+
+Reads = Literal["covariances", "variances", "scale"]
+"""What is read of the outputs' covariances; a scale is one number for each input, that of `Probit`."""
 
 Candidates = Callable[[Posterior], list[Posterior]]
 """Returns the candidates around a posterior, which differ in prior and noise alone."""
@@ -132,11 +136,10 @@ def _contracted(
 ) -> Iterator[tuple[tuple[int, int], Posterior, Latent, Tensor, Tensor | None]]:
     """Yields the place of each candidate, itself, its latent, and labels and weights of its samples, batch by batch."""
     first = posteriors[0]
-    link = first.likelihood.default_link
-    marginal = not link.reads_covariance or (link.closed_form and first.tangent.outputs == 1)
+    reads = reads_of(first.likelihood, first.tangent.outputs)
     groups = _contraction_groups(posteriors)
-    scratch = _numbers_per_sample(posteriors, len(candidates(first)), marginal)
-    scratch += 4 * copies * first.tangent.outputs * (1 if marginal else first.tangent.outputs)
+    scratch = _numbers_per_sample(posteriors, len(candidates(first)), reads)
+    scratch += 4 * copies * first.tangent.outputs * (first.tangent.outputs if reads == "covariances" else 1)
     with torch.no_grad():
         for batch in loader:
             inputs, targets = batches.split(batch, first.tangent.device)
@@ -149,9 +152,18 @@ def _contracted(
                 labels = labels.to(record.device)
                 for members in groups:
                     some = {(i, j): one for i in members for j, one in enumerate(candidates(posteriors[i]))}
-                    latents = _latents(record, list(some.values()), marginal)
+                    latents = _latents(record, list(some.values()), reads)
                     for (place, candidate), latent in zip(some.items(), latents, strict=True):
                         yield place, candidate, latent, labels, weights
+
+
+def reads_of(likelihood: Likelihood, outputs: int) -> Reads:
+    """Returns what the default link of a likelihood reads of the covariances of so many outputs."""
+    link = likelihood.default_link
+    if isinstance(likelihood, Categorical) and isinstance(link, Probit) and link.scale == "mean":
+        return "scale"
+    one = link.closed_form and outputs == 1
+    return "variances" if one or not link.reads_covariance else "covariances"
 
 
 def _rows_of(targets: Tensor, tangent: Tangent, record: Record) -> tuple[Tensor, int]:
@@ -179,14 +191,14 @@ def mean_variances(posteriors: Sequence[Posterior], parts: Iterable[batches.Weig
     """
     first = posteriors[0]
     totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0.0
-    scratch = _numbers_per_sample(posteriors, 1, marginal=True)
+    scratch = _numbers_per_sample(posteriors, 1, "variances")
     with torch.no_grad():
         for inputs, targets, weights in parts:
             for part, record in first.tangent.records(inputs, None, first.covariance.record_dtype, scratch):
                 some = None if weights is None else weights[part]
                 every = curvature_weights(first.likelihood, record.outputs, targets[part], some)
                 every = torch.ones_like(record.outputs) if every is None else every.expand_as(record.outputs)
-                latents = _latents(record, posteriors, marginal=True)
+                latents = _latents(record, posteriors, "variances")
                 share = every / first.likelihood.ratios(record.outputs)
                 share = share.to(record.device)
                 totals += torch.stack([doubled(share * latent.variance).sum().cpu() for latent in latents])
@@ -212,21 +224,24 @@ def _contraction_groups(posteriors: Sequence[Posterior]) -> list[list[int]]:
     return groups
 
 
-def _numbers_per_sample(posteriors: Sequence[Posterior], priors: int, marginal: bool) -> int:
+def _numbers_per_sample(posteriors: Sequence[Posterior], priors: int, reads: Reads) -> int:
     """Estimates how many numbers a sample takes in the latents of all candidates, and on the way to them."""
     tangent, count = posteriors[0].tangent, len(posteriors) * priors
     widest = max(block.matrix_shape[1] for block in tangent.blocks)
     one = tangent.outputs * max(posterior.covariance.scratch_per_row for posterior in posteriors)
-    return one + count * (widest + (2 * tangent.outputs if marginal else tangent.outputs**2))
+    return one + count * (widest + (tangent.outputs**2 if reads == "covariances" else 2 * tangent.outputs))
 
 
-def _latents(record: Record, candidates: Sequence[Posterior], marginal: bool) -> Iterable[Latent]:
-    """Returns the latent of each candidate of one contraction, with variances alone where the link reads no more."""
+def _latents(record: Record, candidates: Sequence[Posterior], reads: Reads) -> Iterable[Latent]:
+    """Returns the latent of each candidate of one contraction, with what is read of it alone."""
     covariances: list[Any] = [candidate.covariance for candidate in candidates]
     mean = record.outputs.to(record.device)
     if not isinstance(covariances[0], PriorCovariance):
         return [Latent(mean, covariance.output_covariance(record)) for covariance in covariances]
-    if marginal:
+    if reads == "scale":
+        means = covariances[0].output_traces(record, covariances).unsqueeze(-1) / mean.shape[1]
+        return (Latent(mean, (ScaleTerm(scale.expand_as(mean)),)) for scale in means)
+    if reads == "variances":
         variances = covariances[0].output_marginals(record, covariances)
         return (Latent(mean, (marginals,)) for marginals in variances)
     return (Latent(mean, terms) for terms in covariances[0].output_covariances(record, covariances))

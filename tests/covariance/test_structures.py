@@ -219,6 +219,16 @@ class StructureConformance:
             wanted = problem.J_test @ self.oracle(problem, *prior) @ problem.J_test.mT
             close(sum(term.dense() for term in terms), wanted)
 
+    @on_three_uses
+    def test_traces_of_several_priors_at_once(self, problem, built):
+        covariance, _ = built
+        record = problem.tangent.record(problem.test)
+        priors = [(self.precision(problem, seed), scale) for seed, scale in ((None, 0.6), (8, 2.0), (9, 40.0))]
+        found = covariance.output_traces(record, [covariance.with_prior(*prior) for prior in priors])
+        centred = problem.J_test - problem.J_test.mean(1, keepdim=True)
+        for traces, prior in zip(found, priors, strict=True):
+            close(traces, (centred @ self.oracle(problem, *prior) @ centred.mT).diagonal(dim1=1, dim2=2).sum(-1))
+
     @on_two_kinds_of_block
     def test_log_det_ratio(self, problem, built):
         covariance, _ = built

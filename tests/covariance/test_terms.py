@@ -8,7 +8,7 @@ from torch import Tensor
 
 import lapwing as lw
 from lapwing.covariance import JointLatent, Latent, LatentDraws
-from lapwing.covariance.terms import DenseTerm, EigenTerm, FactoredTerm, MarginalTerm, Term, add_term
+from lapwing.covariance.terms import DenseTerm, EigenTerm, FactoredTerm, MarginalTerm, ScaleTerm, Term, add_term
 
 F64 = torch.float64
 
@@ -68,6 +68,17 @@ def test_marginals_have_no_covariance() -> None:
     assert (latent.variance >= 0).all()  # rounding below zero is cut off
     for read in (lambda: latent.covariance, lambda: latent.sample(2)):
         with pytest.raises(lw.LapwingError, match=r"has variances alone\. Use a link in closed form"):
+            read()
+
+
+def test_scales_are_all_that_the_default_probit_link_reads() -> None:
+    mean, term = normal(4, 3), TERMS["factored"]
+    scale = ScaleTerm(term.centred_variance().mean(-1, keepdim=True).expand(4, 3))
+    latent, own = Latent(mean, (scale,)), Latent(mean, (term,))
+    for factor in (1.0, 0.3):
+        close(lw.Probit().log_probs(latent.scaled(factor)), lw.Probit().log_probs(own.scaled(factor)))
+    for read in (lambda: latent.variance, lambda: latent.covariance):
+        with pytest.raises(lw.LapwingError, match=r"one mean variance for each input\. Use"):
             read()
 
 

@@ -72,6 +72,9 @@ def check_contractions(jacobian, rows: torch.Tensor, theirs, their_rows: torch.T
     plain, without_mean = jacobian.weighted_norms(weightings)
     close(plain, torch.stack([(rows.square() * w).sum(-1) for w in weights]))
     close(without_mean, torch.stack([(centred.square() * w).sum(-1) for w in weights]))
+    traces = jacobian.weighted_traces(weightings)
+    close(traces, without_mean.sum(-1))
+    assert traces.min() >= 0
     close(jacobian.squared_sum(), rows.square().sum((0, 1)))
     close(jacobian.squared_norm(), rows.square().sum())
     close(jacobian.sum_rows(), rows.sum(0))
@@ -252,6 +255,8 @@ def test_sums_of_rows_in_parts_and_by_pairs_of_positions(shape, cache, by_pairs,
                 close(gram, (turned * w) @ turned.mT)
                 close(plain, (turned.square() * w).sum(-1))
                 close(centred, ((turned - turned.mean(1, keepdim=True)).square() * w).sum(-1))
+            traces = rotated.weighted_traces(Weighting(w) for w in weights[:count])
+            close(traces, norms[1].sum(-1))
 
 
 def test_squares_of_rows_that_cancel_are_not_below_zero(monkeypatch):

@@ -268,6 +268,7 @@ def contractions(block: tn.Block, jacobian: tn.BlockJacobian) -> dict[str, Calla
     found: dict[str, Callable[[], Any]] = {
         "weighted_gram": lambda: jacobian.weighted_gram(weights),
         "weighted_norms": lambda: jacobian.weighted_norms([Weighting(weights)]),
+        "weighted_traces": lambda: jacobian.weighted_traces([Weighting(weights)]),
         "joint": lambda: jacobian.joint_weighted_gram(weights, jacobian),
         "squared_sum": jacobian.squared_sum,
         "squared_norm": jacobian.squared_norm,

@@ -66,6 +66,10 @@ class OneHot(MatrixJacobian):
             centred.append((factor - factor.mean(1, keepdim=True)).square().sum(-1))
         return torch.stack(plain), torch.stack(centred)
 
+    def weighted_traces(self, candidates: Iterable[Weighting]) -> Tensor:
+        """Returns the squared norms of the factors without their mean over cotangents, (n, B)."""
+        return self.weighted_norms(candidates)[1].sum(-1)
+
     def squared_sum(self) -> Tensor:
         """Returns `Σ J²` (P,) by adding up where tokens agree."""
         sums = self.g.new_zeros(self.width, self.vocabulary)
