@@ -31,7 +31,7 @@ from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tuning import BoundedEvidence, Training, Tuning, Validation
 from .checkpoint import Checkpoint, checkpoint_of
-from .default_method import default_fit, method_and_params
+from .default_method import check_method, method_and_tangent, params_of
 from .further import continued
 from .options import check_data_size, check_numbers, check_tuning
 from .plan import check_room
@@ -86,7 +86,9 @@ def fit(
         method: the structure of Σ and how it is fitted. Where `params` is None too, None means in a regression `Full`
             over all trained weights where that is cheap, KFAC over them where there are at most a million, and else
             KFAC of the last layer, as for a classifier. With `validation` a classifier has KFAC over all weights where
-            that is cheap and held-out data prefer it. The log names it. With `params` None means KFAC.
+            that is cheap and held-out data prefer it. Where the last layer is frozen and others are trained, as with
+            adapters, KFAC treats these. A last layer of more than 1 000 outputs has Diagonal. The log names it. With
+            other `params` None means KFAC.
         likelihood: "categorical", "gaussian" or an instance; None infers it from the targets' dtype, and
             refuses floats that are labels all the same.
         params: which parameters to treat; None means everything that is trained where there is a method.
@@ -149,7 +151,7 @@ def fit(
         file = checkpoint_of(checkpoint, every)
         return checked(continued(prior, model, loader, chosen_beside, sample_weights, forward, memory, file))
     is_default = method is None and params is None
-    method, params = method_and_params(method, params)
+    check_method(method)
     check_numbers(prior_precision, weight_decay, temperature, data_size, seed)
     check_tuning(tune)
     check_progress(progress)
@@ -160,6 +162,7 @@ def fit(
 
     # the data
     if sharded_modules(model):
+        params = params_of(method, params)
         check_last_layer(method, params)
         model, loader, validation, tune = with_features(model, forward, loader, validation, tune, sample_weights)
         forward, is_default = None, False
@@ -180,8 +183,9 @@ def fit(
     # the network
     prefixes = 0 if tune is None else tune.prefixes
     runner = Runner(training, prefixes, data_size, file)
-    chosen = default_fit(model, inputs, likelihood, forward, memory, runner.count) if is_default else None
-    method, tangent = chosen or (method, Tangent.survey(model, inputs, params, forward, memory, targets=targets))
+    method, tangent = method_and_tangent(
+        model, inputs, targets, method, params, likelihood, forward, memory, runner.count
+    )  # fmt: skip
     drawn = runner.shown()
     check_room(method, Outline.of(tangent, likelihood, inputs, drawn or batches.size(inputs)))
     _check_logits(tangent, likelihood, inputs)
