@@ -144,9 +144,7 @@ def default_fit(
     return None
 
 
-def _frozen_last_layer(
-    model: nn.Module, inputs: Any, forward: Forward | None, memory: int | None
-) -> tuple[str, ...]:
+def _frozen_last_layer(model: nn.Module, inputs: Any, forward: Forward | None, memory: int | None) -> tuple[str, ...]:
     """Returns the names of the last layer's parameters where they are frozen and others are trained, else none."""
     trained = [parameter.requires_grad for parameter in parameters_of(checked_network(model)).values()]
     if all(trained) or not any(trained):

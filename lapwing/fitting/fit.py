@@ -179,6 +179,8 @@ def fit(
     training = WeightedLoader(loader, ranks.several()) if sample_weights else loader
     likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
     _log_limits_of_evidence(model, likelihood, tune)
+    if forward is None:
+        _warn_of_own_tokens(inputs, targets, likelihood)
 
     # the network
     prefixes = 0 if tune is None else tune.prefixes
@@ -261,6 +263,21 @@ def _log_limits_of_evidence(model: nn.Module, likelihood: Likelihood, tune: Tuni
         log.warning(
             "The layers before the last are sharded, and the tuning of the noise takes them for fixed: what they have "
             "memorised of the targets is not seen. Pass held-out data: validation=(x_val, y_val)."
+        )
+
+
+def _warn_of_own_tokens(inputs: Any, targets: Any, likelihood: Likelihood) -> None:
+    """Warns where the labels of a text that count are its own tokens, and not those that follow."""
+    tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    if not isinstance(tokens, Tensor) or not isinstance(targets, Tensor) or tokens.shape != targets.shape:
+        return
+    counted = likelihood.labelled(targets)
+    own = tokens.to(targets.device) == targets
+    if own.any() and (own if counted is None else own[counted]).all():
+        log.warning(
+            "The labels are the input_ids, so that each token is fitted to itself. For a causal language model, which "
+            "predicts the token that follows, write lw.fit(model, NextTokens(loader)) with "
+            "lapwing.integrations.huggingface.NextTokens."
         )
 
 
