@@ -96,7 +96,7 @@ def method_and_tangent(
 
 
 def params_of(method: Method | None, params: Predicate | LastLayer | None) -> Predicate | LastLayer:
-    """Returns which parameters are treated: where nothing is said, all by a method of the user's, else the last layer."""
+    """Returns which parameters are treated: all where only a method is named, the last layer where nothing is."""
     if params is not None:
         return params
     return last_layer if method is None or method.treats_last_layer else everything

@@ -31,7 +31,7 @@ from ..network.sample_axis import SampleAxisCheck, SampleAxisMoved
 from ..network.selection import LastLayer, Predicate, everything
 from ..network.stamp import Stamp, state_of
 from ..network.tracing import Recording, run, wants_gradient
-from .at_positions import by_position, direct_records, direct_use
+from .at_positions import Probes, by_position, direct_records, direct_use
 from .record import Record
 from .retry import ChunkLimit, Result, retried
 
@@ -299,8 +299,8 @@ class Tangent:
     ) -> Iterator[tuple[slice, Record]]:
         """Yields records of consecutive chunks of samples that fit the memory budget.
 
-        Where the outputs have positions, and the treated layer gives the outputs or `cotangents` is None, each position
-        is a sample: the records have C outputs, and the slices count the positions of all samples, with a step T where
+        Where the outputs have positions, and the treated layer gives the outputs or `cotangents` is None or `Probes`,
+        each position is a sample: the records have C outputs, and the slices count the positions of all samples, with a step T where
         a record is of one position of each sample. Otherwise their outputs are (B, T C).
 
         Args:
@@ -309,7 +309,7 @@ class Tangent:
             dtype: as in `record`.
             scratch_per_sample: further numbers that the caller holds a sample, in units of `dtype`.
             kept: (B, T), which positions to record where positions are samples; the slices count these alone.
-            some: how many positions of an input are enough where each takes C backward passes of its own, and a 64th
+            some: how many positions of an input are enough where each takes backward passes of its own, and a 64th
                 of what is enough where positions are samples. Then the slices have steps.
         """
         dtype = dtype or self.dtype
@@ -324,7 +324,9 @@ class Tangent:
         else:
             scratch_per_sample *= 1 if cotangents is None else positions.count
             for part, record in self._chunks(inputs, cotangents, dtype, scratch_per_sample):
-                yield from by_position(record, part, positions, some) if cotangents is None else [(part, record)]
+                probes = cotangents if isinstance(cotangents, Probes) else None
+                each = cotangents is None or probes is not None
+                yield from by_position(record, part, positions, some, probes) if each else [(part, record)]
 
     def _chunks(
         self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype, scratch_per_sample: int

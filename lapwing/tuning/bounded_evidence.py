@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..network.positions import Positions
 from ..network.progress import tracked
 from ..posterior import Posterior
 from .evidence import Evidence, Training, Tuning
-from .held_out import SOME_POSITIONS, mean_variances, spread_costs
+from .held_out import PROBES, SOME_POSITIONS, are_probed, mean_variances, spread_costs
 from .leave_one_out import MAX_ROWS, leave_one_out
 from .search import evenly
 
@@ -158,6 +158,10 @@ class BoundedEvidence(Tuning):
         if likelihood.needs_noise or likelihood.noise_variance is not None:
             return Work()
         limit = self.samples if positions is None else self._inputs(positions)
+        if are_probed(outline.tangent, likelihood):
+            places = 1 if positions is None else positions.count
+            predict = replace(predict, records=0).times(PROBES * min(places, SOME_POSITIONS) / (outputs * places))
+            predict, outputs = predict + Work(1), PROBES
         numbers = outline.total(lambda layer: layer.size * (1 if layer.single else outputs))  # for each candidate
         each = predict + Work(products=(self.points - 1) * MOVE / 4 * numbers)
         return each.times(min(samples, limit) / samples)

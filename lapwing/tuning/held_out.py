@@ -10,19 +10,24 @@ import torch
 from torch import Tensor
 
 from ..covariance import Latent, PriorCovariance
+from ..covariance.terms import MarginalTerm
 from ..errors import LapwingError
-from ..likelihoods import apply_weights, curvature_weights
+from ..likelihoods import Likelihood, Probit, apply_weights, curvature_weights
 from ..linalg import doubled
 from ..network import batches, ranks
+from ..network.positions import EXACT_OUTPUTS
 from ..network.progress import tracked
 from ..posterior import Posterior
-from ..tangent import Record, Tangent
+from ..tangent import Probes, Record, Tangent
 
 log = logging.getLogger("lapwing")
 
 
 SOME_POSITIONS = 16
 """So many positions of an input are scored where each takes backward passes of its own."""
+
+PROBES = 16
+"""So many random combinations of the outputs of a sample stand for more than 1 000 that take a backward pass each."""
 
 Candidates = Callable[[Posterior], list[Posterior]]
 """Returns the candidates around a posterior, which differ in prior and noise alone."""
@@ -137,11 +142,12 @@ def _contracted(
     groups = _contraction_groups(posteriors)
     scratch = _numbers_per_sample(posteriors, len(candidates(first)), marginal)
     scratch += 4 * copies * first.tangent.outputs * (1 if marginal else first.tangent.outputs)
+    probes = _probes(first) if are_probed(first.tangent, first.likelihood) else None
     with torch.no_grad():
         for batch in loader:
             inputs, targets = batches.split(batch, first.tangent.device)
             dtype = first.covariance.record_dtype
-            for part, record in first.tangent.records(inputs, None, dtype, scratch, some=SOME_POSITIONS):
+            for part, record in first.tangent.records(inputs, probes, dtype, scratch, some=SOME_POSITIONS):
                 every, repeats = _rows_of(targets, first.tangent, record)
                 labels, weights = every[part], batches.weights_of(batch, record.device)
                 weights = None if weights is None else weights.repeat_interleave(repeats)[part]
@@ -149,7 +155,7 @@ def _contracted(
                 labels = labels.to(record.device)
                 for members in groups:
                     some = {(i, j): one for i in members for j, one in enumerate(candidates(posteriors[i]))}
-                    latents = _latents(record, list(some.values()), marginal)
+                    latents = _latents(record, list(some.values()), marginal, probes is not None)
                     for (place, candidate), latent in zip(some.items(), latents, strict=True):
                         yield place, candidate, latent, labels, weights
 
@@ -220,13 +226,34 @@ def _numbers_per_sample(posteriors: Sequence[Posterior], priors: int, marginal: 
     return one + count * (widest + (2 * tangent.outputs if marginal else tangent.outputs**2))
 
 
-def _latents(record: Record, candidates: Sequence[Posterior], marginal: bool) -> Iterable[Latent]:
-    """Returns the latent of each candidate of one contraction, with variances alone where the link reads no more."""
+def are_probed(tangent: Tangent, likelihood: Likelihood) -> bool:
+    """Whether the mean variance of the outputs, all that the link reads, is taken of random combinations of them."""
+    mean_alone = likelihood.activation == "softmax" and likelihood.default_link == Probit()
+    return mean_alone and tangent.outputs > EXACT_OUTPUTS and not tangent.treats_output_alone
+
+
+def _probes(posterior: Posterior) -> Probes | None:
+    """Returns `u = (s - mean(s))/√C` with random signs s: `uᵀ V u` has the mean variance of `f - mean(f)` as its mean."""
+    if not isinstance(posterior.covariance, PriorCovariance):
+        return None
+    outputs, device = posterior.tangent.outputs, posterior.tangent.device
+    signs = torch.randn(outputs, PROBES, generator=torch.Generator().manual_seed(0)).sign()
+    return Probes(((signs - signs.mean(0)) / outputs**0.5).to(device))
+
+
+def _latents(record: Record, candidates: Sequence[Posterior], marginal: bool, probed: bool = False) -> Iterable[Latent]:
+    """Returns the latent of each candidate of one contraction, with variances alone where the link reads no more.
+
+    Of a record of probes each output has the mean of their variances.
+    """
     covariances: list[Any] = [candidate.covariance for candidate in candidates]
     mean = record.outputs.to(record.device)
     if not isinstance(covariances[0], PriorCovariance):
         return [Latent(mean, covariance.output_covariance(record)) for covariance in covariances]
     if marginal:
         variances = covariances[0].output_marginals(record, covariances)
+        if probed:
+            means = (term.variance().mean(-1, keepdim=True).to(mean).expand_as(mean) for term in variances)
+            return (Latent(mean, (MarginalTerm(each, each),)) for each in means)
         return (Latent(mean, (marginals,)) for marginals in variances)
     return (Latent(mean, terms) for terms in covariances[0].output_covariances(record, covariances))
