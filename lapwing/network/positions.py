@@ -150,7 +150,7 @@ class Positions:
     def cotangents_at(
         self, samples: int, places: int, which: int, like: Tensor, columns: Tensor | None = None
     ) -> Tensor:
-        """Returns cotangents (B, T C, R) that are columns (C, R) at one position; without any, they pick its outputs."""
+        """Returns cotangents (B, T C, R) that are columns (C, R) at one position, those of its outputs without any."""
         if columns is None:
             columns = torch.eye(self.outputs, dtype=like.dtype, device=like.device)
         u = torch.zeros(samples, places, *columns.shape, dtype=like.dtype, device=like.device)

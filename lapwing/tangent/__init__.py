@@ -20,6 +20,6 @@ from .tangent import Tangent
 
 __all__ = [
     "Anchors", "Block", "BlockJacobian", "Coverage", "FisherParts", "LastLayer", "Matrix", "Outer", "Predicate",
-    "Probes", "Record", "Rows", "SharedOuter", "Tangent", "Vectors", "coverage", "everything", "join", "last_layer", "matching",
-    "split",
+    "Probes", "Record", "Rows", "SharedOuter", "Tangent", "Vectors", "coverage", "everything", "join", "last_layer",
+    "matching", "split",
 ]  # fmt: skip

@@ -300,8 +300,8 @@ class Tangent:
         """Yields records of consecutive chunks of samples that fit the memory budget.
 
         Where the outputs have positions, and the treated layer gives the outputs or `cotangents` is None or `Probes`,
-        each position is a sample: the records have C outputs, and the slices count the positions of all samples, with a step T where
-        a record is of one position of each sample. Otherwise their outputs are (B, T C).
+        each position is a sample: the records have C outputs, and the slices count the positions of all samples, with a
+        step T where a record is of one position of each sample. Otherwise their outputs are (B, T C).
 
         Args:
             inputs: B samples, checked or not.

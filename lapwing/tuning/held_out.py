@@ -233,7 +233,7 @@ def are_probed(tangent: Tangent, likelihood: Likelihood) -> bool:
 
 
 def _probes(posterior: Posterior) -> Probes | None:
-    """Returns `u = (s - mean(s))/√C` with random signs s: `uᵀ V u` has the mean variance of `f - mean(f)` as its mean."""
+    """Returns `u = (s - mean(s))/√C` with random signs s: `E[uᵀ V u]` is the mean variance of `f - mean(f)`."""
     if not isinstance(posterior.covariance, PriorCovariance):
         return None
     outputs, device = posterior.tangent.outputs, posterior.tangent.device
