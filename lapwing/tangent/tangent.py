@@ -296,6 +296,7 @@ class Tangent:
         scratch_per_sample: int = 0,
         kept: Tensor | None = None,
         some: int | None = None,
+        marginal: bool = False,
     ) -> Iterator[tuple[slice, Record]]:
         """Yields records of consecutive chunks of samples that fit the memory budget.
 
@@ -311,11 +312,12 @@ class Tangent:
             kept: (B, T), which positions to record where positions are samples; the slices count these alone.
             some: how many positions of an input are enough where each takes backward passes of its own, and a 64th
                 of what is enough where positions are samples. Then the slices have steps.
+            marginal: whether the caller takes variances alone of a layer that gives the outputs, and no C² numbers.
         """
         dtype = dtype or self.dtype
         positions = self.positions
         if positions is None:
-            yield from self._chunks(inputs, cotangents, dtype, scratch_per_sample)
+            yield from self._chunks(inputs, cotangents, dtype, scratch_per_sample, marginal)
         elif positions.direct:
             stride = 1 if some is None else -(-positions.count // (DENSER * some))
             yield from direct_records(
@@ -329,11 +331,12 @@ class Tangent:
                 yield from by_position(record, part, positions, some, probes) if each else [(part, record)]
 
     def _chunks(
-        self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype, scratch_per_sample: int
+        self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype, scratch_per_sample: int, marginal: bool = False
     ) -> Iterator[tuple[slice, Record]]:
         """Yields records of samples, chunk by chunk; whether outputs are finite is read twice at most."""
         late: list[Tensor] = []
-        for part, chunk in self.check(inputs).chunks(self.chunk_length(cotangents, dtype, scratch_per_sample)):
+        length = self.chunk_length(1 if marginal else cotangents, dtype, scratch_per_sample)
+        for part, chunk in self.check(inputs).chunks(length):
             if part.start and not late:
                 late.append(torch.zeros(part.start, dtype=torch.bool, device=self.device))  # the first chunk is checked
             for rows, record in self.recorded(chunk, cotangents, dtype, late or None):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..covariance import Latent, PriorCovariance
+from ..covariance import Blockwise, Latent, PriorCovariance
 from ..covariance.terms import MarginalTerm
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, Probit, apply_weights, curvature_weights
@@ -143,11 +143,13 @@ def _contracted(
     scratch = _numbers_per_sample(posteriors, len(candidates(first)), marginal)
     scratch += 4 * copies * first.tangent.outputs * (1 if marginal else first.tangent.outputs)
     probes = _probes(first) if are_probed(first.tangent, first.likelihood) else None
+    alone = marginal and first.tangent.treats_output_alone and isinstance(first.covariance, Blockwise)
     with torch.no_grad():
         for batch in loader:
             inputs, targets = batches.split(batch, first.tangent.device)
             dtype = first.covariance.record_dtype
-            for part, record in first.tangent.records(inputs, probes, dtype, scratch, some=SOME_POSITIONS):
+            records = first.tangent.records(inputs, probes, dtype, scratch, some=SOME_POSITIONS, marginal=alone)
+            for part, record in records:
                 every, repeats = _rows_of(targets, first.tangent, record)
                 labels, weights = every[part], batches.weights_of(batch, record.device)
                 weights = None if weights is None else weights.repeat_interleave(repeats)[part]
