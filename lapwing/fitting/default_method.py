@@ -11,8 +11,11 @@ from torch import nn
 
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
-from ..methods import KFAC, Full, Method
+from ..methods import KFAC, Diagonal, Full, Method
 from ..network.batches import Forward
+from ..network.eager import parameters_of
+from ..network.gate import checked_network
+from ..network.positions import EXACT_OUTPUTS
 from ..tangent import LastLayer, Predicate, Tangent, everything, last_layer
 
 log = logging.getLogger("lapwing")
@@ -57,54 +60,101 @@ def is_affordable_for_kfac(tangent: Tangent, outputs: int) -> bool:
     return affordable and tangent.outputs <= outputs
 
 
-def default_fit(
-    model: nn.Module, inputs: Any, likelihood: Likelihood, forward: Forward | None, memory: int | None,
-    count: Callable[[], int],
-) -> tuple[Method, Tangent] | None:  # fmt: skip
-    """Returns the method and the weights of a regression as a whole; None where its last layer alone is treated.
+def method_and_tangent(
+    model: nn.Module, inputs: Any, targets: Any, method: Method | None, params: Predicate | LastLayer | None,
+    likelihood: Likelihood, forward: Forward | None, memory: int | None, count: Callable[[], int],
+) -> tuple[Method, Tangent]:  # fmt: skip
+    """Returns the method of a fit and the network with the weights that it treats, the defaults for what is None.
 
     A classifier's last layer is treated: without held-out data the spread of all its weights is not known well enough.
 
     Args:
         model: the network.
         inputs: of the first batch.
+        targets: of the first batch.
+        method: the user's, or None.
+        params: the user's, or None.
         likelihood: of the fit.
         forward: how the network is called.
         memory: the budget in bytes.
         count: returns N.
     """
-    if not _is_regression(likelihood):
+    if method is None and params is None:
+        chosen = default_fit(model, inputs, targets, likelihood, forward, memory, count)
+        if chosen is not None:
+            return chosen
+    params = params_of(method, params)
+    tangent = Tangent.survey(model, inputs, params, forward, memory, targets=targets)
+    if method is None and isinstance(params, LastLayer) and tangent.outputs > EXACT_OUTPUTS:
+        log.info(
+            "lw.Diagonal() is the default for a last layer of more than %d outputs: KFAC decomposes a matrix of %d rows"
+            " for it. For KFAC write lw.fit(model, loader, lw.KFAC(), params=lw.last_layer).",
+            EXACT_OUTPUTS, tangent.outputs,
+        )  # fmt: skip
+        method = Diagonal()
+    return method or KFAC(), tangent
+
+
+def params_of(method: Method | None, params: Predicate | LastLayer | None) -> Predicate | LastLayer:
+    """Returns which parameters are treated: all where only a method is named, the last layer where nothing is."""
+    if params is not None:
+        return params
+    return last_layer if method is None or method.treats_last_layer else everything
+
+
+def default_fit(
+    model: nn.Module, inputs: Any, targets: Any, likelihood: Likelihood, forward: Forward | None, memory: int | None,
+    count: Callable[[], int],
+) -> tuple[Method, Tangent] | None:  # fmt: skip
+    """Returns the method and all trained weights, where they are the default; None where the last layer is.
+
+    They are in a regression where that is cheap, and wherever the last layer is frozen, as it is below adapters.
+    """
+    frozen = _frozen_last_layer(model, inputs, forward, memory)
+    if not frozen and not _is_regression(likelihood):
         return None
     try:
-        tangent = Tangent.survey(model, inputs, everything, forward, memory, warn=False)
+        tangent = Tangent.survey(model, inputs, everything, forward, memory, warn=False, targets=targets)
     except LapwingError as error:  # frozen weights, quantized layers, ...
         Tangent.survey(model, inputs, last_layer, forward, memory, warn=False)  # raises for what is wrong with inputs
         log.info("The last layer alone is treated, since all trained weights cannot be: %s", error)
         return None
+    method = None if tangent.positions is not None else default_method(tangent, likelihood, count())
+    if method is not None:
+        log.info(
+            "%s over all %d trained weights, the default for a regression of this size. For cheaper predictions write "
+            "lw.fit(model, loader, lw.KFAC(), params=lw.last_layer).",
+            method, tangent.size,
+        )  # fmt: skip
+        return method, tangent
+    if frozen:
+        log.info(
+            "KFAC over all %d trained weights, the default where the last layer is frozen. For that layer, %s, write "
+            "lw.fit(model, loader, lw.KFAC(), params=lw.last_layer).",
+            tangent.size, ", ".join(frozen),
+        )  # fmt: skip
+        return KFAC(), tangent
     if tangent.positions is not None:
         log.info("The last layer alone is treated, since the outputs have positions.")
         return None
-    method = default_method(tangent, likelihood, count())
-    if method is None:
-        log.info(
-            "The last layer alone is treated, since all %d weights cost too much. For all of them write lw.fit(model, "
-            "loader, lw.KFAC()).", tangent.size,
-        )  # fmt: skip
-        return None
     log.info(
-        "%s over all %d trained weights, the default for a regression of this size. For cheaper predictions write "
-        "lw.fit(model, loader, lw.KFAC(), params=lw.last_layer).",
-        method, tangent.size,
+        "The last layer alone is treated, since all %d weights cost too much. For all of them write lw.fit(model, "
+        "loader, lw.KFAC()).", tangent.size,
     )  # fmt: skip
-    return method, tangent
+    return None
 
 
-def method_and_params(method: Any, params: Any) -> tuple[Method, Predicate | LastLayer]:
-    """Returns the method and the selection of parameters, with the defaults for what is None.
+def _frozen_last_layer(model: nn.Module, inputs: Any, forward: Forward | None, memory: int | None) -> tuple[str, ...]:
+    """Returns the names of the last layer's parameters where they are frozen and others are trained, else none."""
+    trained = [parameter.requires_grad for parameter in parameters_of(checked_network(model)).values()]
+    if all(trained) or not any(trained):
+        return ()
+    layer = Tangent.survey(model, inputs, last_layer, forward, memory, warn=False).parameters
+    return () if any(parameter.requires_grad for parameter in layer.values()) else tuple(layer)
 
-    Raises:
-        LapwingError: for a method that is a class, a tensor, or anything else but a method.
-    """
+
+def check_method(method: Any) -> None:
+    """Raises for a method that is a class, a tensor, or anything else but a method."""
     if isinstance(method, type) and issubclass(method, Method):
         raise LapwingError(
             f"method={method.__name__} is the class. Pass an instance with its options: lw.{method.__name__}()."
@@ -121,9 +171,6 @@ def method_and_params(method: Any, params: Any) -> tuple[Method, Predicate | Las
             "lw.SubsetOfData(size=500), lw.SampledLLA() or lw.MeanField(): write method=lw.KFAC(). lw.SWAG is made by "
             "lw.SWAG.from_snapshots."
         )
-    if params is None:
-        params = last_layer if method is None or method.treats_last_layer else everything
-    return method or KFAC(), params
 
 
 def _is_regression(likelihood: Likelihood) -> bool:

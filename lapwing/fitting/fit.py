@@ -32,7 +32,7 @@ from ..tangent import LastLayer, Predicate, Tangent
 from ..tangent.retry import memory_errors
 from ..tuning import BoundedEvidence, Training, Tuning, Validation
 from .checkpoint import Checkpoint, checkpoint_of
-from .default_method import default_fit, method_and_params
+from .default_method import check_method, method_and_tangent, params_of
 from .further import continued
 from .options import check_data_size, check_numbers, check_tuning
 from .plan import check_room
@@ -89,7 +89,9 @@ def fit(
         method: the structure of Σ and how it is fitted. Where `params` is None too, None means in a regression `Full`
             over all trained weights where that is cheap, KFAC over them where there are at most a million, and else
             KFAC of the last layer, as for a classifier. With `validation` a classifier has KFAC over all weights where
-            that is cheap and held-out data prefer it. The log names it. With `params` None means KFAC.
+            that is cheap and held-out data prefer it. Where the last layer is frozen and others are trained, as with
+            adapters, KFAC treats these. A last layer of more than 1 000 outputs has Diagonal. The log names it. With
+            other `params` None means KFAC.
         likelihood: "categorical", "gaussian" or an instance; None infers it from the targets' dtype, and
             refuses floats that are labels all the same.
         params: which parameters to treat; None means everything that is trained where there is a method.
@@ -159,7 +161,7 @@ def fit(
         file = checkpoint_of(checkpoint, every)
         return checked(continued(prior, model, loader, chosen_beside, sample_weights, forward, memory, file))
     is_default = method is None and params is None
-    method, params = method_and_params(method, params)
+    check_method(method)
     check_numbers(prior_precision, weight_decay, temperature, data_size, seed)
     check_tuning(tune)
     check_progress(progress)
@@ -170,6 +172,7 @@ def fit(
 
     # the data
     if sharded_modules(model):
+        params = params_of(method, params)
         check_last_layer(method, params)
         model, loader, validation, tune = with_features(model, forward, loader, validation, tune, sample_weights)
         forward, is_default = None, False
@@ -186,12 +189,15 @@ def fit(
     training = WeightedLoader(loader, ranks.several()) if sample_weights else loader
     likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
     _log_limits_of_evidence(model, likelihood, tune)
+    if forward is None:
+        _warn_of_own_tokens(inputs, targets, likelihood)
 
     # the network
     prefixes = 0 if tune is None else tune.prefixes
     runner = Runner(training, prefixes, data_size, file)
-    chosen = default_fit(model, inputs, likelihood, forward, memory, runner.count) if is_default else None
-    method, tangent = chosen or (method, Tangent.survey(model, inputs, params, forward, memory, targets=targets))
+    method, tangent = method_and_tangent(
+        model, inputs, targets, method, params, likelihood, forward, memory, runner.count
+    )  # fmt: skip
     drawn = runner.shown()
     check_room(method, Outline.of(tangent, likelihood, inputs, drawn or batches.size(inputs)))
     _check_logits(tangent, likelihood, inputs)
@@ -267,6 +273,21 @@ def _log_limits_of_evidence(model: nn.Module, likelihood: Likelihood, tune: Tuni
         log.warning(
             "The layers before the last are sharded, and the tuning of the noise takes them for fixed: what they have "
             "memorised of the targets is not seen. Pass held-out data: validation=(x_val, y_val)."
+        )
+
+
+def _warn_of_own_tokens(inputs: Any, targets: Any, likelihood: Likelihood) -> None:
+    """Warns where the labels of a text that count are its own tokens, and not those that follow."""
+    tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    if not isinstance(tokens, Tensor) or not isinstance(targets, Tensor) or tokens.shape != targets.shape:
+        return
+    counted = likelihood.labelled(targets)
+    own = tokens.to(targets.device) == targets
+    if own.any() and (own if counted is None else own[counted]).all():
+        log.warning(
+            "The labels are the input_ids, so that each token is fitted to itself. For a causal language model, which "
+            "predicts the token that follows, write lw.fit(model, NextTokens(loader)) with "
+            "lapwing.integrations.huggingface.NextTokens."
         )
 
 

@@ -32,7 +32,7 @@ from ..network.probe import PROBED_SAMPLES
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tangent.anchors import output_width
 from ..tuning import BoundedEvidence
-from .default_method import default_fit, method_and_params
+from .default_method import check_method, method_and_tangent
 from .runner import Runner
 
 RECORD_CALLS, LAYER_CALLS = 100, 8
@@ -159,10 +159,10 @@ def plan(
 
     def planned(method: Method | None) -> Plan:
         nonlocal speed
-        is_default = method is None and params is None
-        method, selection = method_and_params(method, params)
-        chosen = default_fit(model, inputs, likelihood, forward, memory, count) if is_default else None
-        method, tangent = chosen or (method, Tangent.survey(model, inputs, selection, forward, memory, targets=targets))
+        check_method(method)
+        method, tangent = method_and_tangent(
+            model, inputs, targets, method, params, likelihood, forward, memory, count
+        )  # fmt: skip
         network = _Network.of(tangent, inputs)
         outline = network.measured(Outline.of(tangent, likelihood, inputs, count()))
         cost = method.cost(outline)
@@ -211,7 +211,8 @@ def _advice(method: Method, cost: Cost, outline: Outline) -> str | None:
     for other in (Diagonal(), KFAC()):
         peak = other.cost(outline).peak
         if peak <= available:
-            instead = f"Use lw.{type(other).__name__}(), which needs {peak / 2**30:.3g} GiB."
+            line = f"lw.{type(other).__name__}(){', params=lw.last_layer' * outline.tangent.treats_output_alone}"
+            instead = f"Use {line}, which needs {peak / 2**30:.3g} GiB."
     return (
         f"{shown(method)} needs {cost.peak / 2**30:.3g} GiB for {outline.tangent.size} weights, and {where} "
         f"{available / 2**30:.3g} GiB. {instead}"

@@ -17,7 +17,7 @@ from ..tangent import LastLayer, Predicate
 from ..tuning import EarlyStopping, Tuning, Validation
 
 
-def check_last_layer(method: Method, params: Predicate | LastLayer) -> None:
+def check_last_layer(method: Method | None, params: Predicate | LastLayer) -> None:
     """Raises unless the last layer alone is to be treated."""
     if not isinstance(params, LastLayer):
         raise LapwingError(

@@ -96,6 +96,8 @@ def with_all_weights(
         return posterior
     try:
         whole = Tangent.survey(tangent.model, inputs, everything, tangent.forward, tangent.memory, warn=False)
+        if whole.parameters.keys() == tangent.parameters.keys():
+            return posterior
         work = samples * whole.outputs * whole.plan.work(whole.blocks)
         if not is_affordable_for_kfac(whole, OUTPUTS) or work > MULTIPLY_ADDS:
             log.info("The last layer alone is treated, since all %d weights cost too much.", whole.size)

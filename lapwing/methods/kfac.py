@@ -71,11 +71,12 @@ class KFAC(Method):
         kinds, itemsize = self._kinds(outline.tangent), outline.tangent.dtype.itemsize
         names = {name: "kronecker" if kind == "factored" else kind for name, kind in kinds.items()}
         kept, eigen, scratch = outline.stored(Blockwise, {"kinds": names}), 0.0, outline.chunk()
+        rank = outline.tangent.outputs if outline.tangent.treats_output_alone else outline.columns  # of one row
         for block in outline.tangent.blocks:
             groups, outputs, inputs = block.matrix_shape
             if kinds[block.name] == "factored":
                 rows = outline.samples * outline.layers[block.name].positions
-                sides = [(outputs, outline.columns * rows)]
+                sides = [(outputs, rank * rows)]
                 sides += [] if block.matrix and block.matrix.one_hot else [(inputs, rows)]
                 eigen += groups * sum(eigenpairs(size, rank) for size, rank in sides)
                 scratch = max(scratch, groups * (WORKSPACE - itemsize) * max(sides)[0] ** 2)

@@ -156,10 +156,14 @@ class Positions:
         self.sizes(outputs.shape)
         return outputs.movedim(self.axis, -1).flatten(0, -2)
 
-    def cotangents_at(self, samples: int, places: int, which: int, like: Tensor) -> Tensor:
-        """Returns cotangents (B, T C, C) that pick the C outputs of one position."""
-        u = torch.zeros(samples, places, self.outputs, self.outputs, dtype=like.dtype, device=like.device)
-        u[:, which] = torch.eye(self.outputs, dtype=like.dtype, device=like.device)
+    def cotangents_at(
+        self, samples: int, places: int, which: int, like: Tensor, columns: Tensor | None = None
+    ) -> Tensor:
+        """Returns cotangents (B, T C, R) that are columns (C, R) at one position, those of its outputs without any."""
+        if columns is None:
+            columns = torch.eye(self.outputs, dtype=like.dtype, device=like.device)
+        u = torch.zeros(samples, places, *columns.shape, dtype=like.dtype, device=like.device)
+        u[:, which] = columns.to(u)
         return u.flatten(1, 2)
 
 

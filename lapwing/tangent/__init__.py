@@ -13,12 +13,13 @@ from ..jacobian.shared_outer import SharedOuter
 from ..network.plan import Coverage
 from ..network.selection import LastLayer, Predicate, everything, last_layer, matching
 from .anchors import Anchors
+from .at_positions import Probes
 from .coverage import coverage
 from .record import FisherParts, Record
 from .tangent import Tangent
 
 __all__ = [
     "Anchors", "Block", "BlockJacobian", "Coverage", "FisherParts", "LastLayer", "Matrix", "Outer", "Predicate",
-    "Record", "Rows", "SharedOuter", "Tangent", "Vectors", "coverage", "everything", "join", "last_layer", "matching",
-    "split",
+    "Probes", "Record", "Rows", "SharedOuter", "Tangent", "Vectors", "coverage", "everything", "join", "last_layer",
+    "matching", "split",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,22 @@ from .record import Record
 
 if TYPE_CHECKING:
     from .tangent import Cotangents, Tangent
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Cotangents u (C, R) of the C outputs of a sample, or of a position: R combinations that stand for all of them."""
+
+    u: Tensor
+
+    @property
+    def columns(self) -> int:
+        """R."""
+        return self.u.shape[1]
+
+    def __call__(self, outputs: Tensor) -> Tensor:
+        """Returns them (B, C, R), or (B, T C, R) the same at all positions."""
+        return self.u.to(outputs).repeat(outputs.shape[1] // len(self.u), 1).expand(len(outputs), -1, -1)
 
 
 def direct_records(
@@ -105,9 +122,11 @@ def direct_use(tangent: Tangent, recording: Recording, uses: Uses) -> RecordedUs
     return use if fits and use.use.position_inputs((), 1) is not None else None
 
 
-def by_position(record: Record, rows: slice, positions: Positions, some: int | None) -> Iterator[tuple[slice, Record]]:
-    """Yields the records of each position's C outputs, or of so many positions spread evenly."""
-    count = record.outputs.shape[1] // positions.outputs
+def by_position(
+    record: Record, rows: slice, positions: Positions, some: int | None, probes: Probes | None
+) -> Iterator[tuple[slice, Record]]:
+    """Yields the records of each position's C outputs, or of their probes, or of so many positions spread evenly."""
+    count, columns = record.outputs.shape[1] // positions.outputs, None if probes is None else probes.u
     if some is None and record.outputs.shape[1] > EXACT_OUTPUTS:
         raise LapwingError(
             f"The network has {count} positions of {positions.outputs} outputs for each sample, more than "
@@ -116,4 +135,4 @@ def by_position(record: Record, rows: slice, positions: Positions, some: int | N
         )
     for i in range(min(count, some or count)):
         which = i if some is None else i * count // min(count, some)
-        yield slice(rows.start * count + which, rows.stop * count, count), record.at_position(which)
+        yield slice(rows.start * count + which, rows.stop * count, count), record.at_position(which, columns)

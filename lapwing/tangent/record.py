@@ -123,13 +123,16 @@ class Record(Mapping[str, BlockJacobian]):
             self._taken[generic] = self._take(group, block)
         return self._form(block, self._taken[generic])
 
-    def at_position(self, which: int) -> Record:
-        """Returns the record of one position's C outputs (B, C), for a record of all outputs (B, T C) of positions."""
+    def at_position(self, which: int, columns: Tensor | None = None) -> Record:
+        """Returns the record of one position's C outputs (B, C), for a record of all outputs (B, T C) of positions.
+
+        Its cotangents are `columns` (C, R), or the C outputs themselves.
+        """
         positions, graph = self.tangent.positions, self.graph
         assert positions is not None
         assert graph is not None
         width = positions.outputs
-        u = positions.cotangents_at(len(graph), graph.shape[1] // width, which, graph)
+        u = positions.cotangents_at(len(graph), graph.shape[1] // width, which, graph, columns)
         record = Record(self.tangent, self._inputs, graph, self.noted, self._uses, u, self.dtype, self._differentiable)
         record.outputs, record.sizes = self.outputs[:, which * width : (which + 1) * width], self.sizes
         return record

@@ -31,7 +31,7 @@ from ..network.sample_axis import SampleAxisCheck, SampleAxisMoved
 from ..network.selection import LastLayer, Predicate, everything
 from ..network.stamp import Stamp, state_of
 from ..network.tracing import Recording, run, wants_gradient
-from .at_positions import by_position, direct_records, direct_use
+from .at_positions import Probes, by_position, direct_records, direct_use
 from .record import Record
 from .retry import ChunkLimit, Result, retried
 
@@ -296,12 +296,13 @@ class Tangent:
         scratch_per_sample: int = 0,
         kept: Tensor | None = None,
         some: int | None = None,
+        marginal: bool = False,
     ) -> Iterator[tuple[slice, Record]]:
         """Yields records of consecutive chunks of samples that fit the memory budget.
 
-        Where the outputs have positions, and the treated layer gives the outputs or `cotangents` is None, each position
-        is a sample: the records have C outputs, and the slices count the positions of all samples, with a step T where
-        a record is of one position of each sample. Otherwise their outputs are (B, T C).
+        Where the outputs have positions, and the treated layer gives the outputs or `cotangents` is None or `Probes`,
+        each position is a sample: the records have C outputs, and the slices count the positions of all samples, with a
+        step T where a record is of one position of each sample. Otherwise their outputs are (B, T C).
 
         Args:
             inputs: B samples, checked or not.
@@ -309,13 +310,14 @@ class Tangent:
             dtype: as in `record`.
             scratch_per_sample: further numbers that the caller holds a sample, in units of `dtype`.
             kept: (B, T), which positions to record where positions are samples; the slices count these alone.
-            some: how many positions of an input are enough where each takes C backward passes of its own, and a 64th
+            some: how many positions of an input are enough where each takes backward passes of its own, and a 64th
                 of what is enough where positions are samples. Then the slices have steps.
+            marginal: whether the caller takes variances alone of a layer that gives the outputs, and no C² numbers.
         """
         dtype = dtype or self.dtype
         positions = self.positions
         if positions is None:
-            yield from self._chunks(inputs, cotangents, dtype, scratch_per_sample)
+            yield from self._chunks(inputs, cotangents, dtype, scratch_per_sample, marginal)
         elif positions.direct:
             stride = 1 if some is None else -(-positions.count // (DENSER * some))
             yield from direct_records(
@@ -324,14 +326,17 @@ class Tangent:
         else:
             scratch_per_sample *= 1 if cotangents is None else positions.count
             for part, record in self._chunks(inputs, cotangents, dtype, scratch_per_sample):
-                yield from by_position(record, part, positions, some) if cotangents is None else [(part, record)]
+                probes = cotangents if isinstance(cotangents, Probes) else None
+                each = cotangents is None or probes is not None
+                yield from by_position(record, part, positions, some, probes) if each else [(part, record)]
 
     def _chunks(
-        self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype, scratch_per_sample: int
+        self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype, scratch_per_sample: int, marginal: bool = False
     ) -> Iterator[tuple[slice, Record]]:
         """Yields records of samples, chunk by chunk; whether outputs are finite is read twice at most."""
         late: list[Tensor] = []
-        for part, chunk in self.check(inputs).chunks(self.chunk_length(cotangents, dtype, scratch_per_sample)):
+        length = self.chunk_length(1 if marginal else cotangents, dtype, scratch_per_sample)
+        for part, chunk in self.check(inputs).chunks(length):
             if part.start and not late:
                 late.append(torch.zeros(part.start, dtype=torch.bool, device=self.device))  # the first chunk is checked
             for rows, record in self.recorded(chunk, cotangents, dtype, late or None):

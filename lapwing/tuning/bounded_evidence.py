@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..network.positions import Positions
 from ..network.progress import tracked
 from ..posterior import Posterior
 from .evidence import Evidence, Training, Tuning
-from .held_out import SOME_POSITIONS, mean_variances, reads_of, spread_costs
+from .held_out import PROBES, SOME_POSITIONS, are_probed, mean_variances, reads_of, spread_costs
 from .leave_one_out import MAX_ROWS, leave_one_out
 from .search import evenly
 
@@ -72,8 +72,9 @@ class BoundedEvidence(Tuning):
 
     Cost: for classifiers the evidence's, and one pass through the loader for `samples` samples, which are recorded and
     contracted once: for the default probit link the squares of J are summed over classes, and `points` candidates
-    cost next to nothing; other links take variances or Gram matrices of the outputs for each. For regression: a kernel
-    of at most 2 000 rows, of all trained weights, its eigenvalues, and predictions of the samples.
+    cost next to nothing; other links take variances or Gram matrices of the outputs for each. Of more than 1 000
+    classes that take a backward pass each, 16 random combinations stand for the mean variance of all. For regression:
+    a kernel of at most 2 000 rows, of all trained weights, its eigenvalues, and predictions of the samples.
 
     Example:
         >>> import torch, lapwing as lw
@@ -160,6 +161,10 @@ class BoundedEvidence(Tuning):
             return Work()
         limit = self.samples if positions is None else self._inputs(positions)
         rows = 1 if reads_of(likelihood, outputs) == "scale" else outputs
+        if are_probed(outline.tangent, likelihood):
+            places = 1 if positions is None else positions.count
+            predict = replace(predict, records=0).times(PROBES * min(places, SOME_POSITIONS) / (outputs * places))
+            predict, rows = predict + Work(1), PROBES
         numbers = outline.total(lambda layer: layer.size * (1 if layer.single else rows))  # for each candidate
         each = predict + Work(products=(self.points - 1) * MOVE / 4 * numbers)
         return each.times(min(samples, limit) / samples)

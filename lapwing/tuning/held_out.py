@@ -9,15 +9,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..covariance import Latent, PriorCovariance
-from ..covariance.terms import ScaleTerm
+from ..covariance import Blockwise, Latent, PriorCovariance
+from ..covariance.terms import MarginalTerm, ScaleTerm
 from ..errors import LapwingError
 from ..likelihoods import Categorical, Likelihood, Probit, apply_weights, curvature_weights
 from ..linalg import doubled
 from ..network import batches, ranks
+from ..network.positions import EXACT_OUTPUTS
 from ..network.progress import tracked
 from ..posterior import Posterior
-from ..tangent import Record, Tangent
+from ..tangent import Probes, Record, Tangent
 
 log = logging.getLogger("lapwing")
 
@@ -27,6 +28,9 @@ SOME_POSITIONS = 16
 
 Reads = Literal["covariances", "variances", "scale"]
 """What is read of the outputs' covariances; a scale is one number for each input, that of `Probit`."""
+
+PROBES = 16
+"""So many random combinations of the outputs of a sample stand for more than 1 000 that take a backward pass each."""
 
 Candidates = Callable[[Posterior], list[Posterior]]
 """Returns the candidates around a posterior, which differ in prior and noise alone."""
@@ -140,11 +144,14 @@ def _contracted(
     groups = _contraction_groups(posteriors)
     scratch = _numbers_per_sample(posteriors, len(candidates(first)), reads)
     scratch += 4 * copies * first.tangent.outputs * (first.tangent.outputs if reads == "covariances" else 1)
+    probes = _probes(first) if are_probed(first.tangent, first.likelihood) else None
+    alone = reads != "covariances" and first.tangent.treats_output_alone and isinstance(first.covariance, Blockwise)
     with torch.no_grad():
         for batch in loader:
             inputs, targets = batches.split(batch, first.tangent.device)
             dtype = first.covariance.record_dtype
-            for part, record in first.tangent.records(inputs, None, dtype, scratch, some=SOME_POSITIONS):
+            records = first.tangent.records(inputs, probes, dtype, scratch, some=SOME_POSITIONS, marginal=alone)
+            for part, record in records:
                 every, repeats = _rows_of(targets, first.tangent, record)
                 labels, weights = every[part], batches.weights_of(batch, record.device)
                 weights = None if weights is None else weights.repeat_interleave(repeats)[part]
@@ -152,7 +159,7 @@ def _contracted(
                 labels = labels.to(record.device)
                 for members in groups:
                     some = {(i, j): one for i in members for j, one in enumerate(candidates(posteriors[i]))}
-                    latents = _latents(record, list(some.values()), reads)
+                    latents = _latents(record, list(some.values()), reads, probes is not None)
                     for (place, candidate), latent in zip(some.items(), latents, strict=True):
                         yield place, candidate, latent, labels, weights
 
@@ -232,16 +239,37 @@ def _numbers_per_sample(posteriors: Sequence[Posterior], priors: int, reads: Rea
     return one + count * (widest + (tangent.outputs**2 if reads == "covariances" else 2 * tangent.outputs))
 
 
-def _latents(record: Record, candidates: Sequence[Posterior], reads: Reads) -> Iterable[Latent]:
-    """Returns the latent of each candidate of one contraction, with what is read of it alone."""
+def are_probed(tangent: Tangent, likelihood: Likelihood) -> bool:
+    """Whether the mean variance of the outputs, all that the link reads, is taken of random combinations of them."""
+    mean_alone = reads_of(likelihood, tangent.outputs) == "scale"
+    return mean_alone and tangent.outputs > EXACT_OUTPUTS and not tangent.treats_output_alone
+
+
+def _probes(posterior: Posterior) -> Probes | None:
+    """Returns `u = (s - mean(s))/√C` with random signs s: `E[uᵀ V u]` is the mean variance of `f - mean(f)`."""
+    if not isinstance(posterior.covariance, PriorCovariance):
+        return None
+    outputs, device = posterior.tangent.outputs, posterior.tangent.device
+    signs = torch.randn(outputs, PROBES, generator=torch.Generator().manual_seed(0)).sign()
+    return Probes(((signs - signs.mean(0)) / outputs**0.5).to(device))
+
+
+def _latents(record: Record, candidates: Sequence[Posterior], reads: Reads, probed: bool = False) -> Iterable[Latent]:
+    """Returns the latent of each candidate of one contraction, with what is read of it alone.
+
+    Of a record of probes each output has the mean of their variances.
+    """
     covariances: list[Any] = [candidate.covariance for candidate in candidates]
     mean = record.outputs.to(record.device)
     if not isinstance(covariances[0], PriorCovariance):
         return [Latent(mean, covariance.output_covariance(record)) for covariance in covariances]
-    if reads == "scale":
+    if reads == "scale" and not probed:
         means = covariances[0].output_traces(record, covariances).unsqueeze(-1) / mean.shape[1]
         return (Latent(mean, (ScaleTerm(scale.expand_as(mean)),)) for scale in means)
-    if reads == "variances":
+    if reads != "covariances":
         variances = covariances[0].output_marginals(record, covariances)
+        if probed:
+            ones = (term.variance().mean(-1, keepdim=True).to(mean).expand_as(mean) for term in variances)
+            return (Latent(mean, (MarginalTerm(each, each),)) for each in ones)
         return (Latent(mean, (marginals,)) for marginals in variances)
     return (Latent(mean, terms) for terms in covariances[0].output_covariances(record, covariances))

@@ -67,8 +67,9 @@ class Validation(_OnHeldOutData):
         LapwingError: for a range or number that makes no grid.
 
     Cost: one pass over the loader: one record and contraction a batch, and `points` variances (or Gram matrices, if
-    the link reads covariances) an output; for a regression a forward pass, and the kernel of `BoundedEvidence`. Another
-    pass where the log shows what was chosen (`logging.INFO`), to compare the default link with draws.
+    the link reads covariances) an output, or combination of outputs as in `BoundedEvidence`; for a regression a forward
+    pass, and the kernel of `BoundedEvidence`. Another pass where the log shows what was chosen (`logging.INFO`), to
+    compare the default link with draws.
 
     Example:
         >>> import torch, lapwing as lw

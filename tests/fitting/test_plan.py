@@ -12,7 +12,7 @@ from torch import nn
 import lapwing as lw
 from benchmarks.measure import LiveBytes
 from lapwing.fitting import Plan
-from lapwing.methods.cost import Work
+from lapwing.methods.cost import EIGEN, Work
 
 METHODS = [
     lw.Diagonal(), lw.KFAC(), lw.KFAC(uncovered="dense"), lw.EKFAC(), lw.Full("primal"), lw.ELLA(10, 40),
@@ -191,6 +191,17 @@ def test_passes_are_of_the_order_of_one_and_a_backward_pass_for_each_output():
     assert 3 < diagonal.predict_passes < 11  # 4.6 were measured
 
 
+def test_kfac_of_many_outputs_is_priced_with_its_decomposition(monkeypatch):
+    torch.manual_seed(0)
+    speed = import_module("lapwing.fitting.plan")._Speed
+    monkeypatch.setattr(speed, "of", lambda *_: speed(0.0, 0.0, 1e-9))
+    data = [(torch.randn(8, 4), torch.arange(8))]
+    for outputs in (900, 2000):  # the Fisher root has C - 1 columns, and above 1 000 outputs one that is drawn
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, outputs)).eval()
+        planned = lw.plan(model, data, lw.KFAC(), params=lw.last_layer)
+        assert planned.seconds == pytest.approx(1e-9 * EIGEN * (outputs**3 + 9**3), rel=1e-6)
+
+
 def test_several_plans_print_as_a_table_and_a_method_without_a_cost_says_so():
     class Mine(lw.Method):
         def passes(self, problem):
@@ -280,6 +291,12 @@ def test_a_fit_that_exceeds_the_machine_is_refused_and_a_cheaper_method_named(mo
     monkeypatch.setattr(import_module("lapwing.fitting.plan"), "memory_limit", lambda: needed - 1)
     with pytest.raises(lw.LapwingError, match=r"KFAC.* GiB for 48003 weights, and .* Use lw.Diagonal\(\)"):
         lw.fit(wide, data, lw.KFAC(), memory=2**24)
+    head, call = nn.Sequential(nn.Linear(12, 3000)).eval(), ([(data[0][0], torch.arange(50))], lw.KFAC())
+    half = lw.plan(head, *call, params=lw.last_layer, memory=2**24).peak_bytes // 2
+    monkeypatch.setattr(import_module("lapwing.fitting.plan"), "MEMORY", half)
+    with pytest.raises(lw.LapwingError, match=r"Use lw.Diagonal\(\), params=lw.last_layer, which needs"):
+        lw.fit(head, *call, params=lw.last_layer, memory=2**24)
+    monkeypatch.setattr(import_module("lapwing.fitting.plan"), "MEMORY", needed - 1)
     plans = lw.plan(wide, data, [lw.Diagonal(), lw.KFAC()], memory=2**24)
     assert plans[0].advice is None
     assert "Use lw.Diagonal()" in str(plans).splitlines()[-1]

@@ -172,6 +172,37 @@ def test_next_tokens_moves_labels() -> None:
             list(NextTokens([wrong]))
 
 
+def test_labels_that_are_the_tokens_themselves_are_warned_of(caplog) -> None:
+    config = GPT2Config(vocab_size=7, n_embd=4, n_layer=1, n_head=1, n_positions=9, bos_token_id=0, eos_token_id=0)
+    model, texts = GPT2LMHeadModel(config).eval(), torch.randint(7, (12, 5))
+    labels = texts.clone()
+    labels[:, :2] = -100
+    for own in (texts, labels):
+        lw.fit(model, [{"input_ids": texts, "labels": own}], prior_precision=1.0)
+        assert "lapwing.integrations.huggingface.NextTokens" in caplog.text
+        caplog.clear()
+    others = labels.clone()
+    others[3, 3] = (others[3, 3] + 1) % 7
+    for batch in ({"input_ids": texts, "labels": others}, *NextTokens([{"input_ids": texts, "labels": labels}])):
+        lw.fit(model, [batch], prior_precision=1.0)
+    own = {"input_ids": texts, "labels": texts}
+    lw.fit(model, [own], forward=lambda model, inputs: model(**inputs).logits, prior_precision=1.0)
+    assert "NextTokens" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_are_the_default_where_the_head_is_frozen() -> None:
+    pytest.importorskip("peft")
+    from peft import LoraConfig, get_peft_model
+
+    config = GPT2Config(vocab_size=7, n_embd=4, n_layer=1, n_head=1, n_positions=9, bos_token_id=0, eos_token_id=0)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    model, texts = get_peft_model(GPT2LMHeadModel(config), lora).eval(), torch.randint(7, (12, 5))
+    posterior = lw.fit(model, NextTokens([{"input_ids": texts, "labels": texts}]))
+    assert all("lora_" in name for name in posterior.tangent.parameters)
+    assert posterior.method.startswith("KFAC")
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_causal_language_model_is_fitted_at_every_token(tmp_path: Path) -> None:
     """In float64 against dense algebra: each token that another one follows is a sample of the last layer."""

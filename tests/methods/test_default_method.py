@@ -103,3 +103,91 @@ def test_dear_weights_are_said(caplog, monkeypatch):
         posterior = lw.fit(model, loader)
     assert (posterior.tangent.size, posterior.method[:4]) == (21, "KFAC")
     assert "all 101 weights cost too much" in caplog.text
+
+
+def token_network(outputs=5):
+    """A head over tokens, whose outputs have positions."""
+    return nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)).eval()
+
+
+def test_many_outputs_are_treated_by_their_diagonal(caplog, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr("lapwing.fitting.default_method.EXACT_OUTPUTS", 4)
+    flat = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5)).eval()
+    x, y, tokens = torch.randn(20, 3), torch.randint(5, (20,)), torch.randint(7, (20, 4))
+    cases = [(flat, (x, y)), (flat, (x, torch.randn(20, 5))), (token_network(), (tokens, tokens % 5))]
+    for model, data in cases:
+        with caplog.at_level(logging.INFO, "lapwing"):
+            posterior = lw.fit(model, [data])
+        whole = data[1].is_floating_point()  # a small regression
+        assert posterior.method == ("Full(form='auto')" if whole else "Diagonal()")
+        assert lw.plan(model, [data]).method == posterior.method
+        asked = lw.fit(model, [data], lw.KFAC(), params=lw.last_layer)
+        assert asked.method.startswith("KFAC")
+        assert lw.fit(model, [data], params=lw.last_layer).method == "Diagonal()"
+        assert lw.fit(model, [data], params=lw.everything).method.startswith("KFAC")
+        held_out = (data[0].roll(1, 0), data[1])
+        assert lw.fit(model, [data], params=lw.last_layer, validation=[held_out]).method == "Diagonal()"
+    assert "a matrix of 5 rows" in caplog.text
+    assert "lw.fit(model, loader, lw.KFAC(), params=lw.last_layer)" in caplog.text
+    few = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4)).eval()
+    assert lw.fit(few, [(x, y % 4)]).method.startswith("KFAC")
+
+
+def test_a_regression_of_many_outputs_is_treated_by_its_diagonal(monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr("lapwing.fitting.default_method.EXACT_OUTPUTS", 4)
+    monkeypatch.setattr("lapwing.fitting.default_method.FULL_NUMBERS", 10)
+    monkeypatch.setattr("lapwing.fitting.default_method.KFAC_OUTPUTS", 4)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5)).eval()
+    assert lw.fit(model, [(torch.randn(20, 3), torch.randn(20, 5))]).method == "Diagonal()"
+
+
+def test_what_is_trained_below_a_frozen_last_layer_is_treated(caplog):
+    torch.manual_seed(0)
+    tokens = torch.randint(7, (20, 4))
+    for model, data in [
+        (nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5)).eval(), (torch.randn(20, 3), tokens[:, 0] % 5)),
+        (token_network(), (tokens, tokens % 5)),
+    ]:
+        model[-1].requires_grad_(False)
+        with caplog.at_level(logging.INFO, "lapwing"):
+            posterior = lw.fit(model, [data], validation=[(data[0].roll(1, 0), data[1])])
+        assert posterior.method.startswith("KFAC")
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert set(posterior.tangent.parameters) == trained
+        last = f"{len(model) - 1}.weight, {len(model) - 1}.bias"
+        assert caplog.text.count("where the last layer is frozen") == 1  # all weights are not fitted again
+        assert f"For that layer, {last}, write lw.fit(model, loader, lw.KFAC(), params=lw.last_layer)" in caplog.text
+        assert "The last layer of" not in caplog.text
+        assert lw.plan(model, [data]).parameters == posterior.tangent.size
+        model[-1].bias.requires_grad_(True)
+        assert set(lw.fit(model, [data]).tangent.parameters) == {f"{len(model) - 1}.{x}" for x in ("weight", "bias")}
+        caplog.clear()
+
+
+def test_a_regression_below_a_frozen_last_layer(monkeypatch):
+    model, loader, _ = trained()
+    model[2].requires_grad_(False)
+    assert lw.fit(model, loader).method == "Full(form='auto')"
+    monkeypatch.setattr("lapwing.fitting.default_method.FULL_NUMBERS", 10)
+    monkeypatch.setattr("lapwing.fitting.default_method.KFAC_WEIGHTS", 10)
+    posterior = lw.fit(model, loader)
+    assert posterior.method.startswith("KFAC")
+    assert list(posterior.tangent.parameters) == ["0.weight", "0.bias"]
+
+
+def test_a_frozen_last_layer_is_treated_where_nothing_that_is_trained_reaches_the_outputs(caplog):
+    class Beside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.other = nn.Linear(3, 5).requires_grad_(False), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.head(x)
+
+    torch.manual_seed(0)
+    with caplog.at_level(logging.INFO, "lapwing"):
+        posterior = lw.fit(Beside().eval(), [(torch.randn(20, 3), torch.arange(20) % 5)])
+    assert list(posterior.tangent.parameters) == ["head.weight", "head.bias"]
+    assert "The last layer alone is treated, since all trained weights cannot be" in caplog.text

@@ -1,0 +1,65 @@
+"""Tuning where many outputs take a backward pass each: random combinations of them give their mean variance."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lapwing as lw
+from lapwing.tuning.held_out import sample_scores, spread_costs
+
+
+def flat():
+    """A network, and data in two batches."""
+    x, y = torch.randn(30, 3).double(), torch.randint(5, (30,))
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5)).double().eval()
+    return model, list(zip(x.split(20), y.split(20), strict=True))
+
+
+def tied():
+    """A language model whose head is its embedding: outputs with positions that take backward passes."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.hidden = nn.Embedding(5, 4), nn.Linear(4, 4)
+
+        def forward(self, tokens):
+            return torch.tanh(self.hidden(self.table(tokens))) @ self.table.weight.T
+
+    tokens = torch.randint(5, (12, 6))
+    labels = tokens.roll(-1, 1)
+    labels[:, -1] = -100
+    return Tied().double().eval(), list(zip(tokens.split(7), labels.split(7), strict=True))
+
+
+@pytest.mark.parametrize("make", [flat, tied])
+def test_many_probes_give_the_exact_scores(make, monkeypatch):
+    torch.manual_seed(0)
+    model, data = make()
+    posterior = lw.fit(model, data, lw.KFAC(), prior_precision=0.5)
+    candidates = [posterior.with_prior(precision) for precision in (0.1, 1.0, 10.0)]
+    exact, count = spread_costs(candidates, data)
+    scores = sample_scores([posterior], lambda _: candidates, data, (0.0, 0.3))
+    monkeypatch.setattr("lapwing.tuning.held_out.EXACT_OUTPUTS", 4)
+    few, _ = spread_costs(candidates, data)
+    monkeypatch.setattr("lapwing.tuning.held_out.PROBES", 4000)
+    probed, samples = spread_costs(candidates, data)
+    assert samples == count
+    assert torch.allclose(probed, exact, rtol=0.03)
+    assert not torch.equal(few, exact)  # probes were taken
+    assert torch.allclose(few, exact, rtol=0.5)
+    assert torch.allclose(sample_scores([posterior], lambda _: candidates, data, (0.0, 0.3)), scores, atol=0.02)
+
+
+def test_links_of_each_output_are_scored_exactly(monkeypatch):
+    torch.manual_seed(0)
+    model, ((x, _), _) = flat()
+    posterior = lw.fit(model, [(x, torch.rand(20, 5) > 0.5)], lw.KFAC(), params=lw.everything, prior_precision=0.5)
+    head = lw.fit(model, [(x, torch.arange(20) % 5)], lw.KFAC(), params=lw.last_layer, prior_precision=0.5)
+    for one, y in ((posterior, torch.rand(20, 5) > 0.5), (head, torch.arange(20) % 5)):
+        with monkeypatch.context() as patch:
+            exact = spread_costs([one], [(x, y)])[0]
+            patch.setattr("lapwing.tuning.held_out.EXACT_OUTPUTS", 4)
+            assert torch.equal(spread_costs([one], [(x, y)])[0], exact)
