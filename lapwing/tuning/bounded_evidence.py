@@ -12,8 +12,7 @@ import torch
 
 from ..covariance import PriorCovariance
 from ..errors import LapwingError, check_count, check_positive
-from ..likelihoods import Likelihood
-from ..methods.cost import EIGEN, MOVE, Layer, Outline, Work
+from ..methods.cost import EIGEN, Cost, Layer, Outline, Work
 from ..network import batches, ranks
 from ..network.eager import outside_modes
 from ..network.loaders import other_size
@@ -21,7 +20,7 @@ from ..network.positions import Positions
 from ..network.progress import tracked
 from ..posterior import Posterior
 from .evidence import Evidence, Training, Tuning
-from .held_out import SOME_POSITIONS, mean_variances, spread_costs
+from .held_out import SOME_POSITIONS, mean_variances, scoring_work, spread_costs
 from .leave_one_out import MAX_ROWS, leave_one_out
 from .search import evenly
 
@@ -140,27 +139,16 @@ class BoundedEvidence(Tuning):
             )  # fmt: skip
         return _raised(tuned, exponent)
 
-    def work(self, outline: Outline, predict: Work, likelihood: Likelihood) -> Work:
-        """Returns what tuning a fit takes beside the evidence, as a part of each sample's work.
-
-        Args:
-            outline: of the fit.
-            predict: the work of predicting an input.
-            likelihood: of the fit.
-        """
-        samples, outputs, positions = outline.samples, outline.tangent.outputs, outline.tangent.positions
-        if likelihood.needs_noise and positions is None:  # the kernel, its eigenvalues, and predictions
-            some = min(samples, 4 * self.samples)
-            count = min(some * outputs, MAX_ROWS)
-            rows = Work(1, 1, outline.total(lambda layer: layer.rows(1))).times(count)
-            kernel = outline.once(count**2 * outline.total(_gram))
-            return (rows + predict.times(some)).times(1 / samples) + kernel + outline.decomposed(EIGEN * count**3)
-        if likelihood.needs_noise or likelihood.noise_variance is not None:
+    def work(self, outline: Outline, cost: Cost) -> Work:
+        """Returns what tuning a fit takes, as a part of each sample's work."""
+        likelihood, positions, samples = outline.likelihood, outline.tangent.positions, outline.samples
+        if likelihood.needs_noise and positions is None:
+            predictions = cost.predict.times(min(samples, 4 * self.samples) / samples)
+            return leave_one_out_work(outline) + predictions
+        if likelihood.needs_noise or likelihood.noise_variance is not None or not outline.prior_open:
             return Work()
-        limit = self.samples if positions is None else self._inputs(positions)
-        numbers = outline.total(lambda layer: layer.size * (1 if layer.single else outputs))  # for each candidate
-        each = predict + Work(products=(self.points - 1) * MOVE / 4 * numbers)
-        return each.times(min(samples, limit) / samples)
+        limit = min(samples, self.samples if positions is None else self._inputs(positions))
+        return scoring_work(outline, cost, limit, self.points)
 
     def _inputs(self, positions: Positions) -> int:
         """Returns how many inputs with positions are used."""
@@ -217,6 +205,14 @@ class BoundedEvidence(Tuning):
         shares, counts = zip(*ranks.gathered("the costs of the spread", (totals, count)), strict=True)
         totals, count = torch.stack(shares).sum(0), sum(counts)
         return (totals / max(count, torch.finfo(torch.float64).tiny)).tolist()
+
+
+def leave_one_out_work(outline: Outline) -> Work:
+    """Returns the work of rows, their kernel and its eigenvalues, as a part of each sample's."""
+    some = min(outline.samples, 4 * BoundedEvidence.samples)
+    count = min(some * outline.tangent.outputs, MAX_ROWS)
+    rows = Work(1, 1, outline.total(lambda layer: layer.rows(1))).times(count / outline.samples)
+    return rows + outline.once(count**2 * outline.total(_gram)) + outline.decomposed(EIGEN * count**3)
 
 
 def trained_product(posterior: Posterior, training: Training) -> float | None:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..covariance import Latent, PriorCovariance
 from ..errors import LapwingError
-from ..likelihoods import apply_weights, curvature_weights
+from ..likelihoods import Likelihood, apply_weights, curvature_weights
 from ..linalg import doubled
+from ..methods.cost import CALL, MOVE, Cost, Outline, Work
 from ..network import batches, ranks
 from ..network.progress import tracked
 from ..posterior import Posterior
@@ -23,6 +24,12 @@ log = logging.getLogger("lapwing")
 
 SOME_POSITIONS = 16
 """So many positions of an input are scored where each takes backward passes of its own."""
+
+PRODUCT = 4
+"""What a weight of a candidate's variance takes where rows are outer products, in multiply-adds."""
+
+LINK, LINK_CALLS = 20, 100
+"""What a score takes: so often each number of a latent moves, in so many operations a batch and candidate."""
 
 Candidates = Callable[[Posterior], list[Posterior]]
 """Returns the candidates around a posterior, which differ in prior and noise alone."""
@@ -132,8 +139,7 @@ def _contracted(
 ) -> Iterator[tuple[tuple[int, int], Posterior, Latent, Tensor, Tensor | None]]:
     """Yields the place of each candidate, itself, its latent, and labels and weights of its samples, batch by batch."""
     first = posteriors[0]
-    link = first.likelihood.default_link
-    marginal = not link.reads_covariance or (link.closed_form and first.tangent.outputs == 1)
+    marginal = _reads_variances(first.likelihood, first.tangent)
     groups = _contraction_groups(posteriors)
     scratch = _numbers_per_sample(posteriors, len(candidates(first)), marginal)
     scratch += 4 * copies * first.tangent.outputs * (1 if marginal else first.tangent.outputs)
@@ -152,6 +158,41 @@ def _contracted(
                     latents = _latents(record, list(some.values()), marginal)
                     for (place, candidate), latent in zip(some.items(), latents, strict=True):
                         yield place, candidate, latent, labels, weights
+
+
+def _reads_variances(likelihood: Likelihood, tangent: Tangent) -> bool:
+    """Whether the default link reads variances alone."""
+    link = likelihood.default_link
+    return not link.reads_covariance or (link.closed_form and tangent.outputs == 1)
+
+
+def scoring_work(
+    outline: Outline, cost: Cost, samples: int, candidates: int, temperatures: int = 1, curvatures: int = 1
+) -> Work:
+    """Returns the work of scoring candidates, as a part of each training sample's.
+
+    Args:
+        outline: of the fit.
+        cost: of the method.
+        samples: how many are scored.
+        candidates: how many posteriors.
+        temperatures: of each.
+        curvatures: how many different ones they have.
+    """
+    tangent, outputs, predict = outline.tangent, outline.tangent.outputs, cost.predict
+    places = 1 if tangent.positions is None else tangent.positions.count
+    if tangent.positions is not None and not tangent.positions.direct and places > SOME_POSITIONS:
+        predict, places = predict.times(SOME_POSITIONS / places), SOME_POSITIONS
+    if cost.rank is None:
+        variances = outline.total(lambda layer: layer.size * (PRODUCT if layer.single else MOVE / 4 * outputs))
+        again = (curvatures - 1) * predict.products
+    else:
+        variances, again = MOVE / 4 * places * outputs * cost.rank, 0.0
+    numbers = places * outputs ** (1 if _reads_variances(outline.likelihood, tangent) else 2)
+    scores = LINK * MOVE * temperatures * numbers
+    calls = LINK_CALLS * CALL / min(samples, outline.batch)
+    more = again + (candidates - curvatures) * variances + candidates * (scores + calls)
+    return (predict + Work(products=more)).times(samples / outline.samples)
 
 
 def _rows_of(targets: Tensor, tangent: Tangent, record: Record) -> tuple[Tensor, int]:
