@@ -148,7 +148,8 @@ def plan(
         LapwingError: for bad input, as `lw.fit`.
 
     Cost: that of a survey, three runs on one sample with up to eight backward passes, and a fifth of a second or one
-        forward pass of each of two batches. A loader without a length is read to count its samples.
+        forward pass of each of two batches. Loaders without a length are read to count their samples, held-out data
+        anew for each fit.
 
     Example:
         >>> import torch, lapwing as lw
@@ -217,11 +218,18 @@ def plan(
             check_held_out(tangent, likelihood, *batches.split(first_batch(validation)))
         if not is_default or validation is None or likelihood.logit_temperature is None:
             return planned(method, tangent)
-        whole = all_weights(tangent, inputs, count())
-        wide = None if whole is None else planned(KFAC(), whole, compared=True)
-        if wide is None or wide.advice is not None:
-            return planned(method, tangent)
-        return _of_both(planned(method, tangent, compared=True), wide)
+        wide = of_all_weights(tangent)
+        narrow = planned(method, tangent, compared=wide is not None)
+        return narrow if wide is None else _of_both(narrow, wide)
+
+    def of_all_weights(last: Tangent) -> Plan | None:
+        """Returns the plan of the fit that held-out data compare with that of the last layer; None without it."""
+        whole = all_weights(last, inputs, count())
+        try:
+            wide = None if whole is None else planned(KFAC(), whole, compared=True)
+        except LapwingError:  # of a prior that names the last layer alone: then `lw.fit` leaves it out too
+            return None
+        return None if wide is None or wide.advice is not None else wide
 
     plans = Plans(map(chosen, methods))
     return plans if several else plans[0]

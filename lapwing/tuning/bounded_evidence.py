@@ -144,7 +144,7 @@ class BoundedEvidence(Tuning):
         likelihood, positions, samples = outline.likelihood, outline.tangent.positions, outline.samples
         if likelihood.needs_noise and positions is None:
             predictions = cost.predict.times(min(samples, 4 * self.samples) / samples)
-            return leave_one_out_work(outline) + predictions
+            return leave_one_out_work(outline, 4 * self.samples) + predictions
         if likelihood.needs_noise or likelihood.noise_variance is not None or not outline.prior_open:
             return Work()
         limit = min(samples, self.samples if positions is None else self._inputs(positions))
@@ -207,10 +207,9 @@ class BoundedEvidence(Tuning):
         return (totals / max(count, torch.finfo(torch.float64).tiny)).tolist()
 
 
-def leave_one_out_work(outline: Outline) -> Work:
-    """Returns the work of rows, their kernel and its eigenvalues, as a part of each sample's."""
-    some = min(outline.samples, 4 * BoundedEvidence.samples)
-    count = min(some * outline.tangent.outputs, MAX_ROWS)
+def leave_one_out_work(outline: Outline, limit: int = 4 * BoundedEvidence.samples) -> Work:
+    """Returns the work of rows of so many samples, their kernel and its eigenvalues, as a part of each sample's."""
+    count = min(min(outline.samples, limit) * outline.tangent.outputs, MAX_ROWS)
     rows = Work(1, 1, outline.total(lambda layer: layer.rows(1))).times(count / outline.samples)
     return rows + outline.once(count**2 * outline.total(_gram)) + outline.decomposed(EIGEN * count**3)
 

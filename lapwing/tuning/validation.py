@@ -10,19 +10,20 @@ from numbers import Real
 from typing import Any, Literal
 
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ..errors import LapwingError, check_choice, check_count, shown
 from ..methods.cost import Cost, Outline, Work
 from ..network import batches, ranks
 from ..network.data import as_loader, check_data
 from ..network.eager import outside_modes
-from ..network.loaders import known_size
+from ..network.loaders import known_size, sampler_size
 from ..network.progress import length_of
 from ..posterior import Posterior
 from .bounded_evidence import leave_one_out_work, trained_product
 from .choice import NOISES, TEMPERATURES, best_of, check_grid, held_out_report, with_ranks
 from .evidence import Training, Tuning
-from .held_out import scoring_work
+from .held_out import no_batch, scoring_work
 
 log = logging.getLogger("lapwing")
 
@@ -41,10 +42,18 @@ class _OnHeldOutData(Tuning):
         return 0 if isinstance(self.loader, (tuple, Mapping)) else length_of(self.loader) or 0
 
     def held_out_samples(self, model: nn.Module) -> int:
-        """Returns how many samples the loader shows; one that does not say is gone through."""
+        """Returns how many samples the loader shows; one that does not say is gone through.
+
+        Raises:
+            LapwingError: where there is none.
+        """
         loader = as_loader(self.loader, model, "val")
-        count = known_size(loader)
-        return sum(batches.size(batches.split(batch)[0]) for batch in loader) if count is None else count
+        count = sampler_size(loader) if isinstance(loader, DataLoader) else known_size(loader)
+        if count is None:
+            count = sum(batches.size(batches.split(batch)[0]) for batch in loader)
+        if not count:
+            raise no_batch()
+        return count
 
 
 @dataclass(frozen=True)

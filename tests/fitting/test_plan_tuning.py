@@ -99,7 +99,16 @@ def test_where_held_out_data_have_no_choice_one_fit_is_planned(why):
         model = nn.Sequential(model, nn.Tanh(), nn.Linear(3, 30)).eval()
     planned = lw.plan(model, data, validation=held_out)
     assert planned.note is None
+    assert planned.tuning_passes > 0
     assert planned.kept_bytes == lw.plan(model, data).kept_bytes
+
+
+def test_a_prior_of_the_last_layer_alone_leaves_out_all_weights():
+    model, data, held_out = problem("mlp", 100, 50)
+    options = {"prior_precision": {"3": 1.0}, "validation": held_out}
+    planned = lw.plan(model, data, **options)
+    assert planned.note is None
+    assert planned.parameters == lw.fit(model, data, **options).tangent.size == 123
 
 
 def test_what_is_given_is_not_tuned():
@@ -148,9 +157,9 @@ def test_solves_are_planned_with_all_their_iterations():
     assert planned.note in str(planned).splitlines()
     many = lw.plan(model, data, lw.SampledLLA(8))  # an early end is usual
     assert many.passes > passes_of(model, data, lambda: lw.fit(model, data, lw.SampledLLA(8)))
-    assert "at most, for all iterations of 9 solves." in many.note
+    assert "at most, for all iterations of 9 solves;" in many.note
     given = lw.plan(model, data, lw.SampledLLA(8), prior_precision=1.0)
-    assert "1 solve." in given.note
+    assert "of its solve;" in given.note
     assert given.passes < many.passes / 8
     steps = lw.SampledLLA(8, lw.StochasticGradient(100, preconditioner=lw.KFAC()), prior="g", linearised_mode=True)
     assert lw.plan(model, data, steps).passes > lw.plan(model, data, lw.KFAC()).passes
@@ -177,6 +186,8 @@ def test_what_is_refused():
         lw.plan(model, data, tune=lw.Evidence(), validation=held_out)
     with pytest.raises(lw.LapwingError, match="The held-out data do not fit"):
         lw.plan(model, data, validation=[(x[:, :5], y) for x, y in held_out])
+    with pytest.raises(lw.LapwingError, match="shows no batch"):
+        lw.plan(model, data, tune=lw.Validation([]))
     with pytest.raises(lw.LapwingError, match="is not a tuning"):
         lw.plan(model, data, tune=3)
     with pytest.raises(lw.LapwingError, match="matches no block"):

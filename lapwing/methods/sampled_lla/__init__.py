@@ -179,7 +179,8 @@ class SampledLLA(Method):
             fit += outline.over_data(Layer.squares)
         if self.linearised_mode and self.em_steps and outline.prior_open:
             fit += product.times(2 * solves)
-        note = f"SampledLLA takes this at most, for all iterations of {solves} solve{'s' * (solves > 1)}."
+        which = "its solve" if solves == 1 else f"{solves} solves"
+        note = f"SampledLLA takes this at most, for all iterations of {which}; it mostly ends far sooner."
         return Cost(fit, predict, kept, max(before.peak, peak), False, note)
 
     def _solve(
