@@ -34,18 +34,15 @@ from ..tuning import BoundedEvidence, Training, Tuning, Validation
 from .checkpoint import Checkpoint, checkpoint_of
 from .default_method import check_method, method_and_tangent, params_of
 from .further import continued
-from .options import check_data_size, check_numbers, check_tuning
+from .options import DEFAULT_TUNING, check_data_size, check_numbers, check_tuning
 from .plan import check_room
 from .result import check_noise, checked, posteriors_of
 from .runner import Runner
 from .same_fit import check_same_options
 from .sharded import check_last_layer, with_features
-from .validation import check_held_out, validation_tuning, with_all_weights
+from .validation import check_held_out, first_held_out, with_all_weights
 
 log = logging.getLogger("lapwing")
-
-DEFAULT_TUNING = BoundedEvidence()
-"""What tunes where the user says nothing: a method that chooses its own prior leaves it out without a warning."""
 
 
 @outside_modes
@@ -163,7 +160,7 @@ def fit(
     is_default = method is None and params is None
     check_method(method)
     check_numbers(prior_precision, weight_decay, temperature, data_size, seed)
-    check_tuning(tune)
+    check_tuning(tune, validation)
     check_progress(progress)
     check_flag("lw.fit", "sample_weights", sample_weights)
     inner = isinstance(checkpoint, Checkpoint)  # the fit of all weights after that of the last layer
@@ -182,8 +179,7 @@ def fit(
     inputs, targets = batches.split(batches.weighted(first) if sample_weights else first)
     if validation is not None:
         validation = as_loader(validation, model, "val")
-        other = None if tune is DEFAULT_TUNING else tune
-        tune, held_out = validation_tuning(validation, other, data, (inputs, targets))
+        tune, held_out = Validation(validation), first_held_out(validation, data, (inputs, targets))
     if data_size is not None:
         check_data_size(data_size, known_size(loader) or 0)
     training = WeightedLoader(loader, ranks.several()) if sample_weights else loader

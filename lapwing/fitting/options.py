@@ -10,7 +10,10 @@ import torch
 
 from ..errors import LapwingError, is_positive, shown
 from ..network.loaders import check_seed
-from ..tuning import Tuning
+from ..tuning import BoundedEvidence, Tuning
+
+DEFAULT_TUNING = BoundedEvidence()
+"""What tunes where the user says nothing: a method that chooses its own prior leaves it out without a warning."""
 
 
 def check_numbers(
@@ -39,12 +42,17 @@ def check_numbers(
     check_seed(seed)
 
 
-def check_tuning(tune: Any) -> None:
-    """Raises for a tuning that is none."""
+def check_tuning(tune: Any, validation: Any) -> None:
+    """Raises for a tuning that is none, and for one beside held-out data, which tune."""
     if tune is not None and not isinstance(tune, Tuning):
         raise LapwingError(
             f"tune={shown(tune)} is not a tuning. Pass lw.BoundedEvidence(), lw.Evidence(), lw.Validation(loader), "
             "lw.EarlyStopping(loader) or None: write tune=lw.BoundedEvidence()."
+        )
+    if validation is not None and not (tune is None or tune is DEFAULT_TUNING):
+        raise LapwingError(
+            f"validation= and tune={type(tune).__name__} exclude each other, since validation= tunes by "
+            "lw.Validation(loader). Leave one of them out."
         )
     if torch.empty(0).is_meta:
         raise LapwingError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..environment import memory_limit
-from ..errors import LapwingError, check_count, check_flag, shown
+from ..errors import LapwingError, check_flag, shown
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
 from ..linalg import linear, seeded
@@ -29,11 +29,14 @@ from ..network.data import as_loader
 from ..network.eager import outside_modes
 from ..network.loaders import WeightedLoader, first_batch, known_size
 from ..network.probe import PROBED_SAMPLES
+from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tangent.anchors import output_width
-from ..tuning import BoundedEvidence
+from ..tuning import Tuning, Validation
 from .default_method import check_method, method_and_tangent
+from .options import DEFAULT_TUNING, check_numbers, check_tuning
 from .runner import Runner
+from .validation import all_weights, check_held_out
 
 RECORD_CALLS, LAYER_CALLS = 100, 8
 """Operations of one batch beside those of the network: to record it, and to contract each layer."""
@@ -64,24 +67,27 @@ class Plan:
         parameters: P, how many weights are treated.
         outputs: C.
         passes: of the fit, in forward passes of its data; tuning comes on top.
+        tuning_passes: of the tuning, in the same; 0 where it reads eigenvalues alone.
         predict_passes: of a prediction, in forward passes of its inputs.
         kept_bytes: what the posterior keeps beside the network, exact where rounding cuts no direction.
         peak_bytes: what the fit holds at most beside the weights: the network's activations on one chunk of samples,
             the workspace of decompositions and what the allocator keeps are counted, tuning is left out.
-        seconds: of the fit on this machine, its decompositions and the default tuning included. Loading the data is
-            left out.
+        seconds: of the fit on this machine, its decompositions and the tuning included. Loading the data is left out.
         advice: what to use instead where the peak exceeds the memory of the machine.
+        note: what the numbers leave open: where they are the most, and where they are of two fits.
     """
 
     method: str
     parameters: int
     outputs: int
     passes: float | None = None
+    tuning_passes: float | None = None
     predict_passes: float | None = None
     kept_bytes: int | None = None
     peak_bytes: int | None = None
     seconds: float | None = None
     advice: str | None = None
+    note: str | None = None
 
     def __str__(self) -> str:
         """Returns a table of one row."""
@@ -104,16 +110,21 @@ def plan(
     *,
     likelihood: str | Likelihood | None = None,
     params: Predicate | LastLayer | None = None,
+    prior_precision: float | Mapping[str, float] | None = None,
+    tune: Tuning | None = DEFAULT_TUNING,
+    validation: Any = None,
     data_size: int | None = None,
+    weight_decay: float | None = None,
     sample_weights: bool = False,
     forward: Forward | None = None,
     memory: int | None = None,
 ) -> Any:
     """Says what `lw.fit` would take with the same arguments: time in seconds and forward passes, and memory in bytes.
 
-    Nothing is fitted. The network is surveyed on the first batch, and its operations are counted on one sample. Passes
-    come from a count of multiply-adds and of moved numbers: a guide to within a factor of about two. So are seconds,
-    for which forward passes of the first two batches, a product and a decomposition are timed.
+    Nothing is fitted, and the other arguments of `lw.fit` hardly change its cost. The network is surveyed on the first
+    batch, and its operations are counted on one sample. Passes come from a count of multiply-adds and of moved numbers:
+    a guide to within a factor of about two. So are seconds, for which forward passes of the first two batches, a
+    product and a decomposition are timed.
 
     Args:
         model: the trained network, in eval mode.
@@ -121,7 +132,12 @@ def plan(
         method: as in `lw.fit`, where None is the default; or a list of methods.
         likelihood: as in `lw.fit`.
         params: as in `lw.fit`.
+        prior_precision: as in `lw.fit`; a given one is not tuned.
+        tune: as in `lw.fit`.
+        validation: as in `lw.fit`. Where it fits a classifier twice, time is that of both fits and of the comparison,
+            and memory, weights and predictions are those of the larger posterior.
         data_size: as in `lw.fit`; counts where the loader does not know its length.
+        weight_decay: as in `lw.fit`.
         sample_weights: as in `lw.fit`.
         forward: as in `lw.fit`.
         memory: as in `lw.fit`.
@@ -133,7 +149,8 @@ def plan(
         LapwingError: for bad input, as `lw.fit`.
 
     Cost: that of a survey, three runs on one sample with up to eight backward passes, and a fifth of a second or one
-        forward pass of each of two batches. The loader is read to count samples if it has no length.
+        forward pass of each of two batches. Loaders without a length are read to count their samples, held-out data
+        anew for each fit.
 
     Example:
         >>> import torch, lapwing as lw
@@ -143,11 +160,21 @@ def plan(
         68
     """
     check_flag("lw.plan", "sample_weights", sample_weights)
-    if data_size is not None:
-        check_count("lw.plan", "data_size", data_size)
+    check_numbers(prior_precision, weight_decay, 1.0, data_size, 0)
+    check_tuning(tune, validation)
+    several = isinstance(method, (list, tuple))
+    methods: Any = method if several else [method]
+    if not len(methods):
+        raise LapwingError(
+            f"method={shown(method)} names no method. Write lw.plan(model, loader, [lw.KFAC(), lw.Diagonal()]), or "
+            "leave it out for the default."
+        )
     loader = as_loader(loader, model)
     first = first_batch(loader)
     inputs, targets = batches.split(batches.weighted(first) if sample_weights else first)
+    if validation is not None:
+        validation = as_loader(validation, model, "val")
+        tune = Validation(validation)
     training = WeightedLoader(loader) if sample_weights else loader
     likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
     runner = Runner(training, False)
@@ -157,32 +184,82 @@ def plan(
 
     speed: _Speed | None = None
 
-    def planned(method: Method | None) -> Plan:
+    def planned(method: Method, tangent: Tangent, compared: bool = False) -> Plan:
+        """Returns the plan of one fit; `compared` with another on the held-out data."""
         nonlocal speed
-        check_method(method)
-        method, tangent = method_and_tangent(
-            model, inputs, targets, method, params, likelihood, forward, memory, count
-        )  # fmt: skip
         network = _Network.of(tangent, inputs)
-        outline = network.measured(Outline.of(tangent, likelihood, inputs, count()))
+        prior_open = weight_decay is None and not Prior.read(tangent, prior_precision).fixed
+        outline = network.measured(Outline.of(tangent, likelihood, inputs, count(), prior_open))
         cost = method.cost(outline)
         if cost is None:
             return Plan(repr(method), tangent.size, tangent.outputs)
         speed = speed or _Speed.of(tangent, islice(training, 2))
-        work = cost.fit
-        if cost.tuned:
-            work += BoundedEvidence().work(outline, cost.predict, likelihood)
+        tuning = _tuning_work(tune, outline, cost)
+        if compared and tuning is not None and isinstance(tune, Validation):
+            tuning += cost.predict.times(tune.held_out_samples(model) / outline.samples)
         peak = max(cost.peak, network.survey)
         if tangent.device.type == "cpu":
             peak += min(int(HOLES * peak), HEAP)
         return Plan(
-            repr(method), tangent.size, tangent.outputs, network.passes(cost.fit), network.passes(cost.predict),
-            cost.kept, peak, network.seconds(work, speed, outline.samples), _advice(method, cost, outline),
+            repr(method), tangent.size, tangent.outputs, network.passes(cost.fit),
+            None if tuning is None else network.passes(tuning), network.passes(cost.predict), cost.kept, peak,
+            None if tuning is None else network.seconds(cost.fit + tuning, speed, outline.samples),
+            _advice(method, cost, outline), cost.note,
         )  # fmt: skip
 
-    methods: Any = method if isinstance(method, (list, tuple)) else [method]
-    plans = Plans(map(planned, methods))
-    return plans if methods is method else plans[0]
+    def chosen(method: Method | None) -> Plan:
+        """Returns the plan of what `lw.fit` would do with the method."""
+        is_default = method is None and params is None
+        check_method(method)
+        method, tangent = method_and_tangent(
+            model, inputs, targets, method, params, likelihood, forward, memory, count
+        )  # fmt: skip
+        if validation is not None:
+            check_held_out(tangent, likelihood, *batches.split(first_batch(validation)))
+        if not is_default or validation is None or likelihood.logit_temperature is None:
+            return planned(method, tangent)
+        wide = of_all_weights(tangent)
+        narrow = planned(method, tangent, compared=wide is not None)
+        return narrow if wide is None else _of_both(narrow, wide)
+
+    def of_all_weights(last: Tangent) -> Plan | None:
+        """Returns the plan of the fit that held-out data compare with that of the last layer; None without it."""
+        whole = all_weights(last, inputs, count())
+        try:
+            wide = None if whole is None else planned(KFAC(), whole, compared=True)
+        except LapwingError:  # of a prior that names the last layer alone: then `lw.fit` leaves it out too
+            return None
+        return None if wide is None or wide.advice is not None else wide
+
+    plans = Plans(map(chosen, methods))
+    return plans if several else plans[0]
+
+
+def _tuning_work(tune: Tuning | None, outline: Outline, cost: Cost) -> Work | None:
+    """Returns the work of tuning a fit, as a part of each sample's; None where the tuning does not state it."""
+    if tune is not None and cost.tuned:
+        return tune.work(outline, cost)
+    if isinstance(tune, Validation) and outline.likelihood.logit_temperature == 1:  # beside a prior of the method's own
+        return tune.work(replace(outline, prior_open=False), cost)
+    return Work()
+
+
+def _of_both(narrow: Plan, wide: Plan) -> Plan:
+    """Returns the plan of a fit that has held-out data choose between the last layer and all weights."""
+
+    def added(name: str) -> Any:
+        return getattr(narrow, name) + getattr(wide, name)
+
+    def larger(name: str) -> Any:
+        return max(getattr(narrow, name), getattr(wide, name))
+
+    sums = {name: added(name) for name in ("passes", "tuning_passes", "seconds")}
+    sizes = {name: larger(name) for name in ("parameters", "predict_passes", "kept_bytes", "peak_bytes")}
+    note = (
+        f"Without a method, held-out data choose between the last layer ({narrow.parameters:,} weights) and all "
+        f"{wide.parameters:,} trained weights: fit, tune and seconds are of both, the rest is of the larger."
+    )
+    return replace(wide, **sums, **sizes, note=note)
 
 
 def check_room(method: Method, outline: Outline) -> None:
@@ -318,17 +395,16 @@ class _Network:
         """Returns an outline with the bytes that were measured."""
         return replace(outline, activations=self.activations, gradients=self.gradients, patches=self.patches)
 
-    def passes(self, work: Work) -> float | None:
-        """Returns work in forward passes; None where it is not known."""
-        total = self._of_network(work) + work.products + work.decompositions
-        return None if math.isnan(total) else total / self.forward
+    def passes(self, work: Work) -> float:
+        """Returns work in forward passes."""
+        return (self._of_network(work) + work.products + work.decompositions) / self.forward
 
-    def seconds(self, work: Work, speed: _Speed, samples: int) -> float | None:
-        """Returns the seconds of work on so many samples; None where it is not known."""
+    def seconds(self, work: Work, speed: _Speed, samples: int) -> float:
+        """Returns the seconds of work on so many samples."""
         each = self._of_network(work) * speed.forward / self.forward + work.products * speed.product
         each += work.decompositions * speed.decomposition
         once = FIT_CALLS * CALL * speed.product + SURVEY_SAMPLES * speed.forward
-        return None if math.isnan(each) else each * samples + once
+        return each * samples + once
 
     def _of_network(self, work: Work) -> float:
         return work.records * self.recorded + work.backwards * self.backward
@@ -375,17 +451,19 @@ class _Operations(TorchDispatchMode):
 
 def _table(plans: Sequence[Plan]) -> str:
     """Returns a row for each plan, the method at its end."""
-    head = ("weights", "outputs", "fit", "predict", "seconds", "kept", "peak", "method")
+    head = ("weights", "outputs", "fit", "tune", "predict", "seconds", "kept", "peak", "method")
     rows = [head, *map(_row, plans)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head) - 1)]
     lines = ["  ".join([*map(str.rjust, row, widths), row[-1]]) for row in rows]
-    units = "fit and predict in forward passes, seconds of the fit with its tuning, kept and peak in MiB"
-    return "\n".join([*lines, units, *(one.advice for one in plans if one.advice)])
+    units = "fit, tune and predict in forward passes, seconds of the fit with its tuning, kept and peak in MiB"
+    sentences = dict.fromkeys(text for one in plans for text in (one.note, one.advice) if text)
+    return "\n".join([*lines, units, *sentences])
 
 
 def _row(one: Plan) -> tuple[str, ...]:
     """Returns the cells of a plan."""
-    passes = ["?" if count is None else f"{count:,.1f}" for count in (one.passes, one.predict_passes)]
+    counts = one.passes, one.tuning_passes, one.predict_passes
+    passes = ["?" if count is None else f"{count:,.1f}" for count in counts]
     sizes = ["?" if size is None else f"{size / 2**20:,.2f}" for size in (one.kept_bytes, one.peak_bytes)]
     seconds = "?" if one.seconds is None else f"{one.seconds:,.2f}"
     return f"{one.parameters:,}", f"{one.outputs:,}", *passes, seconds, *sizes, one.method

@@ -16,7 +16,6 @@ from ..likelihoods import Likelihood
 from ..network import batches, ranks
 from ..posterior import Posterior
 from ..tangent import Tangent, everything
-from ..tuning import Tuning, Validation
 from ..tuning.held_out import sample_scores
 from .default_method import is_affordable_for_kfac
 
@@ -32,26 +31,14 @@ GAIN = 2e-3
 """All weights must gain so many nats a held-out sample, since their predictions cost more."""
 
 
-def validation_tuning(
-    validation: Any, tune: Tuning | None, loader: Iterable[Any], first: tuple[Any, Any]
-) -> tuple[Tuning, tuple[Any, Any]]:
-    """Returns the tuning on held-out data, and their first batch; warns where they are the training data.
+def first_held_out(validation: Any, loader: Iterable[Any], first: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Returns the first batch of held-out data; warns where they are the training data.
 
     Args:
         validation: a loader.
-        tune: what the user gave beside it; None where that is nothing.
         loader: the training data.
         first: their first batch.
-
-    Raises:
-        LapwingError: for a tuning beside it, and for what is no loader.
     """
-    if tune is not None:
-        raise LapwingError(
-            f"validation= and tune={type(tune).__name__} exclude each other, since validation= tunes by "
-            "lw.Validation(loader). Leave one of them out."
-        )
-    tuning = Validation(validation)
     same = any(ranks.gathered("held-out data", validation is loader or _same_dataset(validation, loader)))
     held_out = batches.split(ranks.joined_first_batch(ranks.share(validation)))
     if same or _overlap(_tensors(validation, held_out), _tensors(loader, first)) or _same_rows(held_out, first):
@@ -60,7 +47,7 @@ def validation_tuning(
             "error bars come out too narrow and its probabilities too sure. Pass data that it was not trained on: "
             "validation=(x_val, y_val)."
         )
-    return tuning, held_out
+    return held_out
 
 
 def check_held_out(tangent: Tangent, likelihood: Likelihood, inputs: Any, targets: Any) -> None:
@@ -77,6 +64,34 @@ def check_held_out(tangent: Tangent, likelihood: Likelihood, inputs: Any, target
         raise LapwingError(f"The held-out data do not fit. {error}") from error
 
 
+def all_weights(tangent: Tangent, inputs: Any, samples: int) -> Tangent | None:
+    """Returns all weights of a classifier where they are tried beside the last layer; None where they are not.
+
+    Args:
+        tangent: of the last layer.
+        inputs: of the first batch.
+        samples: N.
+    """
+    if tangent.positions is not None:  # each takes a backward pass an output
+        return None
+    try:
+        whole = Tangent.survey(tangent.model, inputs, everything, tangent.forward, tangent.memory, warn=False)
+    except LapwingError as error:  # frozen weights, quantized layers, ...
+        _log_impossible(error)
+        return None
+    if whole.parameters.keys() == tangent.parameters.keys():
+        return None
+    work = samples * whole.outputs * whole.plan.work(whole.blocks)
+    if is_affordable_for_kfac(whole, OUTPUTS) and work <= MULTIPLY_ADDS:
+        return whole
+    log.info("The last layer alone is treated, since all %d weights cost too much.", whole.size)
+    return None
+
+
+def _log_impossible(error: LapwingError) -> None:
+    log.info("The last layer alone is treated, since all trained weights cannot be: %s", error)
+
+
 def with_all_weights(
     posterior: Posterior, fit: Callable[[], Posterior], validation: Any, inputs: Any, samples: int
 ) -> Posterior:
@@ -91,20 +106,13 @@ def with_all_weights(
         inputs: of the first batch.
         samples: N.
     """
-    tangent = posterior.tangent
-    if tangent.positions is not None:  # each takes a backward pass an output
+    whole = all_weights(posterior.tangent, inputs, samples)
+    if whole is None:
         return posterior
     try:
-        whole = Tangent.survey(tangent.model, inputs, everything, tangent.forward, tangent.memory, warn=False)
-        if whole.parameters.keys() == tangent.parameters.keys():
-            return posterior
-        work = samples * whole.outputs * whole.plan.work(whole.blocks)
-        if not is_affordable_for_kfac(whole, OUTPUTS) or work > MULTIPLY_ADDS:
-            log.info("The last layer alone is treated, since all %d weights cost too much.", whole.size)
-            return posterior
         other = fit()
-    except LapwingError as error:  # frozen weights, quantized layers, ...
-        log.info("The last layer alone is treated, since all trained weights cannot be: %s", error)
+    except LapwingError as error:
+        _log_impossible(error)
         return posterior
     held_out = ranks.share(validation)
     narrow, every = (sample_scores([one], lambda one: [one], held_out).flatten() for one in (posterior, other))

@@ -79,20 +79,18 @@ class Work:
         return Work(*(factor * part for part in astuple(self)))
 
 
-UNKNOWN = Work(math.nan)
-"""Work that is not known beforehand."""
-
-
 @dataclass(frozen=True)
 class Cost:
     """What a method takes.
 
     Attributes:
-        fit: for each sample of the data, tuning left out; `UNKNOWN` where only the fit shows how many passes it takes.
+        fit: for each sample of the data, tuning left out.
         predict: for each input.
         kept: bytes of the covariance.
         peak: bytes that the fit holds at most beside the network, the covariance included.
         tuned: whether a tuning follows: the method does not choose the prior itself.
+        note: a sentence on what the numbers leave open.
+        rank: K of a subspace, on which all candidates of a tuning share one projection; None for other structures.
     """
 
     fit: Work
@@ -100,6 +98,8 @@ class Cost:
     kept: int
     peak: int
     tuned: bool = True
+    note: str | None = None
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,8 @@ class Outline:
 
     Attributes:
         tangent: the network.
+        likelihood: of the targets.
+        prior_open: whether the prior precision is to be chosen.
         columns: R of the Fisher root.
         samples: n, how many samples the loader shows.
         batch: how many of them the first batch has.
@@ -195,6 +197,8 @@ class Outline:
     """
 
     tangent: Tangent
+    likelihood: Likelihood
+    prior_open: bool
     columns: int
     samples: int
     batch: int
@@ -205,7 +209,9 @@ class Outline:
     patches: int
 
     @classmethod
-    def of(cls, tangent: Tangent, likelihood: Likelihood, inputs: Any, samples: int) -> Outline:
+    def of(
+        cls, tangent: Tangent, likelihood: Likelihood, inputs: Any, samples: int, prior_open: bool = True
+    ) -> Outline:  # fmt: skip
         """Returns the outline of a fit whose first batch has these inputs."""
         leaves, count = batches.tensors(inputs), batches.size(inputs)
         columns = root_columns(likelihood, tangent.outputs, root_positions(tangent), tangent.device)
@@ -213,7 +219,9 @@ class Outline:
         gradients = sum(outputs for outputs, _ in tangent.plan.sizes) + 3 * tangent.explicit_size
         patches, itemsize = max((patches for _, patches in tangent.plan.sizes), default=0), tangent.dtype.itemsize
         memory = 0, gradients * itemsize, 2 * patches * itemsize
-        return cls(tangent, columns, samples, count, sizes // count, numbers // count, *memory)
+        return cls(
+            tangent, likelihood, prior_open, columns, samples, count, sizes // count, numbers // count, *memory
+        )  # fmt: skip
 
     @cached_property
     def layers(self) -> dict[str, Layer]:

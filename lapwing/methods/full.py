@@ -85,7 +85,7 @@ class Full(Method):
         fit += outline.decomposed(singular(rows, size))
         scratch = max(12 * numbers, 8 * rows * rank) + 80 * rank**2
         peak = 8 * numbers + max(kept + scratch, outline.chunk(torch.float64))
-        return Cost(fit, projection(outline, rank, "prior"), kept, peak)
+        return Cost(fit, projection(outline, rank, "prior"), kept, peak, rank=rank)
 
 
 @dataclass

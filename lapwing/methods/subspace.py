@@ -128,7 +128,7 @@ def on_rows_cost(outline: Outline, count: int, rank: int, residual: Residual) ->
     length = min(outline.batch, tangent.chunk_length(outline.columns, dtype))
     fit += Work(products=MOVE * rank * size / length)  # the directions, read for each chunk
     fit += outline.over_data(lambda layer, columns: layer.projected(columns, rank), DOUBLE if residual else 1)
-    return Cost(fit, predict, kept, max(span, kept + max(beside, chunk, 80 * rank**2)))
+    return Cost(fit, predict, kept, max(span, kept + max(beside, chunk, 80 * rank**2)), rank=rank)
 
 
 def projection(outline: Outline, rank: int, residual: Residual) -> Work:

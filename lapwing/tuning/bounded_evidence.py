@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..covariance import PriorCovariance
 from ..errors import LapwingError, check_count, check_positive
-from ..likelihoods import Likelihood
-from ..methods.cost import EIGEN, MOVE, Layer, Outline, Work
+from ..methods.cost import EIGEN, Cost, Layer, Outline, Work
 from ..network import batches, ranks
 from ..network.eager import outside_modes
 from ..network.loaders import other_size
@@ -21,7 +20,7 @@ from ..network.positions import Positions
 from ..network.progress import tracked
 from ..posterior import Posterior
 from .evidence import Evidence, Training, Tuning
-from .held_out import PROBES, SOME_POSITIONS, are_probed, mean_variances, reads_of, spread_costs
+from .held_out import SOME_POSITIONS, mean_variances, scoring_work, spread_costs
 from .leave_one_out import MAX_ROWS, leave_one_out
 from .search import evenly
 
@@ -142,32 +141,16 @@ class BoundedEvidence(Tuning):
             )  # fmt: skip
         return _raised(tuned, exponent)
 
-    def work(self, outline: Outline, predict: Work, likelihood: Likelihood) -> Work:
-        """Returns what tuning a fit takes beside the evidence, as a part of each sample's work.
-
-        Args:
-            outline: of the fit.
-            predict: the work of predicting an input.
-            likelihood: of the fit.
-        """
-        samples, outputs, positions = outline.samples, outline.tangent.outputs, outline.tangent.positions
-        if likelihood.needs_noise and positions is None:  # the kernel, its eigenvalues, and predictions
-            some = min(samples, 4 * self.samples)
-            count = min(some * outputs, MAX_ROWS)
-            recorded = Work(1, 1, outline.total(lambda layer: layer.rows(1))).times(count)
-            kernel = outline.once(count**2 * outline.total(_gram))
-            return (recorded + predict.times(some)).times(1 / samples) + kernel + outline.decomposed(EIGEN * count**3)
-        if likelihood.needs_noise or likelihood.noise_variance is not None:
+    def work(self, outline: Outline, cost: Cost) -> Work:
+        """Returns what tuning a fit takes, as a part of each sample's work."""
+        likelihood, positions, samples = outline.likelihood, outline.tangent.positions, outline.samples
+        if likelihood.needs_noise and positions is None:
+            predictions = cost.predict.times(min(samples, 4 * self.samples) / samples)
+            return leave_one_out_work(outline, 4 * self.samples) + predictions
+        if likelihood.needs_noise or likelihood.noise_variance is not None or not outline.prior_open:
             return Work()
-        limit = self.samples if positions is None else self._inputs(positions)
-        rows = 1 if reads_of(likelihood, outputs) == "scale" else outputs
-        if are_probed(outline.tangent, likelihood):
-            places = 1 if positions is None else positions.count
-            predict = replace(predict, records=0).times(PROBES * min(places, SOME_POSITIONS) / (outputs * places))
-            predict, rows = predict + Work(1), PROBES
-        numbers = outline.total(lambda layer: layer.size * (1 if layer.single else rows))  # for each candidate
-        each = predict + Work(products=(self.points - 1) * MOVE / 4 * numbers)
-        return each.times(min(samples, limit) / samples)
+        limit = min(samples, self.samples if positions is None else self._inputs(positions))
+        return scoring_work(outline, cost, limit, self.points)
 
     def _inputs(self, positions: Positions) -> int:
         """Returns how many inputs with positions are used."""
@@ -227,6 +210,13 @@ class BoundedEvidence(Tuning):
         shares, counts = zip(*ranks.gathered("the costs of the spread", (totals, count)), strict=True)
         totals, count = torch.stack(shares).sum(0), sum(counts)
         return (totals / max(count, torch.finfo(torch.float64).tiny)).tolist()
+
+
+def leave_one_out_work(outline: Outline, limit: int = 4 * BoundedEvidence.samples) -> Work:
+    """Returns the work of rows of so many samples, their kernel and its eigenvalues, as a part of each sample's."""
+    count = min(min(outline.samples, limit) * outline.tangent.outputs, MAX_ROWS)
+    rows = Work(1, 1, outline.total(lambda layer: layer.rows(1))).times(count / outline.samples)
+    return rows + outline.once(count**2 * outline.total(_gram)) + outline.decomposed(EIGEN * count**3)
 
 
 def trained_product(posterior: Posterior, training: Training) -> float | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..covariance import PriorCovariance, Subspace
 from ..errors import LapwingError, shown
+from ..methods.cost import Cost, Outline, Work
 from ..network.eager import outside_modes
 from ..posterior import Posterior
 from .search import ascend, best_of_grid, golden_section
@@ -59,6 +60,10 @@ class Tuning(ABC):
     def expected_batches(self, count: int) -> int:
         """Returns how many batches the tuning goes through, where the training data have `count`."""
         return 0
+
+    def work(self, outline: Outline, cost: Cost) -> Work | None:
+        """Returns what tuning a fit takes, as a part of each sample's work; None where that is not known."""
+        return None
 
     @abstractmethod
     def tune(self, posterior: Posterior, training: Training) -> Posterior:
@@ -107,6 +112,10 @@ class Evidence(Tuning):
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
         """True: `log_marginal_likelihood(lower_bound=True)` may follow."""
         return True
+
+    def work(self, outline: Outline, cost: Cost) -> Work:
+        """Returns none: it goes through no data."""
+        return Work()
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:

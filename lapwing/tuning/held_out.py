@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from ..covariance.terms import MarginalTerm, ScaleTerm
 from ..errors import LapwingError
 from ..likelihoods import Categorical, Likelihood, Probit, apply_weights, curvature_weights
 from ..linalg import doubled
+from ..methods.cost import CALL, MOVE, Cost, Outline, Work
 from ..network import batches, ranks
 from ..network.positions import EXACT_OUTPUTS
 from ..network.progress import tracked
@@ -31,6 +33,12 @@ Reads = Literal["covariances", "variances", "scale"]
 
 PROBES = 16
 """So many random combinations of the outputs of a sample stand for more than 1 000 that take a backward pass each."""
+
+PRODUCT = 4
+"""What a weight of a candidate's variance takes where rows are outer products, in multiply-adds."""
+
+LINK, LINK_CALLS = 20, 100
+"""What a score takes: so often each number of a latent moves, in so many operations a batch and candidate."""
 
 Candidates = Callable[[Posterior], list[Posterior]]
 """Returns the candidates around a posterior, which differ in prior and noise alone."""
@@ -171,6 +179,39 @@ def reads_of(likelihood: Likelihood, outputs: int) -> Reads:
         return "scale"
     one = link.closed_form and outputs == 1
     return "variances" if one or not link.reads_covariance else "covariances"
+
+
+def scoring_work(
+    outline: Outline, cost: Cost, samples: int, candidates: int, temperatures: int = 1, curvatures: int = 1
+) -> Work:
+    """Returns the work of scoring candidates, as a part of each training sample's.
+
+    Args:
+        outline: of the fit.
+        cost: of the method.
+        samples: how many are scored.
+        candidates: how many posteriors.
+        temperatures: of each.
+        curvatures: how many different ones they have.
+    """
+    tangent, outputs, predict = outline.tangent, outline.tangent.outputs, cost.predict
+    reads = reads_of(outline.likelihood, outputs)
+    rows = 1 if reads == "scale" else outputs
+    places = 1 if tangent.positions is None else tangent.positions.count
+    if tangent.positions is not None and not tangent.positions.direct and places > SOME_POSITIONS:
+        predict, places = predict.times(SOME_POSITIONS / places), SOME_POSITIONS
+    if are_probed(tangent, outline.likelihood):
+        predict, rows = replace(predict, records=0).times(PROBES / outputs) + Work(1), PROBES
+    if cost.rank is None:
+        variances = outline.total(lambda layer: layer.size * (PRODUCT if layer.single else MOVE / 4 * rows))
+        again = (curvatures - 1) * predict.products
+    else:
+        variances, again = MOVE / 4 * places * outputs * cost.rank, 0.0
+    numbers = places * outputs ** (2 if reads == "covariances" else 1)
+    scores = LINK * MOVE * temperatures * numbers
+    calls = LINK_CALLS * CALL / min(samples, outline.batch)
+    more = again + (candidates - curvatures) * variances + candidates * (scores + calls)
+    return (predict + Work(products=more)).times(samples / outline.samples)
 
 
 def _rows_of(targets: Tensor, tangent: Tangent, record: Record) -> tuple[Tensor, int]:

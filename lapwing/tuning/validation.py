@@ -9,15 +9,21 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal
 
+from torch import nn
+from torch.utils.data import DataLoader
+
 from ..errors import LapwingError, check_choice, check_count, shown
-from ..network import ranks
+from ..methods.cost import Cost, Outline, Work
+from ..network import batches, ranks
 from ..network.data import as_loader, check_data
 from ..network.eager import outside_modes
+from ..network.loaders import known_size, sampler_size
 from ..network.progress import length_of
 from ..posterior import Posterior
-from .bounded_evidence import trained_product
-from .choice import TEMPERATURES, best_of, check_grid, held_out_report, with_ranks
+from .bounded_evidence import leave_one_out_work, trained_product
+from .choice import NOISES, TEMPERATURES, best_of, check_grid, held_out_report, with_ranks
 from .evidence import Training, Tuning
+from .held_out import no_batch, scoring_work
 
 log = logging.getLogger("lapwing")
 
@@ -34,6 +40,20 @@ class _OnHeldOutData(Tuning):
     def expected_batches(self, count: int) -> int:
         """Returns those of the held-out data, where they are batches already."""
         return 0 if isinstance(self.loader, (tuple, Mapping)) else length_of(self.loader) or 0
+
+    def held_out_samples(self, model: nn.Module) -> int:
+        """Returns how many samples the loader shows; one that does not say is gone through.
+
+        Raises:
+            LapwingError: where there is none.
+        """
+        loader = as_loader(self.loader, model, "val")
+        count = sampler_size(loader) if isinstance(loader, DataLoader) else known_size(loader)
+        if count is None:
+            count = sum(batches.size(batches.split(batch)[0]) for batch in loader)
+        if not count:
+            raise no_batch()
+        return count
 
 
 @dataclass(frozen=True)
@@ -103,6 +123,22 @@ class Validation(_OnHeldOutData):
                 "lw.Validation(loader, tolerance=0.25), or 0.0 for the best score."
             )
 
+    def work(self, outline: Outline, cost: Cost) -> Work:
+        """Returns what scoring held-out data takes, as a part of each training sample's work."""
+        likelihood, open_noise = outline.likelihood, outline.likelihood.needs_noise
+        tempered = self.tempered and likelihood.logit_temperature == 1
+        if not (outline.prior_open or open_noise or tempered or self.ranks):
+            return Work()
+        samples = self.held_out_samples(outline.tangent.model)
+        points = self.points if outline.prior_open else len(NOISES) if open_noise else 1
+        candidates, temperatures = points * (1 + len(self.ranks)), len(TEMPERATURES) if tempered else 1
+        work = scoring_work(outline, cost, samples, candidates, temperatures)
+        if open_noise:
+            work += Work(1).times(samples / outline.samples)
+            if outline.prior_open and outline.tangent.positions is None:
+                work += leave_one_out_work(outline)
+        return work
+
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior at the best δ and rank."""
@@ -169,6 +205,15 @@ class EarlyStopping(_OnHeldOutData):
         check_grid("EarlyStopping", self.decades, self.points)
         check_choice("lw.EarlyStopping", "form", self.form, ("published", "scaled"))
         check_count("lw.EarlyStopping", "prefixes", self.prefixes)
+
+    def work(self, outline: Outline, cost: Cost) -> Work:
+        """Returns what the curvatures of parts take, and their scores, as a part of each training sample's work."""
+        samples = self.held_out_samples(outline.tangent.model)
+        parts = 1 + min(self.prefixes, int(math.log2(outline.samples)))
+        points = self.points if outline.prior_open else 1
+        candidates = parts * points * (1 + len(self.ranks))
+        work = scoring_work(outline, cost, samples, candidates, curvatures=parts)
+        return work if cost.rank else work + Work(decompositions=(parts - 1) * cost.fit.decompositions)
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)

@@ -16,7 +16,7 @@ from ...errors import LapwingError, check_choice, check_count, shown
 from ...linalg import doubled, total
 from ...network import ranks
 from ...tangent import Vectors
-from ..cost import UNKNOWN, Cost, Outline
+from ..cost import MOVE, Cost, Layer, Outline, Work
 from ..diagonal import SquaredSums
 from ..passes import FitResult, Landmark, Method, Pass, Passes, prior_covariance
 from ..problem import Problem
@@ -161,13 +161,27 @@ class SampledLLA(Method):
         """Returns those of the right-hand sides and of two solves; how many there will be only the fit shows."""
         return count + (1 + (self.em_steps > 0)) * self.solver.expected_batches(count)
 
-    def cost(self, outline: Outline) -> Cost:
-        """Returns the cost of predictions and draws; how many passes solves take only the fit shows."""
-        draws, dtype = self.draws, outline.tangent.dtype
+    def cost(self, outline: Outline) -> Cost | None:
+        """Returns the cost at all iterations of all solves, which is the most; None with a preconditioner of none."""
+        draws, tangent, prepared = self.draws, outline.tangent, self.solver.preconditioner
+        before = Cost(Work(), Work(), 0, 0) if prepared is None else prepared.cost(outline)
+        if before is None:
+            return None
         kept = outline.stored(Draws, {"count": draws})
         predict = outline.prediction(lambda layer, columns: layer.projected(columns, draws))
-        vectors = 6 * outline.tangent.size * (draws + self.linearised_mode) * dtype.itemsize
-        return Cost(UNKNOWN, predict, kept, vectors + outline.chunk(dtype, 3 * outline.columns * draws))
+        vectors = 6 * tangent.size * (draws + self.linearised_mode) * tangent.dtype.itemsize
+        peak = vectors + before.kept + outline.chunk(tangent.dtype, 3 * outline.columns * draws)
+        solves = 1 + self.em_steps * (outline.prior_open or outline.likelihood.needs_noise)
+        product = outline.over_data(lambda layer, columns: layer.projected(columns, draws), 2.0)  # with J and with Jᵀ
+        algebra = outline.once(tangent.size * draws * (6 * draws + 10 * MOVE))
+        fit = product + before.fit + (product + algebra).times(solves * self.solver.most_passes(outline))
+        if self.prior == "g":
+            fit += outline.over_data(Layer.squares)
+        if self.linearised_mode and self.em_steps and outline.prior_open:
+            fit += product.times(2 * solves)
+        which = "its solve" if solves == 1 else f"{solves} solves"
+        note = f"SampledLLA takes this at most, for all iterations of {which}; it mostly ends far sooner."
+        return Cost(fit, predict, kept, max(before.peak, peak), False, note)
 
     def _solve(
         self, system: LinearSystem, noise: float | None, mode: LinearisedMode, start: Vectors, products: Vectors

@@ -14,6 +14,7 @@ from ...errors import LapwingError, check_count, check_positive, is_one_of, is_p
 from ...linalg import symmetric_eigen
 from ...network import ranks
 from ...tangent import Vectors
+from ..cost import Outline
 from ..passes import Batch, IteratePass, Landmark, Method, Pass
 from ..state import State
 from .system import CurvatureProducts, LinearSystem, gram, inner, recombine
@@ -87,6 +88,10 @@ class ConjugateGradients:
     def expected_batches(self, count: int) -> int:
         """Returns those of ten iterations: how many there will be only the fit shows."""
         return min(10, self.iterations) * count
+
+    def most_passes(self, outline: Outline) -> float:
+        """Returns how many passes a solve takes at most, the one for the residual included."""
+        return self.iterations + 1
 
     def more(self) -> str:
         """Returns what to write for a smaller residual."""
@@ -263,6 +268,10 @@ class StochasticGradient:
     def expected_batches(self, count: int) -> int:
         """Returns the steps, and those of a pass for the residual."""
         return self.steps + count
+
+    def most_passes(self, outline: Outline) -> float:
+        """Returns the steps and the power iterations in passes, and one for the residual."""
+        return (self.steps + POWER_STEPS) * outline.batch / outline.samples + 1
 
     def more(self) -> str:
         """Returns what to write for a smaller residual."""
