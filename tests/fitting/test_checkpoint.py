@@ -299,7 +299,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
         with pytest.raises(lw.LapwingError, match="is no checkpoint of this version, or is damaged. Pass another path"):
             lw.fit(model, every, lw.KFAC(), checkpoint=tmp_path / "fit")
     (tmp_path / "fit").write_bytes(whole)
-    with pytest.raises(lw.LapwingError, match="does not make a posterior"):
+    with pytest.raises(lw.LapwingError, match="is a checkpoint of a fit that has not ended"):
         lw.load(tmp_path / "fit", model)
 
 

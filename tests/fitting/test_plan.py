@@ -291,10 +291,10 @@ def test_a_fit_that_exceeds_the_machine_is_refused_and_a_cheaper_method_named(mo
         lw.fit(wide, data, lw.KFAC(), memory=2**24)
     head, call = nn.Sequential(nn.Linear(12, 3000)).eval(), ([(data[0][0], torch.arange(50))], lw.KFAC())
     half = lw.plan(head, *call, params=lw.last_layer, memory=2**24).peak_bytes // 2
-    monkeypatch.setattr(import_module("lapwing.fitting.plan"), "MEMORY", half)
+    monkeypatch.setattr(import_module("lapwing.fitting.plan"), "memory_limit", lambda: half)
     with pytest.raises(lw.LapwingError, match=r"Use lw.Diagonal\(\), params=lw.last_layer, which needs"):
         lw.fit(head, *call, params=lw.last_layer, memory=2**24)
-    monkeypatch.setattr(import_module("lapwing.fitting.plan"), "MEMORY", needed - 1)
+    monkeypatch.setattr(import_module("lapwing.fitting.plan"), "memory_limit", lambda: needed - 1)
     plans = lw.plan(wide, data, [lw.Diagonal(), lw.KFAC()], memory=2**24)
     assert plans[0].advice is None
     assert "Use lw.Diagonal()" in str(plans).splitlines()[-1]

@@ -35,7 +35,7 @@ class PlainConformance(StructureConformance):
     """The checks of any covariance; there is no prior to change."""
 
     test_with_prior_equals_rebuilding = test_several_priors_at_once = test_evidence_gap = None
-    test_log_det_ratio = test_log_det_ratio_gradient = None
+    test_traces_of_several_priors_at_once = test_log_det_ratio = test_log_det_ratio_gradient = None
     rank = 3
 
     def make(self, problem, precision, scale):

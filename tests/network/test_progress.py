@@ -69,7 +69,8 @@ def test_one_bar_counts_all_passes_and_the_tuning(method: lw.Method, first: int,
 
 def test_held_out_data_predictions_and_comparisons_are_on_one_bar_each(bars: list[Bar]) -> None:
     model, loader = problem()
-    posterior = lw.fit(model, loader, validation=loader, progress=True)  # fits the last layer, and all weights
+    deep = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)).eval()
+    posterior = lw.fit(deep, loader, validation=loader, progress=True)  # fits the last layer, and all weights
     posterior.predict(loader, progress=True)
     lw.compare({"KFAC": posterior}, loader, torch.randn(2, 4), progress=True)
     posterior.update(loader, progress=True)
