@@ -1,4 +1,4 @@
-"""The library's Cholesky factors, eigendecompositions, QR and large products; what they repair is logged."""
+"""Sums of squares, decompositions and large products of matrices, the dtypes that they take, and checks of draws."""
 
 from __future__ import annotations
 

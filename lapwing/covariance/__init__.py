@@ -1,6 +1,6 @@
 """PSD structures over the weights, and the latent Gaussian that they give at the network's outputs.
 
-It imports `tangent`, `linalg`, `contents` and `errors`. Begin with `base.py` (what every structure can do),
+It imports `tangent` and what is below it. Begin with `base.py` (what every structure can do),
 `terms.py` and `latent.py` (what it gives at the outputs), then `dense.py`, the plainest structure.
 """
 

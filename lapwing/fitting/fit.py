@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -31,7 +31,7 @@ from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tangent.retry import memory_errors
 from ..tuning import BoundedEvidence, Training, Tuning, Validation
-from .checkpoint import Checkpoint, checkpoint_of
+from .checkpoint import checkpoint_of
 from .default_method import check_method, method_and_tangent, params_of
 from .further import continued
 from .options import DEFAULT_TUNING, check_data_size, check_numbers, check_tuning
@@ -157,22 +157,20 @@ def fit(
         check_progress(progress)
         file = checkpoint_of(checkpoint, every)
         return checked(continued(prior, model, loader, chosen_beside, sample_weights, forward, memory, file))
-    is_default = method is None and params is None
+    compares = method is None and params is None and validation is not None
     check_method(method)
     check_numbers(prior_precision, weight_decay, temperature, data_size, seed)
     check_tuning(tune, validation)
     check_progress(progress)
     check_flag("lw.fit", "sample_weights", sample_weights)
-    inner = isinstance(checkpoint, Checkpoint)  # the fit of all weights after that of the last layer
-    file = checkpoint if isinstance(checkpoint, Checkpoint) else checkpoint_of(checkpoint, every)
-    start, seed = time.perf_counter(), int(seed)
+    file, seed = checkpoint_of(checkpoint, every), int(seed)
 
     # the data
     if sharded_modules(model):
         params = params_of(method, params)
         check_last_layer(method, params)
         model, loader, validation, tune = with_features(model, forward, loader, validation, tune, sample_weights)
-        forward, is_default = None, False
+        forward, compares = None, False
     data = as_loader(loader, model)
     loader = ranks.share(data)
     first = ranks.joined_first_batch(loader)
@@ -187,75 +185,83 @@ def fit(
     _log_limits_of_evidence(model, likelihood, tune)
     if forward is None:
         _warn_of_own_tokens(inputs, targets, likelihood)
-
-    # the network
     prefixes = 0 if tune is None else tune.prefixes
-    runner = Runner(training, prefixes, data_size, file)
-    method, tangent = method_and_tangent(
-        model, inputs, targets, method, params, likelihood, forward, memory, runner.count
-    )  # fmt: skip
+
+    def started(method: Method | None, params: Predicate | LastLayer | None) -> tuple[Runner, Method, Problem]:
+        """Returns what a fit by a method begins with, once the network and the prior are looked at."""
+        runner = Runner(training, prefixes, data_size, file)
+        method, tangent = method_and_tangent(
+            model, inputs, targets, method, params, likelihood, forward, memory, runner.count
+        )  # fmt: skip
+        check_room(method, Outline.of(tangent, likelihood, inputs, runner.shown() or batches.size(inputs)))
+        _check_logits(tangent, likelihood, inputs)
+        if validation is not None:
+            check_held_out(tangent, likelihood, *held_out)
+        precision = prior_precision if weight_decay is None else (data_size or runner.count()) * weight_decay
+        prior = Prior.read(tangent, precision, prior_mean)
+        check_noise(likelihood, tangent)
+        ranks.check_same_network(tangent.model, tangent.state())
+        traces = tune is not None and tune.reads_evidence(not prior.fixed, likelihood.needs_noise)
+        return runner, method, Problem(
+            tangent, likelihood, _root(tangent, likelihood, seed), prior, traces, seed, runner.labels, runner.count,
+            runner.summary, float(temperature), data_size,
+        )  # fmt: skip
+
+    def fit_of_all_weights() -> Posterior:
+        runner, method, problem = started(KFAC(), None)
+        return _run(runner, training, method, problem, tune, held_out=True)
+
+    runner, method, problem = started(method, params)
     drawn = runner.shown()
-    check_room(method, Outline.of(tangent, likelihood, inputs, drawn or batches.size(inputs)))
-    _check_logits(tangent, likelihood, inputs)
-    if validation is not None:
-        check_held_out(tangent, likelihood, *held_out)
     if data_size is None:
         warn_of_unseen_samples(data, drawn)
-
-    # the prior and the noise
-    if weight_decay is not None:
-        prior_precision = (data_size or runner.count()) * weight_decay
-    weight_prior = Prior.read(tangent, prior_precision, prior_mean)
-    check_noise(likelihood, tangent)
-    ranks.check_same_network(tangent.model, tangent.state())
-    traces = tune is not None and tune.reads_evidence(not weight_prior.fixed, likelihood.needs_noise)
-    problem = Problem(
-        tangent, likelihood, _root(tangent, likelihood, seed), weight_prior, traces, seed, runner.labels, runner.count,
-        runner.summary, float(temperature), data_size,
-    )  # fmt: skip
-
-    # the passes
-    if file is not None and not inner:
+    if file is not None:
         file.open(training, {
-            "the network": tangent.state(), "the parameters": tangent.blocks, "the method": method,
-            "the likelihood": likelihood, "the prior": weight_prior, "data_size": data_size, "temperature": temperature,
-            "sample_weights": sample_weights, "forward": forward, "memory": tangent.memory, "seed": seed,
-            "the tuning": [traces, prefixes],
+            "the network": problem.tangent.state(), "the parameters": problem.tangent.blocks, "the method": method,
+            "the likelihood": likelihood, "the prior": problem.prior, "data_size": data_size,
+            "temperature": temperature, "sample_weights": sample_weights, "forward": forward,
+            "memory": problem.tangent.memory, "seed": seed, "the tuning": [problem.traces_wanted, prefixes],
         })  # fmt: skip
-    count = length_of(loader) or 0
-    expect(method.expected_batches(count) + (0 if tune is None else tune.expected_batches(count)))
-    with nullcontext() if file is None or inner else file:
-        result = runner.run(method, problem)
-        if result.logit_temperature is not None and validation is not None:
-            raise LapwingError(
-                f"{type(method).__name__} takes its temperature from the data of the fit, and validation= is not used. "
-                f"Write lw.fit(model, held_out, lw.{type(method).__name__}())."
-            )
+    with file or nullcontext():
+        posterior = _run(runner, training, method, problem, tune, validation is not None)
         if data_size is None and drawn is None:
             warn_of_unseen_samples(data, runner.shown())
-        whole, parts = posteriors_of(runner, method, problem, result)
-
-        # the tuning
-        before, shown_data = time.perf_counter(), Training(training, parts, runner.count())
-        if result.precision is not None or not isinstance(result.covariance, PriorCovariance):
-            unused = "validation=" if validation is not None else f"tune={type(tune).__name__}"
-            return checked(_with_prior_of_method(whole, method, tune, shown_data, unused, weight_prior.fixed))
-        if tune is None:
-            return checked(whole if whole.tuned else whole.with_defaults())
-        posterior = checked(tangent.retried(lambda: tune.tune(whole, shown_data)))
-        log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - start)
-        if not is_default or validation is None or likelihood.logit_temperature is None:
+        if not compares or likelihood.logit_temperature is None:
             return posterior
+        return with_all_weights(posterior, fit_of_all_weights, validation, inputs, runner.count())
 
-        def fit_all() -> Posterior:
-            again: Any = file
-            return fit(
-                model, loader, KFAC(), likelihood=likelihood, prior_precision=prior_precision, prior_mean=prior_mean,
-                tune=tune, data_size=data_size, temperature=temperature, sample_weights=sample_weights,
-                forward=forward, memory=memory, seed=seed, checkpoint=again, progress=progress,
-            )  # fmt: skip
 
-        return with_all_weights(posterior, fit_all, validation, inputs, runner.count())
+def _run(
+    runner: Runner, training: Iterable[Any], method: Method, problem: Problem, tune: Tuning | None, held_out: bool
+) -> Posterior:
+    """Goes through the passes of a method and tunes; returns the posterior.
+
+    Args:
+        runner: of the training data.
+        training: the data.
+        method: whose passes.
+        problem: what the method may know.
+        tune: the tuning; None for the defaults.
+        held_out: whether it is by `validation=`.
+    """
+    count, start = length_of(training) or 0, time.perf_counter()
+    expect(method.expected_batches(count) + (0 if tune is None else tune.expected_batches(count)))
+    result = runner.run(method, problem)
+    if result.logit_temperature is not None and held_out:
+        raise LapwingError(
+            f"{type(method).__name__} takes its temperature from the data of the fit, and validation= is not used. "
+            f"Write lw.fit(model, held_out, lw.{type(method).__name__}())."
+        )
+    whole, parts = posteriors_of(runner, method, problem, result)
+    before, shown_data = time.perf_counter(), Training(training, parts, runner.count())
+    if result.precision is not None or not isinstance(result.covariance, PriorCovariance):
+        unused = "validation=" if held_out else f"tune={type(tune).__name__}"
+        return checked(_with_prior_of_method(whole, method, tune, shown_data, unused, problem.prior.fixed))
+    if tune is None:
+        return checked(whole if whole.tuned else whole.with_defaults())
+    posterior = checked(problem.tangent.retried(lambda: tune.tune(whole, shown_data)))
+    log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - start)
+    return posterior
 
 
 def _log_limits_of_evidence(model: nn.Module, likelihood: Likelihood, tune: Tuning | None) -> None:

@@ -189,7 +189,10 @@ def plan(
         nonlocal speed
         network = _Network.of(tangent, inputs)
         prior_open = weight_decay is None and not Prior.read(tangent, prior_precision).fixed
-        outline = network.measured(Outline.of(tangent, likelihood, inputs, count(), prior_open))
+        outline = replace(
+            Outline.of(tangent, likelihood, inputs, count(), prior_open),
+            activations=network.activations, gradients=network.gradients, patches=network.patches,
+        )  # fmt: skip
         cost = method.cost(outline)
         if cost is None:
             return Plan(repr(method), tangent.size, tangent.outputs)
@@ -246,15 +249,9 @@ def _tuning_work(tune: Tuning | None, outline: Outline, cost: Cost) -> Work | No
 
 def _of_both(narrow: Plan, wide: Plan) -> Plan:
     """Returns the plan of a fit that has held-out data choose between the last layer and all weights."""
-
-    def added(name: str) -> Any:
-        return getattr(narrow, name) + getattr(wide, name)
-
-    def larger(name: str) -> Any:
-        return max(getattr(narrow, name), getattr(wide, name))
-
-    sums = {name: added(name) for name in ("passes", "tuning_passes", "seconds")}
-    sizes = {name: larger(name) for name in ("parameters", "predict_passes", "kept_bytes", "peak_bytes")}
+    sums = {name: getattr(narrow, name) + getattr(wide, name) for name in ("passes", "tuning_passes", "seconds")}
+    names = "parameters", "predict_passes", "kept_bytes", "peak_bytes"
+    sizes = {name: max(getattr(narrow, name), getattr(wide, name)) for name in names}
     note = (
         f"Without a method, held-out data choose between the last layer ({narrow.parameters:,} weights) and all "
         f"{wide.parameters:,} trained weights: fit, tune and seconds are of both, the rest is of the larger."
@@ -390,10 +387,6 @@ class _Network:
         return cls(
             forward.work + CALL * forward.calls / samples, recorded, backward, activations, gradients, patches, survey
         )  # fmt: skip
-
-    def measured(self, outline: Outline) -> Outline:
-        """Returns an outline with the bytes that were measured."""
-        return replace(outline, activations=self.activations, gradients=self.gradients, patches=self.patches)
 
     def passes(self, work: Work) -> float:
         """Returns work in forward passes."""

@@ -1,4 +1,4 @@
 """Thin adapters between lapwing and packages around it; each needs an extra, such as `pip install lapwing[sklearn]`.
 
-One file a package, over what other rooms export; nothing imports this room. Begin with `sklearn.py`.
+One file a package, over what other folders export; nothing imports this one. Begin with `sklearn.py`.
 """

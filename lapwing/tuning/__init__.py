@@ -1,6 +1,6 @@
 """Tuning: prior precision, noise variance and scale factor by the evidence or on held-out data.
 
-It imports `posterior`, the checks of options in `methods`, and what is below them. Begin with `evidence.py`, which
+It imports `methods` (costs and batches), `posterior` and what is below them. Begin with `evidence.py`, which
 holds the contract.
 """
 

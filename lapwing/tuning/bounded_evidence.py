@@ -203,11 +203,8 @@ class BoundedEvidence(Tuning):
         first, positions, limit = candidates[0], candidates[0].tangent.positions, self.samples
         if positions is not None:
             limit = self._inputs(positions)
-        totals, count = torch.zeros(len(candidates), dtype=torch.float64), 0.0
-        for part in spread(loader, limit, first, shown):
-            costs, weight = spread_costs(candidates, [part])  # checks the targets
-            totals, count = totals + costs, count + weight
-        shares, counts = zip(*ranks.gathered("the costs of the spread", (totals, count)), strict=True)
+        here = spread_costs(candidates, spread(loader, limit, first, shown))
+        shares, counts = zip(*ranks.gathered("the costs of the spread", here), strict=True)
         totals, count = torch.stack(shares).sum(0), sum(counts)
         return (totals / max(count, torch.finfo(torch.float64).tiny)).tolist()
 

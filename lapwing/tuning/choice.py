@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..covariance import PriorCovariance, Subspace
 from ..errors import LapwingError, shown
-from ..likelihoods import Gaussian, SampledLink
-from ..linalg import doubled
+from ..likelihoods import Gaussian
 from ..methods.passes import Batch
 from ..network import batches, ranks
 from ..network.progress import tracked
@@ -186,32 +185,14 @@ def _highest(table: Tensor) -> tuple[int, int]:
     return which, at
 
 
-def held_out_report(posterior: Posterior, loader: Iterable[Any]) -> str:
-    """Returns what was chosen, and a classifier's score by the default link and by draws, which should agree.
-
-    Cost: a pass over the loader.
-    """
-    delta = posterior.prior_precision
-    chosen = "" if delta is None else f"prior precision {posterior.prior.precision.min().item():.3g}, "
-    if posterior.logit_temperature is None:
-        return chosen + f"noise variance {posterior.noise_variance:.3g}"
-    link, likelihood = posterior.likelihood.default_link, posterior.likelihood
-    if SampledLink not in likelihood.links or posterior.tangent.positions is not None:
-        return f"{chosen}logit temperature {posterior.logit_temperature:.3g}"
-    sums, count = torch.zeros(2, dtype=torch.float64), 0
-    for batch in tracked(loader, "report of held-out data"):
-        inputs, targets = batches.split(batch, posterior.tangent.device)
-        if batches.size(inputs):
-            latent = posterior.latent(inputs)
-            for k, each in enumerate((link, SampledLink())):
-                sums[k] += doubled(likelihood.predict(latent, each).log_prob(targets)).sum().cpu()
-            counted = likelihood.labelled(targets)
-            count += batches.size(inputs) if counted is None else int(counted.sum())
-    closed, drawn = (-sums / count).tolist()
-    return (
-        f"{chosen}logit temperature {posterior.logit_temperature:.3g}. Its negative log likelihood is {closed:.4f} "
-        f"by {link} and {drawn:.4f} by draws of the outputs"
-    )
+def chosen_numbers(posterior: Posterior) -> str:
+    """Returns the numbers of a posterior that a tuning may choose, as text for the log."""
+    numbers = {
+        "prior precision": None if posterior.prior_precision is None else float(posterior.prior.precision.min()),
+        "noise variance": posterior.noise_variance,
+        "logit temperature": posterior.logit_temperature,
+    }
+    return ", ".join(f"{name} {number:.3g}" for name, number in numbers.items() if number is not None)
 
 
 def _warn_of_edge(best: Posterior, exponents: Sequence[float], row: Sequence[float], at: int, chosen: float) -> None:

@@ -304,7 +304,7 @@ def _joined(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     return (torch.cat(tables),) if few and len({(part.shape[1:], part.dtype) for part in tables}) == 1 else parts
 
 
-def learning_curve(values: Tensor, noise_variance: float, factor: float, total: float | None = None) -> float:
+def learning_curve(values: Tensor, noise_variance: float, factor: float, total: float) -> float:
     """Returns by how much more samples narrow predictions of unseen targets, at most 1.
 
     The width κ solves `κ = σ² + mean_i λ_i/(1 + factor λ_i/κ)` (Sollich 1999, equation 10, with the spectrum of the
@@ -314,11 +314,10 @@ def learning_curve(values: Tensor, noise_variance: float, factor: float, total: 
         values: λ, eigenvalues of the kernel of n samples (M,).
         noise_variance: σ².
         factor: N/n.
-        total: the number of targets; M where None.
+        total: the number of targets.
     """
     if factor <= 1:
         return 1.0
-    total = len(values) if total is None else total
     widths = []
     for more in (factor, 1.0):
         low, high = noise_variance, noise_variance + float(values.sum()) / total

@@ -21,7 +21,7 @@ from ..network.loaders import known_size, sampler_size
 from ..network.progress import length_of
 from ..posterior import Posterior
 from .bounded_evidence import leave_one_out_work, trained_product
-from .choice import NOISES, TEMPERATURES, best_of, check_grid, held_out_report, with_ranks
+from .choice import NOISES, TEMPERATURES, best_of, check_grid, chosen_numbers, with_ranks
 from .evidence import Training, Tuning
 from .held_out import no_batch, scoring_work
 
@@ -88,8 +88,7 @@ class Validation(_OnHeldOutData):
 
     Cost: one pass over the loader: one record and contraction a batch, and `points` variances (or Gram matrices, if
     the link reads covariances) an output, or combination of outputs as in `BoundedEvidence`; for a regression a forward
-    pass, and the kernel of `BoundedEvidence`. Another pass where the log shows what was chosen (`logging.INFO`), to
-    compare the default link with draws.
+    pass, and the kernel of `BoundedEvidence`.
 
     Example:
         >>> import torch, lapwing as lw
@@ -152,8 +151,7 @@ class Validation(_OnHeldOutData):
             with_ranks(posterior, self.ranks), self.decades, self.points, loader,
             TEMPERATURES if self.tempered else (), self.tolerance, product,
         )  # fmt: skip
-        if log.isEnabledFor(logging.INFO) and not ranks.several():  # it goes through the data, which only some may log
-            log.info("Validation of %s: %s", best.method, held_out_report(best, loader))
+        log.info("Validation of %s: %s", best.method, chosen_numbers(best))
         return best
 
 

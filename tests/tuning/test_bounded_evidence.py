@@ -477,7 +477,7 @@ def test_learning_curve(factor):
     for more in (factor, 1.0):
         right = noise + sum(value / (1 + more * value / grid) for value in values) / len(values)
         widths.append(float(grid[(right > grid).sum()]))
-    assert learning_curve(values, noise, factor) == pytest.approx(widths[0] / widths[1], rel=1e-3)
+    assert learning_curve(values, noise, factor, len(values)) == pytest.approx(widths[0] / widths[1], rel=1e-3)
 
 
 def test_a_part_of_the_data_tells_the_width_of_all(monkeypatch):

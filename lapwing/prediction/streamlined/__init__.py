@@ -2,9 +2,9 @@
 
 The way itself is here: its options, its checks, and the chunks of a batch; begin reading there. `graph.py` reads the
 network, `schedule.py` says which calls carry moments, `program.py` runs them (`full.py` in full mode), and
-`operations.py` is the table that both ask: `rules/` fills it, one entry for each operation. The room imports
-`covariance`, `tangent`, `batches` and `errors`, and from the floor above `way.py` and `uncertain.py`; only `deployment`
-reads its insides.
+`operations.py` is the table that both ask: `rules/` fills it, one entry for each operation. The folder imports
+`covariance` and what is below it, and of the folder above `way.py` and `uncertain.py`; only `deployment` reads its
+insides.
 """
 
 from __future__ import annotations
