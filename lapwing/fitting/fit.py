@@ -32,7 +32,7 @@ from ..tangent import LastLayer, Predicate, Tangent
 from ..tangent.retry import memory_errors
 from ..tuning import BoundedEvidence, Training, Tuning, Validation
 from .checkpoint import Checkpoint, checkpoint_of
-from .default_method import check_method, method_and_tangent, params_of
+from .default_method import check_method, method_and_tangent, params_of, price
 from .further import continued
 from .options import DEFAULT_TUNING, check_data_size, check_numbers, check_tuning
 from .plan import check_room
@@ -191,11 +191,14 @@ def fit(
     # the network
     prefixes = 0 if tune is None else tune.prefixes
     runner = Runner(training, prefixes, data_size, file)
-    method, tangent = method_and_tangent(
+    method, tangent, reason = method_and_tangent(
         model, inputs, targets, method, params, likelihood, forward, memory, runner.count
     )  # fmt: skip
     drawn = runner.shown()
-    check_room(method, Outline.of(tangent, likelihood, inputs, drawn or batches.size(inputs)))
+    outline = Outline.of(tangent, likelihood, inputs, drawn or batches.size(inputs))
+    check_room(method, outline)
+    if reason is not None:
+        log.info("%s %s", reason, price(method, outline))
     _check_logits(tangent, likelihood, inputs)
     if validation is not None:
         check_held_out(tangent, likelihood, *held_out)
@@ -242,10 +245,14 @@ def fit(
             return checked(_with_prior_of_method(whole, method, tune, shown_data, unused, weight_prior.fixed))
         if tune is None:
             return checked(whole if whole.tuned else whole.with_defaults())
-        posterior = checked(tangent.retried(lambda: tune.tune(whole, shown_data)))
-        log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - start)
-        if not is_default or validation is None or likelihood.logit_temperature is None:
+
+        def tuned() -> Posterior:
+            posterior = checked(tangent.retried(lambda: tune.tune(whole, shown_data)))
+            log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - start)
             return posterior
+
+        if not is_default or validation is None or likelihood.logit_temperature is None:
+            return tuned()
 
         def fit_all() -> Posterior:
             again: Any = file
@@ -255,7 +262,7 @@ def fit(
                 forward=forward, memory=memory, seed=seed, checkpoint=again, progress=progress,
             )  # fmt: skip
 
-        return with_all_weights(posterior, fit_all, validation, inputs, runner.count())
+        return with_all_weights(tuned, fit_all, validation, inputs, runner.count())
 
 
 def _log_limits_of_evidence(model: nn.Module, likelihood: Likelihood, tune: Tuning | None) -> None:

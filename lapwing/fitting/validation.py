@@ -16,6 +16,7 @@ from ..likelihoods import Likelihood
 from ..network import batches, ranks
 from ..posterior import Posterior
 from ..tangent import Tangent, everything
+from ..tuning.choice import deferred_warnings
 from ..tuning.held_out import sample_scores
 from .default_method import is_affordable_for_kfac
 
@@ -93,27 +94,37 @@ def _log_impossible(error: LapwingError) -> None:
 
 
 def with_all_weights(
-    posterior: Posterior, fit: Callable[[], Posterior], validation: Any, inputs: Any, samples: int
+    fit_last: Callable[[], Posterior], fit_all: Callable[[], Posterior], validation: Any, inputs: Any, samples: int
 ) -> Posterior:
     """Returns a classifier's posterior of the last layer, or that of all weights where held-out data prefer it.
 
     The latter is preferred where it is better by more than the standard error of the difference, sample by sample.
+    Of warnings of a prior at the edge of the search, only those of the posterior that is returned are logged.
 
     Args:
-        posterior: of the last layer.
-        fit: returns that of all weights.
+        fit_last: returns the posterior of the last layer.
+        fit_all: returns that of all weights.
         validation: the held-out data.
         inputs: of the first batch.
         samples: N.
     """
-    whole = all_weights(posterior.tangent, inputs, samples)
-    if whole is None:
-        return posterior
+    with deferred_warnings() as warnings:
+        posterior = fit_last()
+    whole, other = all_weights(posterior.tangent, inputs, samples), None
     try:
-        other = fit()
+        with deferred_warnings() as warnings_of_all:
+            other = None if whole is None else fit_all()
     except LapwingError as error:
         _log_impossible(error)
-        return posterior
+    if other is not None and _is_preferred(other, posterior, validation):
+        posterior, warnings = other, warnings_of_all
+    for level, text in warnings:
+        log.log(level, text)
+    return posterior
+
+
+def _is_preferred(other: Posterior, posterior: Posterior, validation: Any) -> bool:
+    """Whether held-out data prefer a posterior of all weights to that of the last layer."""
     held_out = ranks.share(validation)
     narrow, every = (sample_scores([one], lambda one: [one], held_out).flatten() for one in (posterior, other))
     gain = every - narrow
@@ -121,9 +132,9 @@ def with_all_weights(
     better = ranks.decided("all weights", float(gain.mean()) > max(GAIN, deviation))
     log.info(
         "%s is treated: on held-out data all weights gain %.2g nats a sample, with a standard error of %.2g.",
-        f"All of {whole.size} weights" if better else "The last layer alone", float(gain.mean()), deviation,
+        f"All of {other.tangent.size} weights" if better else "The last layer alone", float(gain.mean()), deviation,
     )  # fmt: skip
-    return other if better else posterior
+    return better
 
 
 def _same_dataset(one: Any, other: Any) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -24,6 +26,8 @@ from .held_out import at_precision, no_batch, sample_scores, width_scores
 from .search import evenly
 
 log = logging.getLogger("lapwing")
+
+_deferred: ContextVar[list[tuple[int, str]] | None] = ContextVar("deferred", default=None)
 
 PLATEAU = 1e-4
 """Candidates whose scores differ by less are tied, in nats a sample."""
@@ -214,6 +218,17 @@ def held_out_report(posterior: Posterior, loader: Iterable[Any]) -> str:
     )
 
 
+@contextmanager
+def deferred_warnings() -> Iterator[list[tuple[int, str]]]:
+    """Collects warnings of the edge, level and text, for a caller that drops those of the fit it does not choose."""
+    later: list[tuple[int, str]] = []
+    token = _deferred.set(later)
+    try:
+        yield later
+    finally:
+        _deferred.reset(token)
+
+
 def _warn_of_edge(best: Posterior, exponents: Sequence[float], row: Sequence[float], at: int, chosen: float) -> None:
     """Warns of a choice at an end of the range; says so where it is one of many wide ones that are alike."""
     low, high = exponents[0], exponents[-1]
@@ -227,12 +242,16 @@ def _warn_of_edge(best: Posterior, exponents: Sequence[float], row: Sequence[flo
     if at and best.logit_temperature is not None:
         advice += ". Without spread foreign inputs are ranked by the network's own confidence alone"
     beside = best.logit_temperature is None and not best.noise_fixed
-    log.log(
-        logging.INFO if 1 < tied < len(row) and not at else logging.WARNING,
-        "Validation of %s chose the edge of its range, prior precision %.3g%s: %s.",
-        best.method, 10**chosen,
-        f" (1e{exponents[at]:g} beside the mean squared held-out residual)" if beside else "", advice,
-    )  # fmt: skip
+    place = f" (1e{exponents[at]:g} beside the mean squared held-out residual)" if beside else ""
+    level = logging.INFO if 1 < tied < len(row) and not at else logging.WARNING
+    text = (
+        f"Validation of {best.method} chose the edge of its range, prior precision {10**chosen:.3g}{place}: {advice}."
+    )
+    later = _deferred.get()
+    if later is None:
+        log.log(level, text)
+    else:
+        later.append((level, text))
 
 
 def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:

@@ -136,3 +136,35 @@ def test_held_out_data_choose_between_the_last_layer_and_all_weights(monkeypatch
     assert chosen.prior_precision == every.prior_precision
     monkeypatch.setattr(validation, "OUTPUTS", 2)
     assert lw.fit(model, loader, validation=held_out).tangent.size == last.tangent.size
+
+
+@pytest.mark.parametrize("gain", [0.0, 0.1])
+def test_the_edge_of_the_search_is_warned_of_once_and_by_the_posterior_that_is_chosen(gain, caplog, monkeypatch):
+    """Without a method two posteriors are tuned; both have their best prior at the edge here."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3)).eval()
+    x = torch.randn(400, 4)
+    with torch.no_grad():
+        model[2].weight.mul_(6)
+    y = (2 * model(x)).softmax(1).multinomial(1)[:, 0]
+    loader, held_out = [(x[:100], y[:100])], (x[100:], y[100:])
+
+    def edges(*method, **options):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "lapwing"):
+            lw.fit(model, loader, *method, validation=held_out, **options)
+        return [one.getMessage() for one in caplog.records if "edge of its range" in one.getMessage()]
+
+    last, every = edges(lw.KFAC(), params=lw.last_layer), edges(lw.KFAC())
+    assert len(last) == len(every) == 1
+    assert last != every  # in how many candidates are tied
+    real = validation.sample_scores
+
+    def pretended(posteriors, candidates, loader):
+        scores = real(posteriors, candidates, loader)
+        return torch.full_like(scores, gain if posteriors[0].tangent.size == 243 else 0.0)
+
+    monkeypatch.setattr(validation, "sample_scores", pretended)
+    assert edges() == (every if gain else last)
+    monkeypatch.setattr(validation, "OUTPUTS", 2)  # all weights are not tried
+    assert edges() == last
