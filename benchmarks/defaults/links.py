@@ -3,8 +3,8 @@
     python -m benchmarks.defaults.links --cache CACHE
 
 A last layer's posterior gives f and the variances of its contrasts once for each prior precision, of validation and
-test rows. The links differ in nothing else. Validation rows choose the prior precision of each link by the NLL, alone or
-together with a logit temperature; test rows score it. Writes benchmarks/results/defaults_links.json.
+test rows; the links differ in nothing else. Validation rows choose the prior precision of each link by the NLL, alone
+or together with a logit temperature, and test rows score it. Writes benchmarks/results/defaults_links.json.
 """
 
 from __future__ import annotations
@@ -94,9 +94,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             some = [row for row in rows if row["link"] == link and row["chosen"] == name]
             means = (statistics.fmean(row[k] for row in some) for k in ("nll", "ece", "accuracy", "auroc_entropy"))
             nll, ece, accuracy, auroc = means
-            surely = [
-                row["nll_minus_mean"] / row["nll_minus_mean_error"] for row in some if row["nll_minus_mean_error"]
-            ]
+            surely = [row["nll_minus_mean"] / max(row["nll_minus_mean_error"], 1e-12) for row in some]
             against = f"{sum(z < -1 for z in surely)}, {sum(z > 1 for z in surely)}" if link != "mean" else ""
             lines.append(f"| {name} | {words} | {nll:.4f} | {ece:.4f} | {accuracy:.4f} | {auroc:.3f} | {against} |")
     return "\n".join(lines)

@@ -87,8 +87,8 @@ def fit(
             over all trained weights where that is cheap, KFAC over them where there are at most a million, and else
             KFAC of the last layer, as for a classifier. With `validation` a classifier has KFAC over all weights where
             that is cheap and held-out data prefer it. Where the last layer is frozen and others are trained, as with
-            adapters, KFAC treats these. A last layer of more than 1 000 outputs has Diagonal. The log names it. With
-            other `params` None means KFAC.
+            adapters, KFAC treats these. A last layer of more than 1 000 outputs has Diagonal. The log names it, its
+            passes and its bytes. With other `params` None means KFAC.
         likelihood: "categorical", "gaussian" or an instance; None infers it from the targets' dtype, and
             refuses floats that are labels all the same.
         params: which parameters to treat; None means everything that is trained where there is a method.
