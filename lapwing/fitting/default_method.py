@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +10,12 @@ from torch import nn
 
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
-from ..methods import KFAC, Diagonal, Full, Method
+from ..methods import KFAC, Diagonal, Full, Method, Outline
 from ..network.batches import Forward
 from ..network.eager import parameters_of
 from ..network.gate import checked_network
 from ..network.positions import EXACT_OUTPUTS
 from ..tangent import LastLayer, Predicate, Tangent, everything, last_layer
-
-log = logging.getLogger("lapwing")
 
 FULL_NUMBERS = 2**20
 """`Full` where its basis or its covariance has at most so many numbers: a prediction reads them for each output."""
@@ -34,6 +31,9 @@ KFAC_EXPLICIT_WEIGHTS = 1000
 
 KFAC_OUTPUTS = 10
 """KFAC where there are at most so many outputs: a fit and a prediction take a backward pass for each."""
+
+
+FOR_ALL_WEIGHTS = "For all weights write lw.fit(model, loader, lw.KFAC())."
 
 
 def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Method | None:
@@ -63,10 +63,11 @@ def is_affordable_for_kfac(tangent: Tangent, outputs: int) -> bool:
 def method_and_tangent(
     model: nn.Module, inputs: Any, targets: Any, method: Method | None, params: Predicate | LastLayer | None,
     likelihood: Likelihood, forward: Forward | None, memory: int | None, count: Callable[[], int],
-) -> tuple[Method, Tangent]:  # fmt: skip
-    """Returns the method of a fit and the network with the weights that it treats, the defaults for what is None.
+) -> tuple[Method, Tangent, str | None]:  # fmt: skip
+    """Returns the method of a fit, the network with the weights that it treats, and what the log says of a default.
 
-    A classifier's last layer is treated: without held-out data the spread of all its weights is not known well enough.
+    That is which one was taken, why, and how to ask for another; None where the user named a method. Of a classifier
+    the last layer is treated: without held-out data the spread of all its weights is not known well enough.
 
     Args:
         model: the network.
@@ -79,20 +80,22 @@ def method_and_tangent(
         memory: the budget in bytes.
         count: returns N.
     """
+    reason = None
     if method is None and params is None:
         chosen = default_fit(model, inputs, targets, likelihood, forward, memory, count)
-        if chosen is not None:
+        if not isinstance(chosen, str):
             return chosen
+        reason = chosen
     params = params_of(method, params)
     tangent = Tangent.survey(model, inputs, params, forward, memory, targets=targets)
     if method is None and isinstance(params, LastLayer) and tangent.outputs > EXACT_OUTPUTS:
-        log.info(
-            "lw.Diagonal() is the default for a last layer of more than %d outputs: KFAC decomposes a matrix of %d rows"
-            " for it. For KFAC write lw.fit(model, loader, lw.KFAC(), params=lw.last_layer).",
-            EXACT_OUTPUTS, tangent.outputs,
-        )  # fmt: skip
+        reason = (
+            f"lw.Diagonal() is the default for a last layer of more than {EXACT_OUTPUTS} outputs: KFAC decomposes a "
+            f"matrix of {tangent.outputs} rows for it. For KFAC write lw.fit(model, loader, lw.KFAC(), "
+            "params=lw.last_layer)."
+        )
         method = Diagonal()
-    return method or KFAC(), tangent
+    return method or KFAC(), tangent, reason
 
 
 def params_of(method: Method | None, params: Predicate | LastLayer | None) -> Predicate | LastLayer:
@@ -105,43 +108,33 @@ def params_of(method: Method | None, params: Predicate | LastLayer | None) -> Pr
 def default_fit(
     model: nn.Module, inputs: Any, targets: Any, likelihood: Likelihood, forward: Forward | None, memory: int | None,
     count: Callable[[], int],
-) -> tuple[Method, Tangent] | None:  # fmt: skip
-    """Returns the method and all trained weights, where they are the default; None where the last layer is.
+) -> tuple[Method, Tangent, str] | str:  # fmt: skip
+    """Returns the method and all trained weights, where they are the default, and why; else why the last layer is.
 
     They are in a regression where that is cheap, and wherever the last layer is frozen, as it is below adapters.
     """
     frozen = _frozen_last_layer(model, inputs, forward, memory)
     if not frozen and not _is_regression(likelihood):
-        return None
+        return f"KFAC over the last layer, the default for a classifier. {FOR_ALL_WEIGHTS}"
     try:
         tangent = Tangent.survey(model, inputs, everything, forward, memory, warn=False, targets=targets)
     except LapwingError as error:  # frozen weights, quantized layers, ...
         Tangent.survey(model, inputs, last_layer, forward, memory, warn=False)  # raises for what is wrong with inputs
-        log.info("The last layer alone is treated, since all trained weights cannot be: %s", error)
-        return None
+        return f"The last layer alone is treated, since all trained weights cannot be: {error}"
     method = None if tangent.positions is not None else default_method(tangent, likelihood, count())
     if method is not None:
-        log.info(
-            "%s over all %d trained weights, the default for a regression of this size. For cheaper predictions write "
-            "lw.fit(model, loader, lw.KFAC(), params=lw.last_layer).",
-            method, tangent.size,
+        return method, tangent, (
+            f"{method} over all {tangent.size} trained weights, the default for a regression of this size. For cheaper "
+            "predictions write lw.fit(model, loader, lw.KFAC(), params=lw.last_layer)."
         )  # fmt: skip
-        return method, tangent
     if frozen:
-        log.info(
-            "KFAC over all %d trained weights, the default where the last layer is frozen. For that layer, %s, write "
-            "lw.fit(model, loader, lw.KFAC(), params=lw.last_layer).",
-            tangent.size, ", ".join(frozen),
+        return KFAC(), tangent, (
+            f"KFAC over all {tangent.size} trained weights, the default where the last layer is frozen. For that "
+            f"layer, {', '.join(frozen)}, write lw.fit(model, loader, lw.KFAC(), params=lw.last_layer)."
         )  # fmt: skip
-        return KFAC(), tangent
     if tangent.positions is not None:
-        log.info("The last layer alone is treated, since the outputs have positions.")
-        return None
-    log.info(
-        "The last layer alone is treated, since all %d weights cost too much. For all of them write lw.fit(model, "
-        "loader, lw.KFAC()).", tangent.size,
-    )  # fmt: skip
-    return None
+        return f"The last layer alone is treated, since the outputs have positions. {FOR_ALL_WEIGHTS}"
+    return f"The last layer alone is treated, since all {tangent.size} weights cost too much. {FOR_ALL_WEIGHTS}"
 
 
 def _frozen_last_layer(model: nn.Module, inputs: Any, forward: Forward | None, memory: int | None) -> tuple[str, ...]:
@@ -151,6 +144,18 @@ def _frozen_last_layer(model: nn.Module, inputs: Any, forward: Forward | None, m
         return ()
     layer = Tangent.survey(model, inputs, last_layer, forward, memory, warn=False).parameters
     return () if any(parameter.requires_grad for parameter in layer.values()) else tuple(layer)
+
+
+def price(method: Method, outline: Outline) -> str:
+    """Returns a sentence: forward and backward passes of fit and prediction, as counted beforehand, and bytes kept."""
+    cost = method.cost(outline)
+    assert cost is not None  # of the defaults all state it
+    backwards = 0 if outline.tangent.treats_output_alone else cost.fit.backwards
+    return (
+        f"The fit takes {cost.fit.records:g} forward and {backwards:g} backward passes of the data, a prediction "
+        f"{cost.predict.records:g} and {cost.predict.backwards:g} of its inputs, beside products and the tuning, which "
+        f"lw.plan(model, loader) counts; {cost.kept:,} bytes are kept."
+    )
 
 
 def check_method(method: Any) -> None:

@@ -32,7 +32,7 @@ from ..tangent import LastLayer, Predicate, Tangent
 from ..tangent.retry import memory_errors
 from ..tuning import BoundedEvidence, Training, Tuning, Validation
 from .checkpoint import checkpoint_of
-from .default_method import check_method, method_and_tangent, params_of
+from .default_method import check_method, method_and_tangent, params_of, price
 from .further import continued
 from .options import DEFAULT_TUNING, check_data_size, check_numbers, check_tuning
 from .plan import check_room
@@ -87,8 +87,8 @@ def fit(
             over all trained weights where that is cheap, KFAC over them where there are at most a million, and else
             KFAC of the last layer, as for a classifier. With `validation` a classifier has KFAC over all weights where
             that is cheap and held-out data prefer it. Where the last layer is frozen and others are trained, as with
-            adapters, KFAC treats these. A last layer of more than 1 000 outputs has Diagonal. The log names it. With
-            other `params` None means KFAC.
+            adapters, KFAC treats these. A last layer of more than 1 000 outputs has Diagonal. The log names it, its
+            passes and its bytes. With other `params` None means KFAC.
         likelihood: "categorical", "gaussian" or an instance; None infers it from the targets' dtype, and
             refuses floats that are labels all the same.
         params: which parameters to treat; None means everything that is trained where there is a method.
@@ -190,10 +190,13 @@ def fit(
     def started(method: Method | None, params: Predicate | LastLayer | None) -> tuple[Runner, Method, Problem]:
         """Returns what a fit by a method begins with, once the network and the prior are looked at."""
         runner = Runner(training, prefixes, data_size, file)
-        method, tangent = method_and_tangent(
+        method, tangent, reason = method_and_tangent(
             model, inputs, targets, method, params, likelihood, forward, memory, runner.count
         )  # fmt: skip
-        check_room(method, Outline.of(tangent, likelihood, inputs, runner.shown() or batches.size(inputs)))
+        outline = Outline.of(tangent, likelihood, inputs, runner.shown() or batches.size(inputs))
+        check_room(method, outline)
+        if reason is not None:
+            log.info("%s %s", reason, price(method, outline))
         _check_logits(tangent, likelihood, inputs)
         if validation is not None:
             check_held_out(tangent, likelihood, *held_out)

@@ -214,7 +214,7 @@ def plan(
         """Returns the plan of what `lw.fit` would do with the method."""
         is_default = method is None and params is None
         check_method(method)
-        method, tangent = method_and_tangent(
+        method, tangent, _ = method_and_tangent(
             model, inputs, targets, method, params, likelihood, forward, memory, count
         )  # fmt: skip
         if validation is not None:

@@ -1,0 +1,117 @@
+"""Links of classification on the grid's classifiers: one scale an input or one a class, each at its own best prior.
+
+    python -m benchmarks.defaults.links --cache CACHE
+
+A last layer's posterior gives f and the variances of its contrasts once for each prior precision, of validation and
+test rows; the links differ in nothing else. Validation rows choose the prior precision of each link by the NLL, alone
+or together with a logit temperature, and test rows score it. Writes benchmarks/results/defaults_links.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Categorical
+
+import lapwing as lw
+from benchmarks.defaults import measures
+from benchmarks.defaults.__main__ import CACHE
+from benchmarks.defaults.networks import CELLS, Cell
+from benchmarks.defaults.run import commit
+from benchmarks.measure import write
+from lapwing.covariance import Latent
+from lapwing.covariance.terms import MarginalTerm
+
+LINKS = {"mean": "one scale an input, mean variance", "weighted": "one scale an input, weighted by p",
+         "class": "a scale for each class"}  # fmt: skip
+PRECISIONS = [10 ** (exponent / 4) for exponent in range(-20, 29)]
+TEMPERATURES = {"prior": [1.0], "prior and temperature": [10 ** (exponent / 10) for exponent in range(16)]}
+
+
+def split_at_last_layer(model: nn.Module, x: Tensor) -> tuple[nn.Linear, Tensor]:
+    """Returns the last layer of a network, and what it gets for some inputs."""
+    head = [layer for layer in model.modules() if isinstance(layer, nn.Linear)][-1]
+    got: list[Tensor] = []
+    hook = head.register_forward_pre_hook(lambda _, inputs: got.append(inputs[0].detach()))
+    outputs = measures.outputs(model, x)
+    hook.remove()
+    assert torch.equal(head(got[-1]), outputs[-len(got[-1]) :])
+    return head, torch.cat(got)
+
+
+@torch.no_grad()
+def latent(posterior: lw.Posterior, x: Tensor) -> Latent:
+    """Returns mean and variances alone, in float64."""
+    found = posterior.latent(x)
+    term = MarginalTerm(found.variance.double(), found.centred_variance.double())
+    return Latent(found.mean.double(), (term,))
+
+
+def predicted(at: Latent, link: str, temperature: float) -> Categorical:
+    """Returns class probabilities."""
+    likelihood = lw.Categorical(logit_temperature=temperature)
+    return likelihood.predict(at, link=lw.Probit(scale=link)).distribution()  # type: ignore[arg-type]
+
+
+def rows_of(cell: Cell, seed: int = 0) -> list[dict[str, Any]]:
+    """Returns a row for each link, and each choice on validation rows."""
+    data = cell.data(seed)
+    model = cell.trained(data, seed)
+    parts = (data.train[0], data.val[0], data.test[0], data.foreign)
+    (head, train), (_, val), (_, test), (_, foreign) = (split_at_last_layer(model, part) for part in parts)
+    posterior = lw.fit(head, (train, data.train[1]), lw.KFAC(), tune=None, data_size=data.size, progress=False)
+    at = [posterior.with_prior(precision) for precision in PRECISIONS]
+    validating = [latent(one, val) for one in at]
+    alone, rows, chosen = head(test).argmax(-1), [], {}
+    for name, temperatures in TEMPERATURES.items():
+        for link in LINKS:
+            pairs = [(i, temperature) for i in range(len(at)) for temperature in temperatures]
+            scores = [-predicted(validating[i], link, t).log_prob(data.val[1]).mean() for i, t in pairs]
+            i, temperature = pairs[int(torch.stack(scores).nan_to_num(math.inf).argmin())]
+            test_latent, foreign_latent = latent(at[i], test), latent(at[i], foreign)
+            chosen[link] = prediction = predicted(test_latent, link, temperature)
+            row = {"cell": cell.name, "family": cell.family, "seed": seed, "link": link, "chosen": name}
+            row |= {"prior_precision": PRECISIONS[i], "logit_temperature": temperature}
+            row |= measures.scores(prediction, data.test[1], predicted(foreign_latent, link, temperature))
+            row |= measures.paired(prediction, chosen["mean"], data.test[1], "mean")
+            rows.append({**row, "classes_changed": int((prediction.probs.argmax(-1) != alone).sum())})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Returns the table of docs/defaults.md: means over networks, and how many are surely better or worse in NLL."""
+    lines = ["| chosen on validation rows | link | NLL | ECE | accuracy | AUROC | NLL better, worse than the first |",
+             "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    for name in TEMPERATURES:
+        for link, words in LINKS.items():
+            some = [row for row in rows if row["link"] == link and row["chosen"] == name]
+            means = (statistics.fmean(row[k] for row in some) for k in ("nll", "ece", "accuracy", "auroc_entropy"))
+            nll, ece, accuracy, auroc = means
+            surely = [row["nll_minus_mean"] / max(row["nll_minus_mean_error"], 1e-12) for row in some]
+            against = f"{sum(z < -1 for z in surely)}, {sum(z > 1 for z in surely)}" if link != "mean" else ""
+            lines.append(f"| {name} | {words} | {nll:.4f} | {ece:.4f} | {accuracy:.4f} | {auroc:.3f} | {against} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Scores all classifiers of the first seed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.defaults.links", description=__doc__.partition("\n")[0])
+    parser.add_argument("--cache", type=Path, default=CACHE)
+    os.environ["LAPWING_NETWORKS"] = str(parser.parse_args().cache)
+    rows = []
+    for cell in CELLS:
+        if not cell.family.startswith("tables"):
+            rows += rows_of(cell)
+            print(cell.name, *(round(row["nll"], 4) for row in rows[-2 * len(LINKS) :]), flush=True)
+    print(table(rows), write("defaults_links", {"commit": commit(), "rows": rows}, 0), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
