@@ -195,8 +195,6 @@ def fit(
         )  # fmt: skip
         check_room(method, Outline.of(tangent, likelihood, inputs, runner.shown() or batches.size(inputs)))
         _check_logits(tangent, likelihood, inputs)
-        if validation is not None:
-            check_held_out(tangent, likelihood, *held_out)
         precision = prior_precision if weight_decay is None else (data_size or runner.count()) * weight_decay
         prior = Prior.read(tangent, precision, prior_mean)
         check_noise(likelihood, tangent)
@@ -212,6 +210,8 @@ def fit(
         return _run(runner, training, method, problem, tune, held_out=True)
 
     runner, method, problem = started(method, params)
+    if validation is not None:
+        check_held_out(problem.tangent, likelihood, *held_out)
     drawn = runner.shown()
     if data_size is None:
         warn_of_unseen_samples(data, drawn)
