@@ -17,6 +17,7 @@ from ..network.eager import parameters_of
 from ..network.gate import checked_network
 from ..network.positions import EXACT_OUTPUTS
 from ..tangent import LastLayer, Predicate, Tangent, everything, last_layer
+from ..tuning.leave_one_out import MAX_EXPLICIT_WEIGHTS, MAX_WEIGHTS
 
 log = logging.getLogger("lapwing")
 
@@ -25,12 +26,6 @@ FULL_NUMBERS = 2**20
 
 FULL_MULTIPLY_ADDS = 2**33
 """`Full` where its fit takes at most so many: a second or two."""
-
-KFAC_WEIGHTS = 1_000_000
-"""KFAC over all trained weights where there are at most so many: as many as the tuning looks at."""
-
-KFAC_EXPLICIT_WEIGHTS = 1000
-"""KFAC where at most so many weights have no layer family: their rows are gradients of one sample after another."""
 
 KFAC_OUTPUTS = 10
 """KFAC where there are at most so many outputs: a fit and a prediction take a backward pass for each."""
@@ -55,8 +50,8 @@ def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Me
 
 
 def is_affordable_for_kfac(tangent: Tangent, outputs: int) -> bool:
-    """Whether KFAC may treat all weights of a tangent, with at most so many outputs, without being asked."""
-    affordable = tangent.size <= KFAC_WEIGHTS and tangent.explicit_size <= KFAC_EXPLICIT_WEIGHTS
+    """Whether KFAC may treat all weights unasked: at most as many as the tuning looks at, and so many outputs."""
+    affordable = tangent.size <= MAX_WEIGHTS and tangent.explicit_size <= MAX_EXPLICIT_WEIGHTS
     return affordable and tangent.outputs <= outputs
 
 

@@ -126,21 +126,10 @@ def plan(
     a guide to within a factor of about two. So are seconds, for which forward passes of the first two batches, a
     product and a decomposition are timed.
 
-    Args:
-        model: the trained network, in eval mode.
-        loader: the training data, as in `lw.fit`.
-        method: as in `lw.fit`, where None is the default; or a list of methods.
-        likelihood: as in `lw.fit`.
-        params: as in `lw.fit`.
-        prior_precision: as in `lw.fit`; a given one is not tuned.
-        tune: as in `lw.fit`.
-        validation: as in `lw.fit`. Where it fits a classifier twice, time is that of both fits and of the comparison,
-            and memory, weights and predictions are those of the larger posterior.
-        data_size: as in `lw.fit`; counts where the loader does not know its length.
-        weight_decay: as in `lw.fit`.
-        sample_weights: as in `lw.fit`.
-        forward: as in `lw.fit`.
-        memory: as in `lw.fit`.
+    The arguments are those of `lw.fit`, and `method` may be a list of methods. A prior precision that is passed is not
+    tuned, and `data_size` counts where the loader does not know its length. Where `validation` has a classifier fitted
+    twice, time is that of both fits and of the comparison, and memory, weights and predictions are those of the larger
+    posterior.
 
     Returns:
         A frozen `Plan`, or a tuple of them where `method` is a list. Both print as a table.
