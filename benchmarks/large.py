@@ -1,12 +1,13 @@
 """Networks of 11 to 124 million weights, with random weights: time, memory and file sizes of their posteriors.
 
-    python -m benchmarks.large                       # all cases, into results/large.json
+    python -m benchmarks.large [resnet18-KFAC ...]   # all cases, or those that are named, into results/large.json
     python -m benchmarks.large --case resnet18-KFAC  # one case in this process, as JSON
 
 GPT-2 needs `pip install transformers` beside lapwing; nothing is downloaded. Each case runs in a process of its own, on
 one thread. *Peak* is the most resident memory of a step above that before the fit. *Kept* is what the covariance holds.
-The memory budget of a fit is 256 MiB. ResNet-18 sees 64 images of 64 x 64 pixels in 10 classes, and in one case 5 000;
-GPT-2 sees 32 texts of 64 tokens in 2 classes. CPU seconds say more than seconds on a machine with other tenants.
+The memory budget of a fit is 256 MiB. Forward passes are of the same data. ResNet-18 sees 64 images of 64 x 64 pixels
+in 10 classes, and in one case 5 000; GPT-2 sees 32 texts of 64 tokens in 2 classes. CPU seconds say more than seconds
+on a machine with other tenants.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from benchmarks.measure import write
+from benchmarks.measure import RESULTS, write
 
 SEED = 0
 BUDGET = 2**28
@@ -117,20 +118,27 @@ def case(name: str) -> dict[str, Any]:
     network, _, count = network.partition("_")
     build, make, samples = NETWORKS[network]
     model, data, method = build().eval(), make(int(count or samples)), METHODS[label]
-    with torch.no_grad():
-        x = data[0][0]
-        model(**x) if isinstance(x, dict) else model(x)  # what torch keeps of a first run is not the fit's
+    x = data[0][0]
+
+    @torch.no_grad()
+    def forward() -> None:
+        model(**x) if isinstance(x, dict) else model(x)
+
+    forward()  # what torch keeps of a first run is not the fit's
+    _, batch = measured(forward)
     base = resident()
     posterior, fit = measured(lambda: lw.fit(model, data, method, memory=BUDGET, progress=False))
     kept = sum(tensor.nbytes for tensor in posterior.covariance.tensors().values())
-    _, first = measured(lambda: posterior.predict(data[0][0]))
-    _, predict = measured(lambda: posterior.predict(data[0][0]))
+    _, first = measured(lambda: posterior.predict(x))
+    _, predict = measured(lambda: posterior.predict(x))
     with tempfile.TemporaryDirectory(dir=os.environ.get("LAPWING_SCRATCH")) as folder:
         path = Path(folder) / "posterior.safetensors"
         _, save = measured(lambda: posterior.save(path))
         size = path.stat().st_size
         _, load = measured(lambda: lw.load(path, model))
     steps = {"fit": fit, "first_prediction": first, "prediction": predict, "save": save, "load": load}
+    for row, batches in ((fit, len(data)), (first, 1), (predict, 1)):
+        row["forward_passes"] = row["cpu_seconds"] / batches / batch["cpu_seconds"]
     for row in steps.values():
         row["peak_gib"] = (row.pop("peak") - base) / GIB
     weights = sum(p.numel() for p in model.parameters())
@@ -147,7 +155,8 @@ def main(arguments: list[str]) -> None:
     if options.case:
         print(json.dumps(case(options.case)))
         return
-    results = {}
+    path = RESULTS / f"{options.out}.json"
+    results = json.loads(path.read_text())["results"] if options.names and path.exists() else {}
     for name in options.names or CASES:
         command = [sys.executable, "-m", "benchmarks.large", "--case", name]
         out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

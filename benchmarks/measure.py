@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+import subprocess
 import time
 import weakref
 from collections.abc import Callable
@@ -93,7 +94,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def write(name: str, results: dict[str, Any], seed: int, folder: Path = RESULTS, **versions: str) -> Path:
-    """Writes results with versions, seed and device to `benchmarks/results/name.json`, or to another folder.
+    """Writes results with versions, commit, seed and device to `benchmarks/results/name.json`, or to another folder.
 
     Further versions are those of other packages that were measured.
     """
@@ -103,6 +104,7 @@ def write(name: str, results: dict[str, Any], seed: int, folder: Path = RESULTS,
         "lapwing": lapwing.__version__,
         "torch": torch.__version__,
         **versions,
+        "commit": commit(),
         "python": platform.python_version(),
         "device": device,
         "machine": platform.machine(),
@@ -112,6 +114,12 @@ def write(name: str, results: dict[str, Any], seed: int, folder: Path = RESULTS,
     path = folder / f"{name}.json"
     path.write_text(compact({**header, "results": results}))
     return path
+
+
+def commit() -> str:
+    """Returns the commit of the checkout, with a plus where files differ from it, or nothing outside a checkout."""
+    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def compact(values: Any) -> str:

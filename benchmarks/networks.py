@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from benchmarks.measure import RESULTS
+from benchmarks.measure import RESULTS, write
 
 CLASSES = 5
 PAGE = Path(__file__).parents[1] / "docs" / "networks.md"
@@ -305,8 +305,7 @@ def main() -> None:
     parser.add_argument("--costs", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    document = json.loads(RESULT.read_text()) if RESULT.exists() else {"results": {}}
-    results = document["results"]
+    results = json.loads(RESULT.read_text())["results"] if RESULT.exists() else {}
     todo = {} if arguments.page else networks()
     for name, network in todo.items():
         missing = name not in results or (arguments.costs and "fit" not in results[name])
@@ -316,8 +315,7 @@ def main() -> None:
             except lw.LapwingError as refusal:
                 results[name] = {"library": network[0], "refused": str(refusal)}
             print(name, results[name], flush=True)
-            document = {"torch": torch.__version__, "results": results}
-            RESULT.write_text(json.dumps(document, indent=1) + "\n")
+            write(RESULT.stem, results, seed=0)
     if PAGE.exists():
         write_page(results)
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 import lapwing
@@ -27,12 +25,6 @@ def code() -> str:
     """Returns a hash of lapwing and of the measures: rows of other code are made again."""
     files = [*sorted(Path(lapwing.__file__).parent.rglob("*.py")), Path(measures.__file__)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
-
-
-def commit() -> str:
-    """Returns the commit of the checkout, or nothing outside one."""
-    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
 class Rows:
@@ -227,7 +219,4 @@ def results(rows: Sequence[Row]) -> dict[str, Any]:
     """Returns what the JSON file has: averages, aims, and every row."""
     everything = with_best(rows)
     short = [{key: value for key, value in row.items() if key != "code"} for row in everything]
-    return {
-        "commit": commit(), "threads": torch.get_num_threads(), "families": families(everything),
-        "aims": aims(everything), "rows": short,
-    }  # fmt: skip
+    return {"families": families(everything), "aims": aims(everything), "rows": short}
