@@ -12,7 +12,6 @@ from torch import nn
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
 from ..methods import KFAC, Diagonal, Full, Method
-from ..network.batches import Forward
 from ..network.eager import parameters_of
 from ..network.gate import checked_network
 from ..network.positions import EXACT_OUTPUTS
@@ -56,8 +55,8 @@ def is_affordable_for_kfac(tangent: Tangent, outputs: int) -> bool:
 
 
 def method_and_tangent(
-    model: nn.Module, inputs: Any, targets: Any, method: Method | None, params: Predicate | LastLayer | None,
-    likelihood: Likelihood, forward: Forward | None, memory: int | None, count: Callable[[], int],
+    model: nn.Module, survey: Callable[..., Tangent], method: Method | None, params: Predicate | LastLayer | None,
+    likelihood: Likelihood, count: Callable[[], int],
 ) -> tuple[Method, Tangent]:  # fmt: skip
     """Returns the method of a fit and the network with the weights that it treats, the defaults for what is None.
 
@@ -65,21 +64,18 @@ def method_and_tangent(
 
     Args:
         model: the network.
-        inputs: of the first batch.
-        targets: of the first batch.
+        survey: `Tangent.survey` of it, on the first batch.
         method: the user's, or None.
         params: the user's, or None.
         likelihood: of the fit.
-        forward: how the network is called.
-        memory: the budget in bytes.
         count: returns N.
     """
     if method is None and params is None:
-        chosen = default_fit(model, inputs, targets, likelihood, forward, memory, count)
+        chosen = default_fit(model, survey, likelihood, count)
         if chosen is not None:
             return chosen
     params = params_of(method, params)
-    tangent = Tangent.survey(model, inputs, params, forward, memory, targets=targets)
+    tangent = survey(params=params)
     if method is None and isinstance(params, LastLayer) and tangent.outputs > EXACT_OUTPUTS:
         log.info(
             "lw.Diagonal() is the default for a last layer of more than %d outputs: KFAC decomposes a matrix of %d rows"
@@ -98,20 +94,19 @@ def params_of(method: Method | None, params: Predicate | LastLayer | None) -> Pr
 
 
 def default_fit(
-    model: nn.Module, inputs: Any, targets: Any, likelihood: Likelihood, forward: Forward | None, memory: int | None,
-    count: Callable[[], int],
-) -> tuple[Method, Tangent] | None:  # fmt: skip
+    model: nn.Module, survey: Callable[..., Tangent], likelihood: Likelihood, count: Callable[[], int]
+) -> tuple[Method, Tangent] | None:
     """Returns the method and all trained weights, where they are the default; None where the last layer is.
 
     They are in a regression where that is cheap, and wherever the last layer is frozen, as it is below adapters.
     """
-    frozen = _frozen_last_layer(model, inputs, forward, memory)
+    frozen = _frozen_last_layer(model, survey)
     if not frozen and not _is_regression(likelihood):
         return None
     try:
-        tangent = Tangent.survey(model, inputs, everything, forward, memory, warn=False, targets=targets)
+        tangent = survey(params=everything, warn=False)
     except LapwingError as error:  # frozen weights, quantized layers, ...
-        Tangent.survey(model, inputs, last_layer, forward, memory, warn=False)  # raises for what is wrong with inputs
+        survey(params=last_layer, warn=False)  # raises for what is wrong with inputs
         log.info("The last layer alone is treated, since all trained weights cannot be: %s", error)
         return None
     method = None if tangent.positions is not None else default_method(tangent, likelihood, count())
@@ -139,12 +134,12 @@ def default_fit(
     return None
 
 
-def _frozen_last_layer(model: nn.Module, inputs: Any, forward: Forward | None, memory: int | None) -> tuple[str, ...]:
+def _frozen_last_layer(model: nn.Module, survey: Callable[..., Tangent]) -> tuple[str, ...]:
     """Returns the names of the last layer's parameters where they are frozen and others are trained, else none."""
     trained = [parameter.requires_grad for parameter in parameters_of(checked_network(model)).values()]
     if all(trained) or not any(trained):
         return ()
-    layer = Tangent.survey(model, inputs, last_layer, forward, memory, warn=False).parameters
+    layer = survey(params=last_layer, warn=False).parameters
     return () if any(parameter.requires_grad for parameter in layer.values()) else tuple(layer)
 
 

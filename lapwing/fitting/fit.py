@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -186,13 +187,12 @@ def fit(
     if forward is None:
         _warn_of_own_tokens(inputs, targets, likelihood)
     prefixes = 0 if tune is None else tune.prefixes
+    survey = partial(Tangent.survey, model, inputs, forward=forward, memory=memory, targets=targets)
 
     def started(method: Method | None, params: Predicate | LastLayer | None) -> tuple[Runner, Method, Problem]:
         """Returns what a fit by a method begins with, once the network and the prior are looked at."""
         runner = Runner(training, prefixes, data_size, file)
-        method, tangent = method_and_tangent(
-            model, inputs, targets, method, params, likelihood, forward, memory, runner.count
-        )  # fmt: skip
+        method, tangent = method_and_tangent(model, survey, method, params, likelihood, runner.count)
         check_room(method, Outline.of(tangent, likelihood, inputs, runner.shown() or batches.size(inputs)))
         _check_logits(tangent, likelihood, inputs)
         precision = prior_precision if weight_decay is None else (data_size or runner.count()) * weight_decay

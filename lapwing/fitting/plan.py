@@ -166,7 +166,8 @@ def plan(
         tune = Validation(validation)
     training = WeightedLoader(loader) if sample_weights else loader
     likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
-    runner = Runner(training, False)
+    runner = Runner(training)
+    survey = partial(Tangent.survey, model, inputs, forward=forward, memory=memory, targets=targets)
 
     def count() -> int:
         return known_size(loader) or runner.shown() or data_size or runner.count()
@@ -203,9 +204,7 @@ def plan(
         """Returns the plan of what `lw.fit` would do with the method."""
         is_default = method is None and params is None
         check_method(method)
-        method, tangent = method_and_tangent(
-            model, inputs, targets, method, params, likelihood, forward, memory, count
-        )  # fmt: skip
+        method, tangent = method_and_tangent(model, survey, method, params, likelihood, count)
         if validation is not None:
             check_held_out(tangent, likelihood, *batches.split(first_batch(validation)))
         if not is_default or validation is None or likelihood.logit_temperature is None:
