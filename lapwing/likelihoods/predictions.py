@@ -261,7 +261,7 @@ class ScaledPrediction(RealPrediction):
         return self._moved(low), self._moved(high)
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Returns the log density of the targets at every input, (B,): `log p((y - shift) / scale) - Σ_c log scale_c`."""
+        """Returns the log density of the targets, (B,): `log p((y - shift) / scale) - Σ_c log scale_c`."""
         shape = self.prediction.mean.shape
         targets, logs = as_targets(targets, self.shift.device), self.scale.log().expand(shape)
         if isinstance(targets, Tensor) and targets.numel() == shape.numel() and targets.shape[:1] == shape[:1]:
