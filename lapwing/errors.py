@@ -79,6 +79,11 @@ def is_positive(value: Any) -> bool:
         return False
 
 
+def is_whole(value: Any, low: int, high: float = 2**63) -> bool:
+    """Whether a value is an `int`, not a bool or a number of numpy's, from `low` to below `high`."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value < high
+
+
 def plain_numbers(value: Any) -> Any:
     """Returns the numbers of an array or tensor as lists; anything else, also what holds no dense numbers, as it is."""
     try:
@@ -95,7 +100,7 @@ def check_flag(subject: str, name: str, value: Any) -> None:
 
 def check_count(method: str, name: str, value: Any, others: tuple[Any, ...] = ()) -> None:
     """Raises for an option that is neither a positive whole number nor one of the others that are accepted."""
-    if not is_one_of(value, others) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+    if not is_one_of(value, others) and not is_whole(value, 1, inf):
         raise LapwingError(
             f"{method}({name}={shown(value)}) needs a whole number of at least 1. Write {method}({name}=20)."
         )

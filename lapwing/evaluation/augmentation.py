@@ -21,7 +21,7 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
-from ..errors import LapwingError, shown
+from ..errors import LapwingError, is_whole, shown
 from ..network import batches
 from .metrics import real_tensor
 
@@ -104,7 +104,7 @@ class StrongAugmentation:
             raise LapwingError(
                 f"StrongAugmentation(strength={shown(strength)}) is out of range. Pass a number from 0 to 2."
             )
-        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= len(_OPERATIONS):
+        if not is_whole(count, 0, len(_OPERATIONS) + 1):
             raise LapwingError(
                 f"StrongAugmentation(operations={shown(count)}) is out of range. Pass a whole number from 0 to "
                 f"{len(_OPERATIONS)}: operations=2."
@@ -210,7 +210,7 @@ def in_range(images: Tensor, caller: str, eps: float, remedy: str) -> Tensor:
 
 def seeded(seed: int) -> torch.Generator:
     """Returns a generator on the CPU; raises for a seed that is none."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+    if not is_whole(seed, 0):
         raise LapwingError(f"seed={shown(seed)} is out of range. Pass a whole number from 0 to 2**63 - 1: seed=0.")
     return torch.Generator().manual_seed(seed)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import LapwingError, extra, shown
+from ..errors import LapwingError, extra, is_whole, shown
 from ..linalg import doubled
 from ..network.batches import check_dense
 
@@ -129,7 +129,7 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
     """
     torchmetrics = extra("torchmetrics.functional.classification")
     probs, labels = _classification("expected_calibration_error", probs, labels)
-    if isinstance(bins, bool) or not isinstance(bins, int) or not 1 <= bins < 2**24:
+    if not is_whole(bins, 1, 2**24):
         raise LapwingError(
             f"expected_calibration_error sorts confidences into bins, and bins is {shown(bins)}. Pass an "
             "integer from 1 to 2**24: expected_calibration_error(probs, labels, bins=15)."

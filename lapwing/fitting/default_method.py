@@ -11,23 +11,17 @@ from torch import nn
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
 from ..methods import KFAC, Diagonal, Full, Method, Outline
-from ..network.batches import Forward
 from ..network.eager import parameters_of
 from ..network.gate import checked_network
 from ..network.positions import EXACT_OUTPUTS
 from ..tangent import LastLayer, Predicate, Tangent, everything, last_layer
+from ..tuning.leave_one_out import MAX_EXPLICIT_WEIGHTS, MAX_WEIGHTS
 
 FULL_NUMBERS = 2**20
 """`Full` where its basis or its covariance has at most so many numbers: a prediction reads them for each output."""
 
 FULL_MULTIPLY_ADDS = 2**33
 """`Full` where its fit takes at most so many: a second or two."""
-
-KFAC_WEIGHTS = 1_000_000
-"""KFAC over all trained weights where there are at most so many: as many as the tuning looks at."""
-
-KFAC_EXPLICIT_WEIGHTS = 1000
-"""KFAC where at most so many weights have no layer family: their rows are gradients of one sample after another."""
 
 KFAC_OUTPUTS = 10
 """KFAC where there are at most so many outputs: a fit and a prediction take a backward pass for each."""
@@ -55,14 +49,14 @@ def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Me
 
 
 def is_affordable_for_kfac(tangent: Tangent, outputs: int) -> bool:
-    """Whether KFAC may treat all weights of a tangent, with at most so many outputs, without being asked."""
-    affordable = tangent.size <= KFAC_WEIGHTS and tangent.explicit_size <= KFAC_EXPLICIT_WEIGHTS
+    """Whether KFAC may treat all weights unasked: at most as many as the tuning looks at, and so many outputs."""
+    affordable = tangent.size <= MAX_WEIGHTS and tangent.explicit_size <= MAX_EXPLICIT_WEIGHTS
     return affordable and tangent.outputs <= outputs
 
 
 def method_and_tangent(
-    model: nn.Module, inputs: Any, targets: Any, method: Method | None, params: Predicate | LastLayer | None,
-    likelihood: Likelihood, forward: Forward | None, memory: int | None, count: Callable[[], int],
+    model: nn.Module, survey: Callable[..., Tangent], method: Method | None, params: Predicate | LastLayer | None,
+    likelihood: Likelihood, count: Callable[[], int],
 ) -> tuple[Method, Tangent, str | None]:  # fmt: skip
     """Returns the method of a fit, the network with the weights that it treats, and what the log says of a default.
 
@@ -71,23 +65,20 @@ def method_and_tangent(
 
     Args:
         model: the network.
-        inputs: of the first batch.
-        targets: of the first batch.
+        survey: `Tangent.survey` of it, on the first batch.
         method: the user's, or None.
         params: the user's, or None.
         likelihood: of the fit.
-        forward: how the network is called.
-        memory: the budget in bytes.
         count: returns N.
     """
     reason = None
     if method is None and params is None:
-        chosen = default_fit(model, inputs, targets, likelihood, forward, memory, count)
+        chosen = default_fit(model, survey, likelihood, count)
         if not isinstance(chosen, str):
             return chosen
         reason = chosen
     params = params_of(method, params)
-    tangent = Tangent.survey(model, inputs, params, forward, memory, targets=targets)
+    tangent = survey(params=params)
     if method is None and isinstance(params, LastLayer) and tangent.outputs > EXACT_OUTPUTS:
         reason = (
             f"lw.Diagonal() is the default for a last layer of more than {EXACT_OUTPUTS} outputs: KFAC decomposes a "
@@ -106,20 +97,19 @@ def params_of(method: Method | None, params: Predicate | LastLayer | None) -> Pr
 
 
 def default_fit(
-    model: nn.Module, inputs: Any, targets: Any, likelihood: Likelihood, forward: Forward | None, memory: int | None,
-    count: Callable[[], int],
-) -> tuple[Method, Tangent, str] | str:  # fmt: skip
+    model: nn.Module, survey: Callable[..., Tangent], likelihood: Likelihood, count: Callable[[], int]
+) -> tuple[Method, Tangent, str] | str:
     """Returns the method and all trained weights, where they are the default, and why; else why the last layer is.
 
     They are in a regression where that is cheap, and wherever the last layer is frozen, as it is below adapters.
     """
-    frozen = _frozen_last_layer(model, inputs, forward, memory)
+    frozen = _frozen_last_layer(model, survey)
     if not frozen and not _is_regression(likelihood):
         return f"KFAC over the last layer, the default for a classifier. {FOR_ALL_WEIGHTS}"
     try:
-        tangent = Tangent.survey(model, inputs, everything, forward, memory, warn=False, targets=targets)
+        tangent = survey(params=everything, warn=False)
     except LapwingError as error:  # frozen weights, quantized layers, ...
-        Tangent.survey(model, inputs, last_layer, forward, memory, warn=False)  # raises for what is wrong with inputs
+        survey(params=last_layer, warn=False)  # raises for what is wrong with inputs
         return f"The last layer alone is treated, since all trained weights cannot be: {error}"
     method = None if tangent.positions is not None else default_method(tangent, likelihood, count())
     if method is not None:
@@ -137,12 +127,12 @@ def default_fit(
     return f"The last layer alone is treated, since all {tangent.size} weights cost too much. {FOR_ALL_WEIGHTS}"
 
 
-def _frozen_last_layer(model: nn.Module, inputs: Any, forward: Forward | None, memory: int | None) -> tuple[str, ...]:
+def _frozen_last_layer(model: nn.Module, survey: Callable[..., Tangent]) -> tuple[str, ...]:
     """Returns the names of the last layer's parameters where they are frozen and others are trained, else none."""
     trained = [parameter.requires_grad for parameter in parameters_of(checked_network(model)).values()]
     if all(trained) or not any(trained):
         return ()
-    layer = Tangent.survey(model, inputs, last_layer, forward, memory, warn=False).parameters
+    layer = survey(params=last_layer, warn=False).parameters
     return () if any(parameter.requires_grad for parameter in layer.values()) else tuple(layer)
 
 

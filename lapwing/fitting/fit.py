@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -186,20 +187,17 @@ def fit(
     if forward is None:
         _warn_of_own_tokens(inputs, targets, likelihood)
     prefixes = 0 if tune is None else tune.prefixes
+    survey = partial(Tangent.survey, model, inputs, forward=forward, memory=memory, targets=targets)
 
     def started(method: Method | None, params: Predicate | LastLayer | None) -> tuple[Runner, Method, Problem]:
         """Returns what a fit by a method begins with, once the network and the prior are looked at."""
         runner = Runner(training, prefixes, data_size, file)
-        method, tangent, reason = method_and_tangent(
-            model, inputs, targets, method, params, likelihood, forward, memory, runner.count
-        )  # fmt: skip
+        method, tangent, reason = method_and_tangent(model, survey, method, params, likelihood, runner.count)
         outline = Outline.of(tangent, likelihood, inputs, runner.shown() or batches.size(inputs))
         check_room(method, outline)
         if reason is not None:
             log.info("%s %s", reason, price(method, outline))
         _check_logits(tangent, likelihood, inputs)
-        if validation is not None:
-            check_held_out(tangent, likelihood, *held_out)
         precision = prior_precision if weight_decay is None else (data_size or runner.count()) * weight_decay
         prior = Prior.read(tangent, precision, prior_mean)
         check_noise(likelihood, tangent)
@@ -215,6 +213,8 @@ def fit(
         return _run(runner, training, method, problem, tune, held_out=True)
 
     runner, method, problem = started(method, params)
+    if validation is not None:
+        check_held_out(problem.tangent, likelihood, *held_out)
     drawn = runner.shown()
     if data_size is None:
         warn_of_unseen_samples(data, drawn)

@@ -126,21 +126,10 @@ def plan(
     a guide to within a factor of about two. So are seconds, for which forward passes of the first two batches, a
     product and a decomposition are timed.
 
-    Args:
-        model: the trained network, in eval mode.
-        loader: the training data, as in `lw.fit`.
-        method: as in `lw.fit`, where None is the default; or a list of methods.
-        likelihood: as in `lw.fit`.
-        params: as in `lw.fit`.
-        prior_precision: as in `lw.fit`; a given one is not tuned.
-        tune: as in `lw.fit`.
-        validation: as in `lw.fit`. Where it fits a classifier twice, time is that of both fits and of the comparison,
-            and memory, weights and predictions are those of the larger posterior.
-        data_size: as in `lw.fit`; counts where the loader does not know its length.
-        weight_decay: as in `lw.fit`.
-        sample_weights: as in `lw.fit`.
-        forward: as in `lw.fit`.
-        memory: as in `lw.fit`.
+    The arguments are those of `lw.fit`, and `method` may be a list of methods. A prior precision that is passed is not
+    tuned, and `data_size` counts where the loader does not know its length. Where `validation` has a classifier fitted
+    twice, time is that of both fits and of the comparison, and memory, weights and predictions are those of the larger
+    posterior.
 
     Returns:
         A frozen `Plan`, or a tuple of them where `method` is a list. Both print as a table.
@@ -177,7 +166,8 @@ def plan(
         tune = Validation(validation)
     training = WeightedLoader(loader) if sample_weights else loader
     likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
-    runner = Runner(training, False)
+    runner = Runner(training)
+    survey = partial(Tangent.survey, model, inputs, forward=forward, memory=memory, targets=targets)
 
     def count() -> int:
         return known_size(loader) or runner.shown() or data_size or runner.count()
@@ -214,9 +204,7 @@ def plan(
         """Returns the plan of what `lw.fit` would do with the method."""
         is_default = method is None and params is None
         check_method(method)
-        method, tangent, _ = method_and_tangent(
-            model, inputs, targets, method, params, likelihood, forward, memory, count
-        )  # fmt: skip
+        method, tangent, _ = method_and_tangent(model, survey, method, params, likelihood, count)
         if validation is not None:
             check_held_out(tangent, likelihood, *batches.split(first_batch(validation)))
         if not is_default or validation is None or likelihood.logit_temperature is None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..covariance import AnyLatent
-from ..errors import LapwingError, check_choice, shown
+from ..errors import LapwingError, check_choice, is_whole, shown
 from ..linalg import seeded
 from . import quadrature
 
@@ -226,7 +226,7 @@ class Quadrature(BinaryLink):
     closed_form: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.nodes, bool) or not isinstance(self.nodes, int) or self.nodes < 16:
+        if not is_whole(self.nodes, 16, math.inf):
             raise LapwingError(
                 f"Quadrature(nodes={shown(self.nodes)}) has too few nodes. Pass at least 16: Quadrature(48)."
             )

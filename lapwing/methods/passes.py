@@ -1,7 +1,7 @@
 """The contract between a method and `fitting/runner.py`: what a pass over the data is.
 
 A method is a frozen dataclass whose `passes` is a generator: it yields passes, receives the finished state of each, and
-returns a covariance. There are two kinds of pass:
+returns a covariance. There are two kinds of pass, and a `Landmark` between passes:
 
 - a **sum** pass has a state that adds over data. So a method does nothing for batches, ranks, checkpoints and resuming.
 - an **iterate** pass has a state, a random generator and a step.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
-from ..errors import LapwingError, check_choice, check_flag, check_positive, shown
+from ..errors import LapwingError, check_choice, check_flag, check_positive, is_whole, shown
 from ..likelihoods import Likelihood
 from ..linalg import accumulation_dtype
 from ..network import batches
@@ -46,7 +46,7 @@ class SnapshotCollector:
                 f"SWAG cannot take snapshots of a {type(model).__name__}: it needs a torch.nn.Module. Write "
                 "lw.SWAG.collector(model), or model=model beside a list of state dicts."
             )
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank == 1 or not 0 <= rank < 2**63:
+        if not is_whole(rank, 0) or rank == 1:
             raise LapwingError(
                 f"rank={shown(rank)} of SWAG is not a whole number of at least 2 deviations, or 0 for the diagonal "
                 "alone. Write lw.SWAG.collector(model, rank=20)."

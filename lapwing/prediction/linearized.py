@@ -24,7 +24,7 @@ from ..covariance import (
 )
 from ..covariance.positions import LatentAtPositions
 from ..covariance.terms import DenseTerm, selected
-from ..errors import LapwingError, plain_numbers, shown
+from ..errors import LapwingError, is_whole, plain_numbers, shown
 from ..network import batches
 from ..network.gate import Checked
 from ..network.tracing import wants_gradient
@@ -255,11 +255,6 @@ def _selected(mean: Tensor, terms: tuple[Term, ...], selection: Selection, late:
     if late:
         terms = tuple(term.selected(outputs) for term in terms)
     return SelectedLatent(mean.gather(1, outputs), terms, outputs=outputs, every_mean=mean)
-
-
-def is_whole(value: Any, low: int) -> bool:
-    """Whether a value is a whole number from `low` to 2**63 - 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value < 2**63
 
 
 def _of_weights(

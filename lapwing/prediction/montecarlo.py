@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..covariance import AnyLatent, Covariance, LatentDraws
-from ..errors import LapwingError, shown
+from ..errors import LapwingError, is_whole, shown
 from ..linalg import check_memory
 from ..network import batches
 from ..tangent import Tangent, split
@@ -50,12 +51,12 @@ class MonteCarlo(Way):
 
     def __post_init__(self) -> None:
         """Checks the number of draws."""
-        if isinstance(self.draws, bool) or not isinstance(self.draws, int) or self.draws < 2:
+        if not is_whole(self.draws, 2, inf):
             raise LapwingError(
                 f"MonteCarlo(draws={shown(self.draws)}) needs a whole number of at least 2. Write "
                 "lw.MonteCarlo(draws=50)."
             )
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+        if not is_whole(self.seed, 0):
             raise LapwingError(
                 f"MonteCarlo(seed={shown(self.seed)}) needs a whole number from 0 to 2**63 - 1. Write "
                 "lw.MonteCarlo(draws=50, seed=0)."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,59 +56,69 @@ def direct_records(
     inputs = max(block.matrix_shape[2] for block in tangent.blocks)
     numbers = 2 * inputs + 5 * getattr(cotangents, "columns", tangent.outputs) * tangent.outputs + scratch
     step = max(1, tangent.memory // (numbers * dtype.itemsize))
+    strip = max(1, min(step, SLICE_BYTES // (inputs * dtype.itemsize)))
     differentiable = wants_gradient(checked.inputs)
-
-    def record_of(layer: Use, use: RecordedUse, uses: Uses, outputs: Tensor, sizes: tuple[int, ...]) -> Record:
-        """Returns the record of the positions of a part of the layer's inputs."""
-        outputs = outputs if differentiable else outputs.detach().requires_grad_()
-        versions = layer.inputs._version, outputs._version, 0
-        noted = RecordedUse(layer, use.names, get_gradient_edge(outputs), outputs, versions)
-        roles = {name: [(0, BatchAxis(), each[0][2])] for name, each in uses.items()}
-        u = cotangents(outputs if differentiable else outputs.detach()) if callable(cotangents) else None
-        record = Record(tangent, None, outputs, [noted], roles, u, dtype, differentiable)
-        record.sizes = sizes
-        return record
-
     for part, chunk in checked.chunks(tangent.chunk_length(1, dtype)):
         recording, uses = tangent.recording(chunk)
-        use = direct_use(tangent, recording, uses)
-        sizes = positions.sizes(recording.shaped.shape)
+        use, sizes = direct_use(tangent, recording, uses), positions.sizes(recording.shaped.shape)
         patches = None if use is None else use.use.position_inputs(sizes, step)
         if use is None or patches is None:
             raise LapwingError(
                 f"The layer of {next(iter(tangent.parameters))} gave the outputs of {type(tangent.model).__name__} on "
                 "the first batch, and not on this one. Let forward() return them in the same way on every batch."
             )
-        f, first = positions.rows(recording.shaped), 0
-        mask = None if kept is None else kept[part].flatten()
+        f, mask = positions.rows(recording.shaped), None if kept is None else kept[part].flatten()
         if mask is not None and len(mask) != len(f):
             raise LapwingError(
                 f"The targets have {mask.numel() // chunk.samples} positions of a sample, and the outputs "
                 f"{len(f) // chunk.samples}, of shape {tuple(recording.shaped.shape)}. Pass one target for each."
             )
-        strip = max(1, min(step, SLICE_BYTES // (inputs * dtype.itemsize)))
         every = cotangents is None and mask is None and stride == 1
         strips = use.use.position_uses(sizes, strip) if every else None
-        for count, layer in strips or ():
-            yield slice(start, start + count), record_of(layer, use, uses, f[first : first + count], sizes)
-            start, first = start + count, first + count
-        for a in patches if strips is None else ():
-            here = slice(first, first + len(a))
-            outputs, first = f[here], here.stop
-            if mask is not None:
-                a, outputs = a[mask[here]], outputs[mask[here]]
-            rows = slice(start, start + len(a))
+        if strips is None:
+            parts = _of_patches(use.use, patches, f, mask, start, stride)
+        else:
+            parts = _of_strips(strips, f, start)
+        for rows, layer, outputs in parts:
             start = rows.stop
-            if stride > 1:
-                skipped = -rows.start % stride
-                rows = slice(rows.start + skipped, rows.stop, stride)
-                a, outputs = a[skipped::stride], outputs[skipped::stride]
-            if not len(a):
+            if not len(outputs):
                 continue
-            weights, layout = use.use.parameters, use.use.matrix()
-            assert layout is not None  # a product has one
-            layer = LinearUse(a, weights["weight"], weights.get("bias"), layout.transposed)
-            yield rows, record_of(layer, use, uses, outputs, sizes)
+            outputs = outputs if differentiable else outputs.detach().requires_grad_()
+            u = cotangents(outputs if differentiable else outputs.detach()) if callable(cotangents) else None
+            versions = layer.inputs._version, outputs._version, 0
+            noted = RecordedUse(layer, use.names, get_gradient_edge(outputs), outputs, versions)
+            roles = {name: [(0, BatchAxis(), each[0][2])] for name, each in uses.items()}
+            record = Record(tangent, None, outputs, [noted], roles, u, dtype, differentiable)
+            record.sizes = sizes
+            yield rows, record
+
+
+def _of_strips(strips: Iterable[tuple[int, Use]], f: Tensor, start: int) -> Iterator[tuple[slice, Use, Tensor]]:
+    """Yields the rows among all positions, the layer and the outputs of consecutive positions; `start` were before."""
+    first = 0
+    for count, layer in strips:
+        yield slice(start + first, start + first + count), layer, f[first : first + count]
+        first += count
+
+
+def _of_patches(
+    use: Use, patches: Iterable[Tensor], f: Tensor, mask: Tensor | None, start: int, stride: int
+) -> Iterator[tuple[slice, Use, Tensor]]:
+    """Yields as `_of_strips` linear layers of patches, at the positions that count alone, and every so many of them."""
+    weights, layout, first = use.parameters, use.matrix(), 0
+    assert layout is not None  # a product has one
+    for a in patches:
+        here = slice(first, first + len(a))
+        outputs, first = f[here], here.stop
+        if mask is not None:
+            a, outputs = a[mask[here]], outputs[mask[here]]
+        rows = slice(start, start + len(a))
+        start = rows.stop
+        if stride > 1:
+            skipped = -rows.start % stride
+            rows = slice(rows.start + skipped, rows.stop, stride)
+            a, outputs = a[skipped::stride], outputs[skipped::stride]
+        yield rows, LinearUse(a, weights["weight"], weights.get("bias"), layout.transposed), outputs
 
 
 def direct_use(tangent: Tangent, recording: Recording, uses: Uses) -> RecordedUse | None:

@@ -121,7 +121,7 @@ def test_dear_weights_are_said(caplog, monkeypatch):
     model, loader, _ = trained()
     monkeypatch.setattr("lapwing.fitting.default_method.FULL_NUMBERS", 100)
     assert lw.fit(model, loader).tangent.size == 101
-    monkeypatch.setattr("lapwing.fitting.default_method.KFAC_WEIGHTS", 100)
+    monkeypatch.setattr("lapwing.fitting.default_method.MAX_WEIGHTS", 100)
     with caplog.at_level(logging.INFO, "lapwing"):
         posterior = lw.fit(model, loader)
     assert (posterior.tangent.size, posterior.method[:4]) == (21, "KFAC")
@@ -194,7 +194,7 @@ def test_a_regression_below_a_frozen_last_layer(monkeypatch):
     model[2].requires_grad_(False)
     assert lw.fit(model, loader).method == "Full(form='auto')"
     monkeypatch.setattr("lapwing.fitting.default_method.FULL_NUMBERS", 10)
-    monkeypatch.setattr("lapwing.fitting.default_method.KFAC_WEIGHTS", 10)
+    monkeypatch.setattr("lapwing.fitting.default_method.MAX_WEIGHTS", 10)
     posterior = lw.fit(model, loader)
     assert posterior.method.startswith("KFAC")
     assert list(posterior.tangent.parameters) == ["0.weight", "0.bias"]
