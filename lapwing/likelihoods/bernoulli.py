@@ -211,6 +211,12 @@ class BernoulliPrediction(DiscretePrediction):
 
         Args:
             targets: Answers of 0 and 1, bool, integers or floats, (B, C), or (B,) when C = 1.
+
+        Returns:
+            Log probabilities, (B,).
+
+        Raises:
+            LapwingError: for targets of a wrong shape, or other values.
         """
         name = "BernoulliPrediction.log_prob"
         targets = as_targets(targets, self.log_odds.device)

@@ -287,6 +287,9 @@ class ClassPrediction(DiscretePrediction):
 
         Returns:
             Log probabilities, (B,); 0 for labels that do not count.
+
+        Raises:
+            LapwingError: for labels of a wrong shape, dtype or range.
         """
         targets = as_targets(targets, self.log_probs.device)
         _check_targets("ClassPrediction.log_prob", self.log_probs, targets, self.ignore_index)

@@ -156,6 +156,9 @@ class HeteroscedasticPrediction(RealPrediction):
 
         Args:
             targets: y, (B, K), or (B,) when K = 1.
+
+        Raises:
+            LapwingError: for targets of a wrong shape or dtype, or not finite.
         """
         name, mean = "HeteroscedasticPrediction.log_prob", self.mean
         targets = as_targets(targets, mean.device)

@@ -135,6 +135,9 @@ class CountPrediction(RealPrediction):
 
         Args:
             targets: y, (B, C), or (B,) when C = 1.
+
+        Raises:
+            LapwingError: for targets that are no counts, or of a wrong shape.
         """
         name, draws, mean = "CountPrediction.log_prob", self.latent.draws, at_least_float32(self.latent.mean)
         targets = as_targets(targets, mean.device)

@@ -27,11 +27,7 @@ class Prediction(ABC):
 
     @abstractmethod
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Returns the log density of the targets at every input, (B,).
-
-        Raises:
-            LapwingError: for targets of another shape, dtype or range.
-        """
+        """Returns the log density of the targets at every input, (B,)."""
 
     @abstractmethod
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
@@ -261,7 +257,11 @@ class ScaledPrediction(RealPrediction):
         return self._moved(low), self._moved(high)
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Returns the log density of the targets, (B,): `log p((y - shift) / scale) - Σ_c log scale_c`."""
+        """Returns the log density of the targets, (B,): `log p((y - shift) / scale) - Σ_c log scale_c`.
+
+        Raises:
+            LapwingError: for targets that the prediction does not take.
+        """
         shape = self.prediction.mean.shape
         targets, logs = as_targets(targets, self.shift.device), self.scale.log().expand(shape)
         if isinstance(targets, Tensor) and targets.numel() == shape.numel() and targets.shape[:1] == shape[:1]:

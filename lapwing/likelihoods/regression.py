@@ -88,6 +88,9 @@ class RegressionPrediction(RealPrediction):
 
         Returns:
             Log densities, (B,), in nats. Cost O(B C³), or O(S B C) for S weight draws, O(S² B C) for S linearised ones.
+
+        Raises:
+            LapwingError: for targets of a wrong shape or dtype, or not finite.
         """
         mean, draws = self.mean, self._draws()
         targets = as_targets(targets, mean.device)
