@@ -228,6 +228,16 @@ class BernoulliPrediction(DiscretePrediction):
 
         Inputs and outputs are independent and follow `probs`. From a joint latent the logits are drawn jointly first,
         so that answers to related inputs agree as they should; their frequencies are then those of the exact link.
+
+        Args:
+            n: Number of draws.
+            generator: Source of randomness; None means seed 0.
+
+        Returns:
+            Answers, (n, B, C).
+
+        Raises:
+            LapwingError: if `n` is below 1.
         """
         check_draws("sample", "n", n, 2 * self.log_odds.numel())
         generator = seeded(generator, self.log_odds.device)

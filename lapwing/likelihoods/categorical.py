@@ -309,6 +309,16 @@ class ClassPrediction(DiscretePrediction):
 
         Inputs are independent and follow `probs`. From a joint latent the logits are drawn jointly first, so that
         labels of related inputs agree as they should; their frequencies are then those of `SampledLink`.
+
+        Args:
+            n: Number of draws.
+            generator: Source of randomness; None means seed 0.
+
+        Returns:
+            Labels, (n, B).
+
+        Raises:
+            LapwingError: if `n` is below 1.
         """
         check_draws("sample", "n", n, 2 * len(self.log_probs))
         generator = seeded(generator, self.log_probs.device)

@@ -144,6 +144,15 @@ class HeteroscedasticPrediction(RealPrediction):
         """Returns the central interval that holds y with probability `level`, one target at a time.
 
         By bisection of the mixture's distribution function.
+
+        Args:
+            level: Probability in (0, 1).
+
+        Returns:
+            Lower and upper ends, each (B, K).
+
+        Raises:
+            LapwingError: if `level` is not in (0, 1).
         """
         check_level(level)
         means, variances, weights = self._mixture
@@ -169,7 +178,15 @@ class HeteroscedasticPrediction(RealPrediction):
         return logs.logsumexp(0).sum(-1).to(mean.dtype)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws y, (n, B, K): latent draws (joint across inputs where the latent is) plus fresh noise."""
+        """Draws y, (n, B, K): latent draws (joint across inputs where the latent is) plus fresh noise.
+
+        Args:
+            n: Number of draws.
+            generator: Source of randomness; None means seed 0.
+
+        Raises:
+            LapwingError: if `n` is below 1.
+        """
         check_draws("sample", "n", n, self.latent.mean.numel())
         generator = seeded(generator, self.latent.mean.device)
         mean, log_variance = at_least_float32(self.latent.sample(n, generator)).chunk(2, -1)

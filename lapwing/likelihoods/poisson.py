@@ -122,6 +122,15 @@ class CountPrediction(RealPrediction):
 
         Both ends are counts that belong to the interval. Not differentiable. By bisection of the distribution function,
         which quadrature gives.
+
+        Args:
+            level: Probability in (0, 1).
+
+        Returns:
+            Lower and upper ends, each (B, C).
+
+        Raises:
+            LapwingError: if `level` is not in (0, 1).
         """
         check_level(level)
         tail = 0.5 * (1.0 - level)
@@ -151,7 +160,15 @@ class CountPrediction(RealPrediction):
         return True
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws y, (n, B, C), as floats: counts of drawn rates, which are joint across inputs where the latent is."""
+        """Draws y, (n, B, C), as floats: counts of drawn rates, which are joint across inputs where the latent is.
+
+        Args:
+            n: Number of draws.
+            generator: Source of randomness; None means seed 0.
+
+        Raises:
+            LapwingError: if `n` is below 1.
+        """
         check_draws("sample", "n", n, self.latent.mean.numel())
         generator = seeded(generator, self.latent.mean.device)
         return torch.poisson(at_least_float32(self.latent.sample(n, generator)).exp(), generator)

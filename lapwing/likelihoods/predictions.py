@@ -31,15 +31,7 @@ class Prediction(ABC):
 
     @abstractmethod
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws y at every input, (n, B, ...).
-
-        Args:
-            n: number of draws.
-            generator: source of randomness; None means seed 0.
-
-        Raises:
-            LapwingError: if `n` is below 1.
-        """
+        """Draws y n times at every input; the first axis is n."""
 
     @abstractmethod
     def distribution(self) -> dist.Distribution:
@@ -134,16 +126,7 @@ class RealPrediction(Prediction):
 
     @abstractmethod
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Returns the ends of the central interval that holds y with probability `level`, each (B, ...).
-
-        One output at a time.
-
-        Args:
-            level: between 0 and 1.
-
-        Raises:
-            LapwingError: for another level.
-        """
+        """Returns the ends of the central interval that holds y with probability `level`, each (B, ...)."""
 
     @property
     def variance(self) -> Tensor:
@@ -253,6 +236,7 @@ class ScaledPrediction(RealPrediction):
         return self.scale.square() * self.prediction.aleatoric_variance
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Returns the ends of the central interval that holds y with probability `level`, each (B, ...)."""
         low, high = self.prediction.interval(level)
         return self._moved(low), self._moved(high)
 
@@ -339,6 +323,15 @@ class MixturePrediction(RealPrediction):
 
         By bisection of the mixture's distribution function. Families without one, with an infinite variance or with a
         support that ends near the mean take at least 4096 draws of y.
+
+        Args:
+            level: Probability in (0, 1).
+
+        Returns:
+            Lower and upper ends, each (B, ...).
+
+        Raises:
+            LapwingError: if `level` is not in (0, 1).
         """
         check_level(level)
         tail = 0.5 * (1.0 - level)

@@ -67,6 +67,15 @@ class RegressionPrediction(RealPrediction):
         """Returns the central interval that holds y with probability `level`, one output at a time.
 
         Exact: Gaussian quantiles, or for weight draws those of the mixture by bisection.
+
+        Args:
+            level: Probability in (0, 1).
+
+        Returns:
+            Lower and upper ends, each (B, C).
+
+        Raises:
+            LapwingError: if `level` is not in (0, 1).
         """
         check_level(level)
         draws = self._draws()
@@ -125,7 +134,18 @@ class RegressionPrediction(RealPrediction):
         return {name: value if name == "log_prob" else value[known] for name, value in values.items()}
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws y, (n, B, C): latent draws (joint across inputs where the latent is) plus fresh noise."""
+        """Draws y, (n, B, C): latent draws (joint across inputs where the latent is) plus fresh noise.
+
+        Args:
+            n: Number of draws.
+            generator: Source of randomness; None means seed 0.
+
+        Returns:
+            Draws, (n, B, C).
+
+        Raises:
+            LapwingError: if `n` is below 1.
+        """
         check_draws("sample", "n", n, self.latent.mean.numel())
         generator = seeded(generator, self.latent.mean.device)
         latent = at_least_float32(self.latent.sample(n, generator))
