@@ -11,7 +11,8 @@ import torch
 from torch.distributions import Categorical, Independent, Normal
 from torch.nn import functional as F
 
-from benchmarks.defaults import measures, run
+import lapwing as lw
+from benchmarks.defaults import links, measures, run, subspaces
 from benchmarks.defaults.networks import (
     CELLS,
     LENGTH,
@@ -183,3 +184,43 @@ def test_interpolation_leaves_rounding():
     y, model = torch.randn(10, 1, dtype=torch.float64), mlp(2, 20, 1).double()
     interpolate(model, (x, y), 0, steps=100)
     assert float((measures.outputs(model, x) - y).square().mean()) < 1e-10
+
+
+def test_links_are_those_of_the_last_layers_posterior(cache):
+    def data(seed: int) -> Data:
+        x = torch.randn(200, 2)
+        y = (x + torch.randn(200, 2)).argmax(1) + (x[:, 0] < -0.5).long()
+        parts = zip(x.split([60, 60, 80]), y.split([60, 60, 80]), strict=True)
+        return Data(*parts, foreign=5 + torch.randn(25, 2), size=90)
+
+    torch.manual_seed(0)
+    made, long = data(0), Recipe(F.cross_entropy, 600, 3e-2, batch=0)
+    cell = Cell("thirds", "points, tiny", lambda _: made, lambda _: mlp(2, 8, 3), long.train)
+    rows = links.rows_of(cell)
+    assert len(rows) == 6
+    model, (x, y) = cell.trained(made, 0), made.test
+    for row in rows:
+        posterior = lw.fit(
+            model, made.train, params=lw.last_layer, prior_precision=row["prior_precision"], data_size=90,
+            likelihood=lw.Categorical(logit_temperature=row["logit_temperature"]),
+        )  # fmt: skip
+        link = lw.Probit(scale=row["link"])
+        prediction = posterior.predict(x, link=link)
+        assert row["nll"] == pytest.approx(-float(prediction.log_prob(y).mean()), rel=1e-4)
+        assert row["classes_changed"] == int((prediction.classes != model(x).argmax(1)).sum())
+        score = -float(posterior.predict(made.val[0], link=link).log_prob(made.val[1]).mean())
+        for precision in (1e-4, 1e-2, 1.0, 1e2):  # none is better on validation rows
+            other = posterior.with_prior(precision).predict(made.val[0], link=link)
+            assert score < -float(other.log_prob(made.val[1]).mean()) + 1e-5
+    assert len({row["nll"] for row in rows}) > 3
+
+
+def test_subspaces_are_scored_beside_kfac(cache):
+    rows = subspaces.rows_of(regression())
+    assert [row["method"] for row in rows[::2]] == list(subspaces.METHODS)
+    assert [row["tuning"] for row in rows[:2]] == ["default", "validated"]
+    kept, lost = rows[4], rows[2]  # with the prior outside the span, and without
+    assert kept["width_over_residual"] > 0
+    assert kept["fit_passes"] >= lost["fit_passes"] > 0
+    line = subspaces.table(rows).splitlines()[2]
+    assert line.startswith(f"| tables, tiny | `KFAC()` | {rows[0]['nll']:.3f}, {rows[1]['nll']:.3f} |")

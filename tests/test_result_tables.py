@@ -9,7 +9,10 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import answers, counts, lora, peers, positions_data, tables
+from benchmarks import answers, counts, lora, measure, peers, positions_data, tables
+from benchmarks.defaults import links, subspaces
+
+DEFAULTS = Path(__file__).parents[1] / "docs" / "defaults.md"
 
 
 @pytest.mark.parametrize(
@@ -37,6 +40,23 @@ def test_the_counts_of_convolutions_are_those_of_the_results() -> None:
     for row in results.values():
         for what in ("fit", "predict"):
             assert row[what]["ratio"] == pytest.approx(row[what]["forward_passes"] / row[what]["floor"], rel=1e-3)
+
+
+@pytest.mark.parametrize("script", [links, subspaces], ids=["links", "subspaces"])
+def test_the_tables_of_links_and_subspaces_are_those_of_the_results(script: ModuleType) -> None:
+    path = measure.RESULTS / f"defaults_{script.__name__.rpartition('.')[2]}.json"
+    rows = json.loads(path.read_text())["results"]["rows"]
+    assert script.table(rows) in DEFAULTS.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["defaults_best", "defaults_best_large"])
+def test_the_best_of_all_methods_is_that_of_the_results(name: str) -> None:
+    page = DEFAULTS.read_text(encoding="utf-8")
+    arms = ("default", "validated", "last-layer", "diagonal", "kfac", "ella", "best")
+    families = json.loads((measure.RESULTS / f"{name}.json").read_text())["results"]["families"]
+    for family, of in families.items():
+        row = " | ".join(f"{of[arm]['nll']:.3f}" for arm in arms)
+        assert f"| {family} | {row} |" in page
 
 
 @pytest.mark.slow

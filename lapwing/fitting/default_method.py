@@ -26,8 +26,8 @@ FULL_MULTIPLY_ADDS = 2**33
 KFAC_OUTPUTS = 10
 """KFAC where there are at most so many outputs: a fit and a prediction take a backward pass for each."""
 
-
 FOR_ALL_WEIGHTS = "For all weights write lw.fit(model, loader, lw.KFAC())."
+"""What the log says where the last layer alone is treated."""
 
 
 def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Method | None:
@@ -105,7 +105,7 @@ def default_fit(
     """
     frozen = _frozen_last_layer(model, survey)
     if not frozen and not _is_regression(likelihood):
-        return f"KFAC over the last layer, the default for a classifier. {FOR_ALL_WEIGHTS}"
+        return f"KFAC over the last layer, the default for a {likelihood.name} likelihood. {FOR_ALL_WEIGHTS}"
     try:
         tangent = survey(params=everything, warn=False)
     except LapwingError as error:  # frozen weights, quantized layers, ...
@@ -142,9 +142,9 @@ def price(method: Method, outline: Outline) -> str:
     assert cost is not None  # of the defaults all state it
     backwards = 0 if outline.tangent.treats_output_alone else cost.fit.backwards
     return (
-        f"The fit takes {cost.fit.records:g} forward and {backwards:g} backward passes of the data, a prediction "
-        f"{cost.predict.records:g} and {cost.predict.backwards:g} of its inputs, beside products and the tuning, which "
-        f"lw.plan(model, loader) counts; {cost.kept:,} bytes are kept."
+        f"The fit takes {cost.fit.records:,.0f} forward and {backwards:,.0f} backward passes of the data, a prediction "
+        f"{cost.predict.records:,.0f} and {cost.predict.backwards:,.0f} of its inputs, beside products and the tuning, "
+        f"which lw.plan(model, loader) counts; {cost.kept:,} bytes are kept."
     )
 
 
