@@ -150,7 +150,9 @@ def outside_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, 
 
     @functools.wraps(function)
     def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if transformed():
+        with LOCK:  # levels of forward mode are those of all threads, and `jvp` holds the lock while it has one
+            within = transformed()
+        if within:
             raise LapwingError(
                 "lapwing was called within a transformation of torch.func or forward-mode differentiation, which would "
                 "mix with its own. Write x.requires_grad_() and "

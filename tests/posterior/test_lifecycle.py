@@ -20,6 +20,7 @@ import lapwing as lw
 from lapwing.covariance import Blockwise, DiagonalBlock
 from lapwing.likelihoods.registry import REGISTERED
 from lapwing.methods import Batch, FitResult, IteratePass, Passes, Problem, State, SumPass
+from lapwing.network.generic import jvp
 from tests import oracle
 from tests.likelihoods.test_likelihoods import Counts
 from tests.zoo import ZOO
@@ -457,6 +458,28 @@ def test_threads_that_predict_at_the_same_time(name: str) -> None:
     from torch._dynamo.eval_frame import _stance
 
     assert _stance.stance == "default"
+
+
+def test_a_thread_in_forward_mode_lets_others_wait() -> None:
+    """torch has one level of forward mode for all threads; a call in another thread is not one within it."""
+    model, x, _, loader = data("mlp", 5)
+    posterior = lw.fit(model, loader, lw.KFAC(), params=EVERY)
+    expected = posterior.latent(x).covariance
+    inside, answered = threading.Event(), threading.Event()
+
+    def function(value: Tensor) -> Tensor:
+        inside.set()
+        answered.wait(0.5)
+        return value.sin()
+
+    thread = threading.Thread(target=jvp, args=(function, (torch.ones(2),), (torch.ones(2),)))
+    thread.start()
+    inside.wait()
+    try:
+        torch.testing.assert_close(posterior.latent(x).covariance, expected)
+    finally:
+        answered.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("name", ["mlp", "custom_parameter", "lstm"])
