@@ -241,6 +241,19 @@ def test_a_regression_that_interpolates_gets_its_width():
     assert 0.8 < ((lower <= y[100:]) & (y[100:] <= upper)).double().mean() < 0.98
 
 
+@pytest.mark.parametrize("noise", [0.0, 1e-7])
+def test_held_out_targets_that_are_met_but_for_rounding(noise):
+    """No residual is below rounding, so that predictions are about as wide as 1e-6 of the targets' size."""
+    generator = torch.Generator().manual_seed(0)
+    x, errors = torch.randn(2, 40, 4, generator=generator)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.ReLU(), torch.nn.Linear(7, 1)).eval()
+    y = model(x).detach() + noise * errors[:, :1]
+    for tune in (lw.Validation([(x[20:], y[20:])]), lw.EarlyStopping([(x[20:], y[20:])])):
+        prediction = lw.fit(model, [(x[:20], y[:20])], lw.KFAC(), tune=tune).predict(x[20:])
+        assert 1e-13 < prediction.variance.mean() / y[20:].square().mean() < 1e-10
+
+
 def last_layers():
     """A network of which the last layer is treated, at T = 1 and with T chosen; and inputs."""
     model, loader, held_out = overconfident()
