@@ -89,7 +89,8 @@ class Validation(_OnHeldOutData):
     Cost: one pass over the loader: one record and contraction a batch, and `points` variances (or Gram matrices, if
     the link reads covariances) an output, or combination of outputs as in `BoundedEvidence`; for a regression a forward
     pass, and the kernel of `BoundedEvidence`. Another pass where the log shows what was chosen (`logging.INFO`), to
-    compare the default link with draws.
+    compare the default link with draws. Memory: about 6 kB a held-out sample of a classifier, 3 kB of a
+    regression, since the scores of all candidates are compared sample by sample; a position counts as a sample.
 
     Example:
         >>> import torch, lapwing as lw
