@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ import lapwing as lw
 from lapwing.covariance import Blockwise, DiagonalBlock
 from lapwing.likelihoods.registry import REGISTERED
 from lapwing.methods import Batch, FitResult, IteratePass, Passes, Problem, State, SumPass
+from lapwing.network.eager import LOCK
 from lapwing.network.generic import jvp
 from tests import oracle
 from tests.likelihoods.test_likelihoods import Counts
@@ -513,6 +515,34 @@ def test_a_forked_process_gives_the_same_answers() -> None:
     torch.testing.assert_close(torch.tensor(receiving.recv(), dtype=x.dtype), torch.stack(expected))
     child.join()
     assert child.exitcode == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
+def test_a_process_forked_while_another_thread_runs_the_network() -> None:
+    """It has no such thread, and does not wait for it."""
+    model, x, _, loader = data("mlp", 5)
+    posterior = lw.fit(model, loader, lw.KFAC())
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    inside = threading.Event()
+
+    def run() -> None:
+        with LOCK:
+            inside.set()
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    inside.wait()
+    child = context.Process(target=lambda: sending.send(posterior.latent(x).covariance.tolist()))
+    child.start()
+    thread.join()
+    try:
+        assert receiving.poll(30)
+        torch.testing.assert_close(torch.tensor(receiving.recv(), dtype=x.dtype), posterior.latent(x).covariance)
+    finally:
+        child.kill()
+        child.join()
 
 
 def test_copies_and_pickles_bring_their_network_along() -> None:
